@@ -1,4 +1,4 @@
-"""The trainer's rank in the collective group that SGLang's workers join: formed, used and aborted under deadlines.
+"""A rank of ours in the collective group that SGLang's workers can join: formed, used and aborted under deadlines.
 
 SGLang forms its side with ``init_custom_process_group``: a TCPStore client, wrapped in a PrefixStore of the group's
 name, given to torch's ``_new_process_group_helper``, which wraps it twice more. The same prefixes are applied here, and
@@ -77,18 +77,20 @@ class _Backend(backends.Receiving, Protocol):
 
 
 class BroadcastGroup:
-    """Rank 0 of a group of `world_size` ranks."""
+    """The root of a group of `world_size` ranks, or another rank of it, which receives."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  what it is made of
         self,
         name: str,
         device: torch.device,
         world_size: int,
         backend: _Backend,
         connections: Connections | None = None,
+        rank: int = ROOT,
     ) -> None:
         """`connections` are those with the other ranks, where they can be had."""
         self.name = name
+        self.rank = rank
         self.world_size = world_size
         self.connections = connections or Connections()
         self._device = device
@@ -97,18 +99,35 @@ class BroadcastGroup:
 
     @classmethod
     def form(  # noqa: PLR0917
-        cls, store: c10d.Store, name: str, host: str, device: torch.device, world_size: int, deadline: Deadline
+        cls,
+        store: c10d.Store,
+        name: str,
+        host: str,
+        device: torch.device,
+        world_size: int,
+        deadline: Deadline,
+        *,
+        rank: int = ROOT,
+        connect: bool = False,
     ) -> BroadcastGroup:
-        """Blocks until every rank has come (gloo) or until the first broadcast (nccl, which connects lazily)."""
+        """Blocks until every rank has come; over NCCL, which connects at the first broadcast, only to `connect`.
+
+        That broadcast is one more, so that all ranks have to do it, which SGLang's workers do not.
+        """
         timeout = timedelta(seconds=deadline.check("the group to form"))
         prefixed = c10d.PrefixStore(f"{device.type}/", c10d.PrefixStore(f"{name}/", c10d.PrefixStore(name, store)))
         try:
             if device.type == "cuda":
-                return cls(name, device, world_size, cast("_Backend", backends.nccl(prefixed, ROOT, world_size)))
-            backend = cast("_Backend", backends.gloo(prefixed, host, ROOT, world_size, timeout))
+                found = cast("_Backend", backends.nccl(prefixed, rank, world_size))
+                group = cls(name, device, world_size, found, rank=rank)
+                if connect:
+                    group._carry(torch.zeros(1, dtype=torch.uint8, device=device), deadline)
+                return group
+            backend = cast("_Backend", backends.gloo(prefixed, host, rank, world_size, timeout))
         except (RuntimeError, ValueError) as error:
             raise TransferFailed(f"group {name} of {world_size} ranks did not form: {error}") from error
-        return cls(name, device, world_size, backend, connections_of(prefixed, ROOT, world_size))
+        connections = connections_of(prefixed, rank, world_size) if rank == ROOT else None
+        return cls(name, device, world_size, backend, connections, rank)
 
     @property
     def hung_up(self) -> bool:
@@ -123,8 +142,10 @@ class BroadcastGroup:
             self._stand_in.use(used)
 
     def broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
-        """Send `memory` to every rank; returns when it may be written again."""
-        deadline = to_be_taken(memory, deadline)
+        """Send `memory` to every rank, or receive it; returns when it may be written again, or read."""
+        self._carry(memory, to_be_taken(memory, deadline) if self.rank == ROOT else deadline)
+
+    def _carry(self, memory: torch.Tensor, deadline: Deadline) -> None:
         work = self.begin(memory, deadline)
         try:
             if self._device.type == "cuda":
@@ -135,7 +156,7 @@ class BroadcastGroup:
             raise self._broke(error) from error
 
     def begin(self, memory: torch.Tensor, deadline: Deadline) -> c10d.Work:
-        """Begin to send `memory` to every rank; `ended` says when it may be written again."""
+        """Begin to send `memory` to every rank, or to receive it; `ended` says when that is over."""
         if self._backend is None:
             raise TransferFailed(f"{self.name} was broken off")
         options = c10d.BroadcastOptions()
@@ -168,6 +189,8 @@ class BroadcastGroup:
                 raise DeadlineExceeded(f"every rank of {self.name} to take a broadcast", deadline.seconds)
             time.sleep(_POLL_S)
         work.wait()
+        if self._backend is None:  # to a work of NCCL's, an abort looks like its end
+            raise TransferFailed(f"{self.name} was broken off")
 
     def abort(self) -> None:
         """Break it off, also while another thread is in `broadcast`. The group is of no use afterwards.
@@ -180,7 +203,7 @@ class BroadcastGroup:
         if self._device.type == "cuda":
             backend.abort()
             return
-        backends.break_gloo(backend, ROOT, self.world_size)
+        backends.break_gloo(backend, self.rank, self.world_size)
         self.connections.end()  # which another process has, too
         if self._stand_in is not None:
             self._stand_in.close()

@@ -1,7 +1,8 @@
 """Other hosts, or GPUs that cannot map each other: for each source rank one group of it and every engine rank.
 
-Over gloo every engine has a group of its own with each source (`engine_groups.py`); what is said here of a group is
-then said of all of them.
+Members are the workers of servers, as the field does it, or in their place an engine's agent, which hands every bucket
+on to its server (`handing_receiver.py`): each agent says which when it comes. Over gloo every engine has a group of its
+own with each source (`engine_groups.py`); what is said here of a group is then said of all of them.
 
 A source broadcasts a whole packed bucket per call, in the order in which SGLang cuts a ``flattened_bucket`` apart.
 This is the leading source; where there are several (`sources.py`), the others do their part by `source_rank.py`. All of
@@ -11,13 +12,14 @@ Groups are kept from round to round while their members stay and sessions end we
 they were formed. A collective cannot drop a member: when one engine or source fails, all engines are named in `failed`,
 every group is broken off and the next epoch forms new ones. Groups that broke while they formed take the rendezvous
 store with them: SGLang's ranks would wait in it for the missing one for half an hour, and answer nothing meanwhile. The
-bytes go straight into the server's workers, so nothing here has checked them (`Receipt.checked` is false).
+bytes go straight into the server's workers, where they are members, so that nothing has checked them (`Receipt.checked`
+is false).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import accumulate
@@ -31,7 +33,7 @@ from .broadcast_group import BroadcastGroup, backend_for, join_store, serve_stor
 from .deadline import Deadline
 from .engine_groups import STILL_FORMING_S, STILL_S, EngineGroups, StoodStill, Stragglers
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
-from .meeting import POLL_S, Meeting, holding, new_token, settled, source_name
+from .meeting import BY_SIDECAR, POLL_S, Meeting, holding, new_token, settled, source_name
 from .sealed_frames import bracketed
 from .sources import Groups, Sources
 from .transport import JOIN_S, Address, Peer, Session, Slot
@@ -62,6 +64,8 @@ class DistributedSender:
         """Every source's, `_group` first."""
         self._members: tuple[Peer, ...] = ()
         """Who is in them."""
+        self._sidecars: tuple[int, ...] = ()
+        """Of this session's engines those, by their place, whose agent takes part in place of its server's workers."""
         self._divided: Sources | None = None
         self._sources = Sources.one(1)
         """Of this session."""
@@ -119,13 +123,16 @@ class DistributedSender:
         meeting, session = self._open()
         try:
             self._wait_for("came", "to come", Deadline(min(join_s, deadline.left())))
+            words = [meeting.heard("came", engine) or "" for engine in self._engines]
+            self._sidecars = tuple(place for place, word in enumerate(words) if word.startswith(BY_SIDECAR))
             forming = Deadline(min(FORM_S, deadline.left()))
             if self._group is not None and self._all_hold():
                 self._group.use(True)
                 meeting.announce("group", self._known(self._groups).encode())
             else:
                 self._break_off()
-                groups = Groups.of_sources(f"weightbus-{self._channel}-{session.epoch}", self._sources, self._ranks)
+                base = f"weightbus-{self._channel}-{session.epoch}"
+                groups = self._known(Groups.of_sources(base, self._sources).names)
                 self._forming = True
                 meeting.announce("group", groups.encode())
                 self._form(groups, forming)
@@ -157,7 +164,7 @@ class DistributedSender:
                 self._await_source(index, Deadline(deadline_s))
             if index not in self._sends:
                 return
-            self._await(self._sends[index], f"the broadcast of bucket {index}", Deadline(deadline_s))
+            self._await_sent(index, Deadline(deadline_s))
         except TransferFailed as error:
             self._fail_all(error)
         self._sends.pop(index, None)
@@ -166,8 +173,8 @@ class DistributedSender:
         """Wait until every engine has loaded everything, or all are in `failed`."""
         deadline = Deadline(deadline_s)
         try:
-            for index, send in self._sends.items():
-                self._await(send, f"the broadcast of bucket {index}", deadline)
+            for index in self._sends:
+                self._await_sent(index, deadline)
             if not self._failed:
                 self._wait_for("done", "to take every bucket", deadline, STILL_S)
                 self._finished = True
@@ -220,32 +227,40 @@ class DistributedSender:
         known, world_size = self._known(self._groups), 1 + sum(peer.tp for peer in self._peers)
         firsts = accumulate((peer.tp for peer in self._peers), initial=1)
         for engine, first in zip(self._engines, firsts, strict=False):
-            if meeting.heard("came", engine) != holding(known.of_engine(first, world_size).names):
+            part = known.of_engine(first, world_size)
+            if meeting.heard("came", engine) != holding(part.names, by_sidecar=part.by_sidecar):
                 return False
         return [meeting.heard("came", source) for source in self._others] == list(self._groups[1:])
 
     @property
+    def _apart(self) -> bool:
+        """Engines that share a group of gloo's wait for each other, where nobody reaches them."""
+        return self._device.type != "cuda" and len(self._peers) > 1
+
+    @property
     def _ranks(self) -> tuple[int, ...]:
-        """As in `Groups`: engines that share a group of gloo's wait for each other, where nobody reaches them."""
-        alone = self._device.type != "cuda" and len(self._peers) > 1
-        return tuple(peer.tp for peer in self._peers) if alone else ()
+        """As in `Groups`."""
+        return tuple(peer.tp for peer in self._peers) if self._apart or self._sidecars else ()
 
     def _known(self, names: tuple[str, ...]) -> Groups:
-        return Groups(names, self._sources.of if self._others else (), self._ranks)
+        of, together = self._sources.of if self._others else (), bool(self._sidecars) and not self._apart
+        return Groups(names, of, self._ranks, together, self._sidecars)
 
     def _form(self, groups: Groups, deadline: Deadline) -> None:
         """This source's own; the others are formed by theirs, in the order in which engines come to them."""
         assert self._store is not None
-        world_size = 1 + sum(peer.tp for peer in self._peers)
+        size = groups.size(1 + sum(peer.tp for peer in self._peers))
         # Clients that are there before: who forms a group would hold the server itself, and `_end_store` end nothing.
-        clients, name = [join_store(self._store) for _ in groups.ranks or (world_size,)], groups.names[0]
+        clients, name = [join_store(self._store) for _ in groups.apart or (size,)], groups.names[0]
 
         def form() -> BroadcastGroup | EngineGroups:
-            if not groups.ranks:
-                return BroadcastGroup.form(clients.pop(), name, self._host, self._device, world_size, deadline)
-            return EngineGroups.form(clients.pop, name, self._host, self._device, groups.ranks, deadline)
+            if groups.apart:
+                return EngineGroups.form(clients.pop, name, self._host, self._device, groups, deadline)
+            return BroadcastGroup.form(
+                clients.pop(), name, self._host, self._device, size, deadline, connect=groups.all_ours
+            )
 
-        group = self._await(self._calls.submit(form), f"{world_size - 1} engine ranks to join {name}", deadline)
+        group = self._await(self._calls.submit(form), f"{size - 1} engine ranks to join {name}", deadline)
         group.use(True)
         self._group, self._members, self._groups = group, self._peers, groups.names
 
@@ -253,12 +268,31 @@ class DistributedSender:
         """Wait until everybody has taken a bucket of another source."""
         meeting, _ = self._open()
         source, wanted = source_name(self._sources.of[index]), self._sources.place(index) + 1
-        looked = time.monotonic()
+        looked = began = time.monotonic()
+        stragglers = self._stragglers(index, began)
         while int(meeting.heard("sent", source) or 0) < wanted:
             if time.monotonic() - looked >= POLL_S:
                 self._check_receivers()
+                stragglers()
                 looked = time.monotonic()
             time.sleep(min(_LOOK_S, deadline.check(f"bucket {index} to be taken from {source}")))
+
+    def _await_sent(self, index: int, deadline: Deadline) -> None:
+        """Wait until everybody has taken a bucket of this source."""
+        stragglers = self._stragglers(index, time.monotonic())
+        self._await(self._sends[index], f"the broadcast of bucket {index}", deadline, stragglers)
+
+    def _stragglers(self, index: int, since: float) -> Callable[[], None]:
+        """Raises `StoodStill` for agents that do not come to a bucket for which others wait in the group."""
+        meeting, engines = self._open()[0], self._engines
+        if self._apart or len(self._sidecars) < len(engines):
+            return lambda: None
+        still = Stragglers(f"to come to bucket {index}", since, STILL_S)
+
+        def look() -> None:
+            still.look([int(meeting.heard("at", engine) or -1) >= index for engine in engines], time.monotonic())
+
+        return look
 
     def _wait_for(self, step: str, what: str, deadline: Deadline, still_s: float = float("inf")) -> None:
         """`still_s` is how much longer than the others one may take."""
@@ -275,10 +309,11 @@ class DistributedSender:
                 raise
             time.sleep(min(POLL_S, left))
 
-    def _await(self, future: Future[_T], what: str, deadline: Deadline) -> _T:
+    def _await(self, future: Future[_T], what: str, deadline: Deadline, look: Callable[[], None] = lambda: None) -> _T:
         """Wait for the other thread, looking out for receivers that gave up meanwhile."""
         while not future.done():
             self._check_receivers()
+            look()
             left = deadline.check(what)
             settled(future, min(POLL_S, left))
         return future.result()

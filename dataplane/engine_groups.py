@@ -22,7 +22,7 @@ from .broadcast_group import BroadcastGroup, to_be_taken
 from .deadline import Deadline
 from .errors import TransferFailed
 from .source_stand_in import StandIn
-from .sources import own_group
+from .sources import Groups, own_group
 
 STILL_S: Final = 10.0
 """How much longer than the others an engine may take for a bucket; and three times as long as they took."""
@@ -88,17 +88,17 @@ class EngineGroups:
         name: str,
         host: str,
         device: torch.device,
-        ranks: Sequence[int],
+        groups: Groups,
         deadline: Deadline,
     ) -> EngineGroups:
-        """Blocks until all have formed; `store` makes a client for each. `ranks` is how many each engine has."""
+        """Blocks until all have formed, of engines that are `apart`; `store` makes a client for each."""
         forming: dict[int, Future[BroadcastGroup]] = {}
         first = 1
-        for member, count in enumerate(ranks):
+        for member, (workers, ranks) in enumerate(zip(groups.ranks, groups.apart, strict=True)):
             own = own_group(name, first)
-            make = partial(_form, store, own, host, device, 1 + count, deadline)
+            make = partial(_form, store, own, host, device, 1 + ranks, deadline)
             forming[member] = torch_threads.Calls("weightbus-broadcast").submit(make)
-            first += count
+            first += workers
         stragglers = Stragglers("its group to form", time.monotonic(), STILL_FORMING_S)
         try:
             while not all(each.done() for each in forming.values()):

@@ -51,7 +51,7 @@ class EngineMemory:
     def reserve(self, nbytes: int, buckets: int, deadline: Deadline) -> None:
         """Have slots of at least `nbytes` ready for `buckets` buckets. Raises `OutOfSharedMemory`."""
         wanted = min(self._count, buckets)
-        if len(self._slots) >= wanted and self._slots[0].nbytes >= nbytes:
+        if len(self._slots) >= wanted and self.holds(nbytes):
             return
         self._drop()
         if self._manager is None or not self._manager.alive:
@@ -59,6 +59,10 @@ class EngineMemory:
             self._manager = _Manager(self._runtime_dir, deadline)
         for _ in range(wanted):
             self._slots.append(_Slot(self._manager.handle, nbytes))
+
+    def holds(self, nbytes: int) -> bool:
+        """There are slots, and of at least so many bytes."""
+        return bool(self._slots) and self._slots[0].nbytes >= nbytes
 
     @property
     def slots(self) -> int:

@@ -1,10 +1,12 @@
 """What the two halves of the distributed transport tell each other: a few keys in the group's own rendezvous store.
 
     epoch                 sender    the epoch on offer; a receiver of another one is stale
-    <epoch>/came/E        receiver  E is here; the value names the group its server is still in, if any
+    <epoch>/came/E        receiver  E is here; the value names the group its server is still in, if any, or that its
+                                    agent takes part itself, and the group that it is still in
     <epoch>/group         sender    what to broadcast over (`sources.Groups`): what all are in, or new groups to join
     <epoch>/joined/E      receiver  E's server is in it
     <epoch>/formed        sender    new groups stand for everybody; said where each engine has its own
+    <epoch>/at/E          receiver  E's agent begins to take this bucket; said where it takes part itself
     <epoch>/done/E        receiver  E has loaded every bucket
     <epoch>/failed/E      receiver  E gives up, and why
     <epoch>/over          sender    the session is over, and why
@@ -48,7 +50,9 @@ _MAX_REASON: Final = 2048
 _CONNECT_S: Final = 30.0
 _GOODBYE_S: Final = 1.0
 _MAC_CHARS: Final = 64
-_STEPS: Final = ("came", "joined", "done", "failed", "sent", "differs", "still")
+_STEPS: Final = ("came", "joined", "at", "done", "failed", "sent", "differs", "still")
+BY_SIDECAR: Final = "sidecar:"
+"""How the word of an engine begins whose agent takes part in place of its server's workers."""
 
 _ANNOUNCED: Final = ("group", "formed", "over")
 
@@ -60,9 +64,9 @@ def source_name(number: int) -> str:
     return f"source/{number}"
 
 
-def holding(groups: Sequence[str]) -> str:
-    """What an engine whose server is in `groups` says when it comes."""
-    return ",".join(groups)
+def holding(groups: Sequence[str], *, by_sidecar: bool = False) -> str:
+    """What an engine says when it comes whose server is in `groups`, or whose agent is."""
+    return (BY_SIDECAR if by_sidecar else "") + ",".join(groups)
 
 
 def settled(future: Future[_T], seconds: float) -> bool:

@@ -208,9 +208,10 @@ class SourceSession:
             def form() -> AnyGroup:
                 reach = partial(reach_store, address.address, forming)
                 mine = address_towards(*host_and_port(address.address))
-                if groups.ranks:
-                    return EngineGroups.form(reach, name, mine, self._device, groups.ranks, forming)
-                return BroadcastGroup.form(reach(), name, mine, self._device, address.world_size, forming)
+                if groups.apart:
+                    return EngineGroups.form(reach, name, mine, self._device, groups, forming)
+                size = groups.size(address.world_size)
+                return BroadcastGroup.form(reach(), name, mine, self._device, size, forming, connect=groups.all_ours)
 
             self._group = self._call(f"the engines to join {name}", forming, form)
         self._group.use(True)

@@ -128,6 +128,8 @@ class EnginePart(NamedTuple):
     rank_offset: int
     world_size: int
     """The same in each of them."""
+    by_sidecar: bool = False
+    """The engine's agent is the member, once, and none of its server's workers is."""
 
 
 def own_group(name: str, rank_offset: int) -> str:
@@ -135,7 +137,7 @@ def own_group(name: str, rank_offset: int) -> str:
     return f"{name}-at{rank_offset}"
 
 
-class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What receivers are told: the groups of a session, and which of them each bucket comes by."""
 
     names: tuple[str, ...]
@@ -143,25 +145,62 @@ class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     of: tuple[int, ...]
     """By bucket; empty where there is one group."""
     ranks: tuple[int, ...] = ()
-    """By engine, in the order of their ranks, how many it has. Empty where all engines are in a group together; else
-    each has its own with every source, and its ranks begin at 1 there."""
+    """By engine, in the order of their ranks, how many workers it has. Empty where the workers of all engines are in a
+    group together; else each engine has its own with every source, and its ranks begin at 1 there."""
+    together: bool = False
+    """All are in a group together though `ranks` are given."""
+    sidecars: tuple[int, ...] = ()
+    """Engines, by their place in `ranks`, of which the agent is the member, once, in place of their workers."""
 
     @classmethod
-    def of_sources(cls, base: str, sources: Sources, ranks: tuple[int, ...] = ()) -> Self:
+    def of_sources(
+        cls,
+        base: str,
+        sources: Sources,
+        ranks: tuple[int, ...] = (),
+        *,
+        together: bool = False,
+        sidecars: tuple[int, ...] = (),
+    ) -> Self:
         """Names of groups that begin with `base`, which is that of the leading source."""
-        if sources.count == 1:
-            return cls((base,), (), ranks)
-        return cls((base, *(f"{base}-source{number}" for number in range(1, sources.count))), sources.of, ranks)
+        names = (base, *(f"{base}-source{number}" for number in range(1, sources.count)))
+        return cls(names, sources.of if sources.count > 1 else (), ranks, together, sidecars)
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """By engine, how many ranks of a group are its; empty as `ranks`."""
+        return tuple(1 if engine in self.sidecars else count for engine, count in enumerate(self.ranks))
+
+    @property
+    def apart(self) -> tuple[int, ...]:
+        """The same where each engine has groups of its own; else empty."""
+        return () if self.together else self.members
+
+    @property
+    def all_ours(self) -> bool:
+        """No worker of a server is in them."""
+        return bool(self.ranks) and len(self.sidecars) == len(self.ranks)
+
+    def size(self, world_size: int) -> int:
+        """Ranks of a group of all, which has `world_size` where workers are its members."""
+        return 1 + sum(self.members) if self.ranks else world_size
 
     def of_engine(self, rank_offset: int, world_size: int) -> EnginePart:
-        """What the engine joins whose first rank of `world_size` is `rank_offset`. Raises `TransferFailed`."""
+        """What the engine joins whose first worker is rank `rank_offset` among those of all. Raises `TransferFailed`.
+
+        `world_size` counts all workers, and the source.
+        """
         if not self.ranks:
             return EnginePart(self.names, rank_offset, world_size)
         firsts = list(accumulate(self.ranks, initial=1))[:-1]
         if rank_offset not in firsts:
             raise TransferFailed(f"the sender announced groups of engines at {firsts}, none at {rank_offset}")
+        engine, members = firsts.index(rank_offset), self.members
+        by_sidecar = engine in self.sidecars
+        if self.together:
+            return EnginePart(self.names, 1 + sum(members[:engine]), 1 + sum(members), by_sidecar)
         names = tuple(own_group(name, rank_offset) for name in self.names)
-        return EnginePart(names, 1, 1 + self.ranks[firsts.index(rank_offset)])
+        return EnginePart(names, 1, 1 + members[engine], by_sidecar)
 
     def source_of(self, bucket: int) -> int:
         """Which of the groups `bucket` comes by."""
@@ -181,7 +220,8 @@ class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         except msgspec.MsgspecError as error:
             raise TransferFailed(f"the sender announced groups that cannot be read: {error}") from error
         of = groups.of or ((0,) * buckets if len(groups.names) == 1 else ())
-        if len(of) != buckets or not set(of) <= set(range(len(groups.names))) or min(groups.ranks, default=1) < 1:
+        fits = len(of) == buckets and set(of) <= set(range(len(groups.names)))
+        if not fits or min(groups.ranks, default=1) < 1 or not set(groups.sidecars) <= set(range(len(groups.ranks))):
             raise TransferFailed(
                 f"the sender announced {len(groups.names)} groups for {len(groups.of)} buckets, expected one for"
                 f" each of {buckets}: give sender and receiver the same version of weightbus"

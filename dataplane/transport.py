@@ -191,6 +191,14 @@ class EngineServer(Protocol):
         """Another one where its processes are others: those are in no group."""
         ...
 
+    @property
+    def opens(self) -> str:
+        """Where memory of another process has to lie for its workers to open it: ``cpu``, or a GPU by its uuid.
+
+        Empty where this process has none such, or it is not known.
+        """
+        ...
+
     def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
         """update_weights_from_tensor, load_format ``flattened_bucket``; every rank maps the same memory."""
         ...

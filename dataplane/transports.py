@@ -80,11 +80,17 @@ def sender(
 
 
 def receiver(
-    kind: str, *, runtime_dir: Path | None = None, beside: bool = True, ahead: Ahead | None = None
+    kind: str,
+    *,
+    runtime_dir: Path | None = None,
+    beside: bool = True,
+    hands_on: bool = True,
+    ahead: Ahead | None = None,
 ) -> Receiver:
     """The engine agent's half of transport `kind`; keep it from round to round, it owns what outlives them.
 
-    `beside`: what is sent may be taken while the server generates. `ahead`: what was worked out before it.
+    `beside`: what is sent may be taken while the server generates. `hands_on`: this process may take part in broadcasts
+    itself, and hand on what it takes. `ahead`: what was worked out before it.
     """
     match kind:
         case "direct":
@@ -100,7 +106,7 @@ def receiver(
             from .rendezvous import ask_for_names  # noqa: PLC0415  the same
 
             ask_for_names()
-            return DistributedReceiver()
+            return DistributedReceiver(runtime_dir or default_runtime_dir(), hands_on=hands_on)
         case "disk":
             from .disk import DiskReceiver  # noqa: PLC0415  beside its sibling
 

@@ -94,7 +94,7 @@ from .trust import check_trust
 from .validate import transports_of
 from .watch import Watch
 from .weights import WeightState
-from .whereabouts import places_of, places_on, topology_of
+from .whereabouts import opened_by, places_of, places_on, topology_of
 from .worker import Worker
 
 TICK_S: Final = 0.5
@@ -293,6 +293,7 @@ class EngineAgent:
         facts, before = self._server.facts, self._around
         if self._view.up and facts.identity != self._place[0]:
             self._place = facts.identity, places_of(facts)
+            self._server.found(facts.identity, opened_by(facts, self._place[1]))
         self._around = self._place, self._worker.takes, self._worker.devices, facts.unrecordable
         return self._around != before
 
@@ -423,7 +424,9 @@ class EngineAgent:
 
     def _receiver(self, kind: str) -> Receiver:
         settings, ahead = self.settings, self._rehearsal.ahead
-        return transports.receiver(kind, runtime_dir=settings.runtime_dir, beside=settings.beside, ahead=ahead)
+        return transports.receiver(
+            kind, runtime_dir=settings.runtime_dir, beside=settings.beside, hands_on=settings.hands_on, ahead=ahead
+        )
 
     # -- what is said of the engine -----------------------------------------------------------------------------------
 

@@ -83,6 +83,10 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     beside: Annotated[
         bool, Meta(description="take what is sent beside the served weights where memory allows (sends)")
     ] = True
+    hands_on: Annotated[
+        bool,
+        Meta(description="take part in broadcasts in the server's place, and hand on what comes (distributed)"),
+    ] = True
     record_ahead: Annotated[
         bool, Meta(description="record the server's loader before the first version asks for it (direct, sends)")
     ] = True

@@ -61,6 +61,8 @@ class SGLangServer:
         self._relay: Relay | None = None
         self._left: deque[str] = deque(maxlen=_LEFT)
         """Groups that are not to be joined any more: who joins waits on another thread than who leaves."""
+        self._opens = ("", "")
+        """Of which launch it is known, and where memory lies that its workers open."""
         self._launch = ""
         self._looked_at = float("-inf")
         """When the server was last found to be the launch that is meant."""
@@ -137,6 +139,16 @@ class SGLangServer:
     def launch(self) -> str:
         """Tells this launch of the server from every other one."""
         return self.facts.identity
+
+    @property
+    def opens(self) -> str:
+        """See `EngineServer`."""
+        identity, where = self._opens
+        return where if identity == self.facts.identity else ""
+
+    def found(self, identity: str, opens: str) -> None:
+        """What has been found out about a launch: where memory has to lie for its workers to open it."""
+        self._opens = identity, opens
 
     @property
     def updating(self) -> bool:

@@ -7,6 +7,7 @@ be found out, such as the environment of a server in another container, is not t
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -25,6 +26,8 @@ from .validate import lacking
 _ALONE: Final = "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"
 """SGLang's own variable."""
 _YES: Final = ("true", "1", "yes", "y")
+_SHARED: Final = ("/dev/shm", tempfile.gettempdir())  # noqa: S108  looked at, nothing is written  # noqa: S108  looked at, and nothing written
+"""Folders in which shared memory and the socket of its manager are found (dataplane/engine_memory.py)."""
 _NO_KEY: Final = RequestId("filled-in-by-the-client")
 _log = get_log(__name__)
 
@@ -66,6 +69,26 @@ def places_of(facts: ServerFacts) -> tuple[Place, ...]:
     except (OSError, SurveyFailed, ValueError) as problem:
         _log.info("gpus_not_known", reason=str(problem))
         return ()
+
+
+def opened_by(facts: ServerFacts, places: tuple[Place, ...]) -> str:
+    """Where memory of this process has to lie for the workers of a server to open it; empty where they cannot.
+
+    ``cpu``, or the uuid of a GPU. Shared memory is a file of a folder that both have to see; of memory on a GPU the
+    driver asks that both are in one IPC namespace.
+    """
+    if facts.process is None or facts.dp > 1 or facts.pp > 1:
+        return ""
+    theirs = Path("/proc", str(facts.process[0]))
+    try:
+        if facts.device == "cpu":
+            shares = all((theirs / "root" / each[1:]).samefile(each) for each in _SHARED)
+        else:
+            shares = (theirs / "ns/ipc").samefile("/proc/self/ns/ipc")
+    except OSError as problem:  # it ended, or is another user's
+        _log.info("server_not_looked_into", reason=str(problem))
+        return ""
+    return places[0].device if shares and places else ""
 
 
 def places_on(devices: tuple[str, ...]) -> tuple[Place, ...]:

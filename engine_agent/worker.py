@@ -353,7 +353,7 @@ class Worker:
         """Once for each."""
         remark = receiver.remark if isinstance(receiver, Remarking) else ""
         if remark and remark != self._remark:
-            _log.warning("copies_are_slower", reason=remark)
+            _log.warning("transfer_could_be_better", reason=remark)
         self._remark = remark
 
     def _settle(self, deadline_s: float) -> None:

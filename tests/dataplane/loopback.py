@@ -38,6 +38,8 @@ else:  # as a program
     from staged_sender import StagedSender
 
 CHANNEL = "chan"
+HANDED = "handed-"
+"""Before a kind: agents take part in the place of their servers."""
 DTYPES = ("bfloat16", "float32", "int8", "float64", "float8_e4m3fn", "bool")
 
 
@@ -95,6 +97,7 @@ class LoopbackServer:
     def __init__(self, tp: int = 1, on_load: Callable[[int], None] = lambda _: None) -> None:
         self.tp = tp
         self.drafts = False
+        self.opens = ""
         self.launch = "1"
         self.weights: list[dict[str, bytes]] = [{} for _ in range(tp)]
         self.loads = 0
@@ -202,13 +205,21 @@ class Places:
         self.root, self.host = root, host
 
     def sender(self, kind: str) -> Sender:
+        kind = kind.removeprefix(HANDED)
         if kind == "stages":
             return StagedSender(self.host, CHANNEL)
         return transports.sender(
             kind, channel=CHANNEL, runtime_dir=self.root / "run", host=self.host, checkpoint_dir=self.root / "ckpt"
         )
 
+    def server(self, kind: str, tp: int = 1, on_load: Callable[[int], None] = lambda _: None) -> LoopbackServer:
+        """One whose workers open memory of others where `kind` says that these take part for it."""
+        server = LoopbackServer(tp, on_load)
+        server.opens = "cpu" if kind.startswith(HANDED) else ""
+        return server
+
     def receiver(self, kind: str) -> Receiver:
+        kind = kind.removeprefix(HANDED)
         return transports.receiver("distributed" if kind == "stages" else kind, runtime_dir=self.root / "run")
 
 
@@ -273,7 +284,7 @@ def _run(job: dict[str, Any]) -> None:
     if job["half"] == "source":
         run_source(job, session, stumble)
         return
-    server = LoopbackServer(job["tp"], on_load=stumble)
+    server = places.server(job["kind"], job["tp"], stumble)
     receiver = places.receiver(job["kind"])
     address = Address(**job["address"])
     receiver.receive(session, address, job["engine"], job["rank_offset"], server, 30)

@@ -12,6 +12,7 @@ from weightbus.dataplane import engine_groups
 from weightbus.dataplane.broadcast_group import BroadcastGroup
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.engine_groups import EngineGroups, StoodStill
+from weightbus.dataplane.sources import Groups
 
 from ..kit.waiting import until
 
@@ -42,9 +43,10 @@ def test_an_engine_that_does_not_join_is_named_and_the_others_groups_are_let_go_
         return made[name]
 
     monkeypatch.setattr(BroadcastGroup, "form", form)
+    groups = Groups(("g",), (), (1, 2))
     began = time.monotonic()
     with pytest.raises(StoodStill, match="its group to form") as stood:
-        EngineGroups.form(lambda: None, "g", "h", torch.device("cpu"), (1, 2), Deadline(FORM_S))  # type: ignore[arg-type, return-value]
+        EngineGroups.form(lambda: None, "g", "h", torch.device("cpu"), groups, Deadline(FORM_S))  # type: ignore[arg-type, return-value]
     assert time.monotonic() - began < FORM_S / 2
     assert stood.value.members == (1,)
     assert made["g-at1"].broken.is_set()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.dataplane import distributed_receiver
+from weightbus.dataplane import joining_receiver
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Peer, Receipt
 
@@ -39,9 +39,9 @@ def test_groups_that_a_sidecar_has_left_are_nobody_s_to_leave(tmp_path: Path, mo
         leave(group, deadline_s)
         time.sleep(0.6 * LEAVE_S)
 
-    monkeypatch.setattr(distributed_receiver, "_LEAVE_S", LEAVE_S)
+    monkeypatch.setattr(joining_receiver, "_LEAVE_S", LEAVE_S)
     engine.server.leave_group = slow  # type: ignore[method-assign]
-    engine.receiver._held *= 3  # type: ignore[attr-defined]  # as if it had more stages
+    engine.receiver._joining._held *= 3  # type: ignore[attr-defined]  # as if it had more stages
     engine.receiver.shutdown()
     assert engine.server.entrusted == ((), False)
     assert len(asked) == 2

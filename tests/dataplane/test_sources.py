@@ -88,15 +88,52 @@ def test_engines_alone_find_their_groups_by_their_first_rank() -> None:
     """With every source one of their own, in which they are all but the source; else they are who they are."""
     groups = Groups.of_sources("g", Sources((0, 1)), (1, 2, 4))
     assert Groups.decode(groups.encode(), 2) == groups
-    assert groups.of_engine(1, 8) == (("g-at1", "g-source1-at1"), 1, 2)
-    assert groups.of_engine(2, 8) == (("g-at2", "g-source1-at2"), 1, 3)
-    assert groups.of_engine(4, 8) == (("g-at4", "g-source1-at4"), 1, 5)
+    assert groups.of_engine(1, 8) == (("g-at1", "g-source1-at1"), 1, 2, False)
+    assert groups.of_engine(2, 8) == (("g-at2", "g-source1-at2"), 1, 3, False)
+    assert groups.of_engine(4, 8) == (("g-at4", "g-source1-at4"), 1, 5, False)
     for nobody in (0, 3, 8):
         with pytest.raises(TransferFailed, match=f"none at {nobody}"):
             groups.of_engine(nobody, 8)
-    assert Groups.of_sources("g", Sources((0,))).of_engine(2, 4) == (("g",), 2, 4)
+    assert Groups.of_sources("g", Sources((0,))).of_engine(2, 4) == (("g",), 2, 4, False)
     one = Groups.of_sources("g", Sources((0,)), (2,))
     assert Groups.decode(one.encode(), 1) == one
+
+
+@given(st.data(), st.lists(st.integers(1, 8), min_size=1, max_size=6), st.booleans(), st.integers(1, 3))
+def test_every_rank_of_every_group_is_somebody_s_once(
+    data: st.DataObject, workers: list[int], together: bool, sources: int
+) -> None:
+    """Whoever takes part, an engine's workers or its agent in their place: ranks 1 and up are given out without a gap."""
+    sidecars = tuple(place for place in range(len(workers)) if data.draw(st.booleans()))
+    owners = Sources(tuple(range(sources)))
+    groups = Groups.of_sources("g", owners, tuple(workers), together=together, sidecars=sidecars)
+    assert Groups.decode(groups.encode(), sources) == groups
+    world, first = 1 + sum(workers), 1
+    taken: dict[str, list[int]] = {}
+    sizes: dict[str, set[int]] = {}
+    for place, count in enumerate(workers):
+        part = groups.of_engine(first, world)
+        assert part.by_sidecar == (place in sidecars)
+        for name in part.names:
+            ranks = range(part.rank_offset, part.rank_offset + (1 if part.by_sidecar else count))
+            taken.setdefault(name, []).extend(ranks)
+            sizes.setdefault(name, set()).add(part.world_size)
+        first += count
+    assert len(taken) == sources * (1 if together else len(workers))
+    for name, ranks in taken.items():
+        assert ranks == list(range(1, 1 + len(ranks)))
+        assert sizes[name] == {1 + len(ranks)}
+    assert groups.size(world) == (1 + sum(1 if place in sidecars else n for place, n in enumerate(workers)))
+    assert groups.all_ours == (len(sidecars) == len(workers))
+
+
+def test_what_is_told_to_older_engines_is_what_they_know() -> None:
+    """Fields that they have never heard of are left out where nothing is said by them."""
+    assert Groups.of_sources("g", Sources((0,))).encode() == "g"
+    assert Groups(("g",), (), (1, 2)).encode() == '{"names":["g"],"of":[],"ranks":[1,2]}'
+    assert Groups(("g",), (), (1, 2), True, (1,)).encode() == (
+        '{"names":["g"],"of":[],"ranks":[1,2],"together":true,"sidecars":[1]}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -108,6 +145,7 @@ def test_engines_alone_find_their_groups_by_their_first_rank() -> None:
         ('{"names": ["a"], "of": [0], "more": 1}', 1),
         (Groups(("a", "b"), (), (1, 2)).encode(), 2),
         (Groups(("a",), (), (1, 0)).encode(), 2),
+        (Groups(("a",), (), (1, 2), True, (2,)).encode(), 1),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(word: str, buckets: int) -> None:
@@ -123,7 +161,7 @@ Step = tuple[str, ...]
 
 
 def engine_steps(sources: Sources) -> list[Step]:
-    """What an engine has its server do, one after the other: as `DistributedReceiver` goes through `Groups`."""
+    """What an engine has its server do, one after the other: as `JoiningReceiver` goes through `Groups`, and `HandingReceiver` itself."""
     groups = Groups.of_sources("g", sources)
     joins = [("join", name) for name in groups.names]
     return [*joins, *(("take", str(bucket)) for bucket in range(len(sources.of)))]

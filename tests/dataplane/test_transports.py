@@ -54,6 +54,20 @@ class TestStages(TransportContract):
     checked = False
 
 
+class TestHandedOn(TransportContract):
+    """Agents take part in the place of their servers, and hand on what they take."""
+
+    kind = "handed-distributed"
+    collective = True
+
+
+class TestStagesHandedOn(TransportContract):
+    """The same from three pipeline stages."""
+
+    kind = "handed-stages"
+    collective = True
+
+
 class TestDisk(TransportContract):
     """Checkpoints on a file system."""
 

@@ -25,7 +25,7 @@ from weightbus.dataplane.errors import (
 )
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Address, Peer, Receipt, Receiver, Session
+from weightbus.dataplane.transport import Address, Peer, Receipt, Receiver, Session, SharedBucket
 
 from ..kit.waiting import readable
 from .loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_session, send_all, wanted
@@ -42,10 +42,12 @@ PROMPT_S = 30.0
 class Engine:
     """A receiver with its server, in a thread of the test."""
 
-    def __init__(self, name: str, receiver: Receiver, tp: int = 1, **options: Any) -> None:
+    def __init__(
+        self, name: str, receiver: Receiver, tp: int = 1, *, server: LoopbackServer | None = None, **options: Any
+    ) -> None:
         self.name = name
         self.receiver = receiver
-        self.server = LoopbackServer(tp, **options)
+        self.server = server or LoopbackServer(tp, **options)
         self.result: Receipt | BaseException | None = None
         self.seconds = 0.0
         self._thread: threading.Thread | None = None
@@ -127,7 +129,7 @@ class TransportContract:
         made: list[Engine] = []
 
         def make(name: str, tp: int = 1, **options: Any) -> Engine:
-            made.append(Engine(name, places.receiver(self.kind), tp, **options))
+            made.append(Engine(name, places.receiver(self.kind), server=places.server(self.kind, tp, **options)))
             return made[-1]
 
         yield make
@@ -297,6 +299,14 @@ class TransportContract:
                 first_is_through(BUCKETS)
 
         last.server.load_broadcast = load_late  # type: ignore[method-assign]
+        load_shared = last.server.load_shared
+
+        def load_shared_late(bucket: SharedBucket, deadline_s: float) -> None:
+            load_shared(bucket, deadline_s)
+            if self.collective and last.server.loads == BUCKETS:
+                first_is_through(BUCKETS)
+
+        last.server.load_shared = load_shared_late  # type: ignore[method-assign]
         address = sender.offer(session, [Peer("first", 1), Peer("last", 1)])
         first.start(session, address, 1)
         last.start(session, address, 2)
@@ -472,7 +482,7 @@ class TransportContract:
         result = engine.join()
         assert isinstance(result, DigestMismatch)
         assert result.tensor == manifest.tensors_of(1)[4].name
-        assert engine.server.loads == (1 if self.kind == "local" else 0)
+        assert engine.server.loads == (0 if self.kind == "disk" else 1)
         assert "DigestMismatch" in sender.failed["e0"]
         sender.close()
 
