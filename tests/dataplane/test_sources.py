@@ -103,7 +103,7 @@ def test_engines_alone_find_their_groups_by_their_first_rank() -> None:
 def test_every_rank_of_every_group_is_somebody_s_once(
     data: st.DataObject, workers: list[int], together: bool, sources: int
 ) -> None:
-    """Whoever takes part, an engine's workers or its agent in their place: ranks 1 and up are given out without a gap."""
+    """Whoever takes part, workers or an agent in their place: ranks 1 and up are given out without a gap."""
     sidecars = tuple(place for place in range(len(workers)) if data.draw(st.booleans()))
     owners = Sources(tuple(range(sources)))
     groups = Groups.of_sources("g", owners, tuple(workers), together=together, sidecars=sidecars)
@@ -161,7 +161,7 @@ Step = tuple[str, ...]
 
 
 def engine_steps(sources: Sources) -> list[Step]:
-    """What an engine has its server do, one after the other: as `JoiningReceiver` goes through `Groups`, and `HandingReceiver` itself."""
+    """What an engine does, one after the other, or has its server do: as receivers go through `Groups`."""
     groups = Groups.of_sources("g", sources)
     joins = [("join", name) for name in groups.names]
     return [*joins, *(("take", str(bucket)) for bucket in range(len(sources.of)))]

@@ -4,10 +4,13 @@
     python -m tests.e2e.deaths --transport sends     or distributed: the stock broadcast
     python -m tests.e2e.deaths --victims worker --phases half,flipped --signals killed
     python -m tests.e2e.deaths --in-place            nothing is taken beside what is served
+    python -m tests.e2e.deaths --joined              workers of servers are members of broadcasts, and not their agents
+    python -m tests.e2e.deaths --device cuda --transport distributed    over NCCL, one GPU for all
 
 Two SGLang servers on the CPU (TP1 and TP2), their sidecars, a coordinator and the two ranks of a Megatron trainer are
-processes of their own, at the settings of a deployment. A cell brings a program to a named place of a round
-(strikes.py), and strikes the victim there. Then everybody else has to go on:
+processes of their own, at the settings of a deployment. On a GPU both servers have TP1 and the trainer is one process;
+NCCL takes them for hosts of their own, and goes over sockets, so that one GPU is enough. A cell brings a program to a
+named place of a round (strikes.py), and strikes the victim there. Then everybody else has to go on:
 
 - the others serve, the version before or the new one, whole: SGLang's checksums of what they hold and every token that
   a client is given are those of a server that loaded the same checkpoint by itself;
@@ -54,6 +57,16 @@ from .strikes import Strikes
 
 PROMPTS = [[5, 17, 33, 64, 101, 7], [400, 3, 9], [77, 78, 79, 80], [250, 1, 250, 2, 250], [11], [301, 302]]
 SEEDS = 3
+HIDDEN = {"cpu": 64, "cuda": 256}
+"""Of the model: heads of attention kernels on a GPU want 64 each."""
+SOCKETS = {
+    "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0",
+}  # fmt: skip
+CUDA_FLAGS = (
+    "--skip-tokenizer-init", "--attention-backend=triton", "--sampling-backend=pytorch", "--grammar-backend=none",
+    "--max-total-tokens=4000", "--skip-server-warmup", "--disable-cuda-graph", "--mem-fraction-static=0.2",
+)  # fmt: skip
 CLEAR = 0.2
 """Lead of a token's logarithm over the next one's: nearly equal ones prove nothing."""
 TP = {"one": 1, "two": 2}
@@ -86,16 +99,21 @@ HOLDS: dict[str, dict[str, tuple[str, ...]]] = {
             "sidecar sidecar_proved", "sidecar sidecar_resumes",
         ),
         "worker": (
-            "sidecar sidecar_joins", "sidecar sidecar_loads", "sidecar sidecar_loads_half", "sidecar sidecar_proves",
+            "sidecar sidecar_forms", "sidecar sidecar_takes", "sidecar sidecar_takes_half", "sidecar sidecar_proves",
             "sidecar sidecar_proved", "sidecar sidecar_resumes",
         ),
         "sidecar": (
-            "sidecar sidecar_joins", "sidecar sidecar_loads", "sidecar sidecar_loads_half", "sidecar sidecar_proves",
+            "sidecar sidecar_forms", "sidecar sidecar_takes", "sidecar sidecar_takes_half", "sidecar sidecar_proves",
             "sidecar sidecar_proved", "sidecar sidecar_resumes",
         ),
     },
 }  # fmt: skip
 """By transport and victim, for each phase: who stops where. Over `distributed` servers load what they receive."""
+JOINED = (
+    "sidecar sidecar_joins", "sidecar sidecar_loads", "sidecar sidecar_loads_half", "sidecar sidecar_proves",
+    "sidecar sidecar_proved", "sidecar sidecar_resumes",
+)  # fmt: skip
+"""The same of worker and sidecar over `distributed`, where servers take part themselves."""
 TRAINER = ("leader", "rank")
 """Victims that take the trainer with them."""
 REACH_S = 60.0
@@ -142,12 +160,23 @@ def require(kept: bool, promise: str) -> None:
 class StruckFleet(Fleet):
     """Servers and sidecars that stop where they are armed."""
 
-    def __init__(self, folder: Path, programs: Programs, *flags: str) -> None:
+    def __init__(self, folder: Path, programs: Programs, *flags: str, device: str = "cpu") -> None:
         """`flags` are of every sidecar."""
         super().__init__(folder, programs)
         self._flags = flags
+        self._device = device
+
+    def as_host(self, name: str) -> dict[str, str]:
+        """Environment of a process that NCCL takes for a host of its own."""
+        return {**SOCKETS, "NCCL_HOSTID": name} if self._device == "cuda" else {}
 
     def start_server(self, name: str) -> None:
+        if self._device == "cuda":  # nobody strikes inside of it
+            port = self.engines[name].url.rpartition(":")[2]
+            what = ("-m", "sglang.launch_server", "--host=127.0.0.1", f"--port={port}", *CUDA_FLAGS)
+            model = f"--model-path={self.folder / 'seed0'}"
+            self._start(f"server-{name}", (sys.executable, *what, model), self.as_host(name))
+            return
         paths = (ROOT / "tests/e2e/in_server", ROOT, os.environ.get("PYTHONPATH", ""))
         struck = {"STRUCK_AS": f"worker-{name}", "STRUCK_IN": str(self.folder)}
         struck |= {"SGLANG_EXTERNAL_MODEL_PACKAGE": "struck_workers", "PYTHONPATH": os.pathsep.join(map(str, paths))}
@@ -157,7 +186,7 @@ class StruckFleet(Fleet):
         python, _, *command = self.engines[name].sidecar_argv
         argv = [python, "-m", "tests.e2e.strikes", f"sidecar-{name}", str(self.folder), *command, *self._flags, *more]
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self._start(f"sidecar-{name}", argv, {"PYTHONPATH": paths})
+        self._start(f"sidecar-{name}", argv, {"PYTHONPATH": paths, **self.as_host(name)})
 
     def process(self, program: str) -> int:
         """Its process id."""
@@ -176,14 +205,14 @@ class StruckFleet(Fleet):
 
 
 class Trainer:
-    """Two ranks of struck_ranks.py, and what the first one is told."""
+    """Two ranks of struck_ranks.py, or the one of struck_plain.py, and what the first one is told."""
 
-    def __init__(self, ends: Ends, fleet: Fleet, number: int) -> None:
+    def __init__(self, ends: Ends, fleet: Fleet, number: int, ranks: int = 2) -> None:
         path = fleet.folder / f"t{number}"
         job = {"folder": str(fleet.folder), "coordinator": fleet.coordinator, "keys": str(fleet.keys)}
         job |= {"port": free_port(), "socket": str(path)}
         log = str(fleet.folder / "ranks.log")
-        self.pids = [ends.start(rank=rank, log=log, **job) for rank in range(2)]
+        self.pids = [ends.start(rank=rank, log=log, **job) for rank in range(ranks)]
         require(ends.answer() == {"listening": True}, "the trainer's ranks start")
         self._line = socket.socket(socket.AF_UNIX)
         self._line.connect(str(path))
@@ -307,9 +336,21 @@ class Watch(threading.Thread):
 class Deaths:
     """A deployment, and the cells that are carried out in it."""
 
-    def __init__(self, folder: Path, programs: Programs, ends: Future[Ends], *, in_place: bool = False) -> None:
-        self.fleet = StruckFleet(folder, programs, *(["--no-beside"] if in_place else []))
+    def __init__(
+        self,
+        folder: Path,
+        programs: Programs,
+        ends: Future[Ends],
+        *,
+        in_place: bool = False,
+        joined: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        flags = [*(["--no-beside"] if in_place else []), *(["--no-hands-on"] if joined else [])]
+        self.fleet = StruckFleet(folder, programs, *flags, device=device)
+        self._device = device
         self._in_place = in_place
+        self._joined = joined
         self._ends = ends
         self._strikes = Strikes(folder)
         self._oracle = Oracle()
@@ -336,7 +377,7 @@ class Deaths:
             fleet.start_sidecar(name)
         fleet.wait_ready(*TP)
         self._start_trainer()
-        self._round("sends", TP)
+        self._round("sends" if self._device == "cpu" else "distributed", TP)
 
     def close(self) -> None:
         """End the trainer; others end the rest."""
@@ -382,7 +423,8 @@ class Deaths:
     def _struck(self, cell: Cell, clients: Mapping[str, Client], watch: Watch, *, returns: bool) -> dict[str, Any]:
         old, version, trainer = self._version, self._next(), self._trainer
         assert trainer is not None
-        hold, point = HOLDS[cell.transport][cell.victim][PHASES.index(cell.phase)].split()
+        holds = JOINED if self._joined and cell.victim not in TRAINER else HOLDS[cell.transport][cell.victim]
+        hold, point = holds[PHASES.index(cell.phase)].split()
         hold = {"sidecar": f"sidecar-{cell.engine}", "worker": f"worker-{cell.engine}-{TP[cell.engine] - 1}"}.get(
             hold, hold
         )
@@ -450,7 +492,8 @@ class Deaths:
 
     def _must_wait(self, cell: Cell) -> bool:
         """Without their trainer engines that have changed in part serve nothing before the next complete version."""
-        in_part = ("begun", "half") if cell.transport == "distributed" else ()
+        in_part = ("begun", "half") if self._joined else ("half",)
+        in_part = in_part if cell.transport == "distributed" else ()
         return cell.phase in (("begun", "half", "received") if self._in_place else in_part)
 
     def _serving(
@@ -531,7 +574,7 @@ class Deaths:
         for name, tp in TP.items():
             if (cell.victim, cell.how, cell.engine) != ("worker", "killed", name):
                 require(len(self.fleet.workers(f"server-{name}")) == tp, f"all workers of {name} live")
-        for rank, name in enumerate(TRAINER):
+        for rank, name in enumerate(TRAINER[: len(trainer.pids)]):
             if (cell.victim, cell.how) == (name, "killed"):
                 require(was_struck(trainer.pids[rank], signal.SIGKILL), f"{name} was killed by the blow")
             else:
@@ -592,7 +635,8 @@ class Deaths:
         return self._version
 
     def _start_trainer(self) -> None:
-        self._trainer = Trainer(self._ends.result(), self.fleet, next(self._launches))
+        ranks = 2 if self._device == "cpu" else 1
+        self._trainer = Trainer(self._ends.result(), self.fleet, next(self._launches), ranks)
 
 
 def cells(
@@ -611,15 +655,19 @@ def cells(
 
 
 @contextlib.contextmanager
-def deployment(folder: Path, *, in_place: bool = False) -> Generator[Deaths]:
+def deployment(folder: Path, *, in_place: bool = False, joined: bool = False, device: str = "cpu") -> Generator[Deaths]:
     """A deployment that runs."""
     for seed in range(SEEDS):
-        tiny_model.write(folder / f"seed{seed}", seed)
+        tiny_model.write(folder / f"seed{seed}", seed, hidden=HIDDEN[device])
+    if device == "cuda":
+        TP["two"] = 1
+        os.environ |= SOCKETS | {"NCCL_HOSTID": "trainer"}  # of the trainer, which has this process's environment
+    trainer = {"cpu": "struck_ranks.py", "cuda": "struck_plain.py"}[device]
     with ThreadPoolExecutor(1) as aside:
-        ends = aside.submit(Ends, str(Path(__file__).with_name("struck_ranks.py")))  # imports Megatron for itself
+        ends = aside.submit(Ends, str(Path(__file__).with_name(trainer)))  # imports what it needs for itself
         try:
             with Programs(folder) as programs:
-                made = Deaths(folder, programs, ends, in_place=in_place)
+                made = Deaths(folder, programs, ends, in_place=in_place, joined=joined, device=device)
                 try:
                     made.start()
                     yield made
@@ -649,6 +697,8 @@ def main() -> int:
     parser.add_argument("--phases", default="", help=f"some of {', '.join(PHASES)}")
     parser.add_argument("--signals", default="", help="killed or stopped")
     parser.add_argument("--in-place", action="store_true", help="nothing is taken beside what is served")
+    parser.add_argument("--joined", action="store_true", help="servers take part in broadcasts themselves")
+    parser.add_argument("--device", choices=tuple(HIDDEN), default="cpu")
     parser.add_argument("--out", type=Path, help="file for the JSON")
     args = parser.parse_args()
     names = (args.transport, args.victims, args.phases, args.signals)
@@ -681,7 +731,7 @@ def main() -> int:
     left = list(wanted)
     while left:
         folder = Path(tempfile.mkdtemp(prefix="wbdeaths-"))
-        with deployment(folder, in_place=args.in_place) as made:
+        with deployment(folder, in_place=args.in_place, joined=args.joined, device=args.device) as made:
             whole = carry_out(made, left, tell)
         if whole:
             shutil.rmtree(folder, ignore_errors=True)

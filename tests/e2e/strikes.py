@@ -22,6 +22,7 @@ from tests.chaos.failpoints import Gate, Point, arm, install
 
 _PAIR_GROUP = "weightbus.dataplane.pair_group:PairGroup."
 _SENDER = "weightbus.dataplane.distributed:DistributedSender."
+_HANDING = "weightbus.dataplane.handing_receiver:HandingReceiver."
 _PEERCRED = struct.Struct("3i")
 """Process, user and group id."""
 
@@ -53,6 +54,9 @@ POINTS = {
     "sidecar_begins": _at("sidecar", "weightbus.dataplane.takers:Takers.take"),
     "sidecar_flips": _at("sidecar", "weightbus.dataplane.workers:Workers.flip"),
     "sidecar_flipped": _at("sidecar", "weightbus.dataplane.workers:Workers.flip", after=True),
+    "sidecar_forms": _at("sidecar", _HANDING + "_form"),
+    "sidecar_takes": _at("sidecar", _HANDING + "_take"),
+    "sidecar_takes_half": _at("sidecar", _HANDING + "_take", skip=2),
     "sidecar_joins": _asks("/init_weights_update_group"),
     "sidecar_loads": _asks("/update_weights_from_distributed"),
     "sidecar_loads_half": _asks("/update_weights_from_distributed", skip=2),

@@ -1,9 +1,8 @@
-"""Ranks of a real Megatron trainer, to be struck: reads jobs, a JSON object a line, and forks a rank for each.
+"""Ranks of a real Megatron trainer, to be struck (rank_template.py).
 
-    {"rank": 0, "folder": .., "coordinator": .., "keys": .., "port": .., "socket": ..}
+    {"rank": 0, "folder": .., "coordinator": .., "keys": .., "port": .., "socket": .., "log": ..}
 
-Both ranks are tensor-parallel, over gloo. Rank 0 says ``{"listening": true}`` when all are there, and takes commands on
-that Unix socket, a line each; it answers with the report as one line of JSON, or with the error.
+Both ranks are tensor-parallel, over gloo.
 
     {"version": 7, "seed": 3, "transport": "sends"}
 
@@ -16,15 +15,15 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
-import signal
-import socket
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.e2e import rank_template  # first: it takes standard output for itself
+
+# isort: split
 import msgspec
 import torch
 import torch.distributed as dist
@@ -36,7 +35,6 @@ megatron_cpu.install()
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from tests.e2e.strikes import watch
 from weightbus.dataplane import sends
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo import checkpoint, model
@@ -48,15 +46,6 @@ SMALL_TURNS = 1 << 14
 """Bytes for a pair of ranks in a turn, so that tiny models take several."""
 BUCKET_BYTES = 50_000
 """Several of them, too."""
-
-ANSWERS = os.dup(1)
-"""What was standard output: libraries may write to that, too, and now to standard error."""
-os.dup2(2, 1)
-
-
-def say(**answer: object) -> None:
-    """One line to whoever starts ranks."""
-    os.write(ANSWERS, json.dumps(answer).encode() + b"\n")
 
 
 class Rank:
@@ -111,60 +100,7 @@ class Rank:
         return self._agent
 
 
-def lead(rank: Rank, path: str) -> None:
-    """Rank 0: whoever comes to the socket tells it what to do."""
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        say(listening=True)
-        caller, _ = listener.accept()
-    with caller, caller.makefile("rw") as lines:
-        for line in lines:
-            answer = rank.publish(rank.hear(line))
-            lines.write(json.dumps(answer) + "\n")
-            lines.flush()
-
-
-def be(job: dict[str, Any]) -> None:
-    """One rank, until it is ended."""
-    sends.pair_bytes_of = lambda *_: SMALL_TURNS
-    watch(f"rank-{job['rank']}", Path(job["folder"]))
-    rank = Rank(job)
-    try:
-        if job["rank"] == 0:
-            lead(rank, job["socket"])
-        while True:
-            rank.publish(rank.hear(""))
-    except RuntimeError as error:  # gloo's, of this program's own waiting for commands: the others are gone
-        sys.stderr.write(f"{error}\n")
-        threading.Event().wait()
-
-
-def main() -> None:
-    """Fork a rank for each job until the jobs end, then see that none is left."""
-    children: list[int] = []
-    say(up=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if not pid:
-            job = json.loads(line)
-            log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            threading.current_thread().name = f"rank {job['rank']}"
-            try:
-                be(job)
-            except Exception as error:  # noqa: BLE001  told to whoever reads its log
-                sys.stderr.write(f"{type(error).__name__}: {error}\n")
-                sys.stderr.flush()
-            os._exit(1)
-        children.append(pid)
-        say(pid=pid)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    sends.pair_bytes_of = lambda *_: SMALL_TURNS
+    rank_template.serve(Rank)

@@ -60,7 +60,7 @@ def test_every_place_is_in_the_code_and_every_hold_has_one() -> None:
     for place in itertools.chain.from_iterable(point.places for point in POINTS.values()):
         kind, method = found(place)
         assert callable(getattr(kind, method))
-    for victims in deaths.HOLDS.values():
+    for victims in (*deaths.HOLDS.values(), {"any": deaths.JOINED}):
         for holds in victims.values():
             assert len(holds) == len(deaths.PHASES)
             for program, point in map(str.split, holds):
