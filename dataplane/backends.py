@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Final, Protocol, cast
@@ -13,6 +14,16 @@ import torch
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
 
+from . import torch_threads
+
+_UNWATCHED: Final = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",  # by which it is told of no work
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that hangs in the driver would end the process too
+}
+_ABORT_S: Final = 5.0
+"""How long NCCL may take to break a group before nobody waits for it any more."""
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _ABORT_TAG: Final = 0x7FFFFFFF
 """No message has it."""
@@ -47,15 +58,42 @@ def gloo(store: c10d.Store, host: str, rank: int, size: int, timeout: timedelta)
     return make(store, rank, size, options)
 
 
+class Ending(Protocol):
+    """What torch's stubs leave out of ProcessGroupNCCL."""
+
+    def abort(self) -> None:
+        """Torch's own."""
+        ...
+
+
 def nccl(store: c10d.Store, rank: int, size: int) -> object:
-    """A ``ProcessGroupNCCL``. It connects at its first call."""
+    """A ``ProcessGroupNCCL`` that torch's watchdog leaves alone. It connects at its first call.
+
+    Our deadlines decide. A watchdog that sees an error of NCCL's, which a peer's death is, keeps ``abort`` waiting for
+    a minute while it dumps what it knows, and has the monitor of the process's first group end the process eight
+    minutes later. It is not told of the works of a group that waits for them itself.
+    """
     options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(days=1)  # noqa: SLF001  our deadlines decide; torch's watchdog would end the process
-    with (
-        _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"),
-        _environment("TORCH_NCCL_ENABLE_MONITORING", "0"),  # a watchdog that hangs in the driver would end it too
-    ):
+    options._timeout = timedelta(days=1)  # noqa: SLF001
+    with contextlib.ExitStack() as stack:
+        for name, value in _UNWATCHED.items():
+            stack.enter_context(_environment(name, value))
         return c10d.ProcessGroupNCCL(store, rank, size, options)
+
+
+def abort_nccl(backend: Ending, seconds: float = _ABORT_S) -> None:
+    """Break a group off, and wait for that so long: what NCCL does there may take as long as the driver likes."""
+    aside(backend.abort).join(seconds)
+
+
+def aside(function: Callable[[], None]) -> threading.Thread:
+    """On a thread of its own: how a group ends that is of no use any more. That it fails is no news."""
+
+    def quietly() -> None:
+        with contextlib.suppress(RuntimeError):
+            function()
+
+    return torch_threads.start(quietly, "weightbus-nccl-end")
 
 
 @contextlib.contextmanager

@@ -201,7 +201,7 @@ class BroadcastGroup:
         if backend is None:
             return
         if self._device.type == "cuda":
-            backend.abort()
+            backends.abort_nccl(backend)
             return
         backends.break_gloo(backend, self.rank, self.world_size)
         self.connections.end()  # which another process has, too

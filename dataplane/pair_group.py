@@ -10,12 +10,10 @@ Who gives up breaks the group for all that take part: NCCL by `abort`, gloo by `
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Final, Protocol, cast
 
 import torch
@@ -23,14 +21,12 @@ import torch
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
 
-from . import backends, torch_threads
+from . import backends
 from .deadline import Deadline
 from .errors import DeadlineExceeded, PeerLost, TransferFailed
 from .own_stream import OwnStream
 
 _POLL_S: Final = 0.00005
-_END_S: Final = 5.0
-"""How long NCCL may take to break a group, or to end one, before nobody waits for it any more."""
 _WARM_S: Final = 20.0
 
 
@@ -141,7 +137,7 @@ class PairGroup(OwnStream):
             return
         self._broken = reason or "it was broken off"
         if self._stream is not None:
-            _aside(self._backend.abort).join(_END_S)
+            backends.abort_nccl(self._backend)
             return
         backends.break_gloo(self._backend, self.rank, self.size)
 
@@ -152,7 +148,7 @@ class PairGroup(OwnStream):
         """
         if self._stream is not None and not self._broken:
             self._broken = "it has ended"
-            _aside(self._backend.shutdown)
+            backends.aside(self._backend.shutdown)
 
     @property
     def broken(self) -> bool:
@@ -167,7 +163,7 @@ class PairGroup(OwnStream):
         if not self._broken:
             self._broken = "it was let go of"
             if self._stream is not None:
-                _aside(self._backend.abort)
+                backends.aside(self._backend.abort)
 
     def check(self) -> None:
         """Raise RuntimeError when the group was broken. To a work of NCCL's, an abort looks like its end."""
@@ -248,16 +244,6 @@ class _Posted:
     def wait(self, deadline: Deadline) -> None:
         with self.group._breaking(deadline):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             self.group.finish(self.works, deadline)
-
-
-def _aside(function: Callable[[], None]) -> threading.Thread:
-    """On a thread of its own: what NCCL does there may take as long as the driver likes."""
-    return torch_threads.start(partial(_quietly, function), "weightbus-nccl-end")
-
-
-def _quietly(function: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the group is of no use any more, however it ended
-        function()
 
 
 def _short(error: BaseException) -> str:

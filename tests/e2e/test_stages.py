@@ -39,14 +39,19 @@ def expected(checkpoints: Path) -> dict[int, Answers]:
 
 @pytest.fixture(scope="module")
 def fleet(checkpoints: Path, expected: dict[int, Answers]) -> Iterator[Fleet]:
-    """A coordinator, engines of one and two workers, and a trainer of two pipeline stages."""
+    """A coordinator, engines of one and two workers, and a trainer of two pipeline stages.
+
+    Of the first engine the agent takes part in broadcasts, of the second its server's workers do.
+    """
     del expected  # computed first: an oracle that fails should not wait for servers
     with Programs(checkpoints) as programs:
         deployment = Fleet(checkpoints, programs)
         try:
             deployment.start_coordinator()
             deployment.start_engine("one", tp=1)
-            deployment.start_engine("two", tp=2)
+            deployment.add_engine("two", 2)
+            deployment.start_server("two")
+            deployment.start_sidecar("two", "--no-hands-on")
             deployment.start_trainer(stages=2)
             deployment.wait_ready("one", "two")
             yield deployment
@@ -78,6 +83,9 @@ def test_every_stage_broadcasts_its_own(fleet: Fleet, expected: dict[int, Answer
     for name in ("one", "two"):
         _serves(fleet, name, expected[1], "2")
         groups = _groups(fleet, name)
+        if name == "one":
+            assert not groups, "its agent takes part"
+            continue
         assert len(groups) == 2, "the second version was to go by the groups of the first"
         whole, at, rank = groups[0].rpartition("-at")
         assert groups[1] == f"{whole}-source1{at}{rank}", "in the order of the stages, on every engine"
