@@ -1,6 +1,6 @@
 """Deaths over NCCL: every party of a sent round is killed, and stopped, at every point of it; the others must go on.
 
-    python3 tests/gpu/deaths.py                    two CUDA devices: ranks on the first, workers on the second
+    python3 tests/gpu/deaths.py                    ranks on the first CUDA device, workers on the second if there is one
     python3 tests/gpu/deaths.py --device cpu       the same over gloo
     python3 tests/gpu/deaths.py --only worker      a rank of the trainer (source), an engine's worker, its sidecar
     python3 tests/gpu/deaths.py --points moving    some of the points (tests/kit/sends_ends.py)
@@ -60,7 +60,8 @@ class Cell:
         folder.mkdir()
         victim, point, how = struck
         self._ends, self._folder, self._victim = ends, folder, victim
-        self._near, self._far = ("cpu", "cpu") if device == "cpu" else ("cuda:0", "cuda:1")
+        last = torch.cuda.device_count() - 1
+        self._near, self._far = ("cpu", "cpu") if device == "cpu" else ("cuda:0", f"cuda:{min(last, 1)}")
         self._struck = {"point": point, "signal": int(SIGNALS[how])}
         self._trainer = SendingTrainer(folder / "r", device=torch.device(self._near), turn_s=TURN_S)
         self._trainer.sends._form_s = FORM_S
