@@ -180,6 +180,7 @@ class PairGroup(OwnStream):
             while not work.is_completed():
                 deadline.check("a peer to send or take its messages")
                 time.sleep(_POLL_S)
+            work.wait()  # raises what broke it: a work that failed is completed, too
         self.check()
 
     @contextlib.contextmanager
