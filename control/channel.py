@@ -149,7 +149,8 @@ class Channel(Standing):
         verdict = may_use(lease, agent.name, agent.incarnation, epoch, self.epoch)
         if verdict.ok and lease:
             if self.round:
-                self.round.abandon(f"abandoned by {agent.name}: {message.reason}", now)
+                end = self.round.trainer_lost if self.round.across else self.round.abandon
+                end(f"abandoned by {agent.name}: {message.reason}", now)
             else:
                 self._end_lease(f"abandoned: {message.reason}")
                 self.out.append(Tell((agent.name,), never_begun(lease.version, message)))

@@ -182,6 +182,11 @@ class Round:
         sends = self.state is RoundState.OFFERING or (self.state in SENDING and not self._sent)
         return sends and trainer == self.holder
 
+    @property
+    def across(self) -> bool:
+        """By the trainer's word, and nothing is committed yet: without the trainer only re-drives are given up."""
+        return self.state in BEFORE_COMMIT and self._sent_once and bool(self.table)
+
     def next_deadline(self) -> float | None:
         """When `tick` has something to do."""
         given_up = self._cohort.next_deadline()
@@ -425,8 +430,7 @@ class Round:
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
         verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
-        across = self._sent_once and bool(self.table)
-        enough = (across or self._through) and len(verified) >= self._needed
+        enough = (self.across or self._through) and len(verified) >= self._needed
         if not enough and not self.durable:
             self._abort(reason, now)
             return

@@ -176,7 +176,9 @@ class DistributedSender:
             for index in self._sends:
                 self._await_sent(index, deadline)
             if not self._failed:
-                self._wait_for("done", "to take every bucket", deadline, STILL_S)
+                # A source's NCCL is through with a bucket that is still on its way: nobody may be, for one's sake.
+                look = self._stragglers(len(self._sources.of) - 1, time.monotonic())
+                self._wait_for("done", "to take every bucket", deadline, STILL_S, look)
                 self._finished = True
                 if self._group is not None:
                     self._group.use(False)
@@ -294,13 +296,21 @@ class DistributedSender:
 
         return look
 
-    def _wait_for(self, step: str, what: str, deadline: Deadline, still_s: float = float("inf")) -> None:
+    def _wait_for(  # noqa: PLR0917
+        self,
+        step: str,
+        what: str,
+        deadline: Deadline,
+        still_s: float = float("inf"),
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
         """`still_s` is how much longer than the others one may take."""
         meeting, _ = self._open()
         missing = [*self._engines, *self._others]
         stragglers = Stragglers(what, time.monotonic(), still_s if self._ranks else float("inf"))
         while missing := [engine for engine in missing if meeting.heard(step, engine) is None]:
             self._check_receivers()
+            look()
             stragglers.look([engine not in missing for engine in self._engines], time.monotonic())
             try:
                 left = deadline.check(f"{', '.join(missing)} {what}")

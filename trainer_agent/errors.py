@@ -111,7 +111,7 @@ class CoordinatorLost(PublishFailed):
 
 
 class SourceFailed(PublishFailed):
-    """The weights could not be read."""
+    """The weights could not be read. Who had all of the version before may serve it: `weightbus status` says so."""
 
 
 class WeightsChanged(PublishFailed):

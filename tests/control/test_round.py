@@ -42,7 +42,7 @@ from weightbus.control.messages import (
     Verified,
     Withdraw,
 )
-from weightbus.control.states import EnginePhase
+from weightbus.control.states import EnginePhase, RoundState
 
 from .world import CHANNEL, Engine, Trainer, World, digest
 
@@ -736,6 +736,59 @@ def test_a_turn_that_has_proven_what_it_holds_when_the_trainer_gives_up_goes_on(
     }  # fmt: skip
     assert (e1.label, e1.generating) == (1, True)
     assert world.ready == ("e0", "e1")
+    safe(world)
+
+
+@pytest.mark.parametrize("not_said", [Offered, Sent])
+def test_a_trainer_that_gives_up_sending_again_takes_nothing_from_who_has_all(not_said: type[Message]) -> None:
+    """One engine had proven the version when it was said to be sent: without it nobody would serve anything."""
+    world, e0, e1, trainer = fleet()
+    e1.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "a rank is gone")
+    trainer.try_say = lambda message, blob=None: (  # type: ignore[method-assign]
+        None
+        if isinstance(message, not_said) and getattr(message, "epoch", 0) == 2
+        else Trainer.try_say(trainer, message, blob)
+    )
+    e1.answers = lambda message: (  # type: ignore[method-assign]
+        [] if isinstance(message, Transfer) else Engine.answers(e1, message)
+    )
+    trainer.acquire(1)
+    world.settle()
+    round_ = world.machine.channels[CHANNEL].round
+    assert round_
+    assert (round_.epoch, round_.members[e0.name].phase) == (2, EnginePhase.VERIFIED)
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=round_.epoch, reason="no ranks"))
+    world.settle()
+    assert trainer.done
+    assert {each.engine: each.outcome for each in trainer.done.engines} == {
+        "e0": Outcome.COMMITTED, "e1": Outcome.QUARANTINED,
+    }  # fmt: skip
+    assert world.committed == 1
+    assert world.ready == ("e0",)
+    safe(world)
+
+
+def test_a_trainer_that_gives_up_while_what_it_sent_is_proven_is_not_needed() -> None:
+    """As one that dies then: who holds the version is waited for."""
+    world, e0, _, trainer = fleet()
+    kept: list[ToCoordinator] = []
+    e0.answers = lambda message: [  # type: ignore[method-assign]
+        answer
+        for answer in Engine.answers(e0, message)
+        if not (isinstance(answer, Verified) and not kept.append(answer))  # type: ignore[func-returns-value]
+    ]
+    trainer.acquire(1)
+    world.settle()
+    round_ = world.machine.channels[CHANNEL].round
+    assert round_
+    assert round_.state is RoundState.VERIFYING
+    trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=round_.epoch, reason="no ranks"))
+    world.settle()
+    e0.say(kept[0])
+    world.settle()
+    assert world.ready == ("e0", "e1")
+    assert trainer.done
+    assert trainer.done.outcome is Outcome.COMMITTED
     safe(world)
 
 

@@ -78,11 +78,11 @@ HOLDS: dict[str, dict[str, tuple[str, ...]]] = {
     "sends": {
         "leader": (
             "rank-0 rank_forms", "rank-0 rank_begins", "rank-0 rank_moves", "rank-0 rank_is_through",
-            "sidecar sidecar_flipped", "sidecar sidecar_resumes",
+            "sidecars sidecar_flipped", "sidecar sidecar_resumes",
         ),
         "rank": (
             "rank-1 rank_forms", "rank-1 rank_begins", "rank-1 rank_moves", "rank-1 rank_is_through",
-            "sidecar sidecar_flipped", "sidecar sidecar_resumes",
+            "sidecars sidecar_flipped", "sidecar sidecar_resumes",
         ),
         "worker": (
             "worker worker_forms", "worker worker_begins", "worker worker_moves", "worker worker_flips",
@@ -108,7 +108,10 @@ HOLDS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
 }  # fmt: skip
-"""By transport and victim, for each phase: who stops where. Over `distributed` servers load what they receive."""
+"""By transport and victim, for each phase: who stops where. Over `distributed` agents take part in broadcasts.
+
+`sidecars` are those of all engines: where a trainer is struck nobody else is to be half-way.
+"""
 JOINED = (
     "sidecar sidecar_joins", "sidecar sidecar_loads", "sidecar sidecar_loads_half", "sidecar sidecar_proves",
     "sidecar sidecar_proved", "sidecar sidecar_resumes",
@@ -423,15 +426,11 @@ class Deaths:
     def _struck(self, cell: Cell, clients: Mapping[str, Client], watch: Watch, *, returns: bool) -> dict[str, Any]:
         old, version, trainer = self._version, self._next(), self._trainer
         assert trainer is not None
-        holds = JOINED if self._joined and cell.victim not in TRAINER else HOLDS[cell.transport][cell.victim]
-        hold, point = holds[PHASES.index(cell.phase)].split()
-        hold = {"sidecar": f"sidecar-{cell.engine}", "worker": f"worker-{cell.engine}-{TP[cell.engine] - 1}"}.get(
-            hold, hold
-        )
-        self._strikes.arm(hold, point)
+        holds, point = self._holds(cell)
+        self._strikes.arm(holds, point)
         fresh = {"fresh": True} if cell.phase in {"forming", "begun"} else {}
         trainer.publish(version=version, seed=self._seeds[str(version)], transport=cell.transport, **fresh)
-        standing, let_go = self._strikes.come(point, REACH_S)
+        standing, let_go = self._strikes.come(point, REACH_S, len(holds))
         pid = self._pid(cell, standing)
         self._expect_ends(cell)
         at = time.monotonic()
@@ -473,6 +472,17 @@ class Deaths:
         self._require_answers(clients)
         found["back_s"] = round(time.monotonic() - at, 2)
         return found
+
+    def _holds(self, cell: Cell) -> tuple[list[str], str]:
+        """Who stops where."""
+        holds = JOINED if self._joined and cell.victim not in TRAINER else HOLDS[cell.transport][cell.victim]
+        hold, point = holds[PHASES.index(cell.phase)].split()
+        many = {
+            "sidecar": [f"sidecar-{cell.engine}"],
+            "sidecars": [f"sidecar-{name}" for name in TP],
+            "worker": [f"worker-{cell.engine}-{TP[cell.engine] - 1}"],
+        }
+        return many.get(hold, [hold]), point
 
     def _pid(self, cell: Cell, standing: int) -> int:
         match cell.victim:

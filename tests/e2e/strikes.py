@@ -12,7 +12,7 @@ import runpy
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -95,20 +95,23 @@ class Strikes:
         self._gate.bind(str(folder / "gate"))
         self._gate.listen()
 
-    def arm(self, name: str, point: str) -> None:
-        """The process `name` will stop there, once."""
-        arm(self._folder / f"{name}.armed", point, POINTS[point].skip)
+    def arm(self, names: Sequence[str], point: str) -> None:
+        """Each of these processes will stop there, once."""
+        for name in names:
+            arm(self._folder / f"{name}.armed", point, POINTS[point].skip)
 
-    def come(self, point: str, deadline_s: float) -> tuple[int, Callable[[], None]]:
-        """Wait until it stands there: its process id, and what lets it go on. Raises TimeoutError."""
+    def come(self, point: str, deadline_s: float, many: int = 1) -> tuple[int, Callable[[], None]]:
+        """Wait until they stand there: the first one's process id, and what lets all go on. Raises TimeoutError."""
         self._gate.settimeout(deadline_s)
-        line, _ = self._gate.accept()
-        told = line.recv(100).decode()
-        assert told == point, f"{told} came, {point} was armed"
-        pid, _, _ = _PEERCRED.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
+        lines = [self._gate.accept()[0] for _ in range(many)]
+        for line in lines:
+            told = line.recv(100).decode()
+            assert told == point, f"{told} came, {point} was armed"
+        pid, _, _ = _PEERCRED.unpack(lines[0].getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))
 
         def let_go() -> None:
-            line.close()
+            for line in lines:
+                line.close()
 
         return pid, let_go
 

@@ -211,7 +211,7 @@ MUTATIONS: Final = (
         """        if True:
             self._transfer_over()
 """,
-        (ROUND, "across = self._sent_once and bool(self.table)", "across = self._sent_once"),
+        (ROUND, "self._sent_once and bool(self.table)", "self._sent_once"),
     ),
     _m(
         "takes-whatever-table-an-engine-has-proven",
