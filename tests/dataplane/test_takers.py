@@ -144,6 +144,25 @@ def test_a_group_is_spoken_of_while_it_is_kept(threads: Threads) -> None:
     assert not threads.takers.group
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])
+def test_a_sidecar_that_ends_in_the_middle_of_a_transfer_says_so(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, *, beside: bool
+) -> None:
+    """By what a transfer raises that was called off, and with what became of the parameters."""
+    monkeypatch.setattr(takers, "_END_S", 0.1)
+    group = Group(store="", name="g", size=2, rank=1, form_s=1.0, turn_s=1.0)
+    told: list[str] = []
+    leader = Leader(
+        beat=threads.takers.close, over=lambda: "the sender is gone", failed=lambda reason, _: told.append(reason)
+    )
+    with pytest.raises(NotTaken) as ended:
+        threads.takers.take(group, leader, Deadline(WAIT_S), beside=beside)
+    assert [str(ended.value)] == told
+    assert ended.value.touched is not beside
+    assert len(threads.takers) == 0
+    assert not threads.takers.stands_still
+
+
 class FewerWorkers:
     """Of a server that was launched anew: the first one knows its schedule."""
 
