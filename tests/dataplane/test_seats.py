@@ -11,6 +11,7 @@ from weightbus.dataplane.seats import crowded
 def test_everybody_on_a_gpu_of_his_own_is_in() -> None:
     """As is who has none: there it is gloo's."""
     assert crowded({0: "a", 1: "b"}, {"e": ("c", "d"), "f": ("", "")}) == {}
+    assert crowded({0: "", 1: ""}, {"e": ("",)}) == {}
 
 
 def test_the_first_engine_on_a_gpu_has_it() -> None:
