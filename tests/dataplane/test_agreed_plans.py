@@ -93,6 +93,7 @@ def test_a_rank_that_began_anew_is_told_in_full() -> None:
     assert plans.letters(0, (), [(2, one)], *CUT) == before
     assert plans.letters(0, _names(plans.letters(1, (), [(2, one)], *CUT)), [(2, one)], *CUT) == before
     plans.schedule(one, 64, 16)  # cut otherwise for a version
+    assert not plans._names, "nothing is left of what was cut before"
     assert plans.letters(0, (), [(2, one)], *CUT) == before
 
 
@@ -176,6 +177,8 @@ def test_other_plans_and_schedules_than_its_own_are_refused() -> None:
         plans.check(wire.Prepared(plans=("unknown",), schedules=(right,)), 1, *CUT)
     with pytest.raises(TransferFailed, match="2 plans and 1 schedules came for 1 workers"):
         plans.check(wire.Prepared(plans=(one, one), schedules=(right,)), 1, *CUT)
+    with pytest.raises(TransferFailed, match="1 plans and 1 schedules came for 2 workers"):
+        plans.check(wire.Prepared(plans=(one,), schedules=(right,)), 2, *CUT)
     exports = tuple([msgspec.structs.replace(each, host="elsewhere") for each in exposed.exports])
     plans.turn_to(replace(exposed, exports=exports), 2)
     assert plans.digests == ()

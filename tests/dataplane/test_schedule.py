@@ -371,6 +371,26 @@ def test_turns_of_every_rank_begin_with_the_first() -> None:
         assert messages.turn[messages.holder == rank].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@pytest.mark.parametrize("held", ["bfloat16", "float32"], ids=["as it lies", "packed"])
+def test_a_rank_finds_what_it_sends_in_its_own_regions(held: str) -> None:
+    """Of its own matrices each is in another one; the plan counts those of all ranks."""
+    pieces, exports, recording = model(16, held)
+    halves = Pieces.join([pieces.take(np.arange(rank, 16, 2)) for rank in range(2)])
+    halves = replace(halves, holder=np.repeat(np.arange(2), 8))
+    maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(2)]
+    plan = make_plan(halves, maps, recording, SENT_TO)
+
+    made = schedule(plan, 16, pair_bytes_of(2), 1)
+
+    for rank in range(2):
+        messages, pack = made.of_holder(rank, plan)
+        numbers = list(range(rank, 16, 2))
+        assert messages.source.tolist() == (numbers if held == "bfloat16" else [NOWHERE] * 8)
+        assert pack.source.tolist() == (numbers if held == "float32" else [])
+        assert messages.target.tolist() == numbers
+        assert pack.target.tolist() == (list(range(8)) if held == "float32" else [])
+
+
 def test_small_rows_share_a_message() -> None:
     """A thousand norms are one message and not a thousand."""
     tensors = tuple(TensorSpec(f"n{index}", "bfloat16", (64,)) for index in range(1000))

@@ -28,6 +28,12 @@ def test_every_gpu_of_the_first_engine_is_taken() -> None:
     assert found["f"].spared
 
 
+def test_a_worker_without_a_gpu_hides_nobody() -> None:
+    """Its neighbour's GPU may be taken all the same."""
+    found = crowded({0: ""}, {"e": ("", "b"), "f": ("", "b"), "g": ("",)})
+    assert list(found) == ["f"]
+
+
 def test_an_engine_on_a_rank_of_the_trainer_is_in_no_group() -> None:
     """However often the version is sent."""
     found = crowded({0: "a"}, {"e": ("b", "a")})

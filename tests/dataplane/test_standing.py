@@ -88,6 +88,7 @@ def test_a_broken_group_is_of_no_use() -> None:
     assert stands.take("g1") is None
     assert group.end == "dropped"
     assert kept(group).take("g1") is None
+    assert group.end == "closed"
 
 
 def test_a_group_need_not_be_kept() -> None:
