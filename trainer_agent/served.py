@@ -294,7 +294,7 @@ class _Sizes(dict[str, int]):
 
 
 def _sizes(fields: _Fields, family: Family, *, dense: bool) -> dict[str, int]:
-    size, needed = _Sizes(one=1), _EVERY_MODEL | (_DENSE_LAYERS if dense else frozenset())
+    size, needed = _Sizes(one=1), _EVERY_MODEL | _DENSE_LAYERS if dense else _EVERY_MODEL
     for name, keys in _USUAL_KEYS.items():
         known = (family.keys[name],) if name in family.keys else keys
         present = [key for key in known if fields.get(key) is not None]
