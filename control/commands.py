@@ -19,6 +19,7 @@ from .bus import check_bind
 from .candidate import Candidate
 from .coordinator_settings import CoordinatorSettings, default_journal
 from .etcd import parse_url, read_login
+from .limits import STAND_IN_S
 from .log import get_log
 from .plain import plain
 from .server import on_signals
@@ -27,6 +28,8 @@ from .settings_command import SettingsCommand
 from .sockets import libzmq_version
 from .telemetry import configure_logging
 
+_STOOD_IN_FOR: Final = {"silence_s": "a sidecar", "lease_s": "a trainer"}
+"""What ends an attempt of whose."""
 _OF_STORES: Final = ("advertise", "name", "leader_s", "store_login_file")
 """Settings that are not looked at without `CoordinatorSettings.store`."""
 
@@ -68,7 +71,7 @@ def _warn(given: CoordinatorSettings) -> None:
 
 
 def _warnings(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
-    """What was set and is of no use: events, and what is said with each."""
+    """What was set and is of no use, or of less than there could be: events, and what is said with each."""
     found: list[tuple[str, dict[str, str]]] = []
     if given.store and given.journal != default_journal():
         reason = "with a store nothing is read from a file, nor written to it"
@@ -78,6 +81,22 @@ def _warnings(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
     if idle and not given.store:
         reason = "without --store this is the only coordinator, and these are settings of one of several"
         found.append(("store_not_named", {"settings": ", ".join(idle), "reason": reason}))
+    return found + _ends_too_soon(given)
+
+
+def _ends_too_soon(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
+    """Attempts end before workers are let go that wait for somebody inside of a collective."""
+    least_s = STAND_IN_S + given.heartbeat_s  # the last one may have been heard so long before
+    found: list[tuple[str, dict[str, str]]] = []
+    for name, whose in _STOOD_IN_FOR.items():
+        wait_s: float = getattr(given, name)
+        if wait_s < least_s:
+            reason = (
+                f"over distributed {whose} that stands still is stood in for after {STAND_IN_S:g} s, which is too late:"
+                f" workers of stock servers still wait in the group when the attempt has ended; set {name} to"
+                f" {least_s:g} ({STAND_IN_S:g} s and heartbeat_s) or more, or use no distributed"
+            )
+            found.append(("ends_too_soon", {"setting": f"{name} = {wait_s:g}", "reason": reason}))
     return found
 
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
+
+STAND_IN_S: Final = 8.0
+"""Somebody stands in, over `distributed`, for a sidecar or source that has said nothing for so long.
+
+A constant of theirs (engine_agent/stand_in.py, dataplane/source_stand_in.py), for whose end the coordinator waits.
+"""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -88,10 +88,14 @@ class Passage:
         torch_threads.start(partial(self._pass, move, ready, outcome), "weightbus-sends")
         due = time.monotonic() + BEAT_S
         while not outcome.over.wait(_LOOK_S):
-            if time.monotonic() >= due:
-                due += BEAT_S
-                beat()
-            reason = called_off()
+            try:
+                if time.monotonic() >= due:
+                    due += BEAT_S
+                    beat()
+                reason = called_off()
+            except BaseException as error:
+                self._break(outcome, str(error) or type(error).__name__)
+                raise
             if not reason and outcome.group is None and not forming.left():
                 reason = f"the group did not form within {forming.seconds:.0f} s"
             if reason:

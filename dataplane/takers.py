@@ -243,7 +243,9 @@ class Takers:
 
     def _stands(self, rank: int, heard_at: float) -> None:
         self._asked.pop(rank, None)
-        self._still[rank] = self._threads.pop(rank), heard_at
+        frames = self._threads.pop(rank, None)
+        if frames is not None:  # or all were let go of meanwhile
+            self._still[rank] = frames, heard_at
 
 
 class NotTaken(TransferFailed):

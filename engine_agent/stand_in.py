@@ -16,11 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from weightbus.control.limits import STAND_IN_S
 from weightbus.control.log import get_log
 
 from .wire import Keys
 
-SILENCE_S: Final = 8.0
+SILENCE_S: Final = STAND_IN_S
 """Less than the coordinator's ``silence_s``: when that ends an attempt nobody waits in the group any more."""
 _TICK_S: Final = 0.5
 _END_S: Final = 1.0

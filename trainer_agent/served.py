@@ -36,7 +36,8 @@ class Model(msgspec.Struct, frozen=True):
     layers: tuple[Layer, ...]
     predictions: int
     """Multi-token prediction layers that are trained, and served."""
-    eps: float
+    eps: float | None
+    """Of its norms, where the config says it. It decides no name and no shape."""
     dtype: str | None
     """In which the config says it is served."""
     words: dict[str, Word] = {}
@@ -48,8 +49,8 @@ class Model(msgspec.Struct, frozen=True):
         architecture = _architecture(config)
         family = FAMILIES[architecture]
         fields = _Fields(config, family)
-        sizes = _sizes(fields, family)
         layers = tuple(_layers(fields, family))
+        sizes = _sizes(fields, family, dense=any(not layer.experts for layer in layers))
         switches = {name for name, value in family.switches.items() if fields.switch(value)}
         switches |= {"tied"} if fields.top("tie_word_embeddings", False) else set()
         switches |= {"q_lora"} if "q_lora" in sizes else set()
@@ -229,9 +230,10 @@ _USUAL_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "delta_value_dim": ("linear_value_head_dim",),
     "delta_kernel": ("linear_conv_kernel_dim",),
 }
-"""Where a size usually is in a config. The first five every model has; of the others, those that its blocks name."""
+"""Where a size usually is in a config. Of these a model has those that its blocks name."""
 
-_EVERY_MODEL: Final = frozenset({"hidden", "ffn", "heads", "vocab"})
+_EVERY_MODEL: Final = frozenset({"hidden", "heads", "vocab"})
+_DENSE_LAYERS: Final = frozenset({"ffn"})
 
 
 class _Fields:
@@ -265,8 +267,10 @@ class _Fields:
             raise LayoutMismatch(f"the Hugging Face config says {key}={value!r}: a positive number is expected")
         return value
 
-    def number(self, key: str) -> float:
+    def number(self, key: str) -> float | None:
         value = self.get(key)
+        if value is None:
+            return None
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise LayoutMismatch(f"the Hugging Face config says {key}={value!r}: a number is expected")
         return float(value)
@@ -289,12 +293,12 @@ class _Sizes(dict[str, int]):
         raise LayoutMismatch(f"the Hugging Face config says nothing of {known}, which its model needs")
 
 
-def _sizes(fields: _Fields, family: Family) -> dict[str, int]:
-    size = _Sizes(one=1)
+def _sizes(fields: _Fields, family: Family, *, dense: bool) -> dict[str, int]:
+    size, needed = _Sizes(one=1), _EVERY_MODEL | _DENSE_LAYERS if dense else _EVERY_MODEL
     for name, keys in _USUAL_KEYS.items():
         known = (family.keys[name],) if name in family.keys else keys
         present = [key for key in known if fields.get(key) is not None]
-        if present or name in _EVERY_MODEL:
+        if present or name in needed:
             size[name] = fields.size(present[0] if present else known[0])
     hidden, heads = size["hidden"], size["heads"]
     size["groups"] = fields.size("num_key_value_heads", heads)
@@ -305,12 +309,13 @@ def _sizes(fields: _Fields, family: Family) -> dict[str, int]:
         size |= _shared_experts(fields, size)
     size |= {
         "two_hidden": 2 * hidden,
-        "gate_and_up": 2 * size["ffn"],
         "query": heads * size["head_dim"],
         "gated_query": 2 * heads * size["head_dim"],
         "attended": heads * size["head_dim"],
         "key": size["groups"] * size["head_dim"],
     }
+    if "ffn" in size:
+        size["gate_and_up"] = 2 * size["ffn"]
     if "kv_lora" in size:
         size |= {
             "latent_query": heads * (size["nope_dim"] + size["rope_dim"]),

@@ -288,6 +288,28 @@ def test_check_config_says_what_is_set_in_vain(given: list[str], said: str, caps
     assert "coordinator" in tomllib.loads(shown.out)
 
 
+@pytest.mark.parametrize(
+    ("given", "named", "least"),
+    [
+        (["--silence-s=8.9"], ["silence_s"], "9"),
+        (["--lease-s=8.9"], ["lease_s"], "9"),
+        (["--lease-s=5", "--silence-s=5"], ["silence_s", "lease_s"], "9"),
+        (["--heartbeat-s=2.5"], ["silence_s", "lease_s"], "10.5"),
+        (["--lease-s=9", "--silence-s=9"], [], ""),
+        (["--lease-s=8.5", "--silence-s=8.5", "--heartbeat-s=0.5"], [], ""),
+    ],
+)
+def test_who_ends_attempts_before_workers_are_let_go_is_told(
+    given: list[str], named: list[str], least: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who stands in for a sidecar or a source waits for 8 s, and cannot be told of a shorter wait."""
+    assert main(["coordinator", "--insecure-loopback", "--check-config", *given]) == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ends_too_soon: ")]
+    assert [line.split()[2] for line in said] == named
+    for line, name in zip(said, named, strict=True):
+        assert f"; set {name} to {least} (8 s and heartbeat_s) or more, or use no distributed" in line
+
+
 def test_check_config_says_nothing_of_what_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     """Neither of one coordinator, nor of one of several."""
     several = ["--store=etcd://127.0.0.1:2379", "--advertise=tcp://10.0.0.5:5750", "--name=a"]
@@ -300,12 +322,16 @@ def test_a_coordinator_that_is_alone_warns_of_what_it_does_without(tmp_path: Pat
     """At its start: who set it believes that agents are told another address."""
     command = [sys.executable, "-m", "weightbus.control", "coordinator", "--log-format=json", "--insecure-loopback"]
     command += ["--router-port=0", "--http-port=0", "--advertise=tcp://10.0.0.5:5750", f"--journal={tmp_path / 'j'}"]
+    command += ["--lease-s=5"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         late = threading.Timer(DEADLINE_S, process.kill)
         late.start()
         try:
             line = _line_with(process, "store_not_named")
             assert '"settings": "advertise"' in line
+            assert '"warning"' in line
+            line = _line_with(process, "ends_too_soon")
+            assert '"setting": "lease_s = 5"' in line
             assert '"warning"' in line
         finally:
             late.cancel()

@@ -93,6 +93,7 @@ def test_a_rank_that_began_anew_is_told_in_full() -> None:
     assert plans.letters(0, (), [(2, one)], *CUT) == before
     assert plans.letters(0, _names(plans.letters(1, (), [(2, one)], *CUT)), [(2, one)], *CUT) == before
     plans.schedule(one, 64, 16)  # cut otherwise for a version
+    assert not plans._names, "nothing is left of what was cut before"
     assert plans.letters(0, (), [(2, one)], *CUT) == before
 
 
@@ -127,6 +128,38 @@ def test_parts_that_are_made_ahead_are_bounded_and_of_one_version(monkeypatch: p
     assert plans._ready, "there is room again"
 
 
+def test_of_what_lies_otherwise_now_nothing_is_left() -> None:
+    """What was worked out for the layout before is neither used for the next one, nor in its way."""
+    plans, exposed = AgreedPlans(), _exposed()
+    plans.schedule(_agreed(plans), *CUT)
+    exports = tuple([msgspec.structs.replace(each, host="elsewhere") for each in exposed.exports])
+    plans.turn_to(replace(exposed, exports=exports), 2)
+    plan = make_plan(exposed.pieces, exports, _recording(), OTHER)
+    agreed = plans.agree(Proposal(reader=OTHER, recording=_recording().encode(), plan=plan.digest()))
+    assert plans.schedule(agreed, *CUT).digest() == schedule(plan, 1, *CUT).digest()
+
+
+def test_only_workers_that_are_alike_share_what_was_worked_out() -> None:
+    """Of replicas each rank of an engine takes others, and whoever is near one of them takes that."""
+    both = [whole(spec, "bfloat16", at) for at, spec in enumerate(TENSORS)]
+    parts = [Pieces.of(TENSORS, both, rank) for rank in range(2)]
+    exports = tuple(
+        [ExportMap(rank, f"host {rank}", (Region(64, "cpu"),) * 2, (Place(0, 0), Place(1, 0))) for rank in range(2)]
+    )
+    plans, exposed = AgreedPlans(), Exposed(Pieces.join(parts), exports, ())
+    plans.turn_to(exposed, 1)
+    readers = [ALONE, msgspec.structs.replace(ALONE, rank=1)]
+    readers += [msgspec.structs.replace(ALONE, host=f"host {rank}", device="cpu") for rank in range(2)]
+    taken: list[list[int]] = []
+    for reader in readers:
+        plan = make_plan(exposed.pieces, exports, _recording(), reader)
+        proposal = Proposal(reader=reader, recording=_recording().encode(), plan=plan.digest())
+        assert plans.agree(proposal) == plan.digest()
+        rows = plan.copies.target_at.argsort()
+        taken.append([plan.sources[each].holder for each in plan.copies.source[rows].tolist()])
+    assert taken == [[0, 1], [1, 0], [0, 0], [1, 1]]
+
+
 def test_other_plans_and_schedules_than_its_own_are_refused() -> None:
     """Both sides make them: neither trusts the other's arithmetic."""
     plans, exposed = AgreedPlans(), _exposed()
@@ -144,6 +177,8 @@ def test_other_plans_and_schedules_than_its_own_are_refused() -> None:
         plans.check(wire.Prepared(plans=("unknown",), schedules=(right,)), 1, *CUT)
     with pytest.raises(TransferFailed, match="2 plans and 1 schedules came for 1 workers"):
         plans.check(wire.Prepared(plans=(one, one), schedules=(right,)), 1, *CUT)
+    with pytest.raises(TransferFailed, match="1 plans and 1 schedules came for 2 workers"):
+        plans.check(wire.Prepared(plans=(one,), schedules=(right,)), 2, *CUT)
     exports = tuple([msgspec.structs.replace(each, host="elsewhere") for each in exposed.exports])
     plans.turn_to(replace(exposed, exports=exports), 2)
     assert plans.digests == ()

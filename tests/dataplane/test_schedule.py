@@ -28,7 +28,16 @@ from weightbus.dataplane.pair_group import Parcel
 from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
 from weightbus.dataplane.plan import Plan, Reader, make_plan
 from weightbus.dataplane.recording import Recording, Target
-from weightbus.dataplane.schedule import NOWHERE, Messages, Schedule, pair_bytes_of, schedule
+from weightbus.dataplane.schedule import (
+    MIN_PAIR_BYTES,
+    NOWHERE,
+    STAGING_BYTES,
+    STAGING_BYTES_ON_GPU,
+    Messages,
+    Schedule,
+    pair_bytes_of,
+    schedule,
+)
 
 from .test_plan import TENSORS, cut, exported, fill, joined, layouts, random_values, recording_of, sizes
 
@@ -248,7 +257,7 @@ def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tupl
     ]
     wanted = [Piece(piece.tensor, piece.box, stored, piece.view) for piece in pieces]
     targets = tuple(Target(spec.name, stored, (128, 256), strides, parameter=True) for spec in tensors)
-    item = {"bfloat16": 2, "float32": 4}[dtype]
+    item = {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
     export = ExportMap(
         0, "here", (Region(128 * 256 * item, "cpu"),) * count, tuple(Place(at, 0) for at in range(count))
     )
@@ -328,6 +337,27 @@ def test_a_cast_is_not_straight_however_large(held: str, stored: str) -> None:
     assert (made.messages.target == NOWHERE).tolist() == [unpacked > 0] * 2
 
 
+def test_of_two_dtypes_as_narrow_the_engine_s_travels() -> None:
+    """It is cast once, by the rank, and received where it is stored: an engine that is paused has the least to do."""
+    pieces, exports, recording = model(2, "float16", "bfloat16")
+
+    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_of(1), 1)
+
+    assert (len(made.pack), len(made.unpack)) == (2, 0)
+    assert (made.messages.target != NOWHERE).all()
+
+
+@pytest.mark.parametrize(("device", "most"), [("cpu", STAGING_BYTES), ("cuda", STAGING_BYTES_ON_GPU)])
+def test_what_a_pair_may_move_fits_for_all_pairs_of_a_rank(device: str, most: int) -> None:
+    """It changes at powers of two only, and in the largest groups there is a least."""
+    for ranks in range(1, 66):
+        pair_bytes = pair_bytes_of(ranks, device)
+        assert most // 2 < pair_bytes * ranks <= most
+    assert pair_bytes_of(1, device) == most
+    assert pair_bytes_of(5, device) == pair_bytes_of(8, device) == 2 * pair_bytes_of(9, device)
+    assert pair_bytes_of(1 << 20, device) == MIN_PAIR_BYTES
+
+
 def test_turns_of_every_rank_begin_with_the_first() -> None:
     """And follow one another: two ranks of eight matrices each, several of them in a turn."""
     pieces, exports, recording = model(16)
@@ -339,6 +369,26 @@ def test_turns_of_every_rank_begin_with_the_first() -> None:
 
     for rank in range(2):
         assert messages.turn[messages.holder == rank].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("held", ["bfloat16", "float32"], ids=["as it lies", "packed"])
+def test_a_rank_finds_what_it_sends_in_its_own_regions(held: str) -> None:
+    """Of its own matrices each is in another one; the plan counts those of all ranks."""
+    pieces, exports, recording = model(16, held)
+    halves = Pieces.join([pieces.take(np.arange(rank, 16, 2)) for rank in range(2)])
+    halves = replace(halves, holder=np.repeat(np.arange(2), 8))
+    maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(2)]
+    plan = make_plan(halves, maps, recording, SENT_TO)
+
+    made = schedule(plan, 16, pair_bytes_of(2), 1)
+
+    for rank in range(2):
+        messages, pack = made.of_holder(rank, plan)
+        numbers = list(range(rank, 16, 2))
+        assert messages.source.tolist() == (numbers if held == "bfloat16" else [NOWHERE] * 8)
+        assert pack.source.tolist() == (numbers if held == "float32" else [])
+        assert messages.target.tolist() == numbers
+        assert pack.target.tolist() == (list(range(8)) if held == "float32" else [])
 
 
 def test_small_rows_share_a_message() -> None:
@@ -377,6 +427,7 @@ def test_both_sides_make_the_same_schedule() -> None:
 
     assert schedule(plan, 8, 1 << 20).digest() == schedule(again, 8, 1 << 20).digest()
     assert schedule(plan, 8, 1 << 16).digest() != schedule(plan, 8, 1 << 20).digest()
+    assert replace(schedule(plan, 8, 1 << 20), plan="another").digest() != schedule(plan, 8, 1 << 20).digest()
 
 
 def test_other_hosts_send_and_are_not_read() -> None:
@@ -418,7 +469,9 @@ def test_a_message_of_no_turn_is_refused() -> None:
     """Nobody would ever come to it, and whoever waits for it would wait."""
     pieces, exports, recording = model(2)
     made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20).messages
-    for odd in (replace(made, turn=np.array([0, -1])), replace(made, nbytes=np.array([65536, 0]))):
+    odds = {"turn": [0, -1], "nbytes": [65536, 0], "source": [0, NOWHERE - 1], "target": [0, NOWHERE - 1]}
+    for column, numbers in odds.items():
+        odd = replace(made, **{column: np.array(numbers)})
         with pytest.raises(ManifestError, match="empty, or of a turn that there is not"):
             Messages.decode(odd.encode())
 

@@ -11,6 +11,7 @@ from weightbus.dataplane.seats import crowded
 def test_everybody_on_a_gpu_of_his_own_is_in() -> None:
     """As is who has none: there it is gloo's."""
     assert crowded({0: "a", 1: "b"}, {"e": ("c", "d"), "f": ("", "")}) == {}
+    assert crowded({0: "", 1: ""}, {"e": ("",)}) == {}
 
 
 def test_the_first_engine_on_a_gpu_has_it() -> None:
@@ -25,6 +26,12 @@ def test_every_gpu_of_the_first_engine_is_taken() -> None:
     found = crowded({}, {"e": ("a", "b"), "f": ("b",)})
     assert list(found) == ["f"]
     assert found["f"].spared
+
+
+def test_a_worker_without_a_gpu_hides_nobody() -> None:
+    """Its neighbour's GPU may be taken all the same."""
+    found = crowded({0: ""}, {"e": ("", "b"), "f": ("", "b"), "g": ("",)})
+    assert list(found) == ["f"]
 
 
 def test_an_engine_on_a_rank_of_the_trainer_is_in_no_group() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from weightbus.dataplane.sends_ends import MOST_STOOD, Formed, Stood
+from weightbus.dataplane.sends_ends import MOST_STOOD, Formed, Stood, seen_by
+from weightbus.dataplane.sends_wire import Group
 
 
 def have(*names: str) -> Stood:
@@ -35,6 +36,15 @@ def test_an_engine_is_in_one_group() -> None:
     stood = have("a", "b", "c")
     assert stood.take("members of a and b", frozenset({"a", "b"}), everybody) is None
     assert stood.names == ("g-c",)
+    stood.keep(Formed("g-ab", "members of a and b", frozenset({"a", "b"})))
+    assert stood.take("members of a", frozenset({"a"}), everybody) is None
+    assert stood.names == ("g-c",)
+
+
+def test_each_member_is_told_its_own_rank() -> None:
+    """Of a group that is the same for all besides."""
+    group = Group(store="s", name="g", size=3, rank=0, form_s=1.0, turn_s=2.0)
+    assert seen_by(2, group) == Group(store="s", name="g", size=3, rank=2, form_s=1.0, turn_s=2.0)
 
 
 def test_a_group_that_a_version_did_not_need_is_not_kept_for_long() -> None:

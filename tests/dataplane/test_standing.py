@@ -86,7 +86,9 @@ def test_a_broken_group_is_of_no_use() -> None:
     group.broken = True
     assert stands.names == ()
     assert stands.take("g1") is None
+    assert group.end == "dropped"
     assert kept(group).take("g1") is None
+    assert group.end == "closed"
 
 
 def test_a_group_need_not_be_kept() -> None:
@@ -152,6 +154,20 @@ def test_a_group_in_use_is_not_let_go_of(clocks: list[Clock]) -> None:
     assert (stands.names, group.end) == ((), "dropped")
 
 
+def test_a_group_that_was_let_go_of_takes_no_other_with_it(clocks: list[Clock]) -> None:
+    """Of the same name, and of which the time has not come: neither when it goes, nor later."""
+    first, second, third = Group(), Group(), Group()
+    stands = kept(first)
+    stands.keep("g1", cast("PairGroup", second), 100.0)
+    assert (first.end, second.end) == ("dropped", "")
+    stands.discard()
+    assert second.end == "dropped"
+    stands.keep("g1", cast("PairGroup", third), 100.0)
+    for each in clocks[:2]:
+        each.come()
+    assert (stands.names, third.end) == (("g1",), "")
+
+
 def test_whoever_said_that_it_has_a_group_has_it_for_a_while(clocks: list[Clock]) -> None:
     """Everybody has to come and to prepare between that and its use."""
     kept(Group(), 100.0)
@@ -174,6 +190,32 @@ def test_what_forms_under_another_name_is_not_taken() -> None:
     stands.begin(cast("Forming", forms))
     assert stands.take("g1") is None
     assert forms.discarded
+
+
+@pytest.mark.parametrize("how", ["another begins to form", "nothing is kept any more", "it is called off"])
+def test_what_forms_and_is_not_asked_for_is_called_off(how: str) -> None:
+    """Its members would wait for each other, and keep what has formed for nobody."""
+
+    class Forms:
+        name = "early"
+
+        def __init__(self) -> None:
+            self.discarded = 0
+
+        def discard(self) -> None:
+            self.discarded += 1
+
+    stands, first, second = Standing(), Forms(), Forms()
+    stands.begin(cast("Forming", first))
+    if how == "another begins to form":
+        stands.begin(cast("Forming", second))
+    elif how == "nothing is kept any more":
+        stands.discard()
+    else:
+        stands.call_off()
+    assert (first.discarded, second.discarded) == (1, 0)
+    stands.discard()
+    assert (first.discarded, second.discarded) == (1, int(how == "another begins to form"))
 
 
 def test_a_group_that_forms_leaves_the_kept_one_alone() -> None:

@@ -144,6 +144,46 @@ def test_a_group_is_spoken_of_while_it_is_kept(threads: Threads) -> None:
     assert not threads.takers.group
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])
+@pytest.mark.parametrize("how", ["hangs up", "says that it did not", "says that it did"])
+def test_a_worker_that_does_not_take_it_may_have_written(threads: Threads, how: str, *, beside: bool) -> None:
+    """In place, unless it says that it has not; the other one is told, and says for itself."""
+    wrote = how != "says that it did not"
+    worker, other = threads.workers
+    if how == "hangs up":
+        worker.close()
+    else:
+        worker_wire.say(worker, worker_wire.Failed(reason="odd", touched=wrote and not beside), Deadline(WAIT_S))
+    leader = Leader(
+        beat=lambda: None,
+        over=lambda: "",
+        failed=lambda *_: worker_wire.say(other, worker_wire.Failed(reason="told"), Deadline(WAIT_S)),
+    )
+    transfer = takers._Transfer(threads.takers._threads, leader, beside=beside)
+    with pytest.raises(NotTaken, match="worker 0: ") as ended:
+        transfer.outcomes(Deadline(WAIT_S), lambda *_: None)
+    assert ended.value.touched is (wrote and not beside)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])
+def test_a_sidecar_that_ends_in_the_middle_of_a_transfer_says_so(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, *, beside: bool
+) -> None:
+    """By what a transfer raises that was called off, and with what became of the parameters."""
+    monkeypatch.setattr(takers, "_END_S", 0.1)
+    group = Group(store="", name="g", size=2, rank=1, form_s=1.0, turn_s=1.0)
+    told: list[str] = []
+    leader = Leader(
+        beat=threads.takers.close, over=lambda: "the sender is gone", failed=lambda reason, _: told.append(reason)
+    )
+    with pytest.raises(NotTaken) as ended:
+        threads.takers.take(group, leader, Deadline(WAIT_S), beside=beside)
+    assert [str(ended.value)] == told
+    assert ended.value.touched is not beside
+    assert len(threads.takers) == 0
+    assert not threads.takers.stands_still
+
+
 class FewerWorkers:
     """Of a server that was launched anew: the first one knows its schedule."""
 

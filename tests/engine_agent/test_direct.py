@@ -683,8 +683,10 @@ def test_whoever_does_not_come_is_named_and_the_others_are_served(world: World, 
 
 
 def test_a_trainer_that_stands_still_costs_the_deadline(world: World) -> None:
-    """It has offered and says nothing more: the receiver gives up in time, and nothing was touched."""
-    session = world.trainer.session(1)
+    """It has offered and says nothing more: the receiver gives up in time, and nothing was touched since then."""
+    world.round()
+    assert world.receiver.touched
+    session = world.trainer.session(2)
     world.trainer.sender.offer(session, [Peer("e", world.server.tp)])
 
     taken = world.receive(session, "e", world.trainer.sender.address, deadline_s=1.0)

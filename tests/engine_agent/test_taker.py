@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -37,18 +39,48 @@ class Passage:
     """Stands for a group over which everything comes, or nothing."""
 
     reason = ""
+    moves = False
+    """Receives begin before it fails."""
+    waits: threading.Event | None = None
+    """It goes on until it is called off; set once it has begun."""
+    reasons: ClassVar[list[str]] = []
+    """Why it was."""
     seen: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
-    def run(self, _move: object, _called_off: object, _beat: object, ready: Callable[[], Inbox]) -> float:
+    def run(
+        self, move: Callable[[Any], None], called_off: Callable[[], str], _beat: object, ready: Callable[[], Inbox]
+    ) -> float:
         self.seen()
-        if self.reason:
+        if self.waits is not None:
+            self.waits.set()
+            self.reasons.append(until(called_off, "it to be called off", WAIT_S))
+        if self.moves:
+            ready()
+            move(Nobody())
+        if self.reason or self.waits is not None:
             raise TransferFailed(self.reason)
         for each in ready().memory:
             each.fill_(SENT)
         return 0.5
+
+
+class Nobody:
+    """An exchange in which all is there at once."""
+
+    def post(self, *_: object) -> Nobody:
+        return self
+
+    def wait(self, *_: object) -> None:
+        pass
+
+    def lane(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        pass
 
 
 class Sidecar:
@@ -72,9 +104,9 @@ class Sidecar:
     def say(self, message: wire.ToWorker) -> None:
         wire.say(self._frames, message, Deadline(WAIT_S))
 
-    def take(self) -> wire.ToSidecar:
-        """Have it take a version beside its weights."""
-        self.say(wire.Take(group=GROUP, beside=True))
+    def take(self, *, beside: bool = True) -> wire.ToSidecar:
+        """Have it take a version."""
+        self.say(wire.Take(group=GROUP, beside=beside))
         return self.hear()
 
     def close(self) -> None:
@@ -160,6 +192,49 @@ def test_a_version_that_fails_leaves_its_memory_to_the_scheduler(
     assert isinstance(sidecar.take(), wire.Taken)
     sidecar.taker.flip()
     assert (sidecar.parameter == SENT).all()
+
+
+def test_parameters_that_nobody_wrote_were_not_touched(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this version, whatever became of the one before: an engine that holds what it held goes on serving it."""
+    sidecar.taker.standing.set()
+    monkeypatch.setattr(Passage, "reason", "a rank has died")
+    for moves, beside in ((True, False), (False, False), (True, False), (True, True)):
+        monkeypatch.setattr(Passage, "moves", moves)
+        failed = sidecar.take(beside=beside)
+        assert isinstance(failed, wire.Failed)
+        assert failed.touched is (moves and not beside)
+
+
+def test_a_scheduler_that_goes_on_breaks_off_what_is_received(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a reason that all members of the group hear: on a connection that it has closed it hears nothing more."""
+    begun, reasons = threading.Event(), list[str]()
+    monkeypatch.setattr(Passage, "waits", begun)
+    monkeypatch.setattr(Passage, "reasons", reasons)
+    sidecar.say(wire.Take(group=GROUP, beside=True))
+    assert begun.wait(WAIT_S)
+    sidecar.taker.close()
+    assert reasons == ["this worker has gone on"]
+    assert not sidecar.taker._thread.is_alive()
+    assert sidecar.taker._inbox is None
+
+
+def test_a_sidecar_that_goes_away_ends_what_is_received_and_the_thread(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would ever tell it to put anything into place; the scheduler is told that it is not alive."""
+    begun, reasons = threading.Event(), list[str]()
+    monkeypatch.setattr(Passage, "waits", begun)
+    monkeypatch.setattr(Passage, "reasons", reasons)
+    sidecar.say(wire.Take(group=GROUP, beside=True))
+    assert begun.wait(WAIT_S)
+    assert sidecar.taker.alive
+    sidecar._frames.close()
+    until(lambda: not sidecar.taker._thread.is_alive(), "the thread to end", WAIT_S)
+    (reason,) = reasons
+    assert reason.startswith("the sidecar is gone: ")
+    assert not sidecar.taker.alive
 
 
 @pytest.mark.parametrize("ours", [True, False])

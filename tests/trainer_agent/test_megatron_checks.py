@@ -51,6 +51,13 @@ def test_the_served_model_passes() -> None:
     check_config(config(), MODEL)
 
 
+def test_a_config_that_does_not_say_an_epsilon_is_not_that_of_the_trained_model() -> None:
+    """Names and shapes would be the same: what a server assumes then is its own business, and not known here."""
+    unsaid = Model.parse({key: value for key, value in HF.items() if key != "rms_norm_eps"})
+    with pytest.raises(LayoutMismatch, match=r"layernorm_epsilon=1e-06, the Hugging Face config gives None"):
+        check_config(config(), unsaid)
+
+
 WORDS = {"num_experts_per_tok": 2, "norm_topk_prob": True}
 LATENT_HF = HF | {
     "architectures": ["GlmMoeDsaForCausalLM"],

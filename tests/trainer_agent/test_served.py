@@ -87,6 +87,7 @@ def test_sizes_that_a_config_leaves_out_follow_from_the_others() -> None:
         ({"rms_norm_eps": "small"}, LayoutMismatch, "rms_norm_eps='small'"),
         ({"dtype": "float4"}, UnsupportedModel, "dtype='float4'"),
         ({"num_key_value_heads": 3}, LayoutMismatch, "num_key_value_heads=3"),
+        ({"intermediate_size": None}, LayoutMismatch, "intermediate_size=None"),
     ],
 )
 def test_a_config_that_cannot_be_read_says_why(change: dict[str, object], error: type[Exception], part: str) -> None:
@@ -136,6 +137,19 @@ def test_a_config_says_which_layers_have_experts(change: dict[str, object], spar
     """Each family has its own field for it."""
     model = Model.parse(QWEN3 | change | {"num_hidden_layers": 4})
     assert [layer.experts for layer in model.layers] == sparse
+
+
+@pytest.mark.parametrize("unused", ["rms_norm_eps", "intermediate_size", "head_dim", "torch_dtype"])
+def test_what_decides_no_name_and_no_shape_need_not_be_said(unused: str) -> None:
+    """Some configs leave out what their family takes for granted, or the MLP of layers that they do not have."""
+    whole = QWEN3 | SPARSE | {"hidden_size": 12}
+    assert names({key: value for key, value in whole.items() if key != unused}) == names(whole)
+
+
+def test_a_dense_layer_needs_the_size_of_its_mlp() -> None:
+    """Also where all others have experts."""
+    with pytest.raises(LayoutMismatch, match="intermediate_size=None"):
+        Model.parse(QWEN3 | SPARSE | {"num_hidden_layers": 2, "mlp_only_layers": [0], "intermediate_size": None})
 
 
 def test_experts_follow_each_other_whole() -> None:

@@ -1,6 +1,7 @@
 """`weightbus demo` as a person runs it: real servers, real ranks, and nothing left behind however it ends."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -67,6 +68,27 @@ def test_three_rounds_reach_both_engines_both_ways(tmp_path: Path) -> None:
     assert int(found[7]) <= 1
     assert found[8] == "0"
     assert sum("round " in line and "/3" in line for line in out.splitlines()) == 6
+    until_nothing_runs(tmp_path)
+    assert list(tmp_path.glob("weightbus-demo-*")) == []
+
+
+@pytest.mark.real
+def test_an_engine_beside_the_trainer_and_one_elsewhere_get_the_same_versions(tmp_path: Path) -> None:
+    """One reads them in place, the other one is sent them, in the same rounds; no answer is of another version."""
+    process = demo(tmp_path, "--mixed", "--rounds", "3", "--json")
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, out + errors
+    *rounds, last = out.splitlines()
+    found = LAST_LINE.fullmatch(last)
+    assert found, out
+    assert (found[1], found[4], found[5]) == ("3", "0", "0")
+    told = [json.loads(line) for line in rounds]
+    assert [each["version"] for each in told] == [1, 2, 3]
+    for each in told:
+        assert each["ways"] == {"e0": "direct", "e1": "sends"}
+        assert each["lag"] == {"e0": 0, "e1": 0}
+        assert each["responses"] > 0
+    assert len({each["nbytes"] for each in told}) == 1
     until_nothing_runs(tmp_path)
     assert list(tmp_path.glob("weightbus-demo-*")) == []
 

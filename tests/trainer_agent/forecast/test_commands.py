@@ -69,6 +69,18 @@ def test_the_documents_show_what_it_says(capsys: pytest.CaptureFixture[str], tmp
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown[1:]
 
 
+@pytest.mark.parametrize("unused", ["rms_norm_eps", "intermediate_size", "num_key_value_heads", "torch_dtype"])
+def test_what_it_does_not_use_need_not_be_said(capsys: pytest.CaptureFixture[str], tmp_path: Path, unused: str) -> None:
+    """A config of which published ones leave out something: the same bytes, as all layers have experts."""
+    whole = KIMI_K2 | {"first_k_dense_replace": 0, "num_hidden_layers": 2}
+    config = tmp_path / "config.json"
+    found: list[int] = []
+    for document in (whole, {key: value for key, value in whole.items() if key != unused}):
+        config.write_text(json.dumps(document))
+        found.append(asked(capsys, "--model", str(tmp_path))["bytes"])
+    assert found[0] == found[1]
+
+
 def test_a_gpu_that_cannot_hold_it_is_said(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The round is calculated all the same: GPUs grow."""
     config = tmp_path / "config.json"
