@@ -706,6 +706,7 @@ def main() -> int:
     parser.add_argument("--victims", default="", help="some of leader, rank, worker, sidecar")
     parser.add_argument("--phases", default="", help=f"some of {', '.join(PHASES)}")
     parser.add_argument("--signals", default="", help="killed or stopped")
+    parser.add_argument("--cells", default="", help="those whose names have one of these in them: 'killed at half,..'")
     parser.add_argument("--in-place", action="store_true", help="nothing is taken beside what is served")
     parser.add_argument("--joined", action="store_true", help="servers take part in broadcasts themselves")
     parser.add_argument("--device", choices=tuple(HIDDEN), default="cpu")
@@ -713,6 +714,8 @@ def main() -> int:
     args = parser.parse_args()
     names = (args.transport, args.victims, args.phases, args.signals)
     wanted = cells(*([name for name in each.split(",") if name] for each in names))
+    if args.cells:
+        wanted = [cell for each in args.cells.split(",") for cell in wanted if each in str(cell)]
     found: dict[str, dict[str, Any]] = {}
     began = time.monotonic()
 
