@@ -19,7 +19,7 @@ is false).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import accumulate
@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import TCPStore
 from . import torch_threads
 from .broadcast_group import BroadcastGroup, backend_for, join_store, serve_store
 from .deadline import Deadline
-from .engine_groups import STILL_FORMING_S, STILL_S, EngineGroups, StoodStill, Stragglers
+from .engine_groups import STILL_FORMING_S, STILL_S, Behind, EngineGroups, StoodStill, Stragglers
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from .meeting import BY_SIDECAR, POLL_S, Meeting, holding, new_token, settled, source_name
 from .sealed_frames import bracketed
@@ -69,6 +69,8 @@ class DistributedSender:
         self._divided: Sources | None = None
         self._sources = Sources.one(1)
         """Of this session."""
+        self._behind: Behind | None = None
+        """Where agents share a group: who keeps the others waiting in it."""
         self._lost = ""
         """Which other source gave up, and why."""
         self.differing: tuple[str, ...] = ()
@@ -108,6 +110,7 @@ class DistributedSender:
         self._sources, self._lost, self.differing = self._divided or Sources.one(len(session.manifest.buckets)), "", ()
         self._failed, self._withdrawn, self._spared, self._sends = {}, {}, frozenset(), {}
         self._forming = self._began = self._finished = False
+        self._behind = None
         self._token = new_token()
         self._meeting = Meeting(join_store(self._store), session.epoch, self._token)
         world_size = 1 + sum(peer.tp for peer in peers)
@@ -137,6 +140,8 @@ class DistributedSender:
                 meeting.announce("group", groups.encode())
                 self._form(groups, forming)
             self._wait_for("joined", "to join", forming, STILL_FORMING_S)
+            alike = not self._apart and len(self._sidecars) == len(self._engines)
+            self._behind = Behind(time.monotonic()) if alike else None
             if self._forming:
                 meeting.announce("formed", "")
             self._forming = False
@@ -176,9 +181,7 @@ class DistributedSender:
             for index in self._sends:
                 self._await_sent(index, deadline)
             if not self._failed:
-                # A source's NCCL is through with a bucket that is still on its way: nobody may be, for one's sake.
-                look = self._stragglers(len(self._sources.of) - 1, time.monotonic())
-                self._wait_for("done", "to take every bucket", deadline, STILL_S, look)
+                self._wait_for("done", "to take every bucket", deadline, STILL_S)
                 self._finished = True
                 if self._group is not None:
                     self._group.use(False)
@@ -270,31 +273,23 @@ class DistributedSender:
         """Wait until everybody has taken a bucket of another source."""
         meeting, _ = self._open()
         source, wanted = source_name(self._sources.of[index]), self._sources.place(index) + 1
-        looked = began = time.monotonic()
-        stragglers = self._stragglers(index, began)
+        looked = time.monotonic()
         while int(meeting.heard("sent", source) or 0) < wanted:
             if time.monotonic() - looked >= POLL_S:
                 self._check_receivers()
-                stragglers()
+                self._look_behind()
                 looked = time.monotonic()
             time.sleep(min(_LOOK_S, deadline.check(f"bucket {index} to be taken from {source}")))
 
     def _await_sent(self, index: int, deadline: Deadline) -> None:
         """Wait until everybody has taken a bucket of this source."""
-        stragglers = self._stragglers(index, time.monotonic())
-        self._await(self._sends[index], f"the broadcast of bucket {index}", deadline, stragglers)
+        self._await(self._sends[index], f"the broadcast of bucket {index}", deadline)
 
-    def _stragglers(self, index: int, since: float) -> Callable[[], None]:
-        """Raises `StoodStill` for agents that do not come to a bucket for which others wait in the group."""
-        meeting, engines = self._open()[0], self._engines
-        if self._apart or len(self._sidecars) < len(engines):
-            return lambda: None
-        still = Stragglers(f"to come to bucket {index}", since, STILL_S)
-
-        def look() -> None:
-            still.look([int(meeting.heard("at", engine) or -1) >= index for engine in engines], time.monotonic())
-
-        return look
+    def _look_behind(self) -> None:
+        """Raise `StoodStill` for agents that do not come to a bucket for which others wait in the group."""
+        meeting, _ = self._open()
+        if self._behind is not None:
+            self._behind.look([int(meeting.heard("at", engine) or -1) for engine in self._engines], time.monotonic())
 
     def _wait_for(
         self,
@@ -302,7 +297,6 @@ class DistributedSender:
         what: str,
         deadline: Deadline,
         still_s: float = float("inf"),
-        look: Callable[[], None] = lambda: None,
     ) -> None:
         """`still_s` is how much longer than the others one may take."""
         meeting, _ = self._open()
@@ -310,7 +304,7 @@ class DistributedSender:
         stragglers = Stragglers(what, time.monotonic(), still_s if self._ranks else float("inf"))
         while missing := [engine for engine in missing if meeting.heard(step, engine) is None]:
             self._check_receivers()
-            look()
+            self._look_behind()
             stragglers.look([engine not in missing for engine in self._engines], time.monotonic())
             try:
                 left = deadline.check(f"{', '.join(missing)} {what}")
@@ -319,11 +313,11 @@ class DistributedSender:
                 raise
             time.sleep(min(POLL_S, left))
 
-    def _await(self, future: Future[_T], what: str, deadline: Deadline, look: Callable[[], None] = lambda: None) -> _T:
+    def _await(self, future: Future[_T], what: str, deadline: Deadline) -> _T:
         """Wait for the other thread, looking out for receivers that gave up meanwhile."""
         while not future.done():
             self._check_receivers()
-            look()
+            self._look_behind()
             left = deadline.check(what)
             settled(future, min(POLL_S, left))
         return future.result()

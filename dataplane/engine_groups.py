@@ -71,6 +71,33 @@ class Stragglers:
             raise StoodStill(late, self._what, self._waited_s)
 
 
+class Behind:
+    """Tells who keeps others from going on in a group of all, by the bucket to which each has come. Pure.
+
+    NCCL hands a bucket from rank to rank: behind one that does not come to it nobody gets it, and the source may be
+    through with it long before.
+    """
+
+    def __init__(self, since: float) -> None:
+        self._at: tuple[int, ...] = ()
+        self._looked, self._waited_s, self._longest_s = since, 0.0, 0.0
+
+    def look(self, at: Sequence[int], now: float) -> None:
+        """Raises `StoodStill` when nobody has gone on for long, and some have come further than others.
+
+        To be called all the time, as `Stragglers.look`. How long is too long follows from the longest step so far.
+        """
+        self._waited_s += min(now - self._looked, AWAY_S)
+        self._looked = now
+        if tuple(at) != self._at:
+            self._longest_s = max(self._longest_s, self._waited_s)
+            self._at, self._waited_s = tuple(at), 0.0
+        first = max(at, default=0)
+        late = tuple(member for member, bucket in enumerate(at) if bucket < first)
+        if late and self._waited_s > STILL_S + _FACTOR * self._longest_s:
+            raise StoodStill(late, f"to come to bucket {first}", self._waited_s)
+
+
 class EngineGroups:
     """Rank 0 of a group with each engine. Used as a `BroadcastGroup`."""
 

@@ -23,6 +23,7 @@ from weightbus.dataplane.host import files_identity, folder_identity, host_ident
 from .identity import ServerFacts, environment_of
 from .validate import lacking
 
+_PROC: Final = Path("/proc")
 _ALONE: Final = "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"
 """SGLang's own variable."""
 _YES: Final = ("true", "1", "yes", "y")
@@ -79,7 +80,7 @@ def opened_by(facts: ServerFacts, places: tuple[Place, ...]) -> str:
     """
     if facts.process is None or facts.dp > 1 or facts.pp > 1:
         return ""
-    theirs = Path("/proc", str(facts.process[0]))
+    theirs = _PROC / str(facts.process[0])
     try:
         if facts.device == "cpu":
             shares = all((theirs / "root" / each[1:]).samefile(each) for each in _SHARED)

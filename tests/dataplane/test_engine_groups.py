@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from weightbus.dataplane import broadcast_group, engine_groups
-from weightbus.dataplane.engine_groups import STILL_S, StoodStill, Stragglers
+from weightbus.dataplane.engine_groups import STILL_S, Behind, StoodStill, Stragglers
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.manifest import TensorSpec
 from weightbus.dataplane.staging import BucketPool
@@ -237,3 +237,43 @@ def test_an_engine_that_was_only_slow_comes_back_by_itself(tmp_path: Path, monke
     for engine in (slow, quick):
         engine.receiver.shutdown()
     pool.close()
+
+
+def wait(behind: Behind, at: tuple[int, ...], begin: float, seconds: float) -> None:
+    """Every tenth of a second, as senders do."""
+    for tick in range(1 + round(10 * seconds)):
+        behind.look(at, begin + tick / 10)
+
+
+def test_who_keeps_the_others_from_a_bucket_is_named() -> None:
+    """Whoever has come no further for long, however far the source believes to be."""
+    behind = Behind(100.0)
+    wait(behind, (3, 4, 4), 100.0, STILL_S - 1)
+    with pytest.raises(StoodStill, match="come to bucket 4") as stood:
+        wait(behind, (3, 4, 4), 100.0 + STILL_S - 1, 3.0)
+    assert stood.value.members == (0,)
+
+
+@pytest.mark.parametrize("at", [(2, 2), (-1, -1)])
+def test_nobody_is_behind_where_all_wait_for_the_same(at: tuple[int, int]) -> None:
+    """For the source, which assembles; or for nothing yet."""
+    wait(Behind(0.0), at, 0.0, 10 * STILL_S)
+
+
+def test_slow_ones_have_three_times_as_long_as_the_longest_step() -> None:
+    """A first load compiles kernels, of each engine at another time."""
+    behind = Behind(0.0)
+    wait(behind, (1, 0), 0.0, STILL_S - 1)
+    wait(behind, (1, 1), STILL_S - 1, 0.1)  # a step of nine seconds
+    wait(behind, (2, 1), STILL_S, 3 * STILL_S)
+    with pytest.raises(StoodStill) as stood:
+        wait(behind, (2, 1), 4 * STILL_S, STILL_S)
+    assert stood.value.members == (1,)
+
+
+def test_a_source_that_was_away_blames_nobody_for_it() -> None:
+    """While it did not look it gave nobody anything."""
+    behind = Behind(0.0)
+    behind.look((1, 0), 0.1)
+    behind.look((1, 0), 1000.0)
+    wait(behind, (1, 0), 1000.0, STILL_S - 2)

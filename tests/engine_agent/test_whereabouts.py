@@ -12,14 +12,14 @@ import pytest
 from tests.kit.waiting import until
 from weightbus.control import codec
 from weightbus.control.ids import RequestId
-from weightbus.control.messages import Reach, TransportKind
+from weightbus.control.messages import Place, Reach, TransportKind
 from weightbus.control.routing import PREFERRED
 from weightbus.dataplane.gpu_survey import Gpu, SurveyFailed, seen_by
 from weightbus.dataplane.host import host_identity, interfaces
 from weightbus.engine_agent import identity, whereabouts
 from weightbus.engine_agent.identity import facts_of
 from weightbus.engine_agent.payload import LOADER
-from weightbus.engine_agent.whereabouts import places_of, topology_of
+from weightbus.engine_agent.whereabouts import opened_by, places_of, topology_of
 
 from .test_validate import facts
 
@@ -166,3 +166,30 @@ def test_a_survey_sees_what_the_environment_lets_it_or_says_why_not() -> None:
     except SurveyFailed as failed:
         found = str(failed)
     assert found == () or "CUDA driver" in str(found) or "cuInit" in str(found), found
+
+
+@pytest.mark.parametrize(("device", "opens"), [("cpu", "cpu"), ("cuda", "gpu-a")])
+def test_workers_open_what_lies_where_the_first_of_them_is(device: str, opens: str) -> None:
+    """A server of this host that shares our folders, and our IPC namespace."""
+    places = tuple(Place(rank=rank, host=host_identity(), device=where) for rank, where in enumerate((opens, "gpu-b")))
+    found = facts(device=device, process=(os.getpid(), 1))
+    assert opened_by(found, places) == opens
+    assert opened_by(found, ()) == "", "where they are is not known"
+    assert opened_by(msgspec.structs.replace(found, process=None), places) == "", "it may be elsewhere"
+    assert opened_by(msgspec.structs.replace(found, process=(2**22 + 1, 1)), places) == "", "it has ended"
+    assert opened_by(msgspec.structs.replace(found, pp=2), places) == ""
+
+
+@pytest.mark.parametrize(("device", "unlike"), [("cpu", "root"), ("cuda", "ns")])
+def test_who_shares_no_folder_or_namespace_opens_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, unlike: str
+) -> None:
+    """A container of its own: the server's files are others under the same names."""
+    (tmp_path / "7/root/dev/shm").mkdir(parents=True)
+    (tmp_path / "7/root/tmp").mkdir()
+    (tmp_path / "7/ns").mkdir()
+    (tmp_path / "7/ns/ipc").touch()
+    assert (tmp_path / "7" / unlike).exists()
+    monkeypatch.setattr(whereabouts, "_PROC", tmp_path)
+    places = (Place(rank=0, host=host_identity(), device=device),)
+    assert opened_by(facts(device=device, process=(7, 1)), places) == ""

@@ -1,0 +1,194 @@
+"""What an agent does that takes part in broadcasts in its server's place, beyond what every transport promises."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightbus.dataplane import distributed, engine_groups, handing_memory
+from weightbus.dataplane.distributed import DistributedSender
+from weightbus.dataplane.distributed_receiver import DistributedReceiver
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.manifest import Manifest
+from weightbus.dataplane.staging import BucketPool
+from weightbus.dataplane.transport import Peer, Receipt, Sender
+
+from ..kit.waiting import until
+from .loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted
+from .transport_contract import PATIENCE_S, PROMPT_S, Engine
+
+BUCKETS = 6
+KIND = "handed-distributed"
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> Places:
+    """Of one test."""
+    return Places(tmp_path)
+
+
+@pytest.fixture
+def make(places: Places) -> Iterator[Callable[..., Engine]]:
+    """Engines by name, whose agents take part themselves."""
+    made: list[Engine] = []
+
+    def engine(name: str, on_load: Callable[[int], None] = lambda _: None) -> Engine:
+        made.append(Engine(name, places.receiver(KIND), server=places.server(KIND, 1, on_load)))
+        return made[-1]
+
+    yield engine
+    for each in made:
+        each.receiver.shutdown()
+
+
+@pytest.fixture
+def pool() -> Iterator[BucketPool]:
+    """Two slots of a sender."""
+    pool = BucketPool("cpu", 2, make_manifest(BUCKETS).largest_bucket, CHANNEL)
+    yield pool
+    pool.close()
+
+
+def run(sender: Sender, engines: Sequence[Engine], pool: BucketPool, epoch: int) -> list[object]:
+    """One session: how it ended for each engine."""
+    session = make_session(epoch, 10 + epoch, make_manifest(BUCKETS))
+    address = sender.offer(session, [Peer(engine.name, 1) for engine in engines])
+    for rank, engine in enumerate(engines, 1):
+        engine.start(session, address, rank)
+    with contextlib.suppress(TransferFailed):
+        sender.ready(PATIENCE_S)
+        send_all(sender, session, pool, PATIENCE_S)
+    sender.close()
+    return [engine.join() for engine in engines]
+
+
+@pytest.mark.parametrize("stuck_at", [0, 3])
+def test_a_server_that_stands_still_is_named_though_all_share_a_group(
+    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch, stuck_at: int
+) -> None:
+    """As over NCCL, where every bucket goes from rank to rank: the other engine takes the version in the next session.
+
+    The server that stands still is asked for nothing more, and its agent's memory is not written, until it returned.
+    """
+    monkeypatch.setattr(engine_groups, "STILL_S", 1.0)
+    monkeypatch.setattr(DistributedSender, "_apart", False)
+    goes_on = threading.Event()
+
+    def stand(index: int) -> None:
+        if index == stuck_at:
+            goes_on.wait(PATIENCE_S)
+
+    sender, lives, stuck = places.sender(KIND), make("lives"), make("stuck", stand)
+    ended = run(sender, (stuck, lives), pool, 1)
+    assert isinstance(ended[0], TransferFailed)
+    assert isinstance(ended[1], Receipt | TransferFailed), "gloo may have brought it everything"
+    assert "stands still" in sender.failed["stuck"]
+    assert max(lives.seconds, stuck.seconds) < PROMPT_S
+    assert isinstance(run(sender, (lives,), pool, 2)[0], Receipt)
+    assert lives.server.weights == [wanted(make_manifest(BUCKETS), 12)]
+
+    loads = stuck.server.loads
+    assert "has not returned" in str(run(sender, (stuck,), pool, 3)[0])
+    assert stuck.server.loads == loads
+    goes_on.set()
+    until(lambda: not _stands(stuck), "the server to return", PROMPT_S)
+    for result in run(sender, (stuck, lives), pool, 4):
+        assert isinstance(result, Receipt)
+    assert stuck.server.weights == lives.server.weights == [wanted(make_manifest(BUCKETS), 14)]
+
+
+def _stands(engine: Engine) -> bool:
+    assert isinstance(engine.receiver, DistributedReceiver)
+    try:
+        engine.receiver.require_moving()
+    except TransferFailed:
+        return True
+    return False
+
+
+def test_servers_join_where_their_workers_could_open_nothing(
+    places: Places, make: Callable[..., Engine], pool: BucketPool
+) -> None:
+    """Beside an agent that takes part itself, in the same session; and the agent says why."""
+    sender, hands, joins = places.sender(KIND), make("hands"), make("joins")
+    joins.server.opens = ""
+    for epoch in (1, 2):
+        results = run(sender, (joins, hands), pool, epoch)
+        assert [isinstance(each, Receipt) and each.checked for each in results] == [False, True]
+    assert (joins.server.joins, hands.server.joins) == (1, 0)
+    assert isinstance(joins.receiver, DistributedReceiver)
+    assert isinstance(hands.receiver, DistributedReceiver)
+    assert "workers could open" in joins.receiver.remark
+    assert not hands.receiver.remark
+
+    joins.server.opens = "cpu"
+    assert all(isinstance(each, Receipt) and each.checked for each in run(sender, (joins, hands), pool, 3))
+    assert not joins.server._groups, "it left them"
+
+
+def test_whoever_was_told_not_to_lets_the_server_join(places: Places, pool: BucketPool) -> None:
+    """Nothing is wrong then, and nothing said."""
+    receiver = DistributedReceiver(places.root / "run", hands_on=False)
+    engine = Engine("e", receiver, server=places.server(KIND))
+    assert isinstance(run(places.sender(KIND), (engine,), pool, 1)[0], Receipt)
+    assert engine.server.joins == 1
+    assert not receiver.remark
+    receiver.shutdown()
+
+
+def test_an_older_trainer_gets_the_servers_from_then_on(
+    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the agent's word for a group that it does not know, and names one for workers."""
+    monkeypatch.setattr(distributed, "BY_SIDECAR", "a word of no agent")
+    sender, engine = places.sender(KIND), make("e")
+    assert "older" in str(run(sender, (engine,), pool, 1)[0])
+    assert not engine.receiver.touched
+    assert isinstance(run(sender, (engine,), pool, 2)[0], Receipt)
+    assert engine.server.joins == 1
+
+
+def test_a_version_that_is_larger_gets_larger_memory(places: Places, make: Callable[..., Engine]) -> None:
+    """What is there is kept while it is large enough."""
+    sender, engine = places.sender(KIND), make("e")
+    for epoch, buckets in ((1, 6), (2, 1), (3, 3)):
+        manifest = make_manifest(6)
+        size = manifest.largest_bucket * 6 // buckets
+        pool = BucketPool("cpu", 2, size, CHANNEL)
+        session = make_session(epoch, 20 + epoch, _repacked(buckets))
+        engine.start(session, sender.offer(session, [Peer("e", 1)]), 1)
+        sender.ready(PATIENCE_S)
+        send_all(sender, session, pool, PATIENCE_S)
+        sender.close()
+        assert isinstance(engine.join(), Receipt)
+        assert engine.server.weights == [wanted(session.manifest, session.version)]
+        pool.close()
+
+
+def _repacked(buckets: int) -> Manifest:
+    plain = make_manifest(6)
+    return Manifest.of("LoopbackModel", plain.tensors, bucket_bytes=plain.largest_bucket * 6 // buckets)
+
+
+def test_a_gpu_that_is_not_seen_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no error: the server's workers can take part."""
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert "does not see" in handing_memory.why_not("GPU-of-the-server", 1)
+    assert handing_memory.os.environ["NCCL_CUMEM_ENABLE"] == "0", "as the trainer has it"
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    assert "NCCL_CUMEM_ENABLE is '1'" in handing_memory.why_not("GPU-of-the-server", 1)
+
+
+@pytest.mark.parametrize(("free", "fits"), [(2 * (1 << 30) + (512 << 20), True), (2 * (1 << 30), False)])
+def test_a_gpu_without_room_is_a_reason(monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
+    """Two buckets, and something for the server and NCCL."""
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    monkeypatch.setattr(handing_memory, "gpu_named", lambda _: torch.device("cuda", 3))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1 << 40))
+    assert (handing_memory.why_not("GPU-1", 1 << 30) == "") is fits
