@@ -60,6 +60,11 @@ class EngineMemory:
         for _ in range(wanted):
             self._slots.append(_Slot(self._manager.handle, nbytes))
 
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return sum(slot.nbytes for slot in self._slots)
+
     def holds(self, nbytes: int) -> bool:
         """There are slots, and of at least so many bytes."""
         return bool(self._slots) and self._slots[0].nbytes >= nbytes

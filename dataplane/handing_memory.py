@@ -29,6 +29,11 @@ class HandingMemory(Protocol):
         """How many `reserve` made."""
         ...
 
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        ...
+
     def holds(self, nbytes: int) -> bool:
         """There are slots, and of at least so many bytes."""
         ...
@@ -61,6 +66,11 @@ class DeviceMemory:
     def slots(self) -> int:
         """How many `reserve` made."""
         return len(self._pool.slots) if self._pool is not None else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return self.slots * self._pool.slot_bytes if self._pool is not None else 0
 
     def holds(self, nbytes: int) -> bool:
         """There are slots, and of at least so many bytes."""
@@ -106,14 +116,14 @@ def gpu_named(uuid: str) -> torch.device:
     raise TransferFailed(f"this process does not see the server's GPU {uuid}")
 
 
-def why_not(uuid: str, nbytes: int) -> str:
-    """Why a process cannot take buckets of `nbytes` on GPU `uuid`; empty where it can."""
+def why_not(uuid: str, nbytes: int, held: int = 0) -> str:
+    """Why a process cannot take buckets of `nbytes` on GPU `uuid`; empty where it can. `held` bytes it would give back."""
     # Sources of a broadcast have 0, because SGLang sets that in its workers, and all members need the same.
     if os.environ.setdefault(_CUMEM, "0") != "0":
         return f"{_CUMEM} is {os.environ[_CUMEM]!r} in the engine agent, and '0' at the trainer"
     try:
         device = gpu_named(uuid)
-        free = int(torch.cuda.mem_get_info(device)[0])
+        free = int(torch.cuda.mem_get_info(device)[0]) + held
     except (TransferFailed, RuntimeError) as error:  # torch's, of a driver that is not there or a GPU that is full
         return str(error).partition("\n")[0]
     if free < (needed := SLOTS * nbytes + _SPARE_BYTES):

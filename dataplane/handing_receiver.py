@@ -77,7 +77,7 @@ class HandingReceiver:
             return ""
         if server.opens == "cpu":
             self._device = torch.device("cpu")
-        elif reason := why_not(server.opens, nbytes):
+        elif reason := why_not(server.opens, nbytes, self._memory.nbytes if self._memory is not None else 0):
             return reason
         else:
             self._device = gpu_named(server.opens)

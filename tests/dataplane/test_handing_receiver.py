@@ -192,3 +192,4 @@ def test_a_gpu_without_room_is_a_reason(monkeypatch: pytest.MonkeyPatch, free: i
     monkeypatch.setattr(handing_memory, "gpu_named", lambda _: torch.device("cuda", 3))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1 << 40))
     assert (handing_memory.why_not("GPU-1", 1 << 30) == "") is fits
+    assert not handing_memory.why_not("GPU-1", 1 << 30, held=512 << 20), "what it has would be given back"
