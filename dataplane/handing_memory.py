@@ -117,7 +117,7 @@ def gpu_named(uuid: str) -> torch.device:
 
 
 def why_not(uuid: str, nbytes: int, held: int = 0) -> str:
-    """Why a process cannot take buckets of `nbytes` on GPU `uuid`; empty where it can. `held` bytes it would give back."""
+    """Why a process cannot take buckets of `nbytes` on GPU `uuid`; empty where it can. `held` it would give back."""
     # Sources of a broadcast have 0, because SGLang sets that in its workers, and all members need the same.
     if os.environ.setdefault(_CUMEM, "0") != "0":
         return f"{_CUMEM} is {os.environ[_CUMEM]!r} in the engine agent, and '0' at the trainer"

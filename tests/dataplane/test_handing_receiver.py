@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -193,3 +194,10 @@ def test_a_gpu_without_room_is_a_reason(monkeypatch: pytest.MonkeyPatch, free: i
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1 << 40))
     assert (handing_memory.why_not("GPU-1", 1 << 30) == "") is fits
     assert not handing_memory.why_not("GPU-1", 1 << 30, held=512 << 20), "what it has would be given back"
+
+
+def test_a_slow_server_reads_what_it_was_told_to(places: Places, make: Callable[..., Engine], pool: BucketPool) -> None:
+    """No bucket takes the place of one that is being loaded; one is received meanwhile."""
+    sender, engine = places.sender(KIND), make("slow", lambda _: time.sleep(0.15))
+    assert isinstance(run(sender, (engine,), pool, 1)[0], Receipt)
+    assert engine.server.weights == [wanted(make_manifest(BUCKETS), 11)]
