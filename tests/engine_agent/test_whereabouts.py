@@ -19,6 +19,7 @@ from weightbus.dataplane.host import host_identity, interfaces
 from weightbus.engine_agent import identity, whereabouts
 from weightbus.engine_agent.identity import facts_of
 from weightbus.engine_agent.payload import LOADER
+from weightbus.engine_agent.sglang import SGLangServer
 from weightbus.engine_agent.whereabouts import opened_by, places_of, topology_of
 
 from .test_validate import facts
@@ -193,3 +194,14 @@ def test_who_shares_no_folder_or_namespace_opens_nothing(
     monkeypatch.setattr(whereabouts, "_PROC", tmp_path)
     places = (Place(rank=0, host=host_identity(), device=device),)
     assert opened_by(facts(device=device, process=(7, 1)), places) == ""
+
+
+def test_what_was_found_of_one_launch_says_nothing_of_the_next() -> None:
+    """That may run on another GPU."""
+    server = SGLangServer("http://127.0.0.1:1")
+    server._facts = facts(identity="first")
+    assert server.opens == ""
+    server.found("first", "gpu-a")
+    assert server.opens == "gpu-a"
+    server._facts = facts(identity="second")
+    assert server.opens == ""
