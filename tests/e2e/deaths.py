@@ -163,10 +163,12 @@ def require(kept: bool, promise: str) -> None:
 class StruckFleet(Fleet):
     """Servers and sidecars that stop where they are armed."""
 
-    def __init__(self, folder: Path, programs: Programs, *flags: str, device: str = "cpu") -> None:
+    def __init__(
+        self, folder: Path, programs: Programs, *flags: str, joined: Sequence[str] = (), device: str = "cpu"
+    ) -> None:
         """`flags` are of every sidecar."""
         super().__init__(folder, programs)
-        self._flags = flags
+        self._flags, self._joined = flags, joined
         self._device = device
 
     def as_host(self, name: str) -> dict[str, str]:
@@ -187,7 +189,8 @@ class StruckFleet(Fleet):
 
     def start_sidecar(self, name: str, *more: str) -> None:
         python, _, *command = self.engines[name].sidecar_argv
-        argv = [python, "-m", "tests.e2e.strikes", f"sidecar-{name}", str(self.folder), *command, *self._flags, *more]
+        flags = [*self._flags, *(["--no-hands-on"] if name in self._joined else [])]
+        argv = [python, "-m", "tests.e2e.strikes", f"sidecar-{name}", str(self.folder), *command, *flags, *more]
         paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self._start(f"sidecar-{name}", argv, {"PYTHONPATH": paths, **self.as_host(name)})
 
@@ -346,11 +349,12 @@ class Deaths:
         ends: Future[Ends],
         *,
         in_place: bool = False,
-        joined: bool = False,
+        joined: Sequence[str] = (),
         device: str = "cpu",
     ) -> None:
-        flags = [*(["--no-beside"] if in_place else []), *(["--no-hands-on"] if joined else [])]
-        self.fleet = StruckFleet(folder, programs, *flags, device=device)
+        """Servers of the engines that are `joined` take part in broadcasts themselves."""
+        flags = ["--no-beside"] if in_place else []
+        self.fleet = StruckFleet(folder, programs, *flags, joined=joined, device=device)
         self._device = device
         self._in_place = in_place
         self._joined = joined
@@ -475,7 +479,8 @@ class Deaths:
 
     def _holds(self, cell: Cell) -> tuple[list[str], str]:
         """Who stops where."""
-        holds = JOINED if self._joined and cell.victim not in TRAINER else HOLDS[cell.transport][cell.victim]
+        joins = cell.transport == "distributed" and cell.engine in self._joined and cell.victim not in TRAINER
+        holds = JOINED if joins else HOLDS[cell.transport][cell.victim]
         hold, point = holds[PHASES.index(cell.phase)].split()
         many = {
             "sidecar": [f"sidecar-{cell.engine}"],
@@ -665,7 +670,9 @@ def cells(
 
 
 @contextlib.contextmanager
-def deployment(folder: Path, *, in_place: bool = False, joined: bool = False, device: str = "cpu") -> Generator[Deaths]:
+def deployment(
+    folder: Path, *, in_place: bool = False, joined: Sequence[str] = (), device: str = "cpu"
+) -> Generator[Deaths]:
     """A deployment that runs."""
     for seed in range(SEEDS):
         tiny_model.write(folder / f"seed{seed}", seed, hidden=HIDDEN[device])
@@ -744,7 +751,9 @@ def main() -> int:
     left = list(wanted)
     while left:
         folder = Path(tempfile.mkdtemp(prefix="wbdeaths-"))
-        with deployment(folder, in_place=args.in_place, joined=args.joined, device=args.device) as made:
+        with deployment(
+            folder, in_place=args.in_place, joined=tuple(TP) if args.joined else (), device=args.device
+        ) as made:
             whole = carry_out(made, left, tell)
         if whole:
             shutil.rmtree(folder, ignore_errors=True)

@@ -22,7 +22,7 @@ STRUCK = (
     Cell("sends", "sidecar", "flipped", "killed", "one"),
     Cell("sends", "leader", "resume", "killed", "one"),
     Cell("distributed", "leader", "half", "killed", "two"),
-    Cell("distributed", "sidecar", "begun", "killed", "one"),
+    Cell("distributed", "sidecar", "begun", "killed", "two"),
     Cell("distributed", "leader", "forming", "stopped", "two"),
     Cell("distributed", "worker", "half", "stopped", "one"),
     Cell("sends", "worker", "half", "killed", "two"),
@@ -32,8 +32,8 @@ STRUCK = (
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deaths]:
-    """A coordinator, engines of one and two workers, and two Megatron ranks."""
-    with deaths.deployment(tmp_path_factory.mktemp("d")) as made:
+    """A coordinator, engines of one and two workers, of which one's agent and two's server take part in broadcasts."""
+    with deaths.deployment(tmp_path_factory.mktemp("d"), joined=("two",)) as made:
         yield made
 
 
