@@ -13,6 +13,7 @@ coordinator                         the machine: handle(event, now) -> effects, 
     fleet  engines                      its engines outside a round, one of them and how old its version may be
     round                               one round: how far it has come, what it decides
     cohort  member                      its engines, one of them
+    contradictions                      what a round must never be
     orders  duties                      what a round tells them, unanswered commands
     turns                               in what order, where not all stand still at a time
     routes  routing                     by which transport; who chooses it

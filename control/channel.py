@@ -103,6 +103,7 @@ class Channel(Standing):
             agent.name,
             routes,
             engines,
+            self._fleet.capacity(self.committed, engines, catch_up=message.catch_up),
             limits=self._limits,
             duties=self._duties,
             story=self.story,
@@ -393,7 +394,8 @@ class Channel(Standing):
         round_ = self.round
         if round_ is None:
             raise InvariantBroken("a round was closed that is not there", self.story)
-        self._fleet.left_by(round_.members.values())
+        of = Held(version=round_.version, manifest=round_.publish.manifest, table=round_.table)
+        self._fleet.left_by(round_.members.values(), of)
         self.round = None
         self._answers.remember(record.request, ending(record))
         stood_s = round_.publish.stood_s

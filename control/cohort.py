@@ -37,6 +37,7 @@ from .messages import (
 from .orders import Orders
 from .routes import Route
 from .states import ENGINE_MOVES, SETTLED, EnginePhase, move
+from .turns import Capacity
 
 SERVING_ON: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED)
 """Nothing of the round has changed what it does for its clients."""
@@ -72,6 +73,7 @@ class Cohort:
         publish: Publish,
         routes: Mapping[AgentId, Route],
         engines: Mapping[AgentId, EngineInfo],
+        capacity: Capacity,
         *,
         limits: Limits,
         duties: Duties,
@@ -82,7 +84,7 @@ class Cohort:
         self.table: Digest = publish.table
         """Of the version; empty while it is open."""
         self._publish = publish
-        self._most = publish.policy.max_paused
+        self._most, self._down = publish.policy.max_paused, capacity.down
         self._limits = limits
         self._duties = duties
         self._orders = Orders(publish, limits)
@@ -112,6 +114,7 @@ class Cohort:
                 redrives_left=redrives,
                 shares=routes[name].shares,
                 gpus=routes[name].gpus,
+                missed=name in capacity.missed,
             )
         for member in self.within(_LEFT):
             member.reason = routes[member.name].reason
@@ -145,17 +148,23 @@ class Cohort:
         late = sum(self.members[name].phase not in SETTLED for name in self._overdue)
         return self.count(*SETTLED) + self.waiting + late == len(self.members)
 
-    def overdue(self) -> None:
+    def overdue(self, waited: str) -> None:
         """Who has not answered its `Commit` or `Abort` by now is told until it does, and holds up nothing."""
-        self._overdue.update(member.name for member in self.within(EnginePhase.RESUMING, EnginePhase.LEAVING))
+        for member in self.within(EnginePhase.RESUMING, EnginePhase.LEAVING):
+            member.reason = member.reason or f"{member.phase.value}: {waited}; it is told until it answers"
+            self._overdue.add(member.name)
 
     def check(self) -> tuple[str, ...]:
         """What is wrong with the count, if anything."""
         found = Counter(member.phase for member in self.members.values())
         wrong = () if found == Counter(self._counts) else (f"engines by phase are {found}, counted as {self._counts}",)
         still = self.count(*STANDING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED, EnginePhase.BROKEN)
-        if self._most and still > self._most:
-            wrong = (*wrong, f"{still} engines stand still for the round, at most {self._most} may")
+        fallen = sum(member.fallen for member in self.members.values())
+        if self._most and still + fallen > self._most:
+            wrong = (
+                *wrong,
+                f"{still} engines stand still for the round, {fallen} fell, at most {self._most} may",
+            )
         seats = Counter((each.transport, gpu) for each in self.invited(*STANDING) for gpu in each.gpus)
         crowded = tuple(
             f"two members of the group of {kind} are on GPU {gpu}" for (kind, gpu), n in seats.items() if n > 1
@@ -173,14 +182,37 @@ class Cohort:
         """How many are prepared, and have not been told to stand still."""
         return self.count(EnginePhase.PREPARED)
 
+    @property
+    def room(self) -> int:
+        """How many more may be told to stand still: who fell in the round counts like who stands still for it.
+
+        Who is gone does not, nor who served nobody before.
+        """
+        if not self._most:
+            return self.waiting
+        fallen = sum(member.fallen for member in self.members.values())
+        return self._most - self._down - fallen - self.count(EnginePhase.BROKEN, EnginePhase.VERIFIED)
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether somebody who was told to leave is about to serve again, or to say that it does not."""
+        return any(each.fallen and each.name not in self._overdue for each in self.within(EnginePhase.LEAVING))
+
+    def stopped(self) -> str:
+        """Why nobody else has a turn."""
+        fallen = [member for member in self.members.values() if member.fallen]
+        told = sum(member.paused for member in self.members.values()) + self._down
+        found = f"{len(fallen) + self._down} of {told} engines that were paused for version {self._publish.version}"
+        why = "; ".join(f"{member.name}: {member.reason}" for member in fallen)
+        return f"the rolling round stopped: {found} do not serve, max_paused is {self._most} ({why or 'as before'})"
+
     def wanted(self, epoch: Epoch) -> Send:
         """What the trainer is to send under `epoch`, and to whom.
 
         At most `Policy.max_paused` stand still at a time, and nobody is in a group with another on the same GPU.
         """
         members = self.within(EnginePhase.BROKEN)
-        fresh = self.within(EnginePhase.PREPARED)
-        room = self._most - len(members) - self.count(EnginePhase.VERIFIED) if self._most else len(fresh)
+        fresh, room = self.within(EnginePhase.PREPARED), self.room
         taken = {(member.transport, gpu) for member in members for gpu in member.gpus}
         for member in fresh:
             mine = {(member.transport, gpu) for gpu in member.gpus}
@@ -214,7 +246,7 @@ class Cohort:
                 self.leave(member, f"the trainer made no {member.transport} offer{f': {why}' if why else ''}", now)
                 continue
             self._move(member, EnginePhase.PAUSING)
-            member.epoch, member.spared = epoch, False
+            member.epoch, member.spared, member.paused = epoch, False, True
             paused.append(member)
         if self._publish.policy.min_engines > 1:
             self._held_back = by_kind

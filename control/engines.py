@@ -93,6 +93,8 @@ class Engine(msgspec.Struct, kw_only=True):
     took_by: TransportKind | None = None
     """How it got the version that it took last, in this life of agent and coordinator."""
     took_s: float = 0.0
+    fell: Held | None = None
+    """With which version it served no more, though it had been made to stand still for nothing else."""
     today: EngineInfo | None = None
     """`as_info`, as it was asked for last."""
     lent: bool = False

@@ -31,6 +31,7 @@ from .messages import (
 )
 from .routes import Ends, Route, Routing
 from .states import SETTLED, EnginePhase
+from .turns import Capacity
 
 _PREPARED: Final = EnginePhase.PREPARED
 
@@ -53,13 +54,24 @@ class Fleet:
         return {engine.name: engine.as_info() for engine in self.engines.values() if engine.alive}
 
     def behind(self, committed: Held | None) -> dict[AgentId, EngineInfo]:
-        """The engines that are here, do not hold the committed version, and have memory for it."""
+        """The engines that are here, do not hold the committed version, and have memory for it.
+
+        Those that fell with it come first: whoever serves is not risked before them.
+        """
         known = self.engines
-        return {
+        lacking = {
             name: info
             for name, info in self.infos().items()
             if not _holds(known[name], committed) and not known[name].waits(committed)
         }
+        return dict(sorted(lacking.items(), key=lambda each: known[each[0]].fell != committed))
+
+    def capacity(self, committed: Held | None, among: Container[AgentId], *, catch_up: bool) -> Capacity:
+        """Who of `among` is missed where a round makes it stop; in a catch-up also who fell with what it brings."""
+        here = [engine for engine in self.engines.values() if engine.alive]
+        fell = frozenset(each.name for each in here if catch_up and each.fell == committed and not each.serving)
+        serve = (each.name for each in here if _serves(each, committed))
+        return Capacity(fell.union(serve), sum(name not in among for name in fell))
 
     def routes(
         self,
@@ -131,12 +143,16 @@ class Fleet:
             abort = Abort(channel=self._channel, epoch=epoch, reason=reason, deadline_s=self._limits.abort_s)
             self._duties.assign(engine.name, abort, now)
 
-    def left_by(self, members: Iterable[Member]) -> None:
-        """A round closed before some of its engines had come to an end: they do not serve."""
+    def left_by(self, members: Iterable[Member], of: Held) -> None:
+        """A round of `of` closed. Those of its engines that had not come to an end do not serve."""
         for member in members:
-            if member.phase not in SETTLED and (engine := self.engines.get(member.name)):
+            if (engine := self.engines.get(member.name)) is None:
+                continue
+            if member.phase not in SETTLED:
                 engine.serving, engine.reason = False, member.reason
                 self.touch(engine.name)
+            if member.fallen:
+                engine.fell = of
 
     def settle_idle(self, epoch: Epoch, committed: Held | None, now: float) -> None:
         """Engines that hold the committed version and do not serve it, though nothing was asked of them, are to."""
@@ -227,6 +243,11 @@ class Fleet:
     def announced(self, name: AgentId) -> bool:
         """Whether the engine was last announced as ready."""
         return self._ready.get(name, False)
+
+
+def _serves(engine: Engine, committed: Held | None) -> bool:
+    """Requests may be sent to it, or might if it were not behind: not where it has the weights of its launch only."""
+    return engine.health is EngineHealth.CLEAN and (engine.held is not None or committed is None)
 
 
 def _holds(engine: Engine, committed: Held | None) -> bool:

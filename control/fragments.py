@@ -128,7 +128,10 @@ class Policy(Fragment, frozen=True):
     slow_s: Seconds = 30.0
     """For `SlowEngines.QUORUM` and `SlowEngines.EVICT_AFTER`."""
     max_paused: Count = 0
-    """At most so many engines stand still at a time: the others take the version after them. 0: all at once."""
+    """At most so many engines stand still at a time: the others take the version after them. 0: all at once.
+
+    Who does not come back from it counts too: when so many have not, the round stops.
+    """
     max_lag: Count = 0
     """Versions that an engine which a round left behind may be behind the committed one and still get requests."""
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from .codec import brief
 from .ids import AgentId, Epoch, Version
 from .messages import EngineInfo, EngineReport, Outcome, TransportKind
 from .states import EnginePhase
+
+_DOWN: Final = frozenset({EnginePhase.RESUMING, EnginePhase.LEAVING, EnginePhase.QUARANTINED})
 
 
 class Member(msgspec.Struct, kw_only=True):
@@ -32,8 +36,17 @@ class Member(msgspec.Struct, kw_only=True):
     gpus: tuple[str, ...] = ()
     """Of its workers, where they are members of a group: none of them may be in it twice."""
     rank_offset: int = 0
+    missed: bool = False
+    """While it does not serve: it did when the round began, or a round of the same version made it stop."""
+    paused: bool = False
+    """The round told it to stand still."""
     spared: bool = False
     """Nothing was sent to it in the last attempt, only because another engine failed: it is not at fault."""
+
+    @property
+    def fallen(self) -> bool:
+        """It served, stood still for the round, and has not come back from that, or is about to."""
+        return self.paused and self.missed and self.phase in _DOWN
 
     @property
     def outcome(self) -> Outcome:

@@ -186,7 +186,7 @@ class Reporter:
             self._meters.observe(telemetry.TRAINER_STOOD, what.stood_s, channel=channel)
         self._count_engines(channel, done.engines)
         self._log.log(
-            20 if what.outcome is Outcome.COMMITTED else 30,
+            20 if what.outcome is Outcome.COMMITTED and not done.reason else 30,
             "round_ended",
             channel=channel,
             version=done.version,

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, assert_never
+from typing import assert_never
 
 from .answers import question
 from .codec import clip
 from .cohort import HOPEFUL, SERVING_ON, STANDING, Cohort
+from .contradictions import contradictions
 from .duties import Duties
 from .effects import AnyObservation, Committed, EpochTaken, Redriven, RoundClosed, StateEntered
 from .ids import AgentId, Channel, Digest, Epoch, Version
@@ -25,19 +26,8 @@ from .limits import Limits
 from .member import Member
 from .messages import EngineInfo, EngineMessage, Held, Offer, Outcome, Publish, RoundDone, SlowEngines
 from .routes import Route
-from .states import BEFORE_COMMIT, CLOCK, ROUND_MOVES, SENDING, EnginePhase, RoundState, move
-
-_THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
-    RoundState.PREPARING: (EnginePhase.PREPARED,),
-    RoundState.PAUSING: (EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED),
-    RoundState.TRANSFERRING: (EnginePhase.VERIFIED,),
-    RoundState.VERIFYING: (EnginePhase.VERIFIED,),
-    RoundState.RESUMING: (EnginePhase.SERVING,),
-}
-"""The states in which engines are waited for, and the phases of those that have come through.
-
-How long they are, `SlowEngines` says. Who is late is left out of the round like one that ran into the step's deadline.
-"""
+from .states import BEFORE_COMMIT, CLOCK, ROUND_MOVES, SENDING, THROUGH, EnginePhase, RoundState, move
+from .turns import Capacity
 
 
 class Round:
@@ -49,6 +39,7 @@ class Round:
         holder: AgentId,
         routes: Mapping[AgentId, Route],
         engines: Mapping[AgentId, EngineInfo],
+        capacity: Capacity,
         *,
         limits: Limits,
         duties: Duties,
@@ -67,7 +58,7 @@ class Round:
         """What was committed before the version was."""
         self._limits = limits
         self._duties = duties
-        self._cohort = Cohort(publish, routes, engines, limits=limits, duties=duties, story=story, note=note)
+        self._cohort = Cohort(publish, routes, engines, capacity, limits=limits, duties=duties, story=story, note=note)
         self.members: Mapping[AgentId, Member] = self._cohort.members
         self._story = story
         self._note = note
@@ -81,6 +72,8 @@ class Round:
         """The version is: the round can only go forward."""
         self._sent = False
         self._sent_once = False
+        self._makes_room = False
+        """Who was told to leave in this state is waited for."""
 
     # -- what happens to it -----------------------------------------------------------------------------------------
 
@@ -219,23 +212,7 @@ class Round:
 
     def check(self) -> tuple[str, ...]:
         """What is wrong with the round, if anything."""
-        wrong = list(self._cohort.check())
-        phases = {member.phase for member in self.members.values()}
-        if phases & {EnginePhase.RESUMING, EnginePhase.SERVING} and not self.durable:
-            wrong.append(f"an engine was told of version {self.version} in {self.state}, before it was durable")
-        if self.state in (RoundState.PREPARING, RoundState.OFFERING) and EnginePhase.TRANSFERRING in phases:
-            wrong.append(f"an engine takes weights in {self.state}")
-        if self.state in SENDING and self._cohort.invited(*SERVING_ON):
-            wrong.append("an engine of the round was told nothing of its transfer")
-        if self.state is RoundState.TRANSFERRING and phases & {EnginePhase.PAUSING, EnginePhase.PAUSED}:
-            wrong.append("weights travel, and an engine was neither told to take them nor left out")
-        if self.state is RoundState.RESUMING and phases & set(HOPEFUL) - {EnginePhase.PREPARED}:
-            wrong.append("an engine was forgotten at the commit")
-        if not self.table and (self.durable or self.state is RoundState.COMMITTING):
-            wrong.append("a version is committed, and its digest table is open")
-        if any(member.epoch > self.epoch for member in self.members.values()):
-            wrong.append("an engine is ahead of its round's epoch")
-        return tuple(wrong)
+        return contradictions(self._cohort, self.state, self.epoch, self.version, durable=self.durable)
 
     @property
     def table(self) -> Digest:
@@ -281,7 +258,7 @@ class Round:
 
     def _hurry(self, now: float) -> None:
         """Once a quorum is through this step, the rest has little time left."""
-        phases = _THROUGH.get(self.state)
+        phases = THROUGH.get(self.state)
         if phases and self._cohort.count(*phases) >= max(1, self.publish.policy.quorum):
             self._deadline = min(self._deadline, now + self.publish.policy.slow_s)
 
@@ -291,7 +268,7 @@ class Round:
         elif self.durable and not self._cohort.count(*SERVING_ON):
             self._resume(now)
         elif not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
-            self._offer(now)
+            (self._offer if self._cohort.room > 0 else self._stop)(now)
 
     def _offered(self, now: float) -> None:
         if not self._cohort.count(EnginePhase.PREPARED, EnginePhase.BROKEN):
@@ -331,10 +308,15 @@ class Round:
                 self._cohort.leave(member, member.reason, now)
         if not self._enough(now):
             return None
-        more = self._cohort.waiting and not self._over and self._cohort.count(EnginePhase.VERIFIED) < self._needed
-        if again or (more and not self.durable):
+        lacking = 0 if self.durable else self._needed - self._cohort.count(EnginePhase.VERIFIED)
+        more = self._cohort.waiting and not self._over and lacking > 0
+        if again or (more and self._cohort.room >= lacking):
             return self._epoch(next_epoch)
-        if self.durable:
+        if more and self._cohort.makes_room:
+            self._wait_for_room(now)
+        elif more:
+            self._stop(now)
+        elif self.durable:
             self._resume(now)
         else:
             self._enter(RoundState.COMMITTING, now, 0.0)
@@ -368,10 +350,29 @@ class Round:
             return None
         if not self._cohort.waiting:
             return self._closed(now)
-        if not self._over:
+        if self._over:
+            self._leave_waiting(self.reason or "the trainer can send no more", now)
+        elif self._cohort.room > 0:
             return self._epoch(next_epoch)
-        self._leave_waiting(self.reason or "the trainer can send no more", now)
+        else:
+            self._stop(now)
         return None
+
+    def _wait_for_room(self, now: float) -> None:
+        """Those who were told to leave serve again in a moment, or they do not."""
+        if not self._makes_room:
+            self._makes_room, self._deadline = True, now + self._limits.abort_s + self._limits.grace_s
+
+    def _stop(self, now: float) -> None:
+        """Too many of those who stood still do not serve: nobody else is risked for this version."""
+        self.reason = self._cohort.stopped()
+        if not self.durable:
+            self._abort(self.reason, now)
+            return
+        self._over = True
+        self._leave_waiting(self.reason, now)
+        if self.state is RoundState.PREPARING:
+            self._resume(now)
 
     def _epoch(self, epoch: Epoch) -> EpochTaken:
         """To send under, once it is durable."""
@@ -426,6 +427,7 @@ class Round:
     def _leave_waiting(self, reason: str, now: float) -> None:
         for member in self._cohort.within(EnginePhase.PREPARED):
             self._cohort.leave(member, reason, now)
+        self._deadline = max(self._deadline, now + self._limits.abort_s + self._limits.grace_s)
 
     def _give_up_transfer(self, reason: str, now: float) -> None:
         """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
@@ -460,7 +462,7 @@ class Round:
         else:
             self._enter(RoundState.ABORTING, now, self._limits.abort_s + self._limits.grace_s)
 
-    def _timeout(self, now: float) -> None:  # noqa: C901  # one case per state
+    def _timeout(self, now: float) -> None:  # one case per state
         waited = f"no answer within {now - self._since:.0f} s"
         match self.state:
             case RoundState.PREPARING | RoundState.PAUSING:
@@ -472,13 +474,11 @@ class Round:
                 for member in self._cohort.within(EnginePhase.TRANSFERRING):
                     self._cohort.leave(member, f"transfer: {waited}", now)
                 self._wait_for_sent_no_longer(waited, now)
-            case RoundState.VERIFYING:
+            case RoundState.VERIFYING if not self._makes_room:
                 for member in self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
                     self._cohort.leave(member, f"verify: {waited}", now)
-            case RoundState.RESUMING | RoundState.ABORTING:
-                for member in self._cohort.within(EnginePhase.RESUMING, EnginePhase.LEAVING):
-                    member.reason = member.reason or f"{member.phase.value}: {waited}; it is told until it answers"
-                self._cohort.overdue()
+            case RoundState.VERIFYING | RoundState.RESUMING | RoundState.ABORTING:
+                self._cohort.overdue(waited)
             case RoundState.COMMITTING | RoundState.IDLE:
                 pass
             case _:
@@ -491,7 +491,8 @@ class Round:
         if clock := CLOCK.get(left):
             self._seconds[clock] = self._seconds.get(clock, 0.0) + spent
         policy = self.publish.policy
-        evicts = policy.slow is SlowEngines.EVICT_AFTER and state in _THROUGH
+        evicts = policy.slow is SlowEngines.EVICT_AFTER and state in THROUGH
+        self._makes_room = False
         self._since, self._deadline = now, now + (min(wait_s, policy.slow_s) if evicts else wait_s)
         entered = StateEntered(
             channel=self.channel, version=self.version, epoch=self.epoch, left=left, state=state, seconds=spent

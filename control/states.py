@@ -117,6 +117,18 @@ CLOCK: Final[Mapping[RoundState, str]] = {
 SENDING: Final = frozenset({RoundState.PAUSING, RoundState.TRANSFERRING})
 """The trainer's half stands, and engines come to it as they are paused."""
 
+THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
+    RoundState.PREPARING: (EnginePhase.PREPARED,),
+    RoundState.PAUSING: (EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED),
+    RoundState.TRANSFERRING: (EnginePhase.VERIFIED,),
+    RoundState.VERIFYING: (EnginePhase.VERIFIED,),
+    RoundState.RESUMING: (EnginePhase.SERVING,),
+}
+"""The states in which engines are waited for, and the phases of those that have come through.
+
+How long they are, `SlowEngines` says. Who is late is left out of the round like one that ran into the step's deadline.
+"""
+
 ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
     EnginePhase.PREPARING: frozenset({EnginePhase.PREPARED, EnginePhase.LEAVING, EnginePhase.LOST}),
     EnginePhase.PREPARED: frozenset({EnginePhase.PAUSING, EnginePhase.LEAVING, EnginePhase.LOST}),

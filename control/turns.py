@@ -1,4 +1,4 @@
-"""In what order engines have their turns, from version to version. Pure.
+"""In what order engines have their turns, from version to version, and whom they can do without. Pure.
 
 Who has its turn together is a group for some transports, which is formed anew when its members change. So whoever stays
 keeps its place: one that became free is taken by somebody new, or else by the last.
@@ -8,8 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from .ids import AgentId
+
+
+class Capacity(NamedTuple):
+    """Who serves when a round begins, and is missed while it does not any more."""
+
+    missed: frozenset[AgentId] = frozenset()
+    down: int = 0
+    """So many do not serve because of the version that a catch-up brings, and take no part in it."""
 
 
 def in_turn(before: Sequence[AgentId], present: Iterable[AgentId]) -> tuple[AgentId, ...]:

@@ -79,7 +79,12 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = 0
     slow_s: Annotated[Wait, Meta(description="what slow engines are given, by quorum and evict-after")] = 30.0
     max_paused: Annotated[
-        int, Meta(description="engines that stand still at a time, the others take turns; 0: all at once", ge=0)
+        int,
+        Meta(
+            description="engines that stand still at a time, the others take turns; when so many fail with a version,"
+            " it reaches no others; 0: all at once",
+            ge=0,
+        ),
     ] = 0
     catch_up_s: Annotated[
         float,

@@ -43,6 +43,8 @@ class SnapshotRounds:
         ]
         self.look_s = settings.catch_up_s
         self._outfit, self._times = outfit, times
+        self._warned: set[str] = set()
+        """Why engines that are behind were not looked for, as far as that was said."""
         self._outfits: list[Outfit] = []
         for store in self.stores:
             stored = StoredWeights(source, store)
@@ -64,7 +66,7 @@ class SnapshotRounds:
         try:
             known = parse(self._outfit.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
         except WeightbusError as error:
-            _log.debug("not_looked_for_latecomers", error=str(error))
+            self._warn(str(error))
             return False
         return known is not None and known.lease is None and bool(behind_in(known, version))
 
@@ -72,6 +74,12 @@ class SnapshotRounds:
         """Drive it to those who lack it. How that ended is in the log."""
         verdict, report, _ = self._run(Drive(self._own(buffer), version, catch_up=True), buffer)
         log_end(verdict, report)
+
+    def _warn(self, error: str) -> None:
+        """Once for each reason: it is looked again in a moment, and the reason may stay."""
+        if error not in self._warned and len(self._warned) < _REASONS:
+            self._warned.add(error)
+            _log.warning("not_looked_for_latecomers", error=error, advice=_ADVICE)
 
     def _own(self, buffer: int) -> Outfit:
         own = self._outfits[buffer]
@@ -115,6 +123,12 @@ def log_end(verdict: Verdict, report: PublishReport) -> None:
     )
 
 
+_REASONS: Final = 64
+"""Of so many is warned at most: some name what changes."""
+_ADVICE: Final = (
+    "engines that come later are not brought this version meanwhile: see whether `weightbus status` answers here, and"
+    " whether the coordinator is of the same release"
+)
 _NOT_BROUGHT: Final = frozenset({"lost", LENT})
 _INFO: Final = 20
 _WARNING: Final = 30

@@ -7,10 +7,14 @@ from itertools import pairwise
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
-from weightbus.control.effects import Committed, EpochTaken, Redriven
+from weightbus.control.effects import Committed, EpochTaken, Redriven, RoundEnded
 from weightbus.control.messages import (
     Abandon,
+    Abort,
     Commit,
     EngineHealth,
     Heartbeat,
@@ -165,11 +169,214 @@ def test_who_was_behind_is_not_routed_to_while_it_waits() -> None:
 
 
 def test_a_wave_that_fails_is_followed_by_the_next() -> None:
-    """The version is committed by the first engine that holds it; who failed for good is out, and reported."""
-    rolling = Rolling(3, 1, redrives=0)
+    """As long as fewer do not serve than may stand still; who failed for good is out, and reported."""
+    rolling = Rolling(4, 2, redrives=0)
     rolling.engines[0].fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
-    assert rolling.outcomes(1) == ["quarantined", "committed", "committed"]
-    assert rolling.waves() == [["e0"], ["e1"], ["e2"]]
+    assert rolling.outcomes(1) == ["quarantined", "committed", "committed", "committed"]
+    assert rolling.waves() == [["e0", "e1"], ["e2"], ["e3"]]
+    assert max(rolling.still) == 2
+
+
+BREAKS: dict[str, Callable[[Engine], None]] = {
+    "transfer": lambda engine: engine.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY),
+    "resume": lambda engine: engine.fail(Commit, Step.RESUME, EngineHealth.DIRTY),
+    "overdue": lambda engine: engine.script.update({Commit: lambda _message: setattr(engine, "deaf", True)}),
+}
+
+
+@pytest.mark.parametrize("how", BREAKS)
+@pytest.mark.parametrize("most", [1, 2, 3])
+@pytest.mark.parametrize("first", [0, 2, 5])
+def test_a_version_that_breaks_servers_does_not_reach_all(how: str, most: int, first: int) -> None:
+    """No more fall than may stand still: the rest goes on with what it had, and the report says why."""
+    rolling = Rolling(6, most, redrives=0)
+    rolling.outcomes(1)
+    rolling.still.clear()
+    for engine in rolling.engines[first:]:
+        BREAKS[how](engine)
+    done = rolling.world.publish(rolling.trainer, 2)
+    fallen = [report.engine for report in done.engines if report.outcome is Outcome.QUARANTINED]
+    assert fallen == [f"e{index}" for index in range(first, min(6, first + most))]
+    assert max(rolling.still) <= most
+    assert sum(not engine.generating for engine in rolling.engines) == len(fallen)
+    if first + most < 6:
+        told = sum(map(len, rolling.waves()[-(-6 // most) :]))
+        expected = f"the rolling round stopped: {most} of {told} engines that were paused for version 2 do not serve"
+        assert done.reason.startswith(expected)
+        behind = done.engines[first + most :]
+        assert {(each.outcome, each.version) for each in behind} == {(Outcome.ABORTED, 1)}
+        assert [each.weights for each in rolling.engines[first + most :]] == [1] * len(behind)
+    nobody = how == "transfer" and first == 0
+    assert done.outcome is (Outcome.ABORTED if nobody else Outcome.COMMITTED)
+    assert rolling.world.committed == (1 if nobody else 2)
+
+
+def test_the_log_says_why_a_round_stopped() -> None:
+    """At the level of warnings, though its version is committed."""
+    rolling = Rolling(3, 1)
+    rolling.outcomes(1)
+    BREAKS["resume"](rolling.engines[0])
+    before = len(rolling.world.observed)
+    rolling.world.publish(rolling.trainer, 2)
+    ended = [each for each in rolling.world.observed[before:] if isinstance(each, RoundEnded)]
+    with capture_logs() as lines:
+        Reporter(Meters(Side.COORDINATOR)).observe(ended[0])
+    assert [(line["event"], line["log_level"]) for line in lines] == [("round_ended", "warning")]
+    assert "1 of 1 engines that were paused for version 2 do not serve" in lines[0]["reason"]
+
+
+def test_whose_agent_is_gone_stops_nobody() -> None:
+    """It is no part of the fleet any more, and a large fleet loses somebody now and then."""
+    rolling = Rolling(4, 1)
+    rolling.outcomes(1)
+    first = rolling.engines[0]
+    first.script[Transfer] = lambda _message: first.die()
+    done = rolling.world.publish(rolling.trainer, 2)
+    assert [report.outcome.value for report in done.engines] == ["lost", "committed", "committed", "committed"]
+    assert done.reason == ""
+
+
+def test_who_did_not_serve_before_stops_nobody() -> None:
+    """An engine that never gets well does not keep the others from each version that follows."""
+    rolling = Rolling(4, 1, redrives=0)
+    rolling.outcomes(1)
+    for version in (2, 3, 4):
+        rolling.engines[0].fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
+        done = rolling.world.publish(rolling.trainer, version)
+        if version == 2:
+            assert done.reason.startswith("the rolling round stopped: 1 of 1 engines")
+        else:
+            assert [report.outcome.value for report in done.engines] == ["quarantined", *["committed"] * 3]
+            assert [engine.weights for engine in rolling.engines[1:]] == [version] * 3
+
+
+def test_nor_does_a_joiner() -> None:
+    """It serves the weights of its launch, which nobody is sent to."""
+    world = World()
+    trainer = world.trainer()
+    world.engine("e0")
+    world.publish(trainer, 1)
+    joiners = [world.engine(f"j{index}") for index in range(2)]
+    trainer.catch_up, trainer.policy = True, Policy(max_paused=1, redrives=0)
+    joiners[0].fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
+    done = world.publish(trainer, 1)
+    assert [report.outcome.value for report in done.engines] == ["quarantined", "committed"]
+
+
+@pytest.mark.parametrize("how", ["resume", "overdue"])
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_catch_up_does_not_go_on_where_the_round_stopped(how: str, most: int) -> None:
+    """It may come once in a second: those who fell have the first turns, and until they serve nobody else has one."""
+    rolling = Rolling(6, most, redrives=0)
+    rolling.outcomes(1)
+    for engine in rolling.engines[1:]:
+        BREAKS[how](engine)
+    rolling.world.publish(rolling.trainer, 2)
+    down = [engine.name for engine in rolling.engines if not engine.generating]
+    assert len(down) == most
+    rolling.trainer.catch_up = True
+    for _ in range(3):
+        for engine in rolling.engines:
+            if not engine.script:
+                BREAKS["transfer"](engine)
+        rolling.world.publish(rolling.trainer, 2)
+        assert [engine.name for engine in rolling.engines if not engine.generating] == down
+    for engine in rolling.engines:
+        engine.script.clear()
+        engine.deaf = False
+    rolling.world.advance(60)
+    done = rolling.world.publish(rolling.trainer, 2)
+    assert done.reason == ""
+    assert [engine.weights for engine in rolling.engines] == [2] * 6
+    assert len(rolling.world.ready) == 6
+
+
+def test_a_catch_up_risks_first_who_fell() -> None:
+    """Wherever it stood in the fleet: somebody who serves would fall besides."""
+    rolling = Rolling(4, 1, redrives=0)
+    rolling.outcomes(1)
+    rolling.engines[0].die()
+    rolling.world.advance_until(lambda: "e0" not in rolling.world.ready)
+    BREAKS["resume"](rolling.engines[3])
+    rolling.outcomes(2)
+    assert rolling.waves()[-1] == ["e3"], "it took the place of the first"
+    for engine in rolling.engines[1:]:
+        BREAKS["transfer"](engine)
+    rolling.trainer.catch_up = True
+    rolling.outcomes(2)
+    assert rolling.waves()[-1] == ["e3"]
+    assert [engine.weights for engine in rolling.engines[1:]] == [1, 1, None]
+
+
+def test_who_is_told_that_the_round_stopped_has_time_to_answer() -> None:
+    """Though that of those who resumed is over: it serves what it had, and is reported so."""
+    rolling = Rolling(2, 1)
+    rolling.outcomes(1)
+    BREAKS["overdue"](rolling.engines[0])
+    rolling.engines[1].ignore(Abort)
+    assert rolling.outcomes(2) == ["quarantined", "aborted"]
+
+
+def test_who_is_about_to_serve_again_is_waited_for() -> None:
+    """Before the first of the others has its turn: two would stand still else."""
+    rolling = Rolling(3, 1, redrives=0)
+    rolling.outcomes(1)
+    rolling.still.clear()
+    first = rolling.engines[0]
+    first.fail(Transfer, Step.TRANSFER)
+    first.ignore(Abort)
+    done = rolling.world.publish(rolling.trainer, 2)
+    assert [report.outcome.value for report in done.engines] == ["aborted", "committed", "committed"]
+    assert max(rolling.still) == 1
+
+
+def test_who_never_answers_its_abort_is_waited_for_in_bounded_time() -> None:
+    """Then it counts as one that does not serve."""
+    rolling = Rolling(3, 1, redrives=0)
+    rolling.outcomes(1)
+    first = rolling.engines[0]
+    first.fail(Transfer, Step.TRANSFER)
+    first.script[Abort] = lambda _message: setattr(first, "deaf", True)
+    rolling.trainer.acquire(2)
+    rolling.world.settle()
+    rolling.world.advance(2 * (LIMITS.abort_s + LIMITS.grace_s) + 5)
+    done = rolling.trainer.done
+    assert done is not None
+    assert done.version == 2
+    assert done.outcome is Outcome.ABORTED
+    assert done.reason.startswith("the rolling round stopped: 1 of 1 engines")
+    assert [engine.weights for engine in rolling.engines[1:]] == [1, 1]
+
+
+@given(
+    count=st.integers(2, 6),
+    most=st.integers(1, 3),
+    redrives=st.integers(0, 1),
+    breaks=st.lists(st.sampled_from(["", "", "transfer", "clean", "resume", "dies"]), min_size=18, max_size=18),
+)
+def test_whatever_breaks_no_more_fall_than_may_stand_still(
+    count: int, most: int, redrives: int, breaks: list[str]
+) -> None:
+    """In one round, by whatever mixture of failures; and where nobody was stopped, everybody had a turn."""
+    rolling = Rolling(count, most, redrives=redrives)
+    rolling.outcomes(1)
+    rolling.still.clear()
+    for engine, how in zip(rolling.engines, breaks, strict=False):
+        if how == "dies":
+            engine.script[Transfer] = lambda _message, engine=engine: engine.die()  # type: ignore[misc]
+        elif how == "clean":
+            engine.fail(Transfer, Step.TRANSFER)
+        elif how:
+            BREAKS[how](engine)
+    done = rolling.world.publish(rolling.trainer, 2)
+    fallen = [report for report in done.engines if report.outcome is Outcome.QUARANTINED]
+    assert len(fallen) <= most
+    turns = {name for wave in rolling.waves()[-(-count // most) :] for name in wave}
+    if len(fallen) < most:
+        assert turns == {engine.name for engine in rolling.engines}
+    elif len(turns) < count:
+        assert done.reason.startswith("the rolling round stopped: ")
+    assert all(each.generating for each in rolling.engines if each.name not in turns)
 
 
 def test_nobody_takes_it() -> None:
@@ -258,15 +465,14 @@ def test_the_trainer_gives_up_between_two_turns() -> None:
 
 
 def test_who_does_not_say_that_it_serves_holds_up_nobody() -> None:
-    """Its `Commit` is repeated; after the time for it the next ones have their turn."""
-    rolling = Rolling(3, 1)
-    rolling.engines[0].deaf = False
-    rolling.engines[0].script[Commit] = lambda _message: None
-    rolling.world.lose = lambda message: isinstance(message, Commit) and rolling.world.now < 300
-    rolling.trainer.acquire(1)
-    rolling.world.settle()
-    rolling.world.advance(1000)
+    """Its `Commit` is repeated; after the time for it the next ones have their turn, where one more may stand still."""
+    rolling = Rolling(3, 2)
+    BREAKS["overdue"](rolling.engines[0])
+    rolling.outcomes(1)
     assert [engine.weights for engine in rolling.engines] == [1, 1, 1]
+    assert rolling.world.ready == ("e1", "e2")
+    rolling.engines[0].deaf = False
+    rolling.world.advance(10)
     assert rolling.world.ready == ("e0", "e1", "e2")
 
 

@@ -94,6 +94,13 @@ def test_every_gpu_of_the_first_one_is_taken() -> None:
     assert waves(trainer) == [[("a", SENDS), ("b", LOCAL)]]
 
 
+def test_every_gpu_of_the_second_one_is_looked_at() -> None:
+    """It may be its last worker that is on a GPU of the first one's: both would be in one group."""
+    world, trainer = fleet({"a": ("gpu-0", "gpu-1"), "b": ("gpu-2", "gpu-1")}, (SENDS, LOCAL, DISK), host="h0")
+    world.publish(trainer, 1)
+    assert waves(trainer) == [[("a", SENDS), ("b", LOCAL)]]
+
+
 def test_the_second_one_takes_its_turn_where_nothing_else_can_serve_it() -> None:
     """It is on another host than the trainer: what needs no group does not reach it."""
     world, trainer = fleet({"a": ("gpu-0",), "b": ("gpu-0",)}, (SENDS, LOCAL, DISK))

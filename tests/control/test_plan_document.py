@@ -172,6 +172,10 @@ def test_the_plan_names_transports_reasons_and_bytes(world: World) -> None:
     assert stock.bytes_per_gpu == found.trainer.bytes
     assert stock.faster[0] == plan_document.Faster(DIRECT, "no loader", "launch it with ours")
 
+    tell(engine_of(world, "near"), lacking={DIRECT: Lack(found="its loader was replaced", needed="launch it anew")})
+    moved = plan(world).engines["near"]
+    assert (moved.transport is DIRECT, moved.last) == (False, DIRECT), "what is planned is not what it took"
+
     trainer.die()
     world.advance(60.0)
     gone = plan(world)

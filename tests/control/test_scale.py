@@ -39,6 +39,7 @@ from weightbus.control.round import Round
 from weightbus.control.routes import Route
 from weightbus.control.status import StatusView
 from weightbus.control.status_desk import StatusDesk
+from weightbus.control.turns import Capacity
 
 from .world import CHANNEL, MANIFEST, World, digest, engine_info, table_of
 
@@ -94,7 +95,7 @@ def test_thousands_of_reasons_fit_into_one_message(word: str) -> None:
         buckets=1,
     )
     outside: dict[str, Any] = {"duties": Duties(1.0, 8.0), "story": deque(), "note": lambda _what: None}
-    round_ = Round(publish, AgentId("t"), routes, infos, limits=Limits(), now=0.0, **outside)
+    round_ = Round(publish, AgentId("t"), routes, infos, Capacity(), limits=Limits(), now=0.0, **outside)
     done = round_.done(1.0)
     assert all(report.reason.startswith(word) for report in done.engines)
     codec.TO_AGENT.encode(done)

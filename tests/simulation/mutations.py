@@ -251,6 +251,13 @@ MUTATIONS: Final = (
         (PUBLICATION, "event.code is Code.NOT_ALLOWED and self._given_up is not None:", "False:"),
     ),
     _m(
+        "rolls-on-over-those-who-fell",
+        "nothing-raises",
+        COHORT,
+        "return self._most - self._down - fallen -",
+        "return self._most - self._down -",
+    ),
+    _m(
         "leaves-without-a-word",
         "no-needless-wait",
         COHORT,
