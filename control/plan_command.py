@@ -25,7 +25,7 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
     file: Annotated[
         Path | None, Meta(description="no coordinator: a description of a trainer and its engines (JSON)")
     ] = None
-    timeout_s: Annotated[float, Meta(description="how long an answer may take", gt=0)] = 5.0
+    timeout_s: Annotated[float, Meta(description="how long an answer may take", gt=0, le=86400)] = 5.0
 
 
 class PlanCommand(SettingsCommand[PlanSettings]):
