@@ -201,7 +201,7 @@ def _fits(engines: Engines, trainer: Trainer, host: list[int]) -> None:
     if found > most:
         raise FleetError(
             f"engines take {found} GPUs of host {busiest}, where {trainer.gpus_on(busiest)} are the trainer's: {most}"
-            " at most are left to them there. Use fewer engines, a smaller tp of theirs, other-hosts, or more gpus_per_host"
+            " at most are left to them there. Use fewer engines, a smaller tp, other-hosts, or more gpus_per_host"
         )
 
 
