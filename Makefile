@@ -17,7 +17,8 @@ LINKED := $(VENV)/.linked
 # make demo SYNC=off TRANSPORT=disk ROUNDS=15 TRAINER=fsdp2 (or megatron-moe)
 TRAINER ?= megatron
 SYNC ?= on
-TRANSPORT ?= local
+# Empty: local, or the two ways of MIXED=1
+TRANSPORT ?=
 ROUNDS ?= 20
 # make demo ASYNC=1: each round is generated while the one before is judged and trained, beside one after another
 ASYNC ?= 0
@@ -57,7 +58,7 @@ help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^##@/ {printf "\n%s\n", substr($$0, 5)} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 
 demo: env ## Train a toy policy with real ranks (TRAINER=fsdp2, megatron-moe) and two real SGLang servers (SYNC=off to compare)
-	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) --transport $(TRANSPORT) --rounds $(ROUNDS) --save-every $(SAVE_EVERY) $(if $(filter-out 0,$(ASYNC)),--asynchronous) $(if $(MIXED),--mixed) $(DEMO_ARGS)
+	@exec $(BIN)/weightbus demo --trainer $(TRAINER) --sync $(SYNC) $(if $(TRANSPORT),--transport $(TRANSPORT)) --rounds $(ROUNDS) --save-every $(SAVE_EVERY) $(if $(filter-out 0,$(ASYNC)),--asynchronous) $(if $(filter-out 0,$(MIXED)),--mixed) $(DEMO_ARGS)
 
 env: $(INSTALLED) ## Install the pinned environment and the project into .venv
 	@# An editable install is a folder of links: made anew when a file appeared or went.

@@ -32,7 +32,7 @@ bus  dealer  sockets                the coordinator's sockets, an agent's, and w
     throttle  rejection                 how much one agent may say, and what is answered to what is no message
 keys  trust  security               CURVE key files, the allow-list, and the word that there are none
     signing  seals  provision           Ed25519, what trainers sign with it, all keys of a host in one call
-plan_document                       who takes versions by what transport, and why
+plan_document  imagined_fleet       who takes versions by what transport, and why; of a fleet in a file
 reporter  telemetry  log            what becomes of its observations: metrics and lines
     http  status_desk                   pages, and documents that the loop hands to other threads
 client  session                     an agent's end, and the machine in it
@@ -40,7 +40,7 @@ cli  settings_command               the command `weightbus`, and what its subcom
     commands  key_commands              coordinator, status, version; keygen, trust
     forget_command                      channels that nobody needs any more
     plan_command  plan_view             the plan, and the plan for people
-    status_view                         the status for people
+    status_view  page                   the status for people, read by a deadline
     plain                               text of agents, made fit for a terminal
     settings  settings_fields           where a process's settings come from, and one of them
     coordinator_settings                those of the coordinator

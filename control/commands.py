@@ -123,7 +123,7 @@ class StatusSettings(msgspec.Struct, frozen=True, kw_only=True):
     json: Annotated[bool, Meta(description="print the document as it is")] = False
     watch: Annotated[bool, Meta(description="keep showing it until interrupted")] = False
     interval_s: Annotated[float, Meta(description="how often --watch looks", ge=0.1)] = 1.0
-    timeout_s: Annotated[float, Meta(description="how long an answer may take", gt=0)] = 5.0
+    timeout_s: Annotated[float, Meta(description="how long an answer may take", gt=0, le=86400)] = 5.0
 
 
 class StatusCommand(SettingsCommand[StatusSettings]):

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 from rich.console import Console
 
-from . import plan_document, plan_view, status_view
+from . import imagined_fleet, plan_document, plan_view, status_view
 from .errors import ConfigurationError, NoTrainer
+from .plain import plain
 from .plan_document import PlanView
 from .settings_command import SettingsCommand
+
+_URL: Final = "http://127.0.0.1:5752"
 
 
 class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of ``weightbus plan``."""
 
-    url: Annotated[str, Meta(description="the coordinator's HTTP port")] = "http://127.0.0.1:5752"
+    url: Annotated[str, Meta(description="the coordinator's HTTP port")] = _URL
     explain: Annotated[bool, Meta(description="say also why, and what a faster transport would need")] = False
     json: Annotated[bool, Meta(description="print the document as it is")] = False
     channel: Annotated[str, Meta(description="only this one")] = ""
     file: Annotated[
         Path | None, Meta(description="no coordinator: a description of a trainer and its engines (JSON)")
     ] = None
-    timeout_s: Annotated[float, Meta(description="how long an answer may take", gt=0)] = 5.0
+    timeout_s: Annotated[float, Meta(description="how long an answer may take", gt=0, le=86400)] = 5.0
 
 
 class PlanCommand(SettingsCommand[PlanSettings]):
@@ -52,7 +56,14 @@ class PlanCommand(SettingsCommand[PlanSettings]):
 def _read(given: PlanSettings) -> PlanView:
     if given.file is None:
         return plan_document.parse(status_view.fetch(given.url, given.timeout_s, "/plan"))
-    return plan_document.imagine(given.file.read_bytes())
+    if given.url != _URL:
+        print(f"--url {plain(given.url)} is not asked: --file describes the fleet", file=sys.stderr)  # noqa: T201
+    try:
+        document = given.file.read_bytes()
+    except OSError as problem:
+        advice = "give a JSON file with trainer and engines, or leave --file out to ask a coordinator"
+        raise ConfigurationError(f"{given.file} cannot be read: {problem.strerror}; {advice}") from problem
+    return imagined_fleet.imagine(document)
 
 
 def _channel(view: PlanView, name: str) -> plan_document.ChannelPlan:

@@ -116,13 +116,14 @@ def _channel(channel: Channel, members: Membership) -> ChannelPlan:
     alive = {str(name): engine for name, engine in channel.engines.items() if engine.alive}
     ends = {name: Ends(info, engine.info, topology, engine.topology) for name, engine in alive.items()}
     engines = plans_of(ends, size, alive)
-    view = _trainer_plan(name, info, topology, here=here)
+    view = trainer_plan(name, info, topology, here=here)
     if publisher is not None:
         view = msgspec.structs.replace(view, version=publisher.version, bytes=publisher.bytes)
     return ChannelPlan(trainer=view, engines=engines)
 
 
-def _trainer_plan(name: str, info: TrainerInfo, topology: Topology | None, *, here: bool) -> TrainerPlan:
+def trainer_plan(name: str, info: TrainerInfo, topology: Topology | None, *, here: bool) -> TrainerPlan:
+    """Of what it says of itself; `here` while it is connected."""
     places = topology.places if topology else ()
     return TrainerPlan(
         name=name,
@@ -187,39 +188,3 @@ def _bytes(
 
 def _devices(places: Iterable[Place]) -> tuple[str, ...]:
     return tuple(place.device for place in places)
-
-
-# -- without a coordinator ---------------------------------------------------------------------------------------------
-
-
-class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One agent of an imagined fleet: what it says in `Hello`, and of where it is. What is left out is not known."""
-
-    info: EngineInfo
-    topology: Topology | None = None
-
-
-class Imagined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fleet that need not exist."""
-
-    trainer: TrainerInfo
-    engines: dict[str, End]
-    topology: Topology | None = None
-    """Of the trainer."""
-    bytes: int | None = None
-    """Of a version."""
-
-
-_FLEET: Final = msgspec.json.Decoder(Imagined)
-
-
-def imagine(document: bytes) -> PlanView:
-    """The plan of a fleet that is described, as a coordinator would make it. Raises `Malformed`."""
-    try:
-        fleet = _FLEET.decode(document)
-    except ValueError as problem:
-        raise Malformed(f"this does not describe a trainer and its engines: {problem}") from problem
-    ends = {name: Ends(fleet.trainer, each.info, fleet.topology, each.topology) for name, each in fleet.engines.items()}
-    engines = plans_of(ends, fleet.bytes)
-    trainer = _trainer_plan("trainer", fleet.trainer, fleet.topology, here=False)
-    return PlanView({"imagined": ChannelPlan(trainer=trainer, engines=engines)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import urllib.request
 from http.client import HTTPException
 from typing import Final
 
@@ -13,26 +12,26 @@ from rich.table import Table
 from rich.text import Text
 
 from .errors import ConfigurationError, CoordinatorUnreachable, WeightbusError
+from .page import read_page
 from .plain import plain
+from .security import check_url
 from .status import ChannelView, EngineView, StatusView, parse
 
 _ADVICE: Final = "Check that `weightbus coordinator` runs there, and that --url names its HTTP port (--http-port)"
-# The port is on this host or this network: a proxy for the Internet has no business here.
-_OPENER: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def fetch(url: str, timeout_s: float, page: str = "/status") -> bytes:
-    """The document as the coordinator sends it."""
-    if not url.startswith(("http://", "https://")):
-        raise ConfigurationError(f"url = {url!r}: write http://host:port")
+    """The document as the coordinator sends it, in `timeout_s` seconds altogether."""
+    try:
+        check_url("url", url)
+    except ValueError as problem:
+        raise ConfigurationError(str(problem)) from problem
     begun = time.monotonic()
     try:
-        with _OPENER.open(f"{url.rstrip('/')}{page}", timeout=timeout_s) as answer:
-            body: bytes = answer.read()
+        return read_page(f"{url.rstrip('/')}{page}", timeout_s)
     except (HTTPException, OSError) as problem:
         reason = getattr(problem, "reason", problem)  # urllib wraps what the socket said
         raise CoordinatorUnreachable(url, time.monotonic() - begun, f"GET {page}", str(reason), _ADVICE) from problem
-    return body
 
 
 def render(view: StatusView) -> RenderableType:

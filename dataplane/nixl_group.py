@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import logging
 import time
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
@@ -26,6 +27,9 @@ from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, 
 from .own_stream import OwnStream
 from .pair_group import NOBODY, Parcel
 
+_LOG: Final = logging.getLogger(__name__)
+_OURS: Final = (TypeError, AttributeError, LookupError, AssertionError)
+"""What no peer causes: told with its traceback, though the group ends in the same way."""
 _POLL_S: Final = 0.0001
 _MODULES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 _BACKEND: Final = "UCX"
@@ -132,12 +136,16 @@ class NixlGroup(OwnStream):
         """Let go of the memory. Called by the thread that posted."""
         self._broken = self._broken or "it has ended"
         for handle in self._reading.values():
-            with contextlib.suppress(Exception):  # it could not be cancelled: it ends with its peer
+            try:
                 self._agent.release_xfer_handle(handle)
+            except Exception as error:  # noqa: BLE001  NIXL's errors have no root of their own
+                _LOG.warning("a read over NIXL could not be cancelled, and ends with its peer: %s", error)
         self._reading.clear()
         for each in self._registered:
-            with contextlib.suppress(Exception):  # the agent goes, and with it all that it knew
+            try:
                 self._agent.deregister_memory(each)
+            except Exception as error:  # noqa: BLE001  NIXL's errors have no root of their own
+                _LOG.warning("memory stays registered with NIXL until this process ends: %s", error)
         self._registered.clear()
 
     def await_posts(
@@ -160,6 +168,11 @@ class NixlGroup(OwnStream):
         moved = False
         ranks = {name: peer for peer, name in self._names.items()}
         for name, notes in self._agent.get_new_notifs().items():
+            if name not in ranks:
+                _LOG.warning(
+                    "a NIXL agent that is none of this group sent %d notices: they are not looked at", len(notes)
+                )
+                continue
             for note in (_NOTE.decode(each) for each in notes):
                 key = ranks[name], note.post
                 moved = True
@@ -221,7 +234,9 @@ class NixlGroup(OwnStream):
             self.abort("a peer did not move")
             raise
         except Exception as error:  # NIXL's errors have no root of their own
-            self.abort(str(error))
+            if isinstance(error, _OURS):
+                _LOG.exception("a bug of ours broke the group")
+            self.abort(str(error) or type(error).__name__)
             raise PeerLost(f"the group broke: {self._broken}") from error
 
 

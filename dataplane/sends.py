@@ -9,6 +9,7 @@ for all that are not through, everybody is told at once, and the next epoch form
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -398,7 +399,7 @@ class SendsSender:
                 self._tell(end, wire.Form(group=seen_by(rank, self._early[0])))
 
     def _name(self) -> str:
-        return f"weightbus-{self._channel}-{self._epoch}-{self._token[:16]}"
+        return f"weightbus-{self._channel}-{self._epoch}-{secrets.token_hex(8)}"  # in logs and keys: no part of ours
 
     def _group(
         self, size: int, rank: int, name: str, store: TCPStore | None, *, ranks: int = 0, stands: bool = False

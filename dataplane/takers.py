@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import selectors
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -86,11 +86,12 @@ class Takers:
         known = (there - new) & set(range(len(schedules)))  # not those of a server that was, and had more workers
         for rank in set(self._threads) - known:
             self._threads.pop(rank).close()
+        told = {rank: each.digest() for rank, each in enumerate(schedules) if rank in new}
         coming = Deadline(min(deadline.left(), _CONNECT_S))
         while new - set(self._threads):
             frames = listener.accept(coming, "the workers' threads")
             try:
-                self._take_in(frames, coming)
+                self._take_in(frames, told, coming)
                 self._listening()
             except DataplaneError:
                 frames.close()
@@ -106,12 +107,20 @@ class Takers:
             raise PeerLost("the sidecar ends")
         return self._listener
 
-    def _take_in(self, frames: Frames, deadline: Deadline) -> None:
-        """Raises `PeerLost`, `DeadlineExceeded`."""
+    def _take_in(self, frames: Frames, told: Mapping[int, str], deadline: Deadline) -> None:
+        """Of those that were `told` a schedule, by rank, and know it. Raises `PeerLost`, `DeadlineExceeded`.
+
+        Others are hung up on: one that comes so late may have been told by an attempt that nobody waits for any more.
+        """
         hello = worker_wire.hear_worker(frames, deadline, "a worker's thread")
         if not isinstance(hello, worker_wire.Expecting):
             raise PeerLost(f"a worker's thread began with {_said(hello)}")
+        if told.get(hello.rank) != hello.schedule:
+            return frames.close()
+        if (before := self._threads.pop(hello.rank, None)) is not None:
+            before.close()
         self._threads[hello.rank] = frames
+        return None
 
     # -- are they there -----------------------------------------------------------------------------------------------
 

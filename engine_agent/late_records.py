@@ -9,8 +9,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Final
+
+from weightbus.control.log import get_log
 
 from .events import Record
+
+CLOSE_S: Final = 10.0
+_LOG: Final = get_log(__name__)
 
 
 class LateRecords:
@@ -50,12 +56,14 @@ class LateRecords:
         return found
 
     def close(self) -> None:
-        """Returns when what was begun is written."""
+        """Returns when what was begun is written, or `CLOSE_S` later: a disk that hangs must not hold the sidecar."""
         with self._bell:
             self._closing = True
             self._bell.notify()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                _LOG.warning("record_not_written", waited_s=CLOSE_S, reason="the disk of state_dir does not answer")
 
     def _run(self) -> None:
         while True:

@@ -4,8 +4,7 @@ import contextlib
 import json
 import socket
 import time
-import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Final, Protocol
 
@@ -13,9 +12,13 @@ import httpcore
 import msgspec
 
 from .errors import ServerRefused, ServerSilent, ServerUnreachable
+from .timed_network import TimedNetwork, TooLong
 
 MAX_REASON: Final = 400
 """SGLang puts the whole body it was sent into a validation error."""
+
+MAX_ANSWER: Final = 256 << 20
+"""In bytes, with its header. The longest answers name every parameter of a server with its digest."""
 
 _CONNECT_S: Final = 5.0
 _IDLE_S: Final = 5.0
@@ -42,27 +45,6 @@ class Keys(msgspec.Struct, frozen=True):
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-class _Network(httpcore.SyncBackend):
-    """Knows the connections that it makes."""
-
-    def __init__(self) -> None:
-        self.sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-    def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.NetworkStream:
-        stream = super().connect_tcp(host, port, timeout, local_address, socket_options)
-        made: object = stream.get_extra_info("socket")
-        if isinstance(made, socket.socket):
-            self.sockets.add(made)
-        return stream
-
-
 class Wire:
     """Calls one server. May be used from several threads."""
 
@@ -71,7 +53,7 @@ class Wire:
         self._keys = keys
         # httpx's own transport without httpx, which is half of a call: three calls are made while requests wait.
         # It takes no proxy from the environment: the server is near, its payloads are nobody else's business.
-        self._network = _Network()
+        self._network = TimedNetwork()
         self._pool = httpcore.ConnectionPool(
             max_connections=100, keepalive_expiry=_IDLE_S, network_backend=self._network
         )
@@ -145,9 +127,12 @@ class Wire:
         left = max(deadline_s, 0.001)
         limits = {"connect": min(left, _CONNECT_S), "read": left, "write": left, "pool": left}
         try:
-            return self._pool.request(
-                method, self.url + path, headers=headers, content=content, extensions={"timeout": limits}
-            )
+            with self._network.call(left, MAX_ANSWER):
+                return self._pool.request(
+                    method, self.url + path, headers=headers, content=content, extensions={"timeout": limits}
+                )
+        except TooLong as error:
+            raise ServerUnreachable(path, f"{error}: this is no answer of SGLang's; look what listens there") from error
         except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
             raise ServerUnreachable(path, f"no connection to {self.url}: {error or type(error).__name__}") from error
         except httpcore.TimeoutException as error:

@@ -18,6 +18,9 @@ from .rules import Cut, Fusion, Heads, Norm, Rule, Target
 from .served_words import Word, words_of
 from .source import SERVED, LayoutMismatch, UnsupportedModel
 
+MOST_LAYERS: Final = 4096
+"""That a model may have. Each is looked at, and none that is known has a tenth of it."""
+
 
 class Layer(msgspec.Struct, frozen=True):
     """What one layer is made of."""
@@ -61,7 +64,7 @@ class Model(msgspec.Struct, frozen=True):
             sizes=sizes,
             switches=tuple(sorted(switches)),
             layers=layers,
-            predictions=fields.first(predicted, 0) if family.prediction else 0,
+            predictions=fields.few(predicted, MOST_LAYERS) if family.prediction else 0,
             eps=fields.number("rms_norm_eps"),
             dtype=_dtype(fields),
             words=fields.words(),
@@ -280,6 +283,13 @@ class _Fields:
         found = (self.get(key) for key in keys)
         return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), default)
 
+    def few(self, keys: Sequence[str], most: int) -> int:
+        """As `first`; 0 where there is none. Raises `LayoutMismatch` for more than `most`, or less than none."""
+        found = self.first(keys, 0)
+        if not 0 <= found <= most:
+            raise LayoutMismatch(f"the Hugging Face config says {' or '.join(keys)}={found}: 0 to {most} are expected")
+        return found
+
     def flags(self, key: str) -> Sequence[object] | None:
         value = self.get(key)
         return cast("Sequence[object]", value) if isinstance(value, (list, tuple)) else None
@@ -346,12 +356,16 @@ def _shared_experts(fields: _Fields, size: Mapping[str, int]) -> dict[str, int]:
 
 def _layers(fields: _Fields, family: Family) -> Iterator[Layer]:
     kinds = fields.flags("layer_types")
-    every = fields.first(("full_attention_interval",), 4)
+    count, every = fields.size("num_hidden_layers"), fields.size("full_attention_interval", 4)
+    if count > MOST_LAYERS:
+        raise LayoutMismatch(
+            f"the Hugging Face config says num_hidden_layers={count}: {MOST_LAYERS} at most are served"
+        )
     frequency = fields.flags("moe_layer_freq")
     dense_first = fields.first(("first_k_dense_replace",), 0)
     step = fields.first(("decoder_sparse_step",), 1)
     dense = fields.flags("mlp_only_layers") or ()
-    for index in range(fields.size("num_hidden_layers")):
+    for index in range(count):
         if kinds is not None and index < len(kinds):
             linear = kinds[index] == "linear_attention"
         else:

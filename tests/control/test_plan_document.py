@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from weightbus.control import plan_document, plan_view
+from weightbus.control import imagined_fleet, plan_document, plan_view
 from weightbus.control.cli import main
 from weightbus.control.errors import Malformed
 from weightbus.control.messages import (
@@ -235,6 +235,83 @@ def test_a_fleet_may_be_imagined(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file.write_text("{}")
     assert main(["plan", "--file", str(file)]) == 1
     assert "does not describe a trainer" in capsys.readouterr().err
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    """`FLEET` with another value at `path`; engine e0 has two workers."""
+    fleet: dict[str, Any] = json.loads(json.dumps(FLEET))
+    here = {"rank": 0, "host": "b", "device": "gpu-0"}
+    fleet["engines"]["e0"]["topology"] = {"request": "-", "places": [here, here | {"rank": 1, "device": "gpu-1"}]}
+    *folders, last = path.split("/")
+    found: Any = fleet
+    for each in folders:
+        found = found[int(each) if isinstance(found, list) else each]
+    found[last] = value
+    return fleet
+
+
+PLACE = {"rank": 0, "host": "a", "device": "gpu-0"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("bytes", -5, "Expected `int` >= 0 - at `$.bytes`"),
+        ("trainer/ranks", 0, "the trainer: ranks = 0, one at least is expected"),
+        ("trainer/device", "tpu", "the trainer: device = 'tpu', cpu or cuda is expected"),
+        ("trainer/transports", ["sends", "sends"], "the trainer: transports names one twice: sends, sends"),
+        (
+            "trainer/rank",
+            2,
+            "Object contains unknown field `rank` - at `$.trainer`. Known: trainer, engines, ",
+        ),
+        ("topology/places", [PLACE, PLACE], "the trainer: places names a rank twice: 0, 0"),
+        ("topology/places/0/rank", 2, "the trainer: places names rank 2, and ranks = 2: ranks are counted from 0"),
+        ("engines/e0/info/tp", 4, "engine 'e0': 2 places for tp x pp = 4 x 1 workers: describe all of them, or none"),
+        ("engines/e0/info/tp", 1, "engine 'e0': places names rank 1, and tp x pp = 1 x 1"),
+        (
+            "engines/e0/info/tp",
+            0,
+            "engine 'e0': Expected `int` >= 1 - at `$.info.tp`. Known: info, topology; info: ",
+        ),
+        ("engines/e0/info/device", "tpu", "engine 'e0': device = 'tpu'"),
+        ("engines/e0/info/transports", ["disk", "disk"], "engine 'e0': transports names one twice: disk, disk"),
+        ("engines/e0/topology/places", [PLACE, PLACE], "engine 'e0': places names a rank twice: 0, 0"),
+    ],
+)
+def test_a_fleet_that_cannot_be_is_not_planned(path: str, value: object, said: str) -> None:
+    """Whose it is, what was found and what is expected."""
+    imagined_fleet.imagine(json.dumps(changed("bytes", 5)).encode())
+    with pytest.raises(Malformed) as refusal:
+        imagined_fleet.imagine(json.dumps(changed(path, value)).encode())
+    assert said in str(refusal.value)
+
+
+def test_an_engine_of_a_file_has_a_name() -> None:
+    """As every agent does."""
+    fleet = changed("bytes", 5)
+    fleet["engines"][""] = fleet["engines"].pop("e0")
+    with pytest.raises(Malformed, match="engine '': its name is none that an agent may have"):
+        imagined_fleet.imagine(json.dumps(fleet).encode())
+
+
+@pytest.mark.parametrize("document", [b"[" * 200_000, b'{"engines":' + b'{"e":' * 200_000])
+def test_a_file_without_an_end_is_refused(document: bytes) -> None:
+    """In words."""
+    with pytest.raises(Malformed, match="does not describe a trainer and its engines"):
+        imagined_fleet.imagine(document)
+
+
+def test_a_plan_of_a_file_asks_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever names a coordinator as well is told so; a file that is not there is a setting that is wrong."""
+    file = tmp_path / "fleet.json"
+    file.write_text(json.dumps(FLEET))
+    assert main(["plan", "--file", str(file)]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["plan", "--file", str(file), "--url", "http://h:1"]) == 0
+    assert capsys.readouterr().err == "--url http://h:1 is not asked: --file describes the fleet\n"
+    assert main(["plan", "--file", str(tmp_path / "none.json")]) == 2
+    assert "none.json cannot be read: No such file or directory; give a JSON file" in capsys.readouterr().err
 
 
 def test_another_document_is_refused() -> None:

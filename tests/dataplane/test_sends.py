@@ -255,17 +255,40 @@ def test_who_has_spoken_while_the_leader_was_away_is_not_silent(monkeypatch: pyt
 @pytest.mark.usefixtures("toy_plans")
 def test_who_has_just_read_how_to_begin_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that took: it has not been asked to say anything before."""
-    monkeypatch.setattr(wire, "SILENT_S", 1.0)
+    looked, silent = threading.Event(), lines.Lines.silent
+
+    def look(of: lines.Lines[End], end: End, seconds: float) -> bool:
+        found = silent(of, end, seconds)
+        if not end.workers:
+            looked.set()
+        return found
+
+    monkeypatch.setattr(lines.Lines, "silent", look)
+    monkeypatch.setattr(lines, "PACKET_S", 1e9)
     crowd = Crowd("e", ranks=1)
     crowd.prepare("e")
     assert isinstance(crowd.hear("e"), wire.Begin)
     crowd.pass_through("e")
-    time.sleep(1.5)
+    end = crowd.sender._ranks[0]
+    until(lambda: end.unread, "the rank to be told")
+    assert not looked.is_set(), "it has not read yet"
+    end.heard_at -= 3600.0
+    end.moved_at -= 3600.0
     assert isinstance(crowd.hear("rank 0"), wire.Begin)
-    time.sleep(0.3)
+    assert looked.wait(WAIT_S)
     crowd.pass_through("rank 0")
     assert crowd.end() == {}
     assert crowd.sender._stood.names, "the group fell"
+
+
+def test_the_name_of_a_group_tells_nothing_of_the_secret() -> None:
+    """It goes in the clear, into logs and reports too; and no group has the name of another."""
+    crowd = Crowd("e")
+    names = {crowd.sender._name() for _ in range(9)}
+    crowd.close()
+    assert len(names) == 9
+    token = crowd.address.token
+    assert not [name for name in names for at in range(len(token) - 7) if token[at : at + 8] in name]
 
 
 def test_who_asks_and_does_not_read_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:

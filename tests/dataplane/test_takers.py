@@ -40,6 +40,14 @@ def test_some_of_the_memory_stays_free(tmp_path: Path, free: int, *, enough: boo
         each.close()
 
 
+class _Scheduled:
+    """A schedule, as far as it is compared."""
+
+    @staticmethod
+    def digest() -> str:
+        return "s"
+
+
 class _Told:
     """Workers that were told a schedule: the thread of the first is to come."""
 
@@ -62,7 +70,7 @@ def test_nobody_keeps_a_thread_that_is_not_taken_in(tmp_path: Path, monkeypatch:
     came: list[Frames] = []
     monkeypatch.setattr(worker_wire, "hear_worker", heard)
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(asked.expect, _Told(), [], Deadline(WAIT_S))  # type: ignore[arg-type]
+        found = pool.submit(asked.expect, _Told(), [_Scheduled()], Deadline(WAIT_S))  # type: ignore[arg-type]
         until(lambda: list(tmp_path.glob("t-*.sock")), "a socket to connect to")
         worker = Frames.connect(str(next(tmp_path.glob("t-*.sock"))), Deadline(WAIT_S))
         with contextlib.suppress(PeerLost):
@@ -77,9 +85,31 @@ def test_nobody_keeps_a_thread_that_is_not_taken_in(tmp_path: Path, monkeypatch:
     assert [frames.fileno() for frames in came] == [-1]
     asked.close()
     with pytest.raises(PeerLost, match="ends"):
-        asked.expect(_Told(), [], Deadline(WAIT_S))  # type: ignore[arg-type]
+        asked.expect(_Told(), [_Scheduled()], Deadline(WAIT_S))  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
     worker.close()
+
+
+def test_only_who_was_told_a_schedule_is_taken_in(tmp_path: Path) -> None:
+    """One that comes late with another schedule, or of another rank, is hung up on; the rest is waited for."""
+    asked = Takers(tmp_path)
+    with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as ends:
+        found = pool.submit(asked.expect, _Told(), [_Scheduled(), _Scheduled()], Deadline(WAIT_S))  # type: ignore[arg-type]
+        until(lambda: list(tmp_path.glob("t-*.sock")), "a socket to connect to")
+
+        def come(rank: int, schedule: str) -> Frames:
+            made = Frames.connect(str(next(tmp_path.glob("t-*.sock"))), Deadline(WAIT_S))
+            ends.callback(made.close)
+            worker_wire.say(made, worker_wire.Expecting(rank=rank, schedule=schedule), Deadline(WAIT_S))
+            return made
+
+        strangers = [come(0, "another"), come(1, "s"), come(7, "s")]
+        first = come(0, "s")
+        found.result(WAIT_S)
+        assert len(asked) == 1
+        until(lambda: all(each.waiting() for each in strangers), "the others to be hung up on")
+        assert not first.waiting()
+        asked.close()
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside"])

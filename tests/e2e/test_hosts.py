@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 CLI = [sys.executable, "-m", "weightbus.control.cli"]
+LOADER = "weightbus.engine_agent.worker_loader.load"
 SERVER_PORT, STATUS_PORT, SIDECAR_PORT, RANKS_PORT = 30000, 5752, 5760, 29500
 
 
@@ -34,7 +35,10 @@ def places() -> Iterator[dict[str, Host]]:
         yield made
 
 
-def test_a_version_crosses_from_host_to_host_under_keys(places: dict[str, Host], tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["distributed", "sends"])
+def test_a_version_crosses_from_host_to_host_under_keys(
+    places: dict[str, Host], tmp_path: Path, transport: str
+) -> None:
     """With CURVE keys on the bus and a gloo group between two hosts, a real server serves what real ranks trained."""
     bus, engine, trainer = places["coordinator"], places["engine"], places["trainer"]
     for seed in (0, 1):
@@ -47,6 +51,7 @@ def test_a_version_crosses_from_host_to_host_under_keys(places: dict[str, Host],
         subprocess.run(trust, check=True, stdout=subprocess.DEVNULL)
     url = f"http://{engine.address}:{SERVER_PORT}"
     server = [sys.executable, "-m", "weightbus.engine_agent.cpu_server", f"--model-path={tmp_path / 'seed0'}"]
+    server += [f"--custom-weight-loader={LOADER}"] if transport == "sends" else []
     sidecar = [*CLI, "engine-agent", "--name=e0", "--channel=e2e", f"--server={url}", f"--coordinator={endpoint}"]
 
     with Programs(tmp_path) as programs:
@@ -76,7 +81,7 @@ def test_a_version_crosses_from_host_to_host_under_keys(places: dict[str, Host],
             return bus.request("GET", f"http://127.0.0.1:{STATUS_PORT}/status")["channels"].get("e2e", {})
 
         poll("the engine to be ready", lambda: channel().get("ready") == [url])
-        order = {"seed": 1, "version": 1, "transport": "distributed", "bucket_bytes": 50_000}
+        order = {"seed": 1, "version": 1, "transport": transport, "bucket_bytes": 50_000}
         done = subprocess.run(
             rank,
             input=json.dumps(order) + "\n",
@@ -90,7 +95,7 @@ def test_a_version_crosses_from_host_to_host_under_keys(places: dict[str, Host],
 
         assert "error" not in report, report
         outcomes = {one["engine"]: (one["outcome"], one["transport"], one["verified_by"]) for one in report["engines"]}
-        assert outcomes == {"e0": ("committed", "distributed", "live-digest")}
+        assert outcomes == {"e0": ("committed", transport, "live-digest")}
         body = {"input_ids": [5, 17, 33], "sampling_params": {"temperature": 0.0, "max_new_tokens": 4}}
         answer = trainer.request("POST", f"{url}/generate", json=body)
         assert answer["meta_info"]["weight_version"] == "1"

@@ -11,6 +11,7 @@ import pytest
 from tests.engine_agent.world import World
 from weightbus.control.ids import Epoch, Version
 from weightbus.control.messages import EngineHealth, Held
+from weightbus.engine_agent import late_records
 from weightbus.engine_agent.dispatch import Dispatcher
 from weightbus.engine_agent.events import Record
 from weightbus.engine_agent.late_records import LateRecords
@@ -55,6 +56,24 @@ def test_late_is_beside_and_now_is_behind_what_was_begun() -> None:
     late.close()
     assert disk.written[-1] == 4
     assert disk.written == sorted(disk.written)
+
+
+def test_a_disk_that_hangs_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record on it is of a worse state than the true one, as after any write that failed."""
+    monkeypatch.setattr(late_records, "CLOSE_S", 0.1)
+    disk = Disk()
+    late = LateRecords(disk.write)
+    late.later(record(1))
+    assert disk.begun.wait(WAIT_S)
+    closing = threading.Thread(target=late.close, daemon=True)
+    closing.start()
+    closing.join(WAIT_S / 4)
+    ended = not closing.is_alive()
+    disk.go_on.set()
+    assert ended
+    closing.join(WAIT_S)
+    assert late._thread is not None
+    late._thread.join(WAIT_S)
 
 
 def test_what_could_not_be_written_late_is_told_once() -> None:

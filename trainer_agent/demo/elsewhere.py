@@ -99,6 +99,11 @@ def _entered(holder: Program) -> int:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, timeout=_CALL_S, check=False)  # noqa: S603  written above
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_CALL_S, check=False)  # noqa: S603  written above
+    except subprocess.TimeoutExpired as late:
+        raise NoNamespace(f"`{' '.join(command)}` had not ended after {_CALL_S:g} s") from late
+    except OSError as problem:
+        raise NoNamespace(f"`{command[0]}` cannot be started: {problem.strerror}") from problem
     if done.returncode:
         raise NoNamespace(f"`{' '.join(command)}`: {done.stderr.decode(errors='replace').strip()}")

@@ -21,7 +21,7 @@ import httpx
 import msgspec
 
 from weightbus.control.ids import AgentId, Channel
-from weightbus.control.messages import Role
+from weightbus.control.messages import Role, TransportKind
 from weightbus.control.plain import plain
 from weightbus.control.provision import Member, provision
 
@@ -155,7 +155,7 @@ class Demo:
             "coordinator": self._coordinator,
             "status_url": f"http://127.0.0.1:{self._ports.status}/status",
             "engines": ENGINES,
-            "transport": "" if self._settings.mixed else self._settings.transport.value,
+            "transport": "" if self._settings.mixed else (self._settings.transport or TransportKind.LOCAL).value,
             "host": self._here,
             "runtime_dir": str(self._folder / "run"),
             "keys": str(self._folder / "keys"),

@@ -35,7 +35,9 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How the demo runs."""
 
     rounds: Annotated[int, msgspec.Meta(ge=1, le=1000, description="rounds of generate, learn, publish")] = 20
-    transport: Annotated[TransportKind, msgspec.Meta(description="how the weights travel")] = TransportKind.LOCAL
+    transport: Annotated[
+        TransportKind | None, msgspec.Meta(description="how the weights travel; none: local, or as mixed has it")
+    ] = None
     mixed: Annotated[
         bool, msgspec.Meta(description="one engine elsewhere: it is sent what the other one reads in place")
     ] = False
@@ -61,5 +63,11 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("asynchronous rounds are published: leave sync on")
         if self.asynchronous and self.mixed:
             raise ValueError("asynchronous rounds publish snapshots, which no engine reads in place: leave mixed off")
+        if self.mixed and self.transport is not None:
+            raise ValueError(
+                f"transport = {self.transport} is one way for all engines, and mixed takes two: leave one of them out"
+            )
+        if self.mixed and self.sync is Sync.OFF:
+            raise ValueError("mixed shows two ways of what is published: leave sync on")
         if self.asynchronous and self.transport in (TransportKind.DIRECT, TransportKind.SENDS):
             raise ValueError(f"transport = {self.transport} gives the weights in training, and no snapshot: take local")

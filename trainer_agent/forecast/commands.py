@@ -37,14 +37,14 @@ class SimulateFleetCommand:
         from .forecast import Forecast  # noqa: PLC0415
         from .report import figures_table, render, report_of  # noqa: PLC0415
         from .settings import config_of, fleet_of  # noqa: PLC0415
-        from .tensors import Tensors  # noqa: PLC0415
+        from .tensors import tensors_of  # noqa: PLC0415
 
         given = resolved.value
         fleet = fleet_of(given)
         engines = sum(group.count for group in fleet.engines)
         if engines > _QUICK:
             print(f"{engines} engines, one by one for each change: this may take minutes", file=sys.stderr)  # noqa: T201
-        report = report_of(Forecast(Tensors.parse(config_of(given.model), given.dtype)), fleet, given.changes)
+        report = report_of(Forecast(tensors_of(config_of(given.model), given.dtype)), fleet, given.changes)
         if given.json:
             print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())  # noqa: T201
             return 0

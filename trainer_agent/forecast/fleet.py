@@ -7,6 +7,7 @@ the trainer's own GPUs, on further GPUs of its hosts, or on hosts of its own.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from typing import Annotated, Final
 
 import msgspec
@@ -15,8 +16,8 @@ from msgspec import Meta
 from weightbus.control.errors import ConfigurationError
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
-Rate = Annotated[float, Meta(gt=0, le=1e6)]
-"""In GB/s. Infinity is none: a link that costs nothing has no share in any answer."""
+Rate = Annotated[float, Meta(ge=1e-3, le=1e6)]
+"""In GB/s: a link of 1 MB/s carries no model. Infinity is none: it would have no share in any answer."""
 MOST_ENGINES: Final = 4096
 MOST_GPUS: Final = 1 << 16
 """Of trainer and engines. Engines are calculated one by one, for each change again."""
@@ -72,6 +73,10 @@ class Trainer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Ranks of one pipeline stage."""
         return self.gpus // self.pp
 
+    def gpus_on(self, host: int) -> int:
+        """How many of its GPUs are on that one of its hosts."""
+        return max(0, min(self.gpus_per_host, self.gpus - host * self.gpus_per_host))
+
     def check(self) -> None:
         """Raise `FleetError` unless the ranks come out even."""
         _divides(self.gpus, self.tp * self.pp, "trainer GPUs", f"tp x pp = {self.tp} x {self.pp}")
@@ -91,7 +96,7 @@ class Engines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     way: Way | None = None
     """None: the first that can be, of direct, sends and nearest."""
     gpus_per_host: Count = 8
-    """On hosts of their own."""
+    """On hosts of their own; at trainer-hosts, beside the trainer's on each of its hosts, at most."""
     shift: Annotated[int, Meta(ge=0)] = 0
     """Worker w is on the GPU that worker w + shift would have: away from the trainer's part of the same number."""
 
@@ -166,6 +171,7 @@ def place(fleet: Fleet) -> Ground:
                 )
         elif engines.where is Where.HOSTS:
             host += [worker * hosts // engines.workers for worker in range(engines.workers)]
+            _fits(engines, trainer, host)
         else:
             beyond = max(host[-1] + 1, max(host) + 1)
             host += [beyond + worker // engines.gpus_per_host for worker in range(engines.workers)]
@@ -185,6 +191,18 @@ def _bound(fleet: Fleet) -> None:
                 f"{found} {what} are more than the {most} that are calculated one by one in a time worth waiting for:"
                 " ask for fewer, and see how the round grows with them"
             )
+
+
+def _fits(engines: Engines, trainer: Trainer, host: list[int]) -> None:
+    """Of a host of the trainer's engines have what it has left; of one that is full, as much as of their own."""
+    busiest, found = Counter(each for each in host[trainer.gpus :] if trainer.gpus_on(each)).most_common(1)[0]
+    left = trainer.gpus_per_host - trainer.gpus
+    most = left if left > 0 else engines.gpus_per_host
+    if found > most:
+        raise FleetError(
+            f"engines take {found} GPUs of host {busiest}, where {trainer.gpus_on(busiest)} are the trainer's: {most}"
+            " at most are left to them there. Use fewer engines, a smaller tp, other-hosts, or more gpus_per_host"
+        )
 
 
 def _way(engines: Engines, trainer: Trainer, hosts: set[int]) -> Way:

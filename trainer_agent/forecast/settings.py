@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from weightbus.control.errors import ConfigurationError
 
-from .fleet import Count, Fleet, FleetError, Links, Rate, Trainer, Way, Where
+from .fleet import Count, Engines, Fleet, FleetError, Links, Rate, Trainer, Way, Where
 
 SECTION = "simulate_fleet"
 
@@ -71,20 +71,23 @@ def fleet_of(given: SimulateSettings) -> Fleet:
     if both:
         flag = "--" + both[0].replace("_", "-")
         raise FleetError(f"{flag} and --fleet {given.fleet} both describe the fleet: say it in one of them")
-    document = _read(given.fleet)
+    document = _read(given.fleet, "a table of TOML or an object of JSON with trainer, engines and links")
     try:
         found = msgspec.convert(document | _bucket(said), Fleet)
     except msgspec.ValidationError as problem:
-        fields = f"[trainer] {', '.join(Trainer.__struct_fields__)}; [links] {', '.join(Links.__struct_fields__)}"
-        raise FleetError(f"{given.fleet} describes no fleet: {problem}. Known: {fields}; [[engines]]") from problem
+        kinds = {"[trainer]": Trainer, "[[engines]]": Engines, "[links]": Links}
+        known = "; ".join(f"{name} {', '.join(kind.__struct_fields__)}" for name, kind in kinds.items())
+        raise FleetError(f"{given.fleet} describes no fleet: {problem}. Known: {known}; bucket_mb") from problem
+    if not document.keys() & {"trainer", "engines"}:
+        raise FleetError(f"{given.fleet} says nothing of a fleet: give it [trainer] or [[engines]], or use flags")
     return msgspec.structs.replace(found, links=msgspec.structs.replace(found.links, **links))
 
 
 def config_of(path: Path) -> Mapping[str, object]:
     """The model's config. Raises `FleetError` when it is none."""
     file = path / "config.json" if path.is_dir() else path
-    document = _read(file)
-    if "architectures" not in document:
+    document = _read(file, "the config.json of a Hugging Face checkpoint")
+    if not document.get("architectures"):
         raise FleetError(f"{file} names no architectures: give the config.json of a Hugging Face checkpoint")
     return document
 
@@ -93,14 +96,16 @@ def _bucket(said: Mapping[str, Any]) -> dict[str, Any]:
     return {"bucket_mb": said["bucket_mb"]} if "bucket_mb" in said else {}
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path, expected: str) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
         found = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
     except OSError as problem:
-        raise ConfigurationError(f"{file} cannot be read: {problem.strerror}") from problem
+        raise ConfigurationError(f"{file} cannot be read: {problem.strerror}; give {expected}") from problem
+    except RecursionError as problem:
+        raise FleetError(f"{file} is nested deeper than any description: give {expected}") from problem
     except ValueError as problem:
         raise FleetError(f"{file} is neither TOML (*.toml) nor JSON: {problem}") from problem
     if not isinstance(found, dict):
-        raise FleetError(f"{file} holds a {type(found).__name__}, a table is expected")
+        raise FleetError(f"{file} holds a {type(found).__name__}: give {expected}")
     return cast("dict[str, Any]", found)

@@ -26,8 +26,12 @@ from ..served import (
     prediction_parts,
     served_tensors,
 )
+from ..source import LayoutMismatch, UnsupportedModel
 from .fleet import FleetError
 
+MOST_TENSORS: Final = 1 << 20
+"""Of a model. Each is looked at; the largest that is known has a tenth of it."""
+MOST_BYTES: Final = 1 << 50
 AXES: Final = 3
 """The most that any served tensor has."""
 
@@ -71,15 +75,34 @@ class Tensors:
         named = dtype or model.dtype or "bfloat16"
         if named not in ITEM_BYTES:
             raise FleetError(f"dtype {named!r} is none that is known: give one of {', '.join(ITEM_BYTES)}")
+        blocks = tuple(_blocks(model))
+        count = blocks[-1].first + blocks[-1].plain + blocks[-1].each * blocks[-1].experts
+        if count > MOST_TENSORS:
+            raise FleetError(
+                f"its config describes {count} tensors, more than the {MOST_TENSORS} that are looked at one by one:"
+                " look at its numbers of layers and of experts"
+            )
         specs = served_tensors(model, named)
+        if (total := sum(spec.nbytes for spec in specs)) > MOST_BYTES:
+            raise FleetError(
+                f"its config describes {total:.1e} bytes, more than the {MOST_BYTES:.1e} of any model: look at sizes"
+            )
         item = np.array([ITEM_BYTES[spec.dtype] for spec in specs], np.int64)
         nbytes = np.array([spec.nbytes for spec in specs], np.int64)
-        return cls(model, specs, tuple(_blocks(model)), item, nbytes)
+        return cls(model, specs, blocks, item, nbytes)
 
     @property
     def total(self) -> int:
         """Bytes of one version."""
         return int(self.nbytes.sum())
+
+
+def tensors_of(config: Mapping[str, object], dtype: str | None = None) -> Tensors:
+    """As `Tensors.parse`; every problem of the config is a `FleetError`."""
+    try:
+        return Tensors.parse(config, dtype)
+    except (LayoutMismatch, UnsupportedModel) as problem:
+        raise FleetError(str(problem)) from problem
 
 
 def _blocks(model: Model) -> Iterator[Block]:

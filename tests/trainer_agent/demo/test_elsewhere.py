@@ -50,6 +50,21 @@ def test_without_a_second_network_the_engine_is_sent_to_all_the_same(
     assert not (tmp_path / "run-elsewhere").exists()
 
 
+@pytest.mark.parametrize("command", [("sleep", "30"), ("/nowhere/ip", "link")])
+def test_a_call_that_does_not_end_or_begin_is_no_second_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """The demo goes on without one."""
+    monkeypatch.setattr(module, "_CALL_S", 0.2)
+    monkeypatch.setattr(module, "unavailable", lambda: "")
+    monkeypatch.setattr(module, "_HOLDER", [*command, "sleep", "infinity"])
+    monkeypatch.setattr(module, "_run", lambda *_, run=module._run: run(*command))
+    with Programs(tmp_path) as programs:
+        found = elsewhere(programs, tmp_path)
+    assert found.place == Place(flags=("--transports", "sends"))
+    assert f"`{command[0]}" in found.story
+
+
 def test_a_holder_that_ends_is_no_second_network(tmp_path: Path) -> None:
     """It was allowed to try, and is gone."""
     with Programs(tmp_path) as programs:

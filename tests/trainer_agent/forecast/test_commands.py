@@ -132,6 +132,17 @@ def test_a_fleet_may_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_pa
         ("--fleet /nowhere.toml --gpus 4", "both describe the fleet"),
         ("--gpus 0", "gpus = "),
         ("--nic inf", "nic = "),
+        ("--nic 1e-300", "Expected `float` >= 0.001"),
+        ("--nic 1e-7 --way disk --storage 1e-320", "Expected `float` >= 0.001"),
+        (
+            "--gpus 4 --engines 100 --engine-tp 8 --where trainer-hosts",
+            "engines take 800 GPUs of host 0, where 4 are the",
+        ),
+        ("--gpus 4 --engines 5 --where trainer-hosts", "4 at most are left to them there. Use fewer engines"),
+        (
+            "--gpus 16 --engines 17 --where trainer-hosts",
+            "engines take 9 GPUs of host 0, where 8 are the trainer's: 8 at",
+        ),
         ("--nvlink nan", "nvlink = "),
         ("--engines 4097", "4097 engines are more than the 4096 that are calculated one by one"),
         ("--engines 100000", "100000 engines are more than the 4096"),
@@ -170,6 +181,65 @@ def test_files_that_describe_nothing_are_refused(capsys: pytest.CaptureFixture[s
     file.write_text('{"trainer": {"gpu": 4}}')
     assert "gpus, gpus_per_host, tp" in refused(capsys, "--model", MODEL, "--fleet", str(file))
     assert "names no architectures" in refused(capsys, "--model", str(file))
+
+
+CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "layers": ({"num_hidden_layers": 2_000_000_000}, "num_hidden_layers=2000000000: 4096 at most are served"),
+    "experts": ({"n_routed_experts": 2_000_000_000}, "tensors, more than the 1048576 that are looked at one by one"),
+    "predictions": ({"num_nextn_predict_layers": 2_000_000_000}, "=2000000000: 0 to 4096 are expected"),
+    "less than none": ({"num_nextn_predict_layers": -1}, "=-1: 0 to 4096 are expected"),
+    "bytes": ({"vocab_size": 1 << 62}, "more than the 1.1e+15 of any model"),
+    "no family": ({"architectures": []}, "names no architectures: give the config.json"),
+    "another family": ({"architectures": ["BertModel"]}, "the Hugging Face config names 'BertModel'"),
+    "no sizes": ({"hidden_size": None}, "hidden_size=None: a positive number is expected"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_config_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path, case: str) -> None:
+    """Before anything is made of it: no memory is taken, and no time."""
+    changed, said = CONFIGS[case]
+    (tmp_path / "config.json").write_text(json.dumps(KIMI_K2 | changed))
+    began = time.process_time()
+    assert said in refused(capsys, "--model", str(tmp_path))
+    assert time.process_time() - began < 5
+
+
+def test_a_layer_of_every_zero_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """By its name, not as a division by zero."""
+    (tmp_path / "config.json").write_text(json.dumps(KIMI_K2 | {"full_attention_interval": 0}))
+    assert "full_attention_interval=0: a positive number" in refused(capsys, "--model", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("deep.json", "[" * 200_000, "is nested deeper than any description: give "),
+        ("deep.toml", "a = " + "[" * 200_000, "is nested deeper than any description: give "),
+        ("empty.toml", "", "says nothing of a fleet: give it [trainer] or [[engines]]"),
+        ("links.toml", "[links]\nnic = 10.0\n", "says nothing of a fleet"),
+        ("engines.toml", "[[engines]]\ntpp = 2\n", "[[engines]] count, tp, ep, where, way, gpus_per_host, shift"),
+        ("list.json", "[]", "holds a list: give a table of TOML or an object of JSON with trainer"),
+    ],
+)
+def test_a_file_of_no_fleet_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, content: str, said: str
+) -> None:
+    """What was found, what is expected, and which fields there are."""
+    file = tmp_path / name
+    file.write_text(content)
+    assert said in refused(capsys, "--model", MODEL, "--fleet", str(file))
+    if name.startswith("deep.j"):
+        assert "give the config.json" in refused(capsys, "--model", str(file))
+
+
+def test_hosts_that_are_larger_than_said_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The trainer's share of its hosts may be all that was said of them."""
+    flags = ("--gpus", "16", "--gpus-per-host", "4", "--engines", "16", "--where", "trainer-hosts")
+    found = asked(capsys, "--model", MODEL, *flags)
+    assert [note for note in found["notes"] if note.startswith("the trainer's hosts are taken to have 8 GPUs each")]
+    few = asked(capsys, "--model", MODEL, "--gpus", "4", "--engines", "4", "--where", "trainer-hosts")
+    assert not [note for note in few["notes"] if "taken to have" in note]
 
 
 def test_changes_are_calculated_and_not_told() -> None:
