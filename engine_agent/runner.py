@@ -70,7 +70,6 @@ from .events import (
     Note,
     Operated,
     Operation,
-    Record,
     Remember,
     Result,
     Run,
@@ -145,7 +144,7 @@ class EngineAgent:
         self._server.observe(self._worker.called)
         self.meters.live(SIDECAR_CONNECTED, self._connected)
         self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
-        self._late = LateRecords(self._write)
+        self._late = LateRecords(self._records.write)
         self._dispatcher = Dispatcher(self._machine, self._late.now, self._carry_out, self._post, self._late.later)
         self._view = self._machine.view()
         self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
@@ -330,9 +329,6 @@ class EngineAgent:
             self._log.error("record_not_written", reason=self._dispatcher.problem, path=str(self._records.path))
         self._show(msgspec.structs.replace(self._machine.view(), lent=self._giving.lent))
 
-    def _write(self, record: Record) -> None:
-        self._records.write(record)
-
     def _post(self, event: Event) -> None:
         self._events.put(event)
 
@@ -423,10 +419,9 @@ class EngineAgent:
                 self._events.put(_Stop(error))
 
     def _receiver(self, kind: str) -> Receiver:
-        settings, ahead = self.settings, self._rehearsal.ahead
-        return transports.receiver(
-            kind, runtime_dir=settings.runtime_dir, beside=settings.beside, hands_on=settings.hands_on, ahead=ahead
-        )
+        its, folder = self.settings, self.settings.runtime_dir
+        beside, hands_on, ahead = its.beside, its.hands_on, self._rehearsal.ahead
+        return transports.receiver(kind, runtime_dir=folder, beside=beside, hands_on=hands_on, ahead=ahead)
 
     # -- what is said of the engine -----------------------------------------------------------------------------------
 

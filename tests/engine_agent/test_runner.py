@@ -397,7 +397,7 @@ def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
     def full(_record: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(agent._records, "write", full)
+    monkeypatch.setattr(agent._late, "_write", full)
     offer = m.Offer(transport=m.TransportKind.LOCAL, address="/run/x")
     order: dict[str, Any] = {"channel": Channel("c"), "epoch": Epoch(1), "deadline_s": 30.0}
     weights: dict[str, Any] = {"version": Version(7), "manifest": Digest("a" * 64), "table": Digest("b" * 64)}
