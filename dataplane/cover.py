@@ -83,7 +83,8 @@ def weights(boxes: Boxes, elements: Column, item: Column, wanted: Column | None 
     nbytes = boxes.sizes * item[boxes.space]
     if wanted is not None:
         nbytes = nbytes * ((wanted << _FRACTION_BITS) // np.maximum(elements, 1))[boxes.space] >> _FRACTION_BITS
-    return np.maximum(nbytes, 1)
+    found: Column = np.maximum(nbytes, 1)
+    return found
 
 
 def merge(pieces: Pieces) -> Pieces:

@@ -55,7 +55,8 @@ def deal(sets: Sets, weight: Column, first: int = 0) -> Column:
     Of those who have given as little it is the next one after a place that is another for each `first`: readers with
     few items in common sets do not all ask the same holders for them.
     """
-    turn = int(f"{first:0{_BITS}b}"[::-1], 2)  # as far from those before it as can be, whatever the number of holders
+    # As far from those before it as can be, whatever the number of holders.
+    turn = int(f"{first % (1 << _BITS):0{_BITS}b}"[::-1], 2)
     begin = np.cumsum(sets.count) - sets.count
     place = np.zeros(len(sets.of), np.int64)
     given = np.zeros(int(sets.member.max(initial=0)) + 1, np.int64)
@@ -76,9 +77,8 @@ def deal(sets: Sets, weight: Column, first: int = 0) -> Column:
         count = int(sets.count[of[at]])
         turned = (np.arange(count) + (turn * count >> _BITS)) % count
         members = sets.member[begin[of[begins]][:, None] + turned]
-        apart = (
-            len(np.unique(members)) == members.size
-        )  # else one set after another: what one gives counts for the next
+        # Sets with a holder in common come one after another: what one gives counts for the next.
+        apart = len(np.unique(members)) == members.size
         for some in [slice(None)] if apart else [slice(each, each + 1) for each in range(len(ends))]:
             chosen = _by_least(given[members[some]], int(weight[at]), ends[some] - begins[some])
             shared_out = members[some].repeat(ends[some] - begins[some], axis=0)[np.arange(len(chosen)), chosen]
@@ -104,7 +104,7 @@ def _by_least(given: Column, weight: int, items: Column) -> Column:
     order = np.argsort(given, axis=1, kind="stable")
     given = np.take_along_axis(given, order, axis=1)
     # As high as all stand where what is dealt could be divided: `high`, of the lowest ones that this reaches.
-    holders = np.arange(given.shape[1])
+    holders = np.arange(int(given.shape[1]), dtype=np.int64)
     levels = (items[:, None] * weight + np.cumsum(given, axis=1)) // (holders + 1)
     last = np.where(given <= levels, holders, 0).max(axis=1)
     high = np.take_along_axis(levels, last[:, None], axis=1)

@@ -143,12 +143,13 @@ def _nearest(holders: Series, ground: Ground, gpus: Sequence[int]) -> list[Serie
 
 def _dealt(holders: Series, weight: Column, first: int) -> Column:
     """(rows,): which of its holders gives each, as the planner deals them to the reader with number `first`."""
-    stride = np.where(holders.count > 1, holders.stride, 1)
+    stride: Column = np.where(holders.count > 1, holders.stride, 1)
     width = 1 + max(int(each.max(initial=0)) for each in (holders.base, stride, holders.count))
     of, shown = numbered((holders.base * width + stride) * width + holders.count)
     count = holders.count[shown]
     place = deal(Sets(of, count, ragged(holders.base[shown], count, stride[shown])), weight, first)
-    return holders.base + stride * place
+    found: Column = holders.base + stride * place
+    return found
 
 
 def _in_planners_order(held: Holdings) -> Column:
