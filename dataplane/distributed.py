@@ -296,7 +296,7 @@ class DistributedSender:
 
         return look
 
-    def _wait_for(  # noqa: PLR0917
+    def _wait_for(
         self,
         step: str,
         what: str,
