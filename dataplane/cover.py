@@ -70,7 +70,7 @@ def in_turn(pieces: Pieces, first: int = 0, distance: Column | None = None, want
     mine = pieces.take(rows)
     far = np.zeros(len(rows), np.int64) if distance is None else distance[mine.holder]
     # What is left in several places is near and far, or cut otherwise by its holders: those by their numbers.
-    by_turn = (far * count + (mine.holder + mine.boxes.space + first) % count) * count + mine.holder
+    by_turn = (far * count + (mine.holder + mine.boxes.space + first % count) % count) * count + mine.holder
     best = (_apart if (far == far[0]).all() else once)(replace(mine, holder=by_turn))
     return replace(best, holder=best.holder % count)
 
