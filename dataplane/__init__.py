@@ -1,7 +1,7 @@
 """The data plane: what a version consists of, and how its bytes get from a trainer into engines. Knows no policy.
 
 manifest      layouts, buckets, digest tables: pure data
-boxes, pieces, cover   which part of which tensor lies where in whose memory: pure data
+boxes, pieces, cover, dealing   which part of which tensor lies where in whose memory: pure data
 integrity     digests of tensors, on CPU and GPU
 staging       the buffers in which buckets are packed; segments, handles: how they are named to other processes
 transport     the seam: Sender, Receiver, EngineServer

@@ -9,10 +9,15 @@ from typing import Final
 import numpy as np
 
 from .boxes import Box, Boxes, Column, doubly_held, intersect, subtract_all, volumes
+from .dealing import Sets, deal, numbered, ragged
 from .errors import CoverageError
-from .pieces import Pieces, order_of, side_by_side
+from .pieces import Pieces, order_of, served_sizes, side_by_side
 
 _SHOWN: Final = 3
+_FRACTION_BITS: Final = 16
+"""Of the part of a tensor that is read."""
+_MIXED: Final = ((32, 0x9E3779B97F4A7C15), (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+"""Shifts and factors of splitmix64."""
 
 
 def once(pieces: Pieces) -> Pieces:
@@ -35,28 +40,51 @@ def _apart(distinct: Pieces) -> Pieces:
     return _cut(distinct, rows[earlier], others[earlier]) if earlier.any() else distinct
 
 
-def in_turn(pieces: Pieces, first: int = 0, distance: Column | None = None) -> Pieces:
-    """Every element from one holder: of what several hold, the nearest one's, equally near ones taking turns.
+def in_turn(pieces: Pieces, first: int = 0, distance: Column | None = None, wanted: Column | None = None) -> Pieces:
+    """Every element from one holder: of what several hold, the nearest one's; equally near ones give as many bytes.
 
-    Turns go by tensor, among the holders of a piece in the order of their numbers, and begin with another one for each
-    `first`: neither one holder gives everything nor do all readers begin with the same one. `distance`, (holders,), is
-    0 everywhere unless it is given.
+    Who gives what of equal ones is another for each `first`: not all readers begin with the same one. `distance`,
+    (holders,), is 0 everywhere unless it is given. `wanted`, (tensors,), is how many elements of each tensor are read
+    in the end, all of them unless it is given.
     """
     if not len(pieces):
         return pieces
     count = int(pieces.holder.max()) + 1
     far = np.zeros(len(pieces), np.int64) if distance is None else distance[pieces.holder]
-    keys = side_by_side(far, pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop, pieces.holder)
-    order = order_of(keys)
-    heads = np.flatnonzero(_begins(keys[order, :-1]))
-    sizes = np.diff(np.append(heads, len(order)))
-    turn = (pieces.boxes.space[order[heads]] + first) % sizes
-    rows = np.sort(order[heads + turn])
-    mine, far = pieces.take(rows), far[rows]
+    alike = bool((far == far[0]).all())
+    box = side_by_side(pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop)
+    order = order_of(side_by_side(box, *(() if alike else (far,)), pieces.holder))
+    heads = np.flatnonzero(_begins(box[order]))
+    several = np.diff(np.append(heads, len(order)))
+    holder = pieces.holder[order]
+    # Few sets, in many boxes: each goes by the sum of its holders' numbers, made long and without a pattern.
+    long = _long(count)[holder]
+    if not alike:
+        near = far[order] == np.repeat(far[order[heads]], several)
+        long[~near] = 0
+        several = np.add.reduceat(near, heads, dtype=np.int64)
+    of, shown = numbered(np.add.reduceat(long, heads))
+    sets = Sets(of, several[shown], holder[ragged(heads[shown], several[shown])])
+    place = deal(sets, weights(pieces.boxes.take(order[heads]), *served_sizes(pieces.tensors), wanted), first)
+    rows = np.sort(order[heads + place])
+    mine = pieces.take(rows)
+    far = np.zeros(len(rows), np.int64) if distance is None else distance[mine.holder]
     # What is left in several places is near and far, or cut otherwise by its holders: those by their numbers.
-    by_turn = (far * count + (mine.holder + mine.boxes.space + first) % count) * count + mine.holder
+    by_turn = (far * count + (mine.holder + mine.boxes.space + first % count) % count) * count + mine.holder
     best = (_apart if (far == far[0]).all() else once)(replace(mine, holder=by_turn))
     return replace(best, holder=best.holder % count)
+
+
+def weights(boxes: Boxes, elements: Column, item: Column, wanted: Column | None = None) -> Column:
+    """(boxes,): about the bytes that are read of each, at least 1.
+
+    By tensor: how many elements it has, bytes of one, and how many are read, which are taken to lie evenly in it.
+    """
+    nbytes = boxes.sizes * item[boxes.space]
+    if wanted is not None:
+        nbytes = nbytes * ((wanted << _FRACTION_BITS) // np.maximum(elements, 1))[boxes.space] >> _FRACTION_BITS
+    found: Column = np.maximum(nbytes, 1)
+    return found
 
 
 def merge(pieces: Pieces) -> Pieces:
@@ -96,6 +124,14 @@ def _hole(pieces: Pieces, index: int) -> str:
     wide = shape + (1,) * (pieces.boxes.start.shape[1] - len(shape))
     box = subtract_all(Box.whole(wide), mine)[0]
     return str(Box(box.start[: len(shape)], box.stop[: len(shape)]))
+
+
+def _long(count: int) -> Column:
+    """A number for each holder, such that sums of different ones differ."""
+    numbers = np.arange(1, count + 1, dtype=np.uint64)
+    for shift, factor in _MIXED:
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    return numbers.view(np.int64)
 
 
 def _begins(table: Column) -> Column:

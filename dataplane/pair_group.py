@@ -28,6 +28,10 @@ from .own_stream import OwnStream
 
 _POLL_S: Final = 0.00005
 _WARM_S: Final = 20.0
+_MOVED: Final = (
+    "a peer to send or take its messages: either it stands still, or the link does not carry a turn's bytes in that"
+    " time (up to 2 GB of a rank on GPUs, 256 MB on CPUs); over a slower one let the engine take distributed or disk"
+)
 
 
 NOBODY: Final[frozenset[int]] = frozenset()
@@ -173,12 +177,12 @@ class PairGroup(OwnStream):
     def finish(self, works: Sequence[c10d.Work], deadline: Deadline) -> None:
         """Wait for `works`. Raises RuntimeError, `DeadlineExceeded`."""
         for work in works:
-            left = timedelta(seconds=deadline.check("a peer to send or take its messages"))
+            left = timedelta(seconds=deadline.check(_MOVED))
             if self._stream is None:
                 work.wait(left)
                 continue
             while not work.is_completed():
-                deadline.check("a peer to send or take its messages")
+                deadline.check(_MOVED)
                 time.sleep(_POLL_S)
             work.wait()  # raises what broke it: a work that failed is completed, too
         self.check()
@@ -196,7 +200,7 @@ class PairGroup(OwnStream):
             late = deadline is not None and not deadline.left()
             self.abort(_short(error))
             if late and deadline is not None:
-                raise DeadlineExceeded("a peer to send or take its messages", deadline.seconds) from error
+                raise DeadlineExceeded(_MOVED, deadline.seconds) from error
             raise PeerLost(f"the group broke: {self._broken}") from error
 
     def _post_on(

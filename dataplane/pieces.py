@@ -34,6 +34,7 @@ from .manifest import ITEM_BYTES, TensorSpec
 
 DTYPES: Final = tuple(ITEM_BYTES)
 """Their order numbers the dtypes in columns."""
+_ITEM_BYTES: Final[Column] = np.array([*ITEM_BYTES.values()], np.int64)
 _NUMBERS: Final = {name: number for number, name in enumerate(DTYPES)}
 
 _MAX_AXES: Final = 8
@@ -237,6 +238,11 @@ class _Tensors:
         extents[row, np.arange(len(row)) - (np.cumsum(axes) - axes)[row]] = list(chain.from_iterable(shapes))
         return _fixed(extents)
 
+    @cached_property
+    def sizes(self) -> tuple[Column, Column]:
+        """(tensors,), (tensors,): elements, and bytes of one."""
+        return _fixed(self.shapes.prod(axis=1)), _fixed(_ITEM_BYTES[self.dtypes])
+
 
 _known: tuple[_Tensors, ...] = ()
 _MOST_KNOWN: Final = 4
@@ -290,6 +296,11 @@ def packed_strides(extents: Column) -> Column:
 def served_dtypes(pieces: Pieces) -> Column:
     """(pieces,): the dtype in which each piece's tensor is served."""
     return _about(pieces.tensors).dtypes[pieces.boxes.space]
+
+
+def served_sizes(tensors: tuple[TensorSpec, ...]) -> tuple[Column, Column]:
+    """(tensors,), (tensors,): how many elements each has, and the bytes of one as it is served."""
+    return _about(tensors).sizes
 
 
 def served_strides(pieces: Pieces) -> Column:

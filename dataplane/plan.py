@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from .boxes import Boxes, Column, intersect
+from .boxes import Boxes, Column, intersect, volumes
 from .copy_rows import Side, joined, rows_of
 from .copy_table import CopyTable
 from .cover import in_turn
@@ -83,16 +83,17 @@ def make_plan(pieces: Pieces, exports: Sequence[ExportMap], recording: Recording
     """The copies of one worker.
 
     `pieces` are those of all holders, replicas included, with `holder` naming an entry of `exports`. Every element of
-    every recorded copy comes from one of them: the nearest, and among equally near ones in turn. Raises `CoverageError`
-    when nobody that the reader can reach holds a part, `ManifestError` when tensors or dtypes do not fit.
+    every recorded copy comes from one of them: the nearest, and equally near ones give as many bytes. Raises
+    `CoverageError` when nobody that the reader can reach holds a part, `ManifestError` when tensors or dtypes do not
+    fit.
     """
     if pieces.tensors != recording.tensors:
         raise ManifestError("trainer and engine speak of different tensors: record again with the current manifest")
     staged = recording.staged
     staging, staging_bytes = staging_of(pieces.tensors, staged)
-    asked = np.zeros(len(pieces.tensors), bool)
-    asked[recording.copies.boxes.space] = asked[staging.boxes.space] = True
-    chosen = _chosen(pieces.take(np.flatnonzero(asked[pieces.boxes.space])), exports, reader)
+    count = len(pieces.tensors)
+    wanted = volumes(recording.copies.boxes, count) + volumes(staging.boxes, count)
+    chosen = _chosen(pieces.take(np.flatnonzero(wanted[pieces.boxes.space])), exports, reader, wanted)
     regions = _Regions(exports)
     copies = _table(recording.copies, chosen, regions)
     # Staged tensors lie one behind another in region 0: there `storage` is a place, and no number.
@@ -163,12 +164,12 @@ def distances(exports: Sequence[ExportMap], reader: Reader) -> tuple[int, ...]:
     return tuple(far)
 
 
-def _chosen(pieces: Pieces, exports: Sequence[ExportMap], reader: Reader) -> Pieces:
-    """Of what the reader can reach, every element once."""
+def _chosen(pieces: Pieces, exports: Sequence[ExportMap], reader: Reader, wanted: Column) -> Pieces:
+    """Of what the reader can reach, every element once. `wanted`, (tensors,), are how many elements it reads."""
     far = np.array(distances(exports, reader), np.int64)
     holders = int(pieces.holder.max()) + 1 if len(pieces) else 0
     far = np.concatenate([far, np.full(max(holders - len(far), 0), _UNREACHABLE)])
-    return in_turn(pieces.take(np.flatnonzero(far[pieces.holder] < _UNREACHABLE)), reader.rank, far)
+    return in_turn(pieces.take(np.flatnonzero(far[pieces.holder] < _UNREACHABLE)), reader.rank, far, wanted)
 
 
 def _distance(export: ExportMap, reader: Reader) -> int:

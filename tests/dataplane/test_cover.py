@@ -24,7 +24,7 @@ def held(stages: int, replicas: int) -> Pieces:
     return Pieces.join(pieces)
 
 
-@pytest.mark.parametrize("reader", [0, 1, 7])
+@pytest.mark.parametrize("reader", [0, 1, 7, -1, 1 << 70])
 @pytest.mark.parametrize(("stages", "replicas"), [(1, 4), (4, 4), (8, 2), (3, 1)])
 def test_replicas_of_every_stage_take_turns(stages: int, replicas: int, reader: int) -> None:
     """Whatever their numbers are: no rank gives more than another that holds as much, to any reader."""

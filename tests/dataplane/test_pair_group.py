@@ -11,7 +11,7 @@ import torch
 
 from weightbus.dataplane.broadcast_group import join_store, serve_store
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import PeerLost, TransferFailed
+from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFailed
 from weightbus.dataplane.pair_group import PairGroup, Parcel
 
 HOST = "127.0.0.1"
@@ -70,3 +70,10 @@ def test_who_gives_up_frees_the_others(gone: str) -> None:
         assert took.result(LONG_S + PROMPT_S) < PROMPT_S
     with pytest.raises((PeerLost, TransferFailed), match="enough"):
         gives_up.exchange([], [Parcel(torch.zeros(8, dtype=torch.uint8), 0)], Deadline(LONG_S))
+
+
+def test_who_waits_in_vain_is_told_of_slow_links() -> None:
+    """A turn's deadline does not tell who stands still from a link that does not carry it: what to do is said."""
+    groups = formed(2)
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for a peer .* let the engine take distributed or disk"):
+        groups[0].exchange([], [Parcel(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(0.2))

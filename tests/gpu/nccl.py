@@ -110,7 +110,12 @@ class Run:
     def write(self) -> dict[str, Any]:
         """Everything so far, with the figures that the issue names on top."""
         parts = self.found
-        told: dict[str, Any] = {key: each[key] for each in parts.values() for key in FIGURES if key in each}
+        # Of two parts the first one's: `hosts` has another model, over sockets. A joiner is its alone.
+        told: dict[str, Any] = {}
+        for each in parts.values():
+            told = {**{key: each[key] for key in FIGURES if key in each}, **told}
+        if "hosts" in parts and len(parts) > 1:
+            told["joiner_s"] = None  # of other rounds than `normal_round_s`: `parts` has both
         told["equal"] = bool(parts) and all(part in parts and parts[part].get("equal") for part in self.parts)
         survivors = [each["survivors_serving_s"] for each in parts.values() if each.get("survivors_serving_s")]
         told["survivors_serving_s"] = max(survivors, default=None)

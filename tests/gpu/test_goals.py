@@ -78,6 +78,22 @@ def test_the_fastest_fp8_round_is_judged_and_the_median_said() -> None:
     assert "       quantised-48: the same from a peer, of the medians: 0.9286" in lines
 
 
+def test_sends_are_judged_with_the_flip() -> None:
+    """SGLang's own ways end with the parameters in place, unproven. Other counts are shown; a joiner is not one."""
+    beside = {"step:transfer_wire": 0.085, "step:transfer_copy": 0.016, "step:transfer_verify": 0.010}
+    rounds = [{"sidecar_s": {"step:transfer_wire": 0.02}, "publish_s": 0.1}, {"sidecar_s": beside, "publish_s": 0.155}]
+    found = {
+        "equal": True, "shard_to_shard_s": 0.085, "bare_sendrecv_s": 0.085, "slime_distributed_s": 1.02,
+        "flattened_distributed_s": 0.6, "joiner_s": 9.0, "normal_round_s": 1.0, "parts": {"speed": {"sends": rounds}},
+    }  # fmt: skip
+    assert not missed("nccl", found)
+    assert missed("nccl", {**found, "slime_distributed_s": 1.0}) == {
+        "nccl: times as fast as a broadcast for each tensor, wire and flip"
+    }
+    lines = [f"{each}" for each in goals.goals("nccl", found)]
+    assert "       nccl: times as fast as a broadcast for each tensor, publish(): 6.581" in lines
+
+
 def test_stages_are_not_slower_than_gathering() -> None:
     """By the medians of whole rounds; a run that was cut off before the other way had its turn is not judged by it."""
     found = {"equal": True, "gathered_s": 1.9, "stage_wise_s": 2.0, "slime_s": 1.2}

@@ -1,5 +1,6 @@
 """What is made of what was seen of survivors. No GPU."""
 
+import argparse
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import nccl
 import nccl_parts
 
 
@@ -29,3 +31,16 @@ def test_who_never_serves_again_has_no_figure() -> None:
     """It is missing then, and no zero."""
     assert seen([10.5], [(9.0, True), (10.2, False)]).since(10.0)["survivors_serving_s"] is None
     assert seen([], [(9.0, True), (10.2, False), (14.5, True)]).since(10.0)["survivors_serving_s"] is None
+
+
+def test_parts_of_other_models_leave_the_top_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`hosts` comes last, with 2 layers: its rounds are none of the model that is described, and its joiner neither."""
+    run = nccl.Run.__new__(nccl.Run)
+    run.args, run.parts, run._described = argparse.Namespace(out=Path()), ["speed", "hosts"], {"model": "24 layers"}
+    hosts = {"equal": True, "normal_round_s": 1.6, "joiner_s": 0.9, "survivors_serving_s": 1.8}
+    run.found = {"speed": {"equal": True, "bytes": 31, "normal_round_s": 0.16}, "hosts": hosts}
+    monkeypatch.setattr(nccl.rig, "write_result", lambda *_: None)
+    told = run.write()
+    assert set(nccl.FIGURES) <= told.keys()
+    assert (told["bytes"], told["normal_round_s"], told["joiner_s"]) == (31, 0.16, None)
+    assert (told["equal"], told["survivors_serving_s"], told["parts"]["hosts"]) == (True, 1.8, hosts)

@@ -1,17 +1,21 @@
 """Who gives what to whom: the choice of dataplane/plan.py among replicas, for all readers of a fleet at once. Pure.
 
 A worker takes every element from the nearest rank that holds it: its own GPU, its host, any other; equally near ones
-take turns in the order of their numbers, by the number of the tensor plus that of the worker. Holders being a series
-with equal steps, the one whose turn it is is found without looking at the others.
+give as many bytes (dataplane/dealing.py, with the same inputs as the planner has). Holders being a series with equal
+steps, those that are nearest are found without looking at each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from weightbus.dataplane.boxes import Boxes, Column, intersect
+from weightbus.dataplane.boxes import Boxes, Column, intersect, volumes
+from weightbus.dataplane.cover import weights
+from weightbus.dataplane.dealing import Sets, deal, numbered, ragged
+from weightbus.dataplane.pieces import order_of, served_sizes, side_by_side
 
 from .fleet import FleetError, Ground, Placed, Way
 from .holdings import Holdings
@@ -48,14 +52,29 @@ class Traffic:
 
 
 @dataclass(frozen=True, eq=False)
+class Series:
+    """Holders of rows: base + stride * k, k < count."""
+
+    base: Column
+    stride: Column
+    count: Column
+
+    def take(self, rows: Column) -> Series:
+        """Those of these rows."""
+        return Series(self.base[rows], self.stride[rows], self.count[rows])
+
+
+@dataclass(frozen=True, eq=False)
 class Overlaps:
     """What every worker needs of every distinct box: one row for each overlap, the same for all engines of a group."""
 
     worker: Column
     row: Column
     """Of the holdings."""
-    space: Column
     nbytes: Column
+    dealt: tuple[tuple[Column, Column], ...]
+    """By worker: the rows of the holdings of all tensors that it needs anything of, in the order of the planner's
+    boxes, and their weights there."""
 
 
 def overlaps(tensors: Tensors, held: Holdings, needed: Needs) -> Overlaps:
@@ -64,44 +83,85 @@ def overlaps(tensors: Tensors, held: Holdings, needed: Needs) -> Overlaps:
     found = np.zeros(len(needed.boxes), np.int64)
     np.add.at(found, rows, common.sizes)
     assert bool((found == needed.boxes.sizes).all()), "a part of an engine's tensors is held by no rank"
-    return Overlaps(needed.worker[rows], others, common.space, common.sizes * tensors.item[common.space])
+    dealt: list[tuple[Column, Column]] = []
+    order = _in_planners_order(held)
+    for worker in range(int(needed.worker.max()) + 1):
+        wanted = volumes(needed.boxes.take(np.flatnonzero(needed.worker == worker)), len(tensors.specs))
+        asked = order[wanted[held.boxes.space[order]] > 0]
+        dealt.append((asked, weights(held.boxes.take(asked), *served_sizes(tensors.specs), wanted)))
+    return Overlaps(needed.worker[rows], others, common.sizes * tensors.item[common.space], tuple(dealt))
 
 
 def by_parts(ground: Ground, group: Placed, held: Holdings, found: Overlaps) -> Traffic:
     """What the workers of a group get, each its own part."""
     world = ground.trainer.gpus
-    base, stride, count = held.base[found.row], held.stride[found.row], held.count[found.row]
-    turn = found.space + found.worker
-    anywhere = in_order(base, stride, count, turn)
+    holders = Series(held.base, held.stride, held.count)
     host = np.array(ground.host, np.int64)
     near = {host[gpu] for gpu in range(world)}
+    anywhere: Column | None = None
     parts: list[Traffic] = []
     for gpus in group.gpu:
         gpu = np.array(gpus, np.int64)[found.worker]
-        source = anywhere
         if group.way is not Way.SENDS or near & {host[each] for each in gpus}:
-            per = ground.trainer.gpus_per_host
-            first = host[gpu] * per
-            here = within(base, stride, count, first, np.minimum(first + per, world))
-            own = within(base, stride, count, gpu, np.minimum(gpu + 1, world))
-            source = np.where(here[1] > 0, in_order(here[0], stride, here[1], turn), source)
-            source = np.where(own[1] > 0, own[0], source)
+            source = _sources(found, _nearest(holders, ground, gpus))
+        else:
+            source = anywhere = _sources(found, [holders] * len(gpus)) if anywhere is None else anywhere
         if group.way is Way.DIRECT and bool((host[source] != host[gpu]).any()):
             raise FleetError("direct cannot read parts that only other hosts hold: use sends or nearest")
         parts.append(Traffic.of(source, gpu, found.nbytes))
     return Traffic.join(parts)
 
 
-def in_order(base: Column, stride: Column, count: Column, turn: Column) -> Column:
-    """Of each series of holders the one whose place in it is `turn`, again and again."""
-    return base + stride * (turn % np.maximum(count, 1))
+def _sources(found: Overlaps, holders: Sequence[Series]) -> Column:
+    """(overlaps,): who gives each. `holders` are, for each worker, the nearest ones of every row of the holdings."""
+    source = np.zeros(len(found.row), np.int64)
+    for worker, (rows, weight) in enumerate(found.dealt):
+        chosen = np.zeros(len(holders[worker].base), np.int64)
+        chosen[rows] = _dealt(holders[worker].take(rows), weight, worker)
+        mine = found.worker == worker
+        source[mine] = chosen[found.row[mine]]
+    return source
 
 
-def within(base: Column, stride: Column, count: Column, low: Column, high: Column) -> tuple[Column, Column]:
-    """The part of each series from `low` on and below `high`: where it begins, and how many."""
-    first = np.maximum(0, -(-(low - base) // stride))
-    last = np.minimum(count, -(-(high - base) // stride))
-    return base + stride * first, np.maximum(0, last - first)
+def _nearest(holders: Series, ground: Ground, gpus: Sequence[int]) -> list[Series]:
+    """For each of these GPUs those that are nearest to it, of each row: itself, those of its host, or all."""
+    per, world = ground.trainer.gpus_per_host, ground.trainer.gpus
+    of_host: dict[int, Series] = {}
+    for host in {ground.host[gpu] for gpu in gpus}:
+        here = within(holders, host * per, min(host * per + per, world))
+        base, count = np.where(here.count > 0, (here.base, here.count), (holders.base, holders.count))
+        of_host[host] = Series(base, holders.stride, count)
+    found: list[Series] = []
+    for gpu in gpus:
+        near = of_host[ground.host[gpu]]
+        if gpu < world:
+            own = within(near, gpu, gpu + 1).count > 0
+            near = Series(np.where(own, gpu, near.base), near.stride, np.where(own, 1, near.count))
+        found.append(near)
+    return found
+
+
+def _dealt(holders: Series, weight: Column, first: int) -> Column:
+    """(rows,): which of its holders gives each, as the planner deals them to the reader with number `first`."""
+    stride: Column = np.where(holders.count > 1, holders.stride, 1)
+    width = 1 + max(int(each.max(initial=0)) for each in (holders.base, stride, holders.count))
+    of, shown = numbered((holders.base * width + stride) * width + holders.count)
+    count = holders.count[shown]
+    place = deal(Sets(of, count, ragged(holders.base[shown], count, stride[shown])), weight, first)
+    found: Column = holders.base + stride * place
+    return found
+
+
+def _in_planners_order(held: Holdings) -> Column:
+    return order_of(side_by_side(held.boxes.space, held.boxes.start, held.boxes.stop))
+
+
+def within(holders: Series, low: int, high: int) -> Series:
+    """The part of each series from `low` on and below `high`."""
+    base, stride = holders.base, holders.stride
+    first = np.maximum(0, -((base - low) // stride))
+    last = np.minimum(holders.count, -((base - high) // stride))
+    return Series(base + stride * first, stride, np.maximum(0, last - first))
 
 
 def assembled(tensors: Tensors, held: Holdings) -> Column:
@@ -110,9 +170,11 @@ def assembled(tensors: Tensors, held: Holdings) -> Column:
 
 
 def digested(tensors: Tensors, held: Holdings) -> Column:
-    """(ranks,): what each rank reads for the digests, in turn (dataplane/shares.py)."""
-    space = held.boxes.space
-    return _sums(in_order(held.base, held.stride, held.count, space), _sizes(tensors, held.boxes))
+    """(ranks,): what each rank reads for the digests (dataplane/shares.py)."""
+    order = _in_planners_order(held)
+    boxes = held.boxes.take(order)
+    holders = Series(held.base, held.stride, held.count).take(order)
+    return _sums(_dealt(holders, weights(boxes, *served_sizes(tensors.specs)), 0), _sizes(tensors, boxes))
 
 
 def _sizes(tensors: Tensors, boxes: Boxes) -> Column:

@@ -88,3 +88,10 @@ def test_stages_that_broadcast_gather_beside_each_other(forecast: Forecast) -> N
     one = gathered(Way.DISK)
     assert gathered(Way.DISTRIBUTED, Way.DISK) == one
     assert all(mine < 0.7 * all_of_it for mine, all_of_it in zip(gathered(Way.DISTRIBUTED), one, strict=True))
+
+
+def test_a_barrier_takes_what_was_measured() -> None:
+    """The slower one of control.json, by agent."""
+    measured = json.loads((MODEL.parents[2] / "bench" / "results" / "control.json").read_text())
+    each = max(measured["barrier_ms"].values()) / 1000 / measured["agents"]
+    assert figures.BARRIER_ENGINE_S.value == pytest.approx(each, rel=0.05)
