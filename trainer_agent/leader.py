@@ -70,6 +70,8 @@ class Leader:
             outfit.settings.channel,
             source.device,
         )
+        if doubt := outfit.settings.doubt():
+            _log.warning("settings_doubted", channel=outfit.settings.channel, reason=doubt)
         self._pacer = Pacer(outfit.settings, outfit.bus, self._background)
         self._stood_s = 0.0
         """Since the last snapshot was handed over."""

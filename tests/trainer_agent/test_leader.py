@@ -5,12 +5,13 @@ from __future__ import annotations
 from unittest.mock import Mock
 
 import pytest
+from structlog.testing import capture_logs
 
 from weightbus.control.messages import TransportKind
 from weightbus.dataplane import nixl_group
 from weightbus.trainer_agent import leader
 from weightbus.trainer_agent.exposure import Exposure
-from weightbus.trainer_agent.leader import _without_nixl
+from weightbus.trainer_agent.leader import Leader, _without_nixl
 from weightbus.trainer_agent.settings import SendsOver, TrainerSettings
 
 BY_NIXL = TrainerSettings(sends_over=SendsOver.NIXL, channel="policy", insecure_loopback=True)
@@ -43,3 +44,13 @@ def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:
     """They belong to addresses with a port; sockets know no such name."""
     with pytest.raises(ValueError, match="without brackets"):
         TrainerSettings(channel="policy", insecure_loopback=True, host="[::1]")
+
+
+def test_turns_without_a_lag_are_doubted_at_the_start() -> None:
+    """Who is not reached by a version that breaks servers would get no requests."""
+    rolling = TrainerSettings(channel="policy", insecure_loopback=True, max_paused=1)
+    with capture_logs() as lines:
+        Leader(Mock(settings=rolling), Mock(), Mock())
+    assert [(line["event"], "max_lag = 1" in line["reason"]) for line in lines] == [("settings_doubted", True)]
+    for well in (BY_NIXL, TrainerSettings(channel="policy", insecure_loopback=True, max_paused=1, max_lag=1)):
+        assert not well.doubt()
