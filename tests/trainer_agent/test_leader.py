@@ -46,11 +46,12 @@ def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:
         TrainerSettings(channel="policy", insecure_loopback=True, host="[::1]")
 
 
-def test_turns_without_a_lag_are_doubted_at_the_start() -> None:
+def test_turns_without_a_lag_are_doubted_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is not reached by a version that breaks servers would get no requests."""
+    monkeypatch.setattr(leader, "SnapshotRounds", Mock())
     rolling = TrainerSettings(channel="policy", insecure_loopback=True, max_paused=1)
     with capture_logs() as lines:
-        Leader(Mock(settings=rolling), Mock(), Mock())
+        Leader(Mock(settings=rolling), Mock(), Mock(), None)
     assert [(line["event"], "max_lag = 1" in line["reason"]) for line in lines] == [("settings_doubted", True)]
     for well in (BY_NIXL, TrainerSettings(channel="policy", insecure_loopback=True, max_paused=1, max_lag=1)):
         assert not well.doubt()
