@@ -48,7 +48,8 @@ def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:
 
 def test_turns_without_a_lag_are_doubted_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is not reached by a version that breaks servers would get no requests."""
-    monkeypatch.setattr(leader, "SnapshotRounds", Mock())
+    for part in ("SnapshotRounds", "Background"):
+        monkeypatch.setattr(leader, part, Mock())
     rolling = TrainerSettings(channel="policy", insecure_loopback=True, max_paused=1)
     with capture_logs() as lines:
         Leader(Mock(settings=rolling), Mock(), Mock(), None)
