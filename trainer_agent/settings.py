@@ -147,8 +147,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         if self.max_paused and not self.max_lag:
             return (
                 f"max_paused = {self.max_paused} without max_lag: where a rolling round stops because its version"
-                " breaks servers, those that it did not reach keep the version before, and get no requests until they have"
-                " the committed one; set max_lag = 1 to have them served"
+                " breaks servers, those that it did not reach keep the version before, and get no requests"
+                " until they have the committed one; set max_lag = 1 to have them served"
             )
         return ""
 
