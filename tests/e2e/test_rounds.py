@@ -86,9 +86,17 @@ def test_before_the_first_version_engines_serve_what_they_were_started_with(
 
 
 def test_loaders_are_recorded_before_the_coordinator_hears_of_the_engines(fleet: Fleet) -> None:
-    """By the files of the served checkpoint. The servers answer after it as before, says the test above."""
+    """By the files of the served checkpoint. The servers answer after it as before, says the test above.
+
+    Where the CPU has AMX, SGLang packs weights for it after each call of a loader: the sidecar says why it makes none.
+    """
+    packs = "amx_tile" in Path("/proc/cpuinfo").read_text()
     for name, workers in (("one", 1), ("two", 2)):
         said = (fleet.folder / f"sidecar-{name}.log").read_text()
+        if packs:
+            assert -1 < said.find("lays weights out anew") < said.find("joined"), said
+            assert _recordings(fleet, name) == (0, 0)
+            continue
         assert -1 < said.find("recorded_ahead") < said.find("joined"), said
         assert "not_recorded_ahead" not in said
         assert _recordings(fleet, name) == (workers, 0)

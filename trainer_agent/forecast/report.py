@@ -75,11 +75,11 @@ def _notes(fleet: Fleet, now: Round, found: tuple[Change, ...]) -> Iterator[str]
         yield "sends were measured between two GPUs of a host: larger groups are taken to fill their links as well"
         waits = "" if now.beside_s is None else f", and a request waits {_seconds(now.beside_s)}"
         yield f"engines are taken to stand still for what is sent: with memory for it they go on until the flip{waits}"
+        yield "left out: what the first rank does for each pair of a rank and a worker before they begin"
     beside = sum(group.workers for group in fleet.engines if group.where is Where.HOSTS)
     each = fleet.trainer.gpus_on(0) + -(-beside // -(-fleet.trainer.gpus // fleet.trainer.gpus_per_host))
     if beside and each > fleet.trainer.gpus_per_host:
         yield f"the trainer's hosts are taken to have {each} GPUs each, all joined by NVLink"
-        yield "left out: what the first rank does for each pair of a rank and a worker before they begin"
     if fleet.links.nics_per_host is not None and any("NIC" in load.link for load in now.loads):
         yield "a GPU is taken to use one NIC of its host's at a time"
     yield "a first round also records, plans and connects: seconds more"
