@@ -42,6 +42,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """How long a version waits for a journal that does not take writes."""
     resume_s: float = 120.0
     abort_s: float = 60.0
+    straggle_s: float = 10.0
+    """How long a round waits for its last engines, once others serve the version: its trainer stands still for it."""
     probe_s: float = 2.0
     """How often a journal that failed is tried again."""
     answers: int = 4096

@@ -313,7 +313,8 @@ class Round:
         if again or (more and self._cohort.room >= lacking):
             return self._epoch(next_epoch)
         if more and self._cohort.makes_room:
-            self._wait_for_room(now)
+            if not self._makes_room:  # who was told to leave serves again in a moment, or does not
+                self._makes_room, self._deadline = True, now + self._limits.abort_s + self._limits.grace_s
         elif more:
             self._stop(now)
         elif self.durable:
@@ -347,6 +348,9 @@ class Round:
     def _resumed(self, next_epoch: Epoch, now: float) -> EpochTaken | RoundClosed | None:
         """Those who stood still serve again, or are out: the next ones may, if there are any and they can be served."""
         if not self._cohort.settled:
+            others = self._cohort.count(EnginePhase.SERVING) or not self._cohort.count(EnginePhase.RESUMING)
+            if others and not self._cohort.waiting:
+                self._deadline = min(self._deadline, now + self._limits.straggle_s)
             return None
         if not self._cohort.waiting:
             return self._closed(now)
@@ -357,11 +361,6 @@ class Round:
         else:
             self._stop(now)
         return None
-
-    def _wait_for_room(self, now: float) -> None:
-        """Those who were told to leave serve again in a moment, or they do not."""
-        if not self._makes_room:
-            self._makes_room, self._deadline = True, now + self._limits.abort_s + self._limits.grace_s
 
     def _stop(self, now: float) -> None:
         """Too many of those who stood still do not serve: nobody else is risked for this version."""

@@ -330,6 +330,22 @@ def test_who_is_about_to_serve_again_is_waited_for() -> None:
     assert max(rolling.still) == 1
 
 
+def test_who_is_slow_to_resume_is_waited_for_while_others_wait_for_their_turn() -> None:
+    """For as long as it may take: the next turn would have one more standing still, or the round stop for it."""
+    rolling = Rolling(3, 2, redrives=0)
+    rolling.outcomes(1)
+    slow = rolling.engines[1]
+    slow.script[Commit] = lambda _message: setattr(slow, "deaf", True)
+    rolling.trainer.acquire(2)
+    rolling.world.settle()
+    rolling.world.advance(2 * LIMITS.straggle_s)
+    slow.deaf = False
+    rolling.world.advance(2 * LIMITS.retry_max_s)
+    done = rolling.trainer.done
+    assert done is not None
+    assert [report.outcome.value for report in done.engines] == ["committed"] * 3
+
+
 def test_who_never_answers_its_abort_is_waited_for_in_bounded_time() -> None:
     """Then it counts as one that does not serve."""
     rolling = Rolling(3, 1, redrives=0)

@@ -44,7 +44,7 @@ from weightbus.control.messages import (
 )
 from weightbus.control.states import EnginePhase, RoundState
 
-from .world import CHANNEL, Engine, Trainer, World, digest
+from .world import CHANNEL, LIMITS, Engine, Trainer, World, digest
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 
@@ -1104,6 +1104,45 @@ def test_abort_reaches_engines_whatever_they_held() -> None:
     assert set(outcomes(world, trainer, 2).values()) == {Outcome.COMMITTED}
 
 
+@pytest.mark.parametrize("command", [Abort, Commit])
+def test_the_last_engines_keep_a_trainer_only_a_moment(command: type[Message]) -> None:
+    """It gets its report soon after the others serve. Who has not answered is told until it does."""
+    world, e0, e1, trainer = fleet()
+    trainer.policy = Policy(redrives=0)
+    assert set(outcomes(world, trainer, 1).values()) == {Outcome.COMMITTED}
+    if command is Abort:
+        e1.fail(Transfer, Step.TRANSFER)
+    e1.script[command] = lambda _message: setattr(e1, "deaf", True)
+    began = world.now
+    done = world.publish(trainer, 2)
+    assert {r.engine: r.outcome for r in done.engines} == {"e0": Outcome.COMMITTED, "e1": Outcome.QUARANTINED}
+    assert LIMITS.straggle_s <= world.now - began <= LIMITS.straggle_s + 1
+    assert (e0.weights, world.ready) == (2, ("e0",))
+    e1.deaf, told = False, len(e1.got(command))
+    world.advance(LIMITS.retry_max_s)
+    assert len(e1.got(command)) > told
+    assert e1.weights == (1 if command is Abort else 2)
+    assert set(outcomes(world, trainer, 3).values()) == {Outcome.COMMITTED}
+
+
+def test_where_nobody_serves_yet_all_have_their_time_to_resume() -> None:
+    """The version is worth nothing without them."""
+    world, e0, e1, trainer = fleet()
+    trainer.policy = Policy(redrives=0)
+    e1.fail(Transfer, Step.TRANSFER)
+    e0.script[Commit] = lambda _message: setattr(e0, "deaf", True)
+    e1.script[Abort] = lambda _message: setattr(e1, "deaf", True)
+    trainer.acquire(1)
+    world.settle()
+    world.advance(4 * LIMITS.straggle_s)
+    assert trainer.done is None
+    e0.deaf = False
+    world.advance(LIMITS.retry_max_s + LIMITS.straggle_s)
+    done = trainer.done
+    assert done is not None
+    assert {r.engine: r.outcome for r in done.engines} == {"e0": Outcome.COMMITTED, "e1": Outcome.QUARANTINED}
+
+
 # -- anything --------------------------------------------------------------------------------------------------------
 
 SHORT = Limits(
@@ -1118,6 +1157,7 @@ SHORT = Limits(
     commit_s=6,
     resume_s=6,
     abort_s=6,
+    straggle_s=2,
 )
 NAMES = st.sampled_from(["e0", "e1", "e2"])
 

@@ -35,6 +35,7 @@ LIMITS = Limits(
     commit_s=10.0,
     resume_s=20.0,
     abort_s=10.0,
+    straggle_s=4.0,
     answers=128,
     blob_bytes=16 * 1024,
     forget_s=120.0,
