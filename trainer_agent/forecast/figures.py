@@ -50,6 +50,10 @@ CALL_S: Final = Figure(7.0e-3, "colocated, peer and crosswise.json: a transfer b
 VERIFY_S: Final = Figure(0.2e-3, "every run with one engine")
 COMMIT_S: Final = Figure(0.7e-3, "every run with one engine: label, journal and fsync")
 RESUME_S: Final = Figure(4.3e-3, "every run with one engine")
+JOIN_S: Final = Figure(
+    0.086, "joiner.json: a group, a manifest to read and small parts that an engine's first round has, mean of two"
+)
+JOIN_TENSOR_S: Final = Figure(14.5e-6, "joiner.json: layout, plan and what to expect of 9,435 tensors, by one worker")
 GPU_GB: Final = Figure(288.0, "not measured: the memory of a B300", measured=False)
 BARRIER_ENGINE_S: Final = Figure(
     0.035e-3, "control.json: 2,048 agents resumed in 72 ms, on two cores that ran them, too"

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from weightbus.control.errors import ConfigurationError
 
@@ -128,10 +129,12 @@ class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engines: tuple[Engines, ...] = (Engines(),)
     links: Links = Links()
     bucket_mb: Count = 512
+    max_paused: Count | None = None
+    """So many engines stand still for the round at a time, at most; None: all at once."""
 
 
 class Placed(msgspec.Struct, frozen=True):
-    """A group of engines on GPUs."""
+    """A group of engines on GPUs, or those of it that are in one wave."""
 
     engines: Engines
     way: Way
@@ -180,6 +183,21 @@ def place(fleet: Fleet) -> Ground:
         of_each = tuple(tuple(gpus[at : at + engines.tp]) for at in range(0, engines.workers, engines.tp))
         groups.append(Placed(engines, way, of_each))
     return Ground(trainer, tuple(host), tuple(groups))
+
+
+def waves(ground: Ground, most: int | None) -> tuple[Ground, ...]:
+    """Who stands still together: engines in the order of their groups, `most` at a time; None: all."""
+    engines = [(index, gpus) for index, group in enumerate(ground.groups) for gpus in group.gpu]
+    each = len(engines) if most is None else most
+    found: list[Ground] = []
+    for at in range(0, len(engines), each):
+        turn = engines[at : at + each]
+        groups = tuple(
+            replace(ground.groups[index], gpu=tuple(gpus for owner, gpus in turn if owner == index))
+            for index in sorted({index for index, _ in turn})
+        )
+        found.append(replace(ground, groups=groups))
+    return tuple(found)
 
 
 def _bound(fleet: Fleet) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
-from .fleet import Engines, Fleet, Ground, Placed, Trainer, Way, place
+from .fleet import Engines, Fleet, Ground, Placed, Trainer, Way, place, waves
 from .holdings import Holdings, holdings
 from .needs import Needs, needs
-from .seconds import Round, Volume, round_of
+from .seconds import Round, Volume, Wave, joining_s, round_of
 from .tensors import Tensors
 from .traffic import Overlaps, Traffic, assembled, by_parts, digested, overlaps
 
@@ -20,20 +21,43 @@ class Forecast:
         self._held: dict[Trainer, Holdings] = {}
         self._needed: dict[tuple[int, int], Needs] = {}
         self._overlaps: dict[tuple[Trainer, int, int], Overlaps] = {}
-        self._traffic: dict[tuple[Trainer, Placed], Traffic] = {}
+        self._traffic: dict[tuple[Trainer, Placed], tuple[Traffic, ...]] = {}
+        self._kept: dict[tuple[int, int], int] = {}
 
     def round(self, fleet: Fleet) -> Round:
         """One steady round. Raises `FleetError` for a fleet that cannot be."""
         ground = place(fleet)
-        traffic = Traffic.join([self._of(ground, group) for group in ground.groups if group.way.by_parts])
-        return round_of(fleet, ground, traffic, self._volume(fleet, ground))
+        return round_of(fleet, ground, self._waves(fleet, ground), self._volume(fleet, ground))
+
+    def joining_s(self, fleet: Fleet) -> float | None:
+        """How long one more engine, like the slowest of these, is brought the version; None unless all go by sends."""
+        ground = place(fleet)
+        if any(group.way is not Way.SENDS for group in ground.groups):
+            return None  # measured of no other way
+        volume = self._volume(fleet, ground)
+        alone = (replace(ground, groups=(replace(group, gpu=group.gpu[:1]),)) for group in ground.groups)
+        return max(joining_s(fleet, wave, volume) for one in alone for wave in self._waves(fleet, one))
 
     def traffic(self, fleet: Fleet) -> Traffic:
         """Bytes by pair of a trainer rank and an engine's GPU, of the groups that get their parts."""
         ground = place(fleet)
-        return Traffic.join([self._of(ground, group) for group in ground.groups if group.way.by_parts])
+        return self._waves(replace(fleet, max_paused=None), ground)[0].traffic
 
-    def _of(self, ground: Ground, group: Placed) -> Traffic:
+    def _waves(self, fleet: Fleet, ground: Ground) -> tuple[Wave, ...]:
+        parts: dict[tuple[int, ...], Traffic] = {}
+        for group in ground.groups:
+            if group.way.by_parts:
+                parts.update(zip(group.gpu, self._of(ground, group), strict=True))
+        return tuple(
+            Wave(
+                each,
+                Traffic.join([parts[gpus] for group in each.groups if group.way.by_parts for gpus in group.gpu]),
+                max(self._kept_by(group.engines) for group in each.groups),
+            )
+            for each in waves(ground, fleet.max_paused)
+        )
+
+    def _of(self, ground: Ground, group: Placed) -> tuple[Traffic, ...]:
         key = (ground.trainer, group)
         if key not in self._traffic:
             found = self._overlap(ground.trainer, group.engines)
@@ -57,6 +81,14 @@ class Forecast:
             self._overlaps[key] = overlaps(self.tensors, self._holdings(trainer), self._needs(engines))
         return self._overlaps[key]
 
+    def _kept_by(self, engines: Engines) -> int:
+        key = (engines.tp, engines.ep)
+        if key not in self._kept:
+            needed = self._needs(engines)
+            sizes = needed.boxes.sizes * self.tensors.item[needed.boxes.space]
+            self._kept[key] = int(np.bincount(needed.worker, weights=sizes).max())
+        return self._kept[key]
+
     def _volume(self, fleet: Fleet, ground: Ground) -> Volume:
         held, trainer = self._holdings(fleet.trainer), fleet.trainer
         parcels = np.zeros(trainer.gpus, np.int64)
@@ -70,11 +102,6 @@ class Forecast:
         beside = (ranks // trainer.gpus_per_host == roots // trainer.gpus_per_host) & (ranks != roots)
         beyond = ranks // trainer.gpus_per_host != roots // trainer.gpus_per_host
         near, far = (np.bincount(roots, weights=parcels * chosen).max() for chosen in (beside, beyond))
-        kept = 0
-        for group in ground.groups:
-            needed = self._needs(group.engines)
-            sizes = needed.boxes.sizes * self.tensors.item[needed.boxes.space]
-            kept = max(kept, int(np.bincount(needed.worker, weights=sizes).max()))
         return Volume(
             total=self.tensors.total,
             tensors=len(self.tensors.specs),
@@ -83,5 +110,4 @@ class Forecast:
             near_parcels=int(near),
             far_parcels=int(far),
             sources=stages,
-            kept=kept,
         )

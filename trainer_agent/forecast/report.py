@@ -34,6 +34,8 @@ class Report(msgspec.Struct, frozen=True):
     fleet: Fleet
     """With the ways that were chosen."""
     round: Round
+    joining_s: float | None
+    """From the `Hello` of one more engine until it gets requests. Null unless all go by sends."""
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
 
@@ -46,6 +48,7 @@ def report_of(forecast: Forecast, fleet: Fleet, most: int) -> Report:
         engines=tuple(msgspec.structs.replace(group, way=way) for group, way in zip(fleet.engines, ways, strict=True)),
     )
     now = forecast.round(settled)
+    joining_s = forecast.joining_s(settled)
     tensors = forecast.tensors
     found = changes(forecast, settled, now, most)
     return Report(
@@ -56,12 +59,13 @@ def report_of(forecast: Forecast, fleet: Fleet, most: int) -> Report:
         tensors=len(tensors.specs),
         fleet=settled,
         round=now,
+        joining_s=joining_s,
         changes=found,
-        notes=tuple(_notes(settled, now, found)),
+        notes=tuple(_notes(settled, now, joining_s, found)),
     )
 
 
-def _notes(fleet: Fleet, now: Round, found: tuple[Change, ...]) -> Iterator[str]:
+def _notes(fleet: Fleet, now: Round, joining_s: float | None, found: tuple[Change, ...]) -> Iterator[str]:
     ways = sorted({group.way.value for group in fleet.engines if group.way is not None})
     for way in Way:
         if way.value not in _OFFERED and (way.value in ways or any(way.value in each.what for each in found)):
@@ -76,6 +80,10 @@ def _notes(fleet: Fleet, now: Round, found: tuple[Change, ...]) -> Iterator[str]
         waits = "" if now.beside_s is None else f", and a request waits {_seconds(now.beside_s)}"
         yield f"engines are taken to stand still for what is sent: with memory for it they go on until the flip{waits}"
         yield "left out: what the first rank does for each pair of a rank and a worker before they begin"
+    if joining_s is not None:
+        yield "joining: its loader recorded ahead, from when the trainer offers the version (snapshots: every second)"
+        yield "joining was measured with one worker and a model cut in two: larger layouts plan and connect for longer"
+    yield from _turns(fleet, now)
     beside = sum(group.workers for group in fleet.engines if group.where is Where.HOSTS)
     each = fleet.trainer.gpus_on(0) + -(-beside // -(-fleet.trainer.gpus // fleet.trainer.gpus_per_host))
     if beside and each > fleet.trainer.gpus_per_host:
@@ -85,18 +93,36 @@ def _notes(fleet: Fleet, now: Round, found: tuple[Change, ...]) -> Iterator[str]
     yield "a first round also records, plans and connects: seconds more"
 
 
+def _turns(fleet: Fleet, now: Round) -> Iterator[str]:
+    grouped = any(group.way in {Way.SENDS, Way.DISTRIBUTED} for group in fleet.engines)
+    if grouped and sum(group.count for group in fleet.engines) > 1:
+        yield "engines are taken to have GPUs of their own: over NCCL those that share one take turns (--max-paused)"
+    if now.waves > 1:
+        yield "engines have their turns in the order in which they are described; links are those of the longest wave"
+
+
 def render(report: Report) -> RenderableType:
     """Steps with bars, the busiest links, what would help."""
     size = f"{_count(report.parameters)} parameters, {_count(report.bytes)}B in {report.dtype}"
     head = [Text(f"{plain(report.model)}: {size}, {report.tensors:,} tensors", style="bold")]
     head += [Text(_trainer(report.fleet.trainer)), *(Text(_engines(each)) for each in report.fleet.engines)]
-    ends = Text(
-        f"round {_seconds(report.round.total_s)}, of which a request that runs waits {_seconds(report.round.pause_s)}",
-        style="bold",
-    )
+    ends = Text("\n".join(_ends(report)), style="bold")
     notes = [Text(f"note: {note}", style="dim") for note in report.notes]
     blank = Text("")
     return Group(*head, blank, _steps(report.round), ends, blank, _loads(report.round), blank, _changes(report), *notes)
+
+
+def _ends(report: Report) -> Iterator[str]:
+    now, engines = report.round, sum(group.count for group in report.fleet.engines)
+    waits = f"a request that runs waits {_seconds(now.pause_s)}"
+    if now.waves == 1:
+        yield f"round {_seconds(now.total_s)}, of which {waits}"
+    else:
+        waves = f"{now.waves} waves of at most {_many(engines - now.serving, 'engine')}"
+        yield f"round {_seconds(now.total_s)} in {waves}, of which {waits}: that of its engine"
+        yield f"at least {now.serving} of {engines} engines serve at any time"
+    if report.joining_s is not None:
+        yield f"an engine that joins is routable after about {_seconds(report.joining_s)}"
 
 
 def _trainer(trainer: Trainer) -> str:
@@ -116,7 +142,7 @@ def _steps(now: Round) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("step")
     table.add_column("seconds", justify="right")
-    table.add_column("- serving, # paused")
+    table.add_column("- serving, # paused" if now.waves == 1 else "- serving, # a wave is paused")
     for step in now.steps:
         table.add_row(step.name, _seconds(step.seconds), _bar(step, now.total_s))
     return table

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -51,21 +53,38 @@ class Volume(msgspec.Struct, frozen=True):
     far_parcels: int
     sources: int
     """How many do: the first rank, or that of each stage where all whole tensors are broadcast."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wave:
+    """Engines that stand still together: all of a round, or those whose turn it is."""
+
+    ground: Ground
+    traffic: Traffic
     kept: int
-    """By the engine GPU that keeps most."""
+    """Bytes, by the engine GPU that keeps most."""
+
+    @property
+    def engines(self) -> int:
+        """How many."""
+        return sum(len(group.gpu) for group in self.ground.groups)
 
 
 class Round(msgspec.Struct, frozen=True):
     """The prediction."""
 
     steps: tuple[Step, ...]
+    """Those of all waves added up."""
     total_s: float
+    waves: int
+    serving: int
+    """Engines that no wave stops at the same time: so many serve at any time, at least."""
     pause_s: float
-    """How long a request that is running waits."""
+    """How long a request that is running waits; in the wave with the longest pause."""
     beside_s: float | None
     """... of engines that have memory to take all of it beside what they serve. Null unless all go by sends."""
     loads: tuple[Load, ...]
-    """Busiest first."""
+    """Busiest first; of the longest wave."""
     kept_gigabytes: float
     """What the engine GPU with most of the weights keeps of them."""
 
@@ -75,42 +94,82 @@ def rate(given: float | None, figure: Figure) -> float:
     return (given or figure.value) * _GB
 
 
-def round_of(fleet: Fleet, ground: Ground, traffic: Traffic, volume: Volume) -> Round:
-    """One steady round: nothing is recorded, planned, compiled or connected anew, and no group is formed."""
-    engines = sum(group.engines.count for group in ground.groups)
-    barrier = figures.BARRIER_ENGINE_S.value * engines
-    whole = [group for group in ground.groups if not group.way.by_parts]
-    loads = [*_links(fleet.links, ground, traffic)]
+def round_of(fleet: Fleet, ground: Ground, waves: Sequence[Wave], volume: Volume) -> Round:
+    """One steady round: nothing is recorded, planned, compiled or connected anew, and no group is formed.
+
+    Whatever all engines are asked before the first wave stands still is asked once.
+    """
+    engines = sum(wave.engines for wave in waves)
+    assembled = any(not group.way.by_parts for group in ground.groups)
+    before = (
+        Step("acquire", figures.ACQUIRE_S.value, paused=False),
+        Step("digest", _digest(volume, ground, assembled=assembled), paused=False),
+        Step("announce", figures.ANNOUNCE_S.value, paused=False),
+        Step("prepare", figures.PREPARE_S.value + figures.BARRIER_ENGINE_S.value * engines, paused=False),
+    )
+    turns = [_turn(fleet.links, wave, volume, first=not index) for index, wave in enumerate(waves)]
+    spent: Counter[str] = Counter()
+    for turn in turns:
+        spent.update({step.name: step.seconds for step in turn.steps})
+    steps = (*before, *(Step(step.name, spent[step.name], step.paused) for step in turns[0].steps))
+    beside = [turn.beside_s for turn in turns if turn.beside_s is not None]
+    return Round(
+        steps,
+        sum(step.seconds for step in steps),
+        len(waves),
+        engines - max(wave.engines for wave in waves),
+        max(turn.pause_s for turn in turns),
+        max(beside) if len(beside) == len(turns) else None,
+        max(turns, key=lambda turn: sum(step.seconds for step in turn.steps)).loads,
+        max(wave.kept for wave in waves) / _GB,
+    )
+
+
+def joining_s(fleet: Fleet, wave: Wave, volume: Volume) -> float:
+    """From the `Hello` of this wave's one engine until it gets requests: a round of it alone, in which all is new.
+
+    Its loader was recorded before. Nothing is committed.
+    """
+    alone = round_of(fleet, wave.ground, (wave,), volume).total_s - figures.COMMIT_S.value
+    return alone + figures.JOIN_S.value + volume.tensors * figures.JOIN_TENSOR_S.value
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What one wave takes, from its offer until it serves."""
+
+    steps: tuple[Step, ...]
+    pause_s: float
+    beside_s: float | None
+    loads: tuple[Load, ...]
+
+
+def _turn(links: Links, wave: Wave, volume: Volume, *, first: bool) -> _Turn:
+    barrier = figures.BARRIER_ENGINE_S.value * wave.engines
+    groups = wave.ground.groups
+    whole = [group for group in groups if not group.way.by_parts]
+    loads = [*_links(links, wave.ground, wave.traffic)]
     by_parts = max((load.seconds for load in loads), default=0.0)
-    by_root = [*_whole(fleet.links, ground, volume, whole)]
+    by_root = [*_whole(links, wave.ground, volume, whole)]
     moved = max(by_parts, sum(load.seconds for load in by_root) + _calls(volume, whole))
     proof = figures.CHECKSUM_GB_S if whole else figures.PROOF_GB_S
+    durable = figures.COMMIT_S.value
+    # The first wave commits. Each later one has an epoch of its own, which is on the disk before its offer.
     steps = (
-        Step("acquire", figures.ACQUIRE_S.value, paused=False),
-        Step("digest", _digest(volume, ground, assembled=bool(whole)), paused=False),
-        Step("announce", figures.ANNOUNCE_S.value, paused=False),
-        Step("prepare", figures.PREPARE_S.value + barrier, paused=False),
-        Step("offer", figures.OFFER_S.value, paused=False),
+        Step("offer", figures.OFFER_S.value + (0.0 if first else durable), paused=False),
         Step("pause", figures.PAUSE_S.value + barrier, paused=True),
         Step("transfer", moved + figures.CALL_S.value + barrier, paused=True),
-        Step("verify", volume.kept / rate(None, proof) + figures.VERIFY_S.value + barrier, paused=True),
-        Step("commit", figures.COMMIT_S.value, paused=True),
+        Step("verify", wave.kept / rate(None, proof) + figures.VERIFY_S.value + barrier, paused=True),
+        Step("commit", durable if first else 0.0, paused=True),
         Step("resume", figures.RESUME_S.value + barrier, paused=True),
     )
     # The first engine that stops and the last that goes on see most of it; of those two steps one sees about half.
     half = sum(step.seconds for step in steps if step.name in {"pause", "resume"}) / 2
     pause = sum(step.seconds for step in steps if step.paused) - half
-    flip = volume.kept / rate(fleet.links.device, figures.DEVICE_GB_S)
-    by_sends = all(group.way is Way.SENDS for group in ground.groups)
+    flip = wave.kept / rate(links.device, figures.DEVICE_GB_S)
+    by_sends = all(group.way is Way.SENDS for group in groups)
     ordered = tuple(sorted((*loads, *by_root), key=lambda load: -load.seconds))
-    return Round(
-        steps,
-        sum(step.seconds for step in steps),
-        pause,
-        pause - moved + flip if by_sends else None,
-        ordered,
-        volume.kept / _GB,
-    )
+    return _Turn(steps, pause, pause - moved + flip if by_sends else None, ordered)
 
 
 def _digest(volume: Volume, ground: Ground, *, assembled: bool) -> float:

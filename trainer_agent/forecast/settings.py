@@ -38,6 +38,9 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
     where: Annotated[Where | None, Meta(description="on which GPUs engines run; none: other-hosts")] = None
     way: Annotated[Way | None, Meta(description="how bytes travel; none: the first of direct, sends, nearest")] = None
     bucket_mb: Annotated[Count | None, Meta(description="size of buckets of whole tensors; none: 512")] = None
+    max_paused: Annotated[
+        Count | None, Meta(description="engines that stand still at a time, the others take turns; none: all at once")
+    ] = None
     device: Annotated[Rate | None, Meta(description="GB/s of copies within a GPU; none: as measured")] = None
     nvlink: Annotated[Rate | None, Meta(description="GB/s of a GPU to its host's others; none: as measured")] = None
     nic: Annotated[Rate | None, Meta(description="GB/s of a NIC; none: 45, an assumption")] = None
@@ -50,11 +53,12 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 _TRAINER = ("gpus", "gpus_per_host", "tp", "pp", "ep", "etp")
 _ENGINES = {"engines": "count", "engine_tp": "tp", "engine_ep": "ep", "where": "where", "way": "way"}
+_FLEET = ("bucket_mb", "max_paused")
 _LINKS = ("device", "nvlink", "nic", "nics_per_host", "storage")
 
 
 def fleet_of(given: SimulateSettings) -> Fleet:
-    """The fleet of the file, or of the flags; links go by the flags in either case.
+    """The fleet of the file, or of the flags; links and rounds go by the flags in either case.
 
     Raises `FleetError` for a file that describes none, and where file and flags both speak of a layout.
     """
@@ -66,18 +70,20 @@ def fleet_of(given: SimulateSettings) -> Fleet:
             engines["gpus_per_host"] = said["gpus_per_host"]
         trainer = {name: said[name] for name in _TRAINER if name in said}
         document = {"trainer": trainer, "engines": [engines], "links": links}
-        return msgspec.convert(document | _bucket(said), Fleet)
+        return msgspec.convert(document | _of_fleet(said), Fleet)
     both = [name for name in (*_TRAINER, *_ENGINES) if name in said]
     if both:
         flag = "--" + both[0].replace("_", "-")
         raise FleetError(f"{flag} and --fleet {given.fleet} both describe the fleet: say it in one of them")
     document = _read(given.fleet, "a table of TOML or an object of JSON with trainer, engines and links")
     try:
-        found = msgspec.convert(document | _bucket(said), Fleet)
+        found = msgspec.convert(document | _of_fleet(said), Fleet)
     except msgspec.ValidationError as problem:
         kinds = {"[trainer]": Trainer, "[[engines]]": Engines, "[links]": Links}
         known = "; ".join(f"{name} {', '.join(kind.__struct_fields__)}" for name, kind in kinds.items())
-        raise FleetError(f"{given.fleet} describes no fleet: {problem}. Known: {known}; bucket_mb") from problem
+        raise FleetError(
+            f"{given.fleet} describes no fleet: {problem}. Known: {known}; {', '.join(_FLEET)}"
+        ) from problem
     if not document.keys() & {"trainer", "engines"}:
         raise FleetError(f"{given.fleet} says nothing of a fleet: give it [trainer] or [[engines]], or use flags")
     return msgspec.structs.replace(found, links=msgspec.structs.replace(found.links, **links))
@@ -92,8 +98,8 @@ def config_of(path: Path) -> Mapping[str, object]:
     return document
 
 
-def _bucket(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {"bucket_mb": said["bucket_mb"]} if "bucket_mb" in said else {}
+def _of_fleet(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: said[name] for name in _FLEET if name in said}
 
 
 def _read(file: Path, expected: str) -> dict[str, Any]:

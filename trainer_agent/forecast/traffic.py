@@ -43,7 +43,7 @@ class Traffic:
 
     @classmethod
     def join(cls, parts: list[Traffic]) -> Traffic:
-        """The traffic of all groups."""
+        """The traffic of several engines."""
         if not parts:
             nothing = np.empty(0, np.int64)
             return cls(nothing, nothing, nothing)
@@ -92,8 +92,8 @@ def overlaps(tensors: Tensors, held: Holdings, needed: Needs) -> Overlaps:
     return Overlaps(needed.worker[rows], others, common.sizes * tensors.item[common.space], tuple(dealt))
 
 
-def by_parts(ground: Ground, group: Placed, held: Holdings, found: Overlaps) -> Traffic:
-    """What the workers of a group get, each its own part."""
+def by_parts(ground: Ground, group: Placed, held: Holdings, found: Overlaps) -> tuple[Traffic, ...]:
+    """What the workers of a group get, each its own part; engine by engine."""
     world = ground.trainer.gpus
     holders = Series(held.base, held.stride, held.count)
     host = np.array(ground.host, np.int64)
@@ -109,7 +109,7 @@ def by_parts(ground: Ground, group: Placed, held: Holdings, found: Overlaps) -> 
         if group.way is Way.DIRECT and bool((host[source] != host[gpu]).any()):
             raise FleetError("direct cannot read parts that only other hosts hold: use sends or nearest")
         parts.append(Traffic.of(source, gpu, found.nbytes))
-    return Traffic.join(parts)
+    return tuple(parts)
 
 
 def _sources(found: Overlaps, holders: Sequence[Series]) -> Column:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from weightbus.trainer_agent.forecast import figures
 from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, Trainer, Way, Where
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.seconds import Round
@@ -109,6 +110,39 @@ def test_rounds_by_sends() -> None:
     near(found.total_s, statistics.median(each["publish_s"] for each in steady), FACTOR)
     assert found.beside_s is not None
     near(found.beside_s, statistics.median(each["engine_s"]["paused"] for each in steady), FACTOR)
+
+
+def test_engines_that_take_turns() -> None:
+    """NCCL takes one of two servers on a GPU at a time: steady rounds of both, and what each is paused for its flip."""
+    forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
+    found = forecast.round(Fleet(ONE, (Engines(2, where=Where.HOSTS, way=Way.SENDS),), max_paused=1))
+    both = recorded("joiner")["with_both"][1:]  # in the first one group was new
+    near(found.total_s, statistics.median(each["publish_s"] for each in both), FACTOR)
+    assert found.beside_s is not None
+    near(found.beside_s, statistics.median(one["paused"] for each in both for one in each["engine_s"].values()), FACTOR)
+
+
+def test_an_engine_that_joins() -> None:
+    """From its `Hello` until it is ready, as a new engine and as one that came back; its figures are from these two."""
+    forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
+    found = forecast.joining_s(Fleet(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
+    assert found is not None
+    measured = recorded("joiner")
+    for joined in (measured, measured["again"]):
+        assert joined["recorded_ahead"]
+        near(found, joined["joiner_s"], FACTOR)
+
+
+def test_what_a_joiner_adds_to_a_round_is_what_was_measured() -> None:
+    """Its steps of planning by tensor; the rest of what it takes beyond a round of the same run, without a commit."""
+    measured = recorded("joiner")
+    joined = (measured, measured["again"])
+    steps = [sum(one["sidecar_s"][f"step:transfer_{name}"] for name in ("layout", "plan", "expect")) for one in joined]
+    planned = statistics.mean(steps)
+    assert figures.JOIN_TENSOR_S.value == pytest.approx(planned / 9435, rel=0.01)
+    commits = statistics.median(each["trainer_s"]["commit"] for each in measured["rounds"][2:])
+    beyond = statistics.mean(one["joiner_s"] for one in joined) - (measured["normal_round_s"] - commits)
+    assert figures.JOIN_S.value == pytest.approx(beyond - planned, rel=0.02)
 
 
 def test_rounds_of_stages_that_broadcast() -> None:

@@ -67,6 +67,10 @@ def test_the_documents_show_what_it_says(capsys: pytest.CaptureFixture[str], tmp
     shown = told.partition("$ weightbus simulate-fleet --model Kimi-K2 ")[2].partition("```")[0].splitlines()
     assert main(["simulate-fleet", "--model", str(tmp_path), *shown[0].split()]) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown[1:]
+    turns = told.partition("With `--max-paused 8`")[2].partition("```\n")[2].partition("```")[0]
+    assert main(["simulate-fleet", "--model", str(tmp_path), *shown[0].split(), "--max-paused", "8"]) == 0
+    assert turns
+    assert turns in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("unused", ["rms_norm_eps", "intermediate_size", "num_key_value_heads", "torch_dtype"])
@@ -131,6 +135,7 @@ def test_a_fleet_may_come_from_a_file(capsys: pytest.CaptureFixture[str], tmp_pa
         ("--fleet /nowhere.toml", "/nowhere.toml cannot be read"),
         ("--fleet /nowhere.toml --gpus 4", "both describe the fleet"),
         ("--gpus 0", "gpus = "),
+        ("--engines 4 --max-paused 0", "max_paused = "),
         ("--nic inf", "nic = "),
         ("--nic 1e-300", "Expected `float` >= 0.001"),
         ("--nic 1e-7 --way disk --storage 1e-320", "Expected `float` >= 0.001"),
@@ -219,6 +224,8 @@ def test_a_layer_of_every_zero_is_refused(capsys: pytest.CaptureFixture[str], tm
         ("empty.toml", "", "says nothing of a fleet: give it [trainer] or [[engines]]"),
         ("links.toml", "[links]\nnic = 10.0\n", "says nothing of a fleet"),
         ("engines.toml", "[[engines]]\ntpp = 2\n", "[[engines]] count, tp, ep, where, way, gpus_per_host, shift"),
+        ("waves.toml", "max_paused = 0\n[trainer]\ngpus = 1\n", "`int` >= 1 - at `$.max_paused`. Known: [trainer]"),
+        ("misspelt.toml", "paused = 1\n[trainer]\ngpus = 1\n", "; bucket_mb, max_paused"),
         ("list.json", "[]", "holds a list: give a table of TOML or an object of JSON with trainer"),
     ],
 )
@@ -231,6 +238,42 @@ def test_a_file_of_no_fleet_is_refused(
     assert said in refused(capsys, "--model", MODEL, "--fleet", str(file))
     if name.startswith("deep.j"):
         assert "give the config.json" in refused(capsys, "--model", str(file))
+
+
+def test_turns_are_asked_for_by_flag_or_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The same document; a flag goes before the file. Without either all engines stand still at once."""
+    file = tmp_path / "fleet.toml"
+    file.write_text("max_paused = 2\n[[engines]]\ncount = 5\n")
+    flags = asked(capsys, "--model", MODEL, "--engines", "5", "--max-paused", "2")
+    assert asked(capsys, "--model", MODEL, "--fleet", str(file)) == flags
+    assert (flags["fleet"]["max_paused"], flags["round"]["waves"], flags["round"]["serving"]) == (2, 3, 3)
+    other = asked(capsys, "--model", MODEL, "--fleet", str(file), "--max-paused", "4")
+    assert (other["round"]["waves"], other["round"]["serving"]) == (2, 1)
+    assert asked(capsys, "--model", MODEL, "--engines", "5")["round"]["waves"] == 1
+    assert [note for note in flags["notes"] if note.startswith("engines have their turns in the order")]
+    assert not [note for note in asked(capsys, "--model", MODEL)["notes"] if "turns" in note]
+
+
+def test_people_are_told_of_waves_and_joiners(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """How many and how large, who serves meanwhile, and when one more engine does; of one wave nothing."""
+    flags = ["--engines", "5", "--way", "sends"]
+    document = asked(capsys, "--model", MODEL, *flags, "--max-paused", "2")
+    assert main(["simulate-fleet", "--model", MODEL, *flags, "--max-paused", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    shown = " ".join(lines)
+    wait = f"{document['round']['pause_s']:.3f} s"
+    assert f" in 3 waves of at most 2 engines, of which a request that runs waits {wait}: that of its engine" in shown
+    assert "at least 3 of 5 engines serve at any time" in lines
+    assert f"an engine that joins is routable after about {document['joining_s']:.3f} s" in lines
+    assert "a wave is paused" in shown
+    assert "over NCCL those that share one take turns" in shown
+    assert main(["simulate-fleet", "--model", MODEL, "--gpus", "2", "--engines", "2", "--where", "trainer-gpus"]) == 0
+    assert not {"wave", "joins", "joining:", "NCCL"}.intersection(capsys.readouterr().out.split())
+    file = tmp_path / "fleet.toml"
+    file.write_text("[[engines]]\nway = 'sends'\n[[engines]]\nway = 'disk'\n")
+    mixed = asked(capsys, "--model", MODEL, "--fleet", str(file))
+    assert mixed["joining_s"] is None
+    assert not [note for note in mixed["notes"] if "joining" in note]
 
 
 def test_hosts_that_are_larger_than_said_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
