@@ -39,7 +39,7 @@ FORM_S: Final = 15.0
 KEEP_S: Final = 900.0
 """How long a group that nobody uses is kept for the next version. It costs its members connections and buffers."""
 TURN_S: Final = 10.0
-"""For one turn of a rank: a rank that stands still is given up after it. 2 GB in it are 200 MB/s."""
+"""For one turn of a rank: who stands still is given up after it. Turns shrink where a link does not carry them."""
 _SHRUNK: Final = 8
 """To what part of itself a group may shrink before its messages are cut anew."""
 _UNHEARD_S: Final = 3 * wire.BEAT_S

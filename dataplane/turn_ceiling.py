@@ -35,16 +35,12 @@ class Ceiling:
         """It has grown, and not as many versions went through since as are needed."""
 
     def under(self, most: int) -> int:
-        """What a pair may move in a turn, in bytes, where it could be `most`."""
+        """Bytes that a pair may move in a turn where it could be `most`: not less than `MIN_PAIR_BYTES` of them."""
         return min(most, max(most // self.parts, MIN_PAIR_BYTES))
 
     def lower(self, tried: int, most: int) -> None:
-        """Turns of `tried` bytes were too much, in a group in which they could be `most`.
-
-        There is nothing below `MIN_PAIR_BYTES`.
-        """
-        if tried > MIN_PAIR_BYTES:
-            self.parts = LESS * max(most // tried, 1)
+        """Turns of `tried` bytes were too much, in a group in which they could be `most`."""
+        self.parts = LESS * max(most // tried, 1)
         if self._on_trial:
             self._needed = min(2 * self._needed, MOST)
         self._good, self._on_trial = 0, False

@@ -96,6 +96,10 @@ def test_a_failure_soon_after_it_grew_is_one_of_the_larger_turns() -> None:
     assert sender.ceiling.under(MOST) == MOST // LESS
     sender.send(MOST)
     assert sender.ceiling.under(MOST) == MOST
+    sender.send(MOST, 2 * FIRST)  # so they do: that is forgotten
+    sender.send(MOST // LESS)
+    sender.send(MOST, FIRST - 1)
+    assert sender.ceiling.under(MOST) == MOST
 
 
 def test_one_version_counts_once() -> None:
