@@ -401,9 +401,9 @@ class DirectReceiver:
         except DataplaneError:
             return
 
-    def _tell_sender(self, connection: Frames, reason: str, *, no_room: bool = False) -> None:
+    def _tell_sender(self, connection: Frames, reason: str, *, less: bool = False) -> None:
         try:
-            direct_wire.say(connection, direct_wire.Failed(reason=reason[:2048], no_room=no_room), Deadline(1.0))
+            direct_wire.say(connection, direct_wire.Failed(reason=reason[:2048], less=less), Deadline(1.0))
         except DataplaneError:
             return  # it is gone; what happened here is raised anyway
 

@@ -113,8 +113,8 @@ class Failed(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Either side: it gives up."""
 
     reason: str
-    no_room: bool = False
-    """It, or a worker of it, has no memory for what it moves: less at a time may do."""
+    less: bool = False
+    """It, or a worker of it, had no memory or not the time for what it moves at once: less at a time may do."""
 
 
 ToReceiver = Welcome | Refused | Layout | Agreed | Table | Failed

@@ -9,6 +9,7 @@
             PeerLost             the other side died or stopped answering
             WorkerDied           a process of the server has ended: all of it ends, and answers nothing meanwhile
             DeadlineExceeded     the wait ran out
+                TurnLate         a turn's messages did not move in its time: less at a time may do
             NoRoom               a member had no memory for what it moves: less at a time may do
             DigestMismatch       what arrived is not what was sent: names the tensor and both digests
         NotExportable            this memory cannot be shared with another process: use staging
@@ -80,6 +81,10 @@ class DeadlineExceeded(TransferFailed):
         self.waiting_for = waiting_for
         self.seconds = seconds
         super().__init__(f"waited {seconds:.1f} s for {waiting_for}")
+
+
+class TurnLate(DeadlineExceeded):
+    """A turn's messages did not move in its time. Where nobody stands still, less at a time may do."""
 
 
 class NoRoom(TransferFailed):

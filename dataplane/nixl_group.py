@@ -23,9 +23,9 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from .deadline import Deadline
-from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, Unsupported
+from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, TurnLate, Unsupported
 from .own_stream import OwnStream
-from .pair_group import NOBODY, Parcel
+from .pair_group import MOVED, NOBODY, Parcel
 
 _LOG: Final = logging.getLogger(__name__)
 _OURS: Final = (TypeError, AttributeError, LookupError, AssertionError)
@@ -158,7 +158,7 @@ class NixlGroup(OwnStream):
             ):
                 self._check()
                 if not self._progress():
-                    deadline.check("a peer to send or take its messages")
+                    deadline.check(MOVED)
                     time.sleep(_POLL_S)
 
     # -- small things -------------------------------------------------------------------------------------------------
@@ -230,9 +230,9 @@ class NixlGroup(OwnStream):
         try:
             self._check()
             yield
-        except DeadlineExceeded:
+        except DeadlineExceeded as error:
             self.abort("a peer did not move")
-            raise
+            raise TurnLate(error.waiting_for, error.seconds) from error
         except Exception as error:  # NIXL's errors have no root of their own
             if isinstance(error, _OURS):
                 _LOG.exception("a bug of ours broke the group")

@@ -23,15 +23,17 @@ from torch._C import _distributed_c10d as c10d
 
 from . import backends
 from .deadline import Deadline
-from .errors import DeadlineExceeded, PeerLost, TransferFailed
+from .errors import DeadlineExceeded, PeerLost, TransferFailed, TurnLate
 from .own_stream import OwnStream
 
 _POLL_S: Final = 0.00005
 _WARM_S: Final = 20.0
-_MOVED: Final = (
+MOVED: Final = (
     "a peer to send or take its messages: either it stands still, or the link does not carry a turn's bytes in that"
-    " time (up to 2 GB of a rank on GPUs, 256 MB on CPUs); over a slower one let the engine take distributed or disk"
+    " time (up to 2 GB of a rank on GPUs, 256 MB on CPUs; the next attempt takes an eighth of what this one took, down"
+    " to 1 MB a pair); over one that is too slow for that, too, let the engine take distributed or disk"
 )
+"""What is waited for in a turn."""
 
 
 NOBODY: Final[frozenset[int]] = frozenset()
@@ -69,7 +71,7 @@ class Posted(Protocol):
     def wait(self, deadline: Deadline) -> None:
         """Return when memory that is sent may be written, and memory that is received read.
 
-        Raises `PeerLost`, `DeadlineExceeded`; the group is broken then, for everybody.
+        Raises `PeerLost`, `TurnLate`; the group is broken then, for everybody.
         """
         ...
 
@@ -177,12 +179,12 @@ class PairGroup(OwnStream):
     def finish(self, works: Sequence[c10d.Work], deadline: Deadline) -> None:
         """Wait for `works`. Raises RuntimeError, `DeadlineExceeded`."""
         for work in works:
-            left = timedelta(seconds=deadline.check(_MOVED))
+            left = timedelta(seconds=deadline.check(MOVED))
             if self._stream is None:
                 work.wait(left)
                 continue
             while not work.is_completed():
-                deadline.check(_MOVED)
+                deadline.check(MOVED)
                 time.sleep(_POLL_S)
             work.wait()  # raises what broke it: a work that failed is completed, too
         self.check()
@@ -193,14 +195,14 @@ class PairGroup(OwnStream):
         try:
             self.check()
             yield
-        except DeadlineExceeded:
+        except DeadlineExceeded as error:
             self.abort("a peer did not move")
-            raise
+            raise TurnLate(error.waiting_for, error.seconds) from error
         except RuntimeError as error:
             late = deadline is not None and not deadline.left()
             self.abort(_short(error))
             if late and deadline is not None:
-                raise DeadlineExceeded(_MOVED, deadline.seconds) from error
+                raise TurnLate(MOVED, deadline.seconds) from error
             raise PeerLost(f"the group broke: {self._broken}") from error
 
     def _post_on(
@@ -223,7 +225,10 @@ class PairGroup(OwnStream):
         with self.lane():
             self.finish([self._backend.allreduce([torch.zeros(1, device=self._device)])], deadline)
         sends, receives = ([Parcel(byte.clone(), peer) for peer in sorted(peers)] for peers in (to, from_))
-        self.exchange(sends, receives, deadline)
+        try:
+            self.exchange(sends, receives, deadline)
+        except TurnLate as error:  # this is no turn
+            raise DeadlineExceeded("its peers to connect", error.seconds) from error
 
 
 def warm(device: torch.device) -> None:

@@ -102,6 +102,8 @@ class Passage:
                 self._break(outcome, reason)
                 raise PeerLost(reason)
         if outcome.error is not None:
+            if outcome.began and isinstance(outcome.error, PeerLost) and (cause := _cause(called_off)):
+                raise PeerLost(cause) from outcome.error
             if isinstance(outcome.error, DataplaneError):
                 raise outcome.error
             if isinstance(outcome.error, torch.OutOfMemoryError):
@@ -150,3 +152,16 @@ class Passage:
         if outcome.group is not None:
             outcome.group.abort(reason)
             outcome.over.wait(_END_S)
+
+
+def _cause(called_off: Callable[[], str]) -> str:
+    """Why the group broke under our hands: whoever broke it says so to whoever leads. Empty where nobody does.
+
+    What is said there first is taken for the cause; that somebody saw it break is none.
+    """
+    told = Deadline(_SAY_FIRST_S)
+    while told.left():
+        if reason := called_off():
+            return reason
+        time.sleep(_LOOK_S)
+    return ""

@@ -18,7 +18,7 @@ from .copy_engines import engine_for
 from .copy_table import CopyTable
 from .deadline import Deadline
 from .device_name import device_name, seat_here
-from .errors import DataplaneError, NoRoom, PeerLost, TransferFailed
+from .errors import DataplaneError, NoRoom, PeerLost, TransferFailed, TurnLate
 from .joining import Forming
 from .outbox import Mail, Outbox
 from .passage import Passage
@@ -146,7 +146,7 @@ class RankSends:
         kept, stop = session.kept, session.stop
         frames: SealedFrames | None = None
         binding: Binding[Outbox] | None = None
-        no_room = False
+        less = False
         try:
             frames = SealedFrames.reach(address.address, address.token, deadline)
             device = regions[0].device if regions else torch.device("cpu")
@@ -172,17 +172,17 @@ class RankSends:
             wire.say(frames, wire.Through(seconds=seconds, nbytes=bound.result().nbytes), Deadline(_PACKET_S))
         except DataplaneError as error:
             session.failure = str(error) or type(error).__name__
-            no_room = isinstance(error, NoRoom)
+            less = isinstance(error, NoRoom | TurnLate)
         except Exception as error:  # noqa: BLE001  the leader hears of it, and the training loop must go on
             session.failure = f"{type(error).__name__}: {error}"
-            no_room = isinstance(error, torch.OutOfMemoryError)
+            less = isinstance(error, torch.OutOfMemoryError)
         finally:
             if binding is not None:
                 binding.settle()
             if frames is not None:
                 if session.failure:
                     kept.standing.call_off()
-                    _tell(frames, f"rank {self._rank}: {session.failure}", no_room=no_room)
+                    _tell(frames, f"rank {self._rank}: {session.failure}", less=less)
                     frames.close()
                 else:
                     _linger(frames, deadline, stop)
@@ -255,9 +255,9 @@ def _linger(frames: SealedFrames, deadline: Deadline, stop: threading.Event) -> 
     frames.close()
 
 
-def _tell(frames: SealedFrames, reason: str, *, no_room: bool) -> None:
+def _tell(frames: SealedFrames, reason: str, *, less: bool) -> None:
     try:
-        wire.say(frames, wire.Failed(reason=reason[:2048], no_room=no_room), Deadline(1.0))
+        wire.say(frames, wire.Failed(reason=reason[:2048], less=less), Deadline(1.0))
     except DataplaneError:
         return  # it is gone, nothing to tell
 

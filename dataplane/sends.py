@@ -27,22 +27,23 @@ from .errors import DataplaneError, PeerLost, TransferFailed
 from .frames import Frames
 from .lines import Lines
 from .meeting import new_token
-from .schedule import MIN_PAIR_BYTES, alone_bytes_on, pair_bytes_of
+from .schedule import alone_bytes_on, pair_bytes_of
 from .sealed_frames import bracketed
 from .seats import crowded
 from .sends_ends import NOBODY, End, Formed, Stood, seen_by
 from .transport import JOIN_S, Address, Peer, Session, Slot
+from .turn_ceiling import Ceiling
 
 FORM_S: Final = 15.0
 """For a group whose members have all said that they are prepared."""
 KEEP_S: Final = 900.0
 """How long a group that nobody uses is kept for the next version. It costs its members connections and buffers."""
 TURN_S: Final = 10.0
-"""For one turn of a rank: a rank that stands still is given up after it. 2 GB in it are 200 MB/s."""
+"""For one turn of a rank: who stands still is given up after it. Turns shrink where a link does not carry them."""
 _SHRUNK: Final = 8
 """To what part of itself a group may shrink before its messages are cut anew."""
-_LESS: Final = 8
-"""By how much turns shrink then: every try costs a version one attempt."""
+_UNHEARD_S: Final = 3 * wire.BEAT_S
+"""Whoever was heard of so lately is not known to stand still."""
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 
@@ -84,8 +85,13 @@ class SendsSender:
         """Somebody of the group did not come to its end."""
         self._token = ""
         self._pair_bytes = 0
-        self._ceiling: int | None = None
-        """Of `_pair_bytes`, once there was no memory for more."""
+        self._most = 0
+        """What `_pair_bytes` could be in a group of this size."""
+        self._ceiling = Ceiling()
+        self._parts = self._ceiling.parts
+        """Of it, when `_pair_bytes` was chosen."""
+        self._looked_at = self._back_at = 0.0
+        """Since the group began: when this last began to listen, and when it did after a while in which it had not."""
         self._alone_bytes = alone_bytes_on(device.type)
         self._plans = AgreedPlans()
         self._failed: dict[str, str] = {}
@@ -160,8 +166,10 @@ class SendsSender:
         deadline = Deadline(deadline_s)
         self._wait(deadline, lambda end: not end.through, "had not moved everything", silent_s=wire.SILENT_S)
         self._wait(deadline, lambda end: bool(end.workers) and not end.finished, "had not finished")
-        if not self._fell and self._keep_s and self._stood.room:
-            self._stood.keep(self._formed)
+        if not self._fell:
+            self._ceiling.worked(self._version)
+            if self._keep_s and self._stood.room:
+                self._stood.keep(self._formed)
 
     def withdraw(self, engine: str, reason: str) -> None:
         """Fail `engine` when this sender waits the next time; when the group has begun, with it all of the others."""
@@ -191,12 +199,22 @@ class SendsSender:
 
         It is part of every schedule, and who is told a new one has to stand still for it.
         """
-        most = pair_bytes_of(ranks, self._device.type)
-        if self._ceiling is not None:
-            most = min(most, self._ceiling)
-        if most // _SHRUNK <= self._pair_bytes <= most:
+        self._most = pair_bytes_of(ranks, self._device.type)
+        most = self._ceiling.under(self._most)
+        same, self._parts = self._parts == self._ceiling.parts, self._ceiling.parts
+        if same and most // _SHRUNK <= self._pair_bytes <= most:
             return self._pair_bytes
         return most
+
+    def _all_move(self) -> bool:
+        """Nobody of the group is known to stand still, nor did this process: what failed may have been too much.
+
+        When a turn runs out, whoever was stopped in it has not been heard of for most of it.
+        """
+        now = time.monotonic()
+        since = now - max(self._turn_s / 2, _UNHEARD_S)
+        there = now - self._looked_at <= _UNHEARD_S and self._back_at < since
+        return there and all(end.through or end.heard_at >= since for end in self._everybody())
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -220,7 +238,10 @@ class SendsSender:
         return [*self._engines.values(), *self._ranks.values()]
 
     def _pump(self, timeout_s: float) -> None:
-        lines = self._on_offer()
+        lines, now = self._on_offer(), time.monotonic()
+        if now - self._looked_at > _UNHEARD_S:
+            self._back_at = now
+        self._looked_at = now
         for engine, reason in tuple(self._withdrawn.items()):
             if engine in self._engines and not self._engines[engine].finished:
                 self._drop(self._engines[engine], reason)
@@ -309,9 +330,9 @@ class SendsSender:
                 end.through = True
             case wire.Finished() if end.through:
                 end.finished = True
-            case wire.Failed(reason=reason, no_room=no_room):
-                if no_room:
-                    self._ceiling = max(self._pair_bytes // _LESS, MIN_PAIR_BYTES)
+            case wire.Failed(reason=reason, less=less):
+                if less and self._all_move():
+                    self._ceiling.lower(self._pair_bytes, self._most)
                 self._drop(end, reason)
             case message:
                 self._drop(end, f"it said {type(message).__name__} out of turn")
@@ -355,6 +376,7 @@ class SendsSender:
         told += [(end, wire.Begin(group=seen_by(offsets[name], group))) for name, end in self._engines.items()]
         self._began = True
         self._plans.told()
+        self._looked_at, self._back_at = time.monotonic(), 0.0
         for end, begin in told:
             end.heard_at = time.monotonic()
             self._tell(end, begin)

@@ -318,7 +318,7 @@ class SendsReceiver(DirectReceiver):
         leader = Leader(
             beat=lambda: _beat(connection),
             over=lambda: _over(connection),
-            failed=lambda reason, no_room: self._tell_sender(connection, reason, no_room=no_room),
+            failed=lambda reason, less: self._tell_sender(connection, reason, less=less),
         )
         try:
             taken = self._takers.take(begin.group, leader, deadline, beside=beside)

@@ -32,6 +32,8 @@ _END_S: Final = 5.0
 """For workers to answer once it is over for another reason. One that stands still does not."""
 _CONNECT_S: Final = 60.0
 """For workers whose thread was told to connect."""
+_VOUCHED_S: Final = 2 * sends_wire.BEAT_S
+"""How long a worker that has said nothing is believed to move."""
 _SPARE: Final = 1.1
 """Room for what is taken beside the parameters, as a multiple of it."""
 
@@ -54,7 +56,7 @@ class Leader:
     over: Callable[[], str]
     """Why the attempt is over there; empty while it is not."""
     failed: Callable[[str, bool], None]
-    """It is over here, and why; whether for want of memory."""
+    """It is over here, and why; whether less at a time may do."""
 
 
 class Takers:
@@ -286,7 +288,7 @@ class _Transfer:
                 deadline.check("the workers to take everything")
                 if time.monotonic() >= beat_at and not self._reason:
                     beat_at = time.monotonic() + sends_wire.BEAT_S
-                    self._leader.beat()
+                    self._vouch()
                 for key, _ in selector.select(_LOOK_S):
                     if self._hear(key.data):
                         selector.unregister(self._threads[key.data])
@@ -314,8 +316,14 @@ class _Transfer:
             return False
         self._found[rank] = said
         if not isinstance(said, worker_wire.Taken):
-            self._end(f"worker {rank}: {_said(said)}", isinstance(said, worker_wire.Failed) and said.no_room)
+            self._end(f"worker {rank}: {_said(said)}", isinstance(said, worker_wire.Failed) and said.less)
         return True
+
+    def _vouch(self) -> None:
+        """Say that this engine does not stand still, unless a worker may: others that wait for it are no slow link."""
+        late = time.monotonic() - _VOUCHED_S
+        if all(heard_at >= late for rank, heard_at in self._heard.items() if rank not in self._found):
+            self._leader.beat()
 
     def _look(self) -> None:
         """End it for who stands still, or for what the trainer said."""
@@ -325,11 +333,11 @@ class _Transfer:
         still = [rank for rank, heard_at in self._heard.items() if rank not in self._found and heard_at < late]
         self._end(str(StandsStill(still[0])) if still else self._leader.over())
 
-    def _end(self, reason: str, no_room: bool = False) -> None:
+    def _end(self, reason: str, less: bool = False) -> None:
         if not reason or self._reason:
             return
         self._reason, self._over = reason, Deadline(_END_S)
-        self._leader.failed(reason, no_room)
+        self._leader.failed(reason, less)
         _tell({rank: frames for rank, frames in self._threads.items() if rank not in self._found}, reason)
 
 

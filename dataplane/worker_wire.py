@@ -211,8 +211,8 @@ class Failed(WireMessage, frozen=True, tag=True, omit_defaults=True):
     touched: bool = False
     unrecordable: bool = False
     """The worker's loader is what cannot be followed: it would fail again."""
-    no_room: bool = False
-    """A worker has no memory for what it is sent: less at a time may do."""
+    less: bool = False
+    """A worker had no memory or not the time for what it is sent at once: less at a time may do."""
 
 
 ToWorker = Record | Form | Prove | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed

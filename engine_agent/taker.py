@@ -20,7 +20,7 @@ from weightbus.dataplane.binding import Binding
 from weightbus.dataplane.copy_engines import engine_for
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import DataplaneError, NoRoom, TransferFailed
+from weightbus.dataplane.errors import DataplaneError, NoRoom, TransferFailed, TurnLate
 from weightbus.dataplane.frames import Frames
 from weightbus.dataplane.inbox import Inbox, beside_bytes
 from weightbus.dataplane.joining import Forming
@@ -162,9 +162,9 @@ class Taker:
         except Exception as error:  # noqa: BLE001 - see above
             self._settle()
             self._detach()
-            no_room = isinstance(error, NoRoom | torch.OutOfMemoryError)
+            less = isinstance(error, NoRoom | TurnLate | torch.OutOfMemoryError)
             reason = f"{type(error).__name__}: {error}"[:2048]
-            return wire.Failed(reason=reason, touched=self._touched, no_room=no_room)
+            return wire.Failed(reason=reason, touched=self._touched, less=less)
         self._settle()
         self._taken = True
         return wire.Taken(seconds=seconds, nbytes=binding.result().nbytes)

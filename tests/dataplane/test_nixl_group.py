@@ -12,7 +12,7 @@ import torch
 
 from weightbus.dataplane.broadcast_group import join_store, serve_store
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import DeadlineExceeded, PeerLost
+from weightbus.dataplane.errors import PeerLost, TurnLate
 from weightbus.dataplane.nixl_group import _MODULES, NixlGroup
 from weightbus.dataplane.pair_group import Parcel
 
@@ -101,9 +101,9 @@ def test_nobody_is_waited_for_beyond_the_deadline() -> None:
     """Neither a sender that offers nothing nor a receiver that reads nothing."""
     memories = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     made = groups(memories)
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(TurnLate):
         made[0].exchange([], [Parcel(memories[0], 1)], Deadline(0.2))
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(TurnLate):
         made[1].exchange([Parcel(memories[1], 0)], [], Deadline(0.2))
     for group in made:
         group.close()
@@ -116,7 +116,7 @@ def test_messages_of_other_sizes_are_refused() -> None:
     posted = made[1].post([Parcel(memories[1][:8], 0)], [])
     with pytest.raises(PeerLost, match="other messages"):
         made[0].exchange([], [Parcel(memories[0], 1)], Deadline(LONG_S))
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(TurnLate):
         posted.wait(Deadline(0.2))
     for group in made:
         group.close()

@@ -11,7 +11,7 @@ import torch
 
 from weightbus.dataplane.broadcast_group import join_store, serve_store
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFailed
+from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFailed, TurnLate
 from weightbus.dataplane.pair_group import PairGroup, Parcel
 
 HOST = "127.0.0.1"
@@ -75,5 +75,24 @@ def test_who_gives_up_frees_the_others(gone: str) -> None:
 def test_who_waits_in_vain_is_told_of_slow_links() -> None:
     """A turn's deadline does not tell who stands still from a link that does not carry it: what to do is said."""
     groups = formed(2)
-    with pytest.raises(DeadlineExceeded, match=r"waited 0\.2 s for a peer .* let the engine take distributed or disk"):
+    with pytest.raises(TurnLate, match=r"waited 0\.2 s for a peer .* let the engine take distributed or disk"):
         groups[0].exchange([], [Parcel(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(0.2))
+
+
+def test_a_turn_whose_time_is_over_before_it_is_waited_for_is_late() -> None:
+    """As one that runs out meanwhile, which gloo says in another way."""
+    groups = formed(2)
+    with pytest.raises(TurnLate):
+        groups[0].exchange([], [Parcel(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(0.0))
+
+
+def test_who_does_not_connect_is_no_late_turn() -> None:
+    """Over NCCL pairs connect while a group forms: less at a time would change nothing."""
+    groups = formed(2)
+    none: frozenset[int] = frozenset()
+    with ThreadPoolExecutor(2) as pool:
+        waits = pool.submit(groups[0]._connect, none, frozenset({1}), Deadline(1.0))
+        pool.submit(groups[1]._connect, none, none, Deadline(LONG_S)).result(LONG_S)
+        error = waits.exception(LONG_S)
+    assert isinstance(error, DeadlineExceeded)
+    assert not isinstance(error, TurnLate)

@@ -17,7 +17,7 @@ import torch
 from weightbus.dataplane import passage
 from weightbus.dataplane.broadcast_group import serve_store
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import DataplaneError, NoRoom, PeerLost, TransferFailed
+from weightbus.dataplane.errors import DataplaneError, NoRoom, PeerLost, TransferFailed, TurnLate
 from weightbus.dataplane.nixl_group import NixlGroup
 from weightbus.dataplane.outbox import Exchange
 from weightbus.dataplane.pair_group import PairGroup, Parcel
@@ -221,6 +221,51 @@ def test_who_fails_while_messages_move_breaks_the_group_first(course: Course) ->
     course.over()
     assert course.said == ["formed", "broken: odd", "raised: ValueError: odd"]
     assert course.standing.names == ()
+
+
+def test_who_sees_the_group_break_hears_why_first(course: Course) -> None:
+    """Else the leader would take for the cause that it broke: whoever broke it may speak later, or by its sidecar."""
+    broke = threading.Event()
+
+    def move(_group: Exchange) -> None:
+        broke.set()
+        raise PeerLost("the group broke")
+
+    def called_off() -> str:
+        if not broke.is_set():
+            return ""
+        time.sleep(0.1)
+        course.said.append("asked")
+        return "rank 1 was late" if course.said.count("asked") > 1 else ""
+
+    with pytest.raises(PeerLost, match=r"^rank 1 was late$"):
+        course.run(move=move, called_off=called_off)
+    course.over()
+    assert course.said[-1] == "raised: rank 1 was late"
+
+
+def test_who_hears_of_no_cause_says_what_it_saw(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a while: nobody else may know of any."""
+    monkeypatch.setattr(passage, "_SAY_FIRST_S", 0.1)
+
+    def move(_group: Exchange) -> None:
+        raise PeerLost("the group broke")
+
+    with pytest.raises(PeerLost, match=r"^the group broke$"):
+        course.run(move=move)
+
+
+def test_who_is_late_itself_says_so_at_once(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows a better cause, and the others wait to hear it."""
+    monkeypatch.setattr(passage, "_SAY_FIRST_S", LONG_S)
+
+    def move(_group: Exchange) -> None:
+        raise TurnLate("a peer", 1.0)
+
+    began = time.monotonic()
+    with pytest.raises(TurnLate):
+        course.run(move=move)
+    assert time.monotonic() - began < LONG_S / 2
 
 
 def test_a_group_that_forms_for_who_was_called_off_is_broken(course: Course) -> None:

@@ -15,7 +15,7 @@ from weightbus.dataplane import rank_sends
 from weightbus.dataplane import sends_wire as wire
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import PeerLost
+from weightbus.dataplane.errors import DeadlineExceeded, NoRoom, PeerLost, TurnLate
 from weightbus.dataplane.outbox import Outbox
 from weightbus.dataplane.rank_sends import RankSends
 from weightbus.dataplane.schedule import Messages
@@ -71,12 +71,15 @@ class Passage:
     """Stands for one in which everything moves, or nothing."""
 
     reason = ""
+    error: Exception | None = None
     made: dict[str, Any] = {}  # noqa: RUF012  a fixture empties it
 
     def __init__(self, *_: object, **more: Any) -> None:
         self.made.update(more)
 
     def run(self, *_: object, ready: Any) -> float:
+        if self.error is not None:
+            raise self.error
         if self.reason:
             raise PeerLost(self.reason)
         ready()
@@ -163,6 +166,22 @@ def test_what_forms_is_called_off_with_an_epoch_that_fails(
     assert leader.heard[1:] == [wire.Failed(reason=f"rank {RANK}: a worker has died")]
     assert leader.notes == ["closed"]
     assert rank.failure == "a worker has died"
+
+
+@pytest.mark.parametrize(
+    ("error", "less"),
+    [(TurnLate("a peer", 1.0), True), (NoRoom("none"), True), (DeadlineExceeded("the group", 1.0), False)],
+    ids=["late", "no room", "not formed"],
+)
+def test_the_leader_hears_whether_less_at_a_time_may_do(
+    rank: RankSends, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...], error: Exception, *, less: bool
+) -> None:
+    """By what went wrong, and not by how it is worded."""
+    monkeypatch.setattr(Passage, "error", error)
+    leader = led(monkeypatch, wire.Begin(group=GROUP))
+    rank.begin(ADDRESS, 1, regions, WAIT_S)
+    ended(rank)
+    assert leader.heard[1:] == [wire.Failed(reason=f"rank {RANK}: {error}", less=less)]
 
 
 def test_an_epoch_that_fails_ends_when_nothing_is_bound_any_more(

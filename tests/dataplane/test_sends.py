@@ -27,6 +27,7 @@ from weightbus.dataplane.sealed_frames import SealedFrames, host_and_port
 from weightbus.dataplane.sends import SendsSender
 from weightbus.dataplane.sends_ends import End
 from weightbus.dataplane.transport import Peer, Session
+from weightbus.dataplane.turn_ceiling import LESS
 
 from ..kit.toy_sends import SendsWorld
 from ..kit.waiting import until
@@ -342,6 +343,70 @@ def test_nothing_has_ended_well_that_was_closed_before(monkeypatch: pytest.Monke
     assert crowd.failures == ["nothing is on offer: call offer first"]
     assert crowd.sender._stood.names == ()
     crowd.close()
+
+
+class Late:
+    """A group of two engines and a rank that moves. An engine says that less at a time may do."""
+
+    def __init__(self) -> None:
+        self.crowd = Crowd("e", "v", ranks=1)
+        self.sender = self.crowd.sender
+        self.sender._turn_s = 2.0
+        self.sender._pair_bytes = self.sender._most
+        self.crowd.prepare("e", "v")
+        for member in ("e", "v", "rank 0"):
+            assert isinstance(self.crowd.hear(member), wire.Begin)
+
+    def parts(self) -> int:
+        """Into how many the next attempt cuts its turns, after what ``e`` says."""
+        with contextlib.suppress(PeerLost):  # it was hung up on
+            self.crowd.say("e", wire.Failed(reason="late", less=True))
+        assert self.crowd.end()["e"].endswith("late")
+        return self.sender._ceiling.parts
+
+
+@pytest.mark.usefixtures("toy_plans")
+def test_turns_shrink_where_all_move_and_one_is_late() -> None:
+    """Once for an attempt: whoever else was late would be in turns of that size."""
+    late = Late()
+    late.crowd.say("v", wire.Failed(reason="late", less=True))
+    assert late.parts() == LESS
+
+
+@pytest.mark.usefixtures("toy_plans")
+@pytest.mark.parametrize("member", ["v", "rank 0"])
+@pytest.mark.parametrize("through", [False, True], ids=["moving", "through"])
+def test_turns_stay_where_somebody_may_have_been_stopped(member: str, *, through: bool) -> None:
+    """It was not heard of for most of a turn, and others wait for it; not if it is through and has no more to say."""
+    late = Late()
+    end = late.sender._engines["v"] if member == "v" else late.sender._ranks[0]
+    if through:
+        late.crowd.pass_through(member)
+        until(lambda: end.finished if end.workers else end.through, "it to be through")
+    end.heard_at -= wire.SILENT_S / 2
+    assert late.parts() == (LESS if through else 1)
+
+
+@pytest.mark.usefixtures("toy_plans")
+@pytest.mark.parametrize("meanwhile", [0, 3], ids=["at once", "later"])
+def test_turns_stay_where_the_leader_itself_was_stopped(monkeypatch: pytest.MonkeyPatch, meanwhile: int) -> None:
+    """The others ran out of time waiting for the rank in its process, and have said so when it goes on."""
+    select, stopped, gone_on = lines.Lines.pump, threading.Event(), threading.Event()
+
+    def stop(of: lines.Lines[End], timeout_s: float) -> None:
+        if stopped.is_set() and not gone_on.is_set():
+            time.sleep(2.0)
+            gone_on.set()
+        select(of, timeout_s)
+
+    late = Late()
+    monkeypatch.setattr(lines.Lines, "pump", stop)
+    stopped.set()
+    until(lambda: late.sender._looked_at < time.monotonic() - 0.5, "it to stop")
+    for member, beats in (("v", 1 + meanwhile), ("rank 0", 1 + meanwhile), ("e", meanwhile)):
+        for _ in range(beats):
+            late.crowd.say(member, wire.Beat())
+    assert late.parts() == 1
 
 
 @pytest.mark.usefixtures("toy_plans")

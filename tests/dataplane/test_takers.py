@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -228,3 +229,47 @@ def test_a_worker_that_is_none_of_the_server_s_any_more_takes_nothing(threads: T
     assert len(threads.takers) == 1
     assert not threads.workers[0].waiting()
     assert threads.workers[1].waiting(), "it was not hung up on"
+
+
+@pytest.mark.parametrize("how", ["silent", "silent, and has taken it", "moving"])
+def test_a_sidecar_does_not_vouch_for_a_worker_that_says_nothing(
+    threads: Threads, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Whose ranks and workers are late, and why, the leader judges by who was heard of; the sidecar lives on."""
+    monkeypatch.setattr(sends_wire, "BEAT_S", 0.05)
+    monkeypatch.setattr(takers, "_VOUCHED_S", 0.5)
+    silent, moving = threads.workers
+    beats, until_s = list[float](), time.monotonic() + 1.5
+    if how.endswith("taken it"):
+        worker_wire.say(silent, worker_wire.Taken(seconds=0.0, nbytes=1), Deadline(WAIT_S))
+
+    def move() -> str:
+        for worker in (silent, moving) if how == "moving" else (moving,):
+            worker_wire.say(worker, worker_wire.Moving(), Deadline(WAIT_S))
+        return "" if time.monotonic() < until_s else "enough"
+
+    told = lambda *_: [  # noqa: E731
+        worker_wire.say(worker, worker_wire.Failed(reason="told"), Deadline(WAIT_S)) for worker in threads.workers
+    ]
+    leader = Leader(beat=lambda: beats.append(until_s - time.monotonic()), over=move, failed=told)
+    with pytest.raises(NotTaken, match="enough"):
+        takers._Transfer(threads.takers._threads, leader, beside=True).outcomes(Deadline(WAIT_S), lambda *_: None)
+    assert beats, "it vouched at first"
+    assert (min(beats) > 0.5) is (how == "silent")
+
+
+@pytest.mark.parametrize("less", [False, True])
+def test_the_trainer_hears_whether_less_at_a_time_may_do(threads: Threads, *, less: bool) -> None:
+    """As the worker said."""
+    first, other = threads.workers
+    worker_wire.say(first, worker_wire.Failed(reason="odd", less=less), Deadline(WAIT_S))
+    heard = list[tuple[str, bool]]()
+
+    def failed(reason: str, less: bool) -> None:
+        heard.append((reason, less))
+        worker_wire.say(other, worker_wire.Failed(reason="told"), Deadline(WAIT_S))
+
+    leader = Leader(beat=lambda: None, over=lambda: "", failed=failed)
+    with pytest.raises(NotTaken):
+        takers._Transfer(threads.takers._threads, leader, beside=True).outcomes(Deadline(WAIT_S), lambda *_: None)
+    assert heard == [("worker 0: odd", less)]

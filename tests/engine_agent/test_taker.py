@@ -18,7 +18,7 @@ import torch
 from weightbus.dataplane import worker_wire as wire
 from weightbus.dataplane.copy_table import AXES, CopyTable
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.errors import DeadlineExceeded, NoRoom, TransferFailed, TurnLate
 from weightbus.dataplane.frames import FrameListener
 from weightbus.dataplane.inbox import Inbox
 from weightbus.dataplane.promptness import INTERVAL_S
@@ -39,6 +39,7 @@ class Passage:
     """Stands for a group over which everything comes, or nothing."""
 
     reason = ""
+    error: Exception | None = None
     moves = False
     """Receives begin before it fails."""
     waits: threading.Event | None = None
@@ -54,6 +55,8 @@ class Passage:
         self, move: Callable[[Any], None], called_off: Callable[[], str], _beat: object, ready: Callable[[], Inbox]
     ) -> float:
         self.seen()
+        if self.error is not None:
+            raise self.error
         if self.waits is not None:
             self.waits.set()
             self.reasons.append(until(called_off, "it to be called off", WAIT_S))
@@ -192,6 +195,21 @@ def test_a_version_that_fails_leaves_its_memory_to_the_scheduler(
     assert isinstance(sidecar.take(), wire.Taken)
     sidecar.taker.flip()
     assert (sidecar.parameter == SENT).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "less"),
+    [(TurnLate("a peer", 1.0), True), (NoRoom("none"), True), (DeadlineExceeded("the group", 1.0), False)],
+    ids=["late", "no room", "not formed"],
+)
+def test_the_sidecar_hears_whether_less_at_a_time_may_do(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, error: Exception, *, less: bool
+) -> None:
+    """By what went wrong, and not by how it is worded."""
+    monkeypatch.setattr(Passage, "error", error)
+    failed = sidecar.take()
+    assert isinstance(failed, wire.Failed)
+    assert failed.less is less
 
 
 def test_parameters_that_nobody_wrote_were_not_touched(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
