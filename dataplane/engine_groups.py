@@ -8,11 +8,12 @@ who does not take what the others have taken. Of three and more workers of one s
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -32,6 +33,8 @@ AWAY_S: Final = 1.0
 """Who looks every few milliseconds, and did not for longer, was away itself: so much of that time counts."""
 _POLL_S: Final = 0.001
 _FACTOR: Final = 3.0
+
+_Group = TypeVar("_Group", bound="Leaving")
 
 
 class StoodStill(TransferFailed):
@@ -136,8 +139,9 @@ class EngineGroups:
                 deadline.check(f"groups of {name} to form")
                 time.sleep(_POLL_S)
             return cls(name, [each.result() for each in forming.values()])
-        except TransferFailed:
-            _break_all(forming.values())
+        except Exception:
+            for each in forming.values():
+                break_when_formed(each)
             raise
 
     @property
@@ -167,10 +171,11 @@ class EngineGroups:
 
     def abort(self) -> None:
         """Break all off, also while another thread is in `broadcast`."""
-        for group in self._groups:
-            group.abort()
-        if self._stand_in is not None:
-            self._stand_in.close()
+        with contextlib.ExitStack() as stack:  # each of them, whatever becomes of the others
+            if self._stand_in is not None:
+                stack.callback(self._stand_in.close)
+            for group in self._groups:
+                stack.callback(group.abort)
 
 
 def _form(  # noqa: PLR0917
@@ -179,12 +184,19 @@ def _form(  # noqa: PLR0917
     return BroadcastGroup.form(store(), name, host, device, world_size, deadline)
 
 
-def _break_all(forming: Iterable[Future[BroadcastGroup]]) -> None:
-    """Those that form yet as soon as they have."""
+class Leaving(Protocol):
+    """A group that can be left."""
 
-    def leave(each: Future[BroadcastGroup]) -> None:
-        if each.exception() is None:
-            each.result().abort()
+    def abort(self) -> None:
+        """Break it off."""
+        ...
 
-    for each in forming:
-        each.add_done_callback(leave)
+
+def break_when_formed(forming: Future[_Group]) -> None:
+    """Nobody waits for it any more: it is left as soon as it has formed, by whoever forms it."""
+
+    def leave(formed: Future[_Group]) -> None:
+        if not formed.cancelled() and formed.exception() is None:
+            formed.result().abort()
+
+    forming.add_done_callback(leave)

@@ -7,6 +7,7 @@ put other storages in its place.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import selectors
 import socket
@@ -27,6 +28,9 @@ from .tensor_bytes import addresses_of
 from .transport import Address
 
 _MAX_PATH: Final = 107
+_END_S: Final = 10.0
+"""For the thread that serves readers. It waits for none of them."""
+_LOG: Final = logging.getLogger(__name__)
 
 
 class RegionExporter:
@@ -105,7 +109,9 @@ class RegionExporter:
             self._held, self._map, self._pointers = {}, None, []
             self._stir()
         if thread is not None and (self._memory is None or self._memory.outlives):
-            thread.join()
+            thread.join(_END_S)
+            if thread.is_alive():  # what it may still grant is its own: it holds the leases
+                _LOG.warning("the thread that serves readers of %s has not ended within %g s", self._path, _END_S)
         if self._wake is not None:
             self._wake.close()
             self._wake = None

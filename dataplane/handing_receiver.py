@@ -11,6 +11,7 @@ Over NCCL that memory lies on the first of the server's GPUs, and takes a contex
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -22,6 +23,7 @@ import torch
 from . import integrity, torch_threads
 from .broadcast_group import BroadcastGroup
 from .deadline import Deadline
+from .engine_groups import break_when_formed
 from .engine_memory import EngineMemory
 from .errors import TransferFailed
 from .handing_memory import DeviceMemory, HandingMemory, gpu_named, why_not
@@ -32,6 +34,7 @@ from .sealed_frames import address_towards, host_and_port
 from .sources import EnginePart, Groups
 from .transport import Address, EngineServer, Receipt, Session, SharedBucket
 
+_LOG: Final = logging.getLogger(__name__)
 _RETURN_S: Final = 1.0
 """How long a server may take to return from the load of a bucket when its session is over: else it stands still."""
 
@@ -50,6 +53,8 @@ class HandingReceiver:
         self._groups: dict[str, BroadcastGroup] = {}
         """By name, in the order in which they were joined."""
         self._calls = torch_threads.Calls("weightbus-receive")
+        self._moving: Callable[[], bool] = lambda: False
+        """Whether the last call of ours, which may write into our memory, has not returned."""
         self._loader: ThreadPoolExecutor | None = None
         self._loads: list[Future[None]] = []
         """Of the last session, by bucket."""
@@ -139,6 +144,9 @@ class HandingReceiver:
     # -- a session ---------------------------------------------------------------------------------------------------
 
     def _reserved(self, session: Session, server: EngineServer, deadline: Deadline) -> HandingMemory:
+        if self._moving():  # what is checked here must not change under the server's hands: it keeps what it has
+            _LOG.warning("a broadcast that is over has not returned: its memory is left to it, and other is taken")
+            self._let_go()
         if self._memory is None:
             if self._device.type == "cpu":
                 open_runtime_dir(self._runtime_dir)
@@ -166,7 +174,8 @@ class HandingReceiver:
             self._break_off()
             for name in mine.names:
                 form = partial(self._form, address, name, mine, deadline, connect=groups.all_ours)
-                self._groups[name] = self._call(meeting, f"the group {name} to form", deadline, form)
+                what = f"the group {name} to form"
+                self._groups[name] = self._call(meeting, what, deadline, form, break_when_formed)
         meeting.say("joined", "", deadline)
         return groups, mine
 
@@ -215,9 +224,22 @@ class HandingReceiver:
     def _await_load(self, meeting: Attendance, index: int, deadline: Deadline) -> None:
         self._settle(meeting, self._loads[index], f"the server to load bucket {index}", deadline)
 
-    def _call(self, meeting: Attendance, what: str, deadline: Deadline, function: Callable[[], _T]) -> _T:
+    def _call(
+        self,
+        meeting: Attendance,
+        what: str,
+        deadline: Deadline,
+        function: Callable[[], _T],
+        given_up: Callable[[Future[_T]], None] = lambda _: None,
+    ) -> _T:
         """On another thread what cannot be called off: a sender that dies or gives up is noticed meanwhile."""
-        return self._settle(meeting, self._calls.submit(function), what, deadline)
+        answer = self._calls.submit(function)
+        self._moving = lambda: not answer.done()
+        try:
+            return self._settle(meeting, answer, what, deadline)
+        except TransferFailed:
+            given_up(answer)
+            raise
 
     def _settle(self, meeting: Attendance, answer: Future[_T], what: str, deadline: Deadline) -> _T:
         while not settled(answer, POLL_S):

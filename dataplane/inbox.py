@@ -20,6 +20,7 @@ from .boxes import Column
 from .copy_engine import CopyEngine, PreparedCopies
 from .copy_table import AXES, CopyTable
 from .deadline import Deadline
+from .errors import TransferFailed
 from .outbox import UNDER_WAY, Exchange, shared_out
 from .pair_group import Parcel, Posted
 from .pieces import DTYPES
@@ -69,8 +70,13 @@ class Inbox:
         self.nbytes = int(messages.nbytes.sum())
         """Of all messages."""
         columns = (messages.turn, messages.holder, messages.nbytes, messages.target, messages.target_at, at, staged)
-        self._places: list[list[int]] = np.stack(columns, axis=1).tolist()
-        self._receives = self._parcels(self._staging)
+        places: list[list[int]] = np.stack(columns, axis=1).tolist()
+        self._places: list[list[list[int]]] = [[] for _ in self._unpacks]
+        """By turn."""
+        for turn, *place in places:
+            self._places[turn].append(place)
+        self._kept = None if beside else [self._parcels(self._staging, each) for each in self._places]
+        """What is received where it stays. Views of a buffer are made as they are posted: a thousand take some ms."""
 
     @property
     def memory(self) -> tuple[torch.Tensor, ...]:
@@ -85,13 +91,12 @@ class Inbox:
         staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._device)
         if self._flip is not None:
             self._flip.follow(staging)
-        self._receives, self._staging = self._parcels(staging), staging  # last: it is whole, or not attached
+        self._staging = staging  # last: it is whole, or not attached
 
     def detach(self) -> None:
         """Let go of memory that is taken beside the parameters, and keep what was made for it."""
         if self.beside:
             self._staging = None
-            self._receives.clear()
             if self._flip is not None:
                 self._flip.follow(None)
 
@@ -100,13 +105,17 @@ class Inbox:
 
         What goes beside the parameters has room of its own, so all of it is asked for at once.
         """
-        limit = len(self._receives) if self.beside else UNDER_WAY
+        staging, places = self._staging, self._places  # these: whoever is stuck here has nothing of what comes later
+        if staging is None:
+            raise TransferFailed("there is no memory for what is received: it was let go of")
+        limit = len(places) if self.beside else UNDER_WAY
         if not self.beside and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # a paused server may still compute its last batch
         under_way: deque[tuple[Posted, PreparedCopies | None]] = deque()
-        for receives, unpack in zip(self._receives, self._unpacks, strict=True):
+        for turn, unpack in enumerate(self._unpacks):
             if len(under_way) == limit:
                 self._arrived(group, *under_way.popleft(), turn_s)
+            receives = self._kept[turn] if self._kept is not None else self._parcels(staging, places[turn])
             under_way.append((group.post((), receives), unpack))
         while under_way:
             self._arrived(group, *under_way.popleft(), turn_s)
@@ -129,15 +138,15 @@ class Inbox:
         for each in (self._flip, *self._unpacks):
             if each is not None:
                 each.close()
-        self._flip, self._unpacks, self._receives = None, [], []
+        self._flip, self._unpacks, self._places, self._kept = None, [], [], None
         self._staging = None
 
-    def _parcels(self, staging: torch.Tensor) -> list[list[Parcel]]:
-        """What is received in each turn."""
-        found: list[list[Parcel]] = [[] for _ in self._unpacks]
-        for turn, holder, nbytes, target, target_at, begin, aside in self._places:
+    def _parcels(self, staging: torch.Tensor, places: Sequence[Sequence[int]]) -> list[Parcel]:
+        """What is received in a turn. They keep the memory that they lie in."""
+        found: list[Parcel] = []
+        for holder, nbytes, target, target_at, begin, aside in places:
             region, first = (staging, begin) if aside else (self._targets[target], target_at)
-            found[turn].append(Parcel(region[first : first + nbytes], holder))
+            found.append(Parcel(region[first : first + nbytes], holder))
         return found
 
 

@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import logging
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Generator, Sequence
@@ -29,7 +30,7 @@ from .pair_group import MOVED, NOBODY, Parcel
 
 _LOG: Final = logging.getLogger(__name__)
 _OURS: Final = (TypeError, AttributeError, LookupError, AssertionError)
-"""What no peer causes: told with its traceback, though the group ends in the same way."""
+"""What no peer causes: told with its traceback, and not as the loss of one."""
 _POLL_S: Final = 0.0001
 _MODULES: Final = ("nixl_cu13", "nixl_cu12", "nixl")
 _BACKEND: Final = "UCX"
@@ -53,6 +54,33 @@ class _Read(msgspec.Struct, frozen=True, array_like=True, tag="read"):
 _NOTE: Final[msgspec.msgpack.Decoder[_Offer | _Read]] = msgspec.msgpack.Decoder(_Offer | _Read)
 
 
+class _Left:
+    """A read that could not be cancelled: it writes as long as it likes, and keeps the memory that it writes into."""
+
+    def __init__(self, agent: Any, handle: Any, memory: Sequence[torch.Tensor]) -> None:
+        self._agent, self._handle, self._memory = agent, handle, tuple(memory)
+
+    def over(self) -> bool:
+        """Whether it has ended, now at last."""
+        try:
+            if self._agent.check_xfer_state(self._handle) == "PROC":
+                return False
+            self._agent.release_xfer_handle(self._handle)
+        except Exception as error:  # noqa: BLE001  NIXL's errors have no root of their own
+            _LOG.warning("a read over NIXL could not be cancelled once more: %s", error)
+            return False
+        return True
+
+    def writes_into(self, memory: Sequence[torch.Tensor]) -> bool:
+        """Whether some of it is there."""
+        return any(_overlap(mine, each) for mine in self._memory for each in memory)
+
+
+_LEFT: Final[list[_Left]] = []
+"""Of this process. Their agents keep what was registered."""
+_LEFT_LOCK: Final = threading.Lock()
+
+
 class NixlGroup(OwnStream):
     """One rank of the group. `post` and waits are called by one thread, `abort` by any."""
 
@@ -68,7 +96,8 @@ class NixlGroup(OwnStream):
         """How many there were, by peer and whether to or from it."""
         self._offers: dict[tuple[int, int], _Offer] = {}
         self._wanted: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._reading: dict[tuple[int, int], Any] = {}
+        self._reading: dict[tuple[int, int], tuple[Any, list[torch.Tensor]]] = {}
+        """Handles, and where they read into."""
         self._unread: set[tuple[int, int]] = set()
         self._broken = ""
 
@@ -87,8 +116,12 @@ class NixlGroup(OwnStream):
         from_: frozenset[int] = NOBODY,
         memory: Sequence[torch.Tensor] = (),
     ) -> NixlGroup:
-        """Join as `rank`; returns when all have. Messages lie in `memory`. Raises `Unsupported` without NIXL."""
+        """Join as `rank`; returns when all have. Messages lie in `memory`. Raises `Unsupported` without NIXL.
+
+        `TransferFailed` too while a read of a group that is over may write there.
+        """
         del host  # UCX knows the interfaces of this host by itself
+        _require_unread(memory)
         prefixed = c10d.PrefixStore(name, store)
         group: NixlGroup | None = None
         try:
@@ -135,12 +168,18 @@ class NixlGroup(OwnStream):
     def close(self) -> None:
         """Let go of the memory. Called by the thread that posted."""
         self._broken = self._broken or "it has ended"
-        for handle in self._reading.values():
+        left: list[_Left] = []
+        for handle, memory in self._reading.values():
             try:
                 self._agent.release_xfer_handle(handle)
             except Exception as error:  # noqa: BLE001  NIXL's errors have no root of their own
                 _LOG.warning("a read over NIXL could not be cancelled, and ends with its peer: %s", error)
+                left.append(_Left(self._agent, handle, memory))
         self._reading.clear()
+        if left:
+            with _LEFT_LOCK:
+                _LEFT.extend(left)
+            return  # what is registered stays so: it is written
         for each in self._registered:
             try:
                 self._agent.deregister_memory(each)
@@ -181,27 +220,28 @@ class NixlGroup(OwnStream):
                 else:
                     self._unread.discard(key)
         for key in [key for key in self._offers if key in self._wanted]:
-            self._reading[key] = self._read(key, self._offers.pop(key), self._wanted.pop(key))
+            self._read(key, self._offers.pop(key), self._wanted.pop(key))
             moved = True
-        for key, handle in tuple(self._reading.items()):
+        for key, (handle, _) in tuple(self._reading.items()):
             state = self._agent.check_xfer_state(handle)
             if state == "ERR":
                 raise RuntimeError(f"rank {key[0]} could not be read")
             if state == "DONE":
-                self._agent.release_xfer_handle(self._reading.pop(key))
+                self._agent.release_xfer_handle(handle)
+                del self._reading[key]
                 moved = True
         return moved
 
-    def _read(self, key: tuple[int, int], offer: _Offer, memory: Sequence[torch.Tensor]) -> Any:
+    def _read(self, key: tuple[int, int], offer: _Offer, memory: list[torch.Tensor]) -> None:
         here = self._places(memory)
         if [each[1] for each in here] != [each[1] for each in offer.places]:
             raise RuntimeError(f"rank {key[0]} sends other messages than are expected of it")
         local = self._agent.get_xfer_descs(list(here), mem_type=self._kind)
         remote = self._agent.get_xfer_descs(list(offer.places), mem_type=self._kind)
         handle = self._agent.initialize_xfer("READ", local, remote, self._names[key[0]], _PACK(_Read(key[1])))
+        self._reading[key] = handle, memory  # whatever becomes of it, it is released or left
         if self._agent.transfer(handle) == "ERR":
             raise RuntimeError(f"rank {key[0]} could not be read")
-        return handle
 
     def _register(self, memory: Sequence[torch.Tensor]) -> None:
         regions = {(each.data_ptr(), each.numel()): each for each in memory if each.numel()}
@@ -234,9 +274,10 @@ class NixlGroup(OwnStream):
             self.abort("a peer did not move")
             raise TurnLate(error.waiting_for, error.seconds) from error
         except Exception as error:  # NIXL's errors have no root of their own
+            self.abort(str(error) or type(error).__name__)
             if isinstance(error, _OURS):
                 _LOG.exception("a bug of ours broke the group")
-            self.abort(str(error) or type(error).__name__)
+                raise TransferFailed(f"a bug of ours broke the group: {type(error).__name__}: {error}") from error
             raise PeerLost(f"the group broke: {self._broken}") from error
 
 
@@ -256,6 +297,21 @@ def _by_peer(parcels: Sequence[Parcel]) -> dict[int, list[torch.Tensor]]:
     for each in parcels:
         found.setdefault(each.peer, []).append(each.memory)
     return found
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = (each.data_ptr() for each in (one, other))
+    return one.device == other.device and first < second + other.nbytes and second < first + one.nbytes
+
+
+def _require_unread(memory: Sequence[torch.Tensor]) -> None:
+    """Raise `TransferFailed` while a read of a group that is over may write into `memory`."""
+    with _LEFT_LOCK:
+        _LEFT[:] = [each for each in _LEFT if not each.over()]
+        if any(each.writes_into(memory) for each in _LEFT):
+            raise TransferFailed(
+                "a read over NIXL of a group that is over has not ended, and may write into this memory"
+            )
 
 
 def is_installed() -> bool:

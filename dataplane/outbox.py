@@ -65,6 +65,8 @@ class Outbox:
         self.memory = (self._staging, *regions)
         """All that messages may lie in."""
         parts = engine.parts(placed, everything.turn[pack.target], regions, [self._staging])
+        self.nbytes = int(everything.nbytes.sum())
+        """Of all messages."""
         self._packs: list[PreparedCopies | None] = [parts.get(turn) for turn in range(everything.turns)]
         self._sends: list[list[Parcel]] = []
         for turn in range(everything.turns):
@@ -74,11 +76,6 @@ class Outbox:
                     for source, begin, nbytes, to in _ends(everything, everything.source, at, turn, peer)
                 ]
             )
-
-    @property
-    def nbytes(self) -> int:
-        """Of all messages."""
-        return sum(each.memory.numel() for turn in self._sends for each in turn)
 
     def send(self, group: Exchange, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`."""

@@ -6,9 +6,10 @@ reads it until the leader has heard that it is through, and a publication does n
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 
@@ -27,6 +28,7 @@ from .sealed_frames import SealedFrames
 from .standing import Standing
 from .transport import Address
 
+_LOG: Final = logging.getLogger(__name__)
 _PACKET_S = 10.0
 _LOOK_S = 0.01
 """How soon a wait notices that the rank has gone on."""
@@ -132,6 +134,8 @@ class RankSends:
         self._session.stop.set()
         if self._session.thread is not None:
             self._session.thread.join(_END_S)
+            if self._session.thread.is_alive():
+                _LOG.warning("what this rank sent has not ended within %g s: its thread is left", _END_S)
 
     def close(self) -> None:
         """Let go of everything."""
@@ -157,7 +161,7 @@ class RankSends:
             wire.say(frames, hello, deadline)
             begin = self._begun(frames, session, device, deadline)
             where, mail = begin.group, self._mail_of(kept, begin.letters)
-            bound = binding = Binding(lambda: _outbox_of(kept, mail, begin.letters, regions))
+            bound = binding = Binding(lambda: _outbox_of(kept, mail, begin.letters, regions), late=session.end)
             memory = bound.result().memory if where.nixl else ()  # which the group has to know
             to = frozenset(each.peer for each in mail if len(each.messages))
             passage = Passage(
@@ -177,8 +181,6 @@ class RankSends:
             session.failure = f"{type(error).__name__}: {error}"
             less = isinstance(error, torch.OutOfMemoryError)
         finally:
-            if binding is not None:
-                binding.settle()
             if frames is not None:
                 if session.failure:
                     kept.standing.call_off()
@@ -186,7 +188,8 @@ class RankSends:
                     frames.close()
                 else:
                     _linger(frames, deadline, stop)
-            session.end()
+            if binding is None or binding.settle():  # else it has what is kept, and says the last word
+                session.end()
 
     def _begun(self, frames: SealedFrames, session: _Session, device: torch.device, deadline: Deadline) -> wire.Begin:
         message = self._next(frames, deadline, session.stop)

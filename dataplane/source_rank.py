@@ -8,8 +8,10 @@ well. SENDS.md's ranks (`rank_sends.py`) are its kin.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
@@ -19,7 +21,7 @@ from . import torch_threads
 from .broadcast_group import BroadcastGroup, backend_for
 from .deadline import Deadline
 from .distributed import FORM_S
-from .engine_groups import EngineGroups, StoodStill
+from .engine_groups import EngineGroups, StoodStill, break_when_formed
 from .errors import DataplaneError, PeerLost, TransferFailed
 from .meeting import POLL_S, Attendance, settled, source_name
 from .rendezvous import reach_store
@@ -27,6 +29,7 @@ from .sealed_frames import address_towards, host_and_port
 from .sources import Groups, Sources
 from .transport import Address
 
+_LOG: Final = logging.getLogger(__name__)
 _END_S: Final = 10.0
 _MAX_NAMED: Final = 1024
 """Characters of the names of tensors that changed, as they travel."""
@@ -70,7 +73,10 @@ class SourceRank:
         self._session.start(address, tuple(buckets), Deadline(deadline_s))
 
     def wait_free(self, taken: int) -> None:
-        """Wait until everybody has taken the first `taken` buckets, or the session is over: it is by its deadline."""
+        """Wait until everybody has taken the first `taken` buckets, or the session is over: it is by its deadline.
+
+        Whatever its thread does then: who has not got such a bucket by now is told that the session failed.
+        """
         if self._session is not None:
             self._session.wait_free(taken)
 
@@ -122,11 +128,13 @@ class SourceSession:
         self._running = True
         self._calls = torch_threads.Calls("weightbus-source")
         self._thread: threading.Thread | None = None
+        self._deadline = Deadline(0.0)
         self.failure = ""
         """For people."""
 
     def start(self, address: Address, buckets: tuple[torch.Tensor, ...], deadline: Deadline) -> None:
         """See `SourceRank.begin`."""
+        self._deadline = deadline
         self._thread = torch_threads.start(lambda: self._run(address, buckets, deadline), "weightbus-source-rank")
 
     def stop(self) -> None:
@@ -134,6 +142,8 @@ class SourceSession:
         self._meeting.cancel("this rank has gone on")
         if self._thread is not None:
             self._thread.join(_END_S)
+            if self._thread.is_alive():
+                _LOG.warning("source %d has not left its session within %g s: its thread is left", self._number, _END_S)
 
     def leave_group(self) -> AnyGroup | None:
         """For the next session, once this one is over. One that is stuck keeps its group, and breaks it in the end."""
@@ -146,7 +156,9 @@ class SourceSession:
     def wait_free(self, taken: int) -> None:
         """See `SourceRank`."""
         with self._news:
-            self._news.wait_for(lambda: self._taken >= taken or not self._running)
+            patience_s = self._deadline.left() + _END_S
+            if not self._news.wait_for(lambda: self._taken >= taken or not self._running, patience_s):
+                _LOG.warning("the session of source %d has not ended though its time is over", self._number)
 
     def filled(self, count: int) -> None:
         """See `SourceRank`."""
@@ -187,12 +199,14 @@ class SourceSession:
             reason = f"{type(error).__name__}: {error}"
         finally:
             self.failure = reason
-            self._meeting.close(reason)
-            if reason:
-                self._break_off()
-            with self._news:
-                self._running = False
-                self._news.notify_all()
+            try:
+                self._meeting.close(reason)
+                if reason:
+                    self._break_off()
+            finally:
+                with self._news:
+                    self._running = False
+                    self._news.notify_all()
 
     def _join(self, address: Address, deadline: Deadline) -> None:
         holds = self._group is not None and not self._group.hung_up
@@ -213,7 +227,7 @@ class SourceSession:
                 size = groups.size(address.world_size)
                 return BroadcastGroup.form(reach(), name, mine, self._device, size, forming, connect=groups.all_ours)
 
-            self._group = self._call(f"the engines to join {name}", forming, form)
+            self._group = self._call(f"the engines to join {name}", forming, form, break_when_formed)
         self._group.use(True)
         self._meeting.say("joined", "", deadline)
 
@@ -232,12 +246,22 @@ class SourceSession:
             raise PeerLost("the group was broken off")
         group.broadcast(memory, deadline)
 
-    def _call(self, what: str, deadline: Deadline, function: Callable[[], _T]) -> _T:
+    def _call(
+        self,
+        what: str,
+        deadline: Deadline,
+        function: Callable[[], _T],
+        given_up: Callable[[Future[_T]], None] = lambda _: None,
+    ) -> _T:
         """Do what cannot be broken off on a thread of its own, and give it up when the session is over."""
         answer = self._calls.submit(function)
-        while not settled(answer, POLL_S):
-            self._meeting.check()
-            deadline.check(what)
+        try:
+            while not settled(answer, POLL_S):
+                self._meeting.check()
+                deadline.check(what)
+        except TransferFailed:
+            given_up(answer)
+            raise
         return answer.result()
 
     def _break_off(self) -> None:

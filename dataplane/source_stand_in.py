@@ -8,6 +8,7 @@ has them too, and ends them: the workers are told so at once, and go on.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import stat
@@ -30,6 +31,7 @@ _TICK_S: Final = 0.5
 _END_S: Final = 1.0
 _PROGRAM: Final = Path(__file__).with_name("source_stand_in_process.py")
 _FILES: Final = "/proc/self/fd"
+_LOG: Final = logging.getLogger(__name__)
 
 
 class Connections:
@@ -131,7 +133,7 @@ class StandIn:
         """End it."""
         if self._line is not None:
             self._line.over.set()
-            self._line.thread.join(_END_S)
+            self._line.thread.join(2 * _END_S)
 
 
 class _Line:
@@ -139,6 +141,8 @@ class _Line:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
+        if process.stdin is not None:
+            os.set_blocking(process.stdin.fileno(), False)  # one that stands still hears nothing, and holds nobody
         self.over = threading.Event()
         self._used = False
         self._lock = threading.Lock()
@@ -158,7 +162,12 @@ class _Line:
         with self._lock:
             if self.process.stdin is not None:
                 self.process.stdin.close()
-        self.process.wait()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:  # it has the connections as long as it is there
+            _LOG.warning("the process that hangs up for this one did not end within %g s: it is killed", _END_S)
+            self.process.kill()
+            self.process.wait()  # nothing keeps a process from that; and nobody waits for this thread
 
     def _tell(self) -> None:
         if self.process.stdin is not None and not self.process.stdin.closed:

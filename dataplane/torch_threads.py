@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from .promptness import without_slack
 
@@ -54,23 +54,29 @@ class Calls:
         future: Future[_T] = Future()
         line = self._line
         with line.lock:
-            line.waiting.append(partial(_call, function, future))
+            line.waiting.append((future, partial(_call, function, future)))
             idle, line.served = not line.served, True
         if idle:
             start(partial(_serve, line), self._name)
         return future
 
     def give_up(self) -> None:
-        """What has not begun is not done. What does not return keeps its thread; the next call gets another one."""
+        """What has not begun is cancelled. What does not return keeps its thread; the next call gets another one."""
         line, self._line = self._line, _Line()
         with line.lock:
-            line.waiting.clear()
+            waiting, line.waiting = tuple(line.waiting), deque()
+        for future, _ in waiting:
+            future.cancel()
+
+
+class _Cancellable(Protocol):
+    def cancel(self) -> bool: ...
 
 
 class _Line:
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.waiting: deque[Callable[[], None]] = deque()
+        self.waiting: deque[tuple[_Cancellable, Callable[[], None]]] = deque()
         self.served = False
         """A thread looks at it."""
 
@@ -81,11 +87,13 @@ def _serve(line: _Line) -> None:
             if not line.waiting:
                 line.served = False
                 return
-            call = line.waiting.popleft()
+            _, call = line.waiting.popleft()
         call()
 
 
 def _call(function: Callable[[], _T], future: Future[_T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(function())
     except BaseException as error:  # noqa: BLE001  it is raised where the answer is asked for

@@ -8,6 +8,7 @@ left the group its connections are closed, which tells them so at once (gloo).
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 import threading
@@ -67,11 +68,16 @@ class StandIn:
         with self._lock:
             process, self._process = self._process, None
         if process is not None and process.stdin is not None:
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            with contextlib.suppress(OSError):
                 process.stdin.close()
-                process.wait(_END_S)
+            if not _ended(process):
+                _log.warning("stand_in_killed", reason=f"it had not ended {_END_S:g} s after it was told to")
+                process.kill()  # it has nothing to leave any more
+                _ended(process)
 
     def _start(self) -> None:
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()  # of the one that ended
         try:
             # A session of its own: who kills all processes of this one's group leaves it to its task.
             self._process = process = subprocess.Popen(  # noqa: S603  our own file
@@ -80,6 +86,8 @@ class StandIn:
         except OSError as error:
             _log.warning("no_stand_in", reason=str(error))
             return
+        if process.stdin is not None:
+            os.set_blocking(process.stdin.fileno(), False)  # one that stands still holds nobody up
         self._tell(self._first)
         threading.Thread(target=self._tick, args=(process,), name="stand-in", daemon=True).start()
 
@@ -94,10 +102,19 @@ class StandIn:
         if self._process is not None and self._process.stdin is not None:
             began = time.monotonic()
             with contextlib.suppress(OSError):  # it ended: the next groups have another one started
-                self._process.stdin.write(words.encode())
+                if self._process.stdin.write(told := words.encode()) != len(told):
+                    _log.warning("stand_in_killed", reason="it stands still, and its pipe is full")
+                    self._process.kill()
             since, leaves = self._said
             self._said = began, self._used
             silent_s = time.monotonic() - since
             if leaves and silent_s >= self._silence_s:
                 self._stood = True
                 _log.warning("stood_still", seconds=round(silent_s, 1), reason=_STOOD)
+
+
+def _ended(process: subprocess.Popen[bytes]) -> bool:
+    """Wait a little; whether it has."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    return process.returncode is not None

@@ -66,6 +66,8 @@ class Taker:
         self._claiming = threading.Lock()
         self._touched = False
         self._closed = False
+        self._stuck = False
+        """A thread does not return from what it does in our memory, which is its own from then on."""
         self._binding: Binding[Inbox] | None = None
         self._frames = Frames.connect(expect.socket, Deadline(_CONNECT_S))
         try:
@@ -95,6 +97,9 @@ class Taker:
         self._frames.close()
         if self._thread is not threading.current_thread():
             self._thread.join(_SAY_S)
+            if self._thread.is_alive():
+                self._stuck = True
+                _log.warning("weightbus: the thread that receives has not ended within %g s: it is left", _SAY_S)
         self._settle()
         self._drop()
 
@@ -107,7 +112,7 @@ class Taker:
                 while not self._frames.speaks(_LOOK_S):
                     pass
                 with prompt():  # from the first word on: to hear it takes several turns of the interpreter
-                    if not self._obey(wire.hear_sidecar(self._frames, Deadline(_SAY_S))):
+                    if not self._obey(wire.hear_sidecar(self._frames, Deadline(_SAY_S))) or self._stuck:
                         return
         except DataplaneError as error:
             if not self._closed:
@@ -170,15 +175,19 @@ class Taker:
         return wire.Taken(seconds=seconds, nbytes=binding.result().nbytes)
 
     def _bind(self, *, beside: bool) -> Binding[Inbox]:
-        self._settle()
+        if not self._settle():
+            raise TransferFailed("memory was to be bound, and is not: the driver does not answer, or the host")
         self._binding = Binding(lambda: self._bound(beside=beside))
         return self._binding
 
-    def _settle(self) -> None:
-        """Nothing is bound behind our back any more."""
+    def _settle(self) -> bool:
+        """Nothing is bound behind our back any more. False where it is: then this thread ends, and lets go of nothing.
+
+        The next one has memory of its own.
+        """
         binding, self._binding = self._binding, None
-        if binding is not None:
-            binding.settle()
+        self._stuck |= binding is not None and not binding.settle()
+        return not self._stuck
 
     def _bound(self, *, beside: bool) -> Inbox:
         if self._inbox is None or self._inbox.beside != beside:
@@ -196,10 +205,12 @@ class Taker:
 
     def _detach(self) -> None:
         """The scheduler may have this memory again."""
-        if self._inbox is not None:
+        if self._inbox is not None and not self._stuck:
             self._inbox.detach()
 
     def _drop(self) -> None:
+        if self._stuck:
+            return
         inbox, self._inbox = self._inbox, None
         if inbox is not None:
             inbox.close()

@@ -29,6 +29,34 @@ class Formed:
         self.broken.set()
 
 
+def test_what_has_formed_is_let_go_of_whatever_kept_the_others_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what nobody foresaw: a host without descriptors, a torch that raises something else."""
+    formed = Formed()
+
+    def form(_store: object, name: str, *_: object) -> Formed:
+        if name == "g-at2":
+            raise OSError("too many open files")
+        return formed
+
+    monkeypatch.setattr(BroadcastGroup, "form", form)
+    with pytest.raises(OSError, match="too many"):
+        EngineGroups.form(lambda: None, "g", "h", torch.device("cpu"), Groups(("g",), (), (1, 2)), Deadline(FORM_S))  # type: ignore[arg-type, return-value]
+    until(formed.broken.is_set, "the other group to be let go of", 10.0)
+
+
+def test_a_group_that_cannot_be_left_keeps_no_other() -> None:
+    """All are left, and then it is said."""
+
+    class Odd:
+        def abort(self) -> None:
+            raise RuntimeError("torch's")
+
+    formed = Formed()
+    with pytest.raises(RuntimeError, match="torch's"):
+        EngineGroups("g", [Odd(), formed]).abort()  # type: ignore[list-item]
+    assert formed.broken.is_set()
+
+
 def test_an_engine_that_does_not_join_is_named_and_the_others_groups_are_let_go_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightbus.dataplane import export_wire as wire
+from weightbus.dataplane import exporter as exporter_module
 from weightbus.dataplane import importer as exported
 from weightbus.dataplane.errors import ManifestError, NotExportable, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.exporter import RegionExporter
@@ -145,6 +147,22 @@ def test_an_exporter_that_closes_hangs_up(tmp_path: Path) -> None:
     assert importer.region(0, 0).view(torch.float32).tolist() == [3.0] * 8
     importer.close()
     exporter.close()
+
+
+def test_a_thread_that_serves_no_more_holds_no_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is left, with a line in the log."""
+    released = threading.Event()
+    monkeypatch.setattr(exporter_module, "_END_S", 0.2)
+    monkeypatch.setattr(RegionExporter, "_ended", lambda _: released.wait(OPEN_S))
+    exporter = RegionExporter(tmp_path / "run", "c", 0)
+    exporter.export([torch.full((8,), 3.0)])
+    began = time.monotonic()
+    exporter.close()
+    assert time.monotonic() - began < OPEN_S / 2
+    assert "has not ended within 0.2 s" in caplog.text
+    released.set()
 
 
 def test_an_exporter_that_does_not_answer_leaves_nothing_behind(tmp_path: Path, importer: RegionImporter) -> None:

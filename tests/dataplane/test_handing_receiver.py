@@ -12,9 +12,12 @@ import pytest
 import torch
 
 from weightbus.dataplane import distributed, engine_groups, handing_memory
+from weightbus.dataplane.broadcast_group import BroadcastGroup
+from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.distributed import DistributedSender
 from weightbus.dataplane.distributed_receiver import DistributedReceiver
 from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.handing_receiver import HandingReceiver
 from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Peer, Receipt, Sender
@@ -111,6 +114,76 @@ def _stands(engine: Engine) -> bool:
     except TransferFailed:
         return True
     return False
+
+
+def test_a_broadcast_that_does_not_return_has_its_memory_for_itself(
+    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over NCCL nobody can take it back from it. What comes next is compared and loaded where nobody writes late."""
+    held, used, released = list[torch.Tensor](), list[int](), threading.Event()
+    broadcast = BroadcastGroup.broadcast
+
+    def sometimes(group: BroadcastGroup, memory: torch.Tensor, deadline: Deadline) -> None:
+        if group.rank and not held:
+            held.append(memory)
+            assert released.wait(PATIENCE_S)
+            return
+        if group.rank:
+            used.append(memory.data_ptr())
+        broadcast(group, memory, deadline)
+
+    monkeypatch.setattr(BroadcastGroup, "broadcast", sometimes)
+    sender, engine = places.sender(KIND), make("e")
+
+    def call_off() -> None:
+        until(lambda: bool(held), "it to be in a broadcast", PROMPT_S)
+        engine.receiver.close()
+
+    calling = threading.Thread(target=call_off)
+    calling.start()
+    assert isinstance(run(sender, (engine,), pool, 1)[0], TransferFailed)
+    calling.join()
+    assert isinstance(run(sender, (engine,), pool, 2)[0], Receipt)
+    assert len(used) == BUCKETS
+    assert held[0].data_ptr() not in used
+    held[0].fill_(255)
+    released.set()
+    assert engine.server.weights == [wanted(make_manifest(BUCKETS), 12)]
+    used.clear()
+    assert isinstance(run(sender, (engine,), pool, 3)[0], Receipt)
+
+
+def test_a_group_that_forms_too_late_is_left(
+    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows of it any more: its connections and threads would be there as long as the sidecar."""
+    forms, goes_on, broken = threading.Event(), threading.Event(), threading.Event()
+    form = HandingReceiver._form
+
+    class Late:
+        def abort(self) -> None:
+            broken.set()
+
+    def late(*_: object, **__: object) -> Late:
+        forms.set()
+        assert goes_on.wait(PATIENCE_S)
+        return Late()
+
+    monkeypatch.setattr(HandingReceiver, "_form", late)
+    sender, engine = places.sender(KIND), make("e")
+
+    def call_off() -> None:
+        assert forms.wait(PROMPT_S)
+        engine.receiver.close()
+
+    calling = threading.Thread(target=call_off)
+    calling.start()
+    assert isinstance(run(sender, (engine,), pool, 1)[0], TransferFailed)
+    calling.join()
+    goes_on.set()
+    assert broken.wait(PROMPT_S)
+    monkeypatch.setattr(HandingReceiver, "_form", form)
+    assert isinstance(run(sender, (engine,), pool, 2)[0], Receipt)
 
 
 def test_servers_join_where_their_workers_could_open_nothing(

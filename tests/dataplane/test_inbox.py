@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from weightbus.dataplane import inbox as module
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.inbox import Inbox, beside_bytes
 from weightbus.dataplane.outbox import UNDER_WAY
+from weightbus.dataplane.pair_group import Parcel
 from weightbus.dataplane.schedule import NOWHERE, Messages
 
 from ..kit.noted_moves import NotedEngine, NotedGroup, byte_rows, lies_in
@@ -90,6 +93,38 @@ def test_what_was_taken_beside_is_nobody_s_once_it_is_let_go_of() -> None:
         box.detach()
         assert memory.expired()
         assert box.memory == ()
+
+
+def test_nothing_is_done_for_each_message_before_the_first_turn_is_posted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be tens of thousands, and memory is taken anew for each version: views are made turn by turn."""
+    notes: list[str] = []
+    box = inbox(part(), notes, beside=True)
+    monkeypatch.setattr(module, "Parcel", lambda *of: (notes.append("view"), Parcel(*of))[1])
+    for _ in range(2):
+        notes.clear()
+        box.detach()
+        box.attach()
+        assert not notes
+        box.receive(NotedGroup(notes), TURN_S)
+        begun = [note for note in notes if note.startswith(("view", "post"))]
+        assert begun == [note for turn in range(TURNS) for note in ("view", "view", f"post {turn}")]
+
+
+def test_a_receive_that_is_given_up_has_nothing_of_the_memory_that_comes_after_it() -> None:
+    """It may be stuck in a group that is over, and go on when the next version is being taken."""
+    box, group = inbox(part(), [], beside=True), NotedGroup([])
+    post = group.post
+
+    def post_late(sends: Sequence[Parcel], receives: Sequence[Parcel]) -> object:
+        if not group.parcels:
+            box.detach()
+            box.attach()
+        return post(sends, receives)
+
+    group.post = post_late  # type: ignore[method-assign, assignment]
+    box.receive(group, TURN_S)
+    assert len(group.parcels) == 2 * TURNS
+    assert not any(lies_in(each.memory, box.memory) for each in group.parcels)
 
 
 @WAYS

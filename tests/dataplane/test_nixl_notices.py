@@ -6,9 +6,11 @@ import logging
 
 import pytest
 import torch
+from torch._C import _distributed_c10d as c10d
 
+from weightbus.dataplane import nixl_group
 from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.errors import PeerLost
+from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
 from weightbus.dataplane.nixl_group import _PACK, NixlGroup, _Offer
 
 
@@ -52,6 +54,75 @@ def test_a_bug_is_told_with_its_traceback(caplog: pytest.LogCaptureFixture) -> N
     made = group({})
     made._unread.add((1, 1))
     made._agent = None
-    with caplog.at_level(logging.ERROR), pytest.raises(PeerLost):
+    with caplog.at_level(logging.ERROR), pytest.raises(TransferFailed, match="a bug of ours") as raised:
         made.await_posts([(1, 1)], [], Deadline(5.0))
+    assert not isinstance(raised.value, PeerLost), "nobody was lost"
     assert "AttributeError" in caplog.text
+
+
+class Reading:
+    """An agent whose read ends when a test has it end, and cannot be cancelled before."""
+
+    def __init__(self) -> None:
+        self.state = "PROC"
+        self.released: list[str] = []
+        self.deregistered: list[str] = []
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]:
+        return {}
+
+    def get_xfer_descs(self, *_: object, **__: object) -> str:
+        return "descriptions"
+
+    def initialize_xfer(self, *_: object) -> str:
+        return "handle"
+
+    def transfer(self, _handle: str) -> str:
+        return self.state
+
+    def check_xfer_state(self, _handle: str) -> str:
+        return self.state
+
+    def release_xfer_handle(self, handle: str) -> None:
+        if self.state == "PROC":
+            raise RuntimeError("in progress")
+        self.released.append(handle)
+
+    def deregister_memory(self, region: str) -> None:
+        self.deregistered.append(region)
+
+
+def form(memory: torch.Tensor) -> None:
+    """Begin to: nobody else comes."""
+    NixlGroup.form(c10d.HashStore(), "g", "h", torch.device("cpu"), 0, 2, Deadline(0.2), memory=[memory])
+
+
+@pytest.mark.parametrize("began", ["PROC", "ERR"])
+def test_a_read_that_goes_on_keeps_what_it_writes_into(monkeypatch: pytest.MonkeyPatch, began: str) -> None:
+    """Nobody else gets that memory, and what is to be received into it next waits until the read has ended."""
+    monkeypatch.setattr(nixl_group, "_LEFT", left := list[nixl_group._Left]())
+    agent, memory = Reading(), torch.zeros(64, dtype=torch.uint8)
+    made = NixlGroup(agent, torch.device("cpu"), 0, 2)
+    made._registered.append("region")
+    made._names[1] = "one"
+    made._offers[1, 1], made._wanted[1, 1] = _Offer(1, ((4096, 16, 0),)), [memory[16:32]]
+    agent.state = began
+    if began == "ERR":
+        with pytest.raises(RuntimeError, match="could not be read"):
+            made._progress()
+        agent.state = "PROC"  # some of it is under way
+    else:
+        made._progress()
+    made.close()
+    assert len(left) == 1
+    assert not agent.deregistered
+    with pytest.raises(TransferFailed, match="may write into this memory"):
+        form(memory)
+    monkeypatch.setattr(nixl_group, "_MODULES", ())
+    with pytest.raises(Unsupported):  # so far it comes elsewhere
+        form(torch.zeros(64, dtype=torch.uint8))
+    agent.state = "DONE"
+    with pytest.raises(Unsupported):
+        form(memory)
+    assert agent.released == ["handle"]
+    assert not left

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import rank_sends
+from weightbus.dataplane import binding, rank_sends
 from weightbus.dataplane import sends_wire as wire
 from weightbus.dataplane.copy_table import CopyTable
 from weightbus.dataplane.deadline import Deadline
@@ -203,6 +203,36 @@ def test_an_epoch_that_fails_ends_when_nothing_is_bound_any_more(
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     ended(rank)
     assert notes == ["bound", "ended"]
+
+
+def test_an_epoch_in_which_something_is_bound_for_ever_leaves_it_alone(
+    rank: RankSends, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
+) -> None:
+    """Nobody waits for that thread; the next epoch has nothing of what it has, and it lets go of that in the end."""
+    bound, released, notes = threading.Event(), threading.Event(), list[str]()
+
+    def for_ever(*arguments: Any) -> Outbox:
+        bound.set()
+        assert released.wait(3 * WAIT_S)
+        return Outbox(*arguments)
+
+    let_go = rank_sends._Kept.let_go
+    monkeypatch.setattr(rank_sends._Kept, "let_go", lambda kept: (notes.append("let go"), let_go(kept))[1])
+    monkeypatch.setattr(binding, "BOUND_S", 0.2)
+    monkeypatch.setattr(rank_sends, "Outbox", for_ever)
+    leader = led(monkeypatch, wire.Begin(group=GROUP, letters=(letters(5, one_message(), "some"),)))
+    rank.begin(ADDRESS, 1, regions, WAIT_S)
+    stuck = rank._session
+    assert bound.wait(WAIT_S)
+    ended(rank)
+    assert leader.notes == ["closed"]
+    assert "bound to memory" in rank.failure
+    monkeypatch.setattr(SealedFrames, "reach", lambda *_: Leader())
+    rank.begin(ADDRESS, 2, regions, WAIT_S)
+    assert rank._session.kept is not stuck.kept
+    assert not notes
+    released.set()
+    until(lambda: notes == ["let go"], "it to let go")
 
 
 def test_one_epoch_at_a_time(

@@ -393,6 +393,63 @@ def test_an_end_that_was_said_and_deleted_is_heard(other: SourceRank) -> None:
         }
 
 
+@pytest.mark.parametrize("how", ["stuck", "fails to leave"])
+def test_a_session_that_does_not_end_as_it_should_holds_no_rank(
+    other: SourceRank, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A rank that trains waits for its slots until the session's time is over, whatever its thread does then."""
+    released = threading.Event()
+
+    def stuck(_device: torch.device) -> str:
+        if how == "stuck":
+            released.wait(2 * PROMPT_S)
+        raise TransferFailed("it fails in the end")
+
+    def fail(_session: object) -> None:
+        raise ValueError("torch has changed")
+
+    monkeypatch.setattr(source_rank, "_END_S", 0.1)
+    monkeypatch.setattr(source_rank, "backend_for", stuck)
+    if how != "stuck":
+        monkeypatch.setattr(source_rank.SourceSession, "_break_off", fail)
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)  # it is said there
+    leader = Leader()
+    other.begin(leader.begin(1), 1, Sources((0, 1)), [torch.zeros(8)], 0.5 if how == "stuck" else 600.0, filled=1)
+    waiting = threading.Thread(target=other.wait_free, args=(1,), daemon=True)
+    waiting.start()
+    waiting.join(PROMPT_S)
+    held = waiting.is_alive()
+    released.set()
+    assert not held
+
+
+def test_a_group_that_forms_when_its_session_is_over_is_left(
+    other: SourceRank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has it: its connections would be there as long as the rank."""
+    forms, goes_on, broken = threading.Event(), threading.Event(), threading.Event()
+
+    class Late:
+        def abort(self) -> None:
+            broken.set()
+
+    def late(*_: object, **__: object) -> Late:
+        forms.set()
+        assert goes_on.wait(2 * PROMPT_S)
+        return Late()
+
+    monkeypatch.setattr(source_rank.BroadcastGroup, "form", late)
+    leader = Leader()
+    other.begin(leader.begin(1), 1, Sources((0, 1)), [torch.zeros(8)], 600.0, filled=1)
+    said = leader.await_source()
+    said.announce("group", Groups(("g", "g-source1"), (0, 1)).encode())
+    assert forms.wait(PROMPT_S)
+    said.announce("over", "an engine did not come")
+    other.wait_free(1)
+    goes_on.set()
+    assert broken.wait(PROMPT_S)
+
+
 def test_a_session_that_is_stuck_touches_nothing_of_the_next(
     stand: Stand, other: SourceRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:

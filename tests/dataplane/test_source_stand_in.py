@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ from weightbus.control.limits import STAND_IN_S
 from weightbus.dataplane import backends, source_stand_in
 from weightbus.dataplane.broadcast_group import BroadcastGroup, join_store, serve_store
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.source_stand_in import connections_of
+from weightbus.dataplane.source_stand_in import Connections, StandIn, connections_of
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Address, Peer
 
@@ -158,6 +159,31 @@ def test_a_source_that_ends_its_group_leaves_no_process(source: Source) -> None:
     assert not Path(f"/proc/{stand_in}").exists()
     assert not source.told("used")
     assert not source.is_hung_up(0.1)
+
+
+def test_a_stand_in_that_stands_still_is_killed_in_the_end(source: Source) -> None:
+    """It has the connections as long as it is there."""
+    source.told("used")
+    (stand_in,) = source.stand_ins()
+    os.kill(stand_in, signal.SIGSTOP)
+    assert not source.told("close")
+    until(lambda: not Path(f"/proc/{stand_in}").exists(), "it to be gone", AT_ONCE_S)
+
+
+def test_a_stand_in_that_hears_nothing_holds_nobody() -> None:
+    """Its pipe is full at last: a rank that trains does not wait in it."""
+    here, there = socket.socketpair()
+    with here, there:
+        stand_in = StandIn([Connections([os.dup(here.fileno())])])
+        assert stand_in._line is not None
+        os.kill(stand_in._line.process.pid, signal.SIGSTOP)
+        said = threading.Thread(target=lambda: [stand_in.use(True) for _ in range(1 << 17)], daemon=True)
+        said.start()
+        said.join(4 * AT_ONCE_S)
+        held = said.is_alive()
+        os.kill(stand_in._line.process.pid, signal.SIGKILL)
+        assert not held
+        stand_in.close()
 
 
 def test_a_stand_in_that_was_killed_hangs_nothing_up(source: Source) -> None:

@@ -209,6 +209,36 @@ def test_a_stand_in_that_was_killed_is_replaced(server: Server, sidecar: Sidecar
     assert server.left.get(timeout=AT_ONCE_S)[2] == "two"
 
 
+def test_a_stand_in_that_stands_still_is_killed_when_the_sidecar_ends(sidecar: Sidecar) -> None:
+    """It would be left when the machine lets it go on, and ask for nothing then: it has nothing to leave any more."""
+    sidecar.told("used one")
+    (child,) = sidecar.children()
+    os.kill(child, signal.SIGSTOP)
+    sidecar.told("close")
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_stand_in_that_hears_nothing_holds_nobody_and_is_replaced(server: Server) -> None:
+    """Its pipe is full at last: the sidecar goes on without it, and the next groups have another one."""
+    made = StandIn(server.url, Keys(), 3600.0)
+    made.entrust(["one"], used=True)
+    assert made._process is not None
+    first = made._process
+
+    def say() -> None:
+        while made._process is first:
+            made.entrust(["one", "x" * 4000], used=True)
+
+    os.kill(first.pid, signal.SIGSTOP)
+    saying = threading.Thread(target=say, daemon=True)
+    saying.start()
+    saying.join(AT_ONCE_S)
+    held = saying.is_alive()
+    first.kill()
+    assert not held
+    made.close()
+
+
 def test_no_process_is_started_for_a_server_without_groups() -> None:
     """Most transports have none."""
 

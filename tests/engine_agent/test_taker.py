@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from weightbus.dataplane import binding
 from weightbus.dataplane import worker_wire as wire
 from weightbus.dataplane.copy_table import AXES, CopyTable
 from weightbus.dataplane.deadline import Deadline
@@ -210,6 +211,35 @@ def test_the_sidecar_hears_whether_less_at_a_time_may_do(
     failed = sidecar.take()
     assert isinstance(failed, wire.Failed)
     assert failed.less is less
+
+
+def test_a_thread_that_is_stuck_in_its_memory_is_left_with_it(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sidecar hears why, the scheduler is not held, and nothing is let go of that may be written yet."""
+    assert isinstance(sidecar.take(), wire.Taken)
+    sidecar.taker.flip()
+    begun, released, inbox = threading.Event(), threading.Event(), sidecar.taker._inbox
+    assert inbox is not None
+    attach, closed = Inbox.attach, list[str]()
+
+    def for_ever(of: Inbox) -> None:
+        begun.set()
+        attach(of)
+        assert released.wait(3 * WAIT_S)
+
+    monkeypatch.setattr(binding, "BOUND_S", 0.5)
+    monkeypatch.setattr(Inbox, "attach", for_ever)
+    monkeypatch.setattr(Inbox, "close", lambda _: closed.append("closed"))
+    failed = sidecar.take()
+    assert begun.is_set()
+    assert isinstance(failed, wire.Failed)
+    assert "bound to memory" in failed.reason
+    until(lambda: not sidecar.taker.alive, "the thread to end")
+    sidecar.taker.close()
+    assert inbox.memory, "it is the stuck thread's"
+    assert not closed
+    released.set()
 
 
 def test_parameters_that_nobody_wrote_were_not_touched(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
