@@ -75,7 +75,8 @@ class HandingReceiver:
             return "no memory of this process is known that the server's workers could open"
         if self._unknown:
             return "the trainer's version of weightbus does not know of agents that take part themselves"
-        if self._memory is not None and self._opens != server.opens:
+        if self._opens not in ("", server.opens):  # launched again, on another GPU: nothing of ours is there
+            self._break_off()
             self._let_go()
         nbytes = session.manifest.largest_bucket
         if self._memory is not None and self._memory.holds(nbytes):

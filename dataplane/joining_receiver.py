@@ -121,7 +121,7 @@ class JoiningReceiver:
         mine = groups.of_engine(rank_offset, address.world_size)
         if forms := self._doubted or mine.names != self._held:
             for group in self._held:
-                server.leave_group(group, deadline.check("time to leave the old group"))
+                self._call(meeting, f"the server to leave {group}", deadline, server.leave_group, group)
             self._held, self._doubted = mine.names, False
             server.entrust(self._held, used=True)  # before it waits in them
             self._joins = True

@@ -96,7 +96,8 @@ class Wire:
         self._vain = ""
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Drop the connections. Calls under way end: whoever waits in one would keep the process until its deadline."""
+        self.give_up("the agent ends")
         self._pool.close()
 
     def _call(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Peer, Receipt
 
 from .loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted
-from .transport_contract import PATIENCE_S, Engine
+from .transport_contract import PATIENCE_S, PROMPT_S, Engine
 
 
 def launched_again(engine: Engine) -> None:
@@ -67,6 +68,49 @@ def test_who_is_in_no_group_any_more_costs_nobody_a_round(
     for engine in fleet:
         engine.receiver.shutdown()
     pool.close()
+
+
+def test_a_session_is_called_off_while_its_server_leaves_old_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which may take a server that stands still as long as the whole version may."""
+    places, manifest = Places(tmp_path), make_manifest(2)
+    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "leaving")
+    one, two = (Engine(name, places.receiver("distributed")) for name in ("one", "two"))
+    leaves, goes_on = threading.Event(), threading.Event()
+
+    def stands(_group: str, _deadline_s: float) -> None:
+        leaves.set()
+        goes_on.wait(PATIENCE_S)
+
+    for epoch, engines in ((1, (one, two)), (2, (one,))):
+        session = make_session(epoch, 10 + epoch, manifest)
+        address = sender.offer(session, [Peer(engine.name, 1) for engine in engines])
+        for rank, engine in enumerate(engines, 1):
+            engine.start(session, address, rank)
+        if epoch == 1:
+            sender.ready(PATIENCE_S)
+            send_all(sender, session, pool, PATIENCE_S)
+            sender.close()
+            assert all(isinstance(engine.join(), Receipt) for engine in engines)
+            monkeypatch.setattr(one.server, "leave_group", stands)
+    meet = threading.Thread(target=lambda: suppressed(lambda: sender.ready(PATIENCE_S)))
+    meet.start()
+    assert leaves.wait(PATIENCE_S)
+    one.receiver.close()
+    assert "called off" in str(one.join())
+    assert one.seconds < PROMPT_S
+    goes_on.set()
+    meet.join(PATIENCE_S)
+    sender.close()
+    for engine in (one, two):
+        engine.receiver.shutdown()
+    pool.close()
+
+
+def suppressed(call: Callable[[], None]) -> None:
+    with contextlib.suppress(TransferFailed):
+        call()
 
 
 def test_a_server_that_is_told_from_another_though_it_is_the_same_leaves_its_groups(tmp_path: Path) -> None:

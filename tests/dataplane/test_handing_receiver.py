@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.dataplane import distributed, engine_groups, handing_memory
+from weightbus.dataplane import distributed, engine_groups, handing_memory, handing_receiver, meeting
 from weightbus.dataplane.broadcast_group import BroadcastGroup
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.distributed import DistributedSender
@@ -114,6 +114,28 @@ def _stands(engine: Engine) -> bool:
     except TransferFailed:
         return True
     return False
+
+
+def test_groups_on_a_gpu_that_the_server_left_are_left(
+    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was launched again on another one: there they would wait for bytes that nobody sends."""
+    held: list[tuple[str, ...]] = []
+
+    def holding(groups: tuple[str, ...], *, by_sidecar: bool = False) -> str:
+        held.append(groups)
+        return meeting.holding(groups, by_sidecar=by_sidecar)
+
+    monkeypatch.setattr(handing_receiver, "holding", holding)
+    monkeypatch.setattr(handing_receiver, "why_not", lambda *_: "")
+    monkeypatch.setattr(handing_receiver, "gpu_named", lambda _: torch.device("cpu"))
+    sender, engine = places.sender(KIND), make("e")
+    for epoch in (1, 2):
+        assert isinstance(run(sender, (engine,), pool, epoch)[0], Receipt)
+    engine.server.opens = "GPU-b"
+    for epoch in (3, 4):
+        assert isinstance(run(sender, (engine,), pool, epoch)[0], Receipt)
+    assert [len(groups) for groups in held] == [0, 1, 0, 1]
 
 
 def test_a_broadcast_that_does_not_return_has_its_memory_for_itself(

@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpcore
@@ -36,6 +37,21 @@ def test_a_call_ends_at_its_deadline_however_often_a_byte_comes(answer: bytes) -
         with contextlib.closing(server), pytest.raises(ServerSilent, match=r"no answer in 0\.5 s"):
             server.get("/model_info", 0.5)
         assert time.monotonic() - began < 2.0
+
+
+def test_calls_under_way_end_with_it() -> None:
+    """A sidecar that is to end while its server hangs in a call would wait for that call's deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as thread:
+        server, began = Wire(f"http://127.0.0.1:{silent.getsockname()[1]}", Keys()), time.monotonic()
+        call = thread.submit(server.order, "/load", {}, 60.0)
+        connection, _ = silent.accept()
+        with connection:
+            assert connection.recv(65536)
+            time.sleep(0.5)
+            server.close()
+            with pytest.raises(ServerUnreachable):
+                call.result(10.0)
+        assert time.monotonic() - began < 10.0
 
 
 def test_a_body_that_is_taken_a_little_at_a_time_ends_at_the_deadline_too() -> None:
