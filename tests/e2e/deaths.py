@@ -6,7 +6,7 @@
     python -m tests.e2e.deaths --in-place            nothing is taken beside what is served
     python -m tests.e2e.deaths --joined              workers of servers are members of broadcasts, and not their agents
     python -m tests.e2e.deaths --device cuda --transport distributed    over NCCL, one GPU for all
-    python -m tests.e2e.deaths --factor 3            on a machine that does other things too
+    python -m tests.e2e.deaths --factor 1.8          on a machine that does other things too
 
 Two SGLang servers on the CPU (TP1 and TP2), their sidecars, a coordinator and the two ranks of a Megatron trainer are
 processes of their own, at the settings of a deployment. On a GPU both servers have TP1 and the trainer is one process;
@@ -214,7 +214,7 @@ class Limit(NamedTuple):
 def limit_of(cell: Cell, joined: Sequence[str] = (), factor: float = 1.0) -> Limit:
     """What a cell has to keep; `factor` is of the slack, for a machine that does other things."""
     if cell.how == "killed":
-        return Limit(Wait(0.0, "connections end"), SLACK_S * factor)
+        return Limit(Wait(0.0, "connections tell, reconnect_s included"), SLACK_S * factor)
     waits = ENDED_BY[cell.transport][cell.victim]
     if (cell.transport, cell.victim) == ("distributed", "worker") and cell.engine in joined:
         waits = JOINED_WORKER

@@ -30,8 +30,10 @@ STRUCK = (
     Cell("sends", "worker", "half", "killed", "two"),
 )
 """The last one costs a server, which is not started again here."""
-FACTOR = 3.0
-"""Two servers, two ranks and other tests share CI's two cores."""
+FACTOR = 1.8
+"""Other tests share CI's two cores; beside two processes that are always busy 4.2 s were the most after a kill.
+One that only the next deadline tells of, after 10 s, fails all the same.
+"""
 HEARTBEAT_S = 1.0
 """What a silence had begun by before the blow."""
 MEASURED = Path(__file__).parents[1] / "bench/results/broadcast-deaths.json"
@@ -86,7 +88,9 @@ def test_every_cell_has_a_limit_of_its_own() -> None:
             limit = limit_of(cell, joined)
             assert limit.ended_by.name
             assert limit.seconds == 5 if cell.how == "killed" else 5 <= limit.seconds <= 35, str(cell)
-            assert limit_of(cell, joined, FACTOR).seconds == limit.seconds + 10
+            slower = limit_of(cell, joined, FACTOR).seconds
+            assert slower == limit.seconds + 4
+            assert cell.how == "stopped" or slower < deaths.SILENCE.seconds
 
 
 def test_what_was_measured_is_within_the_limits() -> None:
