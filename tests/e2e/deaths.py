@@ -207,8 +207,9 @@ class Limit(NamedTuple):
         return f"{self.seconds:g} s ({self.ended_by.seconds:g} s: {self.ended_by.name}; and {self.slack_s:g} s)"
 
     def require(self, took_s: float, promise: str) -> None:
-        """Raise `Wrong` when it took longer."""
-        require(took_s <= self.seconds, f"{promise} within {self}, not after {took_s:.2f} s")
+        """Raise `Late` when it took longer."""
+        if took_s > self.seconds:
+            raise Late(f"{promise} within {self}, not after {took_s:.2f} s")
 
 
 def limit_of(cell: Cell, joined: Sequence[str] = (), factor: float = 1.0) -> Limit:
@@ -223,6 +224,10 @@ def limit_of(cell: Cell, joined: Sequence[str] = (), factor: float = 1.0) -> Lim
 
 class Wrong(AssertionError):
     """A promise was broken."""
+
+
+class Late(Wrong):
+    """It was kept, and not in time: nothing else is the worse for it."""
 
 
 def require(kept: bool, promise: str) -> None:
@@ -473,13 +478,21 @@ class Deaths:
     def carry_out(self, cell: Cell, *, returns: bool = True) -> dict[str, Any]:
         """Strike, and see what becomes of everybody; of the victim only if it `returns`.
 
-        Raises `Wrong`, TimeoutError; nothing more is tried then.
+        Raises `Wrong`, TimeoutError; nothing more is tried then. How long it took is compared by `require_in_time`.
         """
         require(not self._broken, f"nothing was tried: it had gone wrong with {self._broken}")
         self._broken = str(cell)
         found = self._watched(cell, returns=returns)
         self._broken = ""
         return found
+
+    def require_in_time(self, cell: Cell, found: Mapping[str, Any]) -> None:
+        """Raise `Late` unless those who were to serve did so within the limit of `cell`."""
+        limit = limit_of(cell, self._joined, self._factor)
+        if "freed_s" in found:
+            limit.require(found["freed_s"], "servers that waited for the trainer answer")
+        else:
+            limit.require(found["survivors_serving_s"], "the others serve")
 
     def _watched(self, cell: Cell, *, returns: bool) -> dict[str, Any]:
         if self._committed_by != cell.transport:
@@ -530,7 +543,6 @@ class Deaths:
         found["over_s"] = round(time.monotonic() - at, 2)
         if waits:
             found["freed_s"] = self._freed(at)
-            limit.require(found["freed_s"], "servers that waited for the trainer answer")
         ready = self.fleet.channel()["ready"]
         whole = [name for name in survivors if not waits or self.fleet.engines[name].url in ready]
         self._require_whole(whole, (old, version))
@@ -607,7 +619,6 @@ class Deaths:
             time.sleep(0.02)
         poll(what, lambda: serving() < float("inf"), patience_s)
         took = serving()
-        limit.require(took, "the others serve")
         silent = 0.0
         for name in survivors:
             times = [at, *(when for when, *_ in tuple(clients[name].answers) if when >= at)]
@@ -772,11 +783,16 @@ def carry_out(made: Deaths, wanted: Sequence[Cell], tell: Callable[[Cell, dict[s
     """One after the other, until one leaves the deployment of no use; whether none did."""
     for cell in wanted:
         try:
-            found = {"passed": True, **made.carry_out(cell)}
+            found = made.carry_out(cell)
         except (Wrong, TimeoutError, httpx.HTTPError) as error:
             tell(cell, {"passed": False, "problem": f"{type(error).__name__}: {error}"})
             return False
-        tell(cell, found)
+        try:
+            made.require_in_time(cell, found)
+        except Late as late:
+            tell(cell, {"passed": False, "problem": str(late), **found})
+        else:
+            tell(cell, {"passed": True, **found})
     return True
 
 
