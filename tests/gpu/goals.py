@@ -182,6 +182,16 @@ def deaths(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
     yield Goal(f"{name}: cells that went well", sum(each["well"] for each in cells), max(1, len(cells)), least=True)
 
 
+def server_deaths(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+    """Every outcome, also of cells that went well later; and how long after a kill the others answered."""
+    cells = [(cell, each) for run in found["runs"] for cell, each in run["cells"].items()]
+    passed = [(cell, each) for cell, each in cells if each["passed"]]
+    yield Goal(f"{name}: outcomes that went well", len(passed), max(1, len(cells)), least=True)
+    killed = [each.get("survivors_serving_s", each.get("freed_s")) for cell, each in passed if " killed " in cell]
+    if killed:
+        yield Goal(f"{name}: survivors of a kill serve after, s", max(killed), 5.0)
+
+
 def offloaded(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
     """Every way of the bytes over the bus."""
     for way in ("pinned", "float32", "snapshot", "quantised"):
@@ -201,7 +211,7 @@ def stages(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
 KINDS: dict[str, Callable[[str, Mapping[str, Any]], Iterator[Goal]]] = {
     "colocated": direct, "peer": direct, "crosswise": direct, "nccl": nccl, "quantised": quantised,
     "engines": engines, "int4": int4, "deaths": deaths, "offloaded": offloaded, "joiner": joiner,
-    "stages": stages,
+    "stages": stages, "server": server_deaths,
 }  # fmt: skip
 """By the first word of a file's name."""
 

@@ -125,14 +125,15 @@ class Run:
 
     def _engine(self, place: str) -> rig.Engine:
         flags: tuple[str, ...] = (rig.LOADER,)
+        sidecar = rig.takes_part(self.args)
         if place == "remote":
             if self.args.device == "cuda":
                 flags += (f"--mem-fraction-static={self.args.memory}", *rig.GRAPHS)
-            return rig.Engine(place, 1, 1, flags, "available")
+            return rig.Engine(place, 1, 1, flags, "available", sidecar=sidecar)
         if self.args.device == "cuda":
             flags += (f"--mem-fraction-static={self.args.memory}", "--disable-cuda-graph")
         environment = tuple({**SOCKETS, "NCCL_HOSTID": place}.items())
-        return rig.Engine("hosts", 1, 1, flags, "available", place, environment, "small")
+        return rig.Engine("hosts", 1, 1, flags, "available", place, environment, "small", sidecar)
 
     def _start_trainer(self, part: str) -> None:
         program = str(Path(__file__).with_name("nccl_parts.py"))
@@ -177,6 +178,7 @@ def main() -> int:
     parser.add_argument("--memory", type=float, default=0.6, help="the servers' --mem-fraction-static")
     parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
     parser.add_argument("--out", help="folder for the JSON file")
+    rig.ask_who_takes_part(parser)
     args = parser.parse_args()
     if set(args.parts.split(",")) - set(ENGINES):
         parser.error(f"--parts: expected some of {', '.join(ENGINES)}")

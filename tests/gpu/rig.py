@@ -99,6 +99,16 @@ def parser(doc: str | None, *, memory: float, deadline: float, whose: str = "of 
     return found
 
 
+def ask_who_takes_part(found: argparse.ArgumentParser) -> None:
+    """Of a program whose sidecars take broadcasts. What was kept is of servers that join themselves."""
+    found.add_argument("--hands-on", action="store_true", help="sidecars take part in broadcasts in servers' places")
+
+
+def takes_part(args: argparse.Namespace) -> tuple[str, ...]:
+    """The flags of each sidecar."""
+    return () if args.hands_on else ("--no-hands-on",)
+
+
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
     """The config that ``--config`` names; else that of Qwen3-30B-A3B with ``--layers``, or a tiny one on a CPU."""
     if getattr(args, "config", None):

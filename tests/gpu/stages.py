@@ -3,8 +3,10 @@
     python3 tests/gpu/stages.py                       two CUDA devices. Qwen3-30B-A3B shapes, 24 layers, 31 GB
     python3 tests/gpu/stages.py --config FILE         another model, by its config.json
     python3 tests/gpu/stages.py --device cpu          the same steps with a tiny model, over gloo
+    python3 tests/gpu/stages.py --hands-on            sidecars take part in the place of servers: not measured
 
-Servers take versions as every stock server does, by `update_weights_from_distributed`. They come in two ways:
+Servers take versions as every stock server does, by `update_weights_from_distributed`: their sidecars are started with
+`--no-hands-on`. Versions come in two ways:
 
 ``stages``    The first rank of each stage broadcasts what it holds.
 ``gathered``  The first rank gathers everything and broadcasts alone, as the product does where somebody of the round
@@ -95,7 +97,7 @@ class Run:
         layout["gpus"] = gpus = seats(len(rig.devices().split(", ")) if args.device == "cuda" else 2)
         flags = (f"--mem-fraction-static={args.memory}", "--disable-cuda-graph") if args.device == "cuda" else ()
         for way in WAYS:
-            engine = rig.Engine(way, gpus["engine"], 1, flags, "available")
+            engine = rig.Engine(way, gpus["engine"], 1, flags, "available", sidecar=rig.takes_part(args))
             rig.start_engine(self._programs, args.device, work, engine, layout)
         rig.write_layout(work, layout)
         self.found["gpus"] = gpus
@@ -342,6 +344,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
     parser.add_argument("--config", help="config.json of another model")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
+    rig.ask_who_takes_part(parser)
     args = parser.parse_args()
     if args.device == "cpu":
         direct.BUCKET_BYTES = SMALL_BUCKETS

@@ -2,11 +2,13 @@
 
 Starts a coordinator, an SGLang server with its sidecar on each of two GPUs, and a Megatron-core trainer with random
 weights (tensor parallel over both GPUs). The weights are published to the first server through CUDA IPC and to the
-second through NCCL. Then the first server's parameters are overwritten with noise and loaded again from files, SGLang's
-own path. The server's own checksum of its live parameters must be the same after all three, and differ after the noise.
+second through NCCL, in whose group it is itself (`--no-hands-on`). Then the first server's parameters are overwritten
+with noise and loaded again from files, SGLang's own path. The server's own checksum of its live parameters must be the
+same after all three, and differ after the noise.
 
     python3 tests/gpu/stock.py                       two CUDA devices, Qwen3-8B shapes, 16.4 GB
     python3 tests/gpu/stock.py --device cpu          the same steps with a tiny model, shared memory and gloo
+    python3 tests/gpu/stock.py --hands-on            its sidecar is in the group in its place: not measured
 
 Prints one JSON object; `--out` writes it too. Exits with 1 unless everything was equal.
 """
@@ -47,7 +49,8 @@ def orchestrate(args: argparse.Namespace) -> int:
     with Programs(work) as programs:
         layout = rig.start_coordinator(programs, work)
         for gpu, channel in enumerate(CHANNELS):
-            rig.start_engine(programs, args.device, work, rig.Engine(channel, gpu, flags=flags), layout)
+            engine = rig.Engine(channel, gpu, flags=flags, sidecar=rig.takes_part(args))
+            rig.start_engine(programs, args.device, work, engine, layout)
         rig.write_layout(work, layout)
         arguments = ["--rank-of", str(work), *rig.arguments()]
         command = rig.ranks_command(__file__, args.tp, arguments)
@@ -172,6 +175,7 @@ def main() -> int:
     parser.add_argument("--deadline", type=float, default=400.0, help="seconds that any one wait may take")
     parser.add_argument("--out", help="write the JSON here too")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    rig.ask_who_takes_part(parser)
     args = parser.parse_args()
     if args.rank_of:
         rank_main(args)

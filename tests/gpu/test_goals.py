@@ -102,6 +102,26 @@ def test_stages_are_not_slower_than_gathering() -> None:
     assert missed("stages", {"equal": False, "stage_wise_s": 2.0}) == {"stages: equal"}
 
 
+def test_outcomes_of_servers_that_failed_count_though_they_went_well_later() -> None:
+    """And of those who were killed, not of those who were stopped, others answer in time."""
+    well = {
+        "distributed: leader killed at begun": {"passed": True, "survivors_serving_s": 4.9},
+        "distributed: leader killed at half": {"passed": True, "over_s": 4.9, "freed_s": 5.0},
+        "distributed: leader stopped at begun": {"passed": True, "survivors_serving_s": 12.0},
+    }
+    assert not missed("server-deaths", {"runs": [{"cells": well}]})
+    for late in ("survivors_serving_s", "freed_s"):
+        again = {"distributed: leader killed at half": {"passed": True, late: 5.1}}
+        assert missed("server-deaths", {"runs": [{"cells": well}, {"cells": again}]}) == {
+            "server-deaths: survivors of a kill serve after, s"
+        }
+    failed = {"distributed: leader killed at half": {"passed": False, "problem": "waited"}}
+    assert missed("server-deaths", {"runs": [{"cells": failed}, {"cells": well}]}) == {
+        "server-deaths: outcomes that went well"
+    }
+    assert missed("server-deaths", {"runs": []}) == {"server-deaths: outcomes that went well"}
+
+
 def test_every_result_file_can_be_read() -> None:
     """All that are kept, and nothing of them but figures and goals."""
     for file in RESULTS.glob("*.json"):

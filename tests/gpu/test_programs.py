@@ -6,19 +6,21 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 
-from tests.gpu import engines, int4, quantised_rounds, stages
+from tests.gpu import engines, int4, nccl, quantised_rounds, stages, stock
 from weightbus.control.messages import TransportKind
 from weightbus.control.routes import Ends
 from weightbus.control.routing import PREFERRED, choose
 from weightbus.engine_agent.payload import LOADER
 from weightbus.engine_agent.whereabouts import topology_of
+from weightbus.trainer_agent.demo import processes
 from weightbus.trainer_agent.source import Staged
 
 from ..control.world import engine_info, trainer_info
@@ -149,6 +151,49 @@ def test_nobody_shares_a_gpu_with_whom_it_is_in_a_group() -> None:
     assert len({engine, *by_stage}) == len({engine, *gathered}) == 3
     with pytest.raises(ValueError, match="1 GPUs"):
         stages.seats(1)
+
+
+class Started(Exception):
+    """Servers and sidecars were started, as far as is asked here."""
+
+
+class Programs:
+    """Starts nothing, and keeps the flags of every sidecar."""
+
+    def __init__(self, *_: Any) -> None:
+        self.sidecars: list[list[str]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, name: str, argv: list[str], **_: Any) -> Any:
+        if name.startswith(("ranks", "trainer")):
+            raise Started
+        if name.startswith("sidecar"):
+            self.sidecars.append(argv)
+        return argparse.Namespace(process=argparse.Namespace(pid=1))
+
+    def dismiss(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("flags", [[], ["--hands-on"]])
+@pytest.mark.parametrize("program", [stock, stages, nccl])
+def test_what_is_kept_is_of_servers_that_join(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: Any, flags: list[str]
+) -> None:
+    """The commands beside the figures, without a flag more; sidecars that take part are asked for by name."""
+    programs = Programs()
+    monkeypatch.setattr(processes, "Programs", lambda *_: programs)
+    monkeypatch.setattr(tempfile, "mkdtemp", lambda **_: str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["program", "--device=cpu", *flags])
+    with contextlib.suppress(Started):
+        program.main()
+    assert programs.sidecars
+    assert ["--no-hands-on" in each for each in programs.sidecars] == [not flags] * len(programs.sidecars)
 
 
 FILLED = """

@@ -36,9 +36,11 @@ DIGEST_BUCKET_S: Final = Figure(2.8e-3, "stock.json: 30 buckets of 512 MB")
 PROOF_GB_S: Final = Figure(3200.0, "colocated and peer.json: a worker reads its live parameters")
 CHECKSUM_GB_S: Final = Figure(280.0, "stock.json: the server's own checksum of them")
 LOCAL_BUCKET_S: Final = Figure(6.9e-3, "stock.json: one call to the server for each bucket")
-GROUP_BUCKET_S: Final = Figure(3.8e-3, "stock.json, NCCL: the same, beside the broadcast")
+GROUP_BUCKET_S: Final = Figure(3.8e-3, "stock.json, NCCL: the same, beside the broadcast; servers join")
 LOAD_TENSOR_S: Final = Figure(110e-6, "colocated and peer.json, flattened buckets: the server's loader")
-LOAD_GROUP_TENSOR_S: Final = Figure(62e-6, "stages.json: the same after a broadcast, but for the wire and the calls")
+LOAD_GROUP_TENSOR_S: Final = Figure(
+    62e-6, "stages.json: the same after a broadcast, but for the wire and the calls; servers join"
+)
 LOAD_PART_TENSOR_S: Final = Figure(205e-6, "crosswise.json: the same where each worker takes a part of each tensor")
 
 ACQUIRE_S: Final = Figure(2.3e-3, "every run with one engine")

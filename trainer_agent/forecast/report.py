@@ -80,6 +80,8 @@ def _notes(fleet: Fleet, now: Round, joining_s: float | None, found: tuple[Chang
         waits = "" if now.beside_s is None else f", and a request waits {_seconds(now.beside_s)}"
         yield f"engines are taken to stand still for what is sent: with memory for it they go on until the flip{waits}"
         yield "left out: what the first rank does for each pair of a rank and a worker before they begin"
+    if Way.DISTRIBUTED.value in ways:
+        yield "distributed was measured with servers that join groups: over NVLink not with sidecars in their places"
     if joining_s is not None:
         yield "joining: its loader recorded ahead, from when the trainer offers the version (snapshots: every second)"
         yield "joining was measured with one worker and a model cut in two: larger layouts plan and connect for longer"
@@ -97,6 +99,8 @@ def _turns(fleet: Fleet, now: Round) -> Iterator[str]:
     grouped = any(group.way in {Way.SENDS, Way.DISTRIBUTED} for group in fleet.engines)
     if grouped and sum(group.count for group in fleet.engines) > 1:
         yield "engines are taken to have GPUs of their own: over NCCL those that share one take turns (--max-paused)"
+    if now.waves > 1 and any(group.way is Way.DISTRIBUTED for group in fleet.engines):
+        yield "over distributed every wave connects in its pause, in each round: left out"
     if now.waves > 1:
         yield "engines have their turns in the order in which they are described; links are those of the longest wave"
 

@@ -95,6 +95,15 @@ def test_a_gpu_that_cannot_hold_it_is_said(capsys: pytest.CaptureFixture[str], t
     assert not [note for note in many["notes"] if "would keep" in note]
 
 
+def test_who_was_in_the_groups_of_the_figures_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where broadcasts are predicted, and that waves form theirs anew, which nobody measured."""
+    told = ("distributed was measured with servers that join groups", "over distributed every wave connects")
+    for way, turns, said in (("sends", ["1"], 0), ("distributed", [], 1), ("distributed", ["1"], 2)):
+        waves = [word for most in turns for word in ("--max-paused", most)]
+        found = asked(capsys, "--model", MODEL, "--engines", "2", "--way", way, *waves)
+        assert sum(note.startswith(told) for note in found["notes"]) == said
+
+
 def test_people_get_steps_links_and_changes(capsys: pytest.CaptureFixture[str]) -> None:
     """A bar for each step, the busiest links, what would help, and what was only assumed."""
     assert main(["simulate-fleet", "--model", MODEL, "--figures"]) == 0
