@@ -118,7 +118,7 @@ class BroadcastGroup:
         prefixed = c10d.PrefixStore(f"{device.type}/", c10d.PrefixStore(f"{name}/", c10d.PrefixStore(name, store)))
         try:
             if device.type == "cuda":
-                found = cast("_Backend", backends.nccl(prefixed, rank, world_size))
+                found = cast("_Backend", backends.nccl(prefixed, rank, world_size, deadline))
                 group = cls(name, device, world_size, found, rank=rank)
                 if connect:
                     group._carry(torch.zeros(1, dtype=torch.uint8, device=device), deadline)
