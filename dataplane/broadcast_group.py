@@ -121,7 +121,11 @@ class BroadcastGroup:
                 found = cast("_Backend", backends.nccl(prefixed, rank, world_size, deadline))
                 group = cls(name, device, world_size, found, rank=rank)
                 if connect:
-                    group._carry(torch.zeros(1, dtype=torch.uint8, device=device), deadline)
+                    try:
+                        group._carry(torch.zeros(1, dtype=torch.uint8, device=device), deadline)
+                    except BaseException:
+                        group.abort()  # nobody else has it
+                        raise
                 return group
             backend = cast("_Backend", backends.gloo(prefixed, host, rank, world_size, timeout))
         except (RuntimeError, ValueError) as error:
