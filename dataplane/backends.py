@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
 from typing import Final, Protocol, cast
 
@@ -15,6 +15,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from . import torch_threads
+from .deadline import Deadline
+from .errors import DeadlineExceeded
 
 _UNWATCHED: Final = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # by which it is told of no work
@@ -22,6 +24,8 @@ _UNWATCHED: Final = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that hangs in the driver would end the process too
 }
+_MAKING: Final = threading.Lock()
+"""Held while a group is made: its settings are those of the whole process meanwhile."""
 _ABORT_S: Final = 5.0
 """How long NCCL may take to break a group before nobody waits for it any more."""
 _AT_ONCE: Final = timedelta(milliseconds=1)
@@ -66,19 +70,25 @@ class Ending(Protocol):
         ...
 
 
-def nccl(store: c10d.Store, rank: int, size: int) -> object:
+def nccl(store: c10d.Store, rank: int, size: int, deadline: Deadline) -> object:
     """A ``ProcessGroupNCCL`` that torch's watchdog leaves alone. It connects at its first call.
 
     Our deadlines decide. A watchdog that sees an error of NCCL's, which a peer's death is, keeps ``abort`` waiting for
     a minute while it dumps what it knows, and has the monitor of the process's first group end the process eight
     minutes later. It is not told of the works of a group that waits for them itself.
+
+    One of ours is made at a time; raises `DeadlineExceeded` where another one keeps it waiting. A group that the
+    program makes by itself on another thread, in the moment that this takes, has our settings too.
     """
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # noqa: SLF001
-    with contextlib.ExitStack() as stack:
-        for name, value in _UNWATCHED.items():
-            stack.enter_context(_environment(name, value))
-        return c10d.ProcessGroupNCCL(store, rank, size, options)
+    if not _MAKING.acquire(timeout=deadline.check("a group to be made")):
+        raise DeadlineExceeded("another group to be made", deadline.seconds)
+    try:
+        with _environment(_UNWATCHED):
+            return c10d.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        _MAKING.release()
 
 
 def abort_nccl(backend: Ending, seconds: float = _ABORT_S) -> None:
@@ -97,14 +107,15 @@ def aside(function: Callable[[], None]) -> threading.Thread:
 
 
 @contextlib.contextmanager
-def _environment(name: str, value: str) -> Generator[None, None, None]:
-    """Torch reads this setting from the environment when a group is made, and nowhere else."""
-    before = os.environ.get(name)
-    os.environ[name] = value
+def _environment(settings: Mapping[str, str]) -> Generator[None, None, None]:
+    """Torch reads these settings from the environment when a group is made, and nowhere else."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

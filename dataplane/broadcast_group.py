@@ -118,10 +118,14 @@ class BroadcastGroup:
         prefixed = c10d.PrefixStore(f"{device.type}/", c10d.PrefixStore(f"{name}/", c10d.PrefixStore(name, store)))
         try:
             if device.type == "cuda":
-                found = cast("_Backend", backends.nccl(prefixed, rank, world_size))
+                found = cast("_Backend", backends.nccl(prefixed, rank, world_size, deadline))
                 group = cls(name, device, world_size, found, rank=rank)
                 if connect:
-                    group._carry(torch.zeros(1, dtype=torch.uint8, device=device), deadline)
+                    try:
+                        group._carry(torch.zeros(1, dtype=torch.uint8, device=device), deadline)
+                    except BaseException:
+                        group.abort()  # nobody else has it
+                        raise
                 return group
             backend = cast("_Backend", backends.gloo(prefixed, host, rank, world_size, timeout))
         except (RuntimeError, ValueError) as error:

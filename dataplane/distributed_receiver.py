@@ -1,8 +1,8 @@
 """The engine agent's half of the distributed transport: who takes part in a group, the agent or its server's workers.
 
 The agent does where it can (`handing_receiver.py`): it can leave a group that somebody broke, and looks at what it
-takes before the server does. Workers join as the field does it (`joining_receiver.py`) where the server is elsewhere,
-its GPUs are not known or not seen from here, or have no room for two buckets more.
+takes before the server does. Workers join as the field does it (`joining_receiver.py`) where the server is elsewhere or
+another user's, its GPUs are not known, not seen from here or do not reach each other, or the first of them has no room.
 """
 
 from __future__ import annotations

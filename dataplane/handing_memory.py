@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 from typing import Final, Protocol
 
 import torch
@@ -10,14 +12,17 @@ import torch
 from . import handles
 from .deadline import Deadline
 from .device_name import device_name
-from .errors import TransferFailed
+from .errors import NotExportable, TransferFailed
 from .staging import BucketPool
 from .transport import CudaMemory, HostMemory
 
 SLOTS: Final = 2
 """One is received while the server loads the other."""
-_SPARE_BYTES: Final = 512 << 20
-"""Left to the server, and for what NCCL and a context take of a GPU."""
+_SPARE_BYTES: Final = 1280 << 20
+"""For what NCCL and CUDA take of a GPU beside the slots, and for the server.
+
+An idle group of two took 0.94 GB of an H200 (`idle_group_bytes` in tests/gpu/results/nccl.json).
+"""
 _CUMEM: Final = "NCCL_CUMEM_ENABLE"
 
 
@@ -55,11 +60,48 @@ class HandingMemory(Protocol):
         ...
 
 
+class GpuRoom:
+    """Whether slots can be made on the GPU of a server, as far as this process has found out. It outlives them."""
+
+    def __init__(self) -> None:
+        self._refused: dict[torch.device, tuple[int, str]] = {}
+        """The smallest slots that could not be made, in bytes each, and why."""
+
+    def memory(self, device: torch.device) -> DeviceMemory:
+        """Slots there; none yet."""
+        return DeviceMemory(device, partial(self._refuse, device))
+
+    def why_not(self, uuid: str, nbytes: int, held: int = 0) -> str:
+        """Why a process cannot take buckets of `nbytes` on GPU `uuid`; empty where it can. `held` it would give back.
+
+        What could not be made once is not tried again, whatever is free: each time costs a version.
+        """
+        # Sources of a broadcast have 0, because SGLang sets that in its workers, and all members need the same.
+        if os.environ.setdefault(_CUMEM, "0") != "0":
+            return f"{_CUMEM} is {os.environ[_CUMEM]!r} in the engine agent, and '0' at the trainer"
+        try:
+            device = gpu_named(uuid)
+            if device in self._refused and nbytes >= self._refused[device][0]:
+                return f"{self._refused[device][1]}; this is tried again when the engine agent was started again"
+            free = int(torch.cuda.mem_get_info(device)[0]) + held
+        except (TransferFailed, RuntimeError) as error:  # torch's, of a driver that is not there or a GPU that is full
+            return _short(error)
+        if free < (needed := SLOTS * nbytes + _SPARE_BYTES):
+            return f"GPU {uuid} has {free} bytes free, and {needed} are needed"
+        return ""
+
+    def _refuse(self, device: torch.device, nbytes: int, reason: str) -> None:
+        if device not in self._refused or nbytes < self._refused[device][0]:
+            self._refused[device] = nbytes, reason
+
+
 class DeviceMemory:
     """On a GPU, opened by CUDA IPC."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, refused: Callable[[int, str], None]) -> None:
+        """`refused` is told of slots that cannot be made: their bytes, and why."""
         self._device = device
+        self._refused = refused
         self._pool: BucketPool | None = None
 
     @property
@@ -83,9 +125,21 @@ class DeviceMemory:
             return
         self.close()
         try:
+            self._try_out(nbytes)
             self._pool = BucketPool(self._device, SLOTS, nbytes, "handing")
-        except torch.cuda.OutOfMemoryError as error:
-            raise TransferFailed(f"{self._device} has no room for {SLOTS} buckets of {nbytes} bytes") from error
+        except (RuntimeError, NotExportable) as error:  # torch.OutOfMemoryError is one of the first
+            reason = f"{SLOTS} buckets of {nbytes} bytes could not be made on {self._device}: {_short(error)}"
+            self._refused(nbytes, reason)
+            raise TransferFailed(reason) from error
+
+    def _try_out(self, nbytes: int) -> None:
+        """Have memory for all slots, and give it back: torch keeps what was exported and nobody has opened."""
+        tried: list[torch.Tensor] = []
+        try:
+            tried.extend(torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS))
+        finally:
+            tried.clear()
+            torch.cuda.empty_cache()
 
     def memory(self, slot: int) -> torch.Tensor:
         """The bytes of a slot, 1-D uint8."""
@@ -105,7 +159,7 @@ class DeviceMemory:
         if self._pool is not None:
             self._pool.close()
             self._pool = None
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
 def gpu_named(uuid: str) -> torch.device:
@@ -116,16 +170,6 @@ def gpu_named(uuid: str) -> torch.device:
     raise TransferFailed(f"this process does not see the server's GPU {uuid}")
 
 
-def why_not(uuid: str, nbytes: int, held: int = 0) -> str:
-    """Why a process cannot take buckets of `nbytes` on GPU `uuid`; empty where it can. `held` it would give back."""
-    # Sources of a broadcast have 0, because SGLang sets that in its workers, and all members need the same.
-    if os.environ.setdefault(_CUMEM, "0") != "0":
-        return f"{_CUMEM} is {os.environ[_CUMEM]!r} in the engine agent, and '0' at the trainer"
-    try:
-        device = gpu_named(uuid)
-        free = int(torch.cuda.mem_get_info(device)[0]) + held
-    except (TransferFailed, RuntimeError) as error:  # torch's, of a driver that is not there or a GPU that is full
-        return str(error).partition("\n")[0]
-    if free < (needed := SLOTS * nbytes + _SPARE_BYTES):
-        return f"GPU {uuid} has {free} bytes free, and {needed} are needed"
-    return ""
+def _short(error: Exception) -> str:
+    """Torch's errors end in a page of advice."""
+    return str(error).partition("\n")[0][:300]

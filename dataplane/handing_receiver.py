@@ -26,7 +26,7 @@ from .deadline import Deadline
 from .engine_groups import break_when_formed
 from .engine_memory import EngineMemory
 from .errors import TransferFailed
-from .handing_memory import DeviceMemory, HandingMemory, gpu_named, why_not
+from .handing_memory import GpuRoom, HandingMemory, gpu_named
 from .local import open_runtime_dir
 from .meeting import POLL_S, Attendance, holding, settled
 from .rendezvous import reach_store
@@ -47,6 +47,7 @@ class HandingReceiver:
     def __init__(self, runtime_dir: Path) -> None:
         self._runtime_dir = runtime_dir
         self._memory: HandingMemory | None = None
+        self._room = GpuRoom()
         self._opens = ""
         """Where `_memory` lies."""
         self._device = torch.device("cpu")
@@ -83,7 +84,7 @@ class HandingReceiver:
             return ""
         if server.opens == "cpu":
             self._device = torch.device("cpu")
-        elif reason := why_not(server.opens, nbytes, self._memory.nbytes if self._memory is not None else 0):
+        elif reason := self._room.why_not(server.opens, nbytes, self._memory.nbytes if self._memory is not None else 0):
             return reason
         else:
             self._device = gpu_named(server.opens)
@@ -153,7 +154,7 @@ class HandingReceiver:
                 open_runtime_dir(self._runtime_dir)
                 self._memory = EngineMemory(self._runtime_dir)
             else:
-                self._memory = DeviceMemory(self._device)
+                self._memory = self._room.memory(self._device)
             self._opens = server.opens
         self._memory.reserve(session.manifest.largest_bucket, len(session.manifest.buckets), deadline)
         return self._memory

@@ -108,7 +108,7 @@ class PairGroup(OwnStream):
         prefixed = c10d.PrefixStore(name, store)
         try:
             if device.type == "cuda":
-                group = cls(cast("_Backend", backends.nccl(prefixed, rank, size)), device, rank, size)
+                group = cls(cast("_Backend", backends.nccl(prefixed, rank, size, deadline)), device, rank, size)
                 try:
                     group._connect(to, from_, deadline)
                 except BaseException:
@@ -239,9 +239,10 @@ def warm(device: torch.device) -> None:
     if device.type != "cuda":
         return
     torch.cuda.set_device(device)
-    alone = PairGroup(cast("_Backend", backends.nccl(c10d.HashStore(), 0, 1)), device, 0, 1)
+    deadline = Deadline(_WARM_S)
+    alone = PairGroup(cast("_Backend", backends.nccl(c10d.HashStore(), 0, 1, deadline)), device, 0, 1)
     try:
-        alone._connect(frozenset({0}), frozenset({0}), Deadline(_WARM_S))  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        alone._connect(frozenset({0}), frozenset({0}), deadline)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     finally:
         alone.drop()
 

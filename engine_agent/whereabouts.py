@@ -7,6 +7,7 @@ be found out, such as the environment of a server in another container, is not t
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ _PROC: Final = Path("/proc")
 _ALONE: Final = "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"
 """SGLang's own variable."""
 _YES: Final = ("true", "1", "yes", "y")
-_SHARED: Final = ("/dev/shm", tempfile.gettempdir())  # noqa: S108  looked at, nothing is written  # noqa: S108  looked at, and nothing written
+_SHARED: Final = ("/dev/shm", tempfile.gettempdir())  # noqa: S108  looked at, nothing is written
 """Folders in which shared memory and the socket of its manager are found (dataplane/engine_memory.py)."""
 _NO_KEY: Final = RequestId("filled-in-by-the-client")
 _log = get_log(__name__)
@@ -73,23 +74,43 @@ def places_of(facts: ServerFacts) -> tuple[Place, ...]:
 
 
 def opened_by(facts: ServerFacts, places: tuple[Place, ...]) -> str:
-    """Where memory of this process has to lie for the workers of a server to open it; empty where they cannot.
+    """Where memory of this process has to lie for all workers of a server to open it; empty where one may not.
 
-    ``cpu``, or the uuid of a GPU. Shared memory is a file of a folder that both have to see; of memory on a GPU the
-    driver asks that both are in one IPC namespace.
+    ``cpu``, or the uuid of the first one's GPU, which the others have to reach. Shared memory is a file of its owner
+    alone, in a folder that both have to see; of memory on a GPU the driver asks that both are in one IPC namespace.
+    A worker that cannot open what it is given ends its server, so what is not known is no.
     """
-    if facts.process is None or facts.dp > 1 or facts.pp > 1:
+    if facts.process is None or facts.dp > 1 or facts.pp > 1 or not places:
         return ""
-    theirs = _PROC / str(facts.process[0])
     try:
-        if facts.device == "cpu":
-            shares = all((theirs / "root" / each[1:]).samefile(each) for each in _SHARED)
-        else:
-            shares = (theirs / "ns/ipc").samefile("/proc/self/ns/ipc")
+        reason = _foreign(_PROC / str(facts.process[0]), facts.device)
     except OSError as problem:  # it ended, or is another user's
-        _log.info("server_not_looked_into", reason=str(problem))
-        return ""
-    return places[0].device if shares and places else ""
+        reason = str(problem)
+    reason = reason or _apart(places)
+    if reason:
+        _log.info("server_opens_nothing_of_ours", reason=reason)
+    return "" if reason else places[0].device
+
+
+def _foreign(process: Path, device: str) -> str:
+    """Why a process may not open memory of this one's; empty where it may. Raises `OSError`."""
+    lines = (process / "status").read_text().splitlines()
+    users = {int(each) for line in lines if line.startswith("Uid:") for each in line.split()[1:]}
+    if users != {os.geteuid()}:  # real, effective, saved, and that of the file system
+        return f"the server is run by user {sorted(users)}, the engine agent by {os.geteuid()}"
+    if device == "cpu":
+        shares = all((process / "root" / each[1:]).samefile(each) for each in _SHARED)
+        return "" if shares else f"the server has other folders under {' and '.join(_SHARED)}"
+    return "" if (process / "ns/ipc").samefile("/proc/self/ns/ipc") else "the server is in another IPC namespace"
+
+
+def _apart(places: tuple[Place, ...]) -> str:
+    """Which worker is not known to reach the first one's GPU, by its driver; empty where all do."""
+    first = places[0].device
+    for each in places:
+        if each.device != first and (each.reach or {}).get(first, Reach.NONE) is Reach.NONE:
+            return f"worker {each.rank} on GPU {each.device} is not known to reach GPU {first} of worker 0"
+    return ""
 
 
 def places_on(devices: tuple[str, ...]) -> tuple[Place, ...]:

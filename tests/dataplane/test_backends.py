@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from weightbus.dataplane import backends
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import DeadlineExceeded
 
 SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -32,9 +36,63 @@ def test_torch_s_watchdog_is_kept_out_of_our_groups_and_of_no_others(monkeypatch
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     before = dict(os.environ)
-    backends.nccl(SimpleNamespace(), 0, 2)  # type: ignore[arg-type]
+    backends.nccl(SimpleNamespace(), 0, 2, Deadline(30))  # type: ignore[arg-type]
     assert seen == SETTINGS
     assert dict(os.environ) == before
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, tuple[threading.Event, threading.Event]]]:
+    """By rank: the constructor of its group has begun, and may end, as torch's, in which other threads go on."""
+    ranks = {rank: (threading.Event(), threading.Event()) for rank in (1, 2)}
+
+    class Group:
+        Options = SimpleNamespace
+
+        def __init__(self, _store: object, rank: int, *_: Any) -> None:
+            began, ends = ranks[rank]
+            began.set()
+            ends.wait(30)
+            self.found = {name: os.environ.get(name) for name in SETTINGS}
+
+    monkeypatch.setattr(backends.c10d, "ProcessGroupNCCL", Group, raising=False)
+    yield ranks
+    for _, ends in ranks.values():
+        ends.set()
+
+
+def test_groups_that_are_made_at_once_all_have_the_settings_and_leave_none(
+    slow: dict[int, tuple[threading.Event, threading.Event]],
+) -> None:
+    """Two transports of a round form theirs at the same moment, on a thread each."""
+    before = dict(os.environ)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(backends.nccl, cast("Any", None), 1, 2, Deadline(30))
+        assert slow[1][0].wait(30)
+        second = threads.submit(backends.nccl, cast("Any", None), 2, 3, Deadline(30))
+        assert not slow[2][0].wait(0.3), "one after the other"
+        slow[1][1].set()
+        assert cast("Any", first.result(30)).found == SETTINGS
+        slow[2][1].set()
+        assert cast("Any", second.result(30)).found == SETTINGS
+    assert dict(os.environ) == before
+
+
+def test_a_group_that_waits_for_another_to_be_made_has_its_deadline(
+    slow: dict[int, tuple[threading.Event, threading.Event]],
+) -> None:
+    """The driver may keep the other one; and the next may be made when that has ended."""
+    with ThreadPoolExecutor(1) as threads:
+        held = threads.submit(backends.nccl, cast("Any", None), 1, 2, Deadline(30))
+        assert slow[1][0].wait(30)
+        began = time.monotonic()
+        with pytest.raises(DeadlineExceeded, match="another group"):
+            backends.nccl(cast("Any", None), 2, 3, Deadline(0.2))
+        assert time.monotonic() - began < 10
+        slow[1][1].set()
+        held.result(30)
+    slow[2][1].set()
+    assert backends.nccl(cast("Any", None), 2, 3, Deadline(30))
 
 
 def test_an_abort_that_does_not_return_is_not_waited_for() -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
+from torch._C import _distributed_c10d as c10d
 
-from weightbus.dataplane.broadcast_group import backend_for
-from weightbus.dataplane.errors import Unsupported
+from weightbus.dataplane import backends
+from weightbus.dataplane.broadcast_group import BroadcastGroup, backend_for
+from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed, Unsupported
 
 
 @pytest.mark.parametrize("found", [None, "1", ""])
@@ -25,3 +30,78 @@ def test_settings_that_fit_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """As SGLang sets it."""
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     assert backend_for(torch.device("cuda")) == "nccl"
+
+
+class Work:
+    """Of a broadcast: it never ends, or has ended and fails."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+
+    def is_completed(self) -> bool:
+        """Torch's own."""
+        return self._fails
+
+    def wait(self) -> None:
+        """Torch's own."""
+        raise RuntimeError("NCCL error: remote process exited")
+
+
+class Nccl:
+    """A group of NCCL's whose first broadcast is `work`, or raises where there is none."""
+
+    def __init__(self, work: Work | None) -> None:
+        self._work = work
+        self.aborted = 0
+
+    def broadcast(self, _tensors: object, _options: object) -> Work:
+        """Torch's own."""
+        if self._work is None:
+            raise RuntimeError("NCCL error: unhandled system error")
+        return self._work
+
+    def abort(self) -> None:
+        """Torch's own."""
+        self.aborted += 1
+
+
+@pytest.mark.parametrize(
+    ("work", "raised"),
+    [(None, TransferFailed), (Work(fails=True), TransferFailed), (Work(fails=False), DeadlineExceeded)],
+    ids=["does not begin", "breaks", "stands still"],
+)
+def test_a_group_that_does_not_connect_is_aborted(
+    monkeypatch: pytest.MonkeyPatch, work: Work | None, raised: type[DataplaneError]
+) -> None:
+    """Over NCCL it keeps a thread, sockets and memory of the GPU until somebody does that, and nobody else has it."""
+    made = Nccl(work)
+    _without_a_gpu(monkeypatch, made)
+    with pytest.raises(raised):
+        _form()
+    assert made.aborted == 1
+
+
+def test_a_group_whose_gpu_has_no_room_to_connect_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it matter what fails."""
+    made = Nccl(None)
+    _without_a_gpu(monkeypatch, made)
+
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "zeros", full)
+    with pytest.raises(TransferFailed, match="did not form: CUDA out of memory"):
+        _form()
+    assert made.aborted == 1
+
+
+def _form() -> BroadcastGroup:
+    store = c10d.HashStore()
+    return BroadcastGroup.form(store, "g", "h", torch.device("cuda", 0), 3, Deadline(0.3), rank=1, connect=True)
+
+
+def _without_a_gpu(monkeypatch: pytest.MonkeyPatch, made: Nccl) -> None:
+    empty = torch.empty(1, dtype=torch.uint8)
+    monkeypatch.setattr(backends, "nccl", lambda *_: made)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch, "zeros", cast("Any", lambda *_, **__: empty))

@@ -272,24 +272,27 @@ def _repacked(buckets: int) -> Manifest:
     return Manifest.of("LoopbackModel", plain.tensors, bucket_bytes=plain.largest_bucket * 6 // buckets)
 
 
-def test_a_gpu_that_is_not_seen_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no error: the server's workers can take part."""
-    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert "does not see" in handing_memory.why_not("GPU-of-the-server", 1)
-    assert handing_memory.os.environ["NCCL_CUMEM_ENABLE"] == "0", "as the trainer has it"
-    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
-    assert "NCCL_CUMEM_ENABLE is '1'" in handing_memory.why_not("GPU-of-the-server", 1)
+def test_a_gpu_that_had_less_room_than_it_said_is_not_asked_again(
+    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That costs one version. From then on the server's workers take part, in every one."""
 
+    def full(*_: object) -> BucketPool:
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-@pytest.mark.parametrize(("free", "fits"), [(2 * (1 << 30) + (512 << 20), True), (2 * (1 << 30), False)])
-def test_a_gpu_without_room_is_a_reason(monkeypatch: pytest.MonkeyPatch, free: int, fits: bool) -> None:
-    """Two buckets, and something for the server and NCCL."""
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-    monkeypatch.setattr(handing_memory, "gpu_named", lambda _: torch.device("cuda", 3))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1 << 40))
-    assert (handing_memory.why_not("GPU-1", 1 << 30) == "") is fits
-    assert not handing_memory.why_not("GPU-1", 1 << 30, held=512 << 20), "what it has would be given back"
+    for module in (handing_memory, handing_receiver):
+        monkeypatch.setattr(module, "gpu_named", lambda _: torch.device("meta"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 39, 1 << 40))
+    monkeypatch.setattr(handing_memory, "BucketPool", full)
+    sender, engine = places.sender(KIND), make("e")
+    engine.server.opens = "GPU-1"
+    assert "could not be made" in str(run(sender, (engine,), pool, 1)[0])
+    for epoch in (2, 3, 4):
+        assert isinstance(run(sender, (engine,), pool, epoch)[0], Receipt)
+        assert isinstance(engine.receiver, DistributedReceiver)
+        assert "could not be made" in engine.receiver.remark
+    assert engine.server.weights == [wanted(make_manifest(BUCKETS), 14)]
 
 
 def test_a_slow_server_reads_what_it_was_told_to(places: Places, make: Callable[..., Engine], pool: BucketPool) -> None:

@@ -169,16 +169,72 @@ def test_a_survey_sees_what_the_environment_lets_it_or_says_why_not() -> None:
     assert found == () or "CUDA driver" in str(found) or "cuInit" in str(found), found
 
 
-@pytest.mark.parametrize(("device", "opens"), [("cpu", "cpu"), ("cuda", "gpu-a")])
-def test_workers_open_what_lies_where_the_first_of_them_is(device: str, opens: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_workers_open_what_lies_where_the_first_of_them_is(device: str) -> None:
     """A server of this host that shares our folders, and our IPC namespace."""
-    places = tuple(Place(rank=rank, host=host_identity(), device=where) for rank, where in enumerate((opens, "gpu-b")))
+    places = placed("cpu", "cpu") if device == "cpu" else placed("gpu-a", "gpu-b", reach={"gpu-a": Reach.P2P})
     found = facts(device=device, process=(os.getpid(), 1))
-    assert opened_by(found, places) == opens
+    assert opened_by(found, places) == places[0].device
     assert opened_by(found, ()) == "", "where they are is not known"
     assert opened_by(msgspec.structs.replace(found, process=None), places) == "", "it may be elsewhere"
     assert opened_by(msgspec.structs.replace(found, process=(2**22 + 1, 1)), places) == "", "it has ended"
     assert opened_by(msgspec.structs.replace(found, pp=2), places) == ""
+
+
+def placed(*devices: str, reach: dict[str, Reach] | None = None) -> tuple[Place, ...]:
+    """Workers; `reach` is the last one's, all others reach the first one's GPU over NVLink."""
+    ways: list[dict[str, Reach] | None] = [{devices[0]: Reach.NVLINK}] * (len(devices) - 1) + [reach]
+    workers = enumerate(zip(devices, ways, strict=True))
+    return tuple(Place(rank=rank, host=host_identity(), device=each, reach=way) for rank, (each, way) in workers)
+
+
+@pytest.mark.parametrize(
+    ("devices", "reach", "opens"),
+    [
+        (("gpu-a",), {}, "gpu-a"),
+        (("gpu-a", "gpu-b"), {"gpu-a": Reach.NVLINK}, "gpu-a"),
+        (("gpu-a", "gpu-b"), {"gpu-a": Reach.NONE}, ""),
+        (("gpu-a", "gpu-b", "gpu-c"), {"gpu-a": Reach.NONE, "gpu-b": Reach.NVLINK}, ""),
+        (("gpu-a", "gpu-b"), {}, ""),
+        (("gpu-a", "gpu-b"), None, ""),
+    ],
+    ids=["one", "linked", "not peers", "not the last", "sees its own alone", "unknown"],
+)
+def test_a_worker_that_does_not_reach_the_first_one_s_gpu_is_given_nothing_there(
+    devices: tuple[str, ...], reach: dict[str, Reach] | None, opens: str
+) -> None:
+    """It would raise in SGLang's scheduler, which ends the server."""
+    found = facts(device="cuda", process=(os.getpid(), 1), tp=len(devices))
+    assert opened_by(found, placed(*devices, reach=reach)) == opens
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("ids", "same"),
+    [((0, 0, 0, 0), True), ((1, 1, 1, 1), False), ((0, 0, 0, 1), False), ((1, 0, 0, 0), False), ((), False)],
+    ids=["ours", "another's", "files by another's", "begun by another", "not said"],
+)
+def test_a_server_of_another_user_opens_nothing_though_root_looks_into_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, ids: tuple[int, ...], same: bool
+) -> None:
+    """What is shared is its owner's alone. `ids`: how far the server's are from ours."""
+    (tmp_path / "7/ns").mkdir(parents=True)
+    (tmp_path / "7/root").symlink_to("/")
+    (tmp_path / "7/ns/ipc").symlink_to("/proc/self/ns/ipc")
+    monkeypatch.setattr(whereabouts, "_PROC", tmp_path)
+    write_status(tmp_path / "7", *(os.geteuid() + each for each in ids))
+    assert opened_by(facts(device=device, process=(7, 1)), placed("here")) == ("here" if same else "")
+
+
+def write_status(process: Path, *ids: int) -> None:
+    """As the kernel has it, as far as it is read."""
+    lines = [
+        "Name:\tpython3",
+        "Umask:\t0022",
+        *(["Uid:\t" + "\t".join(map(str, ids))] if ids else []),
+        "Gid:\t0\t0\t0\t0",
+    ]
+    (process / "status").write_text("\n".join(lines) + "\n")
 
 
 @pytest.mark.parametrize(("device", "unlike"), [("cpu", "root"), ("cuda", "ns")])
@@ -190,6 +246,7 @@ def test_who_shares_no_folder_or_namespace_opens_nothing(
     (tmp_path / "7/root/tmp").mkdir()
     (tmp_path / "7/ns").mkdir()
     (tmp_path / "7/ns/ipc").touch()
+    write_status(tmp_path / "7", *[os.geteuid()] * 4)
     assert (tmp_path / "7" / unlike).exists()
     monkeypatch.setattr(whereabouts, "_PROC", tmp_path)
     places = (Place(rank=0, host=host_identity(), device=device),)
