@@ -17,6 +17,9 @@ import msgspec
 
 from .errors import WeightbusError
 from .etcd import Etcd, EtcdUnavailable, KeyValue, created_at, put, read
+from .log import get_log
+
+_log = get_log(__name__)
 
 RENEWALS: Final = 4
 """How often a lease is renewed within its time."""
@@ -79,9 +82,12 @@ class Term:
     def resign(self) -> None:
         """Let another begin at once, if this one still leads."""
         self._over.set()
-        self._thread.join()
+        self._thread.join(self._ttl_s)
         if not self.lost:
             self.lost = "it resigned"
+            if self._thread.is_alive():  # a name server or etcd that does not answer would not answer this either
+                _log.warning("lease_left", waited_s=self._ttl_s, reason="a renewal has not returned: it runs out")
+                return
             with contextlib.suppress(EtcdUnavailable):  # then the lease runs out by itself
                 self._etcd.revoke(self._lease)
 

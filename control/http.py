@@ -75,7 +75,7 @@ class HttpPort:
 
     def stop(self) -> None:
         """Stop answering and free the port. May be called at any time, more than once."""
-        if self._thread.is_alive():
+        if self._thread.is_alive():  # it only looks who comes, every 0.1 s: those who came have threads of their own
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()

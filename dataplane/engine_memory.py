@@ -146,15 +146,27 @@ class _Manager:
         assert self._process.stdout is not None
         with self._process.stdout as stdout, selectors.DefaultSelector() as either:
             either.register(stdout, selectors.EVENT_READ)
-            line = stdout.readline() if either.select(deadline.left()) else None
+            line = self._line(stdout.fileno(), either, deadline)
         if line and line.endswith(b"\n") and not line.startswith(_MANAGER_FAILED):
             return line.strip()
         self._process.kill()
-        self._process.wait()
+        self._process.wait()  # nothing keeps a process from that
         if line is None:
             raise DeadlineExceeded("torch_shm_manager to name its socket", deadline.seconds)
         said = line.decode("utf-8", "replace").removeprefix(_MANAGER_FAILED.decode()).strip() or "nothing"
         raise DataplaneError(f"torch_shm_manager got no socket in {folder}, and said: {said}. Is there room?")
+
+    @staticmethod
+    def _line(file: int, either: selectors.BaseSelector, deadline: Deadline) -> bytes | None:
+        """Up to the end of a line, or of all that comes; None where that takes too long."""
+        found = b""
+        while not found.endswith(b"\n"):
+            if not either.select(deadline.left()):
+                return None
+            if not (more := os.read(file, 4096)):
+                break
+            found += more
+        return found
 
     @property
     def alive(self) -> bool:

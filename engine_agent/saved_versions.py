@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Final, Protocol
 
 from weightbus.control.errors import ConfigurationError, WeightbusError
@@ -10,6 +11,7 @@ from weightbus.control.ids import Digest, Version
 from weightbus.control.log import get_log
 from weightbus.control.messages import Held, ToEngine
 from weightbus.control.status import parse
+from weightbus.dataplane import torch_threads
 from weightbus.dataplane.saved_version import SavedVersion, place_of
 
 from .catch_up import CatchUp
@@ -49,7 +51,7 @@ class SavedVersions:
         self._channel = settings.channel
         self._worker = worker
         self._machine = CatchUp(settings.channel, settings.saved_after_s)
-        self._thread = ThreadPoolExecutor(1, "saved-versions")
+        self._calls = torch_threads.Calls("saved-versions")
         self._look: Future[SavedVersion | None] | None = None
         self._said = ""
         """The table of the version that was said not to be there."""
@@ -61,13 +63,13 @@ class SavedVersions:
         if self._look is not None:
             return self._looked(self._look, view, now) if self._look.done() else None
         if self._machine.looks(view, coordinator.committed, now):
-            self._look = self._thread.submit(self._search, coordinator)
+            self._look = self._calls.submit(partial(self._search, coordinator))
             return None
         return self._machine.step(view, now)
 
     def close(self) -> None:
-        """Stop looking."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Stop looking. A file system that hangs keeps that thread, and nobody waits for it."""
+        self._calls.give_up()
 
     def _looked(self, look: Future[SavedVersion | None], view: View, now: float) -> ToEngine | None:
         self._look = None

@@ -16,8 +16,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +27,7 @@ import torch
 
 from weightbus.control.errors import ConfigurationError
 from weightbus.control.log import get_log
+from weightbus.dataplane import torch_threads
 from weightbus.dataplane.checkpoint_writer import NOTES, CheckpointWriter
 from weightbus.dataplane.disk_session import Notes
 from weightbus.dataplane.manifest import Manifest
@@ -39,6 +41,9 @@ _NAME: Final = re.compile(r"checkpoint-(\d+)")
 _LEFT_OVER: Final = re.compile(r"checkpoint-\d+\.tmp|\.checkpoint-\d+\.gone")
 _BESIDE: Final = 64 * 1024 * 1024
 """Bytes that a version takes beside its weights: config, tokenizer, manifest, table."""
+HANGS_S: Final = 300.0
+"""Longer than one step of saving may take, and what its bytes take at `_LEAST_BYTES_S`: then the disk hangs."""
+_LEAST_BYTES_S: Final = 26e6
 
 _log = get_log(__name__)
 
@@ -85,6 +90,7 @@ class Archive:
         self._root = place_of(save_dir, channel, 0).parent
         _check_writable(save_dir, self._root)
         self._swept = False
+        self._last: Saving | None = None
 
     def keeps(self, version: int) -> bool:
         """Whether `version` is one that is kept."""
@@ -98,7 +104,8 @@ class Archive:
             self._sweep()
             self._swept = True
         writer = CheckpointWriter(self._root / f"checkpoint-{version}", manifest, self._config_dir)
-        return Saving(self, writer, version, manifest.nbytes)
+        self._last = Saving(self, writer, version, manifest, self._last)
+        return self._last
 
     def check_name(self, target: Path) -> None:
         """Raise `BadCheckpoint` where what has the name of a new checkpoint is none of ours."""
@@ -189,29 +196,44 @@ def _is_ours(path: Path) -> bool:
 
 
 class Saving:
-    """One version on its way to the disk. Failures are kept until the end: the round does not depend on them."""
+    """One version on its way to the disk. Failures are kept until the end: the round does not depend on them.
 
-    def __init__(self, archive: Archive, writer: CheckpointWriter, version: int, nbytes: int) -> None:
-        """`nbytes` are those of its weights."""
+    A disk that hangs is one: what was begun there is left to its thread, and comes to nothing.
+    """
+
+    def __init__(
+        self, archive: Archive, writer: CheckpointWriter, version: int, manifest: Manifest, before: Saving | None
+    ) -> None:
+        """While the disk hangs since the one `before`, nothing is begun."""
         self._archive = archive
         self._writer = writer
-        self._version, self._nbytes = version, nbytes
-        self._thread = ThreadPoolExecutor(1, "weightbus-save")
+        self._version, self._nbytes = version, manifest.nbytes
+        self._patience_s = HANGS_S + manifest.largest_bucket / _LEAST_BYTES_S
+        self._calls = torch_threads.Calls("weightbus-save")
         self._writes: list[Future[None]] = []
+        self._given_up = before.hangs if before is not None else ""
+        self.stuck = before.stuck if before is not None and self._given_up else None
+        """The step that has not returned."""
+
+    @property
+    def hangs(self) -> str:
+        """Why nothing can be written now; empty where it can."""
+        return self._given_up if self.stuck is not None and not self.stuck.done() else ""
 
     def begin(self) -> None:
         """A pass over all buckets begins; what an earlier one wrote is given up."""
         self.settle()
-        self._writes = [self._thread.submit(self._open)]
+        self._writes = []
+        self._do(self._open)
 
     def take(self, index: int, memory: torch.Tensor) -> None:
         """Write bucket `index`, whose bytes are complete and stay as they are until `free`."""
-        self._writes.append(self._thread.submit(self._add, index, memory))
+        self._do(partial(self._add, index, memory))
 
     def free(self, index: int) -> None:
         """Return when bucket `index` and all before it are written, or cannot be."""
         for write in self._writes[: max(0, index + 2)]:
-            write.exception()
+            self._await(write)
 
     def settle(self) -> None:
         """Return when nothing is being written any more."""
@@ -223,25 +245,39 @@ class Saving:
         `beside` are further files in it, by name.
         """
         try:
+            self._do(partial(self._finish, tuple(self._writes), version, notes, beside))
+            self.settle()
+            self._require_answers()
             for write in self._writes:
                 write.result()
-            self._writer.complete(notes, beside)
-            self._archive.make_room(self._writer.target)
-            self._writer.reveal()
-            self._archive.prune(version)
         except Exception as error:  # noqa: BLE001  the version is served, whatever the disk says; it is in the report
             _log.exception("checkpoint_not_saved", version=version)
             self.discard()
             where = "" if isinstance(error, BadCheckpoint) else f" ({self._writer.target})"
             return "", f"{type(error).__name__}: {error}{where}"
-        self._thread.shutdown()
         return str(self._writer.target.absolute()), ""
 
     def discard(self) -> None:
         """The version is not committed: leave nothing."""
+        self._do(self._writer.discard)
         self.settle()
-        self._thread.shutdown()
-        self._writer.discard()
+
+    def _require_answers(self) -> None:
+        if self._given_up:
+            raise TimeoutError(self._given_up)
+
+    def _do(self, step: Callable[[], None]) -> None:
+        """Behind what is written."""
+        if not self._given_up:
+            self._writes.append(self._calls.submit(step))
+
+    def _await(self, write: Future[None]) -> None:
+        if self._given_up or wait([write], self._patience_s).done:
+            return
+        self._given_up = f"the disk did not answer for {self._patience_s:.0f} s: does the file system of save_dir hang?"
+        self.stuck = write
+        self._calls.give_up()  # a bucket that is half written may change under its hands: it never gets a name
+        _log.warning("checkpoint_given_up", version=self._version, reason=self._given_up)
 
     def _open(self) -> None:
         self._archive.check_name(self._writer.target)
@@ -251,3 +287,13 @@ class Saving:
     def _add(self, index: int, memory: torch.Tensor) -> None:
         self._writes[0].result()  # without a folder there is nothing to write into
         self._writer.add(index, memory)
+
+    def _finish(self, writes: Sequence[Future[None]], version: int, notes: Notes, beside: Mapping[str, bytes]) -> None:
+        for write in writes:
+            write.result()
+        self._writer.complete(notes, beside)
+        if self._given_up:  # it was said that there is none; the next trainer removes it
+            return
+        self._archive.make_room(self._writer.target)
+        self._writer.reveal()
+        self._archive.prune(version)

@@ -89,6 +89,31 @@ def test_a_lease_counts_from_the_moment_it_was_asked_for() -> None:
         term.resign()
 
 
+def test_a_renewal_that_does_not_return_keeps_no_leader_from_ending() -> None:
+    """Nothing bounds how long a name is looked up. Its lease runs out, and it says nothing more to that etcd."""
+    asked, released, revoked = threading.Event(), threading.Event(), list[int]()
+
+    class Hanging(SlowStore):
+        def keep_alive(self, lease: int) -> bool:
+            asked.set()
+            assert released.wait(DEADLINE_S)
+            return super().keep_alive(lease)
+
+        def revoke(self, lease: int) -> None:
+            revoked.append(lease)
+
+    term = Hanging().elect(ttl_s=0.4)
+    assert asked.wait(DEADLINE_S)
+    resigning = threading.Thread(target=term.resign, daemon=True)
+    resigning.start()
+    resigning.join(DEADLINE_S / 4)
+    held = resigning.is_alive()
+    released.set()
+    assert not held
+    assert term.lost == "it resigned"
+    assert not revoked
+
+
 def test_a_renewal_counts_from_the_moment_it_was_asked_for() -> None:
     """It adds nothing that etcd may not have granted."""
     store = SlowStore(renewals_s=(0.1, 0.15))

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from weightbus.dataplane import engine_memory
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.engine_memory import _MAX_PATH, EngineMemory
-from weightbus.dataplane.errors import DataplaneError
+from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded
 
 
 def test_a_deep_runtime_dir_does_not_break_the_managers_socket(tmp_path: Path) -> None:
@@ -33,3 +34,16 @@ def test_a_manager_that_cannot_make_its_socket_is_not_waited_for(
     monkeypatch.setattr(engine_memory, "_short_enough", lambda folder: folder / "gone")
     with pytest.raises(DataplaneError, match=r"got no socket in .*gone, and said: could not"):
         EngineMemory(tmp_path).reserve(64, 1, Deadline(60.0))
+
+
+def test_a_manager_that_stops_in_the_middle_of_a_word_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond the deadline of whoever needs the memory; and it is ended."""
+    program = tmp_path / "bin" / "torch_shm_manager"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\nprintf /torch\nexec sleep 20\n", encoding="ascii")
+    program.chmod(0o700)
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+    with pytest.raises(DeadlineExceeded, match="to name its socket"):
+        EngineMemory(tmp_path).reserve(64, 1, Deadline(1.0))

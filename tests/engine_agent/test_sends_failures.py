@@ -94,6 +94,8 @@ def test_a_rank_of_the_trainer(world: SendsWorld, ends: Ends, point: str, number
     before, old = state(world.server), dict(world.trainer.values)
     if point == "through":
         world.trainer.sends._turn_s = world.trainer.sends._form_s = WAIT_S  # all must move, however busy the machine
+    elif point in ("formed", "moving"):
+        world.trainer.sends._form_s = PROMPT_S / 2  # the group must form, or the rank never comes to its point
     world.trainer.step(5)
     session = world.trainer.session(2)
     world.trainer.describe()

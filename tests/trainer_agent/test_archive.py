@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,9 +24,11 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.quantisation import fp8_block
 from weightbus.dataplane.quantise_torch import quantise
 from weightbus.dataplane.saved_version import SavedVersion, leaving, place_of, staying
+from weightbus.trainer_agent import archive
 from weightbus.trainer_agent.archive import Archive, Policy
 from weightbus.trainer_agent.errors import BadCheckpoint, ConnectFailed, RoundAborted
 
+from ..kit.waiting import until
 from .test_rounds import Deployment
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
@@ -184,6 +187,39 @@ def test_a_disk_that_fails_costs_the_checkpoint_and_not_the_version(
     assert "not saved" in report.line()
     assert names(tmp_path) == set()
     assert deployment.publish(2).saved
+
+
+@pytest.mark.parametrize("where", ["a bucket", "the end"])
+def test_a_disk_that_hangs_costs_the_checkpoint_and_no_training(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Nobody waits for it longer than once, and what it writes at last gets no name; when it answers it is used."""
+    served(tmp_path)
+    deployment.engine("e0")
+    deployment.connect(**saving(tmp_path, save_every=1))
+    released, returned = threading.Event(), threading.Event()
+    holder, name = (safetensors_file, "write") if where == "a bucket" else (CheckpointWriter, "complete")
+    does = getattr(holder, name)
+
+    def hang(*arguments: Any) -> None:
+        assert released.wait(60.0)
+        does(*arguments)
+        returned.set()
+
+    monkeypatch.setattr(archive, "HANGS_S", 0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, name, hang)
+        reports = [deployment.publish(version) for version in (1, 2)]
+    for report in reports:
+        assert report.committed
+        assert report.saved == ""
+        assert "the disk did not answer" in report.save_error
+    monkeypatch.setattr(archive, "HANGS_S", 60.0)
+    released.set()
+    assert returned.wait(60.0)
+    until(lambda: "weightbus-save" not in [each.name for each in threading.enumerate()], "its thread to end")
+    assert names(tmp_path) <= {"checkpoint-1.tmp", "checkpoint-2.tmp"}
+    assert deployment.publish(3).saved
 
 
 @pytest.mark.parametrize(
