@@ -127,7 +127,7 @@ def test_groups_on_a_gpu_that_the_server_left_are_left(
         return meeting.holding(groups, by_sidecar=by_sidecar)
 
     monkeypatch.setattr(handing_receiver, "holding", holding)
-    monkeypatch.setattr(handing_receiver, "why_not", lambda *_: "")
+    monkeypatch.setattr(handing_memory.GpuRoom, "why_not", lambda *_: "")
     monkeypatch.setattr(handing_receiver, "gpu_named", lambda _: torch.device("cpu"))
     sender, engine = places.sender(KIND), make("e")
     for epoch in (1, 2):
