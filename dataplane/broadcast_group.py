@@ -179,7 +179,7 @@ class BroadcastGroup:
         if not work.is_completed():
             return False
         try:
-            work.wait()
+            work.wait()  # at once: it is completed, and raises what broke it
         except RuntimeError as error:
             raise self._broke(error) from error
         return True

@@ -246,7 +246,7 @@ class DirectReceiver:
         if self._coming is None:
             return session.known
         with self._timed("table"):
-            return self._coming.result().table
+            return self._coming.result().table  # its thread hears under the session's deadline
 
     # -- the workers --------------------------------------------------------------------------------------------------
 

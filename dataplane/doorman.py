@@ -64,7 +64,7 @@ class Doorman:
 
     def _open(self) -> None:
         while not self._closed:
-            self._free.acquire()
+            self._free.acquire()  # whoever is greeted has `GREETING_S`
             try:
                 frames = self._listener.take(Deadline(GREETING_S))
             except DeadlineExceeded:

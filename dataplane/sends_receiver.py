@@ -219,7 +219,7 @@ class SendsReceiver(DirectReceiver):
         if reading is None:
             return super()._hear_layout(connection, layout, manifest, deadline)
         with self._timed("layout"):
-            self._learn(reading.result())
+            self._learn(reading.result())  # its thread reads under the session's deadline
         return None
 
     def _carried(self, plans: tuple[Plan, ...]) -> tuple[Plan, ...]:

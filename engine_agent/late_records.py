@@ -34,7 +34,10 @@ class LateRecords:
         self._thread: threading.Thread | None = None
 
     def now(self, record: Record) -> None:
-        """When this returns, `record` is durable. What was to be written late is older, and need not be."""
+        """When this returns, `record` is durable. What was to be written late is older, and need not be.
+
+        It waits as long as the disk does: nothing that depends on the record may go on without.
+        """
         with self._bell:
             self._waiting = None
         with self._turn:

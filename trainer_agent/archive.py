@@ -212,7 +212,7 @@ class Saving:
         self._calls = torch_threads.Calls("weightbus-save")
         self._writes: list[Future[None]] = []
         self._given_up = before.hangs if before is not None else ""
-        self.stuck = before.stuck if before is not None and self._given_up else None
+        self.stuck: Future[None] | None = before.stuck if before is not None and self._given_up else None
         """The step that has not returned."""
 
     @property

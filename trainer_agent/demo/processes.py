@@ -76,7 +76,8 @@ class Programs:
         os.write(self._pipe, guard.DONE)
         os.close(self._pipe)
         if self._guard is not None:
-            self._guard.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it holds nothing, and ends when it goes on
+                self._guard.wait(GRACE_S)
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str] | None = None) -> Program:
         """Start `argv` with `env` added to ours; its output goes to ``NAME.log``."""
