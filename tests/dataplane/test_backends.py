@@ -95,6 +95,25 @@ def test_a_group_that_waits_for_another_to_be_made_has_its_deadline(
     assert backends.nccl(cast("Any", None), 2, 3, Deadline(30))
 
 
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_all_peers_are_tried_to_break_a_group(rank: int) -> None:
+    """One that has ended fails in another way than one that lives, and frees nobody; which have is not known."""
+    tried = list[int]()
+
+    class Gloo:
+        def recv(self, _tensors: object, peer: int, _tag: int) -> SimpleNamespace:
+            tried.append(peer)
+            if peer == 0:
+                raise RuntimeError("it has ended")
+            return SimpleNamespace(wait=late)
+
+    def late(_timeout: object) -> None:
+        raise RuntimeError("timed out")
+
+    backends.break_gloo(Gloo(), rank, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    assert sorted(tried) == [peer for peer in range(4) if peer != rank]
+
+
 def test_an_abort_that_does_not_return_is_not_waited_for() -> None:
     """The driver may hold it; nor does one that fails matter."""
     over = threading.Event()

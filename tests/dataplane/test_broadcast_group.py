@@ -1,17 +1,21 @@
-"""What a group is made of, before there is one. No GPU."""
+"""What a group is made of, before there is one, and how one over NCCL ends, as far as that shows without a GPU."""
 
 from __future__ import annotations
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from weightbus.dataplane import backends
+from weightbus.dataplane import backends, broadcast_group
 from weightbus.dataplane.broadcast_group import BroadcastGroup, backend_for
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed, Unsupported
+from weightbus.dataplane.source_stand_in import Connections
 
 
 @pytest.mark.parametrize("found", [None, "1", ""])
@@ -105,3 +109,65 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch, made: Nccl) -> None:
     monkeypatch.setattr(backends, "nccl", lambda *_: made)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch, "zeros", cast("Any", lambda *_, **__: empty))
+
+
+class Aborted:
+    """A group of NCCL's, and its only work: an abort looks like that one's end."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = threading.Event(), threading.Event()
+
+    def broadcast(self, *_: object) -> Aborted:
+        self.begun.set()
+        return self
+
+    def is_completed(self) -> bool:
+        return self.over.is_set()
+
+    def wait(self, *_: object) -> bool:
+        return True
+
+    def abort(self) -> None:
+        self.over.set()
+
+
+@pytest.mark.parametrize("rank", [0, 1], ids=["sends", "receives"])
+@pytest.mark.parametrize("aborts", [False, True], ids=["ends", "is aborted"])
+def test_a_bucket_that_was_broken_off_is_not_taken(monkeypatch: pytest.MonkeyPatch, rank: int, aborts: bool) -> None:
+    """Who sends it would write its slot again, and who receives it load what is not there."""
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    nccl = Aborted()
+    group = BroadcastGroup("g", torch.device("cuda", 0), 2, nccl, rank=rank)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    with ThreadPoolExecutor(1) as pool:
+        broadcast = pool.submit(group.broadcast, torch.zeros(8, dtype=torch.uint8), Deadline(60.0))
+        assert nccl.begun.wait(10.0)
+        if aborts:
+            group.abort()
+        nccl.over.set()
+        assert isinstance(broadcast.exception(10.0), TransferFailed if aborts else type(None))
+
+
+class Gloo:
+    """One of torch's, whose peers have ended."""
+
+    def recv(self, *_: object) -> None:
+        raise RuntimeError("connection closed by peer")
+
+
+def test_what_hangs_up_for_a_source_ends_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is broken off: else a process for each such group."""
+    closed = list[bool]()
+
+    class StandIn:
+        def __init__(self, *_: object) -> None:
+            self.close = lambda: closed.append(True)
+
+        def use(self, _used: bool) -> None:
+            assert not closed
+
+    monkeypatch.setattr(broadcast_group, "StandIn", StandIn)
+    connections = Connections([os.open(os.devnull, os.O_RDONLY)])
+    group = BroadcastGroup("g", torch.device("cpu"), 2, Gloo(), connections)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    group.use(True)
+    group.abort()
+    assert closed == [True]

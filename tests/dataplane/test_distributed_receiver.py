@@ -11,8 +11,9 @@ import pytest
 
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Peer, Receipt
+from weightbus.dataplane.transport import Address, Minding, Peer, Receipt, Sender
 
+from ..kit.waiting import until
 from .loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted
 from .transport_contract import PATIENCE_S, PROMPT_S, Engine
 
@@ -111,6 +112,99 @@ def test_a_session_is_called_off_while_its_server_leaves_old_groups(
 def suppressed(call: Callable[[], None]) -> None:
     with contextlib.suppress(TransferFailed):
         call()
+
+
+@pytest.mark.parametrize(("before", "after"), [("cpu", ""), ("", "cpu")], ids=["to joining", "to handing on"])
+def test_who_takes_part_does_not_change_while_the_server_has_not_returned(
+    tmp_path: Path, before: str, after: str
+) -> None:
+    """It may read the agent's memory, which would be let go of, or would be asked for two things at once."""
+    places, manifest = Places(tmp_path), make_manifest(2)
+    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "switch")
+    inside, goes_on = threading.Event(), threading.Event()
+
+    def stand(_index: int) -> None:
+        inside.set()
+        goes_on.wait(PATIENCE_S)
+
+    engine = Engine("e0", places.receiver("distributed"), on_load=stand)
+    engine.server.opens = before
+    receiver = engine.receiver
+    assert isinstance(receiver, Minding)
+
+    def call_off() -> None:
+        assert inside.wait(PROMPT_S)
+        receiver.close()
+
+    calling = threading.Thread(target=call_off)
+    calling.start()
+    assert isinstance(run(sender, engine, pool, 1), TransferFailed)
+    calling.join()
+    asked = engine.server.joins, engine.server.loads
+
+    engine.server.opens = after
+    session = make_session(2, 12, manifest)
+    engine.start(session, sender.offer(session, [Peer("e0", 1)]), 1, deadline_s=5.0)
+    assert "has not returned" in str(engine.join())
+    sender.close()
+    with pytest.raises(TransferFailed, match="has not returned"):
+        receiver.require_moving()
+    assert (engine.server.joins, engine.server.loads) == asked
+
+    goes_on.set()
+    until(lambda: moves(receiver), "the server to return", PROMPT_S)
+    assert isinstance(run(sender, engine, pool, 3), Receipt)
+    assert engine.server.weights == [wanted(manifest, 13)]
+    receiver.shutdown()
+    pool.close()
+
+
+def moves(receiver: Minding) -> bool:
+    with contextlib.suppress(TransferFailed):
+        receiver.require_moving()
+        return True
+    return False
+
+
+def run(sender: Sender, engine: Engine, pool: BucketPool, epoch: int) -> object:
+    """One session of one engine: how it ended."""
+    session = make_session(epoch, 10 + epoch, make_manifest(2))
+    engine.start(session, sender.offer(session, [Peer(engine.name, 1)]), 1)
+    with contextlib.suppress(TransferFailed):
+        sender.ready(PATIENCE_S)
+        send_all(sender, session, pool, PATIENCE_S)
+    sender.close()
+    return engine.join()
+
+
+def test_a_server_whose_join_is_called_off_is_asked_to_leave(tmp_path: Path) -> None:
+    """That ends its join: else it waits there for members that do not come, and answers nothing meanwhile."""
+    places = Places(tmp_path)
+    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, make_manifest(2).largest_bucket, "joins")
+    engine = Engine("e0", places.receiver("distributed"))
+    joins, leaves = threading.Event(), threading.Event()
+
+    def join(_address: Address, _rank_offset: int, _deadline_s: float) -> None:
+        joins.set()
+        leaves.wait(PATIENCE_S)
+        raise TransferFailed("the group was left while it formed")
+
+    engine.server.join_group = join  # type: ignore[method-assign]
+    engine.server.leave_group = lambda _group, _deadline_s: leaves.set()  # type: ignore[method-assign]
+
+    def call_off() -> None:
+        assert joins.wait(PROMPT_S)
+        engine.receiver.close()
+
+    calling = threading.Thread(target=call_off)
+    calling.start()
+    assert isinstance(run(sender, engine, pool, 1), TransferFailed)
+    calling.join()
+    left = leaves.is_set()
+    leaves.set()
+    assert left
+    engine.receiver.shutdown()
+    pool.close()
 
 
 def test_a_server_that_is_told_from_another_though_it_is_the_same_leaves_its_groups(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,31 @@ def test_a_group_that_cannot_be_left_keeps_no_other() -> None:
     with pytest.raises(RuntimeError, match="torch's"):
         EngineGroups("g", [Odd(), formed]).abort()  # type: ignore[list-item]
     assert formed.broken.is_set()
+
+
+def test_what_hangs_up_for_a_source_ends_with_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However they are left: else a process, with connections that are broken, for each of them."""
+    closed = list[bool]()
+
+    class StandIn:
+        def __init__(self, *_: object) -> None:
+            self.close = lambda: closed.append(True)
+
+        def use(self, _used: bool) -> None:
+            assert not closed
+
+    class Connected(Formed):
+        connections = SimpleNamespace(files=(3,))
+
+        def abort(self) -> None:
+            raise RuntimeError("torch's")
+
+    monkeypatch.setattr(engine_groups, "StandIn", StandIn)
+    groups = EngineGroups("g", [Connected()])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
+    groups.use(True)
+    with pytest.raises(RuntimeError, match="torch's"):
+        groups.abort()
+    assert closed == [True]
 
 
 def test_an_engine_that_does_not_join_is_named_and_the_others_groups_are_let_go_of(

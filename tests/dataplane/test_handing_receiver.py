@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.handing_receiver import HandingReceiver
 from weightbus.dataplane.manifest import Manifest
 from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Peer, Receipt, Sender
+from weightbus.dataplane.transport import Peer, Receipt, Sender, SharedBucket
 
 from ..kit.waiting import until
 from .loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted
@@ -206,6 +207,39 @@ def test_a_group_that_forms_too_late_is_left(
     assert broken.wait(PROMPT_S)
     monkeypatch.setattr(HandingReceiver, "_form", form)
     assert isinstance(run(sender, (engine,), pool, 2)[0], Receipt)
+
+
+def test_an_engine_whose_session_changed_nothing_is_not_said_to_be_touched(
+    places: Places, make: Callable[..., Engine], pool: BucketPool
+) -> None:
+    """Whatever the one before it did: it would be quarantined for weights that are whole."""
+    sender, engine = places.sender(KIND), make("e")
+    assert isinstance(run(sender, (engine,), pool, 1)[0], Receipt)
+    assert engine.receiver.touched
+    session = make_session(2, 12, make_manifest(BUCKETS))
+    engine.start(session, sender.offer(session, [Peer(engine.name, 1)]), 1)
+    sender.close()
+    assert isinstance(engine.join(), TransferFailed)
+    assert not engine.receiver.touched
+    assert engine.server.weights == [wanted(make_manifest(BUCKETS), 11)]
+
+
+def test_the_server_has_what_is_left_of_the_session_for_a_load(
+    places: Places, make: Callable[..., Engine], pool: BucketPool
+) -> None:
+    """And not a moment more: a call to it without a deadline would hold its engine for ever."""
+    sender, engine = places.sender(KIND), make("e")
+    load, given = engine.server.load_shared, list[float]()
+
+    def noting(bucket: SharedBucket, deadline_s: float) -> None:
+        given.append(deadline_s)
+        load(bucket, deadline_s)
+
+    engine.server.load_shared = noting  # type: ignore[method-assign]
+    assert isinstance(run(sender, (engine,), pool, 1)[0], Receipt)
+    assert len(given) == BUCKETS
+    assert given[0] < PATIENCE_S
+    assert all(0 < later < earlier for earlier, later in itertools.pairwise(given))
 
 
 def test_servers_join_where_their_workers_could_open_nothing(

@@ -1,14 +1,18 @@
-"""Ranks that send to each other over gloo: who gives up frees the others."""
+"""Ranks that send to each other over gloo, and as over NCCL: who gives up frees the others."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch._C import _distributed_c10d as c10d
 
+from weightbus.dataplane import backends
 from weightbus.dataplane.broadcast_group import join_store, serve_store
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFailed, TurnLate
@@ -96,3 +100,97 @@ def test_who_does_not_connect_is_no_late_turn() -> None:
         error = waits.exception(LONG_S)
     assert isinstance(error, DeadlineExceeded)
     assert not isinstance(error, TurnLate)
+
+
+class Work:
+    """One of torch's that ends when a test says so, and well: so does one of NCCL's that was aborted."""
+
+    def __init__(self, ended: bool) -> None:
+        self.over = threading.Event()
+        if ended:
+            self.over.set()
+
+    def is_completed(self) -> bool:
+        return self.over.is_set()
+
+    def wait(self, *_: object) -> bool:
+        assert self.over.wait(PROMPT_S)
+        return True
+
+
+class Nccl:
+    """As much of torch's as a group asks for."""
+
+    def __init__(self, connect: Callable[[], Work]) -> None:
+        self.allreduce = lambda _: connect()
+        self.messages = Work(ended=False)
+        self.aborted = threading.Event()
+
+    def recv(self, *_: object) -> None:
+        """Coalesced."""
+
+    send = recv
+
+    def _start_coalescing(self) -> None:
+        """What follows is one work."""
+
+    def _end_coalescing(self) -> Work:
+        return self.messages
+
+    def abort(self) -> None:
+        self.aborted.set()
+        self.messages.over.set()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is done on one happens here."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, dtype=None, **_: zeros(*sizes, dtype=dtype))
+    for name in ("Stream", "stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
+
+
+def over(nccl: Nccl, monkeypatch: pytest.MonkeyPatch, seconds: float) -> PairGroup:
+    monkeypatch.setattr(backends, "nccl", lambda *_: nccl)
+    return PairGroup.form(c10d.HashStore(), "g", HOST, torch.device("cuda", 0), 0, 2, Deadline(seconds))
+
+
+def refused() -> Work:
+    raise RuntimeError("no route to host")
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize(
+    ("connect", "error", "seconds"),
+    [(refused, TransferFailed, LONG_S), (lambda: Work(ended=False), DeadlineExceeded, 0.1)],
+    ids=["fails", "does not end"],
+)
+def test_a_group_that_does_not_connect_is_broken_off(
+    monkeypatch: pytest.MonkeyPatch, connect: Callable[[], Work], error: type[Exception], seconds: float
+) -> None:
+    """Nobody has it: its threads and its memory on the GPU would be there as long as the process."""
+    nccl = Nccl(connect)
+    with pytest.raises(error):
+        over(nccl, monkeypatch, seconds)
+    assert nccl.aborted.wait(PROMPT_S)
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("aborts", [False, True], ids=["end", "are aborted"])
+def test_messages_that_were_broken_off_have_not_moved(monkeypatch: pytest.MonkeyPatch, aborts: bool) -> None:
+    """What was to be received would be loaded without being there, and what is sent be written over."""
+    nccl = Nccl(lambda: Work(ended=True))
+    group = over(nccl, monkeypatch, LONG_S)
+    posted = group.post([], [Parcel(torch.zeros(8, dtype=torch.uint8), 1)])
+    with ThreadPoolExecutor(1) as pool:
+        moved = pool.submit(posted.wait, Deadline(LONG_S))
+        if aborts:
+            group.abort("enough")
+        nccl.messages.over.set()
+        error = moved.exception(PROMPT_S)
+    if aborts:
+        assert isinstance(error, PeerLost)
+        assert "enough" in str(error)
+    else:
+        assert error is None

@@ -450,6 +450,60 @@ def test_a_group_that_forms_when_its_session_is_over_is_left(
     assert broken.wait(PROMPT_S)
 
 
+class Formed:
+    """A group over which everything is taken at once."""
+
+    name = "g-source1"
+
+    def __init__(self) -> None:
+        self.hung_up = False
+        self.used = list[bool]()
+
+    def use(self, used: bool) -> None:
+        self.used.append(used)
+
+    def broadcast(self, *_: object) -> None:
+        """It is there."""
+
+    def abort(self) -> None:
+        """Nothing is left."""
+
+
+@pytest.fixture
+def formed(monkeypatch: pytest.MonkeyPatch) -> Formed:
+    """The group that the source has with whoever it is."""
+    group = Formed()
+    monkeypatch.setattr(source_rank.BroadcastGroup, "form", lambda *_, **__: group)
+    return group
+
+
+def serve_alone(leader: Leader, other: SourceRank, epoch: int) -> str | None:
+    """A session of the other source that ends well; what it said that it holds."""
+    other.begin(leader.begin(epoch), epoch, Sources((0, 1)), [torch.zeros(8)], 60.0, filled=1)
+    said = leader.await_source()
+    said.announce("group", Groups(("g", Formed.name), (0, 1)).encode())
+    until("its session to end", lambda: "weightbus-source-rank" not in names())
+    assert other.failure == ""
+    return said.heard("came", source_name(1))
+
+
+def test_a_source_that_was_hung_up_offers_its_group_no_more(other: SourceRank, formed: Formed) -> None:
+    """Its connections have ended: all would come to their first bucket, and lose the attempt."""
+    leader = Leader()
+    assert serve_alone(leader, other, 1) == ""
+    assert serve_alone(leader, other, 2) == Formed.name
+    formed.hung_up = True
+    assert serve_alone(leader, other, 3) == ""
+
+
+def test_nobody_hangs_up_for_a_source_between_two_versions(other: SourceRank, formed: Formed) -> None:
+    """No server waits for it then, and it may stand as long as it likes: in a debugger, say."""
+    leader = Leader()
+    for epoch in (1, 2):
+        serve_alone(leader, other, epoch)
+        assert formed.used == [True, False] * epoch
+
+
 def test_a_session_that_is_stuck_touches_nothing_of_the_next(
     stand: Stand, other: SourceRank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
