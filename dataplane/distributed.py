@@ -34,6 +34,7 @@ from .deadline import Deadline
 from .engine_groups import STILL_FORMING_S, STILL_S, Behind, EngineGroups, StoodStill, Stragglers
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from .meeting import BY_SIDECAR, POLL_S, Meeting, holding, new_token, settled, source_name
+from .relay import lead_nowhere
 from .sealed_frames import bracketed
 from .sources import Groups, Sources
 from .transport import JOIN_S, Address, Peer, Session, Slot
@@ -391,4 +392,8 @@ class DistributedSender:
         deadline = Deadline(_REASONS_S)
         while meeting and deadline.left() and any(meeting.heard("failed", engine) is None for engine in self._engines):
             time.sleep(POLL_S)
-        self._store, self._forming = None, False
+        store, self._store, self._forming = self._store, None, False
+        if store is not None and len(self._sidecars) < len(self._engines):
+            where = store.host, store.port
+            del store  # the last one: it ends
+            lead_nowhere(*where)

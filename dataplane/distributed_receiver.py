@@ -25,6 +25,8 @@ class DistributedReceiver:
         self._used: HandingReceiver | JoiningReceiver = self._joining
         """In the last session."""
         self._remark = ""
+        self._met_at = ""
+        """Where the last session was, if it ended well. A trainer that stays keeps that address then."""
 
     @property
     def touched(self) -> bool:
@@ -40,6 +42,9 @@ class DistributedReceiver:
         self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
     ) -> Receipt:
         """Take every bucket and load it into `server`. Raises `TransferFailed`."""
+        if self._met_at not in {"", address.address}:
+            self._handing.meet_anew()
+        self._met_at = ""
         reason = self._handing.why_not(server, session) if self._hands_on else ""
         chosen = self._handing if self._hands_on and not reason else self._joining
         self._remark = f"the server's workers take part in the broadcast themselves: {reason}" if reason else ""
@@ -47,7 +52,9 @@ class DistributedReceiver:
             self._used.require_moving()
             self._used.shutdown()
             self._used = chosen
-        return chosen.receive(session, address, engine, rank_offset, server, deadline_s)
+        receipt = chosen.receive(session, address, engine, rank_offset, server, deadline_s)
+        self._met_at = address.address
+        return receipt
 
     def require_moving(self) -> None:
         """Raise `TransferFailed` while the server has not returned from what a session that is over asked of it."""

@@ -90,6 +90,10 @@ class HandingReceiver:
             self._device = gpu_named(server.opens)
         return ""
 
+    def meet_anew(self) -> None:
+        """The sender is another one than before, and may know what the last one did not."""
+        self._unknown = False
+
     def receive(  # noqa: PLR0917
         self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
     ) -> Receipt:
@@ -138,7 +142,8 @@ class HandingReceiver:
     def shutdown(self) -> None:
         """Let go of everything."""
         self._break_off()
-        self._let_go()
+        if self._returns(_RETURN_S):  # a worker that finds no memory where it was told to look ends its server
+            self._let_go()
         if self._loader is not None:
             self._loader.shutdown(wait=False)
             self._loader = None

@@ -69,7 +69,7 @@ def connections_of(store: c10d.Store, rank: int, size: int) -> Connections:
             mine, theirs = _as_published(connection.getsockname()), _as_published(connection.getpeername())
             # Once: other groups that form now have duplicates for a moment, too.
             if (mine, theirs) not in found and (mine in own or any(theirs in each for each in others)):
-                found[mine, theirs] = os.dup(file)
+                found[mine, theirs] = os.dup(connection.fileno())  # `file` may be another by now
     connections = Connections(tuple(found.values()))
     return connections if len(found) == size - 1 else Connections()
 
@@ -80,10 +80,18 @@ def _close(files: Sequence[int]) -> None:
 
 
 def _duplicate(file: int) -> socket.socket:
-    """Raises OSError for what is no socket, or closed meanwhile."""
+    """Raises OSError for what is no socket, or closed meanwhile.
+
+    No other file is touched: to close a duplicate of one would let go of this process's locks on it.
+    """
     if not stat.S_ISSOCK(os.fstat(file).st_mode):
         raise OSError("no socket")
-    return socket.socket(fileno=os.dup(file))
+    mine = os.dup(file)
+    try:
+        return socket.socket(fileno=mine)
+    except OSError:  # the number was another's by then
+        os.close(mine)
+        raise
 
 
 def _as_published(address: object) -> bytes:

@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.relay import Relay
 from weightbus.dataplane.sealed_frames import bracketed, host_and_port
 from weightbus.dataplane.transport import Address, SharedBucket
 
@@ -22,7 +23,7 @@ from .errors import AnotherLaunch, NothingToGive, ServerError, ServerRefused, Se
 from .identity import ServerFacts, facts_of, start_time
 from .lending import TAGS, WEIGHTS, Lending
 from .payload import LOAD_FORMAT, LOADER, invitation, serialized
-from .relay import Relay, reached_at
+from .reach import reached_at
 from .stand_in import StandIn
 from .wire import Keys, Observer, Wire
 

@@ -284,6 +284,58 @@ def test_an_older_trainer_gets_the_servers_from_then_on(
     assert engine.server.joins == 1
 
 
+@pytest.mark.parametrize("upgraded", [True, False])
+def test_a_trainer_that_starts_again_is_met_anew(
+    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch, upgraded: bool
+) -> None:
+    """It may be a newer one: it costs one attempt to find that it is not, and no more, however often others fail."""
+    monkeypatch.setattr(distributed, "BY_SIDECAR", "a word of no agent")
+    sender, engine = places.sender(KIND), make("e")
+    assert "older" in str(run(sender, (engine,), pool, 1)[0])
+    for epoch in (2, 3):
+        assert isinstance(run(sender, (engine,), pool, epoch)[0], Receipt)
+    if upgraded:
+        monkeypatch.undo()
+    sender = places.sender(KIND)
+    ended = [run(sender, (engine,), pool, epoch)[0] for epoch in (4, 5, 6)]
+    assert isinstance(engine.receiver, DistributedReceiver)
+    if upgraded:
+        assert all(isinstance(each, Receipt) and each.checked for each in ended)
+        assert engine.server.joins == 1
+        assert not engine.receiver.remark
+    else:
+        assert "older" in str(ended[0])
+        assert [isinstance(each, Receipt) for each in ended] == [False, True, True]
+        assert engine.server.joins == 2
+
+
+def test_memory_stays_where_a_server_was_told_to_look(
+    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sidecar that ends lets a call that is on its way arrive: a worker that finds nothing there ends its server."""
+    monkeypatch.setattr(handing_receiver, "_RETURN_S", 3.0)
+    looks, sender, engine = threading.Event(), places.sender(KIND), make("e")
+
+    def look(index: int) -> None:
+        if index == 2:
+            looks.set()
+            time.sleep(1.0)
+
+    engine.server._on_load = look
+    receiver = engine.receiver
+    assert isinstance(receiver, DistributedReceiver)
+
+    def end() -> None:
+        assert looks.wait(PROMPT_S)
+        receiver._handing.shutdown()
+
+    ends = threading.Thread(target=end)
+    ends.start()
+    run(sender, (engine,), pool, 1)
+    ends.join()
+    assert receiver._handing._loads[2].exception() is None
+
+
 def test_a_version_that_is_larger_gets_larger_memory(places: Places, make: Callable[..., Engine]) -> None:
     """What is there is kept while it is large enough."""
     sender, engine = places.sender(KIND), make("e")

@@ -243,6 +243,36 @@ def test_the_connections_of_a_group_are_found_among_all_others(
             assert ended.recv(1) == b""
 
 
+@pytest.mark.parametrize("soon", [True, False], ids=["before", "after"])
+def test_a_connection_whose_number_is_anothers_by_then_is_not_mistaken(
+    monkeypatch: pytest.MonkeyPatch, soon: bool
+) -> None:
+    """Other threads close and open files while they are looked through; of those nothing is kept or left open."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as connection,
+        Path(os.devnull).open("rb") as other,
+    ):
+        identity, store, look = os.fstat(connection.fileno()).st_ino, c10d.HashStore(), os.dup
+        for rank, address in enumerate((connection.getsockname(), ("127.0.0.1", 9))):
+            store.set(f"0/{rank}", source_stand_in._as_published(address))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+        def dup(file: int) -> int:
+            if soon and file == connection.fileno():
+                os.dup2(other.fileno(), file)
+            found = look(file)
+            if file == connection.fileno():
+                os.dup2(other.fileno(), file)
+            return found
+
+        files = len(list(Path("/proc/self/fd").iterdir()))
+        monkeypatch.setattr(os, "dup", dup)
+        connections = connections_of(store, 0, 2)
+        assert [os.fstat(file).st_ino for file in connections.files] == ([] if soon else [identity])
+        assert len(list(Path("/proc/self/fd").iterdir())) == files + len(connections.files)
+
+
 def ports_of(pid: int) -> set[int]:
     """On which a process has sockets of TCP."""
     inodes = {str(file.readlink())[8:-1] for file in Path(f"/proc/{pid}/fd").iterdir()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import socket
 import subprocess
@@ -13,15 +14,17 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from weightbus.dataplane import relay as relay_module
 from weightbus.dataplane.broadcast_group import serve_store
+from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.relay import Relay
 from weightbus.dataplane.transport import Address
-from weightbus.engine_agent import relay as relay_module
 from weightbus.engine_agent import sglang
 from weightbus.engine_agent.errors import ServerError
-from weightbus.engine_agent.relay import Relay, reached_at
+from weightbus.engine_agent.reach import reached_at
 from weightbus.engine_agent.sglang import SGLangServer
 
-from ..kit.waiting import has_ipv6
+from ..kit.waiting import has_ipv6, readable
 
 PATIENCE = timedelta(seconds=60)
 AT_ONCE_S = 5.0
@@ -100,8 +103,21 @@ def test_who_comes_for_a_store_whose_host_is_gone_is_let_in_and_out_again() -> N
     for _ in range(2):
         with socket.create_connection(relay.at, AT_ONCE_S) as client:
             client.settimeout(AT_ONCE_S)
+            client.sendall(b"?")
             assert client.recv(1) == b""
     relay.cut()
+
+
+def test_who_asks_for_a_name_first_is_let_in_until_it_has_spoken() -> None:
+    """Torch does, once it is connected. Sent away meanwhile it would come again, and ask again."""
+    relay = Relay("255.255.255.255", 9, "127.0.0.1")
+    relay.cut()
+    with socket.create_connection(relay.at, AT_ONCE_S) as client:
+        assert not readable(client.fileno(), 2.0)
+        client.settimeout(AT_ONCE_S)
+        client.sendall(b"?")
+        assert client.recv(1) == b""
+    relay.end()
 
 
 def test_a_relay_that_has_no_room_for_one_has_it_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,13 +127,15 @@ def test_a_relay_that_has_no_room_for_one_has_it_for_the_next(monkeypatch: pytes
 
     def full(_host: str) -> TCPStore:
         monkeypatch.undo()
-        raise OSError("too many open files")
+        raise TransferFailed("no port can be opened: too many open files")
 
     monkeypatch.setattr(relay_module, "serve_store", full)
     for _ in range(2):
         with socket.create_connection(relay.at, AT_ONCE_S) as client:
             client.settimeout(AT_ONCE_S)
-            assert client.recv(1) == b""
+            with contextlib.suppress(ConnectionResetError):
+                client.sendall(b"?")
+                assert client.recv(1) == b""
     relay.cut()
 
 
