@@ -313,27 +313,30 @@ def test_memory_stays_where_a_server_was_told_to_look(
     places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sidecar that ends lets a call that is on its way arrive: a worker that finds nothing there ends its server."""
-    monkeypatch.setattr(handing_receiver, "_RETURN_S", 3.0)
-    looks, sender, engine = threading.Event(), places.sender(KIND), make("e")
+    monkeypatch.setattr(handing_receiver, "_RETURN_S", 0.1)
+    looks, goes_on, sender = threading.Event(), threading.Event(), places.sender(KIND)
 
     def look(index: int) -> None:
         if index == 2:
             looks.set()
-            time.sleep(1.0)
+            assert goes_on.wait(PROMPT_S)
+            time.sleep(0.5)
 
-    engine.server._on_load = look
-    receiver = engine.receiver
-    assert isinstance(receiver, DistributedReceiver)
+    engine = make("e", look)
 
-    def end() -> None:
+    def call_off() -> None:
         assert looks.wait(PROMPT_S)
-        receiver._handing.shutdown()
+        engine.receiver.close()
 
-    ends = threading.Thread(target=end)
-    ends.start()
-    run(sender, (engine,), pool, 1)
-    ends.join()
-    assert receiver._handing._loads[2].exception() is None
+    calling = threading.Thread(target=call_off)
+    calling.start()
+    assert isinstance(run(sender, (engine,), pool, 1)[0], TransferFailed)
+    calling.join()
+    monkeypatch.setattr(handing_receiver, "_RETURN_S", PROMPT_S)
+    goes_on.set()
+    engine.receiver.shutdown()
+    assert isinstance(engine.receiver, DistributedReceiver)
+    assert engine.receiver._handing._loads[2].exception() is None
 
 
 def test_a_version_that_is_larger_gets_larger_memory(places: Places, make: Callable[..., Engine]) -> None:
