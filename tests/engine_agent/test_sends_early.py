@@ -149,6 +149,7 @@ def test_a_rank_that_cannot_join_ends_the_attempt(world: SendsWorld, monkeypatch
         began = time.monotonic()
         assert attempt(world) is not None
         assert time.monotonic() - began < WAIT_S / 2
+    world.trainer.sends._form_s = WAIT_S
     world.round()
     assert holds(world.server, world.trainer.values)
 

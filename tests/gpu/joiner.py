@@ -2,6 +2,8 @@
 
     python3 tests/gpu/joiner.py                       two CUDA devices. Qwen3-30B-A3B shapes, 24 layers, 31 GB
     python3 tests/gpu/joiner.py --not-ahead           the same where its loader is recorded in its first round
+    python3 tests/gpu/joiner.py --one-gpu             on one device of 140 GB, over sockets: what a joiner takes
+                                                      beside the wire, which has no goal there (joiner-one-gpu.json)
     python3 tests/gpu/joiner.py --device cpu          the same steps with tiny models, over gloo
 
 A Megatron-core trainer on GPU 0 sends versions to a real SGLang server on GPU 1, by `sends`. A second server stands
@@ -33,10 +35,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import nccl_parts
 import rig
+from nccl import SOCKETS
 
 STEADY = 5
 CHANNEL = "joiner"
 FIRST, LATE = "first", "late"
+WIRE = "step:transfer_wire"
 LOOK_S = 0.002
 """Between two looks, each of which takes the coordinator's time."""
 
@@ -124,19 +128,22 @@ def train(work: Path, device: str) -> None:
     noise = part.fleet.checksum(LATE)
     numbers = iter(range(1, 1000))
     with nccl_parts.rounds(part, "sends", CHANNEL) as publish:
-        reports = []
+        reports, wires = [], []
         for version in (next(numbers) for _ in range(STEADY + 2)):
             part.source.refill(version)
             reports.append(publish(version))
+            wires.append(part.fleet.seconds(FIRST).get(WIRE, 0.0))
         steady = [each["publish_s"] for each in reports[2:]]
+        beside = [took - (after - before) for took, before, after in zip(steady, wires[1:], wires[2:], strict=False)]
         normal = statistics.median(steady)
         equal = all(nccl_parts.committed(each) for each in reports)
-        part.say(rounds=reports, normal_round_s=normal, steady_s=steady, equal=False)
+        part.say(rounds=reports, normal_round_s=normal, steady_s=steady, steady_beside_wire_s=beside, equal=False)
 
         joined = join(part, publish, version, work / "sidecar-late.log")
         sums = part.fleet.checksum(FIRST), part.fleet.checksum(LATE)
         equal = equal and sums[0] == sums[1] != noise
-        part.say(**joined, ratio=joined["joiner_s"] / normal, equal_joined=equal)
+        beside_wire = joined["joiner_s"] - joined["sidecar_s"].get(WIRE, 0.0)
+        part.say(**joined, ratio=joined["joiner_s"] / normal, beside_wire_s=beside_wire, equal_joined=equal)
 
         os.killpg(part.layout["engines"][LATE]["sidecar_group"], signal.SIGTERM)
         rig.wait("it to be gone", lambda: part.engine(LATE)["state"] == "lost", 30, _nop)
@@ -158,6 +165,11 @@ def train(work: Path, device: str) -> None:
     part.source.close()
 
 
+def apart(args: argparse.Namespace, name: str) -> dict[str, str]:
+    """Environment of a process that NCCL takes for a host of its own, as it must where they share a GPU."""
+    return {**SOCKETS, "NCCL_HOSTID": name} if args.one_gpu else {}
+
+
 def orchestrate(args: argparse.Namespace, work: Path, programs: Any) -> dict[str, Any]:
     """Start everything, wait for the trainer, and say what it found."""
     hf = rig.model_of(args)
@@ -169,13 +181,14 @@ def orchestrate(args: argparse.Namespace, work: Path, programs: Any) -> dict[str
     more = ("--no-record-ahead",) if args.not_ahead else ()
     for place in (FIRST, LATE):
         engine = rig.Engine(
-            CHANNEL, 1, 1, flags, "available", name=place, sidecar=more if place == LATE else (), later=place == LATE
-        )
+            CHANNEL, 0 if args.one_gpu else 1, 1, flags, "available", name=place,
+            environment=tuple(apart(args, place).items()), sidecar=more if place == LATE else (), later=place == LATE,
+        )  # fmt: skip
         rig.start_engine(programs, args.device, work, engine, layout)
     rig.write_layout(work, layout)
     (work / f"go-{CHANNEL}").touch()
     command = [sys.executable, __file__, f"--trainer-of={work}", f"--device={args.device}"]
-    trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
+    trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device) | apart(args, "trainer"))
     programs.dismiss([trainer])  # it is looked after here
     until, problem = time.monotonic() + args.deadline, ""
     while trainer.process.poll() is None and time.monotonic() < until:
@@ -191,6 +204,7 @@ def orchestrate(args: argparse.Namespace, work: Path, programs: Any) -> dict[str
     measured: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"equal": False}
     head = {key: measured.pop(key, None) for key in ("joiner_s", "normal_round_s", "ratio", "recorded_ahead", "equal")}
     described = rig.describe("joiner.py", args.device, hf)
+    head["one_gpu"] = args.one_gpu
     return {**described, **head, **({"problem": problem} if problem else {}), **measured}
 
 
@@ -198,6 +212,7 @@ def main() -> int:
     parser = rig.parser(__doc__, memory=0.6, deadline=480.0)
     parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
     parser.add_argument("--config", help="config.json of another model")
+    parser.add_argument("--one-gpu", action="store_true", help="trainer and servers on one, over sockets")
     parser.add_argument("--not-ahead", action="store_true", help="the late sidecar records in its first round")
     args = parser.parse_args()
     if args.trainer_of:
@@ -208,7 +223,8 @@ def main() -> int:
     work = Path(tempfile.mkdtemp(prefix="wb-joiner-"))
     with Programs(work) as programs:
         found = orchestrate(args, work, programs)
-    rig.write_result(args.out, "joiner-not-ahead" if args.not_ahead else "joiner", found)
+    name = "joiner" + "-one-gpu" * args.one_gpu + "-not-ahead" * args.not_ahead
+    rig.write_result(args.out, name, found)
     sys.stdout.write(json.dumps(found) + "\n")
     return 0 if found["equal"] and "problem" not in found else 1
 
