@@ -145,6 +145,7 @@ def keep_logs(work: Path, out: str | None, name: str) -> None:
     for each in logs:
         log(f"{name} failed; {each.name} ends with\n{tail(each)[-2000:]}")
     if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
         whole = (f"\n==== {each.name}\n".encode() + each.read_bytes()[-60_000:] for each in logs)
         (Path(out) / f"{name}-logs.txt").write_bytes(b"".join(whole))
 
