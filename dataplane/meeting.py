@@ -35,6 +35,7 @@ import hmac
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Final, Protocol, TypeVar, cast
@@ -49,6 +50,8 @@ from .rendezvous import reach_store
 
 POLL_S: Final = 0.02
 _EPOCH: Final = "weightbus/epoch"
+_EPOCH_S: Final = 0.2
+"""How often a receiver looks whether another epoch has begun. All of them look at one store, which is one thread."""
 _MAX_REASON: Final = 2048
 _CONNECT_S: Final = 30.0
 _GOODBYE_S: Final = 1.0
@@ -60,7 +63,7 @@ _SOURCES: Final = ("came", "joined", "done", "failed", "sent", "differs", "still
 BY_SIDECAR: Final = "sidecar:"
 """How the word of an engine begins whose agent takes part in place of its server's workers."""
 
-_ANNOUNCED: Final = ("group", "formed", "over")
+_ANNOUNCED: Final[tuple[str, ...]] = ("group", "formed", "over")
 
 _T = TypeVar("_T")
 
@@ -225,6 +228,9 @@ class Attendance:
         self._news = threading.Condition()
         self._error: TransferFailed | None = None
         self._announced: dict[str, str] = {}
+        self._awaited = _ANNOUNCED
+        """What the sender is listened to for."""
+        self._epoch_due = 0.0
         self._said: set[str] = set()
         self._thread: threading.Thread | None = None
 
@@ -251,10 +257,12 @@ class Attendance:
     def group(self, deadline: Deadline) -> str:
         """Wait for the group's name. Raises as `check` does, and `DeadlineExceeded`."""
         self._wait(lambda: "group" in self._announced, "the sender to name the group", deadline)
+        self._awaited = ("over",)
         return self._announced["group"]
 
     def formed(self, deadline: Deadline) -> None:
         """Wait until everybody is in the new groups. Raises as `group` does."""
+        self._awaited = ("formed", "over")
         self._wait(lambda: "formed" in self._announced, "all engines to join their groups", deadline)
 
     def say(self, step: str, value: str, deadline: Deadline) -> None:
@@ -305,11 +313,7 @@ class Attendance:
         try:
             message = self._outbox.get(timeout=POLL_S)
         except queue.Empty:
-            for what in _ANNOUNCED:
-                if what not in self._announced and (value := sealed.hear(what)) is not None:
-                    self._announced[what] = value
-            if "over" not in self._announced:
-                self._require_epoch(store)
+            self._listen(store, sealed)
         else:
             if message is None:
                 return False
@@ -319,3 +323,11 @@ class Attendance:
         with self._news:
             self._news.notify_all()
         return True
+
+    def _listen(self, store: Store, sealed: _Sealed) -> None:
+        for what in self._awaited:
+            if what not in self._announced and (value := sealed.hear(what)) is not None:
+                self._announced[what] = value
+        if "over" not in self._announced and time.monotonic() >= self._epoch_due:
+            self._require_epoch(store)
+            self._epoch_due = time.monotonic() + _EPOCH_S

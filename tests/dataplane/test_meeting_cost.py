@@ -14,12 +14,14 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from weightbus.dataplane import distributed, engine_groups
+from weightbus.dataplane import meeting as meeting_module
 from weightbus.dataplane.broadcast_group import join_store, serve_store
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.distributed import DistributedSender
 from weightbus.dataplane.engine_groups import StoodStill
 from weightbus.dataplane.errors import DataplaneError, PeerLost
-from weightbus.dataplane.meeting import Meeting, holding, new_token
+from weightbus.dataplane.meeting import Attendance, Meeting, holding, new_token
+from weightbus.dataplane.rendezvous import reach_store
 from weightbus.dataplane.staging import BucketPool
 from weightbus.dataplane.transport import Address, Peer
 
@@ -246,6 +248,35 @@ def test_a_stranger_who_deletes_holds_nobody(fleet: Fleet) -> None:
     assert fleet.leader.failed["engine-40"] == "out of memory"
     with pytest.raises(PeerLost, match="out of memory"):
         fleet.leader._check_receivers()
+
+
+def test_a_receiver_that_waits_leaves_the_store_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While it takes buckets it asks for one thing, which is whether they are over, and now and then for the epoch.
+
+    The store is one thread of the leader's process: hundreds that ask it five things keep the leader's looks waiting.
+    """
+    counted: list[Counting] = []
+
+    def reach(*arguments: Any) -> Any:
+        counted.append(Counting(reach_store(*arguments)))
+        return counted[-1]
+
+    monkeypatch.setattr(meeting_module, "reach_store", reach)
+    store, token = serve_store("127.0.0.1"), new_token()
+    meeting = Meeting(join_store(store), 1, token, ["e0"])
+    attendance = Attendance(f"tcp://127.0.0.1:{store.port}", 1, "e0", token)
+    attendance.begin()
+    meeting.announce("group", "g")
+    attendance.group(Deadline(DEADLINE_S))
+    before, began = sum(counted[0].calls.values()), time.monotonic()
+    with pytest.raises(PeerLost, match="enough"):
+        threading.Timer(1.0, meeting.announce, ("over", "enough")).start()
+        while True:
+            attendance.check()
+            time.sleep(0.01)
+    calls, took = sum(counted[0].calls.values()) - before, time.monotonic() - began
+    assert calls <= 10 + 70 * took
+    attendance.close()
 
 
 def test_what_was_said_first_is_not_lost() -> None:
