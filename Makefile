@@ -140,6 +140,9 @@ bench-gather: env ## How fast ranks assemble buckets, beside the published proce
 bench-plan: env ## How long planning takes for 20,000 tensors on 64 ranks (PLAN="--tensors N --ranks N"; JSON)
 	@exec $(BIN)/python tests/bench/plan.py $(PLAN)
 
+bench-meeting: env ## What the leader of a broadcast pays for looking at 8, 64 and 512 engines (JSON)
+	@exec $(BIN)/python tests/bench/meeting.py
+
 bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators and a real etcd (JSON last)
 	@exec $(BIN)/python tests/bench/failover.py --cycles $(CYCLES) $(if $(SAVE),--save $(SAVE))
 
@@ -171,4 +174,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-pause bench-plan chaos deaths nixl build deploy-check clean
+.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-meeting bench-pause bench-plan chaos deaths nixl build deploy-check clean

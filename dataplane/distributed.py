@@ -19,10 +19,9 @@ is false).
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import accumulate
 from typing import Final, TypeVar
 
 import torch
@@ -42,6 +41,10 @@ from .transport import JOIN_S, Address, Peer, Session, Slot
 _REASONS_S: Final = 0.3
 FORM_S: Final = 60.0
 """How long new groups may take to form: a server that died meanwhile leaves the others waiting for it in vain."""
+WATCH_S: Final = 0.05
+"""How long after one look at what engines say the next one is due: a look at 512 takes the leader a millisecond."""
+BEHIND_S: Final = 0.25
+"""... at the bucket to which each has come: as many new words with every bucket."""
 _LOOK_S: Final = 0.001
 """How soon it is noticed that another source's bucket has been taken: its slot is free for the next one."""
 
@@ -72,6 +75,8 @@ class DistributedSender:
         """Of this session."""
         self._behind: Behind | None = None
         """Where agents share a group: who keeps the others waiting in it."""
+        self._due = self._behind_due = 0.0
+        """When all are looked at again, on the monotonic clock, and when for `_behind`."""
         self._lost = ""
         """Which other source gave up, and why."""
         self.differing: tuple[str, ...] = ()
@@ -106,14 +111,15 @@ class DistributedSender:
         if self._store is None:
             self._store = serve_store(self._host)
         if self._meeting is not None:
-            self._meeting.clear([*self._engines, *self._others])
+            self._meeting.clear()
         self._session, self._peers = session, tuple(peers)
         self._sources, self._lost, self.differing = self._divided or Sources.one(len(session.manifest.buckets)), "", ()
         self._failed, self._withdrawn, self._spared, self._sends = {}, {}, frozenset(), {}
         self._forming = self._began = self._finished = False
         self._behind = None
+        self._due = self._behind_due = 0.0
         self._token = new_token()
-        self._meeting = Meeting(join_store(self._store), session.epoch, self._token)
+        self._meeting = Meeting(join_store(self._store), session.epoch, self._token, self._engines, self._others)
         world_size = 1 + sum(peer.tp for peer in peers)
         address = f"tcp://{bracketed(self._host)}:{self._store.port}"
         return Address(address, self._group_name(), backend, world_size, self._token)
@@ -127,10 +133,11 @@ class DistributedSender:
         meeting, session = self._open()
         try:
             self._wait_for("came", "to come", Deadline(min(join_s, deadline.left())))
-            words = [meeting.heard("came", engine) or "" for engine in self._engines]
-            self._sidecars = tuple(place for place, word in enumerate(words) if word.startswith(BY_SIDECAR))
+            words = meeting.heard_from("came", (*self._engines, *self._others))
+            comes = [words.get(engine, "") for engine in self._engines]
+            self._sidecars = tuple(place for place, word in enumerate(comes) if word.startswith(BY_SIDECAR))
             forming = Deadline(min(FORM_S, deadline.left()))
-            if self._group is not None and self._all_hold():
+            if self._group is not None and self._all_hold(words):
                 self._group.use(True)
                 meeting.announce("group", self._known(self._groups).encode())
             else:
@@ -223,20 +230,17 @@ class DistributedSender:
             return self._group.name
         return f"weightbus-{self._channel}-{self._session.epoch}"
 
-    def _all_hold(self) -> bool:
-        """Everybody who came is still in the groups of the last session, and these are what this one needs."""
-        meeting, _ = self._open()
+    def _all_hold(self, words: Mapping[str, str]) -> bool:
+        """Everybody who came, with these words, is still in the groups of the last session, which are what it needs."""
         if self._group is None or self._group.hung_up:
             return False
         if self._members != self._peers or len(self._groups) != self._sources.count:
             return False
-        known, world_size = self._known(self._groups), 1 + sum(peer.tp for peer in self._peers)
-        firsts = accumulate((peer.tp for peer in self._peers), initial=1)
-        for engine, first in zip(self._engines, firsts, strict=False):
-            part = known.of_engine(first, world_size)
-            if meeting.heard("came", engine) != holding(part.names, by_sidecar=part.by_sidecar):
+        held = self._known(self._groups).held(len(self._peers))
+        for engine, (names, by_sidecar) in zip(self._engines, held, strict=True):
+            if words.get(engine) != holding(names, by_sidecar=by_sidecar):
                 return False
-        return [meeting.heard("came", source) for source in self._others] == list(self._groups[1:])
+        return [words.get(source) for source in self._others] == list(self._groups[1:])
 
     @property
     def _apart(self) -> bool:
@@ -274,23 +278,32 @@ class DistributedSender:
         """Wait until everybody has taken a bucket of another source."""
         meeting, _ = self._open()
         source, wanted = source_name(self._sources.of[index]), self._sources.place(index) + 1
-        looked = time.monotonic()
         while int(meeting.heard("sent", source) or 0) < wanted:
-            if time.monotonic() - looked >= POLL_S:
-                self._check_receivers()
-                self._look_behind()
-                looked = time.monotonic()
+            self._watch()
             time.sleep(min(_LOOK_S, deadline.check(f"bucket {index} to be taken from {source}")))
 
     def _await_sent(self, index: int, deadline: Deadline) -> None:
         """Wait until everybody has taken a bucket of this source."""
         self._await(self._sends[index], f"the broadcast of bucket {index}", deadline)
 
+    def _watch(self) -> None:
+        """Look whether all are well, where that is due: each of many buckets takes less time than is between two looks.
+
+        Raises `PeerLost` and `StoodStill`.
+        """
+        if time.monotonic() >= self._due:
+            self._check_receivers()
+            self._look_behind()
+            self._due = time.monotonic() + WATCH_S
+
     def _look_behind(self) -> None:
         """Raise `StoodStill` for agents that do not come to a bucket for which others wait in the group."""
         meeting, _ = self._open()
-        if self._behind is not None:
-            self._behind.look([int(meeting.heard("at", engine) or -1) for engine in self._engines], time.monotonic())
+        if self._behind is None or time.monotonic() < self._behind_due:
+            return
+        at = meeting.heard_from("at", self._engines)
+        self._behind.look([int(at.get(engine, -1)) for engine in self._engines], time.monotonic())
+        self._behind_due = time.monotonic() + BEHIND_S
 
     def _wait_for(
         self,
@@ -303,10 +316,11 @@ class DistributedSender:
         meeting, _ = self._open()
         missing = [*self._engines, *self._others]
         stragglers = Stragglers(what, time.monotonic(), still_s if self._ranks else float("inf"))
-        while missing := [engine for engine in missing if meeting.heard(step, engine) is None]:
+        while missing := _silent(meeting, step, missing):
             self._check_receivers()
             self._look_behind()
-            stragglers.look([engine not in missing for engine in self._engines], time.monotonic())
+            late = frozenset(missing)
+            stragglers.look([engine not in late for engine in self._engines], time.monotonic())
             try:
                 left = deadline.check(f"{', '.join(missing)} {what}")
             except DeadlineExceeded as error:
@@ -317,23 +331,21 @@ class DistributedSender:
     def _await(self, future: Future[_T], what: str, deadline: Deadline) -> _T:
         """Wait for the other thread, looking out for receivers that gave up meanwhile."""
         while not future.done():
-            self._check_receivers()
-            self._look_behind()
+            self._watch()
             left = deadline.check(what)
             settled(future, min(POLL_S, left))
         return future.result()
 
     def _check_receivers(self) -> None:
         meeting, _ = self._open()
-        for peer in self._peers:
-            reason = meeting.heard("failed", peer.engine) or self._withdrawn.get(peer.engine)
-            if reason is not None and meeting.heard("done", peer.engine) is None:
-                self._failed[peer.engine] = reason
-        for source in self._others:
-            if (reason := meeting.heard("failed", source)) is not None:
-                self._source_failed(source, reason, meeting.heard("still", source) or "")
-        for source in self._others:  # last: it is said before all that, and engines cannot say whose fault it is
-            if named := meeting.heard("differs", source):
+        reasons = self._withdrawn | meeting.heard_from("failed", self._engines)
+        if gone := [engine for engine in self._engines if engine in reasons]:
+            self._failed.update({engine: reasons[engine] for engine in _silent(meeting, "done", gone)})
+        for source, reason in meeting.heard_from("failed", self._others).items():
+            self._source_failed(source, reason, meeting.heard("still", source) or "")
+        # Last: it is said before all that, and engines cannot say whose fault it is.
+        for source, named in meeting.heard_from("differs", self._others).items():
+            if named:
                 self.differing = tuple(named.split(","))
                 self._lost = f"{source} gave up: the weights changed between the digest and the transfer"
                 self._failed.clear()
@@ -390,10 +402,16 @@ class DistributedSender:
         """Free whoever waits in it for the group, once the agents have heard that the session is over."""
         meeting, self._meeting = self._meeting, None
         deadline = Deadline(_REASONS_S)
-        while meeting and deadline.left() and any(meeting.heard("failed", engine) is None for engine in self._engines):
+        while meeting and deadline.left() and _silent(meeting, "failed", self._engines):
             time.sleep(POLL_S)
         store, self._store, self._forming = self._store, None, False
         if store is not None and len(self._sidecars) < len(self._engines):
             where = store.host, store.port
             del store  # the last one: it ends
             lead_nowhere(*where)
+
+
+def _silent(meeting: Meeting, step: str, members: Sequence[str]) -> list[str]:
+    """Those of `members` who have not said it."""
+    said = meeting.heard_from(step, members)
+    return [member for member in members if member not in said]

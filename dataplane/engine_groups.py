@@ -8,7 +8,6 @@ who does not take what the others have taken. Of three and more workers of one s
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -31,6 +30,8 @@ STILL_FORMING_S: Final = 15.0
 """... for its group to form, after the first of the others: a server imports and connects for the first time."""
 AWAY_S: Final = 1.0
 """Who looks every few milliseconds, and did not for longer, was away itself: so much of that time counts."""
+BREAK_OFF_S: Final = 5.0
+"""How long all groups of a session may take to be left before nobody waits for them any more."""
 _POLL_S: Final = 0.001
 _FACTOR: Final = 3.0
 
@@ -140,8 +141,7 @@ class EngineGroups:
                 time.sleep(_POLL_S)
             return cls(name, [each.result() for each in forming.values()])
         except Exception:
-            for each in forming.values():
-                break_when_formed(each)
+            break_off([partial(break_when_formed, each) for each in forming.values()])
             raise
 
     @property
@@ -171,17 +171,24 @@ class EngineGroups:
 
     def abort(self) -> None:
         """Break all off, also while another thread is in `broadcast`."""
-        with contextlib.ExitStack() as stack:  # each of them, whatever becomes of the others
-            if self._stand_in is not None:
-                stack.callback(self._stand_in.close)
-            for group in self._groups:
-                stack.callback(group.abort)
+        ends = [group.abort for group in self._groups]
+        if self._stand_in is not None:
+            ends.append(self._stand_in.close)
+        break_off(ends)
 
 
 def _form(  # noqa: PLR0917
     store: Callable[[], Store], name: str, host: str, device: torch.device, world_size: int, deadline: Deadline
 ) -> BroadcastGroup:
     return BroadcastGroup.form(store(), name, host, device, world_size, deadline)
+
+
+def break_off(ends: Sequence[Callable[[], None]]) -> None:
+    """Do all of `ends`, each of which leaves a group or what belongs to it, within `BREAK_OFF_S`.
+
+    Beside one another: over NCCL one may take that long, and wait for another one. Raises as `all_within`.
+    """
+    torch_threads.all_within(BREAK_OFF_S, ends, "weightbus-break-off")
 
 
 class Leaving(Protocol):

@@ -23,7 +23,7 @@ import torch
 from . import integrity, torch_threads
 from .broadcast_group import BroadcastGroup
 from .deadline import Deadline
-from .engine_groups import break_when_formed
+from .engine_groups import break_off, break_when_formed
 from .engine_memory import EngineMemory
 from .errors import TransferFailed
 from .handing_memory import GpuRoom, HandingMemory, gpu_named
@@ -261,9 +261,8 @@ class HandingReceiver:
     def _break_off(self) -> None:
         """Leave the groups, which ends them for everybody; what is queued for the server is not asked any more."""
         groups, self._groups = self._groups, {}
-        for group in groups.values():
-            with contextlib.suppress(RuntimeError):  # torch's: it is of no use any more, however it ends
-                group.abort()
+        with contextlib.suppress(RuntimeError):  # torch's: they are of no use any more, however they end
+            break_off([group.abort for group in groups.values()])
         self._calls.give_up()
         for load in self._loads:
             load.cancel()

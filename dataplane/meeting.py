@@ -20,6 +20,10 @@ Sources that do not lead say the same under the name that `source_name` gives th
 Keys of an epoch are deleted when the next one begins: whoever finds another epoch there has missed the end of his own.
 A store that stops answering is a sender that died.
 
+There may be hundreds of engines, and the sender looks all the time. So every word of theirs has its place from the
+beginning, with a mark of the sender's in it until it is said: what all of them said with one step is asked for at once,
+for it takes as many calls as one word does.
+
 Whoever reaches its port can read and write a store. So every value but the bare epoch carries a MAC over its key and
 itself, by a token that is new in every epoch and travels on the authenticated bus, never here: what a stranger writes
 can stop a transfer, and is named, but cannot pass for the word of an engine or of the sender.
@@ -27,14 +31,14 @@ can stop a transfer, and is named, but cannot pass for the word of an engine or 
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar, cast
 
 # torch.distributed has this name only where it was built with it, and type checkers do not see it there.
 from torch._C._distributed_c10d import Store
@@ -46,15 +50,20 @@ from .rendezvous import reach_store
 
 POLL_S: Final = 0.02
 _EPOCH: Final = "weightbus/epoch"
+_EPOCH_S: Final = 0.2
+"""How often a receiver looks whether another epoch has begun. All of them look at one store, which is one thread."""
 _MAX_REASON: Final = 2048
 _CONNECT_S: Final = 30.0
 _GOODBYE_S: Final = 1.0
 _MAC_CHARS: Final = 64
-_STEPS: Final = ("came", "joined", "at", "done", "failed", "sent", "differs", "still")
+_ENGINES: Final = ("came", "joined", "at", "done", "failed")
+"""What an engine may say."""
+_SOURCES: Final = ("came", "joined", "done", "failed", "sent", "differs", "still")
+"""What a source that does not lead may."""
 BY_SIDECAR: Final = "sidecar:"
 """How the word of an engine begins whose agent takes part in place of its server's workers."""
 
-_ANNOUNCED: Final = ("group", "formed", "over")
+_ANNOUNCED: Final[tuple[str, ...]] = ("group", "formed", "over")
 
 _T = TypeVar("_T")
 
@@ -79,6 +88,12 @@ def new_token() -> str:
     return secrets.token_hex(16)
 
 
+class _Setting(Protocol):
+    """What torch's stubs leave out of Store."""
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None: ...
+
+
 class _Sealed:
     """A store in which only holders of `token` can say anything."""
 
@@ -86,6 +101,10 @@ class _Sealed:
         self._store = store
         self._epoch = epoch
         self._token = token.encode("ascii")
+        self._unsaid = self._mac("", b"").encode("ascii")
+        """What lies where nothing was said. A stranger who puts it there could have deleted the word as well."""
+        self._opened: dict[str, tuple[bytes, str | Forged]] = {}
+        """By key: what was found there, and what it says."""
 
     def say(self, name: str, value: str) -> None:
         key, word = self._key(name), value.encode("utf-8", "replace")
@@ -97,28 +116,69 @@ class _Sealed:
         if not self._store.check([key]):
             return None
         found = bytes(self._store.get(key))
+        return None if found == self._unsaid else self._open(key, found)
+
+    def keep_room(self, names: Sequence[str]) -> None:
+        """For what will be said under `names`: only such are asked for together."""
+        if names:
+            store = cast("_Setting", self._store)
+            store.multi_set([self._key(name) for name in names], [self._unsaid.decode()] * len(names))
+
+    def hear_all(self, names: Sequence[str]) -> dict[str, str | Forged]:
+        """What was said under those of `names` under which anything was, by as many calls whatever their number."""
+        keys = [self._key(name) for name in names]
+        if not keys:
+            return {}
+        if not self._store.check(keys):  # a stranger deleted some: who asks for these would wait for them
+            for key in keys:
+                self._store.compare_set(key, "", self._unsaid.decode())  # where there is nothing
+        found, unsaid = self._store.multi_get(keys), self._unsaid
+        if found.count(unsaid) == len(found):
+            return {}
+        said = ((name, key, word) for name, key, word in zip(names, keys, found, strict=True) if word != unsaid)
+        return {name: self._remembered(key, word) for name, key, word in said}
+
+    def forget(self, name: str) -> None:
+        self._store.delete_key(self._key(name))
+
+    def _remembered(self, key: str, found: bytes) -> str | Forged:
+        """As `_open`, which is the dear part: once for each word."""
+        known = self._opened.get(key)
+        if known is None or known[0] != found:
+            try:
+                known = found, self._open(key, found)
+            except Forged as error:
+                known = found, error
+            self._opened[key] = known
+        return known[1]
+
+    def _open(self, key: str, found: bytes) -> str:
         mac, word = found[:_MAC_CHARS], found[_MAC_CHARS:]
         if not hmac.compare_digest(mac, self._mac(key, word).encode("ascii")):
             raise Forged(key)
         return word.decode("utf-8", "replace")
 
-    def forget(self, name: str) -> None:
-        self._store.delete_key(self._key(name))
-
     def _key(self, name: str) -> str:
         return f"weightbus/{self._epoch}/{name}"
 
     def _mac(self, key: str, word: bytes) -> str:
-        return hmac.new(self._token, key.encode("utf-8") + b"\0" + word, hashlib.sha256).hexdigest()
+        return hmac.digest(self._token, key.encode("utf-8") + b"\0" + word, "sha256").hex()
 
 
 class Meeting:
     """The sender's side. The store is served by this very process, so nothing here waits for anybody."""
 
-    def __init__(self, store: Store, epoch: int, token: str) -> None:
+    def __init__(
+        self, store: Store, epoch: int, token: str, engines: Sequence[str] = (), sources: Sequence[str] = ()
+    ) -> None:
+        """`engines` and `sources` are who will be asked about together."""
         self._sealed = _Sealed(store, epoch, token)
         self._forged: dict[str, str] = {}
+        self._places = [f"{step}/{engine}" for engine in engines for step in _ENGINES]
+        self._places += [f"{step}/{source}" for source in sources for step in _SOURCES]
+        self._sealed.keep_room(self._places)
         store.set(_EPOCH, str(epoch))
+        store.check([_EPOCH])  # nothing else says that all that is there, and it must not come after the first words
 
     def heard(self, step: str, engine: str) -> str | None:
         """What `engine` said with `step`, or None. An engine in whose name a stranger wrote has ``failed``."""
@@ -129,13 +189,26 @@ class Meeting:
             word = None
         return self._forged.get(engine, word) if step == "failed" else word
 
+    def heard_from(self, step: str, members: Iterable[str]) -> dict[str, str]:
+        """What those of `members` said with `step` who did: `heard` of each, for little more than of one."""
+        places = {f"{step}/{member}": member for member in members}
+        words: dict[str, str] = {}
+        for place, word in self._sealed.hear_all(tuple(places)).items():
+            if isinstance(word, Forged):
+                self._forged.setdefault(places[place], str(word))
+            else:
+                words[places[place]] = word
+        if step == "failed" and self._forged:
+            words.update({member: self._forged[member] for member in places.values() if member in self._forged})
+        return words
+
     def announce(self, what: str, value: str) -> None:
         """Say ``group``, ``formed`` or ``over``."""
         self._sealed.say(what, value)
 
-    def clear(self, engines: Iterable[str]) -> None:
+    def clear(self) -> None:
         """Forget this epoch."""
-        for name in (*_ANNOUNCED, *(f"{step}/{engine}" for engine in engines for step in _STEPS)):
+        for name in (*_ANNOUNCED, *self._places):
             self._sealed.forget(name)
 
 
@@ -155,6 +228,9 @@ class Attendance:
         self._news = threading.Condition()
         self._error: TransferFailed | None = None
         self._announced: dict[str, str] = {}
+        self._awaited = _ANNOUNCED
+        """What the sender is listened to for."""
+        self._epoch_due = 0.0
         self._said: set[str] = set()
         self._thread: threading.Thread | None = None
 
@@ -181,10 +257,12 @@ class Attendance:
     def group(self, deadline: Deadline) -> str:
         """Wait for the group's name. Raises as `check` does, and `DeadlineExceeded`."""
         self._wait(lambda: "group" in self._announced, "the sender to name the group", deadline)
+        self._awaited = ("over",)
         return self._announced["group"]
 
     def formed(self, deadline: Deadline) -> None:
         """Wait until everybody is in the new groups. Raises as `group` does."""
+        self._awaited = ("formed", "over")
         self._wait(lambda: "formed" in self._announced, "all engines to join their groups", deadline)
 
     def say(self, step: str, value: str, deadline: Deadline) -> None:
@@ -235,11 +313,7 @@ class Attendance:
         try:
             message = self._outbox.get(timeout=POLL_S)
         except queue.Empty:
-            for what in _ANNOUNCED:
-                if what not in self._announced and (value := sealed.hear(what)) is not None:
-                    self._announced[what] = value
-            if "over" not in self._announced:
-                self._require_epoch(store)
+            self._listen(store, sealed)
         else:
             if message is None:
                 return False
@@ -249,3 +323,11 @@ class Attendance:
         with self._news:
             self._news.notify_all()
         return True
+
+    def _listen(self, store: Store, sealed: _Sealed) -> None:
+        for what in self._awaited:
+            if what not in self._announced and (value := sealed.hear(what)) is not None:
+                self._announced[what] = value
+        if "over" not in self._announced and time.monotonic() >= self._epoch_due:
+            self._require_epoch(store)
+            self._epoch_due = time.monotonic() + _EPOCH_S

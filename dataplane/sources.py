@@ -169,7 +169,8 @@ class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     @property
     def members(self) -> tuple[int, ...]:
         """By engine, how many ranks of a group are its; empty as `ranks`."""
-        return tuple(1 if engine in self.sidecars else count for engine, count in enumerate(self.ranks))
+        sidecars = frozenset(self.sidecars)
+        return tuple(1 if engine in sidecars else count for engine, count in enumerate(self.ranks))
 
     @property
     def apart(self) -> tuple[int, ...]:
@@ -192,15 +193,27 @@ class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         """
         if not self.ranks:
             return EnginePart(self.names, rank_offset, world_size)
-        firsts = list(accumulate(self.ranks, initial=1))[:-1]
-        if rank_offset not in firsts:
-            raise TransferFailed(f"the sender announced groups of engines at {firsts}, none at {rank_offset}")
-        engine, members = firsts.index(rank_offset), self.members
-        by_sidecar = engine in self.sidecars
-        if self.together:
-            return EnginePart(self.names, 1 + sum(members[:engine]), 1 + sum(members), by_sidecar)
-        names = tuple(own_group(name, rank_offset) for name in self.names)
-        return EnginePart(names, 1, 1 + members[engine], by_sidecar)
+        parts = self._parts()
+        if rank_offset not in parts:
+            raise TransferFailed(f"the sender announced groups of engines at {[*parts]}, none at {rank_offset}")
+        return parts[rank_offset]
+
+    def held(self, engines: int) -> tuple[tuple[tuple[str, ...], bool], ...]:
+        """By engine, the names that `of_engine` says, and whether its agent is the member; of all of them for once."""
+        if not self.ranks:
+            return ((self.names, False),) * engines
+        return tuple((part.names, part.by_sidecar) for part in self._parts().values())
+
+    def _parts(self) -> dict[int, EnginePart]:
+        """Where engines have `ranks`: by the rank of each one's first worker among those of all."""
+        members, sidecars = self.members, frozenset(self.sidecars)
+        size, parts = 1 + sum(members), dict[int, EnginePart]()
+        firsts, places = accumulate(self.ranks[:-1], initial=1), accumulate(members[:-1], initial=1)
+        for engine, (first, at) in enumerate(zip(firsts, places, strict=True)):
+            names = self.names if self.together else tuple(own_group(name, first) for name in self.names)
+            place = (at, size) if self.together else (1, 1 + members[engine])
+            parts[first] = EnginePart(names, *place, engine in sidecars)
+        return parts
 
     def source_of(self, bucket: int) -> int:
         """Which of the groups `bucket` comes by."""

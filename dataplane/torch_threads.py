@@ -13,8 +13,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
@@ -67,6 +67,17 @@ class Calls:
             waiting, line.waiting = tuple(line.waiting), deque()
         for future, _ in waiting:
             future.cancel()
+
+
+def all_within(seconds: float, calls: Sequence[Callable[[], None]], name: str) -> None:
+    """Have `calls` made beside one another, on threads called `name`, and wait for all of them together so long.
+
+    What does not return by then keeps its thread. Raises what the first one raised that failed, after the others.
+    """
+    futures = [Calls(name).submit(call) for call in calls]
+    done = wait(futures, seconds).done
+    for ended in [each for each in futures if each in done]:
+        ended.result()
 
 
 class _Cancellable(Protocol):

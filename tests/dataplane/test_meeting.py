@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import TCPStore
 from weightbus.dataplane.broadcast_group import serve_store
 from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import Forged, PeerLost, StaleSession, TransferFailed
-from weightbus.dataplane.meeting import Attendance, Meeting, new_token
+from weightbus.dataplane.meeting import Attendance, Meeting, new_token, source_name
 
 EPOCH = 7
 
@@ -22,8 +22,8 @@ def stranger_at(store: TCPStore) -> TCPStore:
     return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
-def attend(store: TCPStore, token: str, epoch: int = EPOCH) -> Attendance:
-    attendance = Attendance(f"tcp://127.0.0.1:{store.port}", epoch, "e0", token)
+def attend(store: TCPStore, token: str, epoch: int = EPOCH, name: str = "e0") -> Attendance:
+    attendance = Attendance(f"tcp://127.0.0.1:{store.port}", epoch, name, token)
     attendance.begin()
     return attendance
 
@@ -114,7 +114,7 @@ def test_another_epoch_that_begins_ends_this_one() -> None:
     store, token = serve_store("127.0.0.1"), new_token()
     meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
     attendance.say("came", "", Deadline(10))
-    meeting.clear(["e0"])
+    meeting.clear()
     Meeting(store, EPOCH + 1, new_token())
     with pytest.raises(StaleSession, match=f"of epoch {EPOCH + 1}"):
         attendance.group(Deadline(10))
@@ -141,15 +141,20 @@ def test_a_wait_can_be_called_off(when: str) -> None:
 def test_an_epoch_leaves_nothing_behind() -> None:
     """Whatever was said by whomever: a store serves thousands of them."""
     store, token = serve_store("127.0.0.1"), new_token()
-    meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
+    Meeting(store, EPOCH, token)
     before = store.num_keys()
+    meeting = Meeting(store, EPOCH, token, ["e0", "silent"], [source_name(1)])
+    engine, source = attend(store, token), attend(store, token, name=source_name(1))
+    for step in ("came", "joined", "at", "done", "failed"):
+        engine.say(step, "x", Deadline(10))
     for step in ("came", "joined", "done", "failed", "sent", "differs", "still"):
-        attendance.say(step, "x", Deadline(10))
-    attendance.close("failed")
+        source.say(step, "x", Deadline(10))
+    engine.close("failed")
+    source.close("failed")
     meeting.announce("group", "g")
     meeting.announce("over", "x")
     assert store.num_keys() > before
-    meeting.clear(["e0"])
+    meeting.clear()
     assert store.num_keys() == before
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -352,9 +352,9 @@ class Leader:
     def begin(self, epoch: int) -> Address:
         """What was said before is forgotten."""
         if self.meeting is not None:
-            self.meeting.clear([source_name(1)])
+            self.meeting.clear()
         token = new_token()
-        self.meeting = Meeting(join_store(self.store), epoch, token)
+        self.meeting = Meeting(join_store(self.store), epoch, token, sources=[source_name(1)])
         return Address(f"tcp://127.0.0.1:{self.store.port}", "g", "gloo", 2, token)
 
     def await_source(self) -> Meeting:
@@ -607,17 +607,17 @@ def test_why_a_source_breaks_off_counts_more_than_what_engines_say_of_it(tmp_pat
     sender.offer(make_session(1, 11, make_manifest(BUCKETS)), PEERS)
     meeting, said = sender._meeting, list[str]()
     assert meeting is not None
-    heard = meeting.heard
+    heard_from = meeting.heard_from
 
-    def late(step: str, who: str) -> str | None:
-        if (step, who) == ("failed", "one") and not said:
+    def late(step: str, members: Iterable[str]) -> dict[str, str]:
+        if step == "failed" and not said:
             said.append(step)
             meeting.announce(f"differs/{source_name(1)}", "w")
             meeting.announce(f"failed/{source_name(1)}", "the weights changed")
             meeting.announce("failed/one", "connection closed by peer")
-        return heard(step, who)
+        return heard_from(step, members)
 
-    meeting.heard = late  # type: ignore[method-assign]
+    meeting.heard_from = late  # type: ignore[method-assign]
     with pytest.raises(PeerLost, match="the weights changed"):
         sender._check_receivers()
     assert sender.differing == ("w",)

@@ -95,6 +95,8 @@ def test_engines_alone_find_their_groups_by_their_first_rank() -> None:
         with pytest.raises(TransferFailed, match=f"none at {nobody}"):
             groups.of_engine(nobody, 8)
     assert Groups.of_sources("g", Sources((0,))).of_engine(2, 4) == (("g",), 2, 4, False)
+    assert groups.held(3) == tuple((groups.of_engine(first, 8).names, False) for first in (1, 2, 4))
+    assert Groups.of_sources("g", Sources((0,))).held(2) == ((("g",), False), (("g",), False))
     one = Groups.of_sources("g", Sources((0,)), (2,))
     assert Groups.decode(one.encode(), 1) == one
 
@@ -114,6 +116,7 @@ def test_every_rank_of_every_group_is_somebody_s_once(
     for place, count in enumerate(workers):
         part = groups.of_engine(first, world)
         assert part.by_sidecar == (place in sidecars)
+        assert groups.held(len(workers))[place] == (part.names, part.by_sidecar)
         for name in part.names:
             ranks = range(part.rank_offset, part.rank_offset + (1 if part.by_sidecar else count))
             taken.setdefault(name, []).extend(ranks)
