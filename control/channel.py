@@ -103,7 +103,7 @@ class Channel(Standing):
             agent.name,
             routes,
             engines,
-            self._fleet.capacity(self.committed, engines, catch_up=message.catch_up),
+            self._fleet.capacity(self.committed, engines, routes, message.policy, catch_up=message.catch_up),
             limits=self._limits,
             duties=self._duties,
             story=self.story,
@@ -271,7 +271,7 @@ class Channel(Standing):
         round_.answered(member, message, now)
         if engine.absorb(message, member, self.window.committed):
             self._fleet.touch(name)
-        engine.last_epoch = epoch
+        engine.last_epoch, engine.owes = epoch, False
         return YES
 
     def unsent(self, name: AgentId, message: ToAgent, reason: str, now: float) -> None:

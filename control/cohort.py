@@ -64,6 +64,8 @@ _SERVING: Final = EnginePhase.SERVING
 _STILL: Final = frozenset(EnginePhase) - GENERATES - SETTLED
 """It generates nothing: whoever goes on from one of these to another is not ready, and was not."""
 
+_OWES: Final = "has not answered what it was told when an earlier round ended: it takes no part before it has"
+
 
 class Cohort:
     """The members of one round. What it tells them goes to `duties`, what it observes to `note`."""
@@ -105,10 +107,11 @@ class Cohort:
         epoch, redrives = publish.epoch, publish.policy.redrives
         for name, info in engines.items():
             transport = routes[name].transport
+            phase = _PREPARING if transport else _LEFT
             self.members[name] = Member(
                 name=name,
                 info=info,
-                phase=_PREPARING if transport else _LEFT,
+                phase=EnginePhase.QUARANTINED if name in capacity.owing else phase,
                 epoch=epoch,
                 transport=transport,
                 redrives_left=redrives,
@@ -116,11 +119,10 @@ class Cohort:
                 gpus=routes[name].gpus,
                 missed=name in capacity.missed,
             )
-        for member in self.within(_LEFT):
-            member.reason = routes[member.name].reason
+        for member in self.within(*SETTLED):
+            member.reason = _OWES if member.name in capacity.owing else routes[member.name].reason
             self._moved[member.name] = None
-        self._counts = dict.fromkeys(EnginePhase, 0)
-        self._counts[_PREPARING], self._counts[_LEFT] = len(self.members) - len(self._moved), len(self._moved)
+        self._counts = {**dict.fromkeys(EnginePhase, 0), **Counter(each.phase for each in self.members.values())}
 
     def count(self, *phases: EnginePhase) -> int:
         """How many members stand in one of `phases`; asked with every answer, so nobody is looked at for it."""

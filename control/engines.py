@@ -95,6 +95,8 @@ class Engine(msgspec.Struct, kw_only=True):
     took_s: float = 0.0
     fell: Held | None = None
     """With which version it served no more, though it had been made to stand still for nothing else."""
+    owes: bool = False
+    """A round ended without its answer, and it has said nothing since."""
     today: EngineInfo | None = None
     """`as_info`, as it was asked for last."""
     lent: bool = False

@@ -24,6 +24,7 @@ from .messages import (
     EngineMessage,
     Failed,
     Held,
+    Policy,
     Serving,
     Step,
     Topology,
@@ -66,12 +67,21 @@ class Fleet:
         }
         return dict(sorted(lacking.items(), key=lambda each: known[each[0]].fell != committed))
 
-    def capacity(self, committed: Held | None, among: Container[AgentId], *, catch_up: bool) -> Capacity:
-        """Who of `among` is missed where a round makes it stop; in a catch-up also who fell with what it brings."""
+    def capacity(
+        self, committed: Held | None, among: Container[AgentId], routes: Mapping[AgentId, Route], policy: Policy, *,
+        catch_up: bool,
+    ) -> Capacity:  # fmt: skip
+        """Who of `among` is missed where a round makes it stop; in a catch-up also who fell with what it brings.
+
+        And who owes an answer, if the others of `routes` are enough for `policy`.
+        """
         here = [engine for engine in self.engines.values() if engine.alive]
         fell = frozenset(each.name for each in here if catch_up and each.fell == committed and not each.serving)
         serve = (each.name for each in here if _serves(each, committed))
-        return Capacity(fell.union(serve), sum(name not in among for name in fell))
+        owing = frozenset(each.name for each in here if each.owes and self._duties.get(each.name) is not None)
+        others = sum(route.transport is not None and name not in owing for name, route in routes.items())
+        enough = others >= max(1, policy.min_engines)
+        return Capacity(fell.union(serve), sum(name not in among for name in fell), owing if enough else frozenset())
 
     def routes(
         self,
@@ -149,7 +159,7 @@ class Fleet:
             if (engine := self.engines.get(member.name)) is None:
                 continue
             if member.phase not in SETTLED:
-                engine.serving, engine.reason = False, member.reason
+                engine.serving, engine.owes, engine.reason = False, True, member.reason
                 self.touch(engine.name)
             if member.fallen:
                 engine.fell = of
@@ -179,10 +189,12 @@ class Fleet:
             if committed and named == (message.version, committed.table):  # a number may stand for other weights by now
                 engine.held = committed
             engine.serves(message.version)
+            engine.owes = False
             self._duties.drop(engine.name)
         elif isinstance(message, Failed):
             engine.health, engine.serving, engine.reason = message.health, False, message.reason
             if message.health is not EngineHealth.CLEAN or message.step in (Step.RESUME, Step.COMMIT):
+                engine.owes = False
                 self._duties.drop(engine.name)
         return True
 

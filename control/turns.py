@@ -19,6 +19,8 @@ class Capacity(NamedTuple):
     missed: frozenset[AgentId] = frozenset()
     down: int = 0
     """So many do not serve because of the version that a catch-up brings, and take no part in it."""
+    owing: frozenset[AgentId] = frozenset()
+    """A round ended without their answer, and they have not given it yet: this one does not wait for them."""
 
 
 def in_turn(before: Sequence[AgentId], present: Iterable[AgentId]) -> tuple[AgentId, ...]:

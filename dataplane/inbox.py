@@ -20,6 +20,7 @@ from .boxes import Column
 from .copy_engine import CopyEngine, PreparedCopies
 from .copy_table import AXES, CopyTable
 from .deadline import Deadline
+from .device_point import DevicePoint
 from .errors import TransferFailed
 from .outbox import UNDER_WAY, Exchange, shared_out
 from .pair_group import Parcel, Posted
@@ -56,6 +57,8 @@ class Inbox:
         self._device = device
         self._targets = targets
         self._staging: torch.Tensor | None = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
+        self._vacated = DevicePoint(device)
+        """Behind what may still read or write that memory: torch gives away what its own stream has yet to work on."""
         placed = replace(unpack, source=np.zeros_like(unpack.source), source_at=unpack.source_at + at[unpack.source])
         self._flip: PreparedCopies | None = None
         self._unpacks: list[PreparedCopies | None] = [None] * messages.turns
@@ -91,6 +94,7 @@ class Inbox:
         staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._device)
         if self._flip is not None:
             self._flip.follow(staging)
+        self._vacated = DevicePoint(self._device)
         self._staging = staging  # last: it is whole, or not attached
 
     def detach(self) -> None:
@@ -111,6 +115,7 @@ class Inbox:
         limit = len(places) if self.beside else UNDER_WAY
         if not self.beside and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # a paused server may still compute its last batch
+        self._vacated.wait(Deadline(turn_s))  # messages arrive on another stream than memory is given away on
         under_way: deque[tuple[Posted, PreparedCopies | None]] = deque()
         for turn, unpack in enumerate(self._unpacks):
             if len(under_way) == limit:

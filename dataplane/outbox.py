@@ -15,6 +15,7 @@ from .boxes import Column
 from .copy_engine import CopyEngine, PreparedCopies
 from .copy_table import CopyTable
 from .deadline import Deadline
+from .device_point import DevicePoint
 from .pair_group import Parcel, Posted
 from .schedule import NOWHERE, Messages
 from .tensor_bytes import sizes_of
@@ -60,6 +61,8 @@ class Outbox:
         at, self.staging_bytes = shared_out(at, self.staging_bytes, everything)
         device = regions[0].device if len(regions) else torch.device("cpu")
         self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
+        self._vacated = DevicePoint(device)
+        """As an inbox's."""
         placed = replace(pack, target=np.zeros_like(pack.target), target_at=pack.target_at + at[pack.target])
         placed.check(sizes_of(regions), np.array([self.staging_bytes]))
         self.memory = (self._staging, *regions)
@@ -79,6 +82,7 @@ class Outbox:
 
     def send(self, group: Exchange, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`."""
+        self._vacated.wait(Deadline(turn_s))
         under_way: deque[Posted] = deque()
         for pack, sends in zip(self._packs, self._sends, strict=True):
             if len(under_way) == UNDER_WAY:

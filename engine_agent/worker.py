@@ -187,7 +187,7 @@ class Worker:
 
     def _perform(self, operation: Operation) -> Result:
         self._vitals.require(self._launch, self._active if isinstance(operation, PauseServer | Release) else None)
-        if isinstance(operation, PauseServer | Receive):
+        if isinstance(operation, Validate | PauseServer | Receive):
             self._vitals.ask(self._launch)
         match operation:
             case Validate(command, folder, serving):

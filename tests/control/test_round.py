@@ -1125,6 +1125,47 @@ def test_the_last_engines_keep_a_trainer_only_a_moment(command: type[Message]) -
     assert set(outcomes(world, trainer, 3).values()) == {Outcome.COMMITTED}
 
 
+@pytest.mark.parametrize("command", [Abort, Commit])
+def test_who_has_not_answered_since_a_round_keeps_no_other_round(command: type[Message]) -> None:
+    """Its server may stand still in a call, behind which the next command waits: as long as that, for each version."""
+    world, e0, e1, trainer = fleet()
+    trainer.policy = Policy(redrives=0)
+    assert set(outcomes(world, trainer, 1).values()) == {Outcome.COMMITTED}
+    if command is Abort:
+        e1.fail(Transfer, Step.TRANSFER)
+    e1.script[command] = lambda _message: setattr(e1, "deaf", True)
+    assert outcomes(world, trainer, 2) == {"e0": Outcome.COMMITTED, "e1": Outcome.QUARANTINED}
+    began, prepared = world.now, len(e1.got(Prepare))
+    for version in (3, 4):
+        assert outcomes(world, trainer, version) == {"e0": Outcome.COMMITTED, "e1": Outcome.QUARANTINED}
+    assert world.now == began
+    assert len(e1.got(Prepare)) == prepared
+    assert (e0.weights, world.ready) == (4, ("e0",))
+    e1.deaf = False
+    world.advance(LIMITS.retry_max_s)
+    assert set(outcomes(world, trainer, 5).values()) == {Outcome.COMMITTED}
+    assert world.ready == ("e0", "e1")
+
+
+def test_who_has_not_answered_is_waited_for_where_too_few_others_are_left() -> None:
+    """A version that needs it would come to nothing at once, and it may be about to answer."""
+    world, _e0, e1, trainer = fleet()
+    trainer.policy = Policy(redrives=0)
+    world.publish(trainer, 1)
+    e1.script[Commit] = lambda _message: setattr(e1, "deaf", True)
+    assert outcomes(world, trainer, 2) == {"e0": Outcome.COMMITTED, "e1": Outcome.QUARANTINED}
+    trainer.policy = Policy(min_engines=2)
+    trainer.acquire(3)
+    world.settle()
+    assert trainer.done is None or trainer.done.version == 2
+    e1.deaf = False
+    world.advance(LIMITS.retry_max_s)
+    done = trainer.done
+    assert done is not None
+    assert {r.engine: r.outcome for r in done.engines} == {"e0": Outcome.COMMITTED, "e1": Outcome.COMMITTED}
+    assert set(outcomes(world, trainer, 4).values()) == {Outcome.COMMITTED}
+
+
 def test_where_nobody_serves_yet_all_have_their_time_to_resume() -> None:
     """The version is worth nothing without them."""
     world, e0, e1, trainer = fleet()

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightbus.dataplane import inbox as module
 from weightbus.dataplane.copy_table import CopyTable
+from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.inbox import Inbox, beside_bytes
 from weightbus.dataplane.outbox import UNDER_WAY
@@ -125,6 +126,36 @@ def test_a_receive_that_is_given_up_has_nothing_of_the_memory_that_comes_after_i
     box.receive(group, TURN_S)
     assert len(group.parcels) == 2 * TURNS
     assert not any(lies_in(each.memory, box.memory) for each in group.parcels)
+
+
+class _Point:
+    """Of a device that is still at work in what torch has given away."""
+
+    def __init__(self, notes: list[str]) -> None:
+        notes.append("given")
+        self._notes = notes
+
+    def wait(self, deadline: Deadline) -> None:
+        deadline.check("the device")
+        self._notes.append("vacated")
+
+
+@WAYS
+def test_nothing_arrives_in_memory_before_the_device_has_left_it(
+    monkeypatch: pytest.MonkeyPatch, *, beside: bool
+) -> None:
+    """On a GPU memory is free for the stream that had it, and messages arrive on another one."""
+    notes: list[str] = []
+    monkeypatch.setattr(module, "DevicePoint", lambda _device: _Point(notes))
+    box = inbox(part(), notes, beside=beside)
+    posts = [f"post {turn}" for turn in range(TURNS)]
+    for given in (["given"], ["given"] if beside else []):
+        box.attach()
+        box.receive(NotedGroup(notes), TURN_S)
+        told = [note for note in notes if note in {"given", "vacated"} or note.startswith("post")]
+        assert told == [*given, "vacated", *posts]
+        box.detach()
+        notes.clear()
 
 
 @WAYS

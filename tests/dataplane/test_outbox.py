@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from weightbus.dataplane import outbox as module
+from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.outbox import UNDER_WAY, Mail, Outbox
 from weightbus.dataplane.schedule import NOWHERE, Messages
@@ -48,6 +50,25 @@ def test_a_turn_is_packed_before_it_is_sent_and_over_none_that_is_on_its_way() -
     packed, straight = torch.arange(SIZE, 2 * SIZE, dtype=torch.uint8), torch.arange(SIZE, dtype=torch.uint8)
     for number, each in enumerate(group.parcels):
         assert torch.equal(each.memory, packed if number % 2 else straight)
+
+
+class _Point:
+    """Of a device that is still at work in what torch has given away."""
+
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def wait(self, deadline: Deadline) -> None:
+        deadline.check("the device")
+        self._notes.append("vacated")
+
+
+def test_nothing_is_packed_into_memory_before_the_device_has_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU memory is free for the stream that had it, and turns are packed on another one."""
+    notes: list[str] = []
+    monkeypatch.setattr(module, "DevicePoint", lambda _device: _Point(notes))
+    Outbox([mail()], [region()], NotedEngine(notes)).send(NotedGroup(notes), TURN_S)
+    assert notes[0] == "vacated"
 
 
 @pytest.mark.parametrize("turns", [1, TURNS])

@@ -8,7 +8,7 @@ import pytest
 
 from weightbus.control.telemetry import Meters, Side
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent
-from weightbus.engine_agent.events import Broken, Finished, PauseServer
+from weightbus.engine_agent.events import Broken, Finished, PauseServer, Validate
 from weightbus.engine_agent.vitals import VERIFY_S, Vitals, proof_s
 from weightbus.engine_agent.worker import Worker
 
@@ -47,6 +47,16 @@ def test_a_server_that_was_silent_has_to_answer_before_it_is_paused() -> None:
     for _ in range(2):
         assert worker.perform(pause, "launch") == Finished()
     assert server.asked == ["pause", "answers", "answers", "pause", "pause"]
+
+
+def test_a_server_that_was_silent_is_refused_before_anybody_stands_still() -> None:
+    """In its pause the engines that move would stand still for it, in every version."""
+    server = Server()
+    worker = Worker("e0", cast("Any", server), cast("Any", None), None, Meters(Side.ENGINE))
+    validate = Validate(cast("Any", None), "", None)
+    assert isinstance(worker.perform(PauseServer("retract", 60.0), "launch"), Broken)
+    assert worker.perform(validate, "launch") == Broken("answers: no answer", touched=False)
+    assert server.asked == ["pause", "answers"]
 
 
 def test_what_another_launch_did_not_answer_is_forgotten() -> None:
