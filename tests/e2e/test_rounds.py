@@ -463,34 +463,66 @@ def test_fsdp2_ranks_publish_live_and_from_a_snapshot_and_their_checkpoints_foll
         _serves(fleet, name, expected[5], "103")
 
 
-def test_one_round_takes_the_way_that_suits_each_engine(fleet: Fleet, expected: dict[int, Answers]) -> None:
-    """One engine reads the ranks' memory, the other is sent to, and both commit together; a death of one stops nobody.
+def _there(fleet: Fleet, name: str) -> None:
+    poll("the sidecar", lambda: fleet.sidecar(name)["connected"] and fleet.sidecar(name)["engine"]["up"])
 
-    The last test: its victim's server is not started again.
+
+def test_one_round_takes_the_way_that_suits_each_engine(fleet: Fleet, expected: dict[int, Answers]) -> None:
+    """One engine reads the ranks' memory, one is sent to and one is in a broadcast group, and all commit together.
+
+    The death of one in the middle stops nobody, and the next round brings it back. The last test: its last victim's
+    server is not started again.
     """
     fleet.end("watcher")
-    for version, way in ((104, "local"), (105, "sends")):
-        fleet.kill("sidecar-two")
-        fleet.start_sidecar("two", f"--transports={way}")
-        poll("the sidecar", lambda: fleet.sidecar("two")["connected"] and fleet.sidecar("two")["ready"])
+    fleet.start_engine("three", tp=1)
+    _there(fleet, "three")
+    for version, way, joined in ((104, "local", ("--no-hands-on",)), (105, "sends", ())):
+        for name, flags in (("two", (f"--transports={way}",)), ("three", ("--transports=distributed", *joined))):
+            fleet.kill(f"sidecar-{name}")
+            fleet.start_sidecar(name, *flags)
+            _there(fleet, name)
         fleet.publish(version, version - 103, "any")
         report = fleet.answer()
-        assert _outcomes(report) == {"one": "committed", "two": "committed"}
+        assert set(_outcomes(report).items()) == {(name, "committed") for name in ("one", "two", "three")}
         ways = {each["engine"]: (each["transport"], each["verified_by"]) for each in report["engines"]}
-        assert ways == {"one": ("direct", "live-digest"), "two": (way, "live-digest")}
-        for name in ("one", "two"):
+        assert ways == {
+            "one": ("direct", "live-digest"),
+            "two": (way, "live-digest"),
+            "three": ("distributed", "live-digest"),
+        }
+        assert fleet.checksums("three") == fleet.checksums("one")
+        for name in ("one", "two", "three"):
             _serves(fleet, name, expected[version - 103], str(version))
     poll("its sidecar to tell what it takes", lambda: fleet.plan()["engines"]["two"]["bytes_per_gpu"] is not None)
     plan = fleet.plan()
-    assert {name: each["transport"] for name, each in plan["engines"].items()} == {"one": "direct", "two": "sends"}
+    planned = {name: each["transport"] for name, each in plan["engines"].items()}
+    assert planned == {"one": "direct", "two": "sends", "three": "distributed"}
     assert 0 < plan["engines"]["two"]["bytes_per_gpu"] < plan["trainer"]["bytes"], "TP2: each takes what it stores"
 
-    fleet.publish(106, 3, "any", hold_at=0)
+    fleet.publish(106, 3, "any", hold_at=2, bucket_bytes=20_000)
+    assert fleet.answer()["held"] == 2
+    fleet.kill("sidecar-three")
+    fleet.tell("go on")
+    assert _outcomes(fleet.answer()) == {"one": "committed", "two": "committed", "three": "lost"}
+    fleet.wait_ready("one", "two")
+    for name in ("one", "two"):
+        _serves(fleet, name, expected[3], "106")
+    fleet.start_sidecar("three", "--transports=distributed")
+    _there(fleet, "three")
+    fleet.wait_ready("one", "two")
+    fleet.publish(107, 4, "any")
+    assert set(_outcomes(fleet.answer()).values()) == {"committed"}
+    fleet.wait_ready("one", "two", "three")
+    for name in ("one", "two", "three"):
+        _serves(fleet, name, expected[4], "107")
+
+    fleet.publish(108, 5, "any", hold_at=0)
     assert fleet.answer()["held"] == 0
     fleet.kill("server-two")
     fleet.tell("go on")
     outcomes = _outcomes(fleet.answer())
-    assert outcomes["one"] == "committed"
+    assert (outcomes["one"], outcomes["three"]) == ("committed", "committed")
     assert outcomes["two"] in {"lost", "quarantined"}, "never `aborted`: a dead server serves nothing"
-    _serves(fleet, "one", expected[3], "106")
-    fleet.wait_ready("one")
+    fleet.wait_ready("one", "three")
+    for name in ("one", "three"):
+        _serves(fleet, name, expected[5], "108")

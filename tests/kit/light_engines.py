@@ -1,0 +1,294 @@
+"""Engines as processes: light servers with our loader, and sidecars. Reads jobs, and forks a process for each.
+
+    {"half": "server", "name": "near", "folder": .., "checkpoint": .., "port": ..}
+    {"half": "sidecar", "name": "near", "folder": .., "settings": {..}}     all that `EngineAgentSettings` takes
+
+While there is a file FOLDER/HALF-NAME, such as ``server-near``, with a point, a deed and a number, the process does the
+deed when it comes to the point for the number-th time:
+
+    copies    server   half of what `direct` copies is copied
+    turn      server   before it takes a turn of `sends`
+    bucket    server   before it loads a bucket, or takes one of a broadcast
+    bucket    sidecar  before it takes a bucket of a broadcast, or has its server take one
+
+    fail      the step raises
+    hold      it waits until the file is gone, and says so by FOLDER/HALF-NAME.held
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.dataplane.loopback import LoopbackServer
+from tests.kit.fake_sglang import FakeSGLang, Refusal
+from tests.kit.fake_weights import FakeWeights
+from tests.kit.toy_direct import SPECS, Shard
+from weightbus.control.telemetry import configure_logging
+from weightbus.dataplane.copy_engine import at_once
+from weightbus.dataplane.copy_torch import TorchCopies
+from weightbus.dataplane.handing_receiver import HandingReceiver
+from weightbus.dataplane.manifest import TensorSpec
+from weightbus.dataplane.pair_group import PairGroup
+from weightbus.dataplane.transport import Address
+from weightbus.engine_agent import worker_loader
+from weightbus.engine_agent.payload import LOADER
+from weightbus.engine_agent.recorder import NamedTensors, record
+from weightbus.engine_agent.runner import EngineAgent
+from weightbus.engine_agent.settings import EngineAgentSettings
+from weightbus.engine_agent.sglang import SGLangServer
+
+LONGEST_S = 120.0
+"""Nobody is held for longer."""
+_LAST = 16
+
+
+class Struck(RuntimeError):
+    """A test wanted it."""
+
+
+class Gate:
+    """What a test wants to happen to this process."""
+
+    def __init__(self, told: Path) -> None:
+        self._told = told
+        self._passed = 0
+
+    def reach(self, point: str) -> None:
+        """Raises `Struck` where the step is to fail."""
+        try:
+            where, deed, number = self._told.read_text().split()
+        except FileNotFoundError:
+            self._passed = 0
+            return
+        if where != point:
+            return
+        self._passed += 1
+        if self._passed != int(number):
+            return
+        if deed == "fail":
+            raise Struck(f"a test wanted {point} to fail")
+        self._told.with_name(f"{self._told.name}.held").touch()
+        until = time.monotonic() + LONGEST_S
+        while self._told.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+
+    def before(self, owner: Any, name: str, point: str) -> None:
+        """Have every call of a method come here first."""
+        real: Callable[..., Any] = getattr(owner, name)
+
+        def watched(*arguments: Any, **more: Any) -> Any:
+            self.reach(point)
+            return real(*arguments, **more)
+
+        setattr(owner, name, watched)
+
+    def between(self, copies: type[TorchCopies]) -> None:
+        """Have every copy of several rows come here when half of them are copied."""
+
+        def launch(made: TorchCopies, ready: Callable[[int], None] = at_once) -> None:
+            ready(0)
+            half = len(made._to) // 2
+            for at, (target, source) in enumerate(zip(made._to, made._from, strict=True)):
+                if at == half:
+                    self.reach("copies")
+                target.copy_(source)
+
+        copies.launch = launch  # type: ignore[method-assign, assignment]
+
+
+class InPlace(FakeWeights):
+    """In memory that stays: that of a model's parameters."""
+
+    def load(self, named: list[tuple[str, torch.Tensor]]) -> None:
+        before = dict(self.tensors)
+        super().load(named)
+        for name, tensor in before.items():
+            tensor.copy_(self.tensors[name])
+        self.tensors = before
+
+    def changed(self) -> None:
+        """Somebody wrote into it."""
+        with self._whole:
+            self._digest = b""
+
+
+class Model(torch.nn.Module):
+    """The one worker's: its parameters are the server's weights."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            owner: torch.nn.Module = self
+            *path, last = name.split(".")
+            for part in path:
+                if not hasattr(owner, part):
+                    owner.add_module(part, torch.nn.Module())
+                owner = owner.get_submodule(part)
+            owner.register_parameter(last, torch.nn.Parameter(tensor, requires_grad=False))  # the same memory
+
+    def load_weights(self, weights: NamedTensors) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+
+
+class LoadedServer(FakeSGLang):
+    """A light server with our loader, whose worker joins groups as SGLang's do."""
+
+    def __init__(self, checkpoint: Path, gate: Gate) -> None:
+        super().__init__(checkpoint)
+        self._gate = gate
+        self._worker = LoopbackServer()
+        self._moments: list[tuple[float, str]] = []
+
+    def start(self) -> FakeSGLang:
+        super().start()
+        self.weights: InPlace = InPlace(self.checkpoint, 1)
+        self.model = Model(self.weights.tensors)
+        return self
+
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:
+        """As the light server, and notes when it was paused, and when it was let go on."""
+        paused, began = bool(self.mode), time.monotonic()
+        answer = super().answer(method, path, body)
+        if path == "/pause_generation" and not paused:
+            self._moments.append((time.monotonic(), "paused"))
+        if path == "/continue_generation" and paused:
+            self._moments.append((began, "goes on"))
+        return answer
+
+    def held(self, _: dict[str, Any]) -> dict[str, Any]:
+        """For tests: what it has, by its bytes, and how it stands."""
+        found = {
+            name: hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest()
+            for name, tensor in self.weights.tensors.items()
+        }
+        updates = sum(each.startswith("/update_weights_from_") for each in self.calls)
+        moments = self._moments[-_LAST:]
+        return {
+            "tensors": found, "label": self.label, "paused": bool(self.mode), "updates": updates, "moments": moments
+        }  # fmt: skip
+
+    def server_info(self, body: dict[str, Any]) -> dict[str, Any]:
+        return {**super().server_info(body), "custom_weight_loader": [LOADER]}
+
+    def update_weights_from_tensor(self, body: dict[str, Any]) -> dict[str, Any]:
+        if body["load_format"] != LOADER:
+            self._reach("bucket")
+            return super().update_weights_from_tensor(body)
+        (payload,) = body["serialized_named_tensors"]
+        found = re.search(rb"weightbus:[\x20-\x7e]+?\.sock", base64.b64decode(payload))
+        assert found
+        worker_loader.load(self.model, [(found[0].decode(), torch.empty(0))])
+        self.weights.changed()
+        return {"success": True, "message": "Success."}
+
+    def init_weights_update_group(self, body: dict[str, Any]) -> dict[str, Any]:
+        where = f"tcp://{body['master_address']}:{body['master_port']}"
+        address = Address(where, body["group_name"], body["backend"], body["world_size"])
+        self._worker.join_group(address, body["rank_offset"], LONGEST_S)
+        return {"success": True, "message": "Success."}
+
+    def destroy_weights_update_group(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._worker.leave_group(body["group_name"], 1.0)
+        return {"success": True, "message": "Success."}
+
+    def update_weights_from_distributed(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._reach("bucket")
+        named = zip(body["names"], body["dtypes"], body["shapes"], strict=True)
+        specs = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in named]
+        self._worker.load_broadcast(body["group_name"], specs, LONGEST_S)
+        (taken,) = self._worker.weights
+        self.weights.load(
+            [
+                (
+                    each.name,
+                    torch.frombuffer(bytearray(taken[each.name]), dtype=getattr(torch, each.dtype)).view(each.shape),
+                )
+                for each in specs
+            ]
+        )
+        return {"success": True, "message": "Success."}
+
+    def _reach(self, point: str) -> None:
+        try:
+            self._gate.reach(point)
+        except Struck as struck:
+            raise Refusal(400, str(struck)) from struck
+
+
+def server(job: dict[str, Any], gate: Gate) -> None:
+    """Serve until killed."""
+    gate.between(TorchCopies)
+    gate.before(PairGroup, "post", "turn")
+    made = LoadedServer(Path(job["checkpoint"]), gate)
+    made.port = job["port"]
+    made.start()
+    say(listening=job["name"])
+    signal.pause()
+
+
+def sidecar(job: dict[str, Any], gate: Gate) -> None:
+    """Until killed, or told to end."""
+    gate.before(HandingReceiver, "_take", "bucket")
+    gate.before(SGLangServer, "load_broadcast", "bucket")
+    configure_logging("info", "json")
+    agent = EngineAgent(msgspec.convert(job["settings"], EngineAgentSettings, dec_hook=lambda kind, text: kind(text)))
+    signal.signal(signal.SIGTERM, lambda *_: agent.stop())
+    agent.run()
+
+
+ANSWERS = os.dup(1)
+"""What was standard output: libraries write to that, too."""
+
+
+def say(**answer: object) -> None:
+    """One line."""
+    os.write(ANSWERS, json.dumps(answer).encode() + b"\n")
+
+
+def main() -> None:
+    """Fork a process for each job until the jobs end, then see that none is left."""
+    children: list[int] = []
+    model = Shard(0, 1)
+    record(model, model.load_weights, SPECS, 0)  # imports what every server would import for itself, for seconds
+    say(up=True)
+    for line in sys.stdin:
+        pid = os.fork()
+        if not pid:
+            job = json.loads(line)
+            name = f"{job['half']}-{job['name']}"
+            log = os.open(Path(job["folder"], f"{name}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            threading.current_thread().name = name
+            try:
+                {"server": server, "sidecar": sidecar}[job["half"]](job, Gate(Path(job["folder"], name)))
+            except Exception as error:  # noqa: BLE001  told to the test
+                say(error=f"{type(error).__name__}: {error}")
+            os._exit(0)
+        children.append(pid)
+        say(pid=pid)
+    for pid in children:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()
