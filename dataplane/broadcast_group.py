@@ -65,7 +65,12 @@ def join_store(server: c10d.TCPStore) -> c10d.TCPStore:
 
 def to_be_taken(memory: torch.Tensor, deadline: Deadline) -> Deadline:
     """When a broadcast of `memory` has to have ended, whoever stands still."""
-    return Deadline(min(deadline.left(), TAKEN_S + memory.nbytes / _LEAST_BYTES_S))
+    return Deadline(min(deadline.left(), taken_s(memory.nbytes)))
+
+
+def taken_s(nbytes: int) -> float:
+    """How long a server may take for a bucket of `nbytes`: beyond that it stands still."""
+    return TAKEN_S + nbytes / _LEAST_BYTES_S
 
 
 class _Backend(backends.Receiving, Protocol):

@@ -7,6 +7,7 @@ allocation themselves, and nothing here has looked at it (`Receipt.checked` says
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import handles, integrity, segments
+from .broadcast_group import taken_s
 from .deadline import Deadline
 from .engine_memory import EngineMemory
 from .errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
@@ -104,11 +106,11 @@ class LocalReceiver:
                 memory = handles.decode(message.handle)
                 if isinstance(memory, CudaMemory):
                     checked = False
-                    loads.append(self._load(session, server, index, memory, deadline))
+                    loads.append(self._load(session, server, index, memory, loads, deadline))
                     _finished(loads[index], index, deadline)
                 else:
                     self._copy(session, index, memory, loads, deadline)
-                    loads.append(self._load(session, server, index, None, deadline))
+                    loads.append(self._load(session, server, index, None, loads, deadline))
                 connection.send(BucketDone(index=index, generation=message.generation))
         except BaseException:
             # The server may still be loading a complete bucket: nobody may think otherwise before it has answered.
@@ -139,18 +141,34 @@ class LocalReceiver:
         names = [tensor.name for tensor in manifest.tensors_of(index)]
         integrity.check(target, manifest.offsets_of(index), session.known.of_bucket(bucket), names)
 
-    def _load(
-        self, session: Session, server: EngineServer, index: int, memory: CudaMemory | None, deadline: Deadline
+    def _load(  # noqa: PLR0917  a bucket's way
+        self,
+        session: Session,
+        server: EngineServer,
+        index: int,
+        memory: CudaMemory | None,
+        loads: Sequence[Future[None]],
+        deadline: Deadline,
     ) -> Future[None]:
-        """Have the server load bucket `index` from `memory`, or from our own slot, on the loading thread."""
+        """Have the server load bucket `index` from `memory`, or from our own slot, on the loading thread.
+
+        Not after one of the `loads` before it has failed: of a server that stands still nothing more is asked.
+        """
         lent: HostMemory | CudaMemory = memory or self._memory.lend(index % self._memory.slots, server.tp)
         manifest = session.manifest
         bucket = SharedBucket(index, manifest.buckets[index], manifest.tensors_of(index), lent)
         if self._loader is None:
             self._loader = ThreadPoolExecutor(1, "weightbus-load")
-        left = deadline.check(f"time to load bucket {index}")
+        left = min(deadline.check(f"time to load bucket {index}"), taken_s(bucket.spec.nbytes))
         self._touched = True
-        return self._loader.submit(server.load_shared, bucket, left)
+        before = loads[-1] if loads else None
+
+        def ask() -> None:
+            if before is not None and before.exception() is not None:  # it has ended: there is one thread
+                raise TransferFailed(f"bucket {index} was not asked for: the one before it was not loaded")
+            server.load_shared(bucket, left)
+
+        return self._loader.submit(ask)
 
 
 def _announcement(connection: Connection, index: int, deadline: Deadline) -> BucketReady:

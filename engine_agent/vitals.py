@@ -4,12 +4,13 @@ Whoever waits for this engine would wait for such a call, so it is not made: not
 which takes SGLang seconds to end, and not to one of which a worker stands still, before that says something again.
 """
 
+import time
 from typing import Final
 
 from weightbus.dataplane.errors import TransferFailed, WorkerDied
 from weightbus.dataplane.transport import Minding, Receiver
 
-from .errors import ServerSilent
+from .errors import ServerError, ServerSilent
 from .sglang import SGLangServer
 
 VERIFY_S: Final = 240.0
@@ -18,6 +19,10 @@ _PROOF_S: Final = 15.0
 _PROOF_BYTES_S: Final = 1e8
 """Meant to be far below what any machine digests: who is slower is taken to stand still."""
 _ASK_S: Final = 2.0
+_LATELY_S: Final = 2.0
+"""A server whose workers did something so lately is not asked whether they move."""
+_LOOK_S: Final = 10.0
+"""For the answer. A batch may have to end before it, which it has to before a pause, too."""
 
 
 class Vitals:
@@ -27,15 +32,40 @@ class Vitals:
         self._server = server
         self._silent: str | None = None
         """A launch that did not answer a call in time."""
+        self._moved: tuple[str, float] | None = None
+        """A launch whose workers answered, and when."""
         self._died: tuple[str, int] | None = None
         """A launch, and its worker that has died."""
 
     def learn(self, error: Exception, launch: str) -> None:
         """Something failed with this launch."""
+        self._moved = None
         if isinstance(error, WorkerDied):
             self._died = launch, error.rank
         if isinstance(error, ServerSilent):
             self._silent = launch
+
+    def moved(self, launch: str) -> None:
+        """Its workers did what they were asked."""
+        self._moved = launch, time.monotonic()
+
+    def look(self, launch: str) -> None:
+        """Raise `ServerError` where a server is silent, while nobody stands still for it.
+
+        Its HTTP side answers though its workers do not. A pause that finds it out takes half a minute, in which all
+        others of a round stand still.
+        """
+        if self._silent == launch:
+            return self.ask(launch)
+        if self._moved is not None and self._moved[0] == launch and time.monotonic() - self._moved[1] < _LATELY_S:
+            return None
+        try:
+            self._server.answers(_LOOK_S)
+        except ServerSilent:
+            raise
+        except ServerError:
+            return None  # what it says to a pause is found out soon enough
+        return self.moved(launch)
 
     def require(self, launch: str, receiver: Receiver | None) -> None:
         """Raise `TransferFailed` where a call to `launch` would be in vain, as far as it or `receiver` knows."""

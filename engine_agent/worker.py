@@ -142,6 +142,8 @@ class Worker:
         self._meters.observe(STEP_SECONDS, time.monotonic() - started, step=step)
         if isinstance(result, Broken):
             self._meters.add(STEP_FAILURES, step=step)
+        elif isinstance(operation, PauseServer | Receive | Release):
+            self._vitals.moved(identity)
         return result
 
     def foresee(self, layout: Manifest) -> None:
@@ -187,11 +189,12 @@ class Worker:
 
     def _perform(self, operation: Operation) -> Result:
         self._vitals.require(self._launch, self._active if isinstance(operation, PauseServer | Release) else None)
-        if isinstance(operation, Validate | PauseServer | Receive):
+        if isinstance(operation, PauseServer | Receive):
             self._vitals.ask(self._launch)
         match operation:
             case Validate(command, folder, serving):
                 self._believe(command, serving)
+                self._vitals.look(self._launch)
                 layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
                 receiver = self._receivers.get(command.transport.value)
                 return Finished(beside=isinstance(receiver, Stager) and receiver.can_stage(layout))

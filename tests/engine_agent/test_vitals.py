@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from weightbus.control.telemetry import Meters, Side
+from weightbus.engine_agent import vitals as module
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent
 from weightbus.engine_agent.events import Broken, Finished, PauseServer, Validate
 from weightbus.engine_agent.vitals import VERIFY_S, Vitals, proof_s
@@ -18,6 +19,7 @@ class Server:
 
     def __init__(self) -> None:
         self.stands = True
+        self.patience_s = 2.0
         self.asked: list[str] = []
 
     def expect(self, _identity: str) -> None: ...
@@ -26,7 +28,7 @@ class Server:
         self._asked("pause")
 
     def answers(self, deadline_s: float) -> None:
-        assert deadline_s <= 2.0
+        assert deadline_s <= self.patience_s
         self._asked("answers")
 
     def _asked(self, call: str) -> None:
@@ -57,6 +59,37 @@ def test_a_server_that_was_silent_is_refused_before_anybody_stands_still() -> No
     assert isinstance(worker.perform(PauseServer("retract", 60.0), "launch"), Broken)
     assert worker.perform(validate, "launch") == Broken("answers: no answer", touched=False)
     assert server.asked == ["pause", "answers"]
+
+
+def test_whether_a_server_moves_is_looked_at_before_anybody_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it did something lately: rounds that follow each other do not ask. Who says no has answered."""
+    clock = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    server = Server()
+    server.stands, server.patience_s = False, 10.0
+    vitals = Vitals(cast("Any", server))
+    for _ in range(2):
+        vitals.look("one")
+    assert server.asked == ["answers"]
+    vitals.look("two")
+    assert server.asked == ["answers"] * 2
+    clock[0] += 1.5
+    vitals.moved("two")
+    clock[0] += 1.5
+    vitals.look("two")
+    assert server.asked == ["answers"] * 2
+    clock[0] += 1.0
+    monkeypatch.setattr(server, "answers", lambda _s: refuse())
+    vitals.look("two")
+    monkeypatch.undo()
+    server.stands = True
+    vitals.learn(ServerRefused("/x", 400, "no"), "two")
+    with pytest.raises(ServerSilent):
+        vitals.look("two")
+
+
+def refuse() -> None:
+    raise ServerRefused("/server_info", 500, "no")
 
 
 def test_what_another_launch_did_not_answer_is_forgotten() -> None:

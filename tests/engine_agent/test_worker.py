@@ -513,7 +513,7 @@ def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *, signed: str, version
     signature = seal_table(publish, Digest(table.digest()), secret)
     seal = {"by its trainer": signature.encode(), "by nobody": b"0" * 128, "as no text": b"\xff\xfe"}.get(signed, b"")
     receiver = Following(None if signed == "never" else Tabled(table, seal))
-    quiet = {name: lambda *_: None for name in ("expect", "untouched", "take_weights_back", "end_update")}
+    quiet = {name: lambda *_: None for name in ("expect", "untouched", "take_weights_back", "end_update", "answers")}
     server = SimpleNamespace(touched=False, updating=False, **quiet)
     trust = None if signed == "without keys" else TrustList(folder / TRUST_FILE)
     made = Worker("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS, trust=trust)
