@@ -204,12 +204,17 @@ class FrameListener:
         self.path = path
         path.unlink(missing_ok=True)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        new = path.with_suffix(".bind")  # as long as ".sock": too long a name is found here
+        new.unlink(missing_ok=True)
         try:
-            self._socket.bind(os.fspath(path))
-            path.chmod(0o600)
+            self._socket.bind(os.fspath(new))
+            new.chmod(0o600)
             self._socket.listen(128)
+            new.rename(path)  # whoever finds the name can connect
         except OSError as error:
             self._socket.close()
+            with contextlib.suppress(OSError):
+                new.unlink()
             raise PeerLost(f"the socket {path} cannot be opened: {error}: shorten runtime_dir?") from error
 
     def fileno(self) -> int:

@@ -76,6 +76,28 @@ def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
     listener.close()
 
 
+def test_whoever_finds_a_listeners_name_can_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name is there when somebody listens, not a moment before; and nothing else is left beside it."""
+    path, there = tmp_path / "s.sock", []
+
+    class Watched(socket.socket):
+        def listen(self, *backlog: int) -> None:
+            there.append(path.exists())
+            super().listen(*backlog)
+
+    monkeypatch.setattr(socket, "socket", Watched)
+    listener = FrameListener(path)
+    Frames.connect(os.fspath(path), Deadline(30.0)).close()
+    assert there == [False]
+    assert list(tmp_path.iterdir()) == [path]
+    listener.close()
+    monkeypatch.undo()
+    too_long = tmp_path / ("x" * 100 + ".sock")
+    with pytest.raises(PeerLost, match="shorten runtime_dir"):
+        FrameListener(too_long)
+    assert not list(tmp_path.iterdir())
+
+
 def test_messages_are_pulled_as_they_come() -> None:
     """Whole ones only, in their order, of any size; nothing is waited for."""
     end, other = socket.socketpair()
