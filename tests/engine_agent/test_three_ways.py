@@ -57,6 +57,9 @@ SEEDS = 4
 PROMPT_S = 20.0
 """For all that must not wait for a deadline, on a machine that does other things."""
 
+RED_S = 60.0
+"""A round ends by its own deadlines before that, however it ends."""
+
 
 class Point(NamedTuple):
     """Where a process is in the middle of a version."""
@@ -199,9 +202,9 @@ class Deployment:
             "keys": self.keys,
             "runtime_dir": Path(self.run.name),
             "bucket_bytes": 60_000,
-            "transfer_timeout_s": 60.0,
-            "acquire_timeout_s": 30.0,
-            "round_timeout_s": 120.0,
+            "transfer_timeout_s": 30.0,
+            "acquire_timeout_s": 20.0,
+            "round_timeout_s": 40.0,
             "environ": {},
         }
         return TrainerAgent.connect(source, channel=CHANNEL, coordinator=self.coordinator, **{**plain, **settings})  # type: ignore[arg-type]  # names are checked at run time
@@ -219,7 +222,7 @@ class Deployment:
         return self._pool.submit(self._publish, version)
 
     def publish(self, version: int, seed: int) -> PublishReport:
-        return self.begin(version, seed).result(150)
+        return self.begin(version, seed).result(RED_S)
 
     def _publish(self, version: int) -> PublishReport:
         first, other = self._each(lambda agent: agent.publish(version), self.agents)
@@ -229,7 +232,7 @@ class Deployment:
     @staticmethod
     def _each(call: Any, items: Sequence[Any]) -> list[Any]:
         with ThreadPoolExecutor(len(items)) as pool:
-            return [each.result(timeout=150) for each in [pool.submit(call, item) for item in items]]
+            return [each.result(timeout=RED_S) for each in [pool.submit(call, item) for item in items]]
 
     # -- what can be seen
 
@@ -300,6 +303,7 @@ class Deployment:
             assert (found["label"], found["paused"]) == (str(version), False), name
 
     def close(self) -> None:
+        self._pool.shutdown()  # what a test that failed has begun
         for agent in self.agents:
             agent.close()
         for pid in self.processes.values():
@@ -308,7 +312,6 @@ class Deployment:
         self._service.stop()
         self._thread.join(60)
         self._http.close()
-        self._pool.shutdown()
         self.run.cleanup()
 
 
@@ -401,7 +404,7 @@ def test_nobody_goes_on_before_all_three_are_verified(deployment: Deployment, sl
         assert all(deployment.held(name)["paused"] for name in others)
         with pytest.raises(LeaseBusy):
             deployment.other_publishes(version + 1)
-    report = publication.result(60)
+    report = publication.result(RED_S)
 
     assert set(outcomes(report).values()) == {Outcome.COMMITTED}
     assert report.epoch == epoch
@@ -428,7 +431,7 @@ def struck(deployment: Deployment, name: str, half: str) -> None:
         until(held.exists, f"{name} to be in the middle")
         deployment.kill(half, name)
     began = time.monotonic()
-    found = outcomes(publication.result(60))
+    found = outcomes(publication.result(RED_S))
 
     assert time.monotonic() - began < PROMPT_S
     assert {each: found[each] for each in others} == dict.fromkeys(others, Outcome.COMMITTED)
