@@ -45,6 +45,9 @@ from .transport import Address, EngineServer, Receipt, Session, Tabled
 from .workers import RETURN_S, ReplayFailed, Workers, regions_read
 
 _SAY_S: Final = 10.0
+_COPIED_S: Final = 30.0
+_LEAST_BYTES_S: Final = 1e9
+"""Far below what any bus carries; also of what a trainer uploads while it is copied."""
 """For one message to a sender that may stand still."""
 
 
@@ -78,6 +81,11 @@ class Agreement:
     def widest(self) -> int:
         """Bytes that the worker with most of them takes in a round."""
         return max(int(plan.copies.target_bytes.sum()) + plan.staging_bytes for plan in self.plans)
+
+
+def copied_s(nbytes: int) -> float:
+    """How long workers may take to copy a version of `nbytes` and to prove it: who takes longer stands still."""
+    return _COPIED_S + nbytes / _LEAST_BYTES_S
 
 
 class DirectReceiver:
@@ -378,9 +386,10 @@ class DirectReceiver:
     ) -> list[worker_wire.Replayed]:
         """Copy, with `touched` kept true to what the workers say."""
         touched, self._touched = self._touched, True
+        copied = Deadline(min(deadline.left(), copied_s(session.manifest.nbytes)))
         try:
             replayed = self._workers.replay(
-                session.epoch, session.version, welcome.exporters, self._made, agreement.reads, deadline
+                session.epoch, session.version, welcome.exporters, self._made, agreement.reads, copied
             )
         except ReplayFailed as failed:
             # Every worker has answered: if none of them began to write, the engine holds what it held.

@@ -33,6 +33,8 @@ _LOOK_AGAIN_S: Final = 0.002
 """The same once a model is served: the server stands still, and mostly has only to say that it was the last one."""
 _ANSWER_S: Final = 2.0
 """For a worker to say that it has waited in vain."""
+_COME_S: Final = 30.0
+"""For workers of a server that stands still to come into our loader. The first time they import it."""
 RETURN_S: Final = 30.0
 """For workers to return from the call once they were told how it ended."""
 
@@ -76,14 +78,16 @@ class Workers:
         An answer of the server before all of them came is a failure. `pulse` is called meanwhile, and may raise.
         """
         look = _LOOK_S if first else _LOOK_AGAIN_S
+        deadline = Deadline(min(deadline.left(), _COME_S))
         while len(self._workers) < count:
             if call.done():
                 call.result()
                 if not first and not self._workers:
                     return False
                 raise PeerLost(f"the server returned before its {count} workers had come: was our loader called?")
+            left = deadline.check("the server's workers")
             try:
-                frames = listener.accept(Deadline(min(look, deadline.check("the server's workers"))), "a worker")
+                frames = listener.accept(Deadline(min(look, left)), "a worker")
             except DeadlineExceeded:
                 pulse()
                 continue

@@ -7,7 +7,7 @@ which takes SGLang seconds to end, and not to one of which a worker stands still
 import time
 from typing import Final
 
-from weightbus.dataplane.errors import TransferFailed, WorkerDied
+from weightbus.dataplane.errors import DeadlineExceeded, TransferFailed, WorkerDied
 from weightbus.dataplane.transport import Minding, Receiver
 
 from .errors import ServerError, ServerSilent
@@ -42,7 +42,7 @@ class Vitals:
         self._moved = None
         if isinstance(error, WorkerDied):
             self._died = launch, error.rank
-        if isinstance(error, ServerSilent):
+        if isinstance(error, ServerSilent | DeadlineExceeded):  # the latter may be somebody else's: it is asked then
             self._silent = launch
 
     def moved(self, launch: str) -> None:

@@ -316,10 +316,8 @@ class Worker:
             self._server.label(min(command.deadline_s, _ALIVE_S))
         self._go_on()
         layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
-        kind = command.offer.transport.value
+        kind = SAVED if _is_saved(command.offer) else command.offer.transport.value
         self._go_on()
-        if _is_saved(command.offer):
-            kind = SAVED
         receiver = self._receivers.get(kind) or self._receivers.setdefault(kind, self._receiver_of(kind))
         self._active = receiver
         session = Session(command.channel, command.epoch, command.version, layout, table)
@@ -459,8 +457,7 @@ class Worker:
     @property
     def devices(self) -> tuple[str, ...]:
         """Where the workers of this launch are, by rank, as they said it in a round; none before."""
-        launch, devices = self._placed
-        return devices if launch == self._server.facts.identity else ()
+        return self._placed[1] if self._placed[0] == self._server.facts.identity else ()
 
     def called(self, call: str, seconds: float, *, failed: bool) -> None:
         """One HTTP call to the server was made."""

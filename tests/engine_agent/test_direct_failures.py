@@ -12,16 +12,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from weightbus.dataplane import direct_receiver, worker_wire
+from weightbus.dataplane import direct_receiver, worker_wire, workers
+from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.direct_receiver import DirectReceiver
-from weightbus.dataplane.errors import DataplaneError, StaleSession, TransferFailed
+from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, StaleSession, TransferFailed
+from weightbus.dataplane.frames import FrameListener
 from weightbus.dataplane.transport import Address, Peer
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.model_tensors import ModelTensors
@@ -162,6 +164,48 @@ def test_a_server_that_dies(tmp_path: Path, ends: Ends, monkeypatch: pytest.Monk
         assert [exporter.readers for exporter in trainer.exporters] == [0, 0]
     receiver.shutdown()
     trainer.close()
+
+
+class Stopped(Remote):
+    """One whose workers are stopped in place: its call does not return."""
+
+    def load_direct(self, socket: str, deadline_s: float) -> None:
+        pid = self._ends.start(half="workers", socket=socket, tp=self.tp, die=self._die, stop=True)
+        handle = os.pidfd_open(pid)
+        readable(handle, min(deadline_s, PROMPT_S))
+        os.close(handle)
+
+
+@pytest.mark.parametrize("point", ["Replay", "copied"])
+def test_a_server_that_is_stopped(tmp_path: Path, ends: Ends, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    """It is given up long before the version: everybody else of the round stands still meanwhile."""
+    monkeypatch.setattr(direct_receiver, "copied_s", lambda _nbytes: 2.0)
+    monkeypatch.setattr(direct_receiver, "RETURN_S", 0.5)
+    trainer, receiver = Trainer(tmp_path / "r"), DirectReceiver(tmp_path / "r")
+    trainer.step(1)
+    session, server = trainer.session(1), Stopped(ends, monkeypatch, 2, point)
+    address = trainer.sender.offer(session, [Peer("e", 2)])
+    with ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        taken = pool.submit(receiver.receive, session, address, "e", 1, server, WAIT_S)  # type: ignore[arg-type]
+        trainer.sender.ready(WAIT_S)
+        trainer.sender.finish(WAIT_S)
+        failure = taken.exception(WAIT_S)
+    assert isinstance(failure, DeadlineExceeded)
+    assert time.monotonic() - began < PROMPT_S / 2
+    assert receiver.touched
+    assert set(trainer.sender.failed) == {"e"}
+    receiver.shutdown()
+    trainer.close()
+
+
+def test_workers_that_do_not_come_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that is called while nobody generates calls our loader at once, or stands still."""
+    monkeypatch.setattr(workers, "_COME_S", 0.5)
+    listener = FrameListener(tmp_path / "w.sock")
+    with pytest.raises(DeadlineExceeded, match="the server's workers"):
+        workers.Workers().gather(listener, Future(), 1, True, Deadline(PROMPT_S), lambda: None)
+    listener.close()
 
 
 class Killed(BaseException):

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 
 from weightbus.control.telemetry import Meters, Side
+from weightbus.dataplane.errors import DeadlineExceeded
 from weightbus.engine_agent import vitals as module
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent
 from weightbus.engine_agent.events import Broken, Finished, PauseServer, Validate
@@ -104,6 +105,15 @@ def test_what_another_launch_did_not_answer_is_forgotten() -> None:
     vitals.learn(ServerSilent("/x", "no answer"), "two")
     with pytest.raises(ServerSilent):
         vitals.ask("two")
+
+
+def test_who_kept_a_transfer_to_its_deadline_is_asked_before_the_next_one() -> None:
+    """It may have been the trainer: then the server answers, and nobody has lost anything."""
+    server = Server()
+    vitals = Vitals(cast("Any", server))
+    vitals.learn(DeadlineExceeded("worker 0 to copy", 30.0), "one")
+    with pytest.raises(ServerSilent):
+        vitals.ask("one")
 
 
 def test_digests_take_as_long_as_their_bytes() -> None:

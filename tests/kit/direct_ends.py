@@ -60,7 +60,7 @@ def trainer(job: dict[str, Any]) -> None:
 
 def workers(job: dict[str, Any]) -> None:
     """Take part in one exchange, all ranks in threads; exit when they have returned."""
-    point = job.get("die", "")
+    point, blow = job.get("die", ""), signal.SIGSTOP if job.get("stop") else signal.SIGKILL
     obey = worker_loader._obey
 
     def watched(state: WorkerState, message: Any, called_off: Any) -> Any:
@@ -73,15 +73,15 @@ def workers(job: dict[str, Any]) -> None:
 
                 def __getattr__(self, asked: str) -> Any:
                     if asked == "check" and state.touched:
-                        os.kill(os.getpid(), signal.SIGKILL)
+                        os.kill(os.getpid(), blow)
                     return getattr(bound, asked)
 
             state._importer = Dies()  # type: ignore[assignment]
         if name == point:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), blow)
         answer = obey(state, message, called_off)
         if point == f"after {name}":
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), blow)
         return answer
 
     worker_loader._obey = watched
