@@ -45,10 +45,11 @@ from .transport import Address, EngineServer, Receipt, Session, Tabled
 from .workers import RETURN_S, ReplayFailed, Workers, regions_read
 
 _SAY_S: Final = 10.0
+"""For one message to a sender that may stand still."""
 _COPIED_S: Final = 30.0
+"""For workers to copy a version and to prove it, besides what its bytes take."""
 _LEAST_BYTES_S: Final = 1e9
 """Far below what any bus carries; also of what a trainer uploads while it is copied."""
-"""For one message to a sender that may stand still."""
 
 
 @dataclass(frozen=True, eq=False)
