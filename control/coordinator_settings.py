@@ -77,7 +77,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     offer_s: Annotated[Wait, Meta(description="deadline for the trainer to open its transports")] = 60.0
     verify_s: Annotated[Wait, Meta(description="deadline of the phase")] = 300.0
     commit_s: Annotated[Wait, Meta(description="how long a version waits for a journal that fails")] = 30.0
-    resume_s: Annotated[Wait, Meta(description="deadline of the phase")] = 120.0
+    resume_s: Annotated[Wait, Meta(description="deadline of the phase; 10 s once one engine serves")] = 120.0
     abort_s: Annotated[Wait, Meta(description="deadline of the phase")] = 60.0
 
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = LogLevel.INFO
