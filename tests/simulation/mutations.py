@@ -303,8 +303,8 @@ MUTATIONS: Final = (
         "prepares-whom-nobody-can-send-to",
         "left-alone",
         COHORT,
-        "phase=_PREPARING if transport else _LEFT,",
-        "phase=_PREPARING,",
+        "phase = _PREPARING if transport else _LEFT",
+        "phase = _PREPARING",
     ),
     _m(
         "lists-engines-in-mid-transfer",
