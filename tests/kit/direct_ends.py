@@ -11,7 +11,6 @@ it has answered (``after Replay``). Answers are JSON lines too.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -24,20 +23,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.kit.toy_direct import SPECS, WAIT_S, Maker, Shard, Trainer
+from tests.kit.forked import say, serve
+from tests.kit.toy_direct import WAIT_S, Maker, Shard, Trainer
 from weightbus.dataplane.transport import Peer
 from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.recorder import record
 from weightbus.engine_agent.worker_state import WorkerState
-
-ANSWERS = os.dup(1)
-"""What was standard output: libraries write to that, too (NCCL its warnings), and now to standard error."""
-os.dup2(2, 1)
-
-
-def say(**answer: object) -> None:
-    """One line."""
-    os.write(ANSWERS, json.dumps(answer).encode() + b"\n")
 
 
 def trainer(job: dict[str, Any]) -> None:
@@ -100,28 +90,6 @@ def workers(job: dict[str, Any]) -> None:
     say(returned=True)
 
 
-def main() -> None:
-    """Fork a process for each job until the jobs end, then see that none is left."""
-    children: list[int] = []
-    model = Shard(0, 1)
-    record(model, model.load_weights, SPECS, 0)  # imports what every child would import for itself, for seconds
-    say(up=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if not pid:
-            job = json.loads(line)
-            try:
-                {"trainer": trainer, "workers": workers}[job["half"]](job)
-            except Exception as error:  # noqa: BLE001  told to the test
-                say(error=f"{type(error).__name__}: {error}")
-            os._exit(0)
-        children.append(pid)
-        say(pid=pid)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    serve({"trainer": trainer, "workers": workers})

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import os
 import re
 import signal
 import sys
@@ -38,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.dataplane.loopback import LoopbackServer
 from tests.kit.fake_sglang import FakeSGLang, Refusal
 from tests.kit.fake_weights import FakeWeights
-from tests.kit.toy_direct import SPECS, Shard
+from tests.kit.forked import log_to, say, serve
 from weightbus.control.telemetry import configure_logging
 from weightbus.dataplane.copy_engine import at_once
 from weightbus.dataplane.copy_torch import TorchCopies
@@ -48,7 +46,7 @@ from weightbus.dataplane.pair_group import PairGroup
 from weightbus.dataplane.transport import Address
 from weightbus.engine_agent import worker_loader
 from weightbus.engine_agent.payload import LOADER
-from weightbus.engine_agent.recorder import NamedTensors, record
+from weightbus.engine_agent.recorder import NamedTensors
 from weightbus.engine_agent.runner import EngineAgent
 from weightbus.engine_agent.settings import EngineAgentSettings
 from weightbus.engine_agent.sglang import SGLangServer
@@ -253,42 +251,18 @@ def sidecar(job: dict[str, Any], gate: Gate) -> None:
     agent.run()
 
 
-ANSWERS = os.dup(1)
-"""What was standard output: libraries write to that, too."""
+def named(half: Callable[[dict[str, Any], Gate], None]) -> Callable[[dict[str, Any]], None]:
+    """With a name for its log and for what it is told."""
 
+    def carry_out(job: dict[str, Any]) -> None:
+        folder, name = Path(job["folder"]), f"{job['half']}-{job['name']}"
+        log_to(folder / f"{name}.log")
+        threading.current_thread().name = name
+        half(job, Gate(folder / name))
 
-def say(**answer: object) -> None:
-    """One line."""
-    os.write(ANSWERS, json.dumps(answer).encode() + b"\n")
-
-
-def main() -> None:
-    """Fork a process for each job until the jobs end, then see that none is left."""
-    children: list[int] = []
-    model = Shard(0, 1)
-    record(model, model.load_weights, SPECS, 0)  # imports what every server would import for itself, for seconds
-    say(up=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if not pid:
-            job = json.loads(line)
-            name = f"{job['half']}-{job['name']}"
-            log = os.open(Path(job["folder"], f"{name}.log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            threading.current_thread().name = name
-            try:
-                {"server": server, "sidecar": sidecar}[job["half"]](job, Gate(Path(job["folder"], name)))
-            except Exception as error:  # noqa: BLE001  told to the test
-                say(error=f"{type(error).__name__}: {error}")
-            os._exit(0)
-        children.append(pid)
-        say(pid=pid)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    return carry_out
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    serve({"server": named(server), "sidecar": named(sidecar)})

@@ -16,7 +16,6 @@ With ``"point"`` a process signals itself with ``"signal"`` when it comes there 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -30,29 +29,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.kit.toy_direct import SPECS, WAIT_S, Shard
+from tests.kit.forked import say, serve
+from tests.kit.toy_direct import WAIT_S, Shard
 from tests.kit.toy_sends import SendingTrainer
 from weightbus.dataplane.outbox import Outbox
 from weightbus.dataplane.pair_group import PairGroup
 from weightbus.dataplane.rank_sends import RankSends
 from weightbus.dataplane.transport import Address
 from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.recorder import record
 from weightbus.engine_agent.taker import Taker
 
 POINTS = ("begun", "forming", "formed", "moving", "through")
 """Of ranks."""
 OF_WORKERS = (*POINTS, "flip", "flipped")
-
-
-ANSWERS = os.dup(1)
-"""What was standard output: libraries write to that, too (NCCL its warnings), and now to standard error."""
-os.dup2(2, 1)
-
-
-def say(**answer: object) -> None:
-    """One line."""
-    os.write(ANSWERS, json.dumps(answer).encode() + b"\n")
 
 
 def doomed(job: dict[str, Any]) -> None:
@@ -126,29 +115,6 @@ def server(job: dict[str, Any]) -> None:
             caller.sendall(b"returned")
 
 
-def main() -> None:
-    """Fork a process for each job until the jobs end, then see that none is left."""
-    children: list[int] = []
-    model = Shard(0, 1)
-    record(model, model.load_weights, SPECS, 0)  # imports what every child would import for itself, for seconds
-    say(up=True)
-    for line in sys.stdin:
-        pid = os.fork()
-        if not pid:
-            job = json.loads(line)
-            threading.current_thread().name = job["half"]
-            try:
-                {"rank": rank, "server": server}[job["half"]](job)
-            except Exception as error:  # noqa: BLE001  told to the test
-                say(error=f"{type(error).__name__}: {error}")
-            os._exit(0)
-        children.append(pid)
-        say(pid=pid)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main()
+    serve({"rank": rank, "server": server})
