@@ -80,8 +80,10 @@ def test_whether_a_server_moves_is_looked_at_before_anybody_stands_still(monkeyp
     vitals.look("two")
     assert server.asked == ["answers"] * 2
     clock[0] += 1.0
-    monkeypatch.setattr(server, "answers", lambda _s: refuse())
+    refused: list[float] = []
+    monkeypatch.setattr(server, "answers", lambda seconds: (refused.append(seconds), refuse()))
     vitals.look("two")
+    assert refused, "what it did is too long ago"
     monkeypatch.undo()
     server.stands = True
     vitals.learn(ServerRefused("/x", 400, "no"), "two")
