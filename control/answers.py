@@ -85,7 +85,7 @@ class Replies:
 
     def remember(self, agent: AgentId, message: Keyed, reply: Ack | Granted) -> None:
         """`agent` asked `message` and is told `reply`; the oldest one may be forgotten."""
-        self._by_key[agent, message.request] = _Reply(type(message).__name__, _digest(message), reply)
+        self._by_key[agent, message.request] = _Reply(message.kind, _digest(message), reply)
         if isinstance(reply, Granted):
             self._grants.append((agent, message.request))
             if len(self._grants) > GRANTS:

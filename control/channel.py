@@ -276,7 +276,7 @@ class Channel(Standing):
 
     def unsent(self, name: AgentId, message: ToAgent, reason: str, now: float) -> None:
         """An agent cannot be told `message`: what it would have answered is not waited for."""
-        round_, told = self.round, f"{type(message).__name__} {reason}"
+        round_, told = self.round, f"{message.kind} {reason}"
         if isinstance(message, Send) and round_ is not None and message.epoch == round_.epoch:
             round_.abandon(told, now)
         elif isinstance(message, ToEngine) and self._takes_part(name) and round_ is not None:

@@ -367,7 +367,7 @@ class BusClient:
         expires_at = time.monotonic() + deadline_s
         self._submitted.put(Asked(key, message, blob, expires_at, deadline_s))
         self._link.wake()
-        return lambda: self._answer(key, type(message).__name__, future, expires_at, deadline_s)
+        return lambda: self._answer(key, message.kind, future, expires_at, deadline_s)
 
     def _answer(
         self, key: RequestId, what: str, future: Future[_Answered], expires_at: float, deadline_s: float
@@ -496,5 +496,5 @@ def _pages(blob: bytes) -> int:
 def _key_of(message: ToCoordinator) -> RequestId:
     key: object = getattr(message, "request", None)
     if not isinstance(key, str):
-        raise TypeError(f"{type(message).__name__} is not answered: use post()")
+        raise TypeError(f"{message.kind} is not answered: use post()")
     return RequestId(key)

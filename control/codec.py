@@ -90,7 +90,7 @@ class Wire(Generic[M]):
         try:
             payload = _ENCODER.encode(message if plain else _cut_prose(message))
         except (ValueError, OverflowError) as problem:  # a lone surrogate; an integer above 64 bits
-            raise Malformed(f"{type(message).__name__} cannot be encoded: {problem}") from problem
+            raise Malformed(f"{message.kind} cannot be encoded: {problem}") from problem
         frames = [self._header, payload] if blob is None else [self._header, payload, blob]
         if not plain:
             self.decode(frames)
@@ -110,7 +110,7 @@ class Wire(Generic[M]):
         message = self._decode_payload(frames[1])
         if (blob is not None) != (type(message) in CARRIES_BLOB):
             problem = "lacks its blob frame" if blob is None else "carries a blob frame that it must not have"
-            raise Malformed(f"{type(message).__name__} {problem}")
+            raise Malformed(f"{message.kind} {problem}")
         return message, blob
 
     def read(self, frames: Frames) -> tuple[M, bytes | None]:

@@ -327,7 +327,7 @@ class Coordinator:
             case Acquire() | Release() | Publish() | Offered() | Sent() | Abandon():
                 self._from_trainer(agent, message, peer, now)
             case Hello() | Prepared() | Paused() | Transferred() | Verified() | Serving() | Failed():
-                raise InvariantBroken(f"{type(message).__name__} is taken elsewhere")
+                raise InvariantBroken(f"{message.kind} is taken elsewhere")
             case _:
                 assert_never(message)
 

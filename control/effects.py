@@ -21,7 +21,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
     """Root of what is made durable. Writing the same record twice is the same as writing it once."""
 
 
-class EpochTaken(Record, frozen=True):
+class EpochTaken(Record, frozen=True, tag="EpochTaken"):
     """`epoch` belongs to `holder` from now on; every lower one is refused for ever."""
 
     channel: Channel
@@ -34,7 +34,7 @@ class EpochTaken(Record, frozen=True):
     """Under this lease the channel may go back to a lower version."""
 
 
-class EpochRaised(Record, frozen=True):
+class EpochRaised(Record, frozen=True, tag="EpochRaised"):
     """An engine has seen an epoch that this journal did not know of: `epoch`, and the next one, are far above it."""
 
     channel: Channel
@@ -43,7 +43,7 @@ class EpochRaised(Record, frozen=True):
     """Who said so."""
 
 
-class Committed(Record, frozen=True):
+class Committed(Record, frozen=True, tag="Committed"):
     """`version` is what the channel serves from now on."""
 
     channel: Channel
@@ -63,7 +63,7 @@ class Committed(Record, frozen=True):
     """The trainer asked for it although the channel had this version, or a higher one, already."""
 
 
-class RoundClosed(Record, frozen=True):
+class RoundClosed(Record, frozen=True, tag="RoundClosed"):
     """How a round ended: the answer that the same `Publish` gets from now on. Replaces that of its `Committed`."""
 
     request: RequestId
@@ -72,13 +72,13 @@ class RoundClosed(Record, frozen=True):
     """Of the `Publish` (`answers.question`)."""
 
 
-class ChannelForgotten(Record, frozen=True):
+class ChannelForgotten(Record, frozen=True, tag="ChannelForgotten"):
     """Nothing is known of `channel` any more: somebody in charge said so, while no coordinator ran."""
 
     channel: Channel
 
 
-class Probe(Record, frozen=True):
+class Probe(Record, frozen=True, tag="Probe"):
     """Nothing new; shows whether the journal takes writes again."""
 
 
@@ -90,8 +90,13 @@ AnyRecord = EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotte
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """Root of what is told to logs and metrics. Carries no secrets and changes nothing."""
 
+    @property
+    def event(self) -> str:
+        """Name of the log line: part of the interface, and so independent of the class name."""
+        return str(self.__struct_config__.tag)
 
-class AgentJoined(Observation, frozen=True):
+
+class AgentJoined(Observation, frozen=True, tag="agent_joined"):
     """An agent said `Hello` on a new connection or in a new incarnation."""
 
     agent: AgentId
@@ -102,7 +107,7 @@ class AgentJoined(Observation, frozen=True):
     """The incarnation was known: only its connection is new."""
 
 
-class AgentLeft(Observation, frozen=True):
+class AgentLeft(Observation, frozen=True, tag="agent_left"):
     """An agent said `Bye`, fell silent or was replaced."""
 
     agent: AgentId
@@ -111,7 +116,7 @@ class AgentLeft(Observation, frozen=True):
     reason: str
 
 
-class LeaseGranted(Observation, frozen=True):
+class LeaseGranted(Observation, frozen=True, tag="lease_granted"):
     """A trainer may publish."""
 
     channel: Channel
@@ -120,7 +125,7 @@ class LeaseGranted(Observation, frozen=True):
     version: Version
 
 
-class LeaseEnded(Observation, frozen=True):
+class LeaseEnded(Observation, frozen=True, tag="lease_ended"):
     """The channel is free again."""
 
     channel: Channel
@@ -129,7 +134,7 @@ class LeaseEnded(Observation, frozen=True):
     reason: str
 
 
-class EngineAhead(Observation, frozen=True):
+class EngineAhead(Observation, frozen=True, tag="engine_ahead"):
     """An engine has seen a higher epoch than the journal knew: an older journal was restored, or one begun anew."""
 
     channel: Channel
@@ -140,7 +145,7 @@ class EngineAhead(Observation, frozen=True):
     """... and now."""
 
 
-class StateEntered(Observation, frozen=True):
+class StateEntered(Observation, frozen=True, tag="state_entered"):
     """A round went on to `state`; it spent `seconds` in `left`."""
 
     channel: Channel
@@ -151,7 +156,7 @@ class StateEntered(Observation, frozen=True):
     seconds: float
 
 
-class EngineFailed(Observation, frozen=True):
+class EngineFailed(Observation, frozen=True, tag="engine_failed"):
     """An engine did not keep up with its round."""
 
     channel: Channel
@@ -162,7 +167,7 @@ class EngineFailed(Observation, frozen=True):
     reason: str
 
 
-class Redriven(Observation, frozen=True):
+class Redriven(Observation, frozen=True, tag="redriven"):
     """These engines are sent everything again under a new epoch."""
 
     channel: Channel
@@ -171,7 +176,7 @@ class Redriven(Observation, frozen=True):
     engines: tuple[AgentId, ...]
 
 
-class RoundEnded(Observation, frozen=True):
+class RoundEnded(Observation, frozen=True, tag="round_ended"):
     """A round is over; `done` is what the trainer is told."""
 
     channel: Channel
@@ -181,7 +186,7 @@ class RoundEnded(Observation, frozen=True):
     """As the trainer said in `Publish`."""
 
 
-class ReadinessChanged(Observation, frozen=True):
+class ReadinessChanged(Observation, frozen=True, tag="readiness_changed"):
     """An engine entered or left the ready list."""
 
     channel: Channel
@@ -190,7 +195,7 @@ class ReadinessChanged(Observation, frozen=True):
     reason: str
 
 
-class RoundReadiness(Observation, frozen=True):
+class RoundReadiness(Observation, frozen=True, tag="round_readiness"):
     """Engines entered or left the ready list as a part of their round: thousands at once; its end tells more."""
 
     channel: Channel
@@ -198,7 +203,7 @@ class RoundReadiness(Observation, frozen=True):
     ready: bool
 
 
-class Refusal(Observation, frozen=True):
+class Refusal(Observation, frozen=True, tag="refusal"):
     """A message changed nothing."""
 
     agent: str
@@ -207,7 +212,7 @@ class Refusal(Observation, frozen=True):
     reason: str
 
 
-class JournalChanged(Observation, frozen=True):
+class JournalChanged(Observation, frozen=True, tag="journal_changed"):
     """The journal stopped or began to take writes."""
 
     writable: bool

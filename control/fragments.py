@@ -20,7 +20,12 @@ from .terms import EngineHealth, Outcome, PauseMode, Reach, SlowEngines, Transpo
 class Message(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="type"
 ):
-    """Root of every message. Subclasses are tagged with their class name."""
+    """Root of every message. Each names its tag itself: a class may be renamed, what travels may not."""
+
+    @property
+    def kind(self) -> str:
+        """The tag it travels with; logs and errors name a message by it."""
+        return str(self.__struct_config__.tag)
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

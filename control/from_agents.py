@@ -40,7 +40,7 @@ from .terms import (
 # -- any agent -> coordinator ----------------------------------------------------------------------------------------
 
 
-class Hello(Message, frozen=True):
+class Hello(Message, frozen=True, tag="Hello"):
     """First message of every connection, sent again after every reconnect. Answered by `Welcome` or `Refused`."""
 
     request: RequestKey
@@ -53,7 +53,7 @@ class Hello(Message, frozen=True):
     trainer: TrainerInfo | None = None
 
 
-class Heartbeat(Message, frozen=True):
+class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     """The application is alive (ZeroMQ's own heartbeats only prove that its I/O thread is). Answered by `Alive`."""
 
     seq: Count
@@ -65,7 +65,7 @@ class Heartbeat(Message, frozen=True):
     """The server has given its weights' memory back."""
 
 
-class Topology(Message, frozen=True):
+class Topology(Message, frozen=True, tag="Topology"):
     """Where a trainer or an engine is, and what reaches it there. Said after every `Welcome`, and when it changed.
 
     Answered by `Ack`. A coordinator that does not know this message refuses it, and decides by `Hello` alone; one that
@@ -92,13 +92,13 @@ class Topology(Message, frozen=True):
     """It knows versions whose digest table follows: it may announce one (trainers), or be told of one (engines)."""
 
 
-class Bye(Message, frozen=True):
+class Bye(Message, frozen=True, tag="Bye"):
     """The agent leaves on purpose. Not answered."""
 
     reason: Text = ""
 
 
-class GetBlob(Message, frozen=True):
+class GetBlob(Message, frozen=True, tag="GetBlob"):
     """Ask for one page of a blob. Answered by `BlobPage` with a blob frame, or `Refused`."""
 
     request: RequestKey
@@ -106,7 +106,7 @@ class GetBlob(Message, frozen=True):
     page: Count
 
 
-class GetStatus(Message, frozen=True):
+class GetStatus(Message, frozen=True, tag="GetStatus"):
     """Ask for the status document. Answered by `Status` with a JSON blob frame."""
 
     request: RequestKey
@@ -115,7 +115,7 @@ class GetStatus(Message, frozen=True):
 # -- trainer -> coordinator ------------------------------------------------------------------------------------------
 
 
-class Acquire(Message, frozen=True):
+class Acquire(Message, frozen=True, tag="Acquire"):
     """Take the channel's lease in order to publish `version`. Answered by `Granted` or `Refused`."""
 
     request: RequestKey
@@ -125,7 +125,7 @@ class Acquire(Message, frozen=True):
     """The channel is to go back: `version` may be the committed one or below. Without it that is refused."""
 
 
-class Release(Message, frozen=True):
+class Release(Message, frozen=True, tag="Release"):
     """Give the lease back without publishing. Answered by `Ack`."""
 
     request: RequestKey
@@ -133,7 +133,7 @@ class Release(Message, frozen=True):
     epoch: EpochNumber
 
 
-class PutBlob(Message, frozen=True):
+class PutBlob(Message, frozen=True, tag="PutBlob"):
     """One page of a blob, with a blob frame. Answered by `Ack`; `Refused` when the whole does not hash to `digest`."""
 
     request: RequestKey
@@ -142,7 +142,7 @@ class PutBlob(Message, frozen=True):
     pages: Count
 
 
-class Publish(Message, frozen=True, kw_only=True):
+class Publish(Message, frozen=True, kw_only=True, tag="Publish"):
     """Start the round. What it names must have been put. Answered by `Ack` or `Refused`, later by `RoundDone`."""
 
     request: RequestKey
@@ -169,7 +169,7 @@ class Publish(Message, frozen=True, kw_only=True):
     """Null where no keys are used. Carried on in `Prepare`, as it is."""
 
 
-class Offered(Message, frozen=True):
+class Offered(Message, frozen=True, tag="Offered"):
     """The tensors of `epoch` can be had: the trainer's half of every transport stands. Answered by `Ack`."""
 
     request: RequestKey
@@ -180,7 +180,7 @@ class Offered(Message, frozen=True):
     """Engines whose transport could not be opened, with the reason: nothing is offered to them."""
 
 
-class Sent(Message, frozen=True):
+class Sent(Message, frozen=True, tag="Sent"):
     """The trainer's half of the transfer of `epoch` is over. Answered by `Ack`."""
 
     request: RequestKey
@@ -194,7 +194,7 @@ class Sent(Message, frozen=True):
     """Those of `failed` to which nothing was sent, only because another one failed: they are not at fault."""
 
 
-class Abandon(Message, frozen=True):
+class Abandon(Message, frozen=True, tag="Abandon"):
     """The trainer cannot go on with its round. Answered by `Ack`, then `RoundDone`."""
 
     request: RequestKey
@@ -206,7 +206,7 @@ class Abandon(Message, frozen=True):
 # -- engine agent -> coordinator (each repeated until answered by Ack) -----------------------------------------------
 
 
-class Prepared(Message, frozen=True):
+class Prepared(Message, frozen=True, tag="Prepared"):
     """The manifest fits the server: names, shapes, dtypes, alignment, payload count. Nothing was changed yet."""
 
     request: RequestKey
@@ -215,7 +215,7 @@ class Prepared(Message, frozen=True):
     seconds: Seconds
 
 
-class Paused(Message, frozen=True):
+class Paused(Message, frozen=True, tag="Paused"):
     """The server generates nothing until this agent resumes it."""
 
     request: RequestKey
@@ -224,7 +224,7 @@ class Paused(Message, frozen=True):
     seconds: Seconds
 
 
-class Transferred(Message, frozen=True):
+class Transferred(Message, frozen=True, tag="Transferred"):
     """Every bucket of the manifest has been loaded; not verified yet."""
 
     request: RequestKey
@@ -235,7 +235,7 @@ class Transferred(Message, frozen=True):
     seconds: Seconds
 
 
-class Verified(Message, frozen=True):
+class Verified(Message, frozen=True, tag="Verified"):
     """The server's weights are those of `table`. Still paused, still labelled with the old version.
 
     Where the command left the table open, it is the one that the trainer gave over the transport.
@@ -250,7 +250,7 @@ class Verified(Message, frozen=True):
     seconds: Seconds
 
 
-class Serving(Message, frozen=True):
+class Serving(Message, frozen=True, tag="Serving"):
     """The server is labelled with `version` (null: the weights of its launch) and generates again."""
 
     request: RequestKey
@@ -261,7 +261,7 @@ class Serving(Message, frozen=True):
     paused_s: Seconds
 
 
-class Failed(Message, frozen=True):
+class Failed(Message, frozen=True, tag="Failed"):
     """A step went wrong. `health` says what the server holds now: CLEAN engines resume, DIRTY ones are quarantined."""
 
     request: RequestKey

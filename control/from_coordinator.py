@@ -34,7 +34,7 @@ from .terms import (
 # -- coordinator -> any agent ----------------------------------------------------------------------------------------
 
 
-class Welcome(Message, frozen=True):
+class Welcome(Message, frozen=True, tag="Welcome"):
     """Answer to `Hello`."""
 
     request: RequestKey
@@ -48,7 +48,7 @@ class Welcome(Message, frozen=True):
     """After this long without a message the other side is taken for dead."""
 
 
-class Alive(Message, frozen=True):
+class Alive(Message, frozen=True, tag="Alive"):
     """Answer to `Heartbeat`."""
 
     seq: Count
@@ -59,13 +59,13 @@ class Alive(Message, frozen=True):
     """Versions that an engine may be behind that and still be ready."""
 
 
-class Ack(Message, frozen=True):
+class Ack(Message, frozen=True, tag="Ack"):
     """The request was carried out and, where it had to be, made durable first."""
 
     request: RequestKey
 
 
-class Refused(Message, frozen=True):
+class Refused(Message, frozen=True, tag="Refused"):
     """The request changed nothing."""
 
     request: RequestKey
@@ -77,7 +77,7 @@ class Refused(Message, frozen=True):
     """Endpoint of the coordinator that leads. An agent goes there only if it was told of it by its own settings too."""
 
 
-class BlobPage(Message, frozen=True):
+class BlobPage(Message, frozen=True, tag="BlobPage"):
     """One page, in the blob frame."""
 
     request: RequestKey
@@ -86,7 +86,7 @@ class BlobPage(Message, frozen=True):
     pages: Count
 
 
-class Status(Message, frozen=True):
+class Status(Message, frozen=True, tag="Status"):
     """The status document, JSON, in the blob frame; the same text as the HTTP port's ``/status``."""
 
     request: RequestKey
@@ -95,7 +95,7 @@ class Status(Message, frozen=True):
 # -- coordinator -> trainer ------------------------------------------------------------------------------------------
 
 
-class Granted(Message, frozen=True):
+class Granted(Message, frozen=True, tag="Granted"):
     """The lease is the caller's until it is silent for `lease_s`, the round ends or it releases."""
 
     request: RequestKey
@@ -111,7 +111,7 @@ class Granted(Message, frozen=True):
     and all of them would take it by `direct`."""
 
 
-class Send(Message, frozen=True):
+class Send(Message, frozen=True, tag="Send"):
     """Open the transports for these receivers, which still serve, under `epoch` and answer `Offered`; then send.
 
     A second `Send` of a round carries a new epoch and the engines that need everything again.
@@ -124,7 +124,7 @@ class Send(Message, frozen=True):
     deadline_s: Seconds
 
 
-class Withdraw(Message, frozen=True):
+class Withdraw(Message, frozen=True, tag="Withdraw"):
     """These receivers of the `Send` of `epoch` are out of it: wait for them no longer. Answered by `Sent`.
 
     Names all that are out so far, so that a later one replaces an earlier one. Those that have confirmed every bucket
@@ -137,7 +137,7 @@ class Withdraw(Message, frozen=True):
     """With the reason."""
 
 
-class RoundDone(Message, frozen=True):
+class RoundDone(Message, frozen=True, tag="RoundDone"):
     """The round is over and the lease is free. Repeated on every `Publish` of the same request."""
 
     channel: ChannelName
@@ -153,7 +153,7 @@ class RoundDone(Message, frozen=True):
 # -- coordinator -> engine agent (each repeated until its answer arrives) --------------------------------------------
 
 
-class Prepare(Message, frozen=True, kw_only=True):
+class Prepare(Message, frozen=True, kw_only=True, tag="Prepare"):
     """Check the manifest against the server. Answered by `Prepared` or `Failed`."""
 
     channel: ChannelName
@@ -171,7 +171,7 @@ class Prepare(Message, frozen=True, kw_only=True):
     """The trainer's, of the `Publish` that began the round: its epoch, version, manifest and table are signed."""
 
 
-class Pause(Message, frozen=True):
+class Pause(Message, frozen=True, tag="Pause"):
     """Stop generating. Answered by `Paused` or `Failed`. Without news for `lease_s` a CLEAN engine resumes."""
 
     channel: ChannelName
@@ -181,7 +181,7 @@ class Pause(Message, frozen=True):
     deadline_s: Seconds
 
 
-class Transfer(Message, frozen=True, kw_only=True):
+class Transfer(Message, frozen=True, kw_only=True, tag="Transfer"):
     """Take the tensors from `offer`, once paused. Answered by `Transferred` then `Verified`, or `Failed`."""
 
     channel: ChannelName
@@ -196,7 +196,7 @@ class Transfer(Message, frozen=True, kw_only=True):
     deadline_s: Seconds
 
 
-class Commit(Message, frozen=True):
+class Commit(Message, frozen=True, tag="Commit"):
     """The version is durable. Label the server with it, flush as the policy says, resume. Answered by `Serving`."""
 
     channel: ChannelName
@@ -207,7 +207,7 @@ class Commit(Message, frozen=True):
     deadline_s: Seconds
 
 
-class Abort(Message, frozen=True):
+class Abort(Message, frozen=True, tag="Abort"):
     """Stop what `epoch` began. A CLEAN engine resumes and says `Serving`; a DIRTY one stays paused, says `Failed`."""
 
     channel: ChannelName

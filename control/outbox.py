@@ -115,7 +115,7 @@ class Outbox:
         code = verdict.code or Code.NOT_ALLOWED
         request = HEARTBEAT_KEY if isinstance(message, _KEYLESS) else message.request
         self.send(peer, Refused(request=request, code=code, reason=verdict.reason, retry_after_s=verdict.retry_after_s))
-        self.observe(Refusal(agent=agent, message=type(message).__name__, code=code, reason=verdict.reason))
+        self.observe(Refusal(agent=agent, message=message.kind, code=code, reason=verdict.reason))
 
 
 class Written(NamedTuple):

@@ -41,7 +41,7 @@ from .telemetry import Meters
 
 _ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD, Code.NOT_LEADER})
 """Refusals that are part of a healthy exchange."""
-_ANSWERS: Final = frozenset(kind.__name__ for kind in get_args(EngineMessage))
+_ANSWERS: Final = frozenset(str(kind.__struct_config__.tag) for kind in get_args(EngineMessage))
 """What engines say. At an epoch that is over it is late, which is nobody's fault and asks nothing of anybody."""
 REFUSALS_LOGGED: Final = 20
 """Lines a second. Strangers must not fill the disk with our log."""
@@ -215,7 +215,7 @@ class Reporter:
 
     def _say(self, level: str, what: AnyObservation) -> None:
         fields = {name: value for name, value in msgspec.structs.asdict(what).items() if value != ""}
-        getattr(self._log, level)(_snake(type(what).__name__), **msgspec.to_builtins(fields))
+        getattr(self._log, level)(what.event, **msgspec.to_builtins(fields))
 
 
 class TimedJournal:
@@ -263,7 +263,3 @@ def _waiting(channel: ChannelView) -> int:
 
 def _quarantined(channel: ChannelView) -> int:
     return sum(engine.state in _QUARANTINED for engine in channel.engines.values())
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{each.lower()}" if each.isupper() else each for each in name).lstrip("_")

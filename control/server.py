@@ -280,7 +280,7 @@ class Server:
     def _unsent(self, peers: tuple[Peer, ...], message: ToAgent, error: ProtocolError) -> None:
         reason = f"could not be sent: {error}"
         self._events.append(Unsent(peers=peers, message=message, reason=reason))
-        self._observe(Refusal(agent="?", message=type(message).__name__, code=Code.NOT_ALLOWED, reason=reason))
+        self._observe(Refusal(agent="?", message=message.kind, code=Code.NOT_ALLOWED, reason=reason))
 
     @property
     def yields(self) -> bool:

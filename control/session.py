@@ -418,9 +418,7 @@ class Session:
         late = [each.asked for each in self._pending.values() if now >= each.asked.expires_at]
         for asked in late:
             del self._pending[asked.key]
-        return tuple(
-            Reject(asked.key, self.unreachable(type(asked.message).__name__, asked.deadline_s, now)) for asked in late
-        )
+        return tuple(Reject(asked.key, self.unreachable(asked.message.kind, asked.deadline_s, now)) for asked in late)
 
     def _end(self, error: WeightbusError) -> tuple[Effect, ...]:
         self.phase, self._over = Phase.REFUSED, error

@@ -112,7 +112,7 @@ class Standby:
                 refused, principal = self._refusal(received.message), received.principal
                 self._bus.send(received.peer, refused)
                 agent = principal.name if principal else "?"
-                kind = type(received.message).__name__
+                kind = received.message.kind
                 self._reporter.observe(Refusal(agent=agent, message=kind, code=refused.code, reason=refused.reason))
             case Rejected():
                 self._bus.send(received.peer, answer_to(received))

@@ -23,4 +23,4 @@ class Said(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         """When, who, what."""
         epoch = getattr(self.message, "epoch", None)
-        return f"{self.at:.3f} {self.agent} {type(self.message).__name__}{f' epoch {epoch}' if epoch else ''}"
+        return f"{self.at:.3f} {self.agent} {self.message.kind}{f' epoch {epoch}' if epoch else ''}"

@@ -254,7 +254,7 @@ class DirectSender:
 
     def _refusal(self, hello: wire.ToSender) -> str:
         if not isinstance(hello, wire.Hello):
-            return f"a receiver begins with Hello, not with {type(hello).__name__}"
+            return f"a receiver begins with Hello, not with {hello.kind}"
         if (hello.channel, hello.epoch) != (self._channel, self._epoch):
             return f"this is channel {self._channel!r} at epoch {self._epoch}"
         peer = self._peers.get(hello.engine)
@@ -287,7 +287,7 @@ class DirectSender:
             case wire.Failed(reason=reason):
                 self._drop(peer, reason)
             case _:
-                self._drop(peer, f"it said {type(message).__name__} out of turn")
+                self._drop(peer, f"it said {message.kind} out of turn")
 
     def _layout_to_give(self) -> bytes:
         if self._given is None:

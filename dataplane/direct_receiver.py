@@ -460,4 +460,4 @@ def _returned(call: Future[None], waited_s: float) -> None:
 
 
 def _reason(message: direct_wire.ToReceiver) -> str:
-    return message.reason if isinstance(message, direct_wire.Refused | direct_wire.Failed) else type(message).__name__
+    return message.reason if isinstance(message, direct_wire.Refused | direct_wire.Failed) else message.kind

@@ -26,7 +26,7 @@ from .plan import Reader
 from .wire_message import WireMessage, decode
 
 
-class Hello(WireMessage, frozen=True, tag=True, omit_defaults=True):
+class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
     """Receiver, first."""
 
     channel: str
@@ -36,7 +36,7 @@ class Hello(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Of what is sent: the group that all of its workers still have."""
 
 
-class Exporting(WireMessage, frozen=True, tag=True, omit_defaults=True):
+class Exporting(WireMessage, frozen=True, omit_defaults=True, tag="Exporting"):
     """One trainer rank: where its exporter listens, and which generation of its memory is current."""
 
     holder: int
@@ -46,7 +46,7 @@ class Exporting(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """What the marks of its parts have to show; 0 where it makes nothing."""
 
 
-class Welcome(WireMessage, frozen=True, tag=True):
+class Welcome(WireMessage, frozen=True, tag="Welcome"):
     """Sender: the receiver takes part."""
 
     epoch: int
@@ -55,18 +55,18 @@ class Welcome(WireMessage, frozen=True, tag=True):
     exporters: tuple[Exporting, ...]
 
 
-class Refused(WireMessage, frozen=True, tag=True):
+class Refused(WireMessage, frozen=True, tag="Refused"):
     """Sender: the receiver does not take part."""
 
     epoch: int
     reason: str
 
 
-class GiveLayout(WireMessage, frozen=True, tag=True):
+class GiveLayout(WireMessage, frozen=True, tag="GiveLayout"):
     """Receiver: it does not know that layout yet."""
 
 
-class Layout(WireMessage, frozen=True, tag=True):
+class Layout(WireMessage, frozen=True, tag="Layout"):
     """Sender: what every rank holds and exports."""
 
     pieces: bytes
@@ -75,7 +75,7 @@ class Layout(WireMessage, frozen=True, tag=True):
     """`ExportMap.encode`."""
 
 
-class Proposal(WireMessage, frozen=True, tag=True):
+class Proposal(WireMessage, frozen=True, tag="Proposal"):
     """One worker's plan, and what it was made from."""
 
     reader: Reader
@@ -83,21 +83,21 @@ class Proposal(WireMessage, frozen=True, tag=True):
     plan: str
 
 
-class Propose(WireMessage, frozen=True, tag=True):
+class Propose(WireMessage, frozen=True, tag="Propose"):
     """Receiver: what its workers will do. Nothing is read before the sender has agreed."""
 
     plans: tuple[Proposal, ...]
 
 
-class Agreed(WireMessage, frozen=True, tag=True):
+class Agreed(WireMessage, frozen=True, tag="Agreed"):
     """Sender: it made the same plans."""
 
 
-class GiveTable(WireMessage, frozen=True, tag=True):
+class GiveTable(WireMessage, frozen=True, tag="GiveTable"):
     """Receiver: it is about to copy, and has no digest table yet. Answered once, when there is one."""
 
 
-class Table(WireMessage, frozen=True, tag=True):
+class Table(WireMessage, frozen=True, tag="Table"):
     """Sender: what is copied has to be this. At most `MOST_TABLE_BYTES` and `MOST_SEAL_BYTES`."""
 
     table: bytes
@@ -105,11 +105,11 @@ class Table(WireMessage, frozen=True, tag=True):
     seal: bytes
 
 
-class Finished(WireMessage, frozen=True, tag=True):
+class Finished(WireMessage, frozen=True, tag="Finished"):
     """Receiver: the engine holds the version, and has proven it."""
 
 
-class Failed(WireMessage, frozen=True, tag=True, omit_defaults=True):
+class Failed(WireMessage, frozen=True, omit_defaults=True, tag="Failed"):
     """Either side: it gives up."""
 
     reason: str

@@ -25,7 +25,7 @@ _Text = Annotated[str, msgspec.Meta(max_length=2048)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
-class Hello(WireMessage, frozen=True, tag=True):
+class Hello(WireMessage, frozen=True, tag="Hello"):
     """Receiver, first: who it is and which epoch it was told to take."""
 
     channel: _Text
@@ -33,20 +33,20 @@ class Hello(WireMessage, frozen=True, tag=True):
     engine: _Text
 
 
-class Welcome(WireMessage, frozen=True, tag=True):
+class Welcome(WireMessage, frozen=True, tag="Welcome"):
     """Sender: the receiver takes part."""
 
     epoch: _Count
 
 
-class Refused(WireMessage, frozen=True, tag=True):
+class Refused(WireMessage, frozen=True, tag="Refused"):
     """Sender: the receiver does not take part. `epoch` is the sender's."""
 
     epoch: _Count
     reason: _Text
 
 
-class BucketReady(WireMessage, frozen=True, tag=True):
+class BucketReady(WireMessage, frozen=True, tag="BucketReady"):
     """Sender: bucket `index` lies in `handle` (handles.py) until the receiver is done with it."""
 
     index: _Count
@@ -55,18 +55,18 @@ class BucketReady(WireMessage, frozen=True, tag=True):
     handle: bytes
 
 
-class BucketDone(WireMessage, frozen=True, tag=True):
+class BucketDone(WireMessage, frozen=True, tag="BucketDone"):
     """Receiver: it will not read the memory of bucket `index` any more."""
 
     index: _Count
     generation: _Count
 
 
-class Finished(WireMessage, frozen=True, tag=True):
+class Finished(WireMessage, frozen=True, tag="Finished"):
     """Receiver: every bucket was loaded."""
 
 
-class Failed(WireMessage, frozen=True, tag=True):
+class Failed(WireMessage, frozen=True, tag="Failed"):
     """Either side: it gives up."""
 
     reason: _Text

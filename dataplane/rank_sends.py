@@ -266,4 +266,4 @@ def _tell(frames: SealedFrames, reason: str, *, less: bool) -> None:
 
 
 def _reason(message: wire.ToReceiver) -> str:
-    return message.reason if isinstance(message, wire.Refused | wire.Failed) else type(message).__name__
+    return message.reason if isinstance(message, wire.Refused | wire.Failed) else message.kind

@@ -299,7 +299,7 @@ class SendsSender:
     def _known(self, hello: wire.ToSender) -> tuple[End | None, str]:
         """Who has come; or None, and why it may not."""
         if not isinstance(hello, wire.Hello | wire.RankHello):
-            return None, f"whoever comes begins with Hello, not with {type(hello).__name__}"
+            return None, f"whoever comes begins with Hello, not with {hello.kind}"
         if (hello.channel, hello.epoch) != (self._channel, self._epoch):
             return None, f"this is channel {self._channel!r} at epoch {self._epoch}"
         end = self._ranks.get(hello.rank) if isinstance(hello, wire.RankHello) else self._engines.get(hello.engine)
@@ -335,7 +335,7 @@ class SendsSender:
                     self._ceiling.lower(self._pair_bytes, self._most)
                 self._drop(end, reason)
             case message:
-                self._drop(end, f"it said {type(message).__name__} out of turn")
+                self._drop(end, f"it said {message.kind} out of turn")
 
     def _layout_to_give(self) -> bytes:
         """Made once for all who do not know it: it waits for as long as they take to read it."""

@@ -363,4 +363,4 @@ def _over(connection: Frames) -> str:
 
 
 def _reason(message: sends_wire.ToReceiver) -> str:
-    return message.reason if isinstance(message, sends_wire.Refused | sends_wire.Failed) else type(message).__name__
+    return message.reason if isinstance(message, sends_wire.Refused | sends_wire.Failed) else message.kind

@@ -27,7 +27,7 @@ from .frames import Frames
 from .wire_message import WireMessage, decode
 
 
-class RankHello(WireMessage, frozen=True, tag=True):
+class RankHello(WireMessage, frozen=True, tag="RankHello"):
     """A rank of the trainer, first."""
 
     channel: str
@@ -41,7 +41,7 @@ class RankHello(WireMessage, frozen=True, tag=True):
     """By which a group over NCCL knows its GPU."""
 
 
-class Group(WireMessage, frozen=True, tag=True):
+class Group(WireMessage, frozen=True, tag="Group"):
     """The group of this epoch."""
 
     store: str
@@ -62,7 +62,7 @@ class Group(WireMessage, frozen=True, tag=True):
     """How many of its members, the first ones, are ranks of the trainer; told where it forms early."""
 
 
-class Invited(WireMessage, frozen=True, tag=True):
+class Invited(WireMessage, frozen=True, tag="Invited"):
     """Sender: the receiver takes part."""
 
     epoch: int
@@ -78,7 +78,7 @@ class Invited(WireMessage, frozen=True, tag=True):
     """Its workers may begin to join this one: `Begin` says whether it is used."""
 
 
-class Prepared(WireMessage, frozen=True, tag=True):
+class Prepared(WireMessage, frozen=True, tag="Prepared"):
     """Receiver: its workers know what they will be sent."""
 
     plans: tuple[str, ...]
@@ -89,17 +89,17 @@ class Prepared(WireMessage, frozen=True, tag=True):
     """By which a group over NCCL knows the GPU of each worker; empty for who has none."""
 
 
-class Form(WireMessage, frozen=True, tag=True):
+class Form(WireMessage, frozen=True, tag="Form"):
     """Sender, to a rank of the trainer: begin to join this group. `Begin` says whether it is used."""
 
     group: Group
 
 
-class Forms(WireMessage, frozen=True, tag=True):
+class Forms(WireMessage, frozen=True, tag="Forms"):
     """Receiver: its workers have begun to join `Invited.form`."""
 
 
-class Letters(WireMessage, frozen=True, tag=True):
+class Letters(WireMessage, frozen=True, tag="Letters"):
     """What one rank of the trainer sends to one worker. The tables are left out where the rank has them."""
 
     peer: int
@@ -110,7 +110,7 @@ class Letters(WireMessage, frozen=True, tag=True):
     pack: bytes = b""
 
 
-class Begin(WireMessage, frozen=True, tag=True, omit_defaults=True):
+class Begin(WireMessage, frozen=True, omit_defaults=True, tag="Begin"):
     """Sender: join the group, and move."""
 
     group: Group
@@ -120,11 +120,11 @@ class Begin(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """The groups that a rank of the trainer keeps beside this one. A worker has no others."""
 
 
-class Beat(WireMessage, frozen=True, tag=True):
+class Beat(WireMessage, frozen=True, tag="Beat"):
     """Receiver or rank, every `BEAT_S` while the group forms and moves: it does not stand still."""
 
 
-class Through(WireMessage, frozen=True, tag=True):
+class Through(WireMessage, frozen=True, tag="Through"):
     """Receiver or rank: everything of it has moved."""
 
     seconds: float

@@ -350,4 +350,4 @@ def _tell(threads: dict[int, Frames], reason: str) -> None:
 
 
 def _said(message: worker_wire.ToSidecar) -> str:
-    return message.reason if isinstance(message, worker_wire.Failed) else type(message).__name__
+    return message.reason if isinstance(message, worker_wire.Failed) else message.kind

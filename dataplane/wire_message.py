@@ -10,7 +10,12 @@ from .errors import PeerLost
 
 
 class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
-    """Tagged by its name; a field that is not known makes it no message."""
+    """Each names its tag itself: a class may be renamed, what travels may not. Unknown fields are refused."""
+
+    @property
+    def kind(self) -> str:
+        """The tag it travels with; errors name a message by it."""
+        return str(self.__struct_config__.tag)
 
 
 _T = TypeVar("_T")

@@ -40,7 +40,7 @@ from .sends_wire import Group
 from .wire_message import WireMessage, decode
 
 
-class Hello(WireMessage, frozen=True, tag=True, omit_defaults=True):
+class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
     """Worker, first: who it is, and what it has from earlier rounds."""
 
     rank: int
@@ -57,21 +57,21 @@ class Hello(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """By which a group over NCCL knows its GPU."""
 
 
-class Record(WireMessage, frozen=True, tag=True):
+class Record(WireMessage, frozen=True, tag="Record"):
     """Sidecar: run the loader once on these tensors, and say what it does."""
 
     layout: str
     tensors: tuple[TensorSpec, ...]
 
 
-class Recorded(WireMessage, frozen=True, tag=True):
+class Recorded(WireMessage, frozen=True, tag="Recorded"):
     """Worker: `Recording.encode`."""
 
     recording: bytes
     seconds: float
 
 
-class Exports(WireMessage, frozen=True, tag=True, omit_defaults=True):
+class Exports(WireMessage, frozen=True, omit_defaults=True, tag="Exports"):
     """Where one trainer rank's memory is had, and which regions of it."""
 
     holder: int
@@ -82,13 +82,13 @@ class Exports(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """One of the regions, where it may be read before all of it is made."""
 
 
-class Form(WireMessage, frozen=True, tag=True):
+class Form(WireMessage, frozen=True, tag="Form"):
     """Sidecar: begin to join this group beside the rest. Whoever gets a schedule next takes it along."""
 
     group: Group
 
 
-class Prove(WireMessage, frozen=True, tag=True, omit_defaults=True):
+class Prove(WireMessage, frozen=True, omit_defaults=True, tag="Prove"):
     """Sidecar: what is reported of the memory that was recorded. The tables are those of proof.py, encoded."""
 
     proof: bytes
@@ -102,7 +102,7 @@ class Prove(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """It may be sent to: what a first group takes longer for is done beside."""
 
 
-class Adopt(WireMessage, frozen=True, tag=True):
+class Adopt(WireMessage, frozen=True, tag="Adopt"):
     """Sidecar: what to do in every round from now on. The tables are those of plan.py and proof.py, encoded."""
 
     plan: str
@@ -116,13 +116,13 @@ class Adopt(WireMessage, frozen=True, tag=True):
     prove: Prove
 
 
-class Adopted(WireMessage, frozen=True, tag=True):
+class Adopted(WireMessage, frozen=True, tag="Adopted"):
     """Worker: everything is bound."""
 
     seconds: float
 
 
-class Replay(WireMessage, frozen=True, tag=True, omit_defaults=True):
+class Replay(WireMessage, frozen=True, omit_defaults=True, tag="Replay"):
     """Sidecar: copy, then say what the engine holds."""
 
     epoch: int
@@ -134,7 +134,7 @@ class Replay(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """How long they may be waited for."""
 
 
-class Replayed(WireMessage, frozen=True, tag=True, omit_defaults=True):
+class Replayed(WireMessage, frozen=True, omit_defaults=True, tag="Replayed"):
     """Worker: done. Lanes are of its groups, as little-endian uint64; `odd` are the bytes that were read back."""
 
     lanes: bytes
@@ -147,7 +147,7 @@ class Replayed(WireMessage, frozen=True, tag=True, omit_defaults=True):
     """Why it was slower than it could be."""
 
 
-class Expect(WireMessage, frozen=True, tag=True):
+class Expect(WireMessage, frozen=True, tag="Expect"):
     """Sidecar: what the worker will be sent from now on, for the plan that it has. The tables are of schedule.py."""
 
     schedule: str
@@ -157,54 +157,54 @@ class Expect(WireMessage, frozen=True, tag=True):
     """Where its thread is to connect, and wait for `Take`."""
 
 
-class Expecting(WireMessage, frozen=True, tag=True):
+class Expecting(WireMessage, frozen=True, tag="Expecting"):
     """Worker's thread, first: which schedule it carries out."""
 
     rank: int
     schedule: str
 
 
-class Weigh(WireMessage, frozen=True, tag=True):
+class Weigh(WireMessage, frozen=True, tag="Weigh"):
     """Sidecar: is there room to take everything beside the parameters?"""
 
 
-class Room(WireMessage, frozen=True, tag=True):
+class Room(WireMessage, frozen=True, tag="Room"):
     """Worker's thread: bytes that it takes, and bytes that are free."""
 
     needed: int
     free: int
 
 
-class Take(WireMessage, frozen=True, tag=True):
+class Take(WireMessage, frozen=True, tag="Take"):
     """Sidecar: join this group, and take everything. `beside` the parameters, or into them while the server stands."""
 
     group: Group
     beside: bool
 
 
-class Moving(WireMessage, frozen=True, tag=True):
+class Moving(WireMessage, frozen=True, tag="Moving"):
     """Worker's thread, every `sends_wire.BEAT_S` until it has taken everything: it does not stand still."""
 
 
-class Taken(WireMessage, frozen=True, tag=True):
+class Taken(WireMessage, frozen=True, tag="Taken"):
     """Worker's thread: everything has arrived."""
 
     seconds: float
     nbytes: int
 
 
-class Flip(WireMessage, frozen=True, tag=True):
+class Flip(WireMessage, frozen=True, tag="Flip"):
     """Sidecar: put what was taken into place, then say what the engine holds."""
 
     epoch: int
     version: int
 
 
-class Done(WireMessage, frozen=True, tag=True):
+class Done(WireMessage, frozen=True, tag="Done"):
     """Sidecar: return to the server."""
 
 
-class Failed(WireMessage, frozen=True, tag=True, omit_defaults=True):
+class Failed(WireMessage, frozen=True, omit_defaults=True, tag="Failed"):
     """Either side: it gives up. The worker has changed weights if `touched`."""
 
     reason: str

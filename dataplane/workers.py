@@ -339,4 +339,4 @@ def _introduced(frames: Frames, deadline: Deadline) -> wire.Hello:
 
 
 def _said(message: wire.ToSidecar) -> str:
-    return message.reason if isinstance(message, wire.Failed) else type(message).__name__
+    return message.reason if isinstance(message, wire.Failed) else message.kind

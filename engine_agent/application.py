@@ -157,7 +157,7 @@ class Application:
     def _command(self, message: ToEngine, now: float) -> tuple[Effect, ...]:
         """Fencing, then repetition, then the command itself."""
         if message.epoch < self.epoch:
-            return (Note("stale_command", f"{type(message).__name__} of epoch {message.epoch}, now {self.epoch}"),)
+            return (Note("stale_command", f"{message.kind} of epoch {message.epoch}, now {self.epoch}"),)
         if message.epoch > self.epoch:
             self.epoch = Epoch(message.epoch)
             self._answers.forget()
@@ -340,7 +340,7 @@ class Application:
     def _unless_unwanted(self, command: Transfer) -> tuple[Effect, ...]:
         """What was taken beside is not put into place when something else was asked for meanwhile."""
         other = self._waiting.next
-        return self._fail(command, Step.TRANSFER, f"{type(other).__name__} came before the flip") if other else ()
+        return self._fail(command, Step.TRANSFER, f"{other.kind} came before the flip") if other else ()
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received) or not (command.table or result.table):

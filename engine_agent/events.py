@@ -23,7 +23,19 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 # -- operations: at most one at a time ---------------------------------------------------------------------------------
 
 
-class Validate(msgspec.Struct, frozen=True):
+class _Operation(msgspec.Struct, frozen=True):
+    @property
+    def name(self) -> str:
+        """Label of metrics and of ``/status``: independent of the class name."""
+        return name_of(type(self))
+
+
+def name_of(operation: type[_Operation]) -> str:
+    """`_Operation.name` of one kind of operation."""
+    return str(operation.__struct_config__.tag)
+
+
+class Validate(_Operation, frozen=True, tag="validate"):
     """Compare manifest and table with the server. Changes nothing."""
 
     command: Prepare
@@ -32,28 +44,28 @@ class Validate(msgspec.Struct, frozen=True):
     """The committed version that the server holds now: what is offered must follow it."""
 
 
-class PauseServer(msgspec.Struct, frozen=True):
+class PauseServer(_Operation, frozen=True, tag="pauseserver"):
     """Stop the server generating."""
 
     mode: str
     deadline_s: float
 
 
-class Stage(msgspec.Struct, frozen=True):
+class Stage(_Operation, frozen=True, tag="stage"):
     """Take the version beside the weights that are served, while the server generates. Changes nothing."""
 
     command: Transfer
     checkpoint: str
 
 
-class Receive(msgspec.Struct, frozen=True):
+class Receive(_Operation, frozen=True, tag="receive"):
     """Take every bucket and load it; or put into place what `Stage` took."""
 
     command: Transfer
     checkpoint: str
 
 
-class Verify(msgspec.Struct, frozen=True):
+class Verify(_Operation, frozen=True, tag="verify"):
     """Compare what the server holds with the digest table."""
 
     command: Transfer
@@ -61,14 +73,14 @@ class Verify(msgspec.Struct, frozen=True):
     """Every byte was compared with the table before the server saw it."""
 
 
-class Label(msgspec.Struct, frozen=True):
+class Label(_Operation, frozen=True, tag="label"):
     """Label the server, which stays paused, with the version that it was proven to hold."""
 
     version: int
     deadline_s: float
 
 
-class Release(msgspec.Struct, frozen=True):
+class Release(_Operation, frozen=True, tag="release"):
     """Label the server with `version` (null: leave its label), flush if asked, and let it generate."""
 
     version: int | None

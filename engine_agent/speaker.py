@@ -84,9 +84,9 @@ class Speaker:
         except (CoordinatorUnreachable, ClientClosed):
             return False
         except RequestRefused as refused:
-            self._log.info("answer_refused", answer=type(message).__name__, reason=str(refused))
+            self._log.info("answer_refused", answer=message.kind, reason=str(refused))
         except WeightbusError as error:
-            self._log.error("answer_not_sent", answer=type(message).__name__, reason=str(error))
+            self._log.error("answer_not_sent", answer=message.kind, reason=str(error))
         return True
 
 

@@ -23,6 +23,7 @@ from .events import (
     Stage,
     Validate,
     Verify,
+    name_of,
 )
 from .weights import GENERATES, Weights, WeightState
 
@@ -57,7 +58,7 @@ class Running(msgspec.Struct):
     """Nobody wants its result any more: it was asked to end soon, and is asked again until it does."""
 
 
-_ARRIVING: Final = frozenset({Receive.__name__.lower(), Verify.__name__.lower()})
+_ARRIVING: Final = frozenset({name_of(Receive), name_of(Verify)})
 
 
 class View(msgspec.Struct, frozen=True):
@@ -100,7 +101,7 @@ def view_of(
         version=weights.version,
         reached=reached,
         epoch=epoch,
-        doing=type(running.operation).__name__.lower() if running else "",
+        doing=running.operation.name if running else "",
         reason=reason,
     )
 
@@ -156,7 +157,7 @@ def told(event: Event) -> str:
     """A line of the story that errors carry."""
     match event:
         case Commanded(message):
-            return f"told {type(message).__name__} of epoch {message.epoch}"
+            return f"told {message.kind} of epoch {message.epoch}"
         case Operated(number, result):
             broken = f": {result.reason}" if isinstance(result, Broken) else ""
             return f"operation {number} ended, {type(result).__name__}{broken}"

@@ -139,7 +139,7 @@ class Taker:
                     self._detach()
                 self._standing.call_off()
             case _:
-                _log.error("weightbus: the sidecar said %s to a thread that receives", type(message).__name__)
+                _log.error("weightbus: the sidecar said %s to a thread that receives", message.kind)
                 return False
         return True
 
@@ -231,7 +231,7 @@ class Taker:
         except TransferFailed as error:
             self._closed = True
             return f"the sidecar is gone: {error}"
-        return message.reason if isinstance(message, wire.Failed) else f"the sidecar said {type(message).__name__}"
+        return message.reason if isinstance(message, wire.Failed) else f"the sidecar said {message.kind}"
 
 
 def free_bytes(device: torch.device) -> int:

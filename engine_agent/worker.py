@@ -127,7 +127,7 @@ class Worker:
         """Do it to the launch `identity` of the server (empty: to any), and say how it ended. Never raises."""
         self._number, self._launch = number, identity
         self._server.expect(identity)
-        step, started = type(operation).__name__.lower(), time.monotonic()
+        step, started = operation.name, time.monotonic()
         try:
             with resting():
                 result = self._perform(operation)

@@ -131,9 +131,9 @@ def _obey(  # noqa: PLR0911  one for each message
             case wire.Flip():
                 return state.flip()
             case _:
-                return wire.Failed(reason=f"{type(message).__name__} is not for the loader", touched=state.touched)
+                return wire.Failed(reason=f"{message.kind} is not for the loader", touched=state.touched)
     except Exception as error:  # noqa: BLE001 - see above
-        _log.exception("weightbus: %s failed", type(message).__name__)
+        _log.exception("weightbus: %s failed", message.kind)
         reason = f"{type(error).__name__}: {error}"[:2048]
         return wire.Failed(reason=reason, touched=state.touched, unrecordable=isinstance(error, NotRecordable))
 

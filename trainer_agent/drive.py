@@ -215,7 +215,7 @@ class Drive:
             )
             answer = self._request(message)
         if not isinstance(answer, m.Granted):
-            return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {type(answer).__name__}")
+            return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {answer.kind}")
         self._engines, self._committed = answer.engines, answer.committed
         self._routes = answer.routes or None
         self._of.staging.granted(awaited=answer.may_leave_open)
@@ -421,7 +421,7 @@ class Drive:
             self._of.bus.request(message, deadline_s=_FAREWELL_S)
         except (RequestRefused, CoordinatorUnreachable, ClientClosed) as error:
             # The lease runs out by itself; this only makes it quicker.
-            self._log.debug("farewell_unheard", message=type(message).__name__, error=str(error))
+            self._log.debug("farewell_unheard", message=message.kind, error=str(error))
 
     def _conclude_saving(self, verdict: p.Verdict) -> None:
         """Keep the version's files if it was committed, and nothing otherwise."""

@@ -20,23 +20,23 @@ class Order(msgspec.Struct, frozen=True, tag=True):
     """Root of what the leader says."""
 
 
-class Ready(Order, frozen=True):
+class Ready(Order, frozen=True, tag="Ready"):
     """The leader stands; `publish` may be called."""
 
 
-class NotReady(Order, frozen=True):
+class NotReady(Order, frozen=True, tag="NotReady"):
     """The leader could not be started."""
 
     reason: str
 
 
-class Assemble(Order, frozen=True):
+class Assemble(Order, frozen=True, tag="Assemble"):
     """Take part in assembling bucket `index`."""
 
     index: int
 
 
-class Make(Order, frozen=True):
+class Make(Order, frozen=True, tag="Make"):
     """Begin to make what this rank lets others read, from its weights as they are now; with `digests`, to digest it."""
 
     digests: bool
@@ -44,7 +44,7 @@ class Make(Order, frozen=True):
     """Readers are told of what is made part by part."""
 
 
-class Expose(Order, frozen=True):
+class Expose(Order, frozen=True, tag="Expose"):
     """Make this rank's memory readable as it is now; digest its share of the model if `digests`."""
 
     digests: bool
@@ -54,11 +54,11 @@ class Expose(Order, frozen=True):
     """As of `Make`."""
 
 
-class Digest(Order, frozen=True):
+class Digest(Order, frozen=True, tag="Digest"):
     """Digest this rank's share of what it has exposed."""
 
 
-class Join(Order, frozen=True):
+class Join(Order, frozen=True, tag="Join"):
     """Take part in sending `epoch`, by a thread of this rank's own, to whoever comes to `address`."""
 
     address: str
@@ -67,20 +67,20 @@ class Join(Order, frozen=True):
     deadline_s: float
 
 
-class Read(Order, frozen=True):
+class Read(Order, frozen=True, tag="Read"):
     """Read and digest the buckets of this rank's stage, and what of `wanted` engines report of them."""
 
     wanted: tuple[tuple[str, int], ...]
 
 
-class Refill(Order, frozen=True):
+class Refill(Order, frozen=True, tag="Refill"):
     """Read buckets `first` to `last`, exclusive, once more; each on its stage, which sends it."""
 
     first: int
     last: int
 
 
-class Broadcast(Order, frozen=True):
+class Broadcast(Order, frozen=True, tag="Broadcast"):
     """Where this rank is a source, have it meet the engines of `epoch`."""
 
     address: str
@@ -94,11 +94,11 @@ class Broadcast(Order, frozen=True):
     """What was read last is all there; otherwise each bucket is read again."""
 
 
-class Beat(Order, frozen=True):
+class Beat(Order, frozen=True, tag="Beat"):
     """Nothing to do; the leader is alive."""
 
 
-class Taken(Order, frozen=True):
+class Taken(Order, frozen=True, tag="Taken"):
     """The snapshot of `version` is taken; nobody is needed for the rest."""
 
     version: int
@@ -108,7 +108,7 @@ class Taken(Order, frozen=True):
     """Why training must not go on from it, though its publication does."""
 
 
-class Finish(Order, frozen=True):
+class Finish(Order, frozen=True, tag="Finish"):
     """The publication is over."""
 
     verdict: Verdict

@@ -30,7 +30,7 @@ class Stage(msgspec.Struct, frozen=True):
     count: int
 
 
-class Roster(msgspec.Struct, frozen=True, tag=True):
+class Roster(msgspec.Struct, frozen=True, tag="Roster"):
     """What one rank holds."""
 
     facts: dict[str, str]
@@ -40,7 +40,7 @@ class Roster(msgspec.Struct, frozen=True, tag=True):
     stages: tuple[Stage, ...] = ()
 
 
-class Refusal(msgspec.Struct, frozen=True, tag=True):
+class Refusal(msgspec.Struct, frozen=True, tag="Refusal"):
     """Why one rank cannot serve its part."""
 
     reason: str

@@ -175,6 +175,18 @@ def test_a_journal_of_the_first_release_is_read(tmp_path: Path) -> None:
     assert (report.engine, report.bytes, report.verified_by) == ("e0", 5, "live-digest")
 
 
+def test_a_journal_of_the_code_before_the_rooms_opens(tmp_path: Path) -> None:
+    """Written by 69e00d5, all records in it, forgotten channels too: it restores to what that code restored it to."""
+    golden = Path(__file__).with_name("golden")
+    with contextlib.closing(sqlite3.connect(tmp_path / "journal")) as database:
+        database.executescript(golden.joinpath("journal_before_rooms.sql").read_text("utf-8"))
+    with contextlib.closing(SqliteJournal(tmp_path / "journal", lambda: 1.0, by=1)) as journal:
+        found = msgspec.json.decode(msgspec.json.encode(journal.restore()))
+    for channel in found.values():
+        channel["epoch"] -= 1  # a start raises every epoch
+    assert found == msgspec.json.decode(golden.joinpath("journal_before_rooms.json").read_bytes())
+
+
 def test_other_schema_is_refused(tmp_path: Path) -> None:
     """A file of another release is left as it is."""
     SqliteJournal(tmp_path / "j").close()
