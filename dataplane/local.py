@@ -220,7 +220,7 @@ class LocalSender:
         pid = connection.check_user()
         hello = connection.from_receiver()
         if not isinstance(hello, Hello):
-            raise PeerLost(f"the peer began with {hello.kind if hello else "nothing"}, expected Hello")
+            raise PeerLost(f"the peer began with {hello.kind if hello else 'nothing'}, expected Hello")
         if reason := self._refusal(hello):
             connection.send(Refused(epoch=self._session.epoch, reason=reason))
             raise PeerLost(reason)
