@@ -29,7 +29,7 @@ elif command -v docker-compose >/dev/null; then
 else
     skip "neither docker compose nor docker-compose is installed"
 fi
-"$PYTHON" -c 'import importlib.util as u, weightbus.control.cli; assert u.find_spec("sglang") and u.find_spec("megatron")' 2>/dev/null ||
+"$PYTHON" -c 'import importlib.util as u, weightbus.control.cli.main; assert u.find_spec("sglang") and u.find_spec("megatron")' 2>/dev/null ||
     skip "$PYTHON lacks the project or SGLang; run: make env"
 
 work=$(mktemp -d)
@@ -167,10 +167,10 @@ within 60 "prometheus scrapes the coordinator" seen 'up{job="weightbus-coordinat
 # -- a real engine, and a trainer ----------------------------------------------------------------------------------------
 
 for seed in 0 1 2 3 4 5; do "$PYTHON" tests/kit/tiny_model.py "$work/seed$seed" --seed "$seed" >/dev/null; done
-background server "$PYTHON" -m weightbus.engine_agent.cpu_server --model-path "$work/seed0" --port "$SERVER" \
+background server "$PYTHON" -m weightbus.engine_agent.engines.sglang.cpu_server --model-path "$work/seed0" --port "$SERVER" \
     --skip-tokenizer-init --log-level warning
 start_sidecar() {
-    background sidecar "$PYTHON" -m weightbus.control.cli engine-agent --name e0 --channel e2e \
+    background sidecar "$PYTHON" -m weightbus.control.cli.main engine-agent --name e0 --channel e2e \
         --server "http://127.0.0.1:$SERVER" --coordinator "tcp://127.0.0.1:$ROUTER" --keys "$work/agent-keys" \
         --http-port "$SIDE" --state-dir "$work/state"
 }

@@ -62,12 +62,12 @@ def test_the_modules_are_found() -> None:
 
 def test_only_the_bus_speaks_zeromq() -> None:
     """Sockets live behind three modules; everything else can be tested without them."""
-    assert set(importers("zmq")) == {"control/bus.py", "control/dealer.py", "control/sockets.py"}
+    assert set(importers("zmq")) == {"control/bus/router.py", "control/bus/dealer.py", "control/bus/sockets.py"}
 
 
 def test_only_the_log_knows_structlog() -> None:
     """Where lines go is decided in one place: elsewhere a line could be printed that nobody asked for."""
-    assert set(importers("structlog")) == {"control/log.py", "control/telemetry.py"}
+    assert set(importers("structlog")) == {"control/log.py", "control/server/metrics.py"}
 
 
 def test_only_megatron_files_and_the_demo_import_megatron() -> None:

@@ -10,11 +10,15 @@ from typing import get_args
 import msgspec
 import pytest
 
-from weightbus.control import effects, messages
-from weightbus.dataplane import direct_wire, local_wire, sends_wire, worker_wire
-from weightbus.dataplane.wire_message import WireMessage
-from weightbus.engine_agent import events
-from weightbus.trainer_agent import orders
+from weightbus.control import protocol as messages
+from weightbus.control.machine import effects
+from weightbus.dataplane.processes.wire_message import WireMessage
+from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports.direct import messages as direct_wire
+from weightbus.dataplane.transports.local import messages as local_wire
+from weightbus.dataplane.transports.sends import messages as sends_wire
+from weightbus.engine_agent.machine import events
+from weightbus.trainer_agent.publish import rank_commands as orders
 
 GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("tags.json").read_text("utf-8"))
 """Written by the code of 69e00d5, where every tag was the class name."""

@@ -20,34 +20,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from .agent import TrainerAgent as TrainerAgent
-    from .exported import ExportedSource as ExportedSource
-    from .exported import bridge_exporter as bridge_exporter
-    from .fsdp import FSDPSource as FSDPSource
-    from .full_tensor import FullTensorSource as FullTensorSource
-    from .handle import PublishHandle as PublishHandle
-    from .hf_module import HFModuleSource as HFModuleSource
-    from .lineage import Lineage as Lineage
-    from .lineage import Staleness as Staleness
-    from .megatron import MegatronSource as MegatronSource
-    from .report import PublishReport as PublishReport
+    from .machine.publish_handle import PublishHandle as PublishHandle
+    from .machine.publish_report import PublishReport as PublishReport
+    from .publish.agent import TrainerAgent as TrainerAgent
     from .settings import TrainerSettings as TrainerSettings
     from .source import Source as Source
+    from .sources.exported import ExportedSource as ExportedSource
+    from .sources.exported import bridge_exporter as bridge_exporter
+    from .sources.fsdp import FSDPSource as FSDPSource
+    from .sources.full_tensor import FullTensorSource as FullTensorSource
+    from .sources.hf_module import HFModuleSource as HFModuleSource
+    from .sources.megatron.megatron_source import MegatronSource as MegatronSource
+    from .staleness import Lineage as Lineage
+    from .staleness import Staleness as Staleness
 
 _HOMES: Final = {
-    "ExportedSource": ".exported",
-    "FSDPSource": ".fsdp",
-    "FullTensorSource": ".full_tensor",
-    "HFModuleSource": ".hf_module",
-    "Lineage": ".lineage",
-    "MegatronSource": ".megatron",
-    "PublishHandle": ".handle",
-    "PublishReport": ".report",
+    "ExportedSource": ".sources.exported",
+    "FSDPSource": ".sources.fsdp",
+    "FullTensorSource": ".sources.full_tensor",
+    "HFModuleSource": ".sources.hf_module",
+    "Lineage": ".staleness",
+    "MegatronSource": ".sources.megatron.megatron_source",
+    "PublishHandle": ".machine.publish_handle",
+    "PublishReport": ".machine.publish_report",
     "Source": ".source",
-    "Staleness": ".lineage",
-    "TrainerAgent": ".agent",
+    "Staleness": ".staleness",
+    "TrainerAgent": ".publish.agent",
     "TrainerSettings": ".settings",
-    "bridge_exporter": ".exported",
+    "bridge_exporter": ".sources.exported",
 }
 
 

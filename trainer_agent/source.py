@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 
 if TYPE_CHECKING:  # what reads configs of served models alone has no torch
     import torch
@@ -147,7 +147,7 @@ class Staged(Source, Protocol):
 
 @runtime_checkable
 class KnowsHeads(Protocol):
-    """A source that can say how wide an attention head is, where shapes do not tell (served_layout.py)."""
+    """A source that can say how wide an attention head is, where shapes do not tell (sglang_layout.py)."""
 
     @property
     def head_dim(self) -> int | None:

@@ -22,33 +22,28 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import zmq
 
-from weightbus.control import codec
-from weightbus.control.dealer import HEARTBEAT_MS
-from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.keys import CurveFiles, read_public, read_secret
-from weightbus.control.messages import (
-    PROTOCOL,
+from weightbus.control.bus.dealer import HEARTBEAT_MS
+from weightbus.control.bus.session import ANSWERED
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.enums import PROTOCOL, EngineHealth, Role, TransportKind
+from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.protocol.message_fields import EngineInfo, Held, Message
+from weightbus.control.protocol.messages import (
     Abort,
     Commit,
-    EngineHealth,
-    EngineInfo,
     Heartbeat,
-    Held,
     Hello,
-    Message,
     Pause,
     Paused,
     Prepare,
     Prepared,
-    Role,
     Serving,
     ToAgent,
     Transfer,
     Transferred,
-    TransportKind,
     Verified,
 )
-from weightbus.control.session import ANSWERED
+from weightbus.control.security.curve_keys import CurveFiles, read_public, read_secret
 
 CHANNEL: Final = Channel("bench")
 CURVE_KEYS = tuple[bytes, bytes, bytes]

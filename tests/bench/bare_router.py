@@ -19,9 +19,9 @@ import zmq
 from agents import COMMAND
 from zmq.auth.thread import ThreadAuthenticator
 
-from weightbus.control.keys import read_secret
-from weightbus.control.receipts import HOLD_S
-from weightbus.control.trust import TRUST_FILE, TrustList
+from weightbus.control.bus.ack_batching import HOLD_S
+from weightbus.control.security.allow_list import TRUST_FILE, TrustList
+from weightbus.control.security.curve_keys import read_secret
 
 
 class _Doorman:

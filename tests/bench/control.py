@@ -34,31 +34,27 @@ from typing import Any
 
 from agents import CHANNEL, Agent, name_of
 
-from weightbus.control import codec
-from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.errors import RequestRefused
-from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, Version
-from weightbus.control.keys import CurveFiles
-from weightbus.control.messages import (
+from weightbus.control.bus.client import BusClient, BusSettings
+from weightbus.control.bus.sockets import libzmq_version
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.enums import Outcome, Role, TransportKind
+from weightbus.control.protocol.errors import RequestRefused
+from weightbus.control.protocol.ids import AgentId, Digest, Epoch, Incarnation, Version
+from weightbus.control.protocol.message_fields import Offer, Policy, TrainerInfo
+from weightbus.control.protocol.messages import (
     Ack,
     Acquire,
     Granted,
     Hello,
-    Offer,
     Offered,
-    Outcome,
-    Policy,
     Prepare,
     Prepared,
     Publish,
-    Role,
     RoundDone,
     Send,
     Sent,
-    TrainerInfo,
-    TransportKind,
 )
-from weightbus.control.sockets import libzmq_version
+from weightbus.control.security.curve_keys import CurveFiles
 
 HERE = Path(__file__).parent
 TRAINER = "trainer"
@@ -117,7 +113,14 @@ class Coordinator:
 
     def __init__(self, folder: Path, keys: Path) -> None:
         self._log = (folder / "coordinator.log").open("w+")
-        argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--keys={keys}", "--log-format=json"]
+        argv = [
+            sys.executable,
+            "-m",
+            "weightbus.control.cli.main",
+            "coordinator",
+            f"--keys={keys}",
+            "--log-format=json",
+        ]
         argv += ["--router-port=0", "--http-port=0", f"--journal={folder / 'journal.sqlite'}"]
         argv += ["--silence-s=600", "--lease-s=600"]
         self.process = subprocess.Popen(argv, stderr=self._log, start_new_session=True)
@@ -326,7 +329,7 @@ def _hello() -> Hello:
 
 def weightbus(*argv: str) -> None:
     """Run one command of the project's own."""
-    command = [sys.executable, "-m", "weightbus.control.cli", *argv]
+    command = [sys.executable, "-m", "weightbus.control.cli.main", *argv]
     ended = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if ended.returncode:
         raise SystemExit(f"weightbus {argv[0]} ended with {ended.returncode}: {ended.stderr.strip()}")

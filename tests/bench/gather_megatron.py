@@ -19,9 +19,9 @@ from family_models import build, start  # noqa: E402
 from gather_model import Param, Shape, pieces, rule_of  # noqa: E402
 from tiny_families import Layout  # noqa: E402
 
-from weightbus.dataplane.pieces import Piece  # noqa: E402
-from weightbus.trainer_agent import megatron_cpu  # noqa: E402
-from weightbus.trainer_agent.megatron import MegatronSource  # noqa: E402
+from weightbus.dataplane.tensors.shards import Piece  # noqa: E402
+from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
+from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource  # noqa: E402
 
 FAMILY = "qwen3_moe"
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Piece, View
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, View
 
 
 class Shape(NamedTuple):

@@ -22,12 +22,12 @@ import torch.distributed as dist
 from gather_model import SHAPES, Shape, params, pieces, served
 from gather_published import Batched, Groups, Synchronous
 
-from weightbus.dataplane import cover
-from weightbus.dataplane.manifest import Manifest
-from weightbus.dataplane.pieces import Pieces
-from weightbus.trainer_agent.assembly import DTYPES, Assembler, Exchange
-from weightbus.trainer_agent.megatron import MegatronSource
-from weightbus.trainer_agent.parcels import BucketPlan, plan
+from weightbus.dataplane.tensors import coverage as cover
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, Exchange
+from weightbus.trainer_agent.assembly.gather_plan import BucketPlan, plan
+from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 
 class Meter:

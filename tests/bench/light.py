@@ -8,10 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from weightbus.control import messages as m
-from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.errors import RequestRefused, WeightbusError
-from weightbus.control.ids import AgentId, Channel, Epoch, Incarnation, RequestId, Version
+from weightbus.control import protocol as m
+from weightbus.control.bus.client import BusClient, BusSettings
+from weightbus.control.protocol.errors import RequestRefused, WeightbusError
+from weightbus.control.protocol.ids import AgentId, Channel, Epoch, Incarnation, RequestId, Version
 
 CHANNEL = Channel("light")
 DEADLINE_S = 30.0

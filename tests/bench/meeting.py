@@ -16,9 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from weightbus.dataplane.broadcast_group import join_store, serve_store
-from weightbus.dataplane.distributed import BEHIND_S, WATCH_S
-from weightbus.dataplane.meeting import Meeting, new_token
+from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Meeting, new_token
+from weightbus.dataplane.transports.distributed.sender import BEHIND_S, WATCH_S
 
 
 def milliseconds(call: Callable[[], object], times: int, before: Callable[[int], object] = lambda _: None) -> float:

@@ -70,7 +70,7 @@ class NotingServer(FakeSGLang):
 
     def server_info(self, body: dict[str, Any]) -> dict[str, Any]:
         """It has our loader."""
-        from weightbus.engine_agent.payload import LOADER
+        from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 
         return {**super().server_info(body), "custom_weight_loader": [LOADER]}
 
@@ -79,7 +79,7 @@ class NotingServer(FakeSGLang):
         import base64
         import re
 
-        from weightbus.engine_agent import worker_loader
+        from weightbus.engine_agent.worker import loader as worker_loader
 
         (payload,) = body["serialized_named_tensors"]
         found = re.search(rb"weightbus:[\x20-\x7e]+?\.sock", base64.b64decode(payload))
@@ -107,7 +107,7 @@ def note(what: str, came: float) -> None:
 
 def serve(checkpoint: Path, version: str, hop_s: float) -> None:
     """Until killed."""
-    from weightbus.engine_agent import worker_loader
+    from weightbus.engine_agent.worker import loader as worker_loader
 
     torch.set_num_threads(1)
     obey = worker_loader._obey
@@ -131,12 +131,12 @@ def serve(checkpoint: Path, version: str, hop_s: float) -> None:
 def run(rounds: int, folder: Path, release: str, hop_ms: float) -> dict[str, Any]:
     """Publish `rounds` versions and take the pauses of the steady ones apart."""
     from weightbus.trainer_agent import TrainerAgent
-    from weightbus.trainer_agent.hf_module import HFModuleSource
+    from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
     checkpoint = model.write_checkpoint(folder / "checkpoint")
     (folder / "run").mkdir(mode=0o700)
     bus, status = free_port(), free_port()
-    weightbus = [sys.executable, "-m", "weightbus.control.cli"]
+    weightbus = [sys.executable, "-m", "weightbus.control.cli.main"]
     children: list[subprocess.Popen[bytes]] = []
     notes = folder / "notes"
 

@@ -18,14 +18,14 @@ from typing import TypeVar
 
 import numpy as np
 
-from weightbus.dataplane.boxes import Boxes, Column
-from weightbus.dataplane.exports import ExportMap, Place, Region
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import DTYPES, Pieces
-from weightbus.dataplane.plan import Reader, make_plan
-from weightbus.dataplane.proof import make_proof
-from weightbus.dataplane.recording import Recording, Target
-from weightbus.dataplane.shares import divide
+from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
+from weightbus.dataplane.reshard.digest_shares import divide
+from weightbus.dataplane.reshard.load_trace import Recording, Target
+from weightbus.dataplane.reshard.reshard_plan import Reader, make_plan
+from weightbus.dataplane.reshard.verification import make_proof
+from weightbus.dataplane.tensors.boxes import Boxes, Column
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import DTYPES, Pieces
 
 ROWS, COLUMNS = 512, 512
 BFLOAT16 = DTYPES.index("bfloat16")

@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from light import CHANNEL, Trainer
 
-from weightbus.control import messages as m
-from weightbus.control.errors import RequestRefused
-from weightbus.control.ids import Epoch, RequestId, Version
+from weightbus.control import protocol as m
+from weightbus.control.protocol.errors import RequestRefused
+from weightbus.control.protocol.ids import Epoch, RequestId, Version
 
 STALE = RequestRefused(m.Code.STALE_EPOCH, "that round has ended", 0.0)
 

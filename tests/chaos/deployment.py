@@ -23,7 +23,7 @@ from failpoints import POINTS, arm
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kit.ports import free_port
-from weightbus.engine_agent.payload import LOADER
+from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 
 HERE = Path(__file__).parent
 RANKS = 2
@@ -89,7 +89,7 @@ class Deployment:
         self._bus, self._status = free_port(), free_port()
         self.journal = folder / "journal"
         self.journal.mkdir()
-        command = ["-m", "weightbus.control.cli"]
+        command = ["-m", "weightbus.control.cli.main"]
         coordinator = [*command, "coordinator", "--insecure-loopback", f"--router-port={self._bus}"]
         coordinator += [f"--http-port={self._status}"]
         coordinator += [f"--journal={self.journal / 'journal.sqlite'}", "--heartbeat-s=0.5", "--silence-s=3"]
@@ -105,7 +105,7 @@ class Deployment:
             self.lines[name], self.urls[name] = line, f"http://127.0.0.1:{port}"
             server = [str(HERE / "server.py"), str(checkpoint), str(port)]
             if real:
-                server = ["-m", "weightbus.engine_agent.cpu_server", f"--model-path={checkpoint}"]
+                server = ["-m", "weightbus.engine_agent.engines.sglang.cpu_server", f"--model-path={checkpoint}"]
                 server += [f"--port={port}", "--skip-tokenizer-init", "--log-level=warning"]
                 server += [f"--custom-weight-loader={LOADER}"]
             sidecar = [*command, "engine-agent", "--insecure-loopback", f"--name={name}", "--channel=chaos"]

@@ -44,12 +44,12 @@ def _kind(at: int, *names: str) -> Only:
     return lambda arguments: type(arguments[at]).__name__ in names
 
 
-_JOURNAL = ("weightbus.control.journal:SqliteJournal.write",)
-_SENDS = ("weightbus.control.bus:RouterBus.send", "weightbus.control.bus:RouterBus.send_to_all")
-_WORK = ("weightbus.engine_agent.worker:Worker.perform",)
-_RECORD = ("weightbus.engine_agent.record_file:RecordFile.write",)
-_CALL = ("weightbus.engine_agent.wire:Wire._request",)
-_DRIVE = "weightbus.trainer_agent.drive:Drive."
+_JOURNAL = ("weightbus.control.journal.sqlite_journal:SqliteJournal.write",)
+_SENDS = ("weightbus.control.bus.router:RouterBus.send", "weightbus.control.bus.router:RouterBus.send_to_all")
+_WORK = ("weightbus.engine_agent.sidecar.operation_executor:Worker.perform",)
+_RECORD = ("weightbus.engine_agent.sidecar.state_file:RecordFile.write",)
+_CALL = ("weightbus.engine_agent.engines.sglang.http_client:Wire._request",)
+_DRIVE = "weightbus.trainer_agent.publish.driver:Drive."
 
 
 def _call(path: str) -> Only:
@@ -111,8 +111,8 @@ POINTS: dict[str, Point] = {
     "sent": _drive("_report_sent"),
     "reported": _drive("_report_sent", after=True),
     # Any other rank.
-    "rank_assembles": Point("trainer-1", ("weightbus.trainer_agent.fsdp:FSDPSource.assemble",), _always),
-    "rank_waits": Point("trainer-1", ("weightbus.trainer_agent.fsdp:FSDPSource.agree",), _always),
+    "rank_assembles": Point("trainer-1", ("weightbus.trainer_agent.sources.fsdp:FSDPSource.assemble",), _always),
+    "rank_waits": Point("trainer-1", ("weightbus.trainer_agent.sources.fsdp:FSDPSource.agree",), _always),
     # A sidecar, by its steps and by what it asks of its server.
     "validated": _works("Validate", after=True),
     "dirty_unwritten": Point("sidecar", _RECORD, _dirty),

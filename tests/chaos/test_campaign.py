@@ -49,7 +49,7 @@ def test_every_failpoint_is_in_the_code() -> None:
             assert callable(getattr(kind, method))
     assert set(AT_PARTITION + AT_FULL_DISK) <= set(failpoints.POINTS)
     with pytest.raises(AttributeError):
-        failpoints.found("weightbus.control.journal:SqliteJournal.no_such_method")
+        failpoints.found("weightbus.control.journal.sqlite_journal:SqliteJournal.no_such_method")
 
 
 def test_a_process_stands_at_its_failpoint_until_it_is_let_go(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import model
 
-from weightbus.control.messages import Code
+from weightbus.control.protocol.enums import Code
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.errors import AgentClosed, ConnectFailed, PublishFailed
-from weightbus.trainer_agent.fsdp import FSDPSource
+from weightbus.trainer_agent.machine.errors import AgentClosed, ConnectFailed, PublishFailed
+from weightbus.trainer_agent.sources.fsdp import FSDPSource
 
 GROUP_S = 60.0
 """How long the ranks wait for each other."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.answers import ANSWERS, Restored, ending
-from weightbus.control.effects import (
+from weightbus.control.journal.etcd_journal import EtcdJournal
+from weightbus.control.journal.sqlite_journal import Journal, SqliteJournal
+from weightbus.control.machine.effects import (
     AnyRecord,
     ChannelForgotten,
     Committed,
@@ -18,11 +19,11 @@ from weightbus.control.effects import (
     Probe,
     RoundClosed,
 )
-from weightbus.control.errors import JournalCorrupt
-from weightbus.control.etcd_journal import EtcdJournal
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.journal import Journal, SqliteJournal
-from weightbus.control.messages import Outcome, RoundDone
+from weightbus.control.machine.reply_cache import ANSWERS, Restored, ending
+from weightbus.control.protocol.enums import Outcome
+from weightbus.control.protocol.errors import JournalCorrupt
+from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.messages import RoundDone
 
 from .world import replay
 

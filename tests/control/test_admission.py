@@ -7,12 +7,14 @@ from typing import get_args
 import msgspec
 import pytest
 
-from weightbus.control.admission import ALLOWED
-from weightbus.control.coordinator import Coordinator
-from weightbus.control.events import MessageReceived, Peer, Principal, TrustLost
-from weightbus.control.ids import AgentId, Channel, Epoch, RequestId, Version
-from weightbus.control.messages import Acquire, Code, Granted, Hello, Message, Prepared, Refused, Role, ToCoordinator
-from weightbus.control.routing import Router
+from weightbus.control.machine.authorization import ALLOWED
+from weightbus.control.machine.coordinator import Coordinator
+from weightbus.control.machine.events import MessageReceived, Peer, Principal, TrustLost
+from weightbus.control.machine.routing import Router
+from weightbus.control.protocol.enums import Code, Role
+from weightbus.control.protocol.ids import AgentId, Channel, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import Message
+from weightbus.control.protocol.messages import Acquire, Granted, Hello, Prepared, Refused, ToCoordinator
 
 from .test_codec import TO_COORDINATOR
 from .world import CHANNEL, World, engine_info, one_by_one, trainer_info

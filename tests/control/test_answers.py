@@ -5,9 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from weightbus.control.answers import Answers, Ending, question
-from weightbus.control.ids import Digest, Epoch, RequestId, Version
-from weightbus.control.messages import Code, Publish
+from weightbus.control.machine.reply_cache import Answers, Ending, question
+from weightbus.control.protocol.enums import Code
+from weightbus.control.protocol.ids import Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.messages import Publish
 
 from .journal_contract import POLICY, closed
 

@@ -7,8 +7,8 @@ import hashlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbus.control.blobs import MAX_BLOBS, Blobs
-from weightbus.control.messages import MAX_PAGE_BYTES, MAX_PAGES, Code
+from weightbus.control.machine.blob_cache import MAX_BLOBS, Blobs
+from weightbus.control.protocol.enums import MAX_PAGE_BYTES, MAX_PAGES, Code
 
 
 def name(blob: bytes) -> str:

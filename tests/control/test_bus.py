@@ -11,20 +11,22 @@ from pathlib import Path
 import pytest
 import zmq
 
-from weightbus.control import bus as bus_module
-from weightbus.control import codec, sockets
-from weightbus.control.bus import RouterBus, ServerKeys
-from weightbus.control.dealer import DealerLink
-from weightbus.control.errors import ConfigurationError, Malformed, WeightbusError, WrongProtocol
-from weightbus.control.events import MessageReceived, Peer, Principal
-from weightbus.control.ids import AgentId, Channel, Digest, RequestId
-from weightbus.control.keys import COORDINATOR, CurveFiles, write_pair
-from weightbus.control.links import Delivery, Distrusted, Rejected, Throttled, TurnedAway
-from weightbus.control.messages import Ack, BlobPage, Bye, GetStatus, Role
-from weightbus.control.provision import Member, provision
-from weightbus.control.sockets import new_keypair, public_of
-from weightbus.control.throttle import Throttle
-from weightbus.control.trust import TRUST_FILE, edited
+from weightbus.control.bus import router as bus_module
+from weightbus.control.bus import sockets
+from weightbus.control.bus.dealer import DealerLink
+from weightbus.control.bus.interface import Delivery, Distrusted, Rejected, Throttled, TurnedAway
+from weightbus.control.bus.rate_limit import Throttle
+from weightbus.control.bus.router import RouterBus, ServerKeys
+from weightbus.control.bus.sockets import new_keypair, public_of
+from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.machine.events import MessageReceived, Peer, Principal
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.enums import Role
+from weightbus.control.protocol.errors import ConfigurationError, Malformed, WeightbusError, WrongProtocol
+from weightbus.control.protocol.ids import AgentId, Channel, Digest, RequestId
+from weightbus.control.protocol.messages import Ack, BlobPage, Bye, GetStatus
+from weightbus.control.security.allow_list import TRUST_FILE, edited
+from weightbus.control.security.curve_keys import COORDINATOR, CurveFiles, write_pair
 
 DEADLINE_S = 30.0
 

@@ -6,11 +6,11 @@ from typing import ClassVar
 
 import pytest
 
-from weightbus.control import candidate as module
-from weightbus.control.candidate import Candidate
-from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.errors import JournalUnwritable
-from weightbus.control.standby import Ports
+from weightbus.control.protocol.errors import JournalUnwritable
+from weightbus.control.server import candidate as module
+from weightbus.control.server.candidate import Candidate
+from weightbus.control.server.settings import CoordinatorSettings
+from weightbus.control.server.standby import Ports
 
 
 class Term:

@@ -20,13 +20,16 @@ import pytest
 import structlog
 from rich.console import Console
 
-from weightbus.control import cli, commands, settings, status, status_view
-from weightbus.control.cli import BUILT_IN, GROUP, main
-from weightbus.control.errors import WeightbusError
-from weightbus.control.keys import read_public
-from weightbus.control.provision import provision
-from weightbus.control.telemetry import METRICS, Side
-from weightbus.control.trust import read_trust
+from weightbus.control.cli import commands, status_view
+from weightbus.control.cli import main as cli
+from weightbus.control.cli import settings_loader as settings
+from weightbus.control.cli.deployment_keys import provision
+from weightbus.control.cli.main import BUILT_IN, GROUP, main
+from weightbus.control.machine import status
+from weightbus.control.protocol.errors import WeightbusError
+from weightbus.control.security.allow_list import read_trust
+from weightbus.control.security.curve_keys import read_public
+from weightbus.control.server.metrics import METRICS, Side
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 30.0
@@ -70,7 +73,7 @@ def test_table_is_the_one_of_the_distribution() -> None:
     """What a tree that is not installed knows is what pyproject.toml declares."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"][GROUP] == BUILT_IN
-    assert project["scripts"]["weightbus"] == "weightbus.control.cli:main"
+    assert project["scripts"]["weightbus"] == "weightbus.control.cli.main:main"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +98,7 @@ def test_command_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, capsys: 
         main(["--help"])
     assert "not available: division" in capsys.readouterr().out
     monkeypatch.undo()
-    monkeypatch.setattr(cli, "table", lambda: {"odd": "weightbus.control.cli:GROUP"})
+    monkeypatch.setattr(cli, "table", lambda: {"odd": "weightbus.control.cli.main:GROUP"})
     assert main(["odd"]) == 2
     assert "not a weightbus command" in capsys.readouterr().err
 
@@ -448,7 +451,7 @@ def test_a_coordinator_without_keys_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Neither off the loopback nor on it, unless told; the message says both ways out."""
-    monkeypatch.setattr("weightbus.control.commands.configure_logging", lambda *_: None)
+    monkeypatch.setattr("weightbus.control.cli.commands.configure_logging", lambda *_: None)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main(["coordinator", "--router-port", "0", "--http-port", "0", *flags]) == 2
     text = capsys.readouterr().err

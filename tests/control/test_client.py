@@ -11,10 +11,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control import client as client_module
-from weightbus.control.bus import RouterBus, ServerKeys
-from weightbus.control.client import PAGES_AHEAD, BusClient, BusSettings
-from weightbus.control.errors import (
+from weightbus.control.bus import client as client_module
+from weightbus.control.bus.client import PAGES_AHEAD, BusClient, BusSettings
+from weightbus.control.bus.in_memory import MemoryBus
+from weightbus.control.bus.interface import TurnedAway
+from weightbus.control.bus.router import RouterBus, ServerKeys
+from weightbus.control.bus.session import Timing
+from weightbus.control.bus.sockets import new_keypair, public_of
+from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.machine.events import MessageReceived, Peer
+from weightbus.control.protocol.enums import MAX_PAGE_BYTES, Code, Role
+from weightbus.control.protocol.errors import (
     BlobMismatch,
     ClientClosed,
     CoordinatorUnreachable,
@@ -22,36 +29,27 @@ from weightbus.control.errors import (
     NotWanted,
     RequestRefused,
 )
-from weightbus.control.events import MessageReceived, Peer
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
-from weightbus.control.keys import COORDINATOR, CurveFiles, write_pair
-from weightbus.control.links import TurnedAway
-from weightbus.control.memory_bus import MemoryBus
-from weightbus.control.messages import (
-    MAX_PAGE_BYTES,
+from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
+from weightbus.control.protocol.message_fields import Message
+from weightbus.control.protocol.messages import (
     Abort,
     Ack,
     Acquire,
     Alive,
     BlobPage,
     Bye,
-    Code,
     GetBlob,
     GetStatus,
     Heartbeat,
     Hello,
-    Message,
     PutBlob,
     Refused,
-    Role,
     Status,
     ToAgent,
     Topology,
     Welcome,
 )
-from weightbus.control.provision import Member, provision
-from weightbus.control.session import Timing
-from weightbus.control.sockets import new_keypair, public_of
+from weightbus.control.security.curve_keys import COORDINATOR, CurveFiles, write_pair
 
 QUICK = Timing(resend_first_s=0.05, resend_max_s=0.1, silence_s=30.0)
 """Whoever says nothing for half a second on a busy machine is not gone: only one test waits for a silence."""
@@ -412,7 +410,7 @@ def test_a_blob_is_given_up_when_nobody_wants_it(
     there: Coordinator, client: BusClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long before its deadline, also while a page does not come: nobody waits for what is not needed any more."""
-    monkeypatch.setattr("weightbus.control.client.PAGE_S", 0.2)
+    monkeypatch.setattr("weightbus.control.bus.client.PAGE_S", 0.2)
     there.answer = lambda item: None if isinstance(item.message, GetBlob) else there.usual(item)
     asked = iter([False, False, True])
     with pytest.raises(NotWanted, match="called off after 0"):

@@ -17,11 +17,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.control import codec
-from weightbus.control import messages as m
-from weightbus.control.codec import Wire
-from weightbus.control.errors import Malformed, Oversize, ProtocolError, UnknownMessage, WrongProtocol
-from weightbus.control.ids import (
+from weightbus.control import protocol as m
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.codec import Wire
+from weightbus.control.protocol.errors import Malformed, Oversize, ProtocolError, UnknownMessage, WrongProtocol
+from weightbus.control.protocol.ids import (
     AgentId,
     Channel,
     Digest,

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control import codec, states
-from weightbus.control.effects import (
+from weightbus.control.journal.sqlite_journal import SqliteJournal
+from weightbus.control.machine import states
+from weightbus.control.machine.effects import (
     AnyEffect,
     Committed,
     JournalChanged,
@@ -19,8 +20,7 @@ from weightbus.control.effects import (
     SendTo,
     StateEntered,
 )
-from weightbus.control.errors import IllegalMove
-from weightbus.control.events import (
+from weightbus.control.machine.events import (
     Burst,
     MessageReceived,
     Peer,
@@ -31,26 +31,24 @@ from weightbus.control.events import (
     Tick,
     Token,
 )
-from weightbus.control.ids import Channel, Epoch, Incarnation, Version
-from weightbus.control.journal import SqliteJournal
-from weightbus.control.messages import (
+from weightbus.control.machine.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState, diagram
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.enums import Code, EngineHealth, Outcome, PauseMode, Step
+from weightbus.control.protocol.errors import IllegalMove
+from weightbus.control.protocol.ids import Channel, Epoch, Incarnation, Version
+from weightbus.control.protocol.message_fields import Message, Policy
+from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
     Acquire,
     Alive,
     BlobPage,
-    Code,
     Commit,
-    EngineHealth,
     GetBlob,
     Granted,
     Heartbeat,
-    Message,
     Offered,
-    Outcome,
     Pause,
-    PauseMode,
-    Policy,
     Prepare,
     Prepared,
     Publish,
@@ -59,11 +57,9 @@ from weightbus.control.messages import (
     RoundDone,
     Sent,
     Serving,
-    Step,
     Transfer,
     Welcome,
 )
-from weightbus.control.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState, diagram
 
 from . import world as world_module
 from .world import (
@@ -80,7 +76,7 @@ from .world import (
     trainer_info,
 )
 
-PROTOCOL = Path(states.__file__).with_name("PROTOCOL.md")
+PROTOCOL = Path(states.__file__).parents[1] / "protocol" / "PROTOCOL.md"
 
 
 def codes(world: World, name: str) -> list[Code]:
@@ -549,7 +545,7 @@ def test_redrive_that_cannot_be_fenced_does_not_happen() -> None:
 
 
 def states_step() -> object:
-    from weightbus.control.messages import Step
+    from weightbus.control.protocol.enums import Step
 
     return Step.TRANSFER
 
@@ -655,7 +651,7 @@ def test_status_tells_lag_lease_and_round() -> None:
 
 def test_channels_do_not_disturb_each_other() -> None:
     """A channel that hangs in its round holds up no other."""
-    import weightbus.control.messages as m
+    import weightbus.control.protocol as m
 
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()

@@ -11,27 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from weightbus.control.effects import Committed, EpochTaken, Redriven, RoundEnded
-from weightbus.control.messages import (
+from weightbus.control.machine.effects import Committed, EpochTaken, Redriven, RoundEnded
+from weightbus.control.protocol.enums import EngineHealth, Outcome, Step, TransportKind
+from weightbus.control.protocol.message_fields import Message, Policy
+from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
     Commit,
-    EngineHealth,
     Heartbeat,
-    Message,
     Offered,
-    Outcome,
     Pause,
-    Policy,
     Prepare,
     Refused,
     Send,
-    Step,
     Transfer,
-    TransportKind,
 )
-from weightbus.control.reporter import Reporter
-from weightbus.control.telemetry import Meters, Side
+from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.reporter import Reporter
 
 from .world import CHANNEL, LIMITS, Engine, Trainer, World, readiness_of
 

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from weightbus.control.election import Deposed, Election, Leader, Term
-from weightbus.control.etcd import Etcd, EtcdUnavailable, Json, KeyValue, Outcome
+from weightbus.control.journal.election import Deposed, Election, Leader, Term
+from weightbus.control.journal.etcd_client import Etcd, EtcdUnavailable, Json, KeyValue, Outcome
 
 DEADLINE_S = 60.0
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.errors import ConfigurationError
-from weightbus.control.etcd import Etcd, EtcdUnavailable, Login, parse_url, read_login
+from weightbus.control.journal.etcd_client import Etcd, EtcdUnavailable, Login, parse_url, read_login
+from weightbus.control.protocol.errors import ConfigurationError
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -15,15 +15,25 @@ import msgspec
 import pytest
 
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, quick_etcd_member
-from weightbus.control.answers import ANSWERS, ending
-from weightbus.control.cli import main
-from weightbus.control.effects import ChannelForgotten
-from weightbus.control.election import Deposed, Election, Leader, Term
-from weightbus.control.errors import ConfigurationError, JournalCorrupt, JournalUnwritable, NotNewer
-from weightbus.control.etcd import Etcd, EtcdUnavailable, Json, Login, Outcome, delete, parse_url, put, read
-from weightbus.control.etcd_journal import MOST_OPERATIONS, EtcdJournal
-from weightbus.control.ids import Channel
-from weightbus.control.journal import Journal
+from weightbus.control.cli.main import main
+from weightbus.control.journal.election import Deposed, Election, Leader, Term
+from weightbus.control.journal.etcd_client import (
+    Etcd,
+    EtcdUnavailable,
+    Json,
+    Login,
+    Outcome,
+    delete,
+    parse_url,
+    put,
+    read,
+)
+from weightbus.control.journal.etcd_journal import MOST_OPERATIONS, EtcdJournal
+from weightbus.control.journal.sqlite_journal import Journal
+from weightbus.control.machine.effects import ChannelForgotten
+from weightbus.control.machine.reply_cache import ANSWERS, ending
+from weightbus.control.protocol.errors import ConfigurationError, JournalCorrupt, JournalUnwritable, NotNewer
+from weightbus.control.protocol.ids import Channel
 
 from .journal_contract import POLICY, B, JournalContract, closed, commit, taken
 

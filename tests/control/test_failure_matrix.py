@@ -1,4 +1,4 @@
-"""Faults that the control plane has to survive without a GPU; the table of all of them is in control/PROTOCOL.md.
+"""Faults that the control plane has to survive without a GPU; PROTOCOL.md has the table of all of them.
 
 Each test lets its fault happen, at the moment named, in a deployment of the real machines (tests/simulation), and the
 judge watches all invariants on the way; what the row itself promises is asserted on top.
@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.answers import HISTORY, Past, remembered
-from weightbus.control.ids import AgentId, Epoch, Version
-from weightbus.control.messages import Code, Outcome, SlowEngines, TransportKind
+from weightbus.control.machine.reply_cache import HISTORY, Past, remembered
+from weightbus.control.protocol.enums import Code, Outcome, SlowEngines, TransportKind
+from weightbus.control.protocol.ids import AgentId, Epoch, Version
 
 from ..simulation.network import Weather
 from ..simulation.scenario import EngineSpec, Fault, Scenario
@@ -24,7 +24,7 @@ from ..simulation.world import TRANSFER_S, World
 from .world import World as QuietWorld
 
 TESTS = Path(__file__).parents[1]
-TABLE = TESTS.parent / "control" / "PROTOCOL.md"
+TABLE = TESTS.parent / "control" / "protocol" / "PROTOCOL.md"
 ROWS = ("1a", "1b", "1c", "1d", "1e", "1f", "1g", "2", "3", "4", "5", "6", "7a", "7b", "7c", *map(str, range(8, 31)))
 """All there are. A fault that is thought of later gets the next number."""
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.cli import main
-from weightbus.control.ids import Channel
-from weightbus.control.journal import SqliteJournal
+from weightbus.control.cli.main import main
+from weightbus.control.journal.sqlite_journal import SqliteJournal
+from weightbus.control.protocol.ids import Channel
 
 from .journal_contract import closed, commit, taken
 
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("weightbus.control.commands.configure_logging", lambda *_: None)
+    monkeypatch.setattr("weightbus.control.cli.commands.configure_logging", lambda *_: None)
     path = tmp_path / "journal.sqlite"
     journal = SqliteJournal(path)
     for record in (taken(1), commit(7, 1), closed("p"), taken(4, "run-1"), closed("r", "run-1")):

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from weightbus.control import http as http_module
-from weightbus.control import telemetry
-from weightbus.control.errors import ConfigurationError
-from weightbus.control.http import HttpPort, Readiness
-from weightbus.control.telemetry import Meters, Side
+from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.server import http_server as http_module
+from weightbus.control.server import metrics as telemetry
+from weightbus.control.server.http_server import HttpPort, Readiness
+from weightbus.control.server.metrics import Meters, Side
 
 
 class World:

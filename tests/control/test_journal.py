@@ -19,12 +19,13 @@ import msgspec
 import pytest
 import structlog
 
-from weightbus.control.answers import ANSWERS, HISTORY
-from weightbus.control.effects import EpochRaised
-from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.journal import EVENTS, SCHEMA, Journal, SqliteJournal
-from weightbus.control.messages import EngineReport, Held, Outcome
+from weightbus.control.journal.sqlite_journal import EVENTS, SCHEMA, Journal, SqliteJournal
+from weightbus.control.machine.effects import EpochRaised
+from weightbus.control.machine.reply_cache import ANSWERS, HISTORY
+from weightbus.control.protocol.enums import Outcome
+from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
+from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import EngineReport, Held
 
 from .journal_contract import POLICY, RECORDS, JournalContract, closed, commit, taken
 
@@ -61,7 +62,8 @@ def test_survives_sigkill_after_write(tmp_path: Path) -> None:
     """What `write` returned for is there after SIGKILL; the boot is counted."""
     script = (
         "import os, signal, sys; from pathlib import Path; sys.path[:0] = [];"
-        "from weightbus.control.journal import SqliteJournal; from weightbus.control.effects import EpochTaken;"
+        "from weightbus.control.journal.sqlite_journal import SqliteJournal;"
+        "from weightbus.control.machine.effects import EpochTaken;"
         "j = SqliteJournal(Path(sys.argv[1]));"
         "[j.write(EpochTaken(channel='policy', epoch=n, holder='t', version=1)) for n in range(1, 8)];"
         "os.kill(os.getpid(), signal.SIGKILL)"

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.errors import JournalCorrupt, JournalError
-from weightbus.control.ids import Channel
-from weightbus.control.journal import SqliteJournal
-from weightbus.control.journal_file import look
+from weightbus.control.journal.sqlite_file import look
+from weightbus.control.journal.sqlite_journal import SqliteJournal
+from weightbus.control.protocol.errors import JournalCorrupt, JournalError
+from weightbus.control.protocol.ids import Channel
 
 from .journal_contract import taken
 

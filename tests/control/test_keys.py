@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.errors import PeerKeyError
-from weightbus.control.keys import CurveFiles, KeyPair, Written, read_public, read_secret, write_pair
-from weightbus.control.sockets import new_keypair, public_of
+from weightbus.control.bus.sockets import new_keypair, public_of
+from weightbus.control.protocol.errors import PeerKeyError
+from weightbus.control.security.curve_keys import CurveFiles, KeyPair, Written, read_public, read_secret, write_pair
 
 
 def write(folder: Path, name: str) -> Written:

@@ -7,21 +7,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from weightbus.control.answers import YES
-from weightbus.control.effects import Refusal, RoundClosed, RoundEnded
-from weightbus.control.events import Tick
-from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, Version
-from weightbus.control.lease import Lease, may_acquire, may_use
-from weightbus.control.limits import Limits
-from weightbus.control.messages import (
+from weightbus.control.machine.effects import Refusal, RoundClosed, RoundEnded
+from weightbus.control.machine.events import Tick
+from weightbus.control.machine.lease import Lease, may_acquire, may_use
+from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.reply_cache import YES
+from weightbus.control.machine.states import RoundState
+from weightbus.control.protocol.enums import Code, Outcome
+from weightbus.control.protocol.ids import AgentId, Digest, Epoch, Incarnation, Version
+from weightbus.control.protocol.message_fields import Policy
+from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
     Acquire,
-    Code,
     Granted,
     Offered,
-    Outcome,
-    Policy,
     Prepare,
     Publish,
     Refused,
@@ -30,7 +30,6 @@ from weightbus.control.messages import (
     Sent,
     Transfer,
 )
-from weightbus.control.states import RoundState
 
 from .world import CHANNEL, World
 

@@ -9,7 +9,7 @@ import pytest
 
 TALK = """
 from weightbus.control.log import get_log
-log = get_log("weightbus.trainer_agent.drive").bind(channel="policy")
+log = get_log("weightbus.trainer_agent.publish.driver").bind(channel="policy")
 log.debug("publication_state", state="idle")
 log.info("lease_granted", epoch=3)
 log.warning("coordinator_back", boot=2)
@@ -26,7 +26,7 @@ structlog.configure(
     wrapper_class=structlog.make_filtering_bound_logger(20),
 )
 """
-OURS = "from weightbus.control.telemetry import configure_logging; configure_logging('debug', 'json')"
+OURS = "from weightbus.control.server.metrics import configure_logging; configure_logging('debug', 'json')"
 
 
 def said(before: str, program: str = TALK) -> tuple[list[str], list[str]]:
@@ -52,8 +52,8 @@ def test_a_program_with_logging_gets_our_events_there() -> None:
     out, err = said(STDLIB)
     assert out == []
     assert err[:2] == [
-        "INFO weightbus.trainer_agent.drive <module> lease_granted channel='policy' epoch=3",
-        "WARNING weightbus.trainer_agent.drive <module> coordinator_back channel='policy' boot=2",
+        "INFO weightbus.trainer_agent.publish.driver <module> lease_granted channel='policy' epoch=3",
+        "WARNING weightbus.trainer_agent.publish.driver <module> coordinator_back channel='policy' boot=2",
     ]
     assert "publication_state" not in "".join(err)
 
@@ -76,6 +76,6 @@ def test_our_commands_log_what_they_are_told_to(level: str) -> None:
 
 def test_importing_us_configures_nothing() -> None:
     """What the host has, or has not, stays as it is."""
-    imports = "import weightbus.trainer_agent, weightbus.engine_agent.runner, logging, structlog"
+    imports = "import weightbus.trainer_agent, weightbus.engine_agent.sidecar.driver, logging, structlog"
     out, err = said(imports, "print(structlog.is_configured(), logging.getLogger().handlers)")
     assert (out, err) == (["False []"], [])

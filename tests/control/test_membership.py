@@ -5,31 +5,27 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from weightbus.control.effects import AgentLeft, Evict, Refusal
-from weightbus.control.events import MessageReceived, Peer, PeerLost, Principal, Tick
-from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.membership import Membership
-from weightbus.control.messages import (
-    PROTOCOL,
+from weightbus.control.machine.effects import AgentLeft, Evict, Refusal
+from weightbus.control.machine.events import MessageReceived, Peer, PeerLost, Principal, Tick
+from weightbus.control.machine.membership import Membership
+from weightbus.control.machine.states import RoundState
+from weightbus.control.protocol.enums import PROTOCOL, Code, EngineHealth, Role, Step
+from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.protocol.message_fields import Message
+from weightbus.control.protocol.messages import (
     Bye,
-    Code,
-    EngineHealth,
     GetStatus,
     Heartbeat,
     Hello,
-    Message,
     Offered,
     Publish,
     Refused,
-    Role,
     Sent,
     Status,
-    Step,
     Topology,
     Transfer,
     Welcome,
 )
-from weightbus.control.states import RoundState
 
 from .world import CHANNEL, LIMITS, World, engine_info, trainer_info
 

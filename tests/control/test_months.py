@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.control import blobs, routing
-from weightbus.control.limits import Limits
-from weightbus.control.reporter import Reporter
-from weightbus.control.telemetry import Meters, Side
+from weightbus.control.machine import blob_cache as blobs
+from weightbus.control.machine import routing
+from weightbus.control.machine.limits import Limits
+from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.reporter import Reporter
 
 from ..kit.sizes import sizes
 from .world import World

@@ -6,20 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from weightbus.control.effects import RoundEnded
-from weightbus.control.messages import (
-    Granted,
-    Outcome,
-    Place,
-    Policy,
-    Send,
-    Step,
-    Topology,
-    Transfer,
-    TransportKind,
-    Verified,
-)
-from weightbus.control.routing import PREFERRED
+from weightbus.control.machine.effects import RoundEnded
+from weightbus.control.machine.routing import PREFERRED
+from weightbus.control.protocol.enums import Outcome, Step, TransportKind
+from weightbus.control.protocol.message_fields import Place, Policy
+from weightbus.control.protocol.messages import Granted, Send, Topology, Transfer, Verified
 
 from .world import CHANNEL, Agent, Engine, Trainer, World
 

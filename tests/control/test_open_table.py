@@ -5,33 +5,27 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from weightbus.control import codec
-from weightbus.control.effects import Committed, Persist, RoundClosed
-from weightbus.control.ids import AgentId, Digest, Epoch, RequestId, Version
-from weightbus.control.limits import Limits
-from weightbus.control.member import Member
-from weightbus.control.messages import (
-    Code,
+from weightbus.control.machine.effects import Committed, Persist, RoundClosed
+from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.participant import Member
+from weightbus.control.machine.round_commands import Orders
+from weightbus.control.machine.states import EnginePhase
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.enums import Code, EngineHealth, Outcome, SlowEngines, Step, TransportKind
+from weightbus.control.protocol.ids import AgentId, Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import Message, Policy
+from weightbus.control.protocol.messages import (
     Commit,
-    EngineHealth,
     Granted,
-    Message,
-    Outcome,
-    Policy,
     Prepare,
     Publish,
     Refused,
     Sent,
-    SlowEngines,
-    Step,
     ToCoordinator,
     Topology,
     Transfer,
-    TransportKind,
     Verified,
 )
-from weightbus.control.orders import Orders
-from weightbus.control.states import EnginePhase
 
 from .world import CHANNEL, Engine, Trainer, World, digest, engine_info, table_of
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from weightbus.control.ids import AgentId, Epoch, RequestId, Version
-from weightbus.control.limits import Limits
-from weightbus.control.member import Member
-from weightbus.control.messages import Offer, Publish, Transfer, TransportKind
-from weightbus.control.orders import Orders
-from weightbus.control.states import EnginePhase
+from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.participant import Member
+from weightbus.control.machine.round_commands import Orders
+from weightbus.control.machine.states import EnginePhase
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import Offer
+from weightbus.control.protocol.messages import Publish, Transfer
 
 from .world import CHANNEL, digest, engine_info
 

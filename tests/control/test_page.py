@@ -7,10 +7,10 @@ import time
 import pytest
 
 from tests.kit.trickle import trickling
-from weightbus.control import page
-from weightbus.control.cli import main
-from weightbus.control.errors import ConfigurationError, CoordinatorUnreachable
-from weightbus.control.status_view import fetch
+from weightbus.control.cli import http_fetch as page
+from weightbus.control.cli.main import main
+from weightbus.control.cli.status_view import fetch
+from weightbus.control.protocol.errors import ConfigurationError, CoordinatorUnreachable
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n"
 

@@ -15,15 +15,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from weightbus.control import cli, commands, plan_view, status, status_view
-from weightbus.control.errors import WeightbusError
-from weightbus.control.ids import AgentId
+from weightbus.control.cli import commands, plan_view, status_view
+from weightbus.control.cli import main as cli
 from weightbus.control.log import get_log
-from weightbus.control.messages import Role, TransportKind
-from weightbus.control.plain import plain
-from weightbus.control.plan_document import ChannelPlan, EnginePlan, Faster, PlanView, TrainerPlan
-from weightbus.control.telemetry import configure_logging
-from weightbus.control.trust import TRUST_FILE, Entry, edited
+from weightbus.control.machine import status
+from weightbus.control.protocol.enums import Role, TransportKind
+from weightbus.control.protocol.errors import WeightbusError
+from weightbus.control.protocol.ids import AgentId
+from weightbus.control.security.allow_list import TRUST_FILE, Entry, edited
+from weightbus.control.server.metrics import configure_logging
+from weightbus.control.server.transport_plan import ChannelPlan, EnginePlan, Faster, PlanView, TrainerPlan
+from weightbus.control.terminal_text import plain
 
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 STYLES = re.compile(r"\x1b\[[0-9;]*m")

@@ -10,24 +10,15 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from weightbus.control import imagined_fleet, plan_document, plan_view
-from weightbus.control.cli import main
-from weightbus.control.errors import Malformed
-from weightbus.control.messages import (
-    EngineHealth,
-    Failed,
-    Granted,
-    Lack,
-    Message,
-    Place,
-    Prepare,
-    Send,
-    Step,
-    Topology,
-    Transfer,
-    TransportKind,
-)
-from weightbus.control.routing import PREFERRED
+from weightbus.control.cli import fleet_file as imagined_fleet
+from weightbus.control.cli import plan_view
+from weightbus.control.cli.main import main
+from weightbus.control.machine.routing import PREFERRED
+from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
+from weightbus.control.protocol.errors import Malformed
+from weightbus.control.protocol.message_fields import Lack, Message, Place
+from weightbus.control.protocol.messages import Failed, Granted, Prepare, Send, Topology, Transfer
+from weightbus.control.server import transport_plan as plan_document
 
 from .world import CHANNEL, Agent, Engine, World
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.control.events import PeerLost
-from weightbus.control.messages import Abort, Commit, EngineHealth, Message, Pause, Policy, Sent, Serving, Step
-from weightbus.control.states import EnginePhase
+from weightbus.control.machine.events import PeerLost
+from weightbus.control.machine.states import EnginePhase
+from weightbus.control.protocol.enums import EngineHealth, Step
+from weightbus.control.protocol.message_fields import Message, Policy
+from weightbus.control.protocol.messages import Abort, Commit, Pause, Sent, Serving
 
 from .world import CHANNEL, World
 

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from weightbus import control
-from weightbus.control.telemetry import markdown_table
+from weightbus.control.server.metrics import markdown_table
 
 README = Path(__file__).parents[2] / "control/README.md"
 

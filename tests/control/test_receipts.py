@@ -6,29 +6,25 @@ from typing import Any
 
 import pytest
 
-from weightbus.control.events import Peer
-from weightbus.control.messages import (
+from weightbus.control.bus.ack_batching import HOLD_S, PROMPT_S, Receipts, acknowledges
+from weightbus.control.machine.events import Peer
+from weightbus.control.protocol.enums import EngineHealth, PauseMode, Step, TransportKind
+from weightbus.control.protocol.message_fields import Message, Policy
+from weightbus.control.protocol.message_fields import Offer as Bytes
+from weightbus.control.protocol.messages import (
     Abort,
     Ack,
     Commit,
-    EngineHealth,
     Failed,
-    Message,
     Pause,
     Paused,
-    PauseMode,
-    Policy,
     Prepare,
     Prepared,
     Serving,
-    Step,
     Transfer,
     Transferred,
-    TransportKind,
     Verified,
 )
-from weightbus.control.messages import Offer as Bytes
-from weightbus.control.receipts import HOLD_S, PROMPT_S, Receipts, acknowledges
 
 ONE, TWO = Peer(b"one"), Peer(b"two")
 TABLE = "0" * 64

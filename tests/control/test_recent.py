@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weightbus.control.recent import MOST, Recent
+from weightbus.control.bus.bounded_set import MOST, Recent
 
 
 def test_the_last_ones_are_known() -> None:

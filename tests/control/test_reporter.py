@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from weightbus.control.effects import Refusal
-from weightbus.control.ids import Digest, Version
-from weightbus.control.messages import Code, EngineHealth, Held, Prepare, Step
-from weightbus.control.reporter import REFUSALS_LOGGED, Reporter
-from weightbus.control.telemetry import Meters, Side
+from weightbus.control.machine.effects import Refusal
+from weightbus.control.protocol.enums import Code, EngineHealth, Step
+from weightbus.control.protocol.ids import Digest, Version
+from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.messages import Prepare
+from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.reporter import REFUSALS_LOGGED, Reporter
 
 from .world import CHANNEL, World
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.control import channel as module
-from weightbus.control.effects import EngineAhead, EpochRaised, EpochTaken, ReadinessChanged
-from weightbus.control.ids import Epoch
-from weightbus.control.messages import Abort, EngineHealth, Granted, Outcome, Prepare, Publish, Refused, Welcome
+from weightbus.control.machine import channel as module
+from weightbus.control.machine.effects import EngineAhead, EpochRaised, EpochTaken, ReadinessChanged
+from weightbus.control.protocol.enums import EngineHealth, Outcome
+from weightbus.control.protocol.ids import Epoch
+from weightbus.control.protocol.messages import Abort, Granted, Prepare, Publish, Refused, Welcome
 
 from .world import CHANNEL, Engine, Trainer, World, engine_info
 

@@ -11,38 +11,34 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from weightbus.control.effects import Committed, EngineFailed, EpochTaken, SendTo
-from weightbus.control.events import PeerLost
-from weightbus.control.ids import AgentId, Epoch
-from weightbus.control.limits import Limits
-from weightbus.control.messages import (
+from weightbus.control.machine.effects import Committed, EngineFailed, EpochTaken, SendTo
+from weightbus.control.machine.events import PeerLost
+from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.states import EnginePhase, RoundState
+from weightbus.control.protocol.enums import EngineHealth, Outcome, Step, TransportKind
+from weightbus.control.protocol.ids import AgentId, Epoch
+from weightbus.control.protocol.message_fields import Message, Policy
+from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
     Acquire,
     Alive,
     Commit,
-    EngineHealth,
-    Message,
     Offered,
-    Outcome,
     Pause,
     Paused,
-    Policy,
     Prepare,
     Publish,
     RoundDone,
     Send,
     Sent,
     Serving,
-    Step,
     ToCoordinator,
     Transfer,
     Transferred,
-    TransportKind,
     Verified,
     Withdraw,
 )
-from weightbus.control.states import EnginePhase, RoundState
 
 from .world import CHANNEL, LIMITS, Engine, Trainer, World, digest
 

@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.control.ids import RequestId
-from weightbus.control.messages import EngineInfo, Lack, Nic, Place, Reach, Topology, TrainerInfo, TransportKind
-from weightbus.control.routes import Ends
-from weightbus.control.routing import PREFERRED, choose, objection
+from weightbus.control.machine.route import Ends
+from weightbus.control.machine.routing import PREFERRED, choose, objection
+from weightbus.control.protocol.enums import Reach, TransportKind
+from weightbus.control.protocol.ids import RequestId
+from weightbus.control.protocol.message_fields import EngineInfo, Lack, Nic, Place, TrainerInfo
+from weightbus.control.protocol.messages import Topology
 
 from .world import engine_info, trainer_info
 

@@ -9,37 +9,37 @@ from typing import Any
 
 import pytest
 
-from weightbus.control import channel, codec, coordinator, fleet
-from weightbus.control.answers import GRANTS
-from weightbus.control.duties import Duties
-from weightbus.control.effects import Acknowledge, SendTo
-from weightbus.control.events import Burst, MessageReceived
-from weightbus.control.ids import AgentId, Epoch, RequestId, Version
-from weightbus.control.limits import Limits
-from weightbus.control.messages import (
+from weightbus.control.machine import channel, coordinator
+from weightbus.control.machine import engine_registry as fleet
+from weightbus.control.machine.effects import Acknowledge, SendTo
+from weightbus.control.machine.events import Burst, MessageReceived
+from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.pending_commands import Duties
+from weightbus.control.machine.reply_cache import GRANTS
+from weightbus.control.machine.round import Round
+from weightbus.control.machine.round_commands import Orders
+from weightbus.control.machine.route import Route
+from weightbus.control.machine.status import StatusView
+from weightbus.control.machine.waves import Capacity
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
+from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.messages import (
     Abort,
     Acquire,
-    EngineHealth,
     Failed,
     GetStatus,
     Granted,
     Heartbeat,
-    Held,
     Prepare,
     Prepared,
     Publish,
     Refused,
     Send,
     Sent,
-    Step,
-    TransportKind,
 )
-from weightbus.control.orders import Orders
-from weightbus.control.round import Round
-from weightbus.control.routes import Route
-from weightbus.control.status import StatusView
-from weightbus.control.status_desk import StatusDesk
-from weightbus.control.turns import Capacity
+from weightbus.control.server.status_snapshot import StatusDesk
 
 from .world import CHANNEL, MANIFEST, World, digest, engine_info, table_of
 

@@ -9,9 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.messages import Held, Offer, PauseMode, Policy, Prepare, Publish, Role, Transfer, TransportKind
-from weightbus.control.seals import (
+from weightbus.control.bus.sockets import new_keypair
+from weightbus.control.protocol.enums import PauseMode, Role, TransportKind
+from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import Held, Offer, Policy
+from weightbus.control.protocol.messages import Prepare, Publish, Transfer
+from weightbus.control.protocol.signatures import sign, signed_by, signing_key_of
+from weightbus.control.security.allow_list import Entry
+from weightbus.control.security.signed_publications import (
     Distrust,
     doubt,
     doubt_offer,
@@ -20,9 +25,6 @@ from weightbus.control.seals import (
     seal_publication,
     seal_table,
 )
-from weightbus.control.signing import sign, signed_by, signing_key_of
-from weightbus.control.sockets import new_keypair
-from weightbus.control.trust import Entry
 
 CHANNEL = Channel("policy")
 TRAINER, OTHER, ENGINE = (new_keypair() for _ in range(3))

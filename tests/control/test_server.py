@@ -11,42 +11,47 @@ from typing import cast
 import msgspec
 import pytest
 
-from weightbus.control import server as module
-from weightbus.control.bus import RouterBus
-from weightbus.control.dealer import DealerLink
-from weightbus.control.effects import Acknowledge, AnyObservation, AnyRecord, Committed, LeaseEnded, Refusal, SendTo
-from weightbus.control.election import Deposed, Term
-from weightbus.control.errors import JournalUnwritable, NotNewer
-from weightbus.control.etcd import Etcd, KeyValue, Outcome
-from weightbus.control.etcd_journal import EtcdJournal
-from weightbus.control.events import Peer
-from weightbus.control.ids import AgentId, Epoch, RequestId, Version
-from weightbus.control.journal import SqliteJournal
-from weightbus.control.limits import Limits
-from weightbus.control.links import AgentLink, Delivery, Distrusted, Incoming
-from weightbus.control.memory_bus import MemoryBus
-from weightbus.control.messages import (
+from weightbus.control.bus.dealer import DealerLink
+from weightbus.control.bus.in_memory import MemoryBus
+from weightbus.control.bus.interface import AgentLink, Delivery, Distrusted, Incoming
+from weightbus.control.bus.router import RouterBus
+from weightbus.control.journal.election import Deposed, Term
+from weightbus.control.journal.etcd_client import Etcd, KeyValue, Outcome
+from weightbus.control.journal.etcd_journal import EtcdJournal
+from weightbus.control.journal.sqlite_journal import SqliteJournal
+from weightbus.control.machine.effects import (
+    Acknowledge,
+    AnyObservation,
+    AnyRecord,
+    Committed,
+    LeaseEnded,
+    Refusal,
+    SendTo,
+)
+from weightbus.control.machine.events import Peer
+from weightbus.control.machine.limits import Limits
+from weightbus.control.protocol.enums import Code, Role
+from weightbus.control.protocol.enums import Outcome as Ended
+from weightbus.control.protocol.errors import JournalUnwritable, NotNewer
+from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import Message
+from weightbus.control.protocol.messages import (
     Ack,
     Acquire,
     Alive,
-    Code,
     Commit,
     Granted,
     Heartbeat,
     Hello,
-    Message,
     Refused,
     Release,
-    Role,
     RoundDone,
     Welcome,
 )
-from weightbus.control.messages import (
-    Outcome as Ended,
-)
-from weightbus.control.reporter import TimedJournal
-from weightbus.control.server import GATHER_PACE, GATHER_S, SETTLE_S, Server
-from weightbus.control.telemetry import Meters, Side
+from weightbus.control.server import event_loop as module
+from weightbus.control.server.event_loop import GATHER_PACE, GATHER_S, SETTLE_S, Server
+from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.reporter import TimedJournal
 
 from .world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
 

@@ -14,18 +14,18 @@ import msgspec
 import pytest
 import structlog
 
-from weightbus.control import messages as m
-from weightbus.control.bus import RouterBus
-from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.errors import ConfigurationError, RequestRefused
-from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId, Version
-from weightbus.control.memory_bus import MemoryBus
-from weightbus.control.provision import Member, provision
-from weightbus.control.service import Service
-from weightbus.control.session import Timing
-from weightbus.control.status import StatusView
-from weightbus.control.trust import TRUST_FILE
+from weightbus.control import protocol as m
+from weightbus.control.bus.client import BusClient, BusSettings
+from weightbus.control.bus.in_memory import MemoryBus
+from weightbus.control.bus.router import RouterBus
+from weightbus.control.bus.session import Timing
+from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.machine.status import StatusView
+from weightbus.control.protocol.errors import ConfigurationError, RequestRefused
+from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId, Version
+from weightbus.control.security.allow_list import TRUST_FILE
+from weightbus.control.server.coordinator_process import Service
+from weightbus.control.server.settings import CoordinatorSettings
 
 CHANNEL = Channel("policy")
 DEADLINE_S = 60.0

@@ -4,23 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.control.errors import CoordinatorUnreachable, Malformed, RequestRefused, WrongProtocol
-from weightbus.control.ids import Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.messages import (
-    Abort,
-    Ack,
-    Acquire,
-    Alive,
-    Code,
-    Commit,
-    Pause,
-    Paused,
-    PauseMode,
-    Prepared,
-    Refused,
-    Welcome,
-)
-from weightbus.control.session import (
+from weightbus.control.bus.session import (
     Asked,
     Connect,
     Deliver,
@@ -39,6 +23,21 @@ from weightbus.control.session import (
     Ticked,
     Timing,
     Transmit,
+)
+from weightbus.control.protocol.enums import Code, PauseMode
+from weightbus.control.protocol.errors import CoordinatorUnreachable, Malformed, RequestRefused, WrongProtocol
+from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.messages import (
+    Abort,
+    Ack,
+    Acquire,
+    Alive,
+    Commit,
+    Pause,
+    Paused,
+    Prepared,
+    Refused,
+    Welcome,
 )
 
 KEY = RequestId("r1")

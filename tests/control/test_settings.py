@@ -12,11 +12,11 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from weightbus.control import settings
-from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.errors import ConfigurationError
-from weightbus.control.limits import Limits
-from weightbus.control.settings import Resolved, Source, load
+from weightbus.control.cli import settings_loader as settings
+from weightbus.control.cli.settings_loader import Resolved, Source, load
+from weightbus.control.machine.limits import Limits
+from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.server.settings import CoordinatorSettings
 
 
 class Mood(enum.StrEnum):

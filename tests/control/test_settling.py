@@ -5,34 +5,29 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from weightbus.control.duties import Duties
-from weightbus.control.engines import Engine
-from weightbus.control.events import MessageReceived, PeerLost, StopRequested
-from weightbus.control.fleet import Fleet
-from weightbus.control.ids import Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.membership import Agent
-from weightbus.control.messages import (
+from weightbus.control.machine.engine_record import Engine
+from weightbus.control.machine.engine_registry import Fleet
+from weightbus.control.machine.events import MessageReceived, PeerLost, StopRequested
+from weightbus.control.machine.membership import Agent
+from weightbus.control.machine.pending_commands import Duties
+from weightbus.control.machine.routing import Router
+from weightbus.control.machine.states import EnginePhase, RoundState
+from weightbus.control.protocol.enums import Code, Outcome, SlowEngines, Step
+from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import Held, Message, Policy
+from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
-    Code,
     Commit,
-    Held,
-    Message,
     Offered,
-    Outcome,
     Pause,
-    Policy,
     Prepare,
     Publish,
     Refused,
     Sent,
     Serving,
-    SlowEngines,
-    Step,
     Transfer,
 )
-from weightbus.control.routing import Router
-from weightbus.control.states import EnginePhase, RoundState
 
 from .world import CHANNEL, LIMITS, World
 

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbus.control.effects import RoundEnded
-from weightbus.control.engines import Window
-from weightbus.control.ids import Digest, Version
-from weightbus.control.messages import Alive, EngineHealth, Held, Outcome, Policy, Prepare, Step
-from weightbus.control.reporter import Reporter
-from weightbus.control.telemetry import Meters, Side
+from weightbus.control.machine.effects import RoundEnded
+from weightbus.control.machine.engine_record import Window
+from weightbus.control.protocol.enums import EngineHealth, Outcome, Step
+from weightbus.control.protocol.ids import Digest, Version
+from weightbus.control.protocol.message_fields import Held, Policy
+from weightbus.control.protocol.messages import Alive, Prepare
+from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.reporter import Reporter
 
 from .world import Engine, Trainer, World
 

@@ -12,16 +12,17 @@ from typing import Any, cast
 import pytest
 import structlog
 
-from weightbus.control import standby as module
-from weightbus.control.cli import main
-from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.dealer import DealerLink
-from weightbus.control.election import Election, Leader
-from weightbus.control.etcd import EtcdUnavailable
-from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.messages import Bye, Code, Heartbeat, Hello, Refused, Role, ToCoordinator
-from weightbus.control.rejection import REJECTED_KEY
-from weightbus.control.standby import Standby
+from weightbus.control.bus.dealer import DealerLink
+from weightbus.control.bus.rejections import REJECTED_KEY
+from weightbus.control.cli.main import main
+from weightbus.control.journal.election import Election, Leader
+from weightbus.control.journal.etcd_client import EtcdUnavailable
+from weightbus.control.protocol.enums import Code, Role
+from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.protocol.messages import Bye, Heartbeat, Hello, Refused, ToCoordinator
+from weightbus.control.server import standby as module
+from weightbus.control.server.settings import CoordinatorSettings
+from weightbus.control.server.standby import Standby
 
 DEADLINE_S = 30.0
 HELLO = Hello(

@@ -11,9 +11,9 @@ import pytest
 import structlog
 from prometheus_client import generate_latest
 
-from weightbus.control import telemetry
-from weightbus.control.errors import InvariantBroken
-from weightbus.control.telemetry import METRICS, Kind, Meters, Side, configure_logging, markdown_table
+from weightbus.control.protocol.errors import InvariantBroken
+from weightbus.control.server import metrics as telemetry
+from weightbus.control.server.metrics import METRICS, Kind, Meters, Side, configure_logging, markdown_table
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from weightbus.control.throttle import BURST, PENANCE_S, RATE, REMEMBERED, Pace, Throttle
+from weightbus.control.bus.rate_limit import BURST, PENANCE_S, RATE, REMEMBERED, Pace, Throttle
 
 
 def test_what_a_fleet_says_is_never_touched() -> None:

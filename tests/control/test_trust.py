@@ -11,13 +11,13 @@ import pytest
 import structlog
 
 from tests.kit.disk_calls import DiskCalls
-from weightbus.control.errors import PeerKeyError
-from weightbus.control.events import Principal
-from weightbus.control.ids import AgentId, Channel
-from weightbus.control.messages import Role
-from weightbus.control.signing import signing_key_of
-from weightbus.control.sockets import new_keypair
-from weightbus.control.trust import RELOAD_S, TRUST_FILE, Entry, TrustList, edited, read_trust
+from weightbus.control.bus.sockets import new_keypair
+from weightbus.control.machine.events import Principal
+from weightbus.control.protocol.enums import Role
+from weightbus.control.protocol.errors import PeerKeyError
+from weightbus.control.protocol.ids import AgentId, Channel
+from weightbus.control.protocol.signatures import signing_key_of
+from weightbus.control.security.allow_list import RELOAD_S, TRUST_FILE, Entry, TrustList, edited, read_trust
 
 HERE = (Channel("policy"),)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbus.control.ids import AgentId
-from weightbus.control.turns import in_turn
+from weightbus.control.machine.waves import in_turn
+from weightbus.control.protocol.ids import AgentId
 
 NAMES = [AgentId(f"e{index}") for index in range(12)]
 

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from weightbus.control.effects import AnyEffect, SendTo
-from weightbus.control.events import AnyEvent, MessageReceived, Peer, PeerLost
-from weightbus.control.messages import (
-    EngineHealth,
+from weightbus.control.machine.effects import AnyEffect, SendTo
+from weightbus.control.machine.events import AnyEvent, MessageReceived, Peer, PeerLost
+from weightbus.control.protocol.enums import EngineHealth, Outcome, Step
+from weightbus.control.protocol.messages import (
     Failed,
     Heartbeat,
-    Outcome,
     Paused,
     Prepared,
     Serving,
-    Step,
     Transfer,
     Transferred,
     Verified,

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from weightbus.control.answers import Restored, ending, remembered
-from weightbus.control.coordinator import Coordinator
-from weightbus.control.effects import (
+from weightbus.control.machine.coordinator import Coordinator
+from weightbus.control.machine.effects import (
     Acknowledge,
     AnyEffect,
     AnyObservation,
@@ -33,53 +32,54 @@ from weightbus.control.effects import (
     SendTo,
     SendToAll,
 )
-from weightbus.control.events import AnyEvent, MessageReceived, Peer, PeerLost, Persisted, PersistFailed, Tick, Unsent
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
-from weightbus.control.limits import Limits
-from weightbus.control.messages import (
+from weightbus.control.machine.events import (
+    AnyEvent,
+    MessageReceived,
+    Peer,
+    PeerLost,
+    Persisted,
+    PersistFailed,
+    Tick,
+    Unsent,
+)
+from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.reply_cache import Restored, ending, remembered
+from weightbus.control.machine.routing import Router
+from weightbus.control.protocol.enums import Code, EngineHealth, Role, Step, TransportKind
+from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
+from weightbus.control.protocol.message_fields import EngineInfo, Held, Message, Offer, Policy, TrainerInfo
+from weightbus.control.protocol.messages import (
     Abort,
     Ack,
     Acquire,
     Alive,
     Bye,
-    Code,
     Commit,
-    EngineHealth,
-    EngineInfo,
     Failed,
     Granted,
     Heartbeat,
-    Held,
     Hello,
-    Message,
-    Offer,
     Offered,
     Pause,
     Paused,
-    Policy,
     Prepare,
     Prepared,
     Publish,
     PutBlob,
     Refused,
-    Role,
     RoundDone,
     Send,
     Sent,
     Serving,
-    Step,
     ToCoordinator,
     Topology,
-    TrainerInfo,
     Transfer,
     Transferred,
-    TransportKind,
     Verified,
     Welcome,
     Withdraw,
 )
-from weightbus.control.plan_document import PlanView, describe
-from weightbus.control.routing import Router
+from weightbus.control.server.transport_plan import PlanView, describe
 
 CHANNEL = Channel("policy")
 MANIFEST = b"the layout"
@@ -114,7 +114,7 @@ def trainer_info(**changes: object) -> TrainerInfo:
 
 
 def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
-    """What a journal with these records restores: the naive oracle for journal.py."""
+    """What a journal with these records restores: the naive oracle for sqlite_journal.py."""
     channels: dict[Channel, Restored] = {}
     for record in records:
         match record:

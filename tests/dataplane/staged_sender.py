@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from weightbus.dataplane.distributed import DistributedSender
-from weightbus.dataplane.source_rank import SourceRank
-from weightbus.dataplane.sources import Sources
-from weightbus.dataplane.transport import JOIN_S, Address, Peer, Session, Slot
+from weightbus.dataplane.transports.broadcast_order import Sources
+from weightbus.dataplane.transports.distributed.sender import DistributedSender
+from weightbus.dataplane.transports.distributed.source_rank import SourceRank
+from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, Session, Slot
 
 STAGES = 3
 SLOTS = 2

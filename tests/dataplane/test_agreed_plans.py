@@ -7,19 +7,19 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from weightbus.dataplane import agreed_plans
-from weightbus.dataplane import sends_wire as wire
-from weightbus.dataplane.agreed_plans import AgreedPlans
-from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.direct import Exposed
-from weightbus.dataplane.direct_wire import Proposal
+from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import ManifestError, TransferFailed
-from weightbus.dataplane.exports import ExportMap, Place, Region
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View, whole
-from weightbus.dataplane.plan import Reader, make_plan
-from weightbus.dataplane.recording import Recording, Target
-from weightbus.dataplane.schedule import Messages, Schedule, schedule
+from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
+from weightbus.dataplane.reshard.load_trace import Recording, Target
+from weightbus.dataplane.reshard.reshard_plan import Reader, make_plan
+from weightbus.dataplane.reshard.send_schedule import Messages, Schedule, schedule
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View, whole
+from weightbus.dataplane.transports.direct.messages import Proposal
+from weightbus.dataplane.transports.direct.sender import Exposed
+from weightbus.dataplane.transports.sends import messages as wire
+from weightbus.dataplane.transports.sends import plan_agreement as agreed_plans
+from weightbus.dataplane.transports.sends.plan_agreement import AgreedPlans
 
 CUT = 1 << 20, 1 << 16
 ROWS = 8

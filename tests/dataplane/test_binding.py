@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from weightbus.dataplane import binding
-from weightbus.dataplane.binding import Binding
 from weightbus.dataplane.errors import DeadlineExceeded, TransferFailed
+from weightbus.dataplane.processes import background_init as binding
+from weightbus.dataplane.processes.background_init import Binding
 
 WAIT_S = 20.0
 

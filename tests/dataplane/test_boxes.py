@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbus.dataplane import boxes as boxes_module
-from weightbus.dataplane.boxes import Box, Boxes, doubly_held, intersect, subtract_all, volumes
+from weightbus.dataplane.tensors import boxes as boxes_module
+from weightbus.dataplane.tensors.boxes import Box, Boxes, doubly_held, intersect, subtract_all, volumes
 
 AXES = 2
 

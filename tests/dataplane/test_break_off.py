@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane import engine_groups
-from weightbus.dataplane.engine_groups import EngineGroups
-from weightbus.dataplane.handing_receiver import HandingReceiver
+from weightbus.dataplane.transports.distributed import engine_groups
+from weightbus.dataplane.transports.distributed.engine_groups import EngineGroups
+from weightbus.dataplane.transports.distributed.sidecar_receiver import HandingReceiver
 
 EACH_S = 0.4
 COUNT = 8

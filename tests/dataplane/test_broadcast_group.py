@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from weightbus.dataplane import backends, broadcast_group
-from weightbus.dataplane.broadcast_group import BroadcastGroup, backend_for
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed, Unsupported
-from weightbus.dataplane.source_stand_in import Connections
+from weightbus.dataplane.processes import process_groups as backends
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.distributed import broadcast_group
+from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup, backend_for
+from weightbus.dataplane.transports.distributed.source_watchdog import Connections
 
 
 @pytest.mark.parametrize("found", [None, "1", ""])

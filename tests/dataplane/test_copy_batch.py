@@ -14,17 +14,17 @@ import torch
 from hypothesis import given, settings
 
 from tests.kit.fake_batches import NOT_SUPPORTED, Attributes, FakeBatches
-from weightbus.dataplane import copy_batch
-from weightbus.dataplane.copy_batch import CopyBatch
-from weightbus.dataplane.copy_cuda import CudaCopies, CudaEngine
-from weightbus.dataplane.copy_engines import BRANCHES, branches_asked
-from weightbus.dataplane.copy_peer import PeerCopies
-from weightbus.dataplane.copy_runs import CopyRuns, copy_runs
-from weightbus.dataplane.copy_stages import StagedCopies
-from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.copy_torch import TorchCopies
+from weightbus.dataplane.copy import memcpy_batch as copy_batch
+from weightbus.dataplane.copy.copy_cuda import CudaCopies, CudaEngine
+from weightbus.dataplane.copy.copy_table import CopyTable
+from weightbus.dataplane.copy.copy_torch import TorchCopies
+from weightbus.dataplane.copy.engine_selection import BRANCHES, branches_asked
+from weightbus.dataplane.copy.memcpy_batch import CopyBatch
+from weightbus.dataplane.copy.memcpy_runs import CopyRuns, copy_runs
+from weightbus.dataplane.copy.peer_copies import PeerCopies
+from weightbus.dataplane.copy.staged_copies import StagedCopies
 from weightbus.dataplane.errors import NoCopyEngines, PeerLost, Unsupported
-from weightbus.dataplane.pieces import DTYPES
+from weightbus.dataplane.tensors.shards import DTYPES
 
 from .test_tiles import column, copies, fits, memory
 

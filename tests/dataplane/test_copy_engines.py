@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from weightbus.dataplane.copy_cuda import CudaEngine
-from weightbus.dataplane.copy_table import AXES, CopyTable
-from weightbus.dataplane.copy_torch import TorchEngine
-from weightbus.dataplane.pieces import DTYPES
+from weightbus.dataplane.copy.copy_cuda import CudaEngine
+from weightbus.dataplane.copy.copy_table import AXES, CopyTable
+from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.tensors.shards import DTYPES
 
 from .test_tiles import REGION, column, copies, fits, memory
 

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import copy_runs as module
-from weightbus.dataplane.copy_runs import SHARES, CopyRuns, calls_of, copy_runs, for_copy_engines
-from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.copy_torch import TorchCopies
-from weightbus.dataplane.pieces import DTYPES
+from weightbus.dataplane.copy import memcpy_runs as module
+from weightbus.dataplane.copy.copy_table import CopyTable
+from weightbus.dataplane.copy.copy_torch import TorchCopies
+from weightbus.dataplane.copy.memcpy_runs import SHARES, CopyRuns, calls_of, copy_runs, for_copy_engines
+from weightbus.dataplane.tensors.shards import DTYPES
 
 from .test_tiles import column, copies, fits, memory
 

@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from weightbus.dataplane.cover import in_turn
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Pieces, whole
+from weightbus.dataplane.tensors.coverage import in_turn
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces, whole
 
 TENSORS = tuple(TensorSpec(f"t{number}", "bfloat16", (8, 4)) for number in range(48))
 

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from weightbus.dataplane import relay, torch_threads
-from weightbus.dataplane.broadcast_group import serve_store
-from weightbus.dataplane.distributed_receiver import DistributedReceiver
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.relay import lead_nowhere
-from weightbus.dataplane.transport import Address, Peer
+from weightbus.dataplane.processes import torch_threads
+from weightbus.dataplane.transports.distributed import store_proxy as relay
+from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
+from weightbus.dataplane.transports.distributed.receiver import DistributedReceiver
+from weightbus.dataplane.transports.distributed.store_proxy import lead_nowhere
+from weightbus.dataplane.transports.interface import Address, Peer
 
 from ..kit.waiting import until
 from .loopback import LoopbackServer, Places, make_manifest, make_session
@@ -29,8 +30,8 @@ DEADLINE_S = 60.0
 """More than a moment: as long torch tries to reach a store that is not there."""
 ENDS = """
 import socket
-from weightbus.dataplane.broadcast_group import serve_store
-from weightbus.dataplane.relay import lead_nowhere
+from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
+from weightbus.dataplane.transports.distributed.store_proxy import lead_nowhere
 store = serve_store("127.0.0.1")
 where = store.host, store.port
 del store

@@ -7,12 +7,12 @@ from typing import cast
 
 import pytest
 
-from weightbus.dataplane.checkpoint_writer import NOTES
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.disk import DiskReceiver, DiskSender
-from weightbus.dataplane.disk_session import Notes, SessionFolder
 from weightbus.dataplane.errors import PeerLost, TransferFailed
-from weightbus.dataplane.transport import Session
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.disk.checkpoint_locks import Notes, SessionFolder
+from weightbus.dataplane.transports.disk.checkpoint_transport import DiskReceiver, DiskSender
+from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES
+from weightbus.dataplane.transports.interface import Session
 
 
 def checkpoint(root: Path, epoch: int) -> SessionFolder:

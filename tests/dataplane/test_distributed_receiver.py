@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Address, Minding, Peer, Receipt, Sender
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.transports.interface import Address, Minding, Peer, Receipt, Sender
 
 from ..kit.waiting import until
 from .loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted

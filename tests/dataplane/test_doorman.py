@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane import sends_wire as wire
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.doorman import Doorman
-from weightbus.dataplane.sealed_frames import SealedFrames
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.mac_frames import SealedFrames
+from weightbus.dataplane.transports.sends import messages as wire
+from weightbus.dataplane.transports.sends.acceptor import Doorman
 
 from ..kit.waiting import until
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.dataplane import broadcast_group, engine_groups
-from weightbus.dataplane.engine_groups import STILL_S, Behind, StoodStill, Stragglers
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Minding, Peer, Receipt
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.transports.distributed import broadcast_group, engine_groups
+from weightbus.dataplane.transports.distributed.engine_groups import STILL_S, Behind, StoodStill, Stragglers
+from weightbus.dataplane.transports.interface import Minding, Peer, Receipt
 
 from ..kit.waiting import until
 from .loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weightbus.dataplane import engine_groups
-from weightbus.dataplane.broadcast_group import BroadcastGroup
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.engine_groups import EngineGroups, StoodStill
-from weightbus.dataplane.sources import Groups
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.broadcast_order import Groups
+from weightbus.dataplane.transports.distributed import engine_groups
+from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
+from weightbus.dataplane.transports.distributed.engine_groups import EngineGroups, StoodStill
 
 from ..kit.waiting import until
 

@@ -20,14 +20,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbus.dataplane import export_wire as wire
-from weightbus.dataplane import exporter as exporter_module
-from weightbus.dataplane import importer as exported
 from weightbus.dataplane.errors import ManifestError, NotExportable, PeerLost, StaleSession, TransferFailed
-from weightbus.dataplane.exporter import RegionExporter
-from weightbus.dataplane.exports import ExportMap, MadeRegion, Parts, Place, Region
-from weightbus.dataplane.importer import RegionImporter
-from weightbus.dataplane.transport import Address
+from weightbus.dataplane.memory import export_messages as wire
+from weightbus.dataplane.memory import exporter as exporter_module
+from weightbus.dataplane.memory import importer as exported
+from weightbus.dataplane.memory.export_map import ExportMap, MadeRegion, Parts, Place, Region
+from weightbus.dataplane.memory.exporter import RegionExporter
+from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.transports.interface import Address
 
 OPEN_S = 60.0
 
@@ -219,7 +219,7 @@ def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImport
     program = textwrap.dedent(f"""
         import sys, torch
         from pathlib import Path
-        from weightbus.dataplane.exporter import RegionExporter
+        from weightbus.dataplane.memory.exporter import RegionExporter
         exporter = RegionExporter(Path({str(tmp_path / "run")!r}), "c", 0)
         exporter.export([torch.full((8,), 5.0)])
         print(exporter.address().address, flush=True)
@@ -254,7 +254,7 @@ def test_an_exporter_that_died_is_noticed_while_its_child_lives(tmp_path: Path, 
     program = textwrap.dedent(f"""
         import os, sys, time, torch
         from pathlib import Path
-        from weightbus.dataplane.exporter import RegionExporter
+        from weightbus.dataplane.memory.exporter import RegionExporter
         exporter = RegionExporter(Path({str(tmp_path / "run")!r}), "c", 0)
         exporter.export([torch.full((8,), 5.0)])
         print(exporter.address().address, flush=True)
@@ -287,8 +287,8 @@ def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
     exporter.export([torch.zeros(8)])
     program = textwrap.dedent(f"""
         import os, signal
-        from weightbus.dataplane.importer import RegionImporter
-        from weightbus.dataplane.transport import Address
+        from weightbus.dataplane.memory.importer import RegionImporter
+        from weightbus.dataplane.transports.interface import Address
         RegionImporter().open(Address({exporter.address().address!r}), 0, 1, [0], 60.0)
         os.kill(os.getpid(), signal.SIGKILL)
     """)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import fmix
+from weightbus.dataplane.digest import sglang_checksum as fmix
 
 M32 = 0xFFFFFFFF
 M64 = (1 << 64) - 1

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost
-from weightbus.dataplane.frames import MAX_FRAME, FrameListener, Frames, dead_among
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.frames import MAX_FRAME, FrameListener, Frames, dead_among
 
 from ..kit.waiting import until
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane import handing_memory, handles
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import NotExportable, TransferFailed
-from weightbus.dataplane.handing_memory import GpuRoom
+from weightbus.dataplane.memory import ipc_handles as handles
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.distributed import sidecar_buffers as handing_memory
+from weightbus.dataplane.transports.distributed.sidecar_buffers import GpuRoom
 
 GPU = "GPU-of-the-server"
 UUID = "01234567-89ab-cdef-0123-456789abcdef"

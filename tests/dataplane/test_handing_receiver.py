@@ -12,16 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.dataplane import distributed, engine_groups, handing_memory, handing_receiver, meeting
-from weightbus.dataplane.broadcast_group import BroadcastGroup
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.distributed import DistributedSender
-from weightbus.dataplane.distributed_receiver import DistributedReceiver
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.handing_receiver import HandingReceiver
-from weightbus.dataplane.manifest import Manifest
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Peer, Receipt, Sender, SharedBucket
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.dataplane.transports.distributed import engine_groups
+from weightbus.dataplane.transports.distributed import rendezvous_keys as meeting
+from weightbus.dataplane.transports.distributed import sender as distributed
+from weightbus.dataplane.transports.distributed import sidecar_buffers as handing_memory
+from weightbus.dataplane.transports.distributed import sidecar_receiver as handing_receiver
+from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
+from weightbus.dataplane.transports.distributed.receiver import DistributedReceiver
+from weightbus.dataplane.transports.distributed.sender import DistributedSender
+from weightbus.dataplane.transports.distributed.sidecar_receiver import HandingReceiver
+from weightbus.dataplane.transports.interface import Peer, Receipt, Sender, SharedBucket
 
 from ..kit.waiting import until
 from .loopback import CHANNEL, Places, make_manifest, make_session, send_all, wanted

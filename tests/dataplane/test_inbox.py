@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from weightbus.dataplane import inbox as module
-from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.inbox import Inbox, beside_bytes
-from weightbus.dataplane.outbox import UNDER_WAY
-from weightbus.dataplane.pair_group import Parcel
-from weightbus.dataplane.schedule import NOWHERE, Messages
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.reshard.send_schedule import NOWHERE, Messages
+from weightbus.dataplane.transports.sends import receive_queue as module
+from weightbus.dataplane.transports.sends.p2p_group import Parcel
+from weightbus.dataplane.transports.sends.receive_queue import Inbox, beside_bytes
+from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY
 
 from ..kit.noted_moves import NotedEngine, NotedGroup, byte_rows, lies_in
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import integrity
+from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import DigestMismatch
 
 MASK = 2**64 - 1
@@ -24,7 +24,7 @@ def splitmix(x: int) -> int:
 
 
 def reference(data: bytes) -> bytes:
-    """``mix64x2`` as integrity.py's docstring defines it, one word at a time."""
+    """``mix64x2`` as tensor_digest.py's docstring defines it, one word at a time."""
     padded = data + bytes(-len(data) % 8)
     a = b = 0
     for i in range(len(padded) // 8):

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane import joining
-from weightbus.dataplane.broadcast_group import serve_store
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost
-from weightbus.dataplane.joining import Forming, join
-from weightbus.dataplane.nixl_group import NixlGroup
-from weightbus.dataplane.pair_group import NOBODY, PairGroup
-from weightbus.dataplane.sends_wire import Group
+from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
+from weightbus.dataplane.transports.sends import group_forming as joining
+from weightbus.dataplane.transports.sends.group_forming import Forming, join
+from weightbus.dataplane.transports.sends.messages import Group
+from weightbus.dataplane.transports.sends.nixl_group import NixlGroup
+from weightbus.dataplane.transports.sends.p2p_group import NOBODY, PairGroup
 
 from ..kit.waiting import until
 

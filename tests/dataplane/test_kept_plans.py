@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.dataplane import direct_wire
-from weightbus.dataplane.agreed_plans import KEPT, AgreedPlans
-from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.plan import Plan, Reader, make_plan
-from weightbus.dataplane.recording import Recording
-from weightbus.dataplane.schedule import Schedule
+from weightbus.dataplane.reshard.load_trace import Recording
+from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
+from weightbus.dataplane.reshard.send_schedule import Schedule
+from weightbus.dataplane.transports.direct import messages as direct_wire
+from weightbus.dataplane.transports.direct.sender import Exposed
+from weightbus.dataplane.transports.sends.plan_agreement import KEPT, AgreedPlans
 
 from ..kit.toy_sends import SendsWorld
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.dataplane import joining_receiver
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Peer, Receipt
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.transports.distributed import server_receiver as joining_receiver
+from weightbus.dataplane.transports.interface import Peer, Receipt
 
 from .loopback import Places, make_manifest, make_session, send_all
 from .transport_contract import PROMPT_S, Engine

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
-from weightbus.dataplane.local import LocalSender, open_runtime_dir
-from weightbus.dataplane.local_receiver import LocalReceiver
-from weightbus.dataplane.local_wire import Connection, Hello
-from weightbus.dataplane.transport import Peer
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.interface import Peer
+from weightbus.dataplane.transports.local.messages import Connection, Hello
+from weightbus.dataplane.transports.local.receiver import LocalReceiver
+from weightbus.dataplane.transports.local.sender import LocalSender, open_runtime_dir
 
 from .loopback import LoopbackServer, make_manifest, make_session
 

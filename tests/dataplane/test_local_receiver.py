@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.dataplane import local_receiver as module
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Peer, SharedBucket
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.transports.interface import Peer, SharedBucket
+from weightbus.dataplane.transports.local import receiver as module
 
 from .loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_session, send_all
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.manifest import ITEM_BYTES, BucketSpec, Manifest, TensorSpec
+from weightbus.dataplane.tensors.manifest import ITEM_BYTES, BucketSpec, Manifest, TensorSpec
 
 NAMES: Final = st.from_regex("[ab_7][ab._7-]{0,3}", fullmatch=True)
 SHAPES: Final = st.lists(st.integers(1, 5), max_size=3).map(tuple)

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import marks as module
-from weightbus.dataplane.copy_table import ITEM_SIZES, CopyTable
+from weightbus.dataplane.copy import ready_flags as module
+from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
+from weightbus.dataplane.copy.ready_flags import Marks, marks_in, needs_of, stages_of
 from weightbus.dataplane.errors import DeadlineExceeded, ManifestError, PeerLost, StaleSession
-from weightbus.dataplane.exports import MadeRegion
-from weightbus.dataplane.marks import Marks, marks_in, needs_of, stages_of
+from weightbus.dataplane.memory.export_map import MadeRegion
 
 from .test_tiles import copies
 

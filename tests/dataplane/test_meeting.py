@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from weightbus.dataplane.broadcast_group import serve_store
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import Forged, PeerLost, StaleSession, TransferFailed
-from weightbus.dataplane.meeting import Attendance, Meeting, new_token, source_name
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Attendance, Meeting, new_token, source_name
 
 EPOCH = 7
 

@@ -13,17 +13,18 @@ import pytest
 import torch
 from torch._C._distributed_c10d import Store
 
-from weightbus.dataplane import distributed, engine_groups
-from weightbus.dataplane import meeting as meeting_module
-from weightbus.dataplane.broadcast_group import join_store, serve_store
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.distributed import DistributedSender
-from weightbus.dataplane.engine_groups import StoodStill
 from weightbus.dataplane.errors import DataplaneError, PeerLost
-from weightbus.dataplane.meeting import Attendance, Meeting, holding, new_token
-from weightbus.dataplane.rendezvous import reach_store
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Address, Peer
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.rendezvous_store import reach_store
+from weightbus.dataplane.transports.distributed import engine_groups
+from weightbus.dataplane.transports.distributed import rendezvous_keys as meeting_module
+from weightbus.dataplane.transports.distributed import sender as distributed
+from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
+from weightbus.dataplane.transports.distributed.engine_groups import StoodStill
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Attendance, Meeting, holding, new_token
+from weightbus.dataplane.transports.distributed.sender import DistributedSender
+from weightbus.dataplane.transports.interface import Address, Peer
 
 from .loopback import make_manifest, make_session, send_all
 

@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from weightbus.dataplane.broadcast_group import join_store, serve_store
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import PeerLost, TurnLate
-from weightbus.dataplane.nixl_group import _MODULES, NixlGroup
-from weightbus.dataplane.pair_group import Parcel
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
+from weightbus.dataplane.transports.sends.nixl_group import _MODULES, NixlGroup
+from weightbus.dataplane.transports.sends.p2p_group import Parcel
 
 LONG_S = 60.0
 PROMPT_S = 20.0

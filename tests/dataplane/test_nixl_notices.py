@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from weightbus.dataplane import nixl_group
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
-from weightbus.dataplane.nixl_group import _PACK, NixlGroup, _Offer
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.sends import nixl_group
+from weightbus.dataplane.transports.sends.nixl_group import _PACK, NixlGroup, _Offer
 
 
 class Agent:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import outbox as module
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.outbox import UNDER_WAY, Mail, Outbox
-from weightbus.dataplane.schedule import NOWHERE, Messages
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.reshard.send_schedule import NOWHERE, Messages
+from weightbus.dataplane.transports.sends import send_queue as module
+from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY, Mail, Outbox
 
 from ..kit.noted_moves import NotedEngine, NotedGroup, byte_rows, lies_in
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import cover
-from weightbus.dataplane.boxes import Box
 from weightbus.dataplane.errors import CoverageError, ManifestError
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides, order_of, whole
+from weightbus.dataplane.tensors import coverage as cover
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides, order_of, whole
 
 FEW = settings(max_examples=40, deadline=None)
 Place = tuple[int, int, int]

@@ -13,17 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import integrity
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.copy_torch import TorchEngine
-from weightbus.dataplane.digest_table import odd_boxes, table_of
+from weightbus.dataplane.copy.box_digests import odd_boxes, table_of
+from weightbus.dataplane.copy.copy_table import CopyTable
+from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import CoverageError, ManifestError
-from weightbus.dataplane.exports import ExportMap, Place, Region
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
-from weightbus.dataplane.plan import Plan, Reader, make_plan
-from weightbus.dataplane.recording import Cause, LoadedTensor, Recording, Target
+from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
+from weightbus.dataplane.reshard.load_trace import Cause, LoadedTensor, Recording, Target
+from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
 
 READER = Reader(rank=0, host="here", device="cpu")
 

@@ -10,8 +10,8 @@ from collections.abc import Generator
 
 import pytest
 
-from weightbus.dataplane import torch_threads
-from weightbus.dataplane.promptness import INTERVAL_S, prompt
+from weightbus.dataplane.processes import torch_threads
+from weightbus.dataplane.processes.thread_latency import INTERVAL_S, prompt
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import integrity
-from weightbus.dataplane.boxes import Boxes
+from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import DigestMismatch
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.proof import Proof, RankProof
+from weightbus.dataplane.reshard.verification import Proof, RankProof
+from weightbus.dataplane.tensors.boxes import Boxes
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces
 
 TENSORS = tuple(TensorSpec(f"t{number}", "bfloat16", (8, 8)) for number in range(6))
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.quantisation import Scheme, UnknownScheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
-from weightbus.dataplane.quantisation_config import Quantisation, outputs, read
+from weightbus.dataplane.quantize.hf_quantization_config import Quantisation, outputs, read
+from weightbus.dataplane.quantize.schemes import Scheme, UnknownScheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
+from weightbus.dataplane.tensors.manifest import TensorSpec
 
 Config = dict[str, Any]
 

@@ -16,9 +16,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.quantisation import (
+from weightbus.dataplane.quantize.quantize_tasks import Task, prepare
+from weightbus.dataplane.quantize.schemes import (
     SCHEMES,
     Element,
     Scheme,
@@ -28,7 +27,8 @@ from weightbus.dataplane.quantisation import (
     int4,
     mxfp8,
 )
-from weightbus.dataplane.quantise import Task, prepare
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
 
 SHAPES = st.tuples(st.sampled_from([1, 8, 127, 128, 200]), st.sampled_from([1, 32, 128, 256, 320]))
 

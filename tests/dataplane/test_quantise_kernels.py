@@ -23,11 +23,11 @@ from weightbus.dataplane import quantise_cuda, quantise_torch
 launch = quantise_cuda.launch
 quantise_cuda.launch = lambda kind, table: launch(kind, table, fast=False)  # NumPy has no fused multiply-add
 from weightbus.dataplane import integrity
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.quantisation import fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
-from weightbus.dataplane.quantise import Sums, Task
-from weightbus.dataplane.quantise_sums import words_of
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.quantize.schemes import fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
+from weightbus.dataplane.quantize.quantize_tasks import Sums, Task
+from weightbus.dataplane.quantize.fused_digests import words_of
 
 SCHEMES = (
     fp8_block((128, 128)), fp8_block((128, 128), power_of_two=True), fp8_channel(), mxfp8(), mxfp8(compressed=True),
@@ -71,7 +71,7 @@ def weight(shape, dtype, lost):
     return values.to(dtype)
 
 def sums_of(elements, at, step):
-    # What integrity.py makes of the words that are in memory now.
+    # What tensor_digest.py makes of the words that are in memory now.
     words = np.ascontiguousarray(elements.contiguous().view(torch.uint8).numpy()).view(np.uint64)
     places = at + np.arange(words.shape[0])[:, None] * step + np.arange(words.shape[1])
     return integrity.mix(words.reshape(-1), places.reshape(-1))
@@ -130,7 +130,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from weightbus.dataplane import quantise_triton
-from weightbus.dataplane.quantise_cuda import Kind, kernels_of, tile_of
+from weightbus.dataplane.quantize.quantize_cuda import Kind, kernels_of, tile_of
 
 CASES = [(SCHEMES[at], (2048, 768)) for at in (0, 2, 3, 6)] + [
     (fp8_tensor(), (2048, 768)), (fp8_channel(), (2048, 28672)), (int4(0, symmetric=False), (2048, 4096)),

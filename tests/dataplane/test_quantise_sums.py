@@ -1,4 +1,4 @@
-"""Sums of quantised elements that are made with them: what integrity.py digests, or left to whoever reads them."""
+"""Sums of quantised elements that are made with them: what tensor_digest.py digests, or left to whoever reads them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import integrity
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
-from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
-from weightbus.dataplane.quantise import Sums, Task, prepare
-from weightbus.dataplane.quantise_sums import complete, words_of
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.quantize.fused_digests import complete, words_of
+from weightbus.dataplane.quantize.quantize_tasks import Sums, Task, prepare
+from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
 
 CPU = torch.device("cpu")
 BLOCKS = fp8_block((16, 16))

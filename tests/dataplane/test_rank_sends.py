@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import binding, rank_sends
-from weightbus.dataplane import sends_wire as wire
-from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import DeadlineExceeded, NoRoom, PeerLost, TurnLate
-from weightbus.dataplane.outbox import Outbox
-from weightbus.dataplane.rank_sends import RankSends
-from weightbus.dataplane.schedule import Messages
-from weightbus.dataplane.sealed_frames import SealedFrames
-from weightbus.dataplane.transport import Address
+from weightbus.dataplane.processes import background_init as binding
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.mac_frames import SealedFrames
+from weightbus.dataplane.reshard.send_schedule import Messages
+from weightbus.dataplane.transports.interface import Address
+from weightbus.dataplane.transports.sends import messages as wire
+from weightbus.dataplane.transports.sends import rank_sender as rank_sends
+from weightbus.dataplane.transports.sends.rank_sender import RankSends
+from weightbus.dataplane.transports.sends.send_queue import Outbox
 
 from ..kit.waiting import until
 

@@ -7,13 +7,13 @@ import threading
 
 import pytest
 
-from weightbus.dataplane import rendezvous
-from weightbus.dataplane.broadcast_group import join_store, serve_store
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.rendezvous import ask_for_names, reach_store
-from weightbus.dataplane.sealed_frames import SealedListener, address_towards, family_of
-from weightbus.dataplane.transports import receiver
+from weightbus.dataplane.processes import rendezvous_store as rendezvous
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.mac_frames import SealedListener, address_towards, family_of
+from weightbus.dataplane.processes.rendezvous_store import ask_for_names, reach_store
+from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
+from weightbus.dataplane.transports.registry import receiver
 
 
 def test_names_are_asked_for_once_and_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,20 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane.boxes import Box, Column
-from weightbus.dataplane.copy_table import ITEM_SIZES, CopyTable
-from weightbus.dataplane.copy_torch import TorchCopies, TorchEngine
-from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
+from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchEngine
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.exports import ExportMap, Place, Region
-from weightbus.dataplane.inbox import Inbox, beside_bytes
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.outbox import UNDER_WAY, Mail, Outbox
-from weightbus.dataplane.pair_group import Parcel
-from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
-from weightbus.dataplane.plan import Plan, Reader, make_plan
-from weightbus.dataplane.recording import Recording, Target
-from weightbus.dataplane.schedule import (
+from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.reshard.load_trace import Recording, Target
+from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
+from weightbus.dataplane.reshard.send_schedule import (
     MIN_PAIR_BYTES,
     NOWHERE,
     STAGING_BYTES,
@@ -38,6 +32,12 @@ from weightbus.dataplane.schedule import (
     pair_bytes_of,
     schedule,
 )
+from weightbus.dataplane.tensors.boxes import Box, Column
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.transports.sends.p2p_group import Parcel
+from weightbus.dataplane.transports.sends.receive_queue import Inbox, beside_bytes
+from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY, Mail, Outbox
 
 from .test_plan import TENSORS, cut, exported, fill, joined, layouts, random_values, recording_of, sizes
 

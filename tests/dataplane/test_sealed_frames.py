@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DeadlineExceeded, Forged, PeerLost, TransferFailed
-from weightbus.dataplane.sealed_frames import SealedFrames, SealedListener, address_towards, host_and_port
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.mac_frames import SealedFrames, SealedListener, address_towards, host_and_port
 
 WAIT_S = 20.0
 Pair = tuple[SealedFrames, SealedFrames]

@@ -13,21 +13,22 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.dataplane import direct_wire, lines
-from weightbus.dataplane import sends_wire as wire
-from weightbus.dataplane.agreed_plans import AgreedPlans
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.errors import PeerLost, TransferFailed
-from weightbus.dataplane.exports import ExportMap
-from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.plan import Plan, Reader, make_plan
-from weightbus.dataplane.sealed_frames import SealedFrames, host_and_port
-from weightbus.dataplane.sends import SendsSender
-from weightbus.dataplane.sends_ends import End
-from weightbus.dataplane.transport import Peer, Session
-from weightbus.dataplane.turn_ceiling import LESS
+from weightbus.dataplane.memory.export_map import ExportMap
+from weightbus.dataplane.processes import connection_pool as lines
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.mac_frames import SealedFrames, host_and_port
+from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.transports.direct import messages as direct_wire
+from weightbus.dataplane.transports.direct.sender import Exposed
+from weightbus.dataplane.transports.interface import Peer, Session
+from weightbus.dataplane.transports.sends import messages as wire
+from weightbus.dataplane.transports.sends.chunk_limit import LESS
+from weightbus.dataplane.transports.sends.connected_peers import End
+from weightbus.dataplane.transports.sends.plan_agreement import AgreedPlans
+from weightbus.dataplane.transports.sends.sender import SendsSender
 
 from ..kit.toy_sends import SendsWorld
 from ..kit.waiting import until

@@ -11,16 +11,16 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from weightbus.dataplane import direct_wire
-from weightbus.dataplane import sends_wire as wire
-from weightbus.dataplane.direct import Exposed
-from weightbus.dataplane.exports import ExportMap
-from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.plan import make_plan
-from weightbus.dataplane.schedule import pair_bytes_of, schedule
-from weightbus.dataplane.sends import SendsSender
-from weightbus.dataplane.transport import Peer, Session
+from weightbus.dataplane.memory.export_map import ExportMap
+from weightbus.dataplane.reshard.reshard_plan import make_plan
+from weightbus.dataplane.reshard.send_schedule import pair_bytes_of, schedule
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.transports.direct import messages as direct_wire
+from weightbus.dataplane.transports.direct.sender import Exposed
+from weightbus.dataplane.transports.interface import Peer, Session
+from weightbus.dataplane.transports.sends import messages as wire
+from weightbus.dataplane.transports.sends.sender import SendsSender
 
 from ..kit.waiting import until
 from .test_schedule import SENT_TO, model

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.served_layout import Box, ServedParameter, served_layout
+from weightbus.dataplane.digest.sglang_layout import Box, ServedParameter, served_layout
+from weightbus.dataplane.tensors.manifest import TensorSpec
 
 HIDDEN, FFN, HEAD_DIM = 12, 24, 4
 

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import integrity
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.copy_torch import TorchEngine
+from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import CoverageError, DigestMismatch, ManifestError, Unsupported
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
-from weightbus.dataplane.share_digest import ShareDigest
-from weightbus.dataplane.shares import Division, divide
+from weightbus.dataplane.reshard.digest_shares import Division, divide
+from weightbus.dataplane.reshard.share_digester import ShareDigest
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
 
 TENSORS = (
     TensorSpec("even", "bfloat16", (12, 16)),
@@ -122,7 +122,7 @@ def test_replicas_take_turns() -> None:
 
 def test_a_model_of_odd_boxes_is_left_to_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ranks would have to send each other is bounded."""
-    monkeypatch.setattr("weightbus.dataplane.shares.MOST_ODD_BYTES", 59)
+    monkeypatch.setattr("weightbus.dataplane.reshard.digest_shares.MOST_ODD_BYTES", 59)
     tensors = TENSORS[1:2]
 
     with pytest.raises(Unsupported, match="odd"):

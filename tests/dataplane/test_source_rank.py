@@ -12,16 +12,17 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.dataplane import engine_groups, rendezvous, source_rank
-from weightbus.dataplane.broadcast_group import join_store, serve_store
-from weightbus.dataplane.distributed import DistributedSender
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.meeting import Meeting, new_token, source_name
-from weightbus.dataplane.source_rank import SourceRank
-from weightbus.dataplane.sources import Groups, Sources
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Address, Peer, Receipt, Session
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.processes import rendezvous_store as rendezvous
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.transports.broadcast_order import Groups, Sources
+from weightbus.dataplane.transports.distributed import engine_groups, source_rank
+from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Meeting, new_token, source_name
+from weightbus.dataplane.transports.distributed.sender import DistributedSender
+from weightbus.dataplane.transports.distributed.source_rank import SourceRank
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Session
 
 from ..kit.waiting import has_ipv6
 from .loopback import CHANNEL, Places, make_bytes, make_manifest, make_session, send_all, wanted

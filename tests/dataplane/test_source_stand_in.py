@@ -18,13 +18,14 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from weightbus.control.limits import STAND_IN_S
-from weightbus.dataplane import backends, source_stand_in
-from weightbus.dataplane.broadcast_group import BroadcastGroup, join_store, serve_store
+from weightbus.control.machine.limits import STAND_IN_S
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.source_stand_in import Connections, StandIn, connections_of
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Address, Peer
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.processes import process_groups as backends
+from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
+from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup, join_store, serve_store
+from weightbus.dataplane.transports.distributed.source_watchdog import Connections, StandIn, connections_of
+from weightbus.dataplane.transports.interface import Address, Peer
 
 from ..kit.waiting import has_ipv6, readable, until
 from .loopback import CHANNEL, Places, make_manifest, make_session, send_all
@@ -34,7 +35,7 @@ SILENCE_S = 1.5
 AT_ONCE_S = 10.0
 SOURCE = """
 import socket, sys
-from weightbus.dataplane.source_stand_in import Connections, StandIn
+from weightbus.dataplane.transports.distributed.source_watchdog import Connections, StandIn
 connections = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(2)]
 held = Connections([each.detach() for each in connections])
 stand_in = StandIn([held], float(sys.argv[2]))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.sources import Groups, Sources, cut
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.transports.broadcast_order import Groups, Sources, cut
 
 OWNERS = st.lists(st.integers(0, 3), min_size=1, max_size=24).map(
     lambda found: [sorted(set(found)).index(owner) for owner in found]

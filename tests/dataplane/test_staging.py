@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch.multiprocessing import reductions
 
-from weightbus.dataplane import engine_memory, handles, segments, staging
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import NotExportable, OutOfSharedMemory, TransferFailed
-from weightbus.dataplane.transport import CudaMemory
+from weightbus.dataplane.memory import ipc_handles as handles
+from weightbus.dataplane.memory import posix_shm as segments
+from weightbus.dataplane.memory import staging_buffers as staging
+from weightbus.dataplane.memory import torch_shared_memory as engine_memory
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.interface import CudaMemory
 
 CUDA = CudaMemory("GPU-0123-4567", b"\1c" + bytes(range(64)), 1 << 30, 512, b"/torch_1_2_3", 7, b"e" * 64, True)
 

@@ -9,12 +9,12 @@ from typing import ClassVar, cast
 
 import pytest
 
-from weightbus.dataplane import standing
-from weightbus.dataplane.joining import Forming
-from weightbus.dataplane.pair_group import PairGroup
-from weightbus.dataplane.sends import FORM_S
-from weightbus.dataplane.standing import Standing
-from weightbus.dataplane.transport import JOIN_S
+from weightbus.dataplane.transports.interface import JOIN_S
+from weightbus.dataplane.transports.sends import group_cache as standing
+from weightbus.dataplane.transports.sends.group_cache import Standing
+from weightbus.dataplane.transports.sends.group_forming import Forming
+from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+from weightbus.dataplane.transports.sends.sender import FORM_S
 
 
 class Group:

@@ -15,14 +15,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import tiles as module
-from weightbus.dataplane.boxes import Column
-from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
-from weightbus.dataplane.copy_torch import TorchCopies, TorchDigest
-from weightbus.dataplane.digest_table import BoxTable
-from weightbus.dataplane.integrity import mix
-from weightbus.dataplane.pieces import DTYPES
-from weightbus.dataplane.tiles import TILE_VECTORS, TILE_WORDS, Tiles, reciprocal, staged_tiles, word_tiles
+from weightbus.dataplane.copy import tiles as module
+from weightbus.dataplane.copy.box_digests import BoxTable
+from weightbus.dataplane.copy.copy_table import AXES, ITEM_SIZES, CopyTable
+from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchDigest
+from weightbus.dataplane.copy.tiles import TILE_VECTORS, TILE_WORDS, Tiles, reciprocal, staged_tiles, word_tiles
+from weightbus.dataplane.digest.tensor_digest import mix
+from weightbus.dataplane.tensors.boxes import Column
+from weightbus.dataplane.tensors.shards import DTYPES
 
 REGION = 1 << 18
 
@@ -152,7 +152,7 @@ KERNEL = """
 import numpy as np
 import torch
 from weightbus.dataplane import tiles, tiles_triton
-from weightbus.dataplane.copy_table import AXES
+from weightbus.dataplane.copy.copy_table import AXES
 
 random = np.random.default_rng(5)
 for rows, places in ((1, 2), (2, 4), (7, 6), (33, 4)):
@@ -189,7 +189,7 @@ def test_tiles_are_there_before_anybody_reads_them(monkeypatch: pytest.MonkeyPat
     """On a GPU they are written on one stream, and read on any."""
     told: list[str] = []
     kernel = SimpleNamespace(write=lambda *_: told.append("written"))
-    monkeypatch.setitem(sys.modules, "weightbus.dataplane.tiles_triton", kernel)
+    monkeypatch.setitem(sys.modules, "weightbus.dataplane.copy.tiles_triton", kernel)
     stream = SimpleNamespace(synchronize=lambda: told.append("there"))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, **_: torch.zeros(shape, dtype=dtype))

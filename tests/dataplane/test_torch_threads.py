@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from weightbus.dataplane.torch_threads import Calls
+from weightbus.dataplane.processes.torch_threads import Calls
 
 PROGRAM = textwrap.dedent(
     """

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.dataplane import transports
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, Unsupported
-from weightbus.dataplane.sends import SendsSender
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Address, Peer, Receipt
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.transports import registry as transports
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt
+from weightbus.dataplane.transports.sends.sender import SendsSender
 
 from ..kit.waiting import has_ipv6
 from .loopback import LoopbackServer, Places, make_manifest, make_session, send_all, wanted
@@ -226,14 +226,14 @@ known = set(sys.modules)
 for kind in transports.KINDS:
     transports.receiver(kind)
 assert set(sys.modules) == known, set(sys.modules) - known
-assert "weightbus.dataplane.sends_receiver" in known
+assert "weightbus.dataplane.transports.sends.receiver" in known
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_what_cannot_be_imported_is_missed_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are loaded all the same."""
-    monkeypatch.setitem(sys.modules, "weightbus.dataplane.sends_receiver", None)
+    monkeypatch.setitem(sys.modules, "weightbus.dataplane.transports.sends.receiver", None)
     transports.load(("sends", "gone", "local"))
     with pytest.raises(ImportError):
         transports.receiver("sends")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.dataplane import turn_ceiling
-from weightbus.dataplane.schedule import MIN_PAIR_BYTES
-from weightbus.dataplane.turn_ceiling import FIRST, LESS, Ceiling
+from weightbus.dataplane.reshard.send_schedule import MIN_PAIR_BYTES
+from weightbus.dataplane.transports.sends import chunk_limit as turn_ceiling
+from weightbus.dataplane.transports.sends.chunk_limit import FIRST, LESS, Ceiling
 
 MOST = 1024 * MIN_PAIR_BYTES
 

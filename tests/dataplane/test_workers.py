@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from weightbus.dataplane import worker_wire as wire
-from weightbus.dataplane import workers as module
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.direct_wire import Exporting
-from weightbus.dataplane.exports import MadeRegion
-from weightbus.dataplane.frames import Frames
-from weightbus.dataplane.workers import Workers
+from weightbus.dataplane.memory.export_map import MadeRegion
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.frames import Frames
+from weightbus.dataplane.transports import worker_exchange as module
+from weightbus.dataplane.transports import worker_messages as wire
+from weightbus.dataplane.transports.direct.messages import Exporting
+from weightbus.dataplane.transports.worker_exchange import Workers
 
 from .test_schedule import model
 

@@ -23,9 +23,9 @@ from weightbus.dataplane.errors import (
     StaleSession,
     TransferFailed,
 )
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Address, Peer, Receipt, Receiver, Session, SharedBucket
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Receiver, Session, SharedBucket
 
 from ..kit.waiting import readable
 from .loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_session, send_all, wanted

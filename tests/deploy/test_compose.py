@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import yaml
 
-from weightbus.control import cli
-from weightbus.control.coordinator_settings import CoordinatorSettings
+from weightbus.control.cli import main as cli
+from weightbus.control.server.settings import CoordinatorSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 Service = dict[str, Any]

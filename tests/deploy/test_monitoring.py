@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.telemetry import FOR_LOOKING, METRICS, Kind
+from weightbus.control.server.metrics import FOR_LOOKING, METRICS, Kind
+from weightbus.control.server.settings import CoordinatorSettings
 
 ROOT = Path(__file__).parents[2]
 PROMETHEUS = ROOT / "deploy/prometheus"
@@ -52,11 +52,11 @@ def exposed() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(("expression", "shown"), list(queries()))
 def test_metrics_and_labels_exist(expression: str, shown: str) -> None:
-    """Every metric named is declared in telemetry.py, and every label used is one that it carries."""
+    """Every metric named is declared in metrics.py, and every label used is one that it carries."""
     known = exposed()
     names = set(re.findall(r"\bweightbus_\w+", expression))
     assert names or "up{" in expression
-    assert names <= known.keys(), f"not in telemetry.py: {sorted(names - known.keys())}"
+    assert names <= known.keys(), f"not in metrics.py: {sorted(names - known.keys())}"
     added = SCRAPED if not names or "sidecar" in expression else {"job", "instance"}
     labels = added.union(*(known[name] for name in names))
     matched = re.findall(r"(\w+)\s*(?:=~|!~|!=|=)\s*\"", expression)
@@ -66,7 +66,7 @@ def test_metrics_and_labels_exist(expression: str, shown: str) -> None:
 
 
 def test_what_is_not_watched_is_said_to_be_for_looking() -> None:
-    """A metric is in an alert, on a panel, or named in telemetry.py as one that nobody is woken for."""
+    """A metric is in an alert, on a panel, or named in metrics.py as one that nobody is woken for."""
     named = {name for expression, _ in queries() for name in re.findall(r"\bweightbus_\w+", expression)}
     named |= {re.sub(r"_(bucket|sum|count)$", "", name) for name in named}
     assert {metric.name for metric in METRICS} - named == FOR_LOOKING

@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from weightbus.trainer_agent.demo.processes import ProgramEnded, Programs
+from weightbus.trainer_agent.demo.child_processes import ProgramEnded, Programs
 
 from ..kit import tiny_model
 from ..kit.ends import Ends, was_struck
@@ -152,7 +152,7 @@ ENDED_BY: dict[str, dict[str, tuple[Wait, ...]]] = {
         "sidecar": (SILENCE, SILENCE, SILENCE, SILENCE, SILENCE, AT_ONCE),
     },
 }
-"""By transport and victim, for each phase: what tells the others of one that is stopped (control/PROTOCOL.md).
+"""By transport and victim, for each phase: what tells the others of one that is stopped (control/protocol/PROTOCOL.md).
 
 Seconds are written down, not read from the code: a deadline that grows fails here. One that is killed is told of by
 its connections.

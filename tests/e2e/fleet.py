@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import httpx
 
 from weightbus import engine_agent
-from weightbus.control.ids import AgentId, Channel
-from weightbus.control.messages import Role
-from weightbus.control.provision import Member, provision
-from weightbus.engine_agent.payload import LOADER
-from weightbus.trainer_agent.demo.processes import Program, ProgramEnded, Programs
+from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.protocol.enums import Role
+from weightbus.control.protocol.ids import AgentId, Channel
+from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
+from weightbus.trainer_agent.demo.child_processes import Program, ProgramEnded, Programs
 
 from ..kit.ports import free_port
 
@@ -112,7 +112,12 @@ class Fleet:
     def add_engine(self, name: str, tp: int, *flags: str) -> None:
         """One whose server, with more `flags`, and sidecar are started later."""
         port, side = free_port(), free_port()
-        server = ("-m", "weightbus.engine_agent.cpu_server", f"--model-path={self.folder / 'seed0'}", f"--port={port}")
+        server = (
+            "-m",
+            "weightbus.engine_agent.engines.sglang.cpu_server",
+            f"--model-path={self.folder / 'seed0'}",
+            f"--port={port}",
+        )
         options = ("--skip-tokenizer-init", "--log-level=info", f"--custom-weight-loader={LOADER}")
         argv = (sys.executable, *server, f"--tp-size={tp}", *flags, *options)
         url = f"http://127.0.0.1:{port}"
@@ -311,4 +316,4 @@ class Fleet:
 
 
 def _weightbus(command: str) -> list[str]:
-    return [sys.executable, "-m", "weightbus.control.cli", command]
+    return [sys.executable, "-m", "weightbus.control.cli.main", command]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from weightbus.trainer_agent import FSDPSource, PublishReport, TrainerAgent
-from weightbus.trainer_agent.demo import checkpoint
+from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
 
 sys.modules.setdefault("torchvision", None)  # made for CUDA, it does not import beside a torch for the CPU
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from weightbus.dataplane.direct import DirectSender
+from weightbus.dataplane.transports.direct.sender import DirectSender
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.hf_module import HFModuleSource
+from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 
 class FlatModule(torch.nn.Module):

@@ -20,9 +20,9 @@ import torch
 from tests.chaos.failpoints import POINTS as CHAOS
 from tests.chaos.failpoints import Gate, Point, arm, install
 
-_PAIR_GROUP = "weightbus.dataplane.pair_group:PairGroup."
-_SENDER = "weightbus.dataplane.distributed:DistributedSender."
-_HANDING = "weightbus.dataplane.handing_receiver:HandingReceiver."
+_PAIR_GROUP = "weightbus.dataplane.transports.sends.p2p_group:PairGroup."
+_SENDER = "weightbus.dataplane.transports.distributed.sender:DistributedSender."
+_HANDING = "weightbus.dataplane.transports.distributed.sidecar_receiver:HandingReceiver."
 _PEERCRED = struct.Struct("3i")
 """Process, user and group id."""
 
@@ -38,22 +38,22 @@ def _asks(path: str, *, skip: int = 0) -> Point:
 POINTS = {
     # A rank of the trainer that sends, and the one that broadcasts.
     "rank_forms": _at("rank", _PAIR_GROUP + "form"),
-    "rank_begins": _at("rank", "weightbus.dataplane.rank_sends:RankSends._mail_of"),
+    "rank_begins": _at("rank", "weightbus.dataplane.transports.sends.rank_sender:RankSends._mail_of"),
     "rank_moves": _at("rank", _PAIR_GROUP + "post", skip=1),
-    "rank_is_through": _at("rank", "weightbus.dataplane.outbox:Outbox.send", after=True),
+    "rank_is_through": _at("rank", "weightbus.dataplane.transports.sends.send_queue:Outbox.send", after=True),
     "source_forms": _at("rank", _SENDER + "_form"),
     "source_broadcasts": _at("rank", _SENDER + "send"),
     "source_half": _at("rank", _SENDER + "send", skip=2),
     # The thread of a server's worker that receives.
     "worker_forms": _at("worker", _PAIR_GROUP + "form"),
-    "worker_begins": _at("worker", "weightbus.engine_agent.taker:Taker._take"),
+    "worker_begins": _at("worker", "weightbus.engine_agent.worker.receive_thread:Taker._take"),
     "worker_moves": _at("worker", _PAIR_GROUP + "post", skip=1),
-    "worker_flips": _at("worker", "weightbus.engine_agent.taker:Taker.flip"),
-    "worker_flipped": _at("worker", "weightbus.engine_agent.taker:Taker.flip", after=True),
+    "worker_flips": _at("worker", "weightbus.engine_agent.worker.receive_thread:Taker.flip"),
+    "worker_flipped": _at("worker", "weightbus.engine_agent.worker.receive_thread:Taker.flip", after=True),
     # A sidecar.
-    "sidecar_begins": _at("sidecar", "weightbus.dataplane.takers:Takers.take"),
-    "sidecar_flips": _at("sidecar", "weightbus.dataplane.workers:Workers.flip"),
-    "sidecar_flipped": _at("sidecar", "weightbus.dataplane.workers:Workers.flip", after=True),
+    "sidecar_begins": _at("sidecar", "weightbus.dataplane.transports.sends.worker_receivers:Takers.take"),
+    "sidecar_flips": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.flip"),
+    "sidecar_flipped": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.flip", after=True),
     "sidecar_forms": _at("sidecar", _HANDING + "_form"),
     "sidecar_takes": _at("sidecar", _HANDING + "_take"),
     "sidecar_takes_half": _at("sidecar", _HANDING + "_take", skip=2),

@@ -17,7 +17,7 @@ import torch
 
 from tests.e2e.plain_rank import FlatModule
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.hf_module import HFModuleSource
+from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 BUCKET_BYTES = 500_000
 """Several of them."""

@@ -28,17 +28,18 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from weightbus.trainer_agent import megatron_cpu
+from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
 
 megatron_cpu.install()
 
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from weightbus.dataplane import sends
+from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.demo import checkpoint, model
-from weightbus.trainer_agent.megatron import MegatronSource
+from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
+from weightbus.trainer_agent.demo import megatron_model as model
+from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 RANKS = 2
 RANKS_S = 20.0

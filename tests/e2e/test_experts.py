@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from weightbus import engine_agent
-from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.messages import TransportKind
-from weightbus.control.service import Service
-from weightbus.trainer_agent.served import Model, served_tensors
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.server.coordinator_process import Service
+from weightbus.control.server.settings import CoordinatorSettings
+from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
 
 from ..kit.loopback_engine import LoopbackEngine
 from ..kit.tiny_families import FAMILIES

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.trainer_agent.demo.processes import Programs
+from weightbus.trainer_agent.demo.child_processes import Programs
 
 from .fleet import ROOT, poll
 from .hosts import Host, hosts, unavailable
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(NONE), reason=NONE or "there are namespaces"),
 ]
 
-CLI = [sys.executable, "-m", "weightbus.control.cli"]
+CLI = [sys.executable, "-m", "weightbus.control.cli.main"]
 LOADER = "weightbus.engine_agent.worker_loader.load"
 SERVER_PORT, STATUS_PORT, SIDECAR_PORT, RANKS_PORT = 30000, 5752, 5760, 29500
 
@@ -50,7 +50,12 @@ def test_a_version_crosses_from_host_to_host_under_keys(
         trust = [*CLI, "trust", f"--keys={keys}", "add", name, f"--role={role}", "--channels=e2e"]
         subprocess.run(trust, check=True, stdout=subprocess.DEVNULL)
     url = f"http://{engine.address}:{SERVER_PORT}"
-    server = [sys.executable, "-m", "weightbus.engine_agent.cpu_server", f"--model-path={tmp_path / 'seed0'}"]
+    server = [
+        sys.executable,
+        "-m",
+        "weightbus.engine_agent.engines.sglang.cpu_server",
+        f"--model-path={tmp_path / 'seed0'}",
+    ]
     server += [f"--custom-weight-loader={LOADER}"] if transport == "sends" else []
     sidecar = [*CLI, "engine-agent", "--name=e0", "--channel=e2e", f"--server={url}", f"--coordinator={endpoint}"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from weightbus.trainer_agent.demo.processes import Programs
+from weightbus.trainer_agent.demo.child_processes import Programs
 
 from .fleet import Fleet
 from .models import write_checkpoints

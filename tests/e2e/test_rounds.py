@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import pytest
 
-from weightbus.dataplane.transport import JOIN_S
+from weightbus.dataplane.transports.interface import JOIN_S
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.demo.processes import Programs
-from weightbus.trainer_agent.hf_module import HFModuleSource
+from weightbus.trainer_agent.demo.child_processes import Programs
+from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 from .fleet import Fleet, poll
 from .models import Answers, ask_oracle, check_answers, write_checkpoints

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.trainer_agent.demo.processes import Programs
+from weightbus.trainer_agent.demo.child_processes import Programs
 
 from .fleet import Fleet, poll
 from .models import Answers, ask_oracle, check_answers, write_checkpoints

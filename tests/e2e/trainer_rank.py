@@ -30,20 +30,21 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from weightbus.trainer_agent import megatron_cpu
+from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
 
 megatron_cpu.install()
 
 from megatron.core import parallel_state
 
-from weightbus.dataplane import sends
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.pair_group import PairGroup
-from weightbus.dataplane.source_rank import SourceSession
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.distributed.source_rank import SourceSession
+from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends.p2p_group import PairGroup
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.demo import checkpoint, model
-from weightbus.trainer_agent.megatron import MegatronSource
-from weightbus.trainer_agent.outfit import Progress
+from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
+from weightbus.trainer_agent.demo import megatron_model as model
+from weightbus.trainer_agent.publish.publisher_context import Progress
+from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 SMALL_TURNS = 1 << 14
 """Bytes for a pair of ranks in a turn, so that tiny models take several."""

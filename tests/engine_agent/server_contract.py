@@ -10,14 +10,14 @@ import httpx
 import pytest
 import torch
 
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.engine_memory import EngineMemory
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.transport import SharedBucket
+from weightbus.dataplane.memory.torch_shared_memory import EngineMemory
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.transports.interface import SharedBucket
+from weightbus.engine_agent.engines.sglang.http_client import Wire
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError, ServerRefused
-from weightbus.engine_agent.sglang import SGLangServer
-from weightbus.engine_agent.wire import Wire
 
 from ..kit.fake_weights import FakeWeights, read
 from ..kit.waiting import until

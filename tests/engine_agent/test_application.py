@@ -5,10 +5,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from weightbus.control import messages as m
-from weightbus.control.errors import InvariantBroken
-from weightbus.control.messages import EngineHealth, Step
-from weightbus.engine_agent.events import (
+from weightbus.control import protocol as m
+from weightbus.control.protocol.enums import EngineHealth, Step
+from weightbus.control.protocol.errors import InvariantBroken
+from weightbus.engine_agent.machine.events import (
     Answer,
     Finished,
     ForgetAnswers,
@@ -21,7 +21,7 @@ from weightbus.engine_agent.events import (
     Run,
     Verify,
 )
-from weightbus.engine_agent.stages import HOLD_S
+from weightbus.engine_agent.machine.operation_state import HOLD_S
 
 from .world import MANIFEST, OTHER, TABLE, World, answers, cancels, only, ran
 

@@ -14,14 +14,16 @@ import httpx
 import msgspec
 import pytest
 
-from weightbus.control.ids import Digest, Epoch, Version
-from weightbus.control.messages import Abort, EngineHealth, Held, Pause, Prepare, Step, Transfer, TransportKind
-from weightbus.dataplane.saved_version import PUBLICATION, SavedReceiver, leaving
-from weightbus.dataplane.transport import Receipt, Session
-from weightbus.engine_agent import saved_versions
-from weightbus.engine_agent.catch_up import AGAIN_S, SAVED, STEP_S, CatchUp, Stage
-from weightbus.engine_agent.stages import View
-from weightbus.engine_agent.weights import WeightState
+from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
+from weightbus.control.protocol.ids import Digest, Epoch, Version
+from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.messages import Abort, Pause, Prepare, Transfer
+from weightbus.dataplane.transports.disk.saved_version import PUBLICATION, SavedReceiver, leaving
+from weightbus.dataplane.transports.interface import Receipt, Session
+from weightbus.engine_agent.machine.operation_state import View
+from weightbus.engine_agent.machine.resync import AGAIN_S, SAVED, STEP_S, CatchUp, Stage
+from weightbus.engine_agent.machine.weight_state import WeightState
+from weightbus.engine_agent.sidecar import file_resync as saved_versions
 from weightbus.trainer_agent import TrainerAgent
 
 from ..kit.fake_source import FakeSource

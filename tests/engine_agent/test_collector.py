@@ -10,13 +10,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from weightbus.control.messages import PauseMode
-from weightbus.control.telemetry import Meters, Side
-from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.collector import resting
+from weightbus.control.protocol.enums import PauseMode
+from weightbus.control.server.metrics import Meters, Side
 from weightbus.engine_agent.errors import ServerError
-from weightbus.engine_agent.events import Broken, PauseServer
-from weightbus.engine_agent.worker import Worker
+from weightbus.engine_agent.gc_pause import resting
+from weightbus.engine_agent.machine.events import Broken, PauseServer
+from weightbus.engine_agent.sidecar.operation_executor import Worker
+from weightbus.engine_agent.worker import loader as worker_loader
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 SERVER = """
 import os, sys, time
-from weightbus.engine_agent.cpu_server import end_group_with
+from weightbus.engine_agent.engines.sglang.cpu_server import end_group_with
 end_group_with(os.getpid())
 os.execv(sys.executable, [sys.executable, "-c", '''
 import os, time

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from weightbus.engine_agent.dialects import DIALECTS, dialect_of
+from weightbus.engine_agent.engines.sglang.api_versions import DIALECTS, dialect_of
 from weightbus.engine_agent.errors import UnknownDialect
 
 

@@ -17,25 +17,29 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import direct, direct_receiver, direct_wire, worker_wire
-from weightbus.dataplane.copy_engines import BRANCHES
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.direct import Exposed
-from weightbus.dataplane.direct_receiver import DirectReceiver
-from weightbus.dataplane.direct_wire import Exporting
+from weightbus.dataplane.copy.engine_selection import BRANCHES
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
-from weightbus.dataplane.exporter import RegionExporter
-from weightbus.dataplane.frames import FrameListener, Frames
-from weightbus.dataplane.importer import RegionImporter
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.plan import Plan
-from weightbus.dataplane.proof import Proof
-from weightbus.dataplane.transport import Peer, Receipt
-from weightbus.dataplane.workers import Workers
-from weightbus.engine_agent import worker_loader, worker_state
-from weightbus.engine_agent.model_tensors import ModelTensors
-from weightbus.engine_agent.recorder import NamedTensors
-from weightbus.engine_agent.worker_state import WorkerState
+from weightbus.dataplane.memory.exporter import RegionExporter
+from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.frames import FrameListener, Frames
+from weightbus.dataplane.reshard.reshard_plan import Plan
+from weightbus.dataplane.reshard.verification import Proof
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports.direct import messages as direct_wire
+from weightbus.dataplane.transports.direct import receiver as direct_receiver
+from weightbus.dataplane.transports.direct import sender as direct
+from weightbus.dataplane.transports.direct.messages import Exporting
+from weightbus.dataplane.transports.direct.receiver import DirectReceiver
+from weightbus.dataplane.transports.direct.sender import Exposed
+from weightbus.dataplane.transports.interface import Peer, Receipt
+from weightbus.dataplane.transports.worker_exchange import Workers
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker import worker_state
+from weightbus.engine_agent.worker.load_tracer import NamedTensors
+from weightbus.engine_agent.worker.model_tensors import ModelTensors
+from weightbus.engine_agent.worker.worker_state import WorkerState
 
 from ..kit.toy_direct import SPECS, WAIT_S, Server, Shard, Trainer, World, holds
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import DataplaneError, DigestMismatch, PeerLost
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.recorder import NamedTensors
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker.load_tracer import NamedTensors
 
 from ..kit.toy_direct import SPECS, Shard, World, holds
 

@@ -19,14 +19,16 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane import direct_receiver, worker_wire, workers
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.direct_receiver import DirectReceiver
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, StaleSession, TransferFailed
-from weightbus.dataplane.frames import FrameListener
-from weightbus.dataplane.transport import Address, Peer
-from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.model_tensors import ModelTensors
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.frames import FrameListener
+from weightbus.dataplane.transports import worker_exchange as workers
+from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports.direct import receiver as direct_receiver
+from weightbus.dataplane.transports.direct.receiver import DirectReceiver
+from weightbus.dataplane.transports.interface import Address, Peer
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 from ..kit.ends import Ends
 from ..kit.toy_direct import WAIT_S, Server, Trainer, World, holds

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane import worker_wire
+from weightbus.dataplane.copy.ready_flags import Marks
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
-from weightbus.dataplane.marks import Marks
-from weightbus.dataplane.transport import Address, Peer, Receipt
-from weightbus.engine_agent import worker_loader
+from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt
+from weightbus.engine_agent.worker import loader as worker_loader
 
 from ..kit.ends import Ends
 from ..kit.toy_direct import WAIT_S, Maker, Server, Trainer, World, holds

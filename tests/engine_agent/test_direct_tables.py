@@ -15,15 +15,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from weightbus.dataplane import direct, direct_wire, lines
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.direct import DirectSender, Exposed
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, ManifestError, PeerLost, TransferFailed
-from weightbus.dataplane.frames import Frames
-from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.transport import Address, Peer, Receipt, Session, Tabled, Tabling
-from weightbus.engine_agent import worker_loader
+from weightbus.dataplane.processes import connection_pool as lines
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.frames import Frames
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.transports.direct import messages as direct_wire
+from weightbus.dataplane.transports.direct import sender as direct
+from weightbus.dataplane.transports.direct.sender import DirectSender, Exposed
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Session, Tabled, Tabling
+from weightbus.engine_agent.worker import loader as worker_loader
 
 from ..kit.ends import Ends
 from ..kit.toy_direct import WAIT_S, Server, Shard, World, holds
@@ -122,7 +124,7 @@ def test_a_table_that_follows_is_what_is_proven(world: World, copied: threading.
 
 def test_a_table_wakes_the_sender(world: World, copied: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     """From whatever thread: it is not found out at the next look."""
-    monkeypatch.setattr("weightbus.dataplane.direct._LOOK_S", WAIT_S)
+    monkeypatch.setattr("weightbus.dataplane.transports.direct.sender._LOOK_S", WAIT_S)
     under_way = Round(world)
     taken = under_way.start()
     assert copied.wait(WAIT_S)

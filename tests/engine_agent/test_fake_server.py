@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.engine_agent import sglang
+from weightbus.engine_agent.engines.sglang import sglang_server as sglang
+from weightbus.engine_agent.engines.sglang.http_client import Keys
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import AnotherLaunch, ServerRefused, ServerSilent, ServerUnreachable
-from weightbus.engine_agent.sglang import SGLangServer
-from weightbus.engine_agent.wire import Keys
 
 from ..kit import tiny_model
 from ..kit.fake_sglang import FakeSGLang

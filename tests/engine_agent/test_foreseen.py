@@ -10,8 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from weightbus.control.log import get_log
-from weightbus.engine_agent.dialects import dialect_of
-from weightbus.engine_agent.foreseen import refusals, tell
+from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
+from weightbus.engine_agent.engines.sglang.preflight import refusals, tell
 
 from ..kit import tiny_model
 from .test_validate import CHANNELS, FP8, INT4, facts, stored_quantised

@@ -10,14 +10,14 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from weightbus.control.ids import Epoch
-from weightbus.control.messages import EngineHealth, Step
-from weightbus.engine_agent import giving
+from weightbus.control.protocol.enums import EngineHealth, Step
+from weightbus.control.protocol.ids import Epoch
 from weightbus.engine_agent.errors import NothingToGive, ServerUnreachable
-from weightbus.engine_agent.events import Record, ServerFound
-from weightbus.engine_agent.giving import Giving, Noticed
-from weightbus.engine_agent.stages import View
-from weightbus.engine_agent.weights import WeightState
+from weightbus.engine_agent.machine.events import Record, ServerFound
+from weightbus.engine_agent.machine.operation_state import View
+from weightbus.engine_agent.machine.weight_state import WeightState
+from weightbus.engine_agent.sidecar import memory_release as giving
+from weightbus.engine_agent.sidecar.memory_release import Giving, Noticed
 
 HELD = Record(identity="launch", health=EngineHealth.CLEAN)
 VIEW = View(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from weightbus.engine_agent.identity import facts_of, listener, start_time
+from weightbus.engine_agent.engines.sglang.server_identity import facts_of, listener, start_time
 
 BUSY = """
 import os, socket, threading

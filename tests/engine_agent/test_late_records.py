@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from tests.engine_agent.world import World
-from weightbus.control.ids import Epoch, Version
-from weightbus.control.messages import EngineHealth, Held
-from weightbus.engine_agent import late_records
-from weightbus.engine_agent.dispatch import Dispatcher
-from weightbus.engine_agent.events import Record
-from weightbus.engine_agent.late_records import LateRecords
+from weightbus.control.protocol.enums import EngineHealth
+from weightbus.control.protocol.ids import Epoch, Version
+from weightbus.control.protocol.message_fields import Held
+from weightbus.engine_agent.machine.events import Record
+from weightbus.engine_agent.sidecar import state_writer as late_records
+from weightbus.engine_agent.sidecar.effect_dispatcher import Dispatcher
+from weightbus.engine_agent.sidecar.state_writer import LateRecords
 
 WAIT_S = 20.0
 

@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from weightbus.control.http import HttpPort, Readiness
-from weightbus.control.telemetry import Meters, Side
+from weightbus.control.server.http_server import HttpPort, Readiness
+from weightbus.control.server.metrics import Meters, Side
+from weightbus.engine_agent.engines.sglang.memory_occupation import TAGS, WEIGHTS, Lending
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import NothingToGive, ServerError, StateUnreadable
-from weightbus.engine_agent.lending import TAGS, WEIGHTS, Lending
-from weightbus.engine_agent.sglang import SGLangServer
 
 from ..kit import tiny_model
 from ..kit.fake_sglang import FakeSGLang

@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.control.messages import TransportKind
-from weightbus.dataplane import sends, sends_wire, takers
-from weightbus.dataplane.direct_receiver import DirectReceiver
-from weightbus.dataplane.sends_receiver import SendsReceiver
-from weightbus.dataplane.transport import Address, Peer, Receipt
-from weightbus.engine_agent import worker_loader
-from weightbus.trainer_agent.delivery import Delivery
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.dataplane.transports.direct.receiver import DirectReceiver
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt
+from weightbus.dataplane.transports.sends import messages as sends_wire
+from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends import worker_receivers as takers
+from weightbus.dataplane.transports.sends.receiver import SendsReceiver
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.trainer_agent.publish.delivery import Delivery
 
 from ..kit.ends import Ends, was_struck
 from ..kit.toy_direct import WAIT_S, Server, holds

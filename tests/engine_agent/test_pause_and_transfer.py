@@ -4,10 +4,9 @@ import errno
 
 import pytest
 
-from weightbus.control import messages as m
-from weightbus.control.messages import EngineHealth, Step
-from weightbus.engine_agent.dispatch import Dispatcher
-from weightbus.engine_agent.events import (
+from weightbus.control import protocol as m
+from weightbus.control.protocol.enums import EngineHealth, Step
+from weightbus.engine_agent.machine.events import (
     Commanded,
     Effect,
     Event,
@@ -18,6 +17,7 @@ from weightbus.engine_agent.events import (
     Remember,
     Run,
 )
+from weightbus.engine_agent.sidecar.effect_dispatcher import Dispatcher
 
 from .world import World, answers, cancels, only, ran
 

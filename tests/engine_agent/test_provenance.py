@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.engine_agent.provenance import Move, Scattered, Window, boxes_of, compose
+from weightbus.engine_agent.worker.view_composition import Move, Scattered, Window, boxes_of, compose
 
 Numbers = npt.NDArray[np.int64]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.engine_agent import cpu_server
+from weightbus.engine_agent.engines.sglang import cpu_server
 
 pytestmark = pytest.mark.real
 

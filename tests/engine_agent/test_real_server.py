@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from weightbus.engine_agent import cpu_server
+from weightbus.engine_agent.engines.sglang import cpu_server
 
 from ..kit import tiny_model
 from ..kit.ports import free_port
@@ -39,7 +39,15 @@ print(json.dumps(model.generate(asked, eos_token_id=None, **options)[0, asked.sh
 def serve(folder: Path, tp: int, log: Path) -> tuple[subprocess.Popen[bytes], str]:
     """Start a server and wait until it generates."""
     port = free_port()
-    argv = [sys.executable, "-m", "weightbus.engine_agent.cpu_server", "--model-path", str(folder), "--port", str(port)]
+    argv = [
+        sys.executable,
+        "-m",
+        "weightbus.engine_agent.engines.sglang.cpu_server",
+        "--model-path",
+        str(folder),
+        "--port",
+        str(port),
+    ]
     path = os.pathsep.join(part for part in (OVERLAY, os.environ.get("PYTHONPATH", "")) if part)
     with log.open("wb") as output:
         process = subprocess.Popen(

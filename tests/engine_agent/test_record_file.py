@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.kit.disk_calls import DiskCalls
-from weightbus.control.errors import ConfigurationError
-from weightbus.control.messages import EngineHealth
-from weightbus.engine_agent import record_file
+from weightbus.control.protocol.enums import EngineHealth
+from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.engine_agent.errors import StateInUse, StateUnreadable, StateUnwritable
-from weightbus.engine_agent.events import Record
-from weightbus.engine_agent.record_file import RecordFile, write_durably
+from weightbus.engine_agent.machine.events import Record
+from weightbus.engine_agent.sidecar import state_file as record_file
+from weightbus.engine_agent.sidecar.state_file import RecordFile, write_durably
 
 
 def test_a_claim_leaves_the_record_as_it_is(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import NotRecordable
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.recording import Cause, Recording
-from weightbus.engine_agent.model_tensors import ModelTensors
-from weightbus.engine_agent.recorder import NamedTensors, record
+from weightbus.dataplane.reshard.load_trace import Cause, Recording
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.engine_agent.worker.load_tracer import NamedTensors, record
+from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 Load = Callable[["Model", dict[str, torch.Tensor]], None]
 

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane import ahead, rehearsal
 from weightbus.dataplane.errors import DigestMismatch, TransferFailed
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.rehearsal import Rehearsal
-from weightbus.dataplane.workers import Workers
-from weightbus.engine_agent import worker_state
-from weightbus.engine_agent.evidence import Evidence
-from weightbus.engine_agent.worker_state import WorkerState
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.transports import prerecorded_traces as ahead
+from weightbus.dataplane.transports import prerecording as rehearsal
+from weightbus.dataplane.transports.prerecording import Rehearsal
+from weightbus.dataplane.transports.worker_exchange import Workers
+from weightbus.engine_agent.worker import worker_state
+from weightbus.engine_agent.worker.digest_report import Evidence
+from weightbus.engine_agent.worker.worker_state import WorkerState
 
 from ..kit.toy_direct import SPECS, WAIT_S, Shard, Trainer, World, holds
 from ..kit.waiting import until

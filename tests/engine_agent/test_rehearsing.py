@@ -10,16 +10,17 @@ from typing import Any, cast
 import pytest
 from structlog.testing import capture_logs
 
-from weightbus.dataplane import rehearsal, transports
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.engine_agent import rehearsing
-from weightbus.engine_agent.giving import Noticed
-from weightbus.engine_agent.payload import LOADER
-from weightbus.engine_agent.rehearsing import Rehearsing
-from weightbus.engine_agent.settings import EngineAgentSettings
-from weightbus.engine_agent.sglang import SGLangServer
-from weightbus.engine_agent.stages import View
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.transports import prerecording as rehearsal
+from weightbus.dataplane.transports import registry as transports
+from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
+from weightbus.engine_agent.machine.operation_state import View
+from weightbus.engine_agent.sidecar import prerecording as rehearsing
+from weightbus.engine_agent.sidecar.memory_release import Noticed
+from weightbus.engine_agent.sidecar.prerecording import Rehearsing
+from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
 
 from ..kit import tiny_model
 from ..kit.fake_sglang import FakeSGLang

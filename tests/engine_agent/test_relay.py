@@ -14,15 +14,15 @@ from datetime import timedelta
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from weightbus.dataplane import relay as relay_module
-from weightbus.dataplane.broadcast_group import serve_store
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.relay import Relay
-from weightbus.dataplane.transport import Address
-from weightbus.engine_agent import sglang
+from weightbus.dataplane.transports.distributed import store_proxy as relay_module
+from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
+from weightbus.dataplane.transports.distributed.store_proxy import Relay
+from weightbus.dataplane.transports.interface import Address
+from weightbus.engine_agent.engines.sglang import sglang_server as sglang
+from weightbus.engine_agent.engines.sglang.reachability_probe import reached_at
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError
-from weightbus.engine_agent.reach import reached_at
-from weightbus.engine_agent.sglang import SGLangServer
 
 from ..kit.waiting import has_ipv6, readable
 

@@ -25,26 +25,27 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from weightbus.control import messages as m
-from weightbus.control.errors import ConfigurationError
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, Version
-from weightbus.control.messages import EngineHealth, Held, Role
-from weightbus.control.provision import Member, provision
-from weightbus.control.trust import TRUST_FILE, edited
-from weightbus.dataplane.transport import JOIN_S
-from weightbus.engine_agent import worker_loader
+from weightbus.control import protocol as m
+from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.protocol.enums import EngineHealth, Role
+from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Version
+from weightbus.control.protocol.message_fields import Held
+from weightbus.control.security.allow_list import TRUST_FILE, edited
+from weightbus.dataplane.transports.interface import JOIN_S
+from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.errors import ServerInUse
-from weightbus.engine_agent.events import Commanded, Release
-from weightbus.engine_agent.payload import LOADER
-from weightbus.engine_agent.record_file import RecordFile
-from weightbus.engine_agent.runner import EngineAgent
-from weightbus.engine_agent.settings import EngineAgentSettings
-from weightbus.engine_agent.stages import View
-from weightbus.engine_agent.weights import WeightState
+from weightbus.engine_agent.machine.events import Commanded, Release
+from weightbus.engine_agent.machine.operation_state import View
+from weightbus.engine_agent.machine.weight_state import WeightState
+from weightbus.engine_agent.sidecar.driver import EngineAgent
+from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
+from weightbus.engine_agent.sidecar.state_file import RecordFile
+from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.errors import PublishFailed, RoundAborted
-from weightbus.trainer_agent.hf_module import HFModuleSource
+from weightbus.trainer_agent.machine.errors import PublishFailed, RoundAborted
 from weightbus.trainer_agent.source import Source
+from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 from ..kit import tiny_model
 from ..kit.fake_sglang import FakeSGLang
@@ -162,7 +163,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int,
             Member(AgentId("trainer"), Role.TRAINER, everywhere),
         ],
     )
-    argv = [sys.executable, "-m", "weightbus.control.cli", "coordinator", f"--router-port={port}"]
+    argv = [sys.executable, "-m", "weightbus.control.cli.main", "coordinator", f"--router-port={port}"]
     argv += [f"--keys={folder / 'keys'}"]
     argv += [f"--http-port={http}", f"--journal={folder / 'j.sqlite'}"]
     with (folder / "log").open("wb") as log:

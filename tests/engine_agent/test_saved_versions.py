@@ -9,14 +9,14 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from weightbus.control.errors import ConfigurationError
-from weightbus.control.ids import Version
-from weightbus.dataplane.disk_session import Notes
-from weightbus.dataplane.manifest import blob_digest
-from weightbus.dataplane.saved_version import MANIFEST, PUBLICATION, TABLE, place_of
-from weightbus.engine_agent import saved_versions
-from weightbus.engine_agent.saved_versions import SavedVersions
-from weightbus.engine_agent.settings import EngineAgentSettings
+from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.protocol.ids import Version
+from weightbus.dataplane.tensors.manifest import blob_digest
+from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
+from weightbus.dataplane.transports.disk.saved_version import MANIFEST, PUBLICATION, TABLE, place_of
+from weightbus.engine_agent.sidecar import file_resync as saved_versions
+from weightbus.engine_agent.sidecar.file_resync import SavedVersions
+from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
 
 
 class Coordinator:

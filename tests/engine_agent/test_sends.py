@@ -17,23 +17,28 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import agreed_plans, rank_sends, sends, sends_receiver
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.doorman import GREETING_S
 from weightbus.dataplane.errors import DigestMismatch, ManifestError, PeerLost, StaleSession, TransferFailed
-from weightbus.dataplane.inbox import Inbox
-from weightbus.dataplane.nixl_group import is_installed
-from weightbus.dataplane.outbox import Outbox
-from weightbus.dataplane.plan import Plan, make_plan
-from weightbus.dataplane.promptness import INTERVAL_S
-from weightbus.dataplane.sealed_frames import host_and_port
-from weightbus.dataplane.sends_receiver import SendsReceiver
-from weightbus.dataplane.sends_wire import Group
-from weightbus.dataplane.takers import Leader, NotTaken
-from weightbus.dataplane.transport import Peer
-from weightbus.dataplane.workers import Workers
-from weightbus.engine_agent import taker, worker_loader, worker_state
-from weightbus.engine_agent.model_tensors import ModelTensors
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.mac_frames import host_and_port
+from weightbus.dataplane.processes.thread_latency import INTERVAL_S
+from weightbus.dataplane.reshard.reshard_plan import Plan, make_plan
+from weightbus.dataplane.transports.interface import Peer
+from weightbus.dataplane.transports.sends import plan_agreement as agreed_plans
+from weightbus.dataplane.transports.sends import rank_sender as rank_sends
+from weightbus.dataplane.transports.sends import receiver as sends_receiver
+from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends.acceptor import GREETING_S
+from weightbus.dataplane.transports.sends.messages import Group
+from weightbus.dataplane.transports.sends.nixl_group import is_installed
+from weightbus.dataplane.transports.sends.receive_queue import Inbox
+from weightbus.dataplane.transports.sends.receiver import SendsReceiver
+from weightbus.dataplane.transports.sends.send_queue import Outbox
+from weightbus.dataplane.transports.sends.worker_receivers import Leader, NotTaken
+from weightbus.dataplane.transports.worker_exchange import Workers
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker import receive_thread as taker
+from weightbus.engine_agent.worker import worker_state
+from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 from ..kit.toy_direct import WAIT_S, holds
 from ..kit.toy_sends import SendingTrainer, SendsWorld

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.transport import Address, Session
-from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.model_tensors import ModelTensors
-from weightbus.engine_agent.taker import Taker
+from weightbus.dataplane.transports.interface import Address, Session
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker.model_tensors import ModelTensors
+from weightbus.engine_agent.worker.receive_thread import Taker
 
 from ..kit.toy_direct import WAIT_S, holds
 from ..kit.toy_sends import SendsWorld

@@ -20,14 +20,17 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane import sends, sends_receiver, sends_wire, takers
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, WorkerDied
-from weightbus.dataplane.sealed_frames import SealedFrames
-from weightbus.dataplane.sends_receiver import SendsReceiver
-from weightbus.dataplane.takers import StandsStill
-from weightbus.dataplane.transport import Peer, Receipt
-from weightbus.engine_agent.model_tensors import ModelTensors
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.mac_frames import SealedFrames
+from weightbus.dataplane.transports.interface import Peer, Receipt
+from weightbus.dataplane.transports.sends import messages as sends_wire
+from weightbus.dataplane.transports.sends import receiver as sends_receiver
+from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends import worker_receivers as takers
+from weightbus.dataplane.transports.sends.receiver import SendsReceiver
+from weightbus.dataplane.transports.sends.worker_receivers import StandsStill
+from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 from ..kit.ends import Ends, was_struck
 from ..kit.sends_ends import OF_WORKERS, POINTS

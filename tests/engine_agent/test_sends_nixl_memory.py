@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.dataplane import nixl_group, sends
 from weightbus.dataplane.errors import DataplaneError
-from weightbus.dataplane.outbox import Outbox
-from weightbus.dataplane.transport import Peer
+from weightbus.dataplane.transports.interface import Peer
+from weightbus.dataplane.transports.sends import nixl_group
+from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends.send_queue import Outbox
 
 from ..kit.fake_nixl import FakeNixl
 from ..kit.toy_direct import WAIT_S, holds

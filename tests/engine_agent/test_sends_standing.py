@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane import direct_receiver, rank_sends, sends, standing
 from weightbus.dataplane.errors import DataplaneError, DigestMismatch, TransferFailed
-from weightbus.dataplane.rank_sends import RankSends
-from weightbus.dataplane.sends_receiver import SendsReceiver
-from weightbus.dataplane.transport import Peer
-from weightbus.engine_agent import worker_loader
+from weightbus.dataplane.transports.direct import receiver as direct_receiver
+from weightbus.dataplane.transports.interface import Peer
+from weightbus.dataplane.transports.sends import group_cache as standing
+from weightbus.dataplane.transports.sends import rank_sender as rank_sends
+from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends.rank_sender import RankSends
+from weightbus.dataplane.transports.sends.receiver import SendsReceiver
+from weightbus.engine_agent.worker import loader as worker_loader
 
 from ..kit.toy_direct import WAIT_S, Server, holds
 from ..kit.toy_sends import SendingTrainer, SendsWorld, formed_groups

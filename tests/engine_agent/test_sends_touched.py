@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFailed
-from weightbus.dataplane.sends_receiver import SendsReceiver
-from weightbus.dataplane.takers import NotTaken, StandsStill, Takers
-from weightbus.dataplane.workers import ReplayFailed, Workers
+from weightbus.dataplane.transports.sends.receiver import SendsReceiver
+from weightbus.dataplane.transports.sends.worker_receivers import NotTaken, StandsStill, Takers
+from weightbus.dataplane.transports.worker_exchange import ReplayFailed, Workers
 
 from ..kit.toy_direct import WAIT_S, holds
 from ..kit.toy_sends import SendsWorld

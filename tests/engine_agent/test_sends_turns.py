@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.dataplane import sends, takers, turn_ceiling
-from weightbus.dataplane.deadline import Deadline
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.pair_group import PairGroup, Parcel, Posted
-from weightbus.dataplane.transport import Peer
-from weightbus.dataplane.turn_ceiling import LESS, Ceiling
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.interface import Peer
+from weightbus.dataplane.transports.sends import chunk_limit as turn_ceiling
+from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends import worker_receivers as takers
+from weightbus.dataplane.transports.sends.chunk_limit import LESS, Ceiling
+from weightbus.dataplane.transports.sends.p2p_group import PairGroup, Parcel, Posted
 
 from ..kit.ends import Ends, was_struck
 from ..kit.toy_direct import WAIT_S, holds

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from weightbus.control.cli import main
-from weightbus.control.errors import ConfigurationError
-from weightbus.control.settings import load
+from weightbus.control.cli.main import main
+from weightbus.control.cli.settings_loader import load
+from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.engine_agent.engines.sglang.http_client import Keys
 from weightbus.engine_agent.errors import KeyFileUnusable
-from weightbus.engine_agent.key_files import read_keys
-from weightbus.engine_agent.runner import EngineAgent
-from weightbus.engine_agent.settings import SECTION, EngineAgentSettings
-from weightbus.engine_agent.wire import Keys
+from weightbus.engine_agent.sidecar.api_keys import read_keys
+from weightbus.engine_agent.sidecar.driver import EngineAgent
+from weightbus.engine_agent.sidecar.settings import SECTION, EngineAgentSettings
 
 KEYS = pytest.mark.parametrize("key", ["api_key", "admin_api_key"])
 SECRET = "open-sesame"

@@ -8,11 +8,12 @@ from typing import cast
 
 import pytest
 
-from weightbus.control.client import BusClient
-from weightbus.control.errors import CoordinatorUnreachable, RequestRefused
-from weightbus.control.ids import Channel, Epoch, RequestId
-from weightbus.control.messages import Ack, Code, Paused, ToAgent
-from weightbus.engine_agent.speaker import Speaker
+from weightbus.control.bus.client import BusClient
+from weightbus.control.protocol.enums import Code
+from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
+from weightbus.control.protocol.ids import Channel, Epoch, RequestId
+from weightbus.control.protocol.messages import Ack, Paused, ToAgent
+from weightbus.engine_agent.sidecar.reply_sender import Speaker
 
 WAIT_S = 30.0
 

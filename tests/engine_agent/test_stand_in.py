@@ -17,16 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.limits import Limits
-from weightbus.engine_agent import stand_in
-from weightbus.engine_agent.stand_in import StandIn
-from weightbus.engine_agent.wire import Keys
+from weightbus.control.machine.limits import Limits
+from weightbus.control.server.settings import CoordinatorSettings
+from weightbus.engine_agent.engines.sglang import group_watchdog as stand_in
+from weightbus.engine_agent.engines.sglang.group_watchdog import StandIn
+from weightbus.engine_agent.engines.sglang.http_client import Keys
 
 SIDECAR = """
 import sys, time
-from weightbus.engine_agent.stand_in import StandIn
-from weightbus.engine_agent.wire import Keys
+from weightbus.engine_agent.engines.sglang.group_watchdog import StandIn
+from weightbus.engine_agent.engines.sglang.http_client import Keys
 stand_in = StandIn(sys.argv[1], Keys(admin="secret"), float(sys.argv[2]))
 for line in sys.stdin:
     how, *groups = line.split()

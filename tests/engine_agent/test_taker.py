@@ -15,18 +15,18 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane import binding
-from weightbus.dataplane import worker_wire as wire
-from weightbus.dataplane.copy_table import AXES, CopyTable
-from weightbus.dataplane.deadline import Deadline
+from weightbus.dataplane.copy.copy_table import AXES, CopyTable
 from weightbus.dataplane.errors import DeadlineExceeded, NoRoom, TransferFailed, TurnLate
-from weightbus.dataplane.frames import FrameListener
-from weightbus.dataplane.inbox import Inbox
-from weightbus.dataplane.promptness import INTERVAL_S
-from weightbus.dataplane.schedule import Messages
-from weightbus.dataplane.sends_wire import Group
-from weightbus.engine_agent import taker
-from weightbus.engine_agent.taker import Taker
+from weightbus.dataplane.processes import background_init as binding
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.frames import FrameListener
+from weightbus.dataplane.processes.thread_latency import INTERVAL_S
+from weightbus.dataplane.reshard.send_schedule import Messages
+from weightbus.dataplane.transports import worker_messages as wire
+from weightbus.dataplane.transports.sends.messages import Group
+from weightbus.dataplane.transports.sends.receive_queue import Inbox
+from weightbus.engine_agent.worker import receive_thread as taker
+from weightbus.engine_agent.worker.receive_thread import Taker
 
 from ..kit.waiting import until
 

@@ -27,18 +27,18 @@ import httpx
 import pytest
 import torch
 
-from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.ids import AgentId, Channel
-from weightbus.control.messages import Outcome, Role
-from weightbus.control.provision import Member, provision
-from weightbus.control.service import Service
-from weightbus.dataplane import sends
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View
-from weightbus.trainer_agent.agent import TrainerAgent
-from weightbus.trainer_agent.errors import LeaseBusy
-from weightbus.trainer_agent.report import PublishReport
+from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.protocol.enums import Outcome, Role
+from weightbus.control.protocol.ids import AgentId, Channel
+from weightbus.control.server.coordinator_process import Service
+from weightbus.control.server.settings import CoordinatorSettings
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View
+from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.trainer_agent.machine.errors import LeaseBusy
+from weightbus.trainer_agent.machine.publish_report import PublishReport
+from weightbus.trainer_agent.publish.agent import TrainerAgent
 
 from ..kit import tiny_model
 from ..kit.ends import Ends
@@ -277,7 +277,7 @@ class Deployment:
 
     def explained(self) -> dict[str, list[str]]:
         """What ``weightbus plan --explain`` prints below its table, by engine."""
-        argv = [sys.executable, "-m", "weightbus.control.cli", "plan", f"--url={self.http}", "--explain"]
+        argv = [sys.executable, "-m", "weightbus.control.cli.main", "plan", f"--url={self.http}", "--explain"]
         environment = {**os.environ, "COLUMNS": "300"}
         done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60, env=environment)
         found: dict[str, list[str]] = {}

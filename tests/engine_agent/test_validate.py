@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightbus.dataplane import quantisation_config
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.engine_agent import checkpoint, validate
-from weightbus.engine_agent.dialects import dialect_of
+from weightbus.dataplane.quantize import hf_quantization_config as quantisation_config
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.engine_agent.engines.sglang import checkpoint_spec as checkpoint
+from weightbus.engine_agent.engines.sglang import compatibility as validate
+from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
+from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
+from weightbus.engine_agent.engines.sglang.server_identity import ServerFacts, facts_of
 from weightbus.engine_agent.errors import UnfitManifest
-from weightbus.engine_agent.identity import ServerFacts, facts_of
-from weightbus.engine_agent.payload import LOADER
 
 from ..kit import tiny_model
 

@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from weightbus.control.telemetry import Meters, Side
+from weightbus.control.server.metrics import Meters, Side
 from weightbus.dataplane.errors import DeadlineExceeded
-from weightbus.engine_agent import vitals as module
+from weightbus.engine_agent.engines.sglang import worker_health as module
+from weightbus.engine_agent.engines.sglang.worker_health import VERIFY_S, Vitals, proof_s
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent
-from weightbus.engine_agent.events import Broken, Finished, PauseServer, Validate
-from weightbus.engine_agent.vitals import VERIFY_S, Vitals, proof_s
-from weightbus.engine_agent.worker import Worker
+from weightbus.engine_agent.machine.events import Broken, Finished, PauseServer, Validate
+from weightbus.engine_agent.sidecar.operation_executor import Worker
 
 
 class Server:

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.engine_agent import identity
+from weightbus.engine_agent.engines.sglang import server_identity as identity
+from weightbus.engine_agent.engines.sglang.server_identity import start_time, workers_of
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerUnreachable
-from weightbus.engine_agent.events import ServerFound, ServerGone
-from weightbus.engine_agent.identity import start_time, workers_of
-from weightbus.engine_agent.sglang import SGLangServer
-from weightbus.engine_agent.watch import Watch
+from weightbus.engine_agent.machine.events import ServerFound, ServerGone
+from weightbus.engine_agent.sidecar.server_monitor import Watch
 
 from ..kit import tiny_model
 from ..kit.fake_sglang import FakeSGLang

@@ -6,11 +6,12 @@ from typing import get_args
 
 import pytest
 
-from weightbus.control.errors import IllegalMove, InvariantBroken
-from weightbus.control.ids import Digest, Version
-from weightbus.control.messages import EngineHealth, Held
-from weightbus.control.states import diagram
-from weightbus.engine_agent.weights import (
+from weightbus.control.machine.states import diagram
+from weightbus.control.protocol.enums import EngineHealth
+from weightbus.control.protocol.errors import IllegalMove, InvariantBroken
+from weightbus.control.protocol.ids import Digest, Version
+from weightbus.control.protocol.message_fields import Held
+from weightbus.engine_agent.machine.weight_state import (
     GENERATES,
     HEALTH,
     MOVES,
@@ -165,5 +166,5 @@ def test_a_contradiction_is_told_with_its_story(changes: dict[str, object]) -> N
 
 def test_the_protocol_draws_this_table() -> None:
     """The diagram in PROTOCOL.md is the table's."""
-    page = Path(__file__).parents[2] / "control" / "PROTOCOL.md"
+    page = Path(__file__).parents[2] / "control" / "protocol" / "PROTOCOL.md"
     assert f"```mermaid\n{diagram(MOVES)}\n```" in page.read_text(encoding="utf-8")

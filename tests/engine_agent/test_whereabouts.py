@@ -10,17 +10,19 @@ import msgspec
 import pytest
 
 from tests.kit.waiting import until
-from weightbus.control import codec
-from weightbus.control.ids import RequestId
-from weightbus.control.messages import Place, Reach, TransportKind
-from weightbus.control.routing import PREFERRED
-from weightbus.dataplane.gpu_survey import Gpu, SurveyFailed, seen_by
-from weightbus.dataplane.host import host_identity, interfaces
-from weightbus.engine_agent import identity, whereabouts
-from weightbus.engine_agent.identity import facts_of
-from weightbus.engine_agent.payload import LOADER
-from weightbus.engine_agent.sglang import SGLangServer
-from weightbus.engine_agent.whereabouts import opened_by, places_of, topology_of
+from weightbus.control.machine.routing import PREFERRED
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.enums import Reach, TransportKind
+from weightbus.control.protocol.ids import RequestId
+from weightbus.control.protocol.message_fields import Place
+from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed, seen_by
+from weightbus.dataplane.processes.host_identity import host_identity, interfaces
+from weightbus.engine_agent.engines.sglang import server_identity as identity
+from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
+from weightbus.engine_agent.engines.sglang.server_identity import facts_of
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
+from weightbus.engine_agent.sidecar import topology as whereabouts
+from weightbus.engine_agent.sidecar.topology import opened_by, places_of, topology_of
 
 from .test_validate import facts
 

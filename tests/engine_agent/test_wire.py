@@ -13,9 +13,9 @@ import httpcore
 import pytest
 
 from tests.kit.trickle import trickling
-from weightbus.engine_agent import wire
+from weightbus.engine_agent.engines.sglang import http_client as wire
+from weightbus.engine_agent.engines.sglang.http_client import Keys, Wire, _object
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent, ServerUnreachable
-from weightbus.engine_agent.wire import Keys, Wire, _object
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n"
 

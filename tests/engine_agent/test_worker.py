@@ -11,22 +11,25 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.control.errors import NotWanted
-from weightbus.control.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.keys import read_secret
-from weightbus.control.messages import Offer, Policy, Prepare, Publish, Role, Seal, Transfer, TransportKind
-from weightbus.control.provision import Member, provision
-from weightbus.control.seals import seal_offer, seal_publication, seal_table
-from weightbus.control.telemetry import Meters, Side
-from weightbus.control.trust import TRUST_FILE, TrustList
+from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.protocol.enums import Role, TransportKind
+from weightbus.control.protocol.errors import NotWanted
+from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import Offer, Policy, Seal
+from weightbus.control.protocol.messages import Prepare, Publish, Transfer
+from weightbus.control.security.allow_list import TRUST_FILE, TrustList
+from weightbus.control.security.curve_keys import read_secret
+from weightbus.control.security.signed_publications import seal_offer, seal_publication, seal_table
+from weightbus.control.server.metrics import Meters, Side
 from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed, WorkerDied
-from weightbus.dataplane.manifest import DigestTable
-from weightbus.dataplane.takers import StandsStill
-from weightbus.dataplane.transport import Receipt, Session, Tabled
-from weightbus.engine_agent import worker as worker_module
-from weightbus.engine_agent.dialects import dialect_of
+from weightbus.dataplane.tensors.manifest import DigestTable
+from weightbus.dataplane.transports.interface import Receipt, Session, Tabled
+from weightbus.dataplane.transports.sends.worker_receivers import StandsStill
+from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
+from weightbus.engine_agent.engines.sglang.server_identity import facts_of
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError
-from weightbus.engine_agent.events import (
+from weightbus.engine_agent.machine.events import (
     Broken,
     Finished,
     Label,
@@ -36,10 +39,9 @@ from weightbus.engine_agent.events import (
     Release,
     Validate,
 )
-from weightbus.engine_agent.identity import facts_of
-from weightbus.engine_agent.sglang import SGLangServer
-from weightbus.engine_agent.whereabouts import places_on
-from weightbus.engine_agent.worker import Worker
+from weightbus.engine_agent.sidecar import operation_executor as worker_module
+from weightbus.engine_agent.sidecar.operation_executor import Worker
+from weightbus.engine_agent.sidecar.topology import places_on
 
 TRANSFER = Transfer(
     channel=Channel("c"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from weightbus.control import messages as m
-from weightbus.control.ids import Channel, Digest, Epoch, RequestId, Version
-from weightbus.engine_agent.application import Application
-from weightbus.engine_agent.events import (
+from weightbus.control import protocol as m
+from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId, Version
+from weightbus.engine_agent.machine.engine_machine import Application
+from weightbus.engine_agent.machine.events import (
     Answer,
     Broken,
     Cancel,

@@ -15,18 +15,23 @@ from typing import Any, Final, cast
 import msgspec
 import numpy as np
 
-from weightbus.dataplane import direct_wire, export_wire, handles, local_wire, wire_message, worker_wire
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.copy_table import AXES, ITEM_SIZES, CopyTable
-from weightbus.dataplane.digest_table import BoxTable
+from weightbus.dataplane.copy.box_digests import BoxTable
+from weightbus.dataplane.copy.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.errors import DataplaneError
-from weightbus.dataplane.exports import ExportMap, MadeRegion, Parts, Place, Region
-from weightbus.dataplane.manifest import DigestTable, LiveDigests, Manifest, TensorSpec
-from weightbus.dataplane.meeting import _Sealed
-from weightbus.dataplane.pieces import Piece, Pieces, View, whole
-from weightbus.dataplane.plan import Reader
-from weightbus.dataplane.recording import Cause, Constant, LoadedTensor, Patch, Recording
-from weightbus.dataplane.recording import Target as Recorded
+from weightbus.dataplane.memory import export_messages as export_wire
+from weightbus.dataplane.memory import ipc_handles as handles
+from weightbus.dataplane.memory.export_map import ExportMap, MadeRegion, Parts, Place, Region
+from weightbus.dataplane.processes import wire_message
+from weightbus.dataplane.reshard.load_trace import Cause, Constant, LoadedTensor, Patch, Recording
+from weightbus.dataplane.reshard.load_trace import Target as Recorded
+from weightbus.dataplane.reshard.reshard_plan import Reader
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import DigestTable, LiveDigests, Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View, whole
+from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports.direct import messages as direct_wire
+from weightbus.dataplane.transports.distributed.rendezvous_keys import _Sealed
+from weightbus.dataplane.transports.local import messages as local_wire
 
 from .decoder import SHOWN, Tally
 from .mutations import Mutator

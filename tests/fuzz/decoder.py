@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import msgspec
 
-from weightbus.control import codec
-from weightbus.control.codec import Wire
-from weightbus.control.errors import ProtocolError
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.codec import Wire
+from weightbus.control.protocol.errors import ProtocolError
 
 from ..control.test_codec import TO_AGENT, TO_COORDINATOR
 from .mutations import Frames, Mutator

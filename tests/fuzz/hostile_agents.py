@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 
-from weightbus.control import messages as m
-from weightbus.control.coordinator import Coordinator
-from weightbus.control.effects import Acknowledge, Persist, SendTo, SendToAll
-from weightbus.control.events import (
+from weightbus.control import protocol as m
+from weightbus.control.machine.coordinator import Coordinator
+from weightbus.control.machine.effects import Acknowledge, Persist, SendTo, SendToAll
+from weightbus.control.machine.events import (
     AnyEvent,
     MessageReceived,
     Peer,
@@ -28,9 +28,9 @@ from weightbus.control.events import (
     Tick,
     TrustLost,
 )
-from weightbus.control.ids import AgentId, Channel
-from weightbus.control.limits import Limits
-from weightbus.control.routing import Router
+from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.routing import Router
+from weightbus.control.protocol.ids import AgentId, Channel
 
 from ..control.test_codec import TO_COORDINATOR
 

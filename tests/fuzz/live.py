@@ -24,16 +24,17 @@ import msgspec
 import zmq
 from prometheus_client import CollectorRegistry
 
-from weightbus.control import codec
-from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.errors import ProtocolError
-from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.keys import CurveFiles, read_public, read_secret
-from weightbus.control.messages import Heartbeat, Hello, Role
-from weightbus.control.provision import Member, provision
-from weightbus.control.service import Service
-from weightbus.control.sockets import new_keypair, public_of
+from weightbus.control.bus.client import BusClient, BusSettings
+from weightbus.control.bus.sockets import new_keypair, public_of
+from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.enums import Role
+from weightbus.control.protocol.errors import ProtocolError
+from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.protocol.messages import Heartbeat, Hello
+from weightbus.control.security.curve_keys import CurveFiles, read_public, read_secret
+from weightbus.control.server.coordinator_process import Service
+from weightbus.control.server.settings import CoordinatorSettings
 
 from ..control.test_codec import TO_COORDINATOR
 from .mutations import Frames, Mutator

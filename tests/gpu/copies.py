@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rig
 
-from weightbus.dataplane.copy_engines import engine_for
-from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.digest_table import BoxTable
-from weightbus.dataplane.exporter import RegionExporter
-from weightbus.dataplane.importer import RegionImporter
-from weightbus.dataplane.integrity import digest_tensors, finish
-from weightbus.dataplane.pieces import DTYPES
-from weightbus.dataplane.transport import Address
+from weightbus.dataplane.copy.box_digests import BoxTable
+from weightbus.dataplane.copy.copy_table import CopyTable
+from weightbus.dataplane.copy.engine_selection import engine_for
+from weightbus.dataplane.digest.tensor_digest import digest_tensors, finish
+from weightbus.dataplane.memory.exporter import RegionExporter
+from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.tensors.shards import DTYPES
+from weightbus.dataplane.transports.interface import Address
 
 BF16 = DTYPES.index("bfloat16")
 ROUNDS = 12

@@ -39,10 +39,10 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[2]))
 import rig
 from crosswise_parts import Lost, Side, columns, rows, same, whole
 
-from weightbus.dataplane.copy_batch import CopyBatch
-from weightbus.dataplane.copy_engines import BRANCHES, engine_for
-from weightbus.dataplane.copy_runs import SHARES, copy_runs
-from weightbus.dataplane.copy_table import CopyTable
+from weightbus.dataplane.copy.copy_table import CopyTable
+from weightbus.dataplane.copy.engine_selection import BRANCHES, engine_for
+from weightbus.dataplane.copy.memcpy_batch import CopyBatch
+from weightbus.dataplane.copy.memcpy_runs import SHARES, copy_runs
 
 ROUNDS = 6
 LONG_S = 1.5

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.exporter import RegionExporter
-from weightbus.dataplane.importer import RegionImporter
-from weightbus.dataplane.pieces import DTYPES
-from weightbus.dataplane.transport import Address
+from weightbus.dataplane.copy.copy_table import CopyTable
+from weightbus.dataplane.memory.exporter import RegionExporter
+from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.tensors.shards import DTYPES
+from weightbus.dataplane.transports.interface import Address
 
 BF16 = DTYPES.index("bfloat16")
 MEET_S = 40.0

@@ -55,7 +55,7 @@ class Cell:
         import torch
 
         from tests.kit.toy_sends import Remote, SendingTrainer
-        from weightbus.dataplane.sends_receiver import SendsReceiver
+        from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 
         folder.mkdir()
         victim, point, how = struck
@@ -124,7 +124,7 @@ class Cell:
 
     def _epoch(self, epoch: int, names: tuple[str, ...]) -> dict[str, Any]:
         from weightbus.dataplane.errors import TransferFailed
-        from weightbus.dataplane.transport import Peer
+        from weightbus.dataplane.transports.interface import Peer
 
         trainer, began = self._trainer, time.monotonic()
         trainer.step(epoch)
@@ -163,7 +163,7 @@ class Struck(BaseException):
 
 def _doom(sidecar: Any, point: str, sender: Any, name: str, *, stands: bool) -> None:
     """At its point the sidecar's connections break; or it does nothing until the coordinator has given it up."""
-    from weightbus.dataplane import takers
+    from weightbus.dataplane.transports.sends import worker_receivers as takers
 
     owner, method = {
         "begun": (sidecar._takers, "take"),
@@ -206,13 +206,19 @@ def carry_out(args: argparse.Namespace, struck: list[tuple[str, str, str]], tell
     import torch
 
     from tests.kit.ends import Ends
-    from weightbus.dataplane import sends, sends_wire, takers
-    from weightbus.dataplane.broadcast_group import backend_for
+    from weightbus.dataplane.transports.distributed.broadcast_group import backend_for
+    from weightbus.dataplane.transports.sends import messages as sends_wire
+    from weightbus.dataplane.transports.sends import sender as sends
+    from weightbus.dataplane.transports.sends import worker_receivers as takers
 
     backend_for(torch.device("cuda"))  # raises where the environment would make NCCL hang: in a dry run, too
     sends.pair_bytes_of = lambda *_: 256
     sends_wire.SILENT_S, takers._END_S = SILENT_S, END_S  # type: ignore[misc]
-    ends, work, until = Ends("sends_ends.py"), Path(tempfile.mkdtemp(prefix="wb-d-")), time.monotonic() + args.budget
+    ends, work, until = (
+        Ends("sends_ends.py"),
+        Path(tempfile.mkdtemp(prefix="wb-d-")),
+        time.monotonic() + args.budget,
+    )
     for number, each in enumerate(struck):
         if time.monotonic() > until:
             tell(name_of(each), {"well": False, "problem": "no time was left"})

@@ -51,7 +51,7 @@ STEADY = 6
 
 def orchestrate(args: argparse.Namespace) -> int:
     """Start everything, run the trainer, write what it has measured so far."""
-    from weightbus.trainer_agent.demo.processes import ProgramEnded, Programs
+    from weightbus.trainer_agent.demo.child_processes import ProgramEnded, Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-direct-"))
     hf = rig.model_of(args)
@@ -156,7 +156,7 @@ def train_ranks(args: argparse.Namespace, work: Path, layout: dict[str, Any], fl
     import torch
     import torch.distributed as dist
 
-    from weightbus.trainer_agent.megatron import MegatronSource
+    from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
     if args.device == "cuda":
         torch.cuda.set_device(args.tp - 1 - int(os.environ["LOCAL_RANK"]))

@@ -103,7 +103,7 @@ class Run:
 
     def look(self, deadline_s: float, out: str | None) -> None:
         """Whether it has ended, and how."""
-        from weightbus.trainer_agent.demo.processes import ProgramEnded
+        from weightbus.trainer_agent.demo.child_processes import ProgramEnded
 
         try:
             self.programs.check([self.trainer])
@@ -128,7 +128,7 @@ class Run:
 
 def orchestrate(args: argparse.Namespace) -> int:
     """Start every case, write down what each found."""
-    from weightbus.trainer_agent.demo.processes import Programs
+    from weightbus.trainer_agent.demo.child_processes import Programs
 
     with contextlib.ExitStack() as stack:
         runs = []
@@ -206,7 +206,7 @@ def ranks_of(args: argparse.Namespace, case: Case, work: Path) -> Any:
     import torch
     import torch.distributed as dist
 
-    from weightbus.trainer_agent.megatron import MegatronSource
+    from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
     if args.device == "cuda":
         torch.cuda.set_device(case.tp - 1 - int(os.environ["LOCAL_RANK"]))
@@ -306,7 +306,7 @@ class Proof:
 
     def _start(self) -> None:
         """A server that nobody touches, started from the files of the last version. One process trains here."""
-        from weightbus.trainer_agent.demo.processes import Programs
+        from weightbus.trainer_agent.demo.child_processes import Programs
 
         fleet, version = self._fleet, 4 + STEADY
         ours, tokens = fleet.checksum(self._name), fleet.tokens(self._name)

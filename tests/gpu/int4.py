@@ -227,7 +227,7 @@ class Check:
     @contextlib.contextmanager
     def _server(self, place: str, folder: str, *flags: str) -> Iterator[rig.Fleet]:
         """One that has loaded `folder`; it ends with the context."""
-        from weightbus.trainer_agent.demo.processes import Programs
+        from weightbus.trainer_agent.demo.child_processes import Programs
 
         args, began = self._args, time.monotonic()
         if self._cuda:
@@ -266,8 +266,8 @@ def write_checkpoints(args: argparse.Namespace, hf: dict[str, Any], case: Case, 
     from compressed_tensors.compressors import unpack_from_int32
     from shards import Shards
 
-    from weightbus.dataplane.manifest import Manifest
-    from weightbus.trainer_agent.quantised import quantised
+    from weightbus.dataplane.tensors.manifest import Manifest
+    from weightbus.trainer_agent.quantized.quantized_source import quantised
 
     rig.play_cuda(args.device)
     source = Shards(
@@ -309,8 +309,8 @@ def save(target: Path, manifest: Any, config: dict[str, Any], device: Any, fill:
     """A checkpoint, bucket by bucket, as a trainer writes it."""
     import torch
 
-    from weightbus.dataplane.checkpoint_writer import CheckpointWriter
-    from weightbus.dataplane.disk_session import Notes
+    from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
+    from weightbus.dataplane.transports.disk.checkpoint_writer import CheckpointWriter
 
     beside = {"config.json": json.dumps(config).encode()}
     writer = CheckpointWriter(target, manifest, None)
@@ -334,7 +334,7 @@ def steps(checks: Sequence[Check]) -> Iterator[tuple[Check, str]]:
 
 
 def main() -> int:
-    from weightbus.trainer_agent.demo.processes import Programs
+    from weightbus.trainer_agent.demo.child_processes import Programs
 
     parser = rig.parser(
         __doc__, memory=0.3, deadline=420.0, whose="for a server to come, and for kernels to be compiled"

@@ -218,7 +218,7 @@ def main() -> int:
     if args.trainer_of:
         train(Path(args.trainer_of), args.device)
         return 0
-    from weightbus.trainer_agent.demo.processes import Programs
+    from weightbus.trainer_agent.demo.child_processes import Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-joiner-"))
     with Programs(work) as programs:

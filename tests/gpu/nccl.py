@@ -146,7 +146,7 @@ class Run:
 
     def _gone(self) -> str:
         """Which program has ended, while engines start: nobody waits for one that never comes."""
-        from weightbus.trainer_agent.demo.processes import ProgramEnded
+        from weightbus.trainer_agent.demo.child_processes import ProgramEnded
 
         try:
             self._programs.check()
@@ -182,7 +182,7 @@ def main() -> int:
     args = parser.parse_args()
     if set(args.parts.split(",")) - set(ENGINES):
         parser.error(f"--parts: expected some of {', '.join(ENGINES)}")
-    from weightbus.trainer_agent.demo.processes import Programs
+    from weightbus.trainer_agent.demo.child_processes import Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-nccl-"))
     with Programs(work) as programs:

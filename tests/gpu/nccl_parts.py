@@ -80,7 +80,7 @@ class Part:
 
 def strike(at: int, blow: Callable[[], None]) -> None:
     """Have `blow` fall right before this process sends its turn number `at`."""
-    from weightbus.dataplane.pair_group import PairGroup
+    from weightbus.dataplane.transports.sends.p2p_group import PairGroup
 
     plain = PairGroup.post
     turns = itertools.count(1)
@@ -145,7 +145,7 @@ def speed(part: Part) -> None:
 
 def bare(device: str, nbytes: int) -> dict[str, Any]:
     """Seconds for a plain send of as many bytes to another process, and memory that an idle group of the two keeps."""
-    from weightbus.dataplane.broadcast_group import serve_store
+    from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
 
     store = serve_store("127.0.0.1")
     given = json.dumps({"device": device, "nbytes": nbytes, "port": store.port})
@@ -162,8 +162,8 @@ def bare_end(device: str, nbytes: int, port: int, rank: int) -> dict[str, Any]:
     import torch
     from torch._C._distributed_c10d import TCPStore
 
-    from weightbus.dataplane.deadline import Deadline
-    from weightbus.dataplane.pair_group import PairGroup
+    from weightbus.dataplane.processes.deadline import Deadline
+    from weightbus.dataplane.transports.sends.p2p_group import PairGroup
 
     where = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -299,7 +299,7 @@ class Seen:
 
 def hosts(part: Part) -> None:
     """Two engines over sockets: proof, a joiner, and the death of a worker."""
-    from weightbus.dataplane import sends
+    from weightbus.dataplane.transports.sends import sender as sends
 
     if part.device == "cpu":
         sends.pair_bytes_of = lambda *_: SMALL_TURNS
@@ -451,8 +451,8 @@ def main() -> None:
         observe(Path(folder), rest[0])
         return
     if rest[0] == "cpu":
-        from weightbus.dataplane import sends
-        from weightbus.trainer_agent import megatron_cpu
+        from weightbus.dataplane.transports.sends import sender as sends
+        from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
 
         megatron_cpu.install()
         if part == "death":

@@ -26,16 +26,16 @@ from time import perf_counter
 import msgspec
 import torch
 
-from weightbus.dataplane import integrity
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View
-from weightbus.trainer_agent.assembly import DTYPES, Assembler, Reach
-from weightbus.trainer_agent.backlog import Memory
-from weightbus.trainer_agent.parcels import plan
-from weightbus.trainer_agent.quantised import quantised
-from weightbus.trainer_agent.snapshot import Store
-from weightbus.trainer_agent.uploads import HostLane
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, Reach
+from weightbus.trainer_agent.assembly.gather_plan import plan
+from weightbus.trainer_agent.assembly.host_uploads import HostLane
+from weightbus.trainer_agent.machine.snapshot_queue import Memory
+from weightbus.trainer_agent.publish.snapshot import Store
+from weightbus.trainer_agent.quantized.quantized_source import quantised
 
 PASSES = 4
 FULL, SMALL = (4096, 12288, 32, 8, 128), (256, 512, 4, 2, 64)

@@ -30,17 +30,18 @@ import msgspec
 import numpy as np
 import torch
 
-from weightbus.dataplane import integrity, quantise_torch
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.copy_engine import PreparedDigest
-from weightbus.dataplane.copy_engines import engine_for
-from weightbus.dataplane.digest_table import table_of
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Pieces, whole
-from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4
-from weightbus.dataplane.quantise import Sums, Task, TorchTasks, prepare
-from weightbus.dataplane.quantise_sums import words_of
-from weightbus.dataplane.tensor_bytes import bytes_of
+from weightbus.dataplane.copy.box_digests import table_of
+from weightbus.dataplane.copy.copy_engine import PreparedDigest
+from weightbus.dataplane.copy.engine_selection import engine_for
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.memory.tensor_bytes import bytes_of
+from weightbus.dataplane.quantize import quantize_torch as quantise_torch
+from weightbus.dataplane.quantize.fused_digests import words_of
+from weightbus.dataplane.quantize.quantize_tasks import Sums, Task, TorchTasks, prepare
+from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces, whole
 
 EXPERT = (2048, 768)
 ROUNDS = 12
@@ -85,7 +86,7 @@ def outputs(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> tup
 
 
 def equal(scheme: Scheme, device: torch.device, *, summed: bool = True, wide: bool = False) -> bool:
-    """Every shape, from both dtypes, as the reference on the CPU has it; and its sums as integrity.py has them."""
+    """Every shape, from both dtypes, as the reference on the CPU has it; and its sums as tensor_digest.py has them."""
     shapes, dtypes = (WIDE, BOTH[:1]) if wide else (ODD, BOTH)
     cases = [(shape, dtype, lost) for shape in shapes for dtype in dtypes for lost in (False, True)]
     for shape, dtype, lost in cases:
@@ -205,7 +206,7 @@ def sums(device: torch.device, nbytes: int) -> dict[str, float]:
 
 def by_registers(device: torch.device, nbytes: int) -> dict[str, dict[str, float]]:
     """Seconds for FP8 in blocks, plain and with sums, with so many registers for a thread at most."""
-    from weightbus.dataplane import quantise_cuda
+    from weightbus.dataplane.quantize import quantize_cuda as quantise_cuda
 
     scheme, launch = fp8_block((128, 128)), quantise_cuda.launch
     many = Many.of(scheme, device, nbytes)
@@ -231,7 +232,7 @@ def divided(device: torch.device, nbytes: int) -> dict[str, object]:
 
     Not summed up: without fused multiply-adds only Triton's interpreter does that.
     """
-    from weightbus.dataplane import quantise_cuda
+    from weightbus.dataplane.quantize import quantize_cuda as quantise_cuda
 
     scheme, launch = fp8_block((128, 128)), quantise_cuda.launch
     try:

@@ -47,7 +47,7 @@ def folder_of(place: str) -> str:
 
 def orchestrate(args: argparse.Namespace) -> int:
     """Start everything, run the trainer, write what it has found so far."""
-    from weightbus.trainer_agent.demo.processes import ProgramEnded, Programs
+    from weightbus.trainer_agent.demo.child_processes import ProgramEnded, Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-quantised-"))
     cuda = args.device == "cuda"
@@ -180,7 +180,7 @@ def quantising(source: Any, served: Path) -> float | None:
     """Seconds for everything that the trainer holds, into memory that is there already."""
     import torch
 
-    from weightbus.trainer_agent.quantised import ReadableQuantisedSource, quantised
+    from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantisedSource, quantised
 
     found = quantised(source, served)
     if not isinstance(found, ReadableQuantisedSource):

@@ -139,7 +139,7 @@ def write_result(out: str | None, name: str, result: Mapping[str, Any]) -> None:
 
 def keep_logs(work: Path, out: str | None, name: str) -> None:
     """Something failed: the ends of all logs to stderr, and more of them into the folder of the results."""
-    from weightbus.trainer_agent.demo.processes import tail
+    from weightbus.trainer_agent.demo.child_processes import tail
 
     logs = sorted(work.glob("*.log"))
     for each in logs:
@@ -153,7 +153,7 @@ def keep_logs(work: Path, out: str | None, name: str) -> None:
 def play_cuda(device: str) -> None:
     """Without a GPU Megatron-core is told that it has one."""
     if device == "cpu":
-        from weightbus.trainer_agent import megatron_cpu
+        from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
 
         megatron_cpu.install()
 
@@ -267,7 +267,7 @@ def start_coordinator(programs: Any, work: Path) -> dict[str, Any]:
         [
             sys.executable,
             "-m",
-            "weightbus.control.cli",
+            "weightbus.control.cli.main",
             "coordinator",
             f"--router-port={bus}",
             f"--http-port={status}",
@@ -284,7 +284,7 @@ def start_engine(programs: Any, device: str, work: Path, engine: Engine, layout:
     sidecar = [
         sys.executable,
         "-m",
-        "weightbus.control.cli",
+        "weightbus.control.cli.main",
         "engine-agent",
         f"--name={engine.place}0",
         f"--channel={engine.channel}",
@@ -313,7 +313,7 @@ def start_server(
         more = TP_FLAGS if engine.tp > 1 else ()
         argv = ["-m", "sglang.launch_server", "--host=127.0.0.1", f"--base-gpu-id={engine.gpu}", *CUDA_FLAGS, *more]
     else:
-        argv = ["-m", "weightbus.engine_agent.cpu_server", *CPU_FLAGS]
+        argv = ["-m", "weightbus.engine_agent.engines.sglang.cpu_server", *CPU_FLAGS]
     argv = [sys.executable, *argv, f"--load-format={load_format}", *head]
     environment = {"SGLANG_BLOCK_NONZERO_RANK_CHILDREN": "0", **dict(engine.environment)}
     return port, programs.start(f"server-{engine.place}", argv, env=environment).process.pid
@@ -340,8 +340,8 @@ def write_model(folder: Path, hf: dict[str, Any]) -> None:
 
     Servers are started with random weights; sidecars want to know which tensors make up a complete version.
     """
-    from weightbus.dataplane.quantisation_config import outputs, read
-    from weightbus.trainer_agent.served import Model, served_tensors
+    from weightbus.dataplane.quantize.hf_quantization_config import outputs, read
+    from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf))

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Pieces
-from weightbus.trainer_agent.assembly import Assembler, check_manifest
-from weightbus.trainer_agent.megatron_description import Description, describe
-from weightbus.trainer_agent.parcels import plan
-from weightbus.trainer_agent.roster import Roster, check, encode, settle
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.trainer_agent.assembly.assembler import Assembler, check_manifest
+from weightbus.trainer_agent.assembly.gather_plan import plan
+from weightbus.trainer_agent.sources.megatron.local_shards import Description, describe
+from weightbus.trainer_agent.sources.rank_layout import Roster, check, encode, settle
 
 import rig  # isort: skip
 

@@ -236,7 +236,7 @@ class Ranks:
         """The engine is there, and nothing is compiled any more while others are measured."""
         import torch
 
-        from weightbus.dataplane import integrity
+        from weightbus.dataplane.digest import tensor_digest as integrity
 
         if self.source.root:
             self._fleet.wait_ready(self._deadline, self._way)
@@ -282,7 +282,7 @@ class Ranks:
         """One version. Seconds that the calls of all stages took."""
         import torch
 
-        from weightbus.dataplane.sources import cut
+        from weightbus.dataplane.transports.broadcast_order import cut
 
         source, roots = self.source, self.source.roots()
         ranks = sorted(set(roots))
@@ -329,7 +329,7 @@ def source_of(chunks: Sequence[Any], model: Path, *, linked: bool) -> Any:
     """Of real ranks. Where they are not linked, there is no group in which one could assemble what another holds."""
     import torch
 
-    from weightbus.trainer_agent.megatron import MegatronSource
+    from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
     class Unlinked(MegatronSource):
         def _open_exchange(self) -> None:
@@ -351,7 +351,7 @@ def main() -> int:
     if args.trainer_of:
         rig.play_cuda(args.device)
         Ranks(args, Path(args.trainer_of)).obey()
-    from weightbus.trainer_agent.demo.processes import ProgramEnded, Programs
+    from weightbus.trainer_agent.demo.child_processes import ProgramEnded, Programs
 
     work, problem = Path(tempfile.mkdtemp(prefix="wb-stages-")), ""
     with Programs(work) as programs:

@@ -37,7 +37,7 @@ CHANNELS = {"ipc": "local", "nccl": "distributed"}
 
 def orchestrate(args: argparse.Namespace) -> int:
     """Start everything, run the trainer's ranks, print what they measured."""
-    from weightbus.trainer_agent.demo.processes import Programs
+    from weightbus.trainer_agent.demo.child_processes import Programs
 
     work = Path(tempfile.mkdtemp(prefix="weightbus-stock-"))
     (work / "model").mkdir()
@@ -75,7 +75,7 @@ def rank_main(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     if args.device == "cpu":
-        from weightbus.trainer_agent import megatron_cpu
+        from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
 
         megatron_cpu.install()
     else:
@@ -83,7 +83,7 @@ def rank_main(args: argparse.Namespace) -> None:
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", timeout=dt.timedelta(seconds=args.deadline))
     work = Path(args.rank_of)
     layout = rig.read_layout(work)
-    from weightbus.trainer_agent.megatron import MegatronSource
+    from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
     model = rig.build(rig.read_config(work), args.device, tp=args.tp)
     source = MegatronSource(model, hf_config=work / "model", dtype=torch.bfloat16)

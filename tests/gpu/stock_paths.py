@@ -16,12 +16,17 @@ from typing import Any, Self
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from weightbus.dataplane.broadcast_group import BroadcastGroup, backend_for, join_store, serve_store
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.manifest import Manifest
-from weightbus.dataplane.transport import Address
-from weightbus.engine_agent.payload import LOAD_FORMAT
-from weightbus.engine_agent.sglang import SGLangServer
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.dataplane.transports.distributed.broadcast_group import (
+    BroadcastGroup,
+    backend_for,
+    join_store,
+    serve_store,
+)
+from weightbus.dataplane.transports.interface import Address
+from weightbus.engine_agent.engines.sglang.pickle_payload import LOAD_FORMAT
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 
 CALL_S = 60.0
 

@@ -17,14 +17,14 @@ from hypothesis import given, settings
 
 from tests.dataplane.test_tiles import boxes, column, copies, fits, memory
 from tests.kit.waiting import until
-from weightbus.dataplane.copy_engines import engine_for
-from weightbus.dataplane.copy_table import CopyTable
-from weightbus.dataplane.copy_torch import TorchEngine
-from weightbus.dataplane.digest_table import BoxTable
+from weightbus.dataplane.copy.box_digests import BoxTable
+from weightbus.dataplane.copy.copy_table import CopyTable
+from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.copy.engine_selection import engine_for
 from weightbus.dataplane.errors import PeerLost, StaleSession
-from weightbus.dataplane.importer import RegionImporter
-from weightbus.dataplane.pieces import DTYPES
-from weightbus.dataplane.transport import Address
+from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.tensors.shards import DTYPES
+from weightbus.dataplane.transports.interface import Address
 
 pytestmark = pytest.mark.gpu
 
@@ -86,7 +86,7 @@ class Trainer:
         import sys, torch
         from pathlib import Path
         from weightbus.dataplane.errors import NotExportable
-        from weightbus.dataplane.exporter import RegionExporter
+        from weightbus.dataplane.memory.exporter import RegionExporter
         device = torch.device("cuda", int(sys.argv[2]))
         exporter = RegionExporter(Path(sys.argv[1]), "c", 0)
         held = [torch.full((1 << 20,), 5.0, device=device)]

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from weightbus.dataplane.cuda_driver import Driver
+from weightbus.dataplane.memory.cuda_driver import Driver
 
 pytestmark = pytest.mark.gpu
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from tests.gpu import engines, int4, nccl, quantised_rounds, stages, stock
-from weightbus.control.messages import TransportKind
-from weightbus.control.routes import Ends
-from weightbus.control.routing import PREFERRED, choose
-from weightbus.engine_agent.payload import LOADER
-from weightbus.engine_agent.whereabouts import topology_of
-from weightbus.trainer_agent.demo import processes
+from weightbus.control.machine.route import Ends
+from weightbus.control.machine.routing import PREFERRED, choose
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
+from weightbus.engine_agent.sidecar.topology import topology_of
+from weightbus.trainer_agent.demo import child_processes as processes
 from weightbus.trainer_agent.source import Staged
 
 from ..control.world import engine_info, trainer_info

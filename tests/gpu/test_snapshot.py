@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from weightbus.dataplane.manifest import BucketSpec, Manifest, TensorSpec
-from weightbus.trainer_agent.backlog import Memory
-from weightbus.trainer_agent.snapshot import Store
+from weightbus.dataplane.tensors.manifest import BucketSpec, Manifest, TensorSpec
+from weightbus.trainer_agent.machine.snapshot_queue import Memory
+from weightbus.trainer_agent.publish.snapshot import Store
 
 pytestmark = pytest.mark.gpu
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from weightbus.dataplane.device_name import device_name, readable_peers
-from weightbus.dataplane.gpu_survey import seen_by, seen_here
+from weightbus.dataplane.memory.device_name import device_name, readable_peers
+from weightbus.dataplane.memory.gpu_topology import seen_by, seen_here
 
 pytestmark = pytest.mark.gpu
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View
-from weightbus.trainer_agent.assembly import DTYPES, Assembler
-from weightbus.trainer_agent.parcels import plan
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler
+from weightbus.trainer_agent.assembly.gather_plan import plan
 
 pytestmark = pytest.mark.gpu
 

@@ -18,9 +18,9 @@ HEARTBEAT_S = 8
 PROGRAM = """
 import os, signal, subprocess, sys, threading, time
 import torch, torch.distributed as dist
-from weightbus.dataplane.broadcast_group import BroadcastGroup, join_store, serve_store
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.rendezvous import reach_store
+from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup, join_store, serve_store
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.rendezvous_store import reach_store
 
 device, wait = torch.device("cuda", 0), Deadline(60)
 torch.cuda.set_device(device)

@@ -26,17 +26,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rig
 
-from weightbus.dataplane import inbox, outbox
-from weightbus.dataplane.broadcast_group import serve_store
-from weightbus.dataplane.copy_engines import engine_for
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.exports import ExportMap, Place, Region
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pair_group import PairGroup
-from weightbus.dataplane.pieces import Box, Piece, Pieces, View
-from weightbus.dataplane.plan import Plan, Reader, make_plan
-from weightbus.dataplane.recording import Recording, Target
-from weightbus.dataplane.schedule import schedule
+from weightbus.dataplane.copy.engine_selection import engine_for
+from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.reshard.load_trace import Recording, Target
+from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
+from weightbus.dataplane.reshard.send_schedule import schedule
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Box, Piece, Pieces, View
+from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
+from weightbus.dataplane.transports.sends import receive_queue as inbox
+from weightbus.dataplane.transports.sends import send_queue as outbox
+from weightbus.dataplane.transports.sends.p2p_group import PairGroup
 
 SHAPE = (768, 2048)
 ROW = 2 * SHAPE[0] * SHAPE[1]

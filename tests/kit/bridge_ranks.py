@@ -27,9 +27,9 @@ from family_ranks import compare  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_families import FAMILIES, Case, parse  # noqa: E402
 
-from weightbus.trainer_agent import megatron_cpu  # noqa: E402
-from weightbus.trainer_agent.exported import ExportedSource, bridge_exporter  # noqa: E402
-from weightbus.trainer_agent.megatron import MegatronSource  # noqa: E402
+from weightbus.trainer_agent.sources.exported import ExportedSource, bridge_exporter  # noqa: E402
+from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
+from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource  # noqa: E402
 
 ON_CPU = {
     "params_dtype": torch.float32,

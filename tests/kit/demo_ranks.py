@@ -17,11 +17,12 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
 from megatron_ranks import export
 
-from weightbus.trainer_agent.demo import checkpoint, task
+from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
+from weightbus.trainer_agent.demo import toy_task as task
 from weightbus.trainer_agent.demo.learner import Learner, join
 from weightbus.trainer_agent.demo.settings import Trainer
-from weightbus.trainer_agent.megatron import MegatronSource
-from weightbus.trainer_agent.megatron_cpu import install
+from weightbus.trainer_agent.sources.megatron.cpu_emulation import install
+from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 STEPS = 10
 MEGATRONS = (Trainer.MEGATRON, Trainer.MEGATRON_MOE)

@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kit.forked import say, serve
 from tests.kit.toy_direct import WAIT_S, Maker, Shard, Trainer
-from weightbus.dataplane.transport import Peer
-from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.worker_state import WorkerState
+from weightbus.dataplane.transports.interface import Peer
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker.worker_state import WorkerState
 
 
 def trainer(job: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from weightbus.dataplane.manifest import Manifest
-from weightbus.trainer_agent.assembly import DTYPES
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.source import Source
 
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import torch
 
-from weightbus.dataplane import integrity
-from weightbus.dataplane.copy_torch import TorchEngine
-from weightbus.dataplane.direct import Exposed
-from weightbus.dataplane.host import host_identity
-from weightbus.dataplane.importer import RegionImporter
-from weightbus.dataplane.manifest import Manifest
-from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.plan import Reader, make_plan, staging_of
-from weightbus.dataplane.recording import Cause, LoadedTensor, Recording
-from weightbus.dataplane.transport import Address
-from weightbus.trainer_agent.exposure import Exposable, Exposure
+from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.reshard.load_trace import Cause, LoadedTensor, Recording
+from weightbus.dataplane.reshard.reshard_plan import Reader, make_plan, staging_of
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.transports.direct.sender import Exposed
+from weightbus.dataplane.transports.interface import Address
+from weightbus.trainer_agent.export.memory_export import Exposable, Exposure
 from weightbus.trainer_agent.source import Source
 
 

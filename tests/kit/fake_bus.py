@@ -7,10 +7,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from weightbus.control import messages as m
-from weightbus.control.errors import CoordinatorUnreachable, RequestRefused
-from weightbus.control.ids import AgentId, Digest, Epoch, RequestId
-from weightbus.dataplane.manifest import blob_digest
+from weightbus.control import protocol as m
+from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
+from weightbus.control.protocol.ids import AgentId, Digest, Epoch, RequestId
+from weightbus.dataplane.tensors.manifest import blob_digest
 
 _DIRECT = m.TransportKind.DIRECT
 

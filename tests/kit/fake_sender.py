@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed
-from weightbus.dataplane.transport import JOIN_S, Address, Peer, Session, Slot, Tabled
+from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, Session, Slot, Tabled
 
 
 class FakeSender:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from weightbus.dataplane.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.trainer_agent.source import AssemblyFailed
 
 

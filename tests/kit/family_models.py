@@ -14,7 +14,7 @@ import torch
 from tiny_families import FAMILIES, PADDED_VOCABULARY, Layout
 from torch import nn
 
-from weightbus.trainer_agent import megatron_cpu
+from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -27,11 +27,11 @@ from megatron_models import logits  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_families import TOKENS, Case, parse  # noqa: E402
 
-from weightbus.dataplane.manifest import Manifest  # noqa: E402
-from weightbus.trainer_agent import megatron_cpu  # noqa: E402
-from weightbus.trainer_agent.assembly import DTYPES  # noqa: E402
-from weightbus.trainer_agent.megatron import MegatronSource  # noqa: E402
+from weightbus.dataplane.tensors.manifest import Manifest  # noqa: E402
+from weightbus.trainer_agent.assembly.assembler import DTYPES  # noqa: E402
 from weightbus.trainer_agent.source import Source  # noqa: E402
+from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
+from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource  # noqa: E402
 
 BITS = "bits,"
 

@@ -31,16 +31,16 @@ from family_models import build, load, start  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny_families import Case, parse  # noqa: E402
 
-from weightbus.dataplane.manifest import Manifest  # noqa: E402
-from weightbus.dataplane.pieces import Pieces  # noqa: E402
-from weightbus.dataplane.sources import cut  # noqa: E402
-from weightbus.trainer_agent import megatron_cpu  # noqa: E402
-from weightbus.trainer_agent.assembly import DTYPES, Assembler  # noqa: E402
-from weightbus.trainer_agent.megatron_description import Description, describe  # noqa: E402
-from weightbus.trainer_agent.megatron_stages import check_order, roots_of  # noqa: E402
-from weightbus.trainer_agent.parcels import plan  # noqa: E402
-from weightbus.trainer_agent.quantised import quantised  # noqa: E402
-from weightbus.trainer_agent.roster import Roster, check, encode, settle  # noqa: E402
+from weightbus.dataplane.tensors.manifest import Manifest  # noqa: E402
+from weightbus.dataplane.tensors.shards import Pieces  # noqa: E402
+from weightbus.dataplane.transports.broadcast_order import cut  # noqa: E402
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler  # noqa: E402
+from weightbus.trainer_agent.assembly.gather_plan import plan  # noqa: E402
+from weightbus.trainer_agent.quantized.quantized_source import quantised  # noqa: E402
+from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
+from weightbus.trainer_agent.sources.megatron.layer_order import check_order, roots_of  # noqa: E402
+from weightbus.trainer_agent.sources.megatron.local_shards import Description, describe  # noqa: E402
+from weightbus.trainer_agent.sources.rank_layout import Roster, check, encode, settle  # noqa: E402
 
 
 class Post:

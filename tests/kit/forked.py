@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weightbus.engine_agent.recorder import record
+from weightbus.engine_agent.worker.load_tracer import record
 
 from .toy_direct import SPECS, Shard
 

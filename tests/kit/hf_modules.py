@@ -37,10 +37,10 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from weightbus.trainer_agent.checkpoint_source import CheckpointSource
-from weightbus.trainer_agent.dcp_files import DcpFiles
-from weightbus.trainer_agent.errors import BadCheckpoint, UnfinishedCheckpoint
-from weightbus.trainer_agent.hf_module import HFModuleSource
+from weightbus.trainer_agent.checkpoints.checkpoint_source import CheckpointSource
+from weightbus.trainer_agent.checkpoints.dcp_files import DcpFiles
+from weightbus.trainer_agent.machine.errors import BadCheckpoint, UnfinishedCheckpoint
+from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 SIZES = {
     "vocab_size": 64,

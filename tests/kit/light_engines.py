@@ -37,19 +37,19 @@ from tests.dataplane.loopback import LoopbackServer
 from tests.kit.fake_sglang import FakeSGLang, Refusal
 from tests.kit.fake_weights import FakeWeights
 from tests.kit.forked import log_to, say, serve
-from weightbus.control.telemetry import configure_logging
-from weightbus.dataplane.copy_engine import at_once
-from weightbus.dataplane.copy_torch import TorchCopies
-from weightbus.dataplane.handing_receiver import HandingReceiver
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pair_group import PairGroup
-from weightbus.dataplane.transport import Address
-from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.payload import LOADER
-from weightbus.engine_agent.recorder import NamedTensors
-from weightbus.engine_agent.runner import EngineAgent
-from weightbus.engine_agent.settings import EngineAgentSettings
-from weightbus.engine_agent.sglang import SGLangServer
+from weightbus.control.server.metrics import configure_logging
+from weightbus.dataplane.copy.copy_engine import at_once
+from weightbus.dataplane.copy.copy_torch import TorchCopies
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.transports.distributed.sidecar_receiver import HandingReceiver
+from weightbus.dataplane.transports.interface import Address
+from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
+from weightbus.engine_agent.sidecar.driver import EngineAgent
+from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker.load_tracer import NamedTensors
 
 LONGEST_S = 120.0
 """Nobody is held for longer."""

@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from weightbus.control import messages as m
-from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.errors import RequestRefused, WeightbusError
-from weightbus.control.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.dataplane import transports
+from weightbus.control import protocol as m
+from weightbus.control.bus.client import BusClient, BusSettings
+from weightbus.control.protocol.errors import RequestRefused, WeightbusError
+from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
-from weightbus.dataplane.host import host_identity
-from weightbus.dataplane.manifest import DigestTable, Manifest
-from weightbus.dataplane.transport import Address, Session
+from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
+from weightbus.dataplane.transports import registry as transports
+from weightbus.dataplane.transports.interface import Address, Session
 
 from ..dataplane.loopback import LoopbackServer
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_cases import PADDED_VOCABULARY, VOCABULARY, Layout
 from torch import nn
 
-from weightbus.trainer_agent import megatron_cpu
+from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
 
 
 def start(layout: Layout) -> None:

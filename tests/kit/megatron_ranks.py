@@ -23,11 +23,11 @@ from megatron_models import build, fill, logits, start
 from safetensors.torch import save_file
 from torch import nn
 
-from weightbus.dataplane.manifest import Manifest
-from weightbus.trainer_agent import megatron_cpu
-from weightbus.trainer_agent.assembly import DTYPES
-from weightbus.trainer_agent.megatron import MegatronSource
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.source import AssemblyFailed, KnowsHeads, SourceError
+from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
+from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 
 def export(source: MegatronSource, bucket_bytes: int) -> dict[str, torch.Tensor]:

@@ -25,7 +25,8 @@ from megatron_models import logits  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from tiny_families import TOKENS, Layout  # noqa: E402
 
-from weightbus.trainer_agent import MegatronSource, TrainerAgent, megatron_cpu  # noqa: E402
+from weightbus.trainer_agent import MegatronSource, TrainerAgent  # noqa: E402
+from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
 
 FAMILY = "qwen3_moe"
 STEPS = 2

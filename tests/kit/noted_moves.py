@@ -8,13 +8,13 @@ from collections.abc import Generator, Mapping, Sequence
 import numpy as np
 import torch
 
-from weightbus.dataplane.boxes import Column
-from weightbus.dataplane.copy_engine import PreparedCopies, Ready, at_once
-from weightbus.dataplane.copy_table import AXES, CopyTable
-from weightbus.dataplane.copy_torch import TorchEngine
-from weightbus.dataplane.deadline import Deadline
-from weightbus.dataplane.pair_group import Parcel
-from weightbus.dataplane.pieces import DTYPES
+from weightbus.dataplane.copy.copy_engine import PreparedCopies, Ready, at_once
+from weightbus.dataplane.copy.copy_table import AXES, CopyTable
+from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.tensors.boxes import Column
+from weightbus.dataplane.tensors.shards import DTYPES
+from weightbus.dataplane.transports.sends.p2p_group import Parcel
 
 Row = tuple[int, int, int, int, int]
 

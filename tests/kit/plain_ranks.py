@@ -8,7 +8,7 @@ import sys
 
 import torch.distributed as dist
 
-from weightbus.trainer_agent.ranks import Ranks
+from weightbus.trainer_agent.sources.rank_group import Ranks
 
 
 def converse(ranks: Ranks, turn: int) -> None:

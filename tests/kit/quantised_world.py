@@ -10,15 +10,16 @@ import msgspec
 import torch
 from hypothesis import strategies as st
 
-from weightbus.dataplane import cover, quantise_torch
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
-from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_tensor
-from weightbus.dataplane.quantisation_config import Quantisation, Rule, outputs
-from weightbus.dataplane.sources import cut as cut_buckets
-from weightbus.trainer_agent.assembly import DTYPES
-from weightbus.trainer_agent.quantised import QuantisedSource
+from weightbus.dataplane.quantize import quantize_torch as quantise_torch
+from weightbus.dataplane.quantize.hf_quantization_config import Quantisation, Rule, outputs
+from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_tensor
+from weightbus.dataplane.tensors import coverage as cover
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.transports.broadcast_order import cut as cut_buckets
+from weightbus.trainer_agent.assembly.assembler import DTYPES
+from weightbus.trainer_agent.quantized.quantized_source import QuantisedSource
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (24, 32),

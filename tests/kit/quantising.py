@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from weightbus.dataplane import quantise_torch
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.quantisation_config import outputs, read
-from weightbus.trainer_agent.assembly import DTYPES
+from weightbus.dataplane.quantize import quantize_torch as quantise_torch
+from weightbus.dataplane.quantize.hf_quantization_config import outputs, read
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.trainer_agent.assembly.assembler import DTYPES
 
 FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",

@@ -32,12 +32,12 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.kit.forked import say, serve
 from tests.kit.toy_direct import WAIT_S, Shard
 from tests.kit.toy_sends import SendingTrainer
-from weightbus.dataplane.outbox import Outbox
-from weightbus.dataplane.pair_group import PairGroup
-from weightbus.dataplane.rank_sends import RankSends
-from weightbus.dataplane.transport import Address
-from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.taker import Taker
+from weightbus.dataplane.transports.interface import Address
+from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+from weightbus.dataplane.transports.sends.rank_sender import RankSends
+from weightbus.dataplane.transports.sends.send_queue import Outbox
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker.receive_thread import Taker
 
 POINTS = ("begun", "forming", "formed", "moving", "through")
 """Of ranks."""

@@ -2,7 +2,7 @@
 
 `python tests/kit/sglang_models.py CASE..` prints one JSON object for each case. SGLang is imported once and every case
 runs in a fork: its parallel state is global. torch's fake process group stands for the other ranks. The environment
-must be that of a CPU server (engine_agent/cpu_server.py). Each case:
+must be that of a CPU server (engine_agent/engines/sglang/cpu_server.py). Each case:
 
     load random tensors once, as a launch does; zero the model; record; nothing may have changed
     replay the recording from other random tensors into the zeroed model
@@ -308,9 +308,9 @@ def case(name: str) -> dict[str, object]:
     """``qwen3-moe:tp2:ep2:rank1``: record, replay, compare."""
     import torch
 
-    from weightbus.dataplane.manifest import TensorSpec
-    from weightbus.engine_agent.model_tensors import ModelTensors
-    from weightbus.engine_agent.recorder import record
+    from weightbus.dataplane.tensors.manifest import TensorSpec
+    from weightbus.engine_agent.worker.load_tracer import record
+    from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
     kind, tp, ep, rank = name.split(":")
     config = CONFIGS[kind]
@@ -369,7 +369,7 @@ def replay(recording: Any, tensors: Any, model: Any) -> None:
     """The slowest correct replay: piece by piece, with torch."""
     import torch
 
-    from weightbus.engine_agent.model_tensors import ModelTensors
+    from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
     live = ModelTensors(model).tensors
     for row in range(len(recording.copies)):

@@ -68,7 +68,7 @@ class Tensors:
         self._tensors = tensors
 
     def tensors(self) -> Any:
-        from weightbus.dataplane.manifest import TensorSpec
+        from weightbus.dataplane.tensors.manifest import TensorSpec
 
         return [
             TensorSpec(name, str(each.dtype).removeprefix("torch."), tuple(each.shape))
@@ -98,7 +98,7 @@ def buckets(source: Any) -> Any:
     """What engines receive: tensors by name, cut out of buckets."""
     import torch
 
-    from weightbus.dataplane.manifest import Manifest
+    from weightbus.dataplane.tensors.manifest import Manifest
 
     manifest = Manifest.of(source.model, source.tensors(), 300_000)
     for index, bucket in enumerate(manifest.buckets):
@@ -122,7 +122,7 @@ def plain(config: kit.Config, ranks: dict[str, int], into: Path) -> dict[str, ob
 def case(config: kit.Config, scheme: str, ranks: dict[str, int], expected: Path) -> dict[str, object]:
     import torch
 
-    from weightbus.trainer_agent.quantised import quantised
+    from weightbus.trainer_agent.quantized.quantized_source import quantised
 
     config = {**config, "quantization_config": SCHEMES[scheme]}
     with tempfile.TemporaryDirectory() as folder:

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.dataplane import integrity
-from weightbus.dataplane.direct import DirectSender, Exposed
-from weightbus.dataplane.direct_receiver import DirectReceiver
-from weightbus.dataplane.direct_wire import Exporting
-from weightbus.dataplane.exporter import RegionExporter
-from weightbus.dataplane.exports import Parts
-from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.pieces import Box, Piece, Pieces, View
-from weightbus.dataplane.transport import Address, Peer, Receipt, Session
-from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.model_tensors import ModelTensors
-from weightbus.engine_agent.recorder import NamedTensors
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.memory.export_map import Parts
+from weightbus.dataplane.memory.exporter import RegionExporter
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Box, Piece, Pieces, View
+from weightbus.dataplane.transports.direct.messages import Exporting
+from weightbus.dataplane.transports.direct.receiver import DirectReceiver
+from weightbus.dataplane.transports.direct.sender import DirectSender, Exposed
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Session
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker.load_tracer import NamedTensors
+from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 WAIT_S = 120.0
 """The first recording of a process imports parts of torch, for seconds, and minutes on a busy machine."""

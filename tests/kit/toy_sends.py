@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane.direct import Exposed
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.own_memory import OwnMemory
-from weightbus.dataplane.pair_group import PairGroup
-from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.rank_sends import RankSends
-from weightbus.dataplane.sends import SendsSender
-from weightbus.dataplane.sends_receiver import SendsReceiver
-from weightbus.dataplane.transport import Address, Peer, Receipt, Session
-from weightbus.engine_agent import worker_loader
+from weightbus.dataplane.memory.local_memory import OwnMemory
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.transports.direct.sender import Exposed
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Session
+from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+from weightbus.dataplane.transports.sends.rank_sender import RankSends
+from weightbus.dataplane.transports.sends.receiver import SendsReceiver
+from weightbus.dataplane.transports.sends.sender import SendsSender
+from weightbus.engine_agent.worker import loader as worker_loader
 
 from .ends import Ends
 from .toy_direct import CPU, SPECS, WAIT_S, Server, Shard, Trainer

@@ -1,4 +1,4 @@
-/* One channel, as control/PROTOCOL.md describes it, small enough to look at every course that it can take.
+/* One channel, as control/protocol/PROTOCOL.md describes it, small enough to look at every course that it can take.
  *
  * A coordinator whose journal survives its crashes, two trainers that both want to publish, and engines that load a
  * version bucket by bucket. Messages are never consumed: once said, a message may arrive at any later time, any number

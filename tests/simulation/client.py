@@ -1,4 +1,4 @@
-"""An agent's line to the coordinator: the real `control/client.py`, stepped by hand instead of by its thread."""
+"""An agent's line to the coordinator: the real `control/bus/client.py`, stepped by hand instead of by its thread."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
-from weightbus.control.client import BusClient, BusSettings
-from weightbus.control.errors import RequestRefused, WeightbusError
-from weightbus.control.ids import Digest, RequestId
-from weightbus.control.messages import (
-    MAX_PAGE_BYTES,
+from weightbus.control.bus.client import BusClient, BusSettings
+from weightbus.control.bus.session import Asked, Event, Session, Ticked
+from weightbus.control.protocol.enums import MAX_PAGE_BYTES, Code
+from weightbus.control.protocol.errors import RequestRefused, WeightbusError
+from weightbus.control.protocol.ids import Digest, RequestId
+from weightbus.control.protocol.messages import (
     BlobPage,
-    Code,
     GetBlob,
     Heartbeat,
     Hello,
@@ -21,7 +21,6 @@ from weightbus.control.messages import (
     ToCoordinator,
     Topology,
 )
-from weightbus.control.session import Asked, Event, Session, Ticked
 
 from .network import Network
 from .process import Bell, Process, Thread

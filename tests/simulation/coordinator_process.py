@@ -1,13 +1,13 @@
-"""The coordinator: `control/server.py` and all machines under it, on the simulated bus, journal and clock."""
+"""The coordinator: `control/server/event_loop.py` and all machines under it, on simulated bus, journal and clock."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weightbus.control.effects import AnyEffect, AnyObservation, JournalChanged, RoundEnded, StateEntered
-from weightbus.control.errors import InvariantBroken, JournalCorrupt
-from weightbus.control.events import AnyEvent, Burst
-from weightbus.control.server import Server
+from weightbus.control.machine.effects import AnyEffect, AnyObservation, JournalChanged, RoundEnded, StateEntered
+from weightbus.control.machine.events import AnyEvent, Burst
+from weightbus.control.protocol.errors import InvariantBroken, JournalCorrupt
+from weightbus.control.server.event_loop import Server
 
 from .disks import JournalDisk, SimJournal
 from .network import Network

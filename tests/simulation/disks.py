@@ -1,9 +1,9 @@
 """Disks: what is written, what survives, and what a crash in the middle leaves behind.
 
-The journal behaves as `control/journal.py` with SQLite does: a record is there as a whole or not at all (a torn one is
-found by its checksum and dropped), `write` returns after the fsync, and a write that was refused may have reached the
-disk all the same, to be found after a restart if nothing was written since. That it does is not taken on trust: in some
-worlds the real one is written beside it (sqlite_disk.py), and every life compares what it finds.
+The journal behaves as `control/journal/sqlite_journal.py` with SQLite does: a record is there as a whole or not at all
+(a torn one is found by its checksum and dropped), `write` returns after the fsync, and a write that was refused may
+have reached the disk all the same, to be found after a restart if nothing was written since. That it does is not taken
+on trust: in some worlds the real one is written beside it (sqlite_disk.py), and every life compares what it finds.
 
 A sidecar's record is written by the product's own code (filesystem.py). A trainer keeps nothing on disk that the
 protocol stands on.
@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control.answers import ANSWERS, Ending, Restored, ending, remembered
-from weightbus.control.effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
-from weightbus.control.errors import JournalCorrupt, JournalError, JournalUnwritable
-from weightbus.control.ids import Channel, Digest, Epoch, RequestId
-from weightbus.control.messages import Held
-from weightbus.engine_agent import record_file
+from weightbus.control.machine.effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
+from weightbus.control.machine.reply_cache import ANSWERS, Ending, Restored, ending, remembered
+from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
+from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId
+from weightbus.control.protocol.message_fields import Held
 from weightbus.engine_agent.errors import StateUnreadable
-from weightbus.engine_agent.events import Record
+from weightbus.engine_agent.machine.events import Record
+from weightbus.engine_agent.sidecar import state_file as record_file
 
 from .filesystem import Files, SimOs, SimPath
 from .invariants import Memory

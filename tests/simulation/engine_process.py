@@ -1,6 +1,6 @@
 """An engine agent: the real machine, dispatcher and bus client; threads and HTTP calls are simulated.
 
-Mirrors `engine_agent/runner.py` and `worker.py` thread by thread: what blocks there yields here.
+Mirrors `engine_agent/sidecar/driver.py` and `operation_executor.py` thread by thread: what blocks there yields here.
 """
 
 from __future__ import annotations
@@ -12,28 +12,25 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
-from weightbus.control.ids import AgentId, Digest, Incarnation, RequestId
-from weightbus.control.messages import (
+from weightbus.control.protocol.enums import Role, TransportKind
+from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
+from weightbus.control.protocol.ids import AgentId, Digest, Incarnation, RequestId
+from weightbus.control.protocol.message_fields import EngineInfo, Held
+from weightbus.control.protocol.messages import (
     Abort,
     Commit,
-    EngineInfo,
     EngineMessage,
     Heartbeat,
-    Held,
     Hello,
     Pause,
     Prepare,
-    Role,
     Topology,
     Transfer,
-    TransportKind,
     Welcome,
 )
-from weightbus.control.seals import Doubt, doubt, doubt_offer, doubt_table
-from weightbus.engine_agent.application import Application
-from weightbus.engine_agent.dispatch import Dispatcher
-from weightbus.engine_agent.events import (
+from weightbus.control.security.signed_publications import Doubt, doubt, doubt_offer, doubt_table
+from weightbus.engine_agent.machine.engine_machine import Application
+from weightbus.engine_agent.machine.events import (
     Answer,
     Broken,
     Cancel,
@@ -63,6 +60,7 @@ from weightbus.engine_agent.events import (
     Verify,
     Welcomed,
 )
+from weightbus.engine_agent.sidecar.effect_dispatcher import Dispatcher
 
 from .client import Client
 from .disks import RecordDisk
@@ -234,7 +232,7 @@ class EngineProcess(Process):
     # -- other threads
 
     def _late_records(self) -> Thread:
-        """`late_records.py`: a disk may be slow, and whoever dies meanwhile leaves the record of before."""
+        """`state_writer.py`: a disk may be slow, and whoever dies meanwhile leaves the record of before."""
         rng = self._world.rng(f"late-{self.name}-{self.life}")
         while True:
             if self._late is None:

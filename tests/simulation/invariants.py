@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from weightbus.control.effects import (
+from weightbus.control.machine.effects import (
     AgentJoined,
     AnyObservation,
     AnyRecord,
@@ -23,17 +23,16 @@ from weightbus.control.effects import (
     RoundClosed,
     RoundReadiness,
 )
-from weightbus.control.ids import AgentId
-from weightbus.control.messages import (
+from weightbus.control.protocol.enums import Code, Outcome
+from weightbus.control.protocol.ids import AgentId
+from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.messages import (
     Abandon,
     Ack,
     Acquire,
-    Code,
     Commit,
     Granted,
-    Held,
     Offered,
-    Outcome,
     Pause,
     Prepare,
     Publish,
@@ -47,7 +46,7 @@ from weightbus.control.messages import (
     Transfer,
     Welcome,
 )
-from weightbus.trainer_agent.publication import Ending, Verdict
+from weightbus.trainer_agent.machine.publication import Ending, Verdict
 
 from .server_model import LAUNCH
 

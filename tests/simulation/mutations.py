@@ -39,14 +39,26 @@ def _set_back(name: str, breaks: str, path: str, found: str, planted: str) -> Mu
     return Mutation(name, breaks, path, found, planted, setbacks=True)
 
 
-SERVER, COORDINATOR, CHANNEL = "control/server.py", "control/coordinator.py", "control/channel.py"
-STANDING = "control/standing.py"
-JOURNAL, RECORD_FILE, LEDGER = "control/journal.py", "engine_agent/record_file.py", "engine_agent/ledger.py"
-ROUND, COHORT, FLEET = "control/round.py", "control/cohort.py", "control/fleet.py"
+SERVER, COORDINATOR, CHANNEL = (
+    "control/server/event_loop.py",
+    "control/machine/coordinator.py",
+    "control/machine/channel.py",
+)
+STANDING = "control/machine/channel.py"
+JOURNAL, RECORD_FILE, LEDGER = (
+    "control/journal/sqlite_journal.py",
+    "engine_agent/sidecar/state_file.py",
+    "engine_agent/machine/recorded_state.py",
+)
+ROUND, COHORT, FLEET = (
+    "control/machine/round.py",
+    "control/machine/participants.py",
+    "control/machine/engine_registry.py",
+)
 APPLICATION, PUBLICATION, SESSION = (
-    "engine_agent/application.py",
-    "trainer_agent/publication.py",
-    "control/session.py",
+    "engine_agent/machine/engine_machine.py",
+    "trainer_agent/machine/publication.py",
+    "control/bus/session.py",
 )
 
 MUTATIONS: Final = (
@@ -230,22 +242,22 @@ MUTATIONS: Final = (
     _m(
         "believes-a-table-that-follows-unsigned",
         "believed",
-        "control/seals.py",
+        "control/security/signed_publications.py",
         "    if not signed_by(entry.signing_key, _statement(filled_in, seal), signature):\n",
         "    if False:\n",
     ),
     _m(
         "leaves-tables-open-for-who-does-not-know-them",
         "understood",
-        "control/routes.py",
+        "control/machine/route.py",
         "all(each.awaits and each.transport is TransportKind.DIRECT for each in routed)",
         "all(each.transport is TransportKind.DIRECT for each in routed)",
-        ("control/routes.py", "each if each.awaits or not each.transport else _LEFT_OUT", "each"),
+        ("control/machine/route.py", "each if each.awaits or not each.transport else _LEFT_OUT", "each"),
     ),
     _m(  # found by the simulation in our own code; two keep each other's watch
         "is-refused-for-a-round-that-it-gave-up",
         "begun-anew",
-        "control/lease.py",
+        "control/machine/lease.py",
         "    if mine and round_ not in BEFORE_COMMIT:\n",
         "    if False:\n",
         (PUBLICATION, "event.code is Code.NOT_ALLOWED and self._given_up is not None:", "False:"),
@@ -267,35 +279,35 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-of-other-versions-as-ready",
         "nothing-raises",
-        "control/engines.py",
+        "control/machine/engine_record.py",
         "    if not window.allows(engine.held):",
         "    if False:",
     ),
     _m(
         "lists-engines-that-are-one-version-too-old",
         "ready-is-ready",
-        "control/engines.py",
+        "control/machine/engine_record.py",
         "if each and 0 < held.version - each.version <= max_lag)",
         "if each and 0 < held.version - each.version <= max_lag + 1)",
     ),
     _m(
         "lists-engines-from-before-a-rollback",
         "ready-is-ready",
-        "control/engines.py",
+        "control/machine/engine_record.py",
         "() if rollback or self.committed is None else",
         "() if self.committed is None else",
     ),
     _m(
         "lists-engines-that-never-said-so",
         "ready-is-ready",
-        "control/engines.py",
+        "control/machine/engine_record.py",
         "    if not engine.serving or engine.strange:",
         "    if engine.strange:",
     ),
     _m(
         "lists-whoever-a-round-has-no-part-for",
         "left-alone",
-        "control/engines.py",
+        "control/machine/engine_record.py",
         "    if not engine.serving or engine.strange:",
         "    if (not engine.serving and phase is not _LEFT) or engine.strange:",
     ),
@@ -309,21 +321,21 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-in-mid-transfer",
         "ready-is-ready",
-        "control/engines.py",
+        "control/machine/engine_record.py",
         "    if phase not in GENERATES:\n        return",
         "    if False:\n        return",
     ),
     _m(
         "silent-agents-stay",
         "ready-is-ready",
-        "control/membership.py",
+        "control/machine/membership.py",
         "return agent.heard_at + self._limits.silence_s",
         "return agent.heard_at + 1e9",
     ),
     _m(
         "lease-outlives-its-holder",
         "every-wait-ends",
-        "control/lease.py",
+        "control/machine/lease.py",
         "        lease, self.lease = self.lease, None\n",
         "        lease, self.lease = self.lease, self.lease\n",
     ),
@@ -332,21 +344,21 @@ MUTATIONS: Final = (
     _m(
         "no-fencing-of-trainers",
         "one-holder",
-        "control/lease.py",
+        "control/machine/lease.py",
         '        return Verdict(Code.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")\n',
         "        return YES\n    return YES\n",
     ),
     _m(
         "grants-a-channel-that-is-held",
         "heard-out",
-        "control/lease.py",
+        "control/machine/lease.py",
         "    return Verdict(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))",
         "    return YES",
     ),
     _m(
         "commands-said-once",
         "every-wait-ends",
-        "control/duties.py",
+        "control/machine/pending_commands.py",
         "duty.due_at, duty.rest = now + duty.wait_s, None",
         "duty.due_at, duty.rest = now + 1e9, None",
     ),
@@ -437,14 +449,14 @@ MUTATIONS: Final = (
     _m(
         "pause-lease-never-ends",
         "pause-lease",
-        "engine_agent/mandate.py",
+        "engine_agent/machine/pause_lease.py",
         "        return now >= max(heard_at, self.quiet_since) + self.lease_s\n",
         "        return False\n",
     ),
     _m(
         "pause-lease-ends-at-once",
         "every-wait-ends",
-        "engine_agent/mandate.py",
+        "engine_agent/machine/pause_lease.py",
         "        return now >= max(heard_at, self.quiet_since) + self.lease_s\n",
         "        return True\n",
     ),
@@ -493,7 +505,7 @@ MUTATIONS: Final = (
     _m(
         "transfers-though-the-record-is-not-written",
         "no-mixed-tokens",
-        "engine_agent/dispatch.py",
+        "engine_agent/sidecar/effect_dispatcher.py",
         "            elif self.unsaved is not None and isinstance(effect, Run)",
         "            elif False and isinstance(effect, Run)",
     ),
@@ -588,7 +600,7 @@ MUTATIONS: Final = (
     _set_back(
         "takes-what-an-engine-serves-for-what-it-held",
         "ready-is-ready",
-        "control/engines.py",
+        "control/machine/engine_record.py",
         "        self.strange = version != (self.held.version if self.held else None)\n",
         "        self.strange = False\n",
     ),

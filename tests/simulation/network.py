@@ -1,8 +1,8 @@
 """The control network: connections that break, lose, hold back and delay; those of one connection arrive in order.
 
-This is the bus as `control/links.py` promises it, at its worst: a message may be lost, a partition of one or both ways
-holds messages back or swallows them, a connection that stays silent too long is dropped at both ends, and what was
-under way on an old connection may arrive after the new one was made. Only agents repeat messages.
+This is the bus as `control/bus/interface.py` promises it, at its worst: a message may be lost, a partition of one or
+both ways holds messages back or swallows them, a connection that stays silent too long is dropped at both ends, and
+what was under way on an old connection may arrive after the new one was made. Only agents repeat messages.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control.errors import ProtocolError
-from weightbus.control.events import MessageReceived, Peer
-from weightbus.control.links import Delivery, Rejected
-from weightbus.control.messages import Alive, Heartbeat, ToAgent, ToCoordinator
+from weightbus.control.bus.interface import Delivery, Rejected
+from weightbus.control.machine.events import MessageReceived, Peer
+from weightbus.control.protocol.errors import ProtocolError
+from weightbus.control.protocol.messages import Alive, Heartbeat, ToAgent, ToCoordinator
 
 from .process import Process
 

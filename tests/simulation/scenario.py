@@ -6,8 +6,8 @@ import random
 
 import msgspec
 
-from weightbus.control.journal import STRIDES
-from weightbus.control.messages import SlowEngines, TransportKind
+from weightbus.control.journal.sqlite_journal import STRIDES
+from weightbus.control.protocol.enums import SlowEngines, TransportKind
 
 from .network import Weather
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from weightbus.control.events import ANY_CHANNEL
-from weightbus.control.ids import AgentId
-from weightbus.control.messages import Role
-from weightbus.control.signing import signing_key_of
-from weightbus.control.trust import Entry
+from weightbus.control.machine.events import ANY_CHANNEL
+from weightbus.control.protocol.enums import Role
+from weightbus.control.protocol.ids import AgentId
+from weightbus.control.protocol.signatures import signing_key_of
+from weightbus.control.security.allow_list import Entry
 
 
 def secret_of(trainer: str) -> str:

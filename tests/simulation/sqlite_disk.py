@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from weightbus.control import journal as real
-from weightbus.control.effects import AnyRecord
+from weightbus.control.journal import sqlite_journal as real
+from weightbus.control.machine.effects import AnyRecord
 
 SECTOR: Final = 512
 _SALT: Final = slice(16, 24)

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from weightbus.control.effects import EpochTaken
-from weightbus.control.ids import AgentId, Channel, Epoch, Version
-from weightbus.engine_agent import record_file
+from weightbus.control.machine.effects import EpochTaken
+from weightbus.control.protocol.ids import AgentId, Channel, Epoch, Version
+from weightbus.engine_agent.sidecar import state_file as record_file
 
 from .filesystem import Files, SimOs, SimPath
 from .sqlite_disk import SqliteDisk

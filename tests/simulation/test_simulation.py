@@ -12,10 +12,10 @@ from random import Random
 import msgspec
 import pytest
 
-from weightbus.control import server
-from weightbus.control.ids import AgentId
-from weightbus.control.messages import TransportKind
-from weightbus.control.routes import Ends, Route
+from weightbus.control.machine.route import Ends, Route
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.ids import AgentId
+from weightbus.control.server import event_loop as server
 
 from .campaign import Tally, run_chunk
 from .invariants import INVARIANTS

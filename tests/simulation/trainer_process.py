@@ -1,6 +1,6 @@
 """A trainer's leader: the real publication machine and bus client; assembly and senders are simulated.
 
-Mirrors `trainer_agent/drive.py`. A life trains on from its newest checkpoint, which may be older than what is
+Mirrors `trainer_agent/publish/driver.py`. A life trains on from its newest checkpoint, which may be older than what is
 committed; its weights are its own, so that the same version of two lives has two digest tables.
 """
 
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control import messages as m
-from weightbus.control.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
-from weightbus.control.ids import AgentId, Digest, Epoch, Incarnation, RequestId, Version
-from weightbus.control.seals import seal_offer, seal_publication, seal_table
-from weightbus.trainer_agent import publication as p
+from weightbus.control import protocol as m
+from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
+from weightbus.control.protocol.ids import AgentId, Digest, Epoch, Incarnation, RequestId, Version
+from weightbus.control.security.signed_publications import seal_offer, seal_publication, seal_table
+from weightbus.trainer_agent.machine import publication as p
 
 from .client import Client
 from .process import Process, Thread

@@ -6,10 +6,12 @@ import random
 
 import msgspec
 
-from weightbus.control.ids import Channel
-from weightbus.control.limits import Limits
-from weightbus.control.messages import EngineHealth, Outcome, PauseMode, Policy, RoundDone, TransportKind
-from weightbus.control.states import SENDING
+from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.states import SENDING
+from weightbus.control.protocol.enums import EngineHealth, Outcome, PauseMode, TransportKind
+from weightbus.control.protocol.ids import Channel
+from weightbus.control.protocol.message_fields import Policy
+from weightbus.control.protocol.messages import RoundDone
 
 from .coordinator_process import CoordinatorProcess
 from .disks import JournalDisk

@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.control import messages as m
-from weightbus.control.errors import ConfigurationError, RequestRefused
-from weightbus.dataplane import integrity
-from weightbus.dataplane.manifest import DigestTable, Manifest
-from weightbus.dataplane.staging import BucketPool
-from weightbus.trainer_agent import errors
-from weightbus.trainer_agent.agent import TrainerAgent
-from weightbus.trainer_agent.leader import Leader
-from weightbus.trainer_agent.orders import Ranks
-from weightbus.trainer_agent.outfit import Outfit, Progress
-from weightbus.trainer_agent.report import PublishReport
+from weightbus.control import protocol as m
+from weightbus.control.protocol.errors import ConfigurationError, RequestRefused
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
+from weightbus.trainer_agent.machine import errors
+from weightbus.trainer_agent.machine.publish_report import PublishReport
+from weightbus.trainer_agent.publish.agent import TrainerAgent
+from weightbus.trainer_agent.publish.bucket_staging import Staging
+from weightbus.trainer_agent.publish.publisher_context import Outfit, Progress
+from weightbus.trainer_agent.publish.rank_commands import Ranks
+from weightbus.trainer_agent.publish.rank_zero import Leader
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
-from weightbus.trainer_agent.staging import Staging
 
 from ..kit.fake_bus import FakeCoordinator, engine, silence
 from ..kit.fake_sender import FakeSender

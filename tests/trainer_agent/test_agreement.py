@@ -5,10 +5,10 @@ from typing import cast
 
 import pytest
 
-from weightbus.trainer_agent.agreement import together, together_check
-from weightbus.trainer_agent.ranks import Ranks
-from weightbus.trainer_agent.roster import Refusal, Roster, encode
 from weightbus.trainer_agent.source import LayoutMismatch, RanksDisagree, SourceError
+from weightbus.trainer_agent.sources.collective_errors import together, together_check
+from weightbus.trainer_agent.sources.rank_group import Ranks
+from weightbus.trainer_agent.sources.rank_layout import Refusal, Roster, encode
 
 
 class Two:

@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weightbus.control.cli import main
-from weightbus.control.errors import ConfigurationError
-from weightbus.dataplane import safetensors_file
-from weightbus.dataplane.checkpoint_writer import NOTES, CheckpointWriter
+from weightbus.control.cli.main import main
+from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.quantisation import fp8_block
-from weightbus.dataplane.quantise_torch import quantise
-from weightbus.dataplane.saved_version import SavedVersion, leaving, place_of, staying
-from weightbus.trainer_agent import archive
-from weightbus.trainer_agent.archive import Archive, Policy
-from weightbus.trainer_agent.errors import BadCheckpoint, ConnectFailed, RoundAborted
+from weightbus.dataplane.quantize.quantize_torch import quantise
+from weightbus.dataplane.quantize.schemes import fp8_block
+from weightbus.dataplane.transports.disk import safetensors_file
+from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES, CheckpointWriter
+from weightbus.dataplane.transports.disk.saved_version import SavedVersion, leaving, place_of, staying
+from weightbus.trainer_agent.checkpoints import archive
+from weightbus.trainer_agent.checkpoints.archive import Archive, Policy
+from weightbus.trainer_agent.machine.errors import BadCheckpoint, ConnectFailed, RoundAborted
 
 from ..kit.waiting import until
 from .test_rounds import Deployment
@@ -258,7 +258,7 @@ def test_a_disk_that_has_room_for_what_stays_is_enough(  # noqa: PLR0917  the pa
     for version in (1, 2):
         assert deployment.publish(version).saved
     with monkeypatch.context() as patch:
-        patch.setattr("weightbus.trainer_agent.archive.shutil.disk_usage", usage)
+        patch.setattr("weightbus.trainer_agent.checkpoints.archive.shutil.disk_usage", usage)
         patch.setattr(safetensors_file, "write", looked)
         assert deployment.publish(3).saved
     assert seen[0] == kept_while_written
@@ -273,7 +273,9 @@ def test_a_version_that_is_being_loaded_is_not_removed_for_space(
     deployment.engine("e0")
     deployment.connect(**saving(tmp_path, save_every=1, keep_last=2))
     first, _ = deployment.publish(1), deployment.publish(2)
-    monkeypatch.setattr("weightbus.trainer_agent.archive.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    monkeypatch.setattr(
+        "weightbus.trainer_agent.checkpoints.archive.shutil.disk_usage", lambda _: SimpleNamespace(free=0)
+    )
     with staying(Path(first.saved)):
         assert deployment.publish(3).saved
         assert names(tmp_path) == {"checkpoint-1", "checkpoint-2", "checkpoint-3"}
@@ -466,7 +468,7 @@ def test_a_version_that_was_saved_can_be_rolled_back_to(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By its number alone: the folder of saved versions is enough, also for quantised ones."""
-    monkeypatch.setattr("weightbus.trainer_agent.commands.configure_logging", lambda *_: None)
+    monkeypatch.setattr("weightbus.trainer_agent.cli.commands.configure_logging", lambda *_: None)
     served(tmp_path, quantization_config=FP8)
     deployment.engine("e0")
     deployment.connect(**saving(tmp_path, save_every=1))
@@ -487,7 +489,7 @@ def test_files_of_before_a_rollback_are_not_taken_for_what_came_after_it(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A number was used again, and the disk did not keep it the second time: what lies there is another version."""
-    monkeypatch.setattr("weightbus.trainer_agent.commands.configure_logging", lambda *_: None)
+    monkeypatch.setattr("weightbus.trainer_agent.cli.commands.configure_logging", lambda *_: None)
     served(tmp_path)
     deployment.engine("e0")
     deployment.connect(**saving(tmp_path, save_every=1, keep_last=3))
@@ -531,7 +533,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(
     """Not after the first version was digested for it."""
     served(tmp_path)
     (tmp_path / "file").touch()
-    monkeypatch.setattr("weightbus.trainer_agent.archive.os.access", lambda *_: False)
+    monkeypatch.setattr("weightbus.trainer_agent.checkpoints.archive.os.access", lambda *_: False)
     with pytest.raises(ConnectFailed, match=f"save_dir = .*{reason}"):
         deployment.connect(**saving(tmp_path, save_dir=tmp_path / place))
 

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import cover
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
-from weightbus.trainer_agent import assembly
-from weightbus.trainer_agent.assembly import DTYPES, Assembler, Reach, check_manifest
-from weightbus.trainer_agent.parcels import BucketPlan, plan
+from weightbus.dataplane.tensors import coverage as cover
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.trainer_agent.assembly import assembler as assembly
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, Reach, check_manifest
+from weightbus.trainer_agent.assembly.gather_plan import BucketPlan, plan
 from weightbus.trainer_agent.source import LayoutMismatch
 
 CPU = torch.device("cpu")

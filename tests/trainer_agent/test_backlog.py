@@ -5,8 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from weightbus.control.errors import InvariantBroken
-from weightbus.trainer_agent.backlog import Backlog, Claim, Overlap
+from weightbus.control.protocol.errors import InvariantBroken
+from weightbus.trainer_agent.machine.snapshot_queue import Backlog, Claim, Overlap
 
 
 def test_versions_are_published_in_order_one_at_a_time() -> None:

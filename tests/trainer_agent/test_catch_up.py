@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.messages import Outcome, TransportKind
-from weightbus.trainer_agent.agent import TrainerAgent
-from weightbus.trainer_agent.errors import PublishRefused
-from weightbus.trainer_agent.report import PublishReport
+from weightbus.control.protocol.enums import Outcome, TransportKind
+from weightbus.trainer_agent.machine.errors import PublishRefused
+from weightbus.trainer_agent.machine.publish_report import PublishReport
+from weightbus.trainer_agent.publish.agent import TrainerAgent
 
 from ..kit.loopback_engine import LoopbackEngine
 from .test_rounds import Deployment

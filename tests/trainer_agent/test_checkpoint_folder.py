@@ -12,15 +12,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightbus.control.errors import ConfigurationError
-from weightbus.control.ids import MAX_VERSION
-from weightbus.control.settings import load
-from weightbus.dataplane.manifest import Manifest
-from weightbus.trainer_agent import checkpoint_folder as folders
-from weightbus.trainer_agent.checkpoint_source import CheckpointSource, open_checkpoint, staging_device
-from weightbus.trainer_agent.errors import BadCheckpoint, UnfinishedCheckpoint
+from weightbus.control.cli.settings_loader import load
+from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.protocol.ids import MAX_VERSION
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.trainer_agent.checkpoints import checkpoint_folder as folders
+from weightbus.trainer_agent.checkpoints.checkpoint_source import CheckpointSource, open_checkpoint, staging_device
+from weightbus.trainer_agent.cli.watch_settings import SECTION, WatchSettings
+from weightbus.trainer_agent.machine.errors import BadCheckpoint, UnfinishedCheckpoint
 from weightbus.trainer_agent.source import AssemblyFailed
-from weightbus.trainer_agent.watch_settings import SECTION, WatchSettings
 
 GIVEN = {"channel": "c", "insecure_loopback": True}
 TENSORS = {"a": torch.arange(6, dtype=torch.bfloat16).view(2, 3), "b": torch.arange(5), "c": torch.tensor(0.5)}

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint import save
 
-from weightbus.trainer_agent import dcp_files
-from weightbus.trainer_agent.checkpoint_form import Slice
-from weightbus.trainer_agent.checkpoint_source import CorruptCheckpoint
-from weightbus.trainer_agent.dcp_files import DcpFiles
-from weightbus.trainer_agent.errors import BadCheckpoint
+from weightbus.trainer_agent.checkpoints import dcp_files
+from weightbus.trainer_agent.checkpoints.checkpoint_source import CorruptCheckpoint
+from weightbus.trainer_agent.checkpoints.dcp_files import DcpFiles
+from weightbus.trainer_agent.machine.errors import BadCheckpoint
 from weightbus.trainer_agent.source import AssemblyFailed
+from weightbus.trainer_agent.sources.checkpoint_conversion import Slice
 
 SHAPES = {"model.embed.weight": (8, 4), "model.norm.weight": (4,), "model.hash": (3,)}
 BUFFER = "model.hash"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from weightbus.control.messages import TransportKind
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Peer
-from weightbus.trainer_agent.delivery import Delivery
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.transports.interface import Peer
+from weightbus.trainer_agent.publish.delivery import Delivery
 
 from ..dataplane.loopback import CHANNEL, make_manifest, make_session
 from ..kit.fake_sender import FakeSender

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from weightbus.dataplane.manifest import Manifest
-from weightbus.trainer_agent.assembly import DTYPES
-from weightbus.trainer_agent.exported import ExportedSource, Exporter, bridge_exporter
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.source import (
     AssemblyFailed,
     LayoutMismatch,
@@ -17,6 +16,7 @@ from weightbus.trainer_agent.source import (
     UnknownParameter,
     UnsupportedModel,
 )
+from weightbus.trainer_agent.sources.exported import ExportedSource, Exporter, bridge_exporter
 
 SHAPES = {"a": (3, 4), "b": (2,), "count": (1,), "c": (5, 2), "d": (4,)}
 

@@ -11,22 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.control.errors import ConfigurationError
-from weightbus.control.messages import TransportKind
-from weightbus.dataplane import integrity
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.cover import prove
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import NotExportable
-from weightbus.dataplane.exporter import RegionExporter
-from weightbus.dataplane.importer import RegionImporter
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View
-from weightbus.dataplane.transport import Address
-from weightbus.trainer_agent.exposure import Exposure
-from weightbus.trainer_agent.hf_module import HFModuleSource
-from weightbus.trainer_agent.leader import lead
+from weightbus.dataplane.memory.exporter import RegionExporter
+from weightbus.dataplane.memory.importer import RegionImporter
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.coverage import prove
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View
+from weightbus.dataplane.transports.interface import Address
+from weightbus.trainer_agent.export.memory_export import Exposure
+from weightbus.trainer_agent.publish.pipeline_broadcast import Layout
+from weightbus.trainer_agent.publish.rank_zero import lead
 from weightbus.trainer_agent.settings import TrainerSettings
-from weightbus.trainer_agent.stages import Layout
+from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 from ..kit.exposing import read
 

@@ -22,8 +22,8 @@ import pytest
 from safetensors import safe_open
 
 from weightbus import engine_agent
-from weightbus.trainer_agent.families import FAMILIES as SERVED
-from weightbus.trainer_agent.served import Model, served_tensors
+from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
+from weightbus.trainer_agent.sources.megatron.model_families import FAMILIES as SERVED
 
 from ..kit.tiny_families import FAMILIES, Case, matrix, parse, slice_of
 

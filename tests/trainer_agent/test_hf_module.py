@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from weightbus.dataplane.manifest import Manifest
-from weightbus.trainer_agent.assembly import DTYPES
-from weightbus.trainer_agent.hf_module import HFModuleSource
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.source import LayoutMismatch, Source, UnknownParameter, UnsupportedModel
+from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 
 class Tiny(nn.Module):

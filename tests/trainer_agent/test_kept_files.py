@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.cli import main
-from weightbus.dataplane.checkpoint_writer import NOTES
-from weightbus.dataplane.disk_session import Notes
-from weightbus.dataplane.saved_version import TABLE, place_of
+from weightbus.control.cli.main import main
+from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
+from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES
+from weightbus.dataplane.transports.disk.saved_version import TABLE, place_of
 
 from .test_archive import saving, served
 from .test_rounds import Deployment
@@ -37,7 +37,7 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
 @pytest.fixture
 def back(deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """Runs the command as an operator would; returns its exit code."""
-    monkeypatch.setattr("weightbus.trainer_agent.commands.configure_logging", lambda *_: None)
+    monkeypatch.setattr("weightbus.trainer_agent.cli.commands.configure_logging", lambda *_: None)
     fixed = ["--channel", "c", "--name", "operator", "--coordinator", deployment.coordinator, "--insecure-loopback"]
     fixed += ["--runtime-dir", str(tmp_path / "run"), "--transport", "local", "--bucket-bytes", "2048"]
 

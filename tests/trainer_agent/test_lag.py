@@ -11,13 +11,13 @@ from typing import Any, cast
 import pytest
 
 from tests.kit.waiting import until
-from weightbus.control.messages import TransportKind
-from weightbus.control.states import RoundState
-from weightbus.control.status import ChannelView, EngineView, HeldStatus, RoundView
-from weightbus.trainer_agent import lag
-from weightbus.trainer_agent.agent import TrainerAgent
-from weightbus.trainer_agent.errors import RoundAborted, TooFarAhead
-from weightbus.trainer_agent.lag import Ahead, Pace, Pacer, oldest_served, pace
+from weightbus.control.machine.states import RoundState
+from weightbus.control.machine.status import ChannelView, EngineView, HeldStatus, RoundView
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.trainer_agent.machine.errors import RoundAborted, TooFarAhead
+from weightbus.trainer_agent.publish import lag_limit as lag
+from weightbus.trainer_agent.publish.agent import TrainerAgent
+from weightbus.trainer_agent.publish.lag_limit import Ahead, Pace, Pacer, oldest_served, pace
 from weightbus.trainer_agent.settings import TrainerSettings
 
 from .test_snapshots import PATIENCE_S, Gate, Loop

@@ -7,11 +7,11 @@ from unittest.mock import Mock
 import pytest
 from structlog.testing import capture_logs
 
-from weightbus.control.messages import TransportKind
-from weightbus.dataplane import nixl_group
-from weightbus.trainer_agent import leader
-from weightbus.trainer_agent.exposure import Exposure
-from weightbus.trainer_agent.leader import Leader, _without_nixl
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.dataplane.transports.sends import nixl_group
+from weightbus.trainer_agent.export.memory_export import Exposure
+from weightbus.trainer_agent.publish import rank_zero as leader
+from weightbus.trainer_agent.publish.rank_zero import Leader, _without_nixl
 from weightbus.trainer_agent.settings import SendsOver, TrainerSettings
 
 BY_NIXL = TrainerSettings(sends_over=SendsOver.NIXL, channel="policy", insecure_loopback=True)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbus.trainer_agent.lineage import Lineage, Mixed, Span, Staleness, UnknownLineage
+from weightbus.trainer_agent.staleness import Lineage, Mixed, Span, Staleness, UnknownLineage
 
 
 def meta(*runs: tuple[str, int, int]) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.control.messages import EngineInfo
-from weightbus.dataplane import fmix
-from weightbus.dataplane.manifest import LiveDigests, Manifest, TensorSpec
-from weightbus.dataplane.sources import cut
-from weightbus.trainer_agent.live import SHA256, LiveDigester, LivePlan, joined, layouts_wanted
+from weightbus.control.protocol.message_fields import EngineInfo
+from weightbus.dataplane.digest import sglang_checksum as fmix
+from weightbus.dataplane.tensors.manifest import LiveDigests, Manifest, TensorSpec
+from weightbus.dataplane.transports.broadcast_order import cut
+from weightbus.trainer_agent.publish.expected_digests import SHA256, LiveDigester, LivePlan, joined, layouts_wanted
 
 from ..kit.fake_bus import engine
 from ..kit.fake_source import pack, tiny_qwen3
@@ -168,7 +168,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checksums(checkpoint: Path) -> Iterator[list[dict[str, str]]]:
     """By rank: what a real two-rank server reports of its parameters."""
     port = free_port()
-    command = [sys.executable, "-m", "weightbus.engine_agent.cpu_server", "--model-path", str(checkpoint)]
+    command = [
+        sys.executable,
+        "-m",
+        "weightbus.engine_agent.engines.sglang.cpu_server",
+        "--model-path",
+        str(checkpoint),
+    ]
     log = checkpoint / "server.log"
     with log.open("wb") as out:
         server = subprocess.Popen(

@@ -18,31 +18,34 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.control import messages as m
-from weightbus.control.errors import RequestRefused
-from weightbus.dataplane import integrity
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.device_point import DevicePoint
-from weightbus.dataplane.host import host_identity
-from weightbus.dataplane.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View, contiguous_strides
-from weightbus.dataplane.quantise import PreparedTasks, Task, TorchTasks
-from weightbus.dataplane.share_digest import ShareDigest
-from weightbus.dataplane.shared_memory import HostMemory
-from weightbus.dataplane.staging import BucketPool
-from weightbus.trainer_agent import exposure, open_table, orders, quantised_assembly
-from weightbus.trainer_agent.agent import TrainerAgent
-from weightbus.trainer_agent.errors import PublishFailed
-from weightbus.trainer_agent.exposure import Exposure
-from weightbus.trainer_agent.leader import Leader
-from weightbus.trainer_agent.outfit import Outfit
-from weightbus.trainer_agent.publication import Ending, Verdict
-from weightbus.trainer_agent.quantised import ReadableQuantisedSource, quantised
-from weightbus.trainer_agent.quantised_assembly import ReadableSource
-from weightbus.trainer_agent.report import Mode, PublishReport
+from weightbus.control import protocol as m
+from weightbus.control.protocol.errors import RequestRefused
+from weightbus.dataplane.copy.device_fence import DevicePoint
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.memory.exportable_memory import HostMemory
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.quantize.quantize_tasks import PreparedTasks, Task, TorchTasks
+from weightbus.dataplane.reshard.share_digester import ShareDigest
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.trainer_agent.export import memory_export as exposure
+from weightbus.trainer_agent.export.memory_export import Exposure
+from weightbus.trainer_agent.machine.errors import PublishFailed
+from weightbus.trainer_agent.machine.publication import Ending, Verdict
+from weightbus.trainer_agent.machine.publish_report import Mode, PublishReport
+from weightbus.trainer_agent.publish import deferred_digests as open_table
+from weightbus.trainer_agent.publish import rank_commands as orders
+from weightbus.trainer_agent.publish.agent import TrainerAgent
+from weightbus.trainer_agent.publish.bucket_staging import InPlace, Staging
+from weightbus.trainer_agent.publish.publisher_context import Outfit
+from weightbus.trainer_agent.publish.rank_zero import Leader
+from weightbus.trainer_agent.quantized import quantized_assembly as quantised_assembly
+from weightbus.trainer_agent.quantized.quantized_assembly import ReadableSource
+from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantisedSource, quantised
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
-from weightbus.trainer_agent.staging import InPlace, Staging
 
 from ..kit import quantising
 from ..kit.fake_bus import FakeCoordinator, engine

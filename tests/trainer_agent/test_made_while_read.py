@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.dataplane import integrity
-from weightbus.dataplane.direct import DirectSender
-from weightbus.dataplane.direct_receiver import DirectReceiver
-from weightbus.dataplane.manifest import DigestTable, Manifest
-from weightbus.dataplane.transport import Peer, Session, Tabled
-from weightbus.engine_agent import worker_loader
-from weightbus.engine_agent.recorder import NamedTensors
-from weightbus.trainer_agent.exposure import Exposure
-from weightbus.trainer_agent.hf_module import HFModuleSource
-from weightbus.trainer_agent.quantised import ReadableQuantisedSource, quantised
-from weightbus.trainer_agent.quantised_assembly import Standing
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
+from weightbus.dataplane.transports.direct.receiver import DirectReceiver
+from weightbus.dataplane.transports.direct.sender import DirectSender
+from weightbus.dataplane.transports.interface import Peer, Session, Tabled
+from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker.load_tracer import NamedTensors
+from weightbus.trainer_agent.export.memory_export import Exposure
+from weightbus.trainer_agent.quantized.quantized_assembly import Standing
+from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantisedSource, quantised
+from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 from ..kit import quantising
 from ..kit.toy_direct import WAIT_S, Server, Shard

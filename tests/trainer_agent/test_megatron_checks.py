@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weightbus.trainer_agent import megatron_checks
-from weightbus.trainer_agent.megatron_checks import check_axes, check_config, check_tied
-from weightbus.trainer_agent.megatron_computing import settings_of
-from weightbus.trainer_agent.megatron_description import _served_dtype
-from weightbus.trainer_agent.served import Model, served_tensors
 from weightbus.trainer_agent.source import LayoutMismatch, UnsupportedModel
+from weightbus.trainer_agent.sources.megatron import config_checks as megatron_checks
+from weightbus.trainer_agent.sources.megatron.compute_checks import settings_of
+from weightbus.trainer_agent.sources.megatron.config_checks import check_axes, check_config, check_tied
+from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
+from weightbus.trainer_agent.sources.megatron.local_shards import _served_dtype
 
 HF = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -2,9 +2,9 @@
 
 import pytest
 
-from weightbus.trainer_agent.families import FAMILIES
-from weightbus.trainer_agent.megatron_names import advice_for, place_of
-from weightbus.trainer_agent.served import Model
+from weightbus.trainer_agent.sources.megatron.hf_model import Model
+from weightbus.trainer_agent.sources.megatron.model_families import FAMILIES
+from weightbus.trainer_agent.sources.megatron.parameter_names import advice_for, place_of
 
 CONFIG = {
     "num_hidden_layers": 20,

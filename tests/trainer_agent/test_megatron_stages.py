@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from weightbus.trainer_agent.megatron_stages import check_numbers, check_order, check_part
-from weightbus.trainer_agent.roster import Roster, Stage
 from weightbus.trainer_agent.source import LayoutMismatch, RanksDisagree
+from weightbus.trainer_agent.sources.megatron.layer_order import check_numbers, check_order, check_part
+from weightbus.trainer_agent.sources.rank_layout import Roster, Stage
 
 
 def rosters(*ranks: tuple[Stage, ...]) -> list[Roster]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.trainer_agent.megatron_vocabulary import check_padding
 from weightbus.trainer_agent.source import LayoutMismatch, UnsupportedModel
+from weightbus.trainer_agent.sources.megatron.vocabulary_padding import check_padding
 
 NAME = "embedding.word_embeddings.weight"
 

@@ -6,18 +6,17 @@ from collections.abc import Callable
 
 import pytest
 
-from weightbus.control.events import MessageReceived
-from weightbus.control.ids import Digest, Epoch, RequestId, Version
-from weightbus.control.messages import (
+from weightbus.control.machine.events import MessageReceived
+from weightbus.control.protocol.enums import Code, TransportKind
+from weightbus.control.protocol.ids import Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import Message, Offer
+from weightbus.control.protocol.messages import (
     Abandon,
     Ack,
     Acquire,
     Bye,
-    Code,
     Granted,
     Heartbeat,
-    Message,
-    Offer,
     Offered,
     Publish,
     PutBlob,
@@ -27,10 +26,9 @@ from weightbus.control.messages import (
     Sent,
     ToCoordinator,
     Transfer,
-    TransportKind,
 )
-from weightbus.trainer_agent import publication as p
-from weightbus.trainer_agent.publication import Ending
+from weightbus.trainer_agent.machine import publication as p
+from weightbus.trainer_agent.machine.publication import Ending
 
 from ..control.world import CHANNEL, MANIFEST, Trainer, World, digest, table_of, trainer_info
 

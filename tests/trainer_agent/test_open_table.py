@@ -17,20 +17,20 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.control import messages as m
-from weightbus.control.errors import CoordinatorUnreachable, RequestRefused
-from weightbus.control.ids import AgentId, Digest
-from weightbus.dataplane.staging import BucketPool
-from weightbus.dataplane.transport import Peer, Tabled
-from weightbus.trainer_agent import open_table
-from weightbus.trainer_agent.archive import Archive, Policy
-from weightbus.trainer_agent.delivery import Delivery
-from weightbus.trainer_agent.exposure import Exposure
-from weightbus.trainer_agent.publication import Ending
+from weightbus.control import protocol as m
+from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
+from weightbus.control.protocol.ids import AgentId, Digest
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.transports.interface import Peer, Tabled
+from weightbus.trainer_agent.checkpoints.archive import Archive, Policy
+from weightbus.trainer_agent.export.memory_export import Exposure
+from weightbus.trainer_agent.export.topology import topology_of
+from weightbus.trainer_agent.machine.publication import Ending
+from weightbus.trainer_agent.publish import deferred_digests as open_table
+from weightbus.trainer_agent.publish.bucket_staging import Staging
+from weightbus.trainer_agent.publish.delivery import Delivery
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
-from weightbus.trainer_agent.staging import Staging
-from weightbus.trainer_agent.whereabouts import topology_of
 
 from ..dataplane.loopback import CHANNEL, make_manifest, make_session
 from ..kit.fake_bus import silence

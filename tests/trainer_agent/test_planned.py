@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.trainer_agent.planned import Planned
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.trainer_agent.assembly.bucket_plan_cache import Planned
 
 ONE, SAME, OTHER = (Manifest.of("toy", [TensorSpec("t", "bfloat16", (size,))]) for size in (1, 1, 2))
 

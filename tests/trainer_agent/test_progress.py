@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from weightbus.trainer_agent import progress
+from weightbus.trainer_agent.publish import progress_bar as progress
 
 
 def written(*, terminal: bool, long: bool, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.control.errors import IllegalMove
-from weightbus.control.ids import AgentId, Digest, Version
-from weightbus.control.messages import Code, Held, Outcome, Receiver, TransportKind
-from weightbus.trainer_agent import publication as p
-from weightbus.trainer_agent.publication import Ending, Publication, State
+from weightbus.control.protocol.enums import Code, Outcome, TransportKind
+from weightbus.control.protocol.errors import IllegalMove
+from weightbus.control.protocol.ids import AgentId, Digest, Version
+from weightbus.control.protocol.message_fields import Held, Receiver
+from weightbus.trainer_agent.machine import publication as p
+from weightbus.trainer_agent.machine.publication import Ending, Publication, State
 
 TABLE = "ab" * 32
 RECEIVERS = (Receiver(engine=AgentId("e0"), transport=TransportKind.LOCAL, tp=1),)

@@ -13,20 +13,20 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.quantisation import Scheme, UnknownScheme, fp8_block, int4
-from weightbus.dataplane.quantisation_config import outputs
-from weightbus.trainer_agent.assembly import DTYPES
-from weightbus.trainer_agent.errors import BadCheckpoint
-from weightbus.trainer_agent.fsdp import FSDPSource
-from weightbus.trainer_agent.hf_module import HFModuleSource
-from weightbus.trainer_agent.megatron import MegatronSource
-from weightbus.trainer_agent.quantised import QuantisedSource, as_served, quantised
-from weightbus.trainer_agent.quantised_assembly import Described
-from weightbus.trainer_agent.quantised_plan import Division, Weight
+from weightbus.dataplane.quantize.hf_quantization_config import outputs
+from weightbus.dataplane.quantize.schemes import Scheme, UnknownScheme, fp8_block, int4
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.trainer_agent.assembly.assembler import DTYPES
+from weightbus.trainer_agent.machine.errors import BadCheckpoint
+from weightbus.trainer_agent.quantized.quantization_plan import Division, Weight
+from weightbus.trainer_agent.quantized.quantized_assembly import Described
+from weightbus.trainer_agent.quantized.quantized_source import QuantisedSource, as_served, quantised
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source, UnsupportedModel
+from weightbus.trainer_agent.sources.fsdp import FSDPSource
+from weightbus.trainer_agent.sources.hf_module import HFModuleSource
+from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 from ..kit.quantised_world import RANKS, SHAPES, STORED, Opaque, Rank, World, cut, of, small, tensor_parallel
 

@@ -10,20 +10,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane import cover, integrity
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.copy_engine import Lanes
-from weightbus.dataplane.copy_torch import TorchEngine
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Pieces
-from weightbus.dataplane.quantisation import Scheme, fp8_block
-from weightbus.dataplane.share_digest import PASS_BYTES, ShareDigest
-from weightbus.dataplane.shares import divide
-from weightbus.trainer_agent.assembly import DTYPES
-from weightbus.trainer_agent.exposure import Exposable
-from weightbus.trainer_agent.hf_module import HFModuleSource
-from weightbus.trainer_agent.mirror import Mirror
-from weightbus.trainer_agent.quantised import QuantisedSource, ReadableQuantisedSource, quantised
+from weightbus.dataplane.copy.copy_engine import Lanes
+from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.quantize.schemes import Scheme, fp8_block
+from weightbus.dataplane.reshard.digest_shares import divide
+from weightbus.dataplane.reshard.share_digester import PASS_BYTES, ShareDigest
+from weightbus.dataplane.tensors import coverage as cover
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.trainer_agent.assembly.assembler import DTYPES
+from weightbus.trainer_agent.export.derived_tensors import Mirror
+from weightbus.trainer_agent.export.memory_export import Exposable
+from weightbus.trainer_agent.quantized.quantized_source import QuantisedSource, ReadableQuantisedSource, quantised
+from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 from ..kit import quantising
 from ..kit.exposing import wrongly_exposed

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weightbus.dataplane.manifest import ITEM_BYTES
-from weightbus.dataplane.pieces import DTYPES as DTYPE_NAMES
-from weightbus.dataplane.quantisation import fp8_block
-from weightbus.trainer_agent.exposure import Marking
-from weightbus.trainer_agent.quantised_assembly import Standing
-from weightbus.trainer_agent.quantised_parts import SHARES, Part, bytes_with_marks, marks_at, parts_of
-from weightbus.trainer_agent.quantised_plan import BucketWork, Job, Place, Work
+from weightbus.dataplane.quantize.schemes import fp8_block
+from weightbus.dataplane.tensors.manifest import ITEM_BYTES
+from weightbus.dataplane.tensors.shards import DTYPES as DTYPE_NAMES
+from weightbus.trainer_agent.export.memory_export import Marking
+from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, Job, Place, Work
+from weightbus.trainer_agent.quantized.quantized_assembly import Standing
+from weightbus.trainer_agent.quantized.ready_parts import SHARES, Part, bytes_with_marks, marks_at, parts_of
 
 from ..kit.quantised_world import small, tensor_parallel
 from .test_quantised_memory import sources_of

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import Manifest
-from weightbus.dataplane.quantisation import SCHEMES, Scheme, fp8_block
-from weightbus.dataplane.quantise import TorchTasks
-from weightbus.trainer_agent.assembly import Reach
-from weightbus.trainer_agent.quantised import QuantisedSource
-from weightbus.trainer_agent.quantised_assembly import Assembly
-from weightbus.trainer_agent.quantised_plan import Division
-from weightbus.trainer_agent.uploads import Lane
+from weightbus.dataplane.quantize.quantize_tasks import TorchTasks
+from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.trainer_agent.assembly.assembler import Reach
+from weightbus.trainer_agent.assembly.host_uploads import Lane
+from weightbus.trainer_agent.quantized.quantization_plan import Division
+from weightbus.trainer_agent.quantized.quantized_assembly import Assembly
+from weightbus.trainer_agent.quantized.quantized_source import QuantisedSource
 
 from ..kit.quantised_world import RANKS, SHAPES, Rank, World, cut, of, small
 from .test_uploads import LateLane, far

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from weightbus.control.ids import AgentId
-from weightbus.control.messages import EngineReport, Outcome
-from weightbus.trainer_agent.report import PublishReport, Stopwatch
+from weightbus.control.protocol.enums import Outcome
+from weightbus.control.protocol.ids import AgentId
+from weightbus.control.protocol.message_fields import EngineReport
+from weightbus.trainer_agent.machine.publish_report import PublishReport, Stopwatch
 
 REPORT = PublishReport(
     channel="c",

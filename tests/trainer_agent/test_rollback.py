@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.cli import main
-from weightbus.control.journal import SqliteJournal
-from weightbus.control.status import PastStatus
-from weightbus.dataplane.disk_session import Notes
-from weightbus.dataplane.saved_version import SavedVersion
-from weightbus.trainer_agent.rollback import Answer, may_roll_back, same_version
+from weightbus.control.cli.main import main
+from weightbus.control.journal.sqlite_journal import SqliteJournal
+from weightbus.control.machine.status import PastStatus
+from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
+from weightbus.dataplane.transports.disk.saved_version import SavedVersion
+from weightbus.trainer_agent.cli.rollback import Answer, may_roll_back, same_version
 
 from .test_watcher import Scene, write
 
@@ -71,7 +71,7 @@ def command(
 ) -> Callable[..., tuple[int, str]]:
     """Runs the command as an operator would, under a name of its own; returns its exit code and what it said."""
     # The coordinator of this process would go on logging to what the test's end closes.
-    monkeypatch.setattr("weightbus.trainer_agent.commands.configure_logging", lambda *_: None)
+    monkeypatch.setattr("weightbus.trainer_agent.cli.commands.configure_logging", lambda *_: None)
 
     def run(version: int, folder: str, *more: str) -> tuple[int, str]:
         fixed = {

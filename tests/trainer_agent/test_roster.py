@@ -2,11 +2,11 @@
 
 import pytest
 
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View
-from weightbus.trainer_agent.roster import Refusal, Roster, check, encode, settle
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View
 from weightbus.trainer_agent.source import RanksDisagree
+from weightbus.trainer_agent.sources.rank_layout import Refusal, Roster, check, encode, settle
 
 TENSORS = (TensorSpec("norm", "bfloat16", (4,)), TensorSpec("embedding", "bfloat16", (8, 4)))
 NORM = Piece("norm", Box((0,), (4,)), "bfloat16", View(0, 0, (1,)))

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.control.coordinator_settings import CoordinatorSettings
-from weightbus.control.messages import Outcome, TransportKind
-from weightbus.control.service import Service
+from weightbus.control.protocol.enums import Outcome, TransportKind
+from weightbus.control.server.coordinator_process import Service
+from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.transport import JOIN_S
-from weightbus.trainer_agent.agent import TrainerAgent
-from weightbus.trainer_agent.errors import ConnectFailed, RoundAborted
-from weightbus.trainer_agent.report import PublishReport
+from weightbus.dataplane.transports.interface import JOIN_S
+from weightbus.trainer_agent.machine.errors import ConnectFailed, RoundAborted
+from weightbus.trainer_agent.machine.publish_report import PublishReport
+from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.source import AssemblyFailed
 
 from ..kit.fake_source import FakeSource, group_of, tiny_qwen3

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.pieces import Piece, contiguous_strides
-from weightbus.trainer_agent.megatron_names import place_of
-from weightbus.trainer_agent.rules import Local, Share, pieces_of
-from weightbus.trainer_agent.served import Model, served_tensors
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.shards import Piece, contiguous_strides
 from weightbus.trainer_agent.source import LayoutMismatch
+from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
+from weightbus.trainer_agent.sources.megatron.parameter_mapping import Local, Share, pieces_of
+from weightbus.trainer_agent.sources.megatron.parameter_names import place_of
 
 Array = npt.NDArray[np.int64]
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from weightbus.dataplane.manifest import TensorSpec
-from weightbus.trainer_agent.served import Model, served_tensors
+from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.trainer_agent.source import LayoutMismatch, UnsupportedModel
+from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from weightbus.trainer_agent.checkpoint_form import Axis, Slice
-from weightbus.trainer_agent.runs import Run
-from weightbus.trainer_agent.shards import Cut, Local, pieces_of, runs_of
 from weightbus.trainer_agent.source import UnsupportedModel
+from weightbus.trainer_agent.sources.checkpoint_conversion import Axis, Slice
+from weightbus.trainer_agent.sources.dtensor_shards import Cut, Local, pieces_of, runs_of
+from weightbus.trainer_agent.sources.row_runs import Run
 
 SIZES = st.integers(1, 17)
 PARTS = st.integers(1, 5)

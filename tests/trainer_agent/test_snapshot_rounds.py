@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from weightbus.control.errors import ClientClosed, WeightbusError
-from weightbus.control.status import ChannelView, LeaseView
-from weightbus.trainer_agent import snapshot_rounds
-from weightbus.trainer_agent.snapshot_rounds import SnapshotRounds, behind_in
+from weightbus.control.machine.status import ChannelView, LeaseView
+from weightbus.control.protocol.errors import ClientClosed, WeightbusError
+from weightbus.trainer_agent.publish import snapshot_rounds
+from weightbus.trainer_agent.publish.snapshot_rounds import SnapshotRounds, behind_in
 
 from .test_lag import view
 
 if TYPE_CHECKING:
-    from weightbus.trainer_agent.drive import Drive
+    from weightbus.trainer_agent.publish.driver import Drive
 
 BEHIND = view(7, {"e0": (7, "serving"), "e1": (6, "serving"), "e2": (None, "pending"), "e3": (None, "dirty")})
 

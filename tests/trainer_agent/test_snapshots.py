@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.messages import TransportKind
-from weightbus.trainer_agent.agent import TrainerAgent
-from weightbus.trainer_agent.errors import AgentClosed, PublishRefused, SourceFailed, Superseded
-from weightbus.trainer_agent.handle import PublishHandle
-from weightbus.trainer_agent.report import Mode, PublishReport
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.trainer_agent.machine.errors import AgentClosed, PublishRefused, SourceFailed, Superseded
+from weightbus.trainer_agent.machine.publish_handle import PublishHandle
+from weightbus.trainer_agent.machine.publish_report import Mode, PublishReport
+from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.source import AssemblyFailed
 
 from .test_rounds import Deployment

@@ -10,15 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from weightbus.control.messages import Outcome, Receiver, Topology, TransportKind
+from weightbus.control.protocol.enums import Outcome, TransportKind
+from weightbus.control.protocol.message_fields import Receiver
+from weightbus.control.protocol.messages import Topology
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.source_rank import SourceRank
-from weightbus.dataplane.sources import Sources
-from weightbus.trainer_agent import leader
-from weightbus.trainer_agent.errors import PublishFailed, WeightsChanged
+from weightbus.dataplane.transports.broadcast_order import Sources
+from weightbus.dataplane.transports.distributed.source_rank import SourceRank
+from weightbus.trainer_agent.export.topology import topology_of
+from weightbus.trainer_agent.machine.errors import PublishFailed, WeightsChanged
+from weightbus.trainer_agent.publish import rank_zero as leader
+from weightbus.trainer_agent.publish.bucket_staging import Staging
 from weightbus.trainer_agent.source import AssemblyFailed
-from weightbus.trainer_agent.staging import Staging
-from weightbus.trainer_agent.whereabouts import topology_of
 
 from ..kit.fake_source import StagedSource, pipeline_of, tiny_qwen3
 from .test_rounds import Deployment

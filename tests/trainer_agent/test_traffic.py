@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.control import codec
-from weightbus.control import messages as m
+from weightbus.control import protocol as m
+from weightbus.control.protocol import codec
 
 from ..kit.fake_source import group_of
 from .test_rounds import RANKS, Deployment

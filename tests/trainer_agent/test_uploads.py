@@ -14,12 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane.boxes import Box
-from weightbus.dataplane.manifest import Manifest, TensorSpec
-from weightbus.dataplane.pieces import Piece, Pieces, View
-from weightbus.trainer_agent.assembly import Assembler, Reach
-from weightbus.trainer_agent.parcels import plan
-from weightbus.trainer_agent.uploads import Cargo, HostLane, Lane, Span, cargo_of, copy_each
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View
+from weightbus.trainer_agent.assembly.assembler import Assembler, Reach
+from weightbus.trainer_agent.assembly.gather_plan import plan
+from weightbus.trainer_agent.assembly.host_uploads import Cargo, HostLane, Lane, Span, cargo_of, copy_each
 
 from .test_assembly import CPU, SHAPES, Post, World, cut
 

@@ -15,14 +15,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightbus.control.messages import Transfer
-from weightbus.trainer_agent import checkpoint_folder as folders
-from weightbus.trainer_agent.agent import TrainerAgent
-from weightbus.trainer_agent.checkpoint_folder import LATEST
-from weightbus.trainer_agent.checkpoint_source import CorruptCheckpoint, SafetensorsFiles
+from weightbus.control.protocol.messages import Transfer
+from weightbus.trainer_agent.checkpoints import checkpoint_folder as folders
+from weightbus.trainer_agent.checkpoints.checkpoint_folder import LATEST
+from weightbus.trainer_agent.checkpoints.checkpoint_source import CorruptCheckpoint, SafetensorsFiles
+from weightbus.trainer_agent.cli.watch_settings import WatchSettings
+from weightbus.trainer_agent.cli.watcher import Watcher
+from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.source import AssemblyFailed
-from weightbus.trainer_agent.watch_settings import WatchSettings
-from weightbus.trainer_agent.watcher import Watcher
 
 from ..kit.fake_source import tiny_qwen3
 from ..kit.ports import free_port
@@ -296,7 +296,7 @@ def test_the_command_publishes_until_it_is_told_to_stop(scene: Scene) -> None:
         "http-port": str(port),
     }
     argv = ["--insecure-loopback", *(f"--{name}={value}" for name, value in flags.items())]
-    program = "import sys; from weightbus.trainer_agent.commands import trainer_agent as c; import argparse\n"
+    program = "import sys; from weightbus.trainer_agent.cli.commands import trainer_agent as c; import argparse\n"
     program += "p = argparse.ArgumentParser(); c.configure(p); sys.exit(c.run(p.parse_args()))"
     process = subprocess.Popen([sys.executable, "-c", program, *argv], stderr=subprocess.PIPE, text=True)
     try:

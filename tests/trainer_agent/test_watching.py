@@ -2,8 +2,8 @@
 
 import pytest
 
-from weightbus.control.ids import MAX_VERSION
-from weightbus.trainer_agent.watching import (
+from weightbus.control.protocol.ids import MAX_VERSION
+from weightbus.trainer_agent.checkpoints.watch_machine import (
     Ended,
     Folder,
     Inspect,

@@ -8,15 +8,16 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.control import codec
-from weightbus.control.ids import RequestId
-from weightbus.control.messages import Place, Reach, TransportKind
-from weightbus.dataplane.device_name import HOST_OF_NCCL
-from weightbus.dataplane.gpu_survey import Gpu, SurveyFailed
-from weightbus.dataplane.host import host_identity
-from weightbus.trainer_agent import whereabouts
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.enums import Reach, TransportKind
+from weightbus.control.protocol.ids import RequestId
+from weightbus.control.protocol.message_fields import Place
+from weightbus.dataplane.memory.device_name import HOST_OF_NCCL
+from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed
+from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.trainer_agent.export import topology as whereabouts
+from weightbus.trainer_agent.export.topology import place_of, topology_of
 from weightbus.trainer_agent.settings import TrainerSettings
-from weightbus.trainer_agent.whereabouts import place_of, topology_of
 
 GPU = torch.device("cuda", 0)
 SEEN = (Gpu("gpu-a", {"gpu-b": "nvlink", "gpu-c": "p2p", "gpu-d": "none"}), Gpu("gpu-b", {"gpu-a": "nvlink"}))

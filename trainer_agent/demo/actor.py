@@ -16,11 +16,12 @@ from typing import Final
 import msgspec
 import torch
 
-from ..lineage import Lineage, Staleness, Verdict
-from ..report import PublishReport
-from . import records, task
-from .engines import LAUNCH_LABEL, Fleet, Response
-from .program import Plan
+from ..machine.publish_report import PublishReport
+from ..staleness import Lineage, Staleness, Verdict
+from . import round_records as records
+from . import toy_task as task
+from .program_arguments import Plan
+from .rollout_client import LAUNCH_LABEL, Fleet, Response
 
 WIDTH = task.PROMPT_TOKENS + 2 * task.RESPONSE_TOKENS
 """Columns of a batch: prompt, response, and for each token of the response whether it counts."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from weightbus.control import settings
+from weightbus.control.cli import settings_loader as settings
 
 from .settings import SECTION, DemoSettings
 
@@ -25,7 +25,7 @@ class Demo:
         if args.check_config:
             print(resolved.render())  # noqa: T201 - what the flag asks for
             return 0
-        from .run import run  # noqa: PLC0415 - the coordinator's machine has no torch
+        from .demo_run import run  # noqa: PLC0415 - the coordinator's machine has no torch
 
         return run(resolved.value)
 

@@ -24,11 +24,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
-from ..megatron import MegatronSource
-from . import checkpoint
-from .checkpoint import TINY, Shape
-from .model import build, load
-from .task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
+from ..sources.megatron.megatron_source import MegatronSource
+from . import initial_checkpoint as checkpoint
+from .initial_checkpoint import TINY, Shape
+from .megatron_model import build, load
+from .toy_task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
 
 
 class Learner:

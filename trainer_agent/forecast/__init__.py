@@ -2,7 +2,7 @@
 
 fleet      what is asked: a trainer's layout, groups of engines, links; what cannot be is refused
 tensors    the served model as runs of equal blocks; holdings and needs: what ranks hold of it and workers need
-traffic    who gives what to whom: the rule of dataplane/plan.py for all readers at once
+traffic    who gives what to whom: the rule of dataplane/reshard/reshard_plan.py for all readers at once
 figures    every constant, with where it was measured
 seconds    bytes and figures become the steps of a round and the busiest link
 changes    the same fleet with one thing changed, calculated again

@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from weightbus.control import settings
+from weightbus.control.cli import settings_loader as settings
 
 from .settings import SECTION, SimulateSettings
 
@@ -35,9 +35,9 @@ class SimulateFleetCommand:
             return 0
         # Imported here: it brings numpy, for which the list of commands should not wait.
         from .forecast import Forecast  # noqa: PLC0415
-        from .report import figures_table, render, report_of  # noqa: PLC0415
+        from .forecast_report import figures_table, render, report_of  # noqa: PLC0415
         from .settings import config_of, fleet_of  # noqa: PLC0415
-        from .tensors import tensors_of  # noqa: PLC0415
+        from .tensor_blocks import tensors_of  # noqa: PLC0415
 
         given = resolved.value
         fleet = fleet_of(given)

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from weightbus.control.errors import ConfigurationError
+from weightbus.control.protocol.errors import ConfigurationError
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Rate = Annotated[float, Meta(ge=1e-3, le=1e6)]
@@ -108,7 +108,7 @@ class Engines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rates in GB/s, one way; None: the figure of figures.py."""
+    """Rates in GB/s, one way; None: the figure of calibration.py."""
 
     device: Rate | None = None
     """Copies within a GPU."""

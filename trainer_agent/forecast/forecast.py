@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
+from .cost_model import Round, Volume, Wave, joining_s, round_of
+from .engine_shards import Needs, needs
 from .fleet import Engines, Fleet, Ground, Placed, Trainer, Way, place, waves
-from .holdings import Holdings, holdings
-from .needs import Needs, needs
-from .seconds import Round, Volume, Wave, joining_s, round_of
-from .tensors import Tensors
+from .tensor_blocks import Tensors
 from .traffic import Overlaps, Traffic, assembled, by_parts, digested, overlaps
+from .trainer_shards import Holdings, holdings
 
 
 class Forecast:

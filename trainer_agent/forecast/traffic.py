@@ -1,8 +1,8 @@
-"""Who gives what to whom: the choice of dataplane/plan.py among replicas, for all readers of a fleet at once. Pure.
+"""Who gives what to whom: how the reshard plan chooses among replicas, for all readers of a fleet at once. Pure.
 
 A worker takes every element from the nearest rank that holds it: its own GPU, its host, any other; equally near ones
-give as many bytes (dataplane/dealing.py, with the same inputs as the planner has). Holders being a series with equal
-steps, those that are nearest are found without looking at each.
+give as many bytes (dataplane/tensors/load_balancing.py, with the same inputs as the planner has). Holders being a
+series with equal steps, those that are nearest are found without looking at each.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightbus.dataplane.boxes import Boxes, Column, intersect, volumes
-from weightbus.dataplane.cover import weights
-from weightbus.dataplane.dealing import Sets, deal, numbered, ragged
-from weightbus.dataplane.pieces import order_of, served_sizes, side_by_side
+from weightbus.dataplane.tensors.boxes import Boxes, Column, intersect, volumes
+from weightbus.dataplane.tensors.coverage import weights
+from weightbus.dataplane.tensors.load_balancing import Sets, deal, numbered, ragged
+from weightbus.dataplane.tensors.shards import order_of, served_sizes, side_by_side
 
+from .engine_shards import Needs
 from .fleet import FleetError, Ground, Placed, Way
-from .holdings import Holdings
-from .needs import Needs
-from .tensors import Tensors
+from .tensor_blocks import Tensors
+from .trainer_shards import Holdings
 
 
 @dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ def assembled(tensors: Tensors, held: Holdings) -> Column:
 
 
 def digested(tensors: Tensors, held: Holdings) -> Column:
-    """(ranks,): what each rank reads for the digests (dataplane/shares.py)."""
+    """(ranks,): what each rank reads for the digests (dataplane/reshard/digest_shares.py)."""
     order = _in_planners_order(held)
     boxes = held.boxes.take(order)
     holders = Series(held.base, held.stride, held.count).take(order)

@@ -12,11 +12,11 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from weightbus.trainer_agent.demo import task
+from weightbus.trainer_agent.demo import toy_task as task
 from weightbus.trainer_agent.demo.actor import PARTS, WIDTH, Actor, Batch, Part
-from weightbus.trainer_agent.demo.engines import Fleet, Response
-from weightbus.trainer_agent.demo.program import Plan
-from weightbus.trainer_agent.demo.records import Follower
+from weightbus.trainer_agent.demo.program_arguments import Plan
+from weightbus.trainer_agent.demo.rollout_client import Fleet, Response
+from weightbus.trainer_agent.demo.round_records import Follower
 from weightbus.trainer_agent.demo.settings import Trainer
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.trainer_agent.demo import checkpoint
-from weightbus.trainer_agent.served import Model, served_tensors
+from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
+from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
 
 
 def test_a_seed_names_the_bits(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.trainer_agent.demo import elsewhere as module
-from weightbus.trainer_agent.demo.elsewhere import NoNamespace, Place, elsewhere, unavailable
-from weightbus.trainer_agent.demo.processes import Programs
+from weightbus.trainer_agent.demo import network_namespace as module
+from weightbus.trainer_agent.demo.child_processes import Programs
+from weightbus.trainer_agent.demo.network_namespace import NoNamespace, Place, elsewhere, unavailable
 
 from ...kit.waiting import until
 

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from weightbus.trainer_agent.demo.engines import BadRollout, Fleet, NotReady
-from weightbus.trainer_agent.demo.task import RESPONSE_TOKENS
+from weightbus.trainer_agent.demo.rollout_client import BadRollout, Fleet, NotReady
+from weightbus.trainer_agent.demo.toy_task import RESPONSE_TOKENS
 
 
 class Stage(ThreadingHTTPServer):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from weightbus.trainer_agent.demo import checkpoint
-from weightbus.trainer_agent.demo.processes import Programs
+from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
+from weightbus.trainer_agent.demo.child_processes import Programs
 from weightbus.trainer_agent.demo.settings import Trainer
 
 from ...kit.ports import free_port

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.trainer_agent.demo.processes import ProgramEnded, Programs
+from weightbus.trainer_agent.demo.child_processes import ProgramEnded, Programs
 
 STUBBORN = """
 import os, signal, sys, time
@@ -39,7 +39,7 @@ def gone(pid: int) -> bool:
 
 def test_workers_end_with_their_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group that ignores SIGTERM is killed, with the workers whose parent never told us of them."""
-    monkeypatch.setattr("weightbus.trainer_agent.demo.processes.GRACE_S", 0.2)
+    monkeypatch.setattr("weightbus.trainer_agent.demo.child_processes.GRACE_S", 0.2)
     with Programs(tmp_path) as programs:
         stubborn = programs.start("stubborn", [sys.executable, "-c", STUBBORN])
         eventually(lambda: stubborn.log.read_text().endswith("\n"))
@@ -51,7 +51,7 @@ def test_workers_end_with_their_program(tmp_path: Path, monkeypatch: pytest.Monk
 PARENT = """
 import sys, time
 from pathlib import Path
-from weightbus.trainer_agent.demo.processes import Programs
+from weightbus.trainer_agent.demo.child_processes import Programs
 with Programs(Path(sys.argv[1])) as programs:
     programs.start("stubborn", [sys.executable, "-c", sys.argv[2]])
     print(programs._guard.pid, flush=True)

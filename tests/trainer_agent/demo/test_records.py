@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.trainer_agent.demo.records import Follower, Round, Verdict, append, compare, verdict
+from weightbus.trainer_agent.demo.round_records import Follower, Round, Verdict, append, compare, verdict
 
 
 def round_of(

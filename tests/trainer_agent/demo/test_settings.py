@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.cli import main
+from weightbus.control.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 

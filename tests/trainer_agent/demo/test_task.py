@@ -4,7 +4,7 @@ from statistics import fmean
 
 import pytest
 
-from weightbus.trainer_agent.demo import task
+from weightbus.trainer_agent.demo import toy_task as task
 
 
 def test_prompts_repeat_by_seed_and_change_by_round() -> None:

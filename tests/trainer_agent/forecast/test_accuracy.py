@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from weightbus.trainer_agent.forecast import figures
+from weightbus.trainer_agent.forecast import calibration as figures
+from weightbus.trainer_agent.forecast.cost_model import Round
 from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, Trainer, Way, Where
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.seconds import Round
-from weightbus.trainer_agent.forecast.tensors import Tensors
+from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
 
 GPU = Path(__file__).parents[2] / "gpu"
 FACTOR = 1.25

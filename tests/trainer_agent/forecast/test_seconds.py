@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.trainer_agent.forecast import figures
+from weightbus.trainer_agent.forecast import calibration as figures
+from weightbus.trainer_agent.forecast.cost_model import Load
 from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, Links, Trainer, Way, Where
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.seconds import Load
-from weightbus.trainer_agent.forecast.tensors import Tensors
+from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
 
 MODEL = Path(__file__).parents[2] / "gpu" / "models" / "deepseek.json"
 TWO = Trainer(gpus=2, gpus_per_host=2, tp=2)

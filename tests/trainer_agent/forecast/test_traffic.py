@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane.boxes import Boxes, volumes
-from weightbus.dataplane.copy_table import ITEM_SIZES, CopyTable
-from weightbus.dataplane.exports import ExportMap, Place, Region
-from weightbus.dataplane.pieces import DTYPES, Pieces
-from weightbus.dataplane.plan import Reader, make_plan
-from weightbus.dataplane.recording import Recording, Target
+from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
+from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
+from weightbus.dataplane.reshard.load_trace import Recording, Target
+from weightbus.dataplane.reshard.reshard_plan import Reader, make_plan
+from weightbus.dataplane.tensors.boxes import Boxes, volumes
+from weightbus.dataplane.tensors.shards import DTYPES, Pieces
+from weightbus.trainer_agent.forecast.engine_shards import needs
 from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, FleetError, Trainer, Way, Where, place
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.holdings import Holdings, holdings
-from weightbus.trainer_agent.forecast.needs import needs
-from weightbus.trainer_agent.forecast.tensors import Tensors
+from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
+from weightbus.trainer_agent.forecast.trainer_shards import Holdings, holdings
 
 from ...kit.tiny_families import FAMILIES
 

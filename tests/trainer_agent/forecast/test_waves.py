@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.trainer_agent.forecast import figures
+from weightbus.trainer_agent.forecast import calibration as figures
+from weightbus.trainer_agent.forecast.cost_model import Round
 from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, Links, Trainer, Way, Where, place, waves
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.seconds import Round
-from weightbus.trainer_agent.forecast.tensors import Tensors
+from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
 
 GPU = Path(__file__).parents[2] / "gpu"
 LLAMA = json.loads((GPU / "models" / "llama.json").read_text())
@@ -122,7 +122,7 @@ def test_a_wave_is_a_round_of_its_engines(forecast: Forecast) -> None:
 
 
 def test_files_are_written_for_every_wave(forecast: Forecast) -> None:
-    """A wave has an epoch of its own, and a checkpoint (dataplane/disk.py); its hosts read only that."""
+    """A wave has an epoch of its own, and a checkpoint; its hosts read only that."""
     engines = (Engines(3, way=Way.DISK, gpus_per_host=1),)
     found = forecast.round(Fleet(Trainer(), engines, Links(storage=1.0), max_paused=2))
     size = forecast.tensors.total / 1e9

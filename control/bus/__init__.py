@@ -1,0 +1,1 @@
+"""bus: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,183 @@
+"""The bus without sockets: one coordinator, any number of links, all in one process. For tests of what stands on it.
+
+Messages pass through the codec, so nothing travels here that would not travel on the wire. Links can be cut and
+messages lost on purpose; nothing else is ever lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ..machine.events import MessageReceived, Peer
+from ..protocol import codec
+from ..protocol.errors import ProtocolError
+from ..protocol.message_fields import Message
+from ..protocol.messages import ToAgent, ToCoordinator
+from .interface import Delivery, Rejected
+
+
+class MemoryBus:
+    """The coordinator's side; `link` makes an agent's side."""
+
+    def __init__(self) -> None:
+        self.lose: Callable[[Message], bool] = lambda _message: False
+        """Messages for which this says True get lost on the way, in either direction."""
+        self._changed = threading.Condition()
+        self._inbox: deque[tuple[Peer, codec.Frames]] = deque()
+        self._links: dict[Peer, MemoryLink] = {}
+        self._names = itertools.count(1)
+        self._woken = False
+        self._closed = False
+        self.closed = 0
+        """How many connections have ended so far; told by tests."""
+
+    def link(self) -> MemoryLink:
+        """An agent's side, not connected yet."""
+        return MemoryLink(self)
+
+    def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[MessageReceived | Rejected]:
+        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+        del gather_s
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox or self._woken, timeout_s)
+            self._woken = False
+            taken = list(self._inbox)
+            self._inbox.clear()
+        return [_read(peer, frames) for peer, frames in taken]
+
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
+        """Send without ever waiting."""
+        frames = codec.TO_AGENT.encode(message, blob)
+        with self._changed:
+            link = self._links.get(peer)
+        if link is None:
+            return Delivery.GONE
+        if not self.lose(message):
+            link.take(peer, frames)
+        return Delivery.SENT
+
+    def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
+        """Send to one after the other."""
+        return [peer for peer in peers if self.send(peer, message) is Delivery.GONE]
+
+    def forget(self, peer: Peer) -> None:
+        """Nothing is ever queued here."""
+
+    def wake(self) -> None:
+        """End the running `poll`, or the next one."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Every link is cut, and new ones lead nowhere."""
+        self._closed = True
+        self.cut()
+
+    def cut(self) -> None:
+        """Break every connection, as a restart would. What was under way is lost."""
+        with self._changed:
+            self._links.clear()
+            self._inbox.clear()
+
+    def inject(self, link: MemoryLink, frames: codec.Frames) -> None:
+        """Put raw frames on the wire of `link`, for tests of what cannot be decoded."""
+        if link.peer is not None:
+            self._accept(link.peer, frames)
+
+    def connect(self, link: MemoryLink) -> Peer:
+        """Called by links."""
+        peer = Peer(next(self._names).to_bytes(5, "big"))
+        with self._changed:
+            if not self._closed:
+                self._links[peer] = link
+        return peer
+
+    def disconnect(self, peer: Peer) -> None:
+        """Called by links."""
+        with self._changed:
+            self._links.pop(peer, None)
+
+    def carry(self, peer: Peer, message: ToCoordinator, blob: bytes | None) -> bool:
+        """Called by links."""
+        frames = codec.TO_COORDINATOR.encode(message, blob)
+        if self.lose(message):
+            return True
+        return self._accept(peer, frames)
+
+    def _accept(self, peer: Peer, frames: codec.Frames) -> bool:
+        with self._changed:
+            if peer not in self._links:
+                return False
+            self._inbox.append((peer, frames))
+            self._changed.notify_all()
+        return True
+
+
+class MemoryLink:
+    """An agent's side. `links.AgentLink` says what the calls mean."""
+
+    def __init__(self, bus: MemoryBus) -> None:
+        self.peer: Peer | None = None
+        self._bus = bus
+        self._changed = threading.Condition()
+        self._inbox: deque[codec.Frames] = deque()
+        self._woken = False
+
+    def open(self, place: int = 0) -> None:
+        """Connect anew, dropping the connection there was. There is one place only."""
+        del place
+        self.close()
+        self.peer = self._bus.connect(self)
+
+    def poll(self, timeout_s: float) -> Sequence[tuple[ToAgent, bytes | None] | ProtocolError]:
+        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox or self._woken, timeout_s)
+            self._woken = False
+            taken = list(self._inbox)
+            self._inbox.clear()
+        return [_read_answer(frames) for frames in taken]
+
+    def send(self, message: ToCoordinator, blob: bytes | None = None) -> bool:
+        """Send without waiting; False when it cannot go now."""
+        return self.peer is not None and self._bus.carry(self.peer, message, blob)
+
+    def wake(self) -> None:
+        """End the running `poll`, or the next one."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Drop the connection."""
+        if self.peer is not None:
+            self._bus.disconnect(self.peer)
+            self.peer = None
+        with self._changed:
+            self._inbox.clear()
+
+    def take(self, peer: Peer, frames: codec.Frames) -> None:
+        """Called by the bus. What arrives for a connection that was dropped is dropped too."""
+        with self._changed:
+            if peer == self.peer:
+                self._inbox.append(frames)
+                self._changed.notify_all()
+
+
+def _read(peer: Peer, frames: codec.Frames) -> MessageReceived | Rejected:
+    try:
+        message, blob = codec.TO_COORDINATOR.decode(frames)
+    except ProtocolError as error:
+        return Rejected(peer, error)
+    return MessageReceived(peer, message, blob)
+
+
+def _read_answer(frames: codec.Frames) -> tuple[ToAgent, bytes | None] | ProtocolError:
+    try:
+        return codec.TO_AGENT.decode(frames)
+    except ProtocolError as error:
+        return error

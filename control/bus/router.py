@@ -1,0 +1,462 @@
+"""The coordinator's ZeroMQ sockets. Carries messages; decides nothing about them.
+
+The coordinator binds a ROUTER; an agent connects a DEALER (dealer.py). Every socket belongs to one thread. Nothing but
+these two files and sockets.py knows zmq. The options and their numbers were each
+chosen against a failure seen with libzmq 4.3.5:
+
+- no routing id is ever set: the ROUTER names each connection anew, so nobody can take another's name by asking for it,
+  and a peer that reconnects is not ignored as a duplicate of itself;
+- ROUTER_MANDATORY with non-blocking sends: a peer that is gone or slow is an answer (`Delivery`), not a silent drop,
+  and cannot hold up the others;
+- half-open connections are found by TCP's own keepalive, which costs us nothing, and at the agent by ZMTP heartbeats as
+  well. Here there are none, and agents name no time to live: libzmq looks through the timers of all connections to end
+  one, and with two thousand of them does little else (`cancel_timer`, O(n) for each PING). Both prove only that the
+  peer's host lives, so agents say that they do;
+- IMMEDIATE at the agent: nothing is queued for a connection that does not stand, to arrive long after it was meant;
+- HANDSHAKE_IVL before bind: connections that never finish their handshake do not collect;
+- CURVE with ZAP_DOMAIN and ZAP_ENFORCE_DOMAIN: when the authenticator's thread is gone, strangers are refused. Without
+  both they would be let in;
+- ZAP looks at new connections only, so every message is asked for the key it came under (User-Id);
+- a monitor counts handshakes that came to nothing: nobody else would.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import struct
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, cast
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.backend import Socket
+
+from ..machine.events import MessageReceived, Peer, Principal
+from ..protocol import codec
+from ..protocol.errors import ConfigurationError, Malformed, ProtocolError, WeightbusError
+from ..protocol.ids import AgentId
+from ..protocol.messages import ToAgent
+from ..security.allow_list import RELOAD_S, TRUST_FILE, TrustList, read_trust
+from ..security.curve_keys import COORDINATOR, KeyPair, check_public, read_secret
+from .interface import Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
+from .rate_limit import PENANCE_S, RATE, Account, Pace, Throttle
+from .sockets import MAX_BURST, Waker, burst, check_library, explain_handshake, public_of, set_common
+
+_FAILED_HANDSHAKES: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_CONNECTION_EVENTS: Final[Mapping[int, str]] = {
+    zmq.EVENT_ACCEPTED: "accepted",
+    zmq.EVENT_HANDSHAKE_SUCCEEDED: "established",
+    zmq.EVENT_DISCONNECTED: "closed",
+}
+ZAP_DOMAIN: Final = "weightbus"
+MONITOR: Final = "inproc://connections"
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+_MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Plain numbers: the arithmetic of enums would cost more than the call."""
+_NO_COPY: Final = False  # given by place: as a keyword it would cost a third of the call
+HANDSHAKE_MS: Final = 10_000
+"""Within which a connection has to be through. Two thousand that come at once wait in line for one thread: with less,
+those at the end are cut off, come again, and make the line longer."""
+MAX_FRAMES: Final = 2
+"""Of one message, beyond its first; no message has as many. What is above is not looked at."""
+MAX_SKIPPED: Final = 4096
+"""Frames of such a message that are dropped in one poll, so that it cannot keep timers from running."""
+MAX_SPEAKERS: Final = 8192
+"""Connections whose key is remembered; it is read again from their next message."""
+UNREAD: Final = 64
+"""Messages that libzmq keeps for a peer that does not take them, whatever their size."""
+QUEUE_LIMIT: Final = 1000
+QUEUE_BYTES: Final = 16 * 1024 * 1024
+"""What is kept for it beyond that; with one more it counts as gone."""
+LOOK_S: Final = 0.1
+"""How often it is looked what became of connections."""
+FLUSH_S: Final = 0.05
+"""How often queued messages are offered again to a slow peer."""
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """The coordinator's keys, and who may connect."""
+
+    pair: KeyPair
+    trust: TrustList
+
+    @classmethod
+    def read(cls, folder: Path) -> ServerKeys:
+        """From a folder that ``weightbus keygen`` made. Raises `PeerKeyError`."""
+        secret_path, public_path = folder / f"{COORDINATOR}.key", folder / f"{COORDINATOR}.pub"
+        secret = read_secret(secret_path)
+        pair = KeyPair(public_of(secret), secret)
+        if public_path.exists():  # nothing here needs it, but agents are given it, and with another none could connect
+            check_public(public_path, secret_path, pair.public)
+        read_trust(folder / TRUST_FILE)
+        return cls(pair, TrustList(folder / TRUST_FILE))
+
+
+class RouterBus:
+    """The coordinator's sockets. `links.CoordinatorBus` says what the calls mean."""
+
+    def __init__(self, bind: str, router_port: int, keys: ServerKeys | None = None) -> None:
+        """Binds at once. Port 0 takes a free one: see `router_port`. Without keys: loopback only."""
+        check_library()
+        self._host = check_bind(bind, keys)
+        self._keys = keys
+        self._trusted: Mapping[str, Principal] = keys.trust.principals() if keys else {}
+        self.connections: Counter[str] = Counter(accepted=0, established=0, refused=0, closed=0)
+        """What became of connections so far. One that libzmq drops without a word is accepted and closed, no more."""
+        self.throttled: Counter[AgentId] = Counter()
+        """Messages that were dropped because their agent said too much, by the name of its key."""
+        self._throttle = Throttle()
+        self._queues: dict[Peer, _Queue] = {}
+        self._speakers: dict[Peer, _Speaker] = {}
+        """By connection. A key never changes under a connection, and the ROUTER uses no name twice."""
+        self._more = False
+        """The last poll took as much as it may, and left some."""
+        self._skipping = False
+        """What comes next belongs to a message of too many frames."""
+        self._encoded: tuple[ToAgent | None, codec.Frames] = (None, [])
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self._waker = Waker()
+        self._resting = zmq.Poller()
+        """Waits for nothing but `wake`."""
+        self._resting.register(self._waker.fileno(), zmq.POLLIN)
+        self._poller = zmq.Poller()
+        self._poller.register(self._waker.fileno(), zmq.POLLIN)
+        self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._receive_peer: Final = cast("Callable[[int], Peer]", self._router.recv)
+        self._receive_frame: Final = cast("Callable[[int, bool], zmq.Frame]", self._router.recv)
+        self._send_frame: Final = partial(Socket.send, self._router)
+        """pyzmq's own call, without the options of socket types that we do not use: a third of the time."""
+        self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        """Told what becomes of connections."""
+        self._look_at = time.monotonic()
+        try:
+            self._authenticate()
+            self._secure()
+            self._router.set(zmq.ROUTER_MANDATORY, 1)
+            self._router.set(zmq.SNDHWM, UNREAD)
+            self._watch_connections()
+            self.router_port = _bind(self._router, self._host, router_port)
+        except BaseException:
+            self.close()
+            raise
+        self._poller.register(self._router, zmq.POLLIN)
+
+    def _authenticate(self) -> None:
+        if self._keys is not None:
+            self._authenticator = ThreadAuthenticator(self._context)
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(ZAP_DOMAIN, _Doorman(self._keys.trust))
+
+    def _secure(self) -> None:
+        each = self._router
+        set_common(each)
+        each.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        each.set(zmq.BACKLOG, 4096)
+        if self._keys is not None:
+            each.set(zmq.CURVE_SERVER, 1)
+            each.set(zmq.CURVE_SECRETKEY, self._keys.pair.secret.encode("ascii"))
+            each.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN.encode("ascii"))
+            each.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def _watch_connections(self) -> None:
+        self._router.monitor(MONITOR, sum(_CONNECTION_EVENTS) | _FAILED_HANDSHAKES)
+        self._monitor.set(zmq.LINGER, 0)
+        self._monitor.set(zmq.RCVHWM, 0)  # libzmq's own thread would wait for us when it is full
+        self._monitor.connect(MONITOR)
+
+    def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[Incoming]:
+        """What came in, at once if anything did; nothing after `timeout_s` or `wake`. First it may gather."""
+        if self._authenticator is not None and not self._authenticator.is_alive():
+            raise WeightbusError("the thread that authenticates agents died: nobody new can connect; start again")
+        if gather_s and not self._more:
+            self._resting.poll(round(gather_s * 1000))
+        self._flush()
+        wait_s = min(timeout_s, FLUSH_S if self._queues else RELOAD_S)
+        ready = self._poller.poll(max(0, round(wait_s * 1000)))
+        incoming: list[Incoming] = [*self._follow_trust(), *self._turned_away()]
+        for each, _ in ready:
+            if each is self._router:
+                self._take_burst(incoming)
+            else:
+                self._waker.clear()
+        return incoming
+
+    def _take_burst(self, incoming: list[Incoming]) -> None:
+        """What has arrived, but not more than a poll may take."""
+        receive_peer, receive_frame = self._receive_peer, self._receive_frame
+        speakers, now, read = self._speakers, time.monotonic(), codec.TO_COORDINATOR.read_one
+        checked, taken = self._keys is not None, Pace.TAKEN
+        self._more = False
+        for _ in range(MAX_BURST):
+            if self._skipping and not self._skip():
+                break
+            try:
+                peer = receive_peer(_NOBLOCK)
+            except zmq.Again:
+                return
+            frame = receive_frame(_NOBLOCK, _NO_COPY)
+            one = frame.bytes
+            rest = self._receive_rest() if frame.more else None  # asked of it: the socket's own option takes longer
+            speaker = speakers.get(peer) or self._note_speaker(peer, frame, now)
+            pace = speaker.account.pace(now)
+            if pace is not taken:
+                incoming.extend(self._throttled(speaker, pace))
+                continue
+            principal = speaker.principal  # looked at for every message: ZAP only ever looks at new connections
+            if rest is not None or (principal is None and checked):
+                incoming.append(self._read(peer, principal, [one, *(rest or ())]))
+                continue
+            try:
+                message = read(one)
+            except ProtocolError as error:
+                incoming.append(Rejected(peer, error, principal))
+            else:
+                incoming.append(MessageReceived(peer, message, None, principal))
+        self._more = True
+
+    def _receive_rest(self) -> list[bytes]:
+        """The frames of a message beyond its first, as many as one may have; more are skipped."""
+        rest: list[bytes] = []
+        while len(rest) < MAX_FRAMES:
+            frame = self._receive_frame(_NOBLOCK, _NO_COPY)
+            rest.append(frame.bytes)
+            if not frame.more:
+                return rest
+        self._skipping = True
+        return rest
+
+    def _skip(self) -> bool:
+        """Drop what is left of a message of too many frames; False when that is more than a poll may take."""
+        for _ in range(MAX_SKIPPED):
+            if not self._receive_frame(_NOBLOCK, _NO_COPY).more:
+                self._skipping = False
+                return True
+        return False
+
+    def _throttled(self, speaker: _Speaker, pace: Pace) -> Iterator[Throttled]:
+        """A message that is dropped unread: counted, and told of when it begins and when it gets worse."""
+        agent = speaker.principal.name if speaker.principal else AgentId("?")
+        self.throttled[agent] += 1
+        if pace is Pace.SLOWED:
+            yield Throttled(agent, f"says more than {RATE:.0f} messages a second: what is above is dropped")
+        elif pace is Pace.CUT:
+            yield Throttled(agent, f"goes on flooding: not listened to before it was quiet for {PENANCE_S:.0f} s")
+
+    def _note_speaker(self, peer: Peer, frame: zmq.Frame, now: float) -> _Speaker:
+        """Of a connection's first message the key it came under is noted; without keys everybody is who they are."""
+        if len(self._speakers) >= MAX_SPEAKERS or self._throttle.full:
+            self._speakers.clear()
+            self._throttle.forget(now)
+        key = peer.hex() if self._keys is None else str(frame.get("User-Id"))
+        return self._speakers.setdefault(peer, _Speaker(key, self._throttle.account(key), self._trusted.get(key)))
+
+    def _follow_trust(self) -> list[Distrusted]:
+        if self._keys is None:
+            return []
+        trusted = self._keys.trust.principals()
+        if trusted is self._trusted:
+            return []
+        before, self._trusted = self._trusted, trusted
+        for speaker in self._speakers.values():
+            speaker.principal = trusted.get(speaker.key)
+        reason = self._keys.trust.problem or "it was taken off the allow-list, or its entry there was changed"
+        lost = [each for key, each in before.items() if trusted.get(key) != each]
+        return [Distrusted(each.name, reason) for each in lost]
+
+    def _turned_away(self) -> list[TurnedAway]:
+        """What became of connections: a few looks a second are enough."""
+        found: list[TurnedAway] = []
+        now = time.monotonic()
+        if now < self._look_at:
+            return found
+        self._look_at = now + LOOK_S
+        for frames in burst(self._monitor):
+            number, value = struct.unpack("=Hi", frames[0].bytes)
+            if event := _CONNECTION_EVENTS.get(number):
+                self.connections[event] += 1
+            else:
+                self.connections["refused"] += 1
+                found.append(TurnedAway(explain_handshake(number, value)))
+        return found
+
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
+        """Send without ever waiting."""
+        frames = self._encode(message, blob)
+        queue = self._queues.get(peer)
+        if queue is None:
+            outcome = self._offer(peer, frames)
+            if outcome is not Delivery.QUEUED:
+                return outcome
+            queue = self._queues[peer] = _Queue()
+        if not queue.add(frames):
+            self.forget(peer)
+            return Delivery.GONE
+        return Delivery.QUEUED
+
+    def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
+        """Send to one after the other, without ever waiting. Returns those whose `Delivery` was `GONE`.
+
+        What all are told alike is encoded once; a loop without calls of our own is what keeps libzmq's thread awake.
+        """
+        (frame,) = self._encode(message, None)
+        queues, send, gone = self._queues, self._send_frame, list[Peer]()
+        for peer in peers:
+            if peer not in queues:
+                try:
+                    send(peer, _MORE)
+                    send(frame, _NOBLOCK)
+                except zmq.ZMQError:  # slow or gone: what to do about it is said once, below
+                    pass
+                else:
+                    continue
+            if self.send(peer, message) is Delivery.GONE:
+                gone.append(peer)
+        return gone
+
+    @property
+    def closed(self) -> int:
+        """How many connections have ended so far."""
+        return self.connections["closed"]
+
+    def forget(self, peer: Peer) -> None:
+        """Drop what is queued for `peer`."""
+        self._queues.pop(peer, None)
+        self._speakers.pop(peer, None)
+
+    def wake(self) -> None:
+        """End the running `poll`, or the next one."""
+        self._waker.set()
+
+    def close(self) -> None:
+        """Release the sockets; within a second."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+        self._router.close(linger=0)
+        self._monitor.close(linger=0)
+        self._context.term()
+        self._waker.close()
+
+    def _encode(self, message: ToAgent, blob: bytes | None) -> codec.Frames:
+        """Frames of `message`; of one that goes to many, one after the other, only once."""
+        if message is not self._encoded[0] or blob is not None:
+            self._encoded = (message, codec.pack(codec.TO_AGENT.encode(message, blob)))
+        return self._encoded[1]
+
+    def _read(self, peer: Peer, principal: Principal | None, frames: codec.Frames) -> MessageReceived | Rejected:
+        if principal is None and self._keys is not None:
+            return Rejected(peer, Malformed("this connection's key is not trusted any more"))
+        try:
+            message, blob = codec.TO_COORDINATOR.read(frames)
+        except ProtocolError as error:
+            return Rejected(peer, error, principal)
+        return MessageReceived(peer, message, blob, principal)
+
+    def _offer(self, peer: Peer, frames: codec.Frames) -> Delivery:
+        try:
+            self._send_frame(peer, _MORE)  # whether the rest can go is decided here
+            for frame in frames[:-1]:
+                self._send_frame(frame, _MORE)
+            self._send_frame(frames[-1], _NOBLOCK)
+        except zmq.Again:
+            return Delivery.QUEUED
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return Delivery.GONE
+        return Delivery.SENT
+
+    def _flush(self) -> None:
+        for peer, queue in list(self._queues.items()):
+            outcome = Delivery.SENT
+            while queue and outcome is Delivery.SENT:
+                outcome = self._offer(peer, queue.first)
+                if outcome is Delivery.SENT:
+                    queue.drop_first()
+            if not queue or outcome is Delivery.GONE:
+                del self._queues[peer]
+
+
+@dataclass(slots=True)
+class _Speaker:
+    """Who speaks on a connection."""
+
+    key: str
+    account: Account
+    """That of the key, whatever connections it has."""
+    principal: Principal | None
+    """Whom the allow-list names for the key, as it is now."""
+
+
+class _Queue:
+    """Messages for one peer, bounded in number and bytes."""
+
+    def __init__(self) -> None:
+        self._messages: deque[codec.Frames] = deque()
+        self._nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def add(self, frames: codec.Frames) -> bool:
+        """Whether there was room for it."""
+        nbytes = self._nbytes + sum(map(len, frames))
+        if len(self._messages) >= QUEUE_LIMIT or nbytes > QUEUE_BYTES:
+            return False
+        self._messages.append(frames)
+        self._nbytes = nbytes
+        return True
+
+    @property
+    def first(self) -> codec.Frames:
+        """The one that is due."""
+        return self._messages[0]
+
+    def drop_first(self) -> None:
+        """It was sent."""
+        self._nbytes -= sum(map(len, self._messages.popleft()))
+
+
+class _Doorman:
+    """What the authenticator's thread asks. Must not raise: that thread would die of it."""
+
+    def __init__(self, trust: TrustList) -> None:
+        self._trust = trust
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return domain == ZAP_DOMAIN and key.decode("ascii", "replace") in self._trust.principals(fresh=True)
+
+
+def check_bind(bind: str, keys: ServerKeys | None) -> str:
+    """`bind` as ZeroMQ writes it. Raises `ConfigurationError` for what is no address, or needs keys."""
+    try:
+        address = ipaddress.ip_address(bind)
+    except ValueError as problem:
+        raise ConfigurationError(f"bind = {bind!r} is not an IP address") from problem
+    if keys is None and not address.is_loopback:
+        raise ConfigurationError(
+            f"bind = {bind}: without keys the bus may only listen on the loopback, because anyone who reaches it could"
+            " publish weights. Make keys with `weightbus keygen` and leave out --insecure-loopback, or bind 127.0.0.1"
+        )
+    return f"[{address}]" if address.version == 6 else str(address)
+
+
+def _bind(each: zmq.Socket[bytes], host: str, port: int) -> int:
+    try:
+        each.bind(f"tcp://{host}:{port or '*'}")
+    except zmq.ZMQError as error:
+        advice = "choose another router_port, or stop what listens there"
+        if error.errno == errno.EADDRNOTAVAIL:
+            advice = "that is no address of this machine: give --bind one that is, or 0.0.0.0 for all of them"
+        raise ConfigurationError(f"cannot listen on {host}:{port}: {error}; {advice}") from error
+    return int(each.get_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])

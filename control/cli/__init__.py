@@ -1,0 +1,1 @@
+"""cli: see FACES.md for the sentence that belongs here."""

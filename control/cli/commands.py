@@ -1,0 +1,184 @@
+"""The subcommands of the control side that have no file of their own: coordinator, status, version."""
+
+from __future__ import annotations
+
+import gc
+import importlib.metadata
+import platform
+import resource
+import sys
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+from rich.console import Console
+
+from ..bus.router import check_bind
+from ..bus.sockets import libzmq_version
+from ..journal.etcd_client import parse_url, read_login
+from ..log import get_log
+from ..machine import status as status_document
+from ..machine.limits import STAND_IN_S
+from ..server.candidate import Candidate
+from ..server.coordinator_process import Service, read_keys
+from ..server.event_loop import on_signals
+from ..server.metrics import configure_logging
+from ..server.settings import CoordinatorSettings, default_journal
+from ..terminal_text import plain
+from . import status_view
+from .settings_command import SettingsCommand
+
+_STOOD_IN_FOR: Final = {"silence_s": "a sidecar", "lease_s": "a trainer"}
+"""What ends an attempt of whose."""
+_OF_STORES: Final = ("advertise", "name", "leader_s", "store_login_file")
+"""Settings that are not looked at without `CoordinatorSettings.store`."""
+
+
+class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
+    """Decides versions, pauses and locks. Runs until SIGTERM or SIGINT."""
+
+    help: str = "run the coordinator: versions, pauses and locks; no tensors, no GPU"
+    section: str = "coordinator"
+    kind = CoordinatorSettings
+
+    def check(self, given: CoordinatorSettings) -> None:
+        """Keys that are missing or that others may read, a bad allow-list, and no keys off the loopback; the store."""
+        check_bind(given.bind, read_keys(given))
+        if given.store:
+            parse_url(given.store)
+            read_login(given.store_login_file)
+        for event, told in _warnings(given):
+            print(plain(f"warning: {event}: {'; '.join(told.values())}"), file=sys.stderr)  # noqa: T201
+
+    def do(self, given: CoordinatorSettings) -> int:
+        """Serve until told to stop."""
+        configure_logging(given.log_level.value, given.log_format.value)
+        allow_connections()
+        collect_seldom()
+        service = Candidate(given) if given.store else Service(given)
+        _warn(given)  # before anything is served, or a store is waited for
+        on_signals(service.stop, service.look_again)
+        service.run()
+        return 0
+
+
+def _warn(given: CoordinatorSettings) -> None:
+    log = get_log(__name__)
+    if given.insecure_loopback:
+        log.warning("insecure", reason="no keys: whoever runs a process on this machine may publish weights")
+    for event, told in _warnings(given):
+        log.warning(event, **told)
+
+
+def _warnings(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
+    """What was set and is of no use, or of less than there could be: events, and what is said with each."""
+    found: list[tuple[str, dict[str, str]]] = []
+    if given.store and given.journal != default_journal():
+        reason = "with a store nothing is read from a file, nor written to it"
+        found.append(("journal_not_used", {"journal": str(given.journal), "store": given.store, "reason": reason}))
+    usual = {field.name: field.default for field in msgspec.structs.fields(CoordinatorSettings)}
+    idle = [name for name in _OF_STORES if getattr(given, name) != usual[name]]
+    if idle and not given.store:
+        reason = "without --store this is the only coordinator, and these are settings of one of several"
+        found.append(("store_not_named", {"settings": ", ".join(idle), "reason": reason}))
+    return found + _ends_too_soon(given)
+
+
+def _ends_too_soon(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
+    """Attempts end before workers are let go that wait for somebody inside of a collective."""
+    least_s = STAND_IN_S + given.heartbeat_s  # the last one may have been heard so long before
+    found: list[tuple[str, dict[str, str]]] = []
+    for name, whose in _STOOD_IN_FOR.items():
+        wait_s: float = getattr(given, name)
+        if wait_s < least_s:
+            reason = (
+                f"over distributed {whose} that stands still is stood in for after {STAND_IN_S:g} s, which is too late:"
+                f" workers of stock servers still wait in the group when the attempt has ended; set {name} to"
+                f" {least_s:g} ({STAND_IN_S:g} s and heartbeat_s) or more, or use no distributed"
+            )
+            found.append(("ends_too_soon", {"setting": f"{name} = {wait_s:g}", "reason": reason}))
+    return found
+
+
+def allow_connections() -> None:
+    """Use all the open files that this process may have: every agent is one, and the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def collect_seldom() -> None:
+    """Look for cycles seldom: a step of two thousand engines makes tens of thousands of objects, and all are needed.
+
+    And not in what the program is made of, each time anew.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)
+
+
+class StatusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of ``weightbus status``."""
+
+    url: Annotated[str, Meta(description="the coordinator's HTTP port")] = "http://127.0.0.1:5752"
+    json: Annotated[bool, Meta(description="print the document as it is")] = False
+    watch: Annotated[bool, Meta(description="keep showing it until interrupted")] = False
+    interval_s: Annotated[float, Meta(description="how often --watch looks", ge=0.1)] = 1.0
+    timeout_s: Annotated[float, Meta(description="how long an answer may take", gt=0, le=86400)] = 5.0
+
+
+class StatusCommand(SettingsCommand[StatusSettings]):
+    """Shows channels, versions, leases and engines."""
+
+    help: str = "show channels, versions, leases and engines"
+    section: str = "status"
+    kind = StatusSettings
+
+    def do(self, given: StatusSettings) -> int:
+        """Read the status over HTTP and print it."""
+        if given.watch:
+            status_view.watch(Console(), given.url, given.interval_s, given.timeout_s)
+            return 0
+        document = status_view.fetch(given.url, given.timeout_s)
+        if given.json:
+            print(document.decode())  # noqa: T201
+            return 0
+        Console().print(status_view.render(status_document.parse(document)))
+        return 0
+
+
+class VersionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``weightbus version`` has nothing to set."""
+
+
+PACKAGES: Final = ("pyzmq", "msgspec", "torch", "sglang", "megatron-core", "megatron-bridge", "transformers")
+
+
+class VersionCommand(SettingsCommand[VersionSettings]):
+    """Says what is installed, without importing it."""
+
+    help: str = "show the versions of weightbus and of what it stands on"
+    section: str = "version"
+    kind = VersionSettings
+
+    def do(self, given: VersionSettings) -> int:
+        """One line for each."""
+        del given
+        rows = [("weightbus", installed("weightbus") or "not installed: running from its tree")]
+        rows += [("python", platform.python_version()), ("libzmq", libzmq_version())]
+        rows += [(name, installed(name) or "not installed") for name in PACKAGES]
+        for name, found in rows:
+            print(f"{name:<16} {found}")  # noqa: T201
+        return 0
+
+
+def installed(distribution: str) -> str | None:
+    """Version of a distribution; None when it is not there."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+coordinator = CoordinatorCommand()
+status = StatusCommand()
+version = VersionCommand()

@@ -1,0 +1,108 @@
+"""A fleet that is described in a file, for a plan without a coordinator. Pure, checked before anything is chosen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+
+from ..machine.route import Ends
+from ..protocol.enums import TransportKind
+from ..protocol.errors import Malformed
+from ..protocol.ids import NAME_PATTERN, Count
+from ..protocol.message_fields import EngineInfo, Place, TrainerInfo
+from ..protocol.messages import Topology
+from ..server.transport_plan import ChannelPlan, PlanView, plans_of, trainer_plan
+
+_DEVICES: Final = ("cpu", "cuda")
+_WHAT: Final = "this does not describe a trainer and its engines"
+
+
+class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One agent of an imagined fleet: what it says in `Hello`, and of where it is. What is left out is not known."""
+
+    info: EngineInfo
+    topology: Topology | None = None
+
+
+class Imagined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A fleet that need not exist."""
+
+    trainer: TrainerInfo
+    engines: dict[str, msgspec.Raw]
+    """`End`s, read one by one: what is wrong with one is told with its name."""
+    topology: Topology | None = None
+    """Of the trainer."""
+    bytes: Count | None = None
+    """Of a version."""
+
+
+Described = TypeVar("Described", Imagined, End)
+
+
+def imagine(document: bytes) -> PlanView:
+    """The plan of a fleet that is described, as a coordinator would make it. Raises `Malformed`."""
+    fleet = _read(document, Imagined, "")
+    found = {name: _read(bytes(each), End, f"engine {name!r}: ") for name, each in fleet.engines.items()}
+    wrong = [f"the trainer: {why}" for why in _trainer_problems(fleet)]
+    for name, end in found.items():
+        wrong += [f"engine {name!r}: {why}" for why in _engine_problems(name, end)]
+    if wrong:
+        raise Malformed(f"no fleet can be as this one: {'; '.join(wrong)}")
+    ends = {name: Ends(fleet.trainer, each.info, fleet.topology, each.topology) for name, each in found.items()}
+    trainer = trainer_plan("trainer", fleet.trainer, fleet.topology, here=False)
+    return PlanView({"imagined": ChannelPlan(trainer=trainer, engines=plans_of(ends, fleet.bytes))})
+
+
+def _read(document: bytes, kind: type[Described], whose: str) -> Described:
+    try:
+        return msgspec.json.decode(document, type=kind)
+    except RecursionError as problem:
+        raise Malformed(f"{_WHAT}: {whose}it is nested deeper than any description") from problem
+    except ValueError as problem:
+        raise Malformed(f"{_WHAT}: {whose}{problem}. Known: {_known(kind)}") from problem
+
+
+def _known(kind: type[Imagined | End]) -> str:
+    """The fields that there are."""
+    own: dict[str, type[msgspec.Struct]] = {"": kind}
+    own |= {"trainer": TrainerInfo} if kind is Imagined else {"info": EngineInfo}
+    own |= {"topology": Topology, "places": Place}
+    return "; ".join(f"{name}: ".removeprefix(": ") + ", ".join(each.__struct_fields__) for name, each in own.items())
+
+
+def _trainer_problems(fleet: Imagined) -> Iterator[str]:
+    ranks, info = fleet.trainer.ranks, fleet.trainer
+    yield from _end_problems(info.device, info.transports)
+    if ranks < 1:
+        yield f"ranks = {ranks}, one at least is expected"
+    places = fleet.topology.places if fleet.topology else ()
+    yield from _place_problems(places, ranks, f"ranks = {ranks}")
+
+
+def _engine_problems(name: str, end: End) -> Iterator[str]:
+    info, places = end.info, end.topology.places if end.topology else ()
+    if not re.match(NAME_PATTERN, name):
+        yield "its name is none that an agent may have: letters, digits, '.', '_' and '-', 64 at most"
+    yield from _end_problems(info.device, info.transports)
+    workers, said = info.tp * info.pp, f"tp x pp = {info.tp} x {info.pp}"
+    if places and len(places) < workers:
+        yield f"{len(places)} places for {said} workers: describe all of them, or none"
+    yield from _place_problems(places, workers, said)
+
+
+def _end_problems(device: str, transports: Sequence[TransportKind]) -> Iterator[str]:
+    if device not in _DEVICES:
+        yield f"device = {device!r}, {' or '.join(_DEVICES)} is expected"
+    if len(set(transports)) != len(transports):
+        yield f"transports names one twice: {', '.join(transports)}"
+
+
+def _place_problems(places: Sequence[Place], most: int, said: str) -> Iterator[str]:
+    ranks = [place.rank for place in places]
+    if len(set(ranks)) != len(ranks):
+        yield f"places names a rank twice: {', '.join(map(str, ranks))}"
+    elif most > 0 and (beyond := [rank for rank in ranks if rank >= most]):
+        yield f"places names rank {beyond[0]}, and {said}: ranks are counted from 0"

@@ -1,0 +1,99 @@
+"""``weightbus forget-channel``: takes channels out of the journal that nobody needs any more.
+
+Only while no coordinator runs on it, so that no agent is there that would be cut off: the journal's own lock sees to
+that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from ..journal.election import Election, Leader, Term
+from ..journal.etcd_client import Etcd, StoreLogin, parse_url, read_login
+from ..journal.etcd_journal import EtcdJournal
+from ..journal.sqlite_journal import SqliteJournal
+from ..protocol.errors import ConfigurationError
+from ..protocol.ids import Channel
+from ..server.settings import default_journal
+from .settings_command import SettingsCommand
+
+_FOLLOWS = (
+    "A channel of that name begins anew: nothing is committed in it, and its epochs begin at a number that each start"
+    " draws. Where keys are used, every engine that served it refuses what is published there, until its server is"
+    " launched anew."
+)
+_LEASE_S = 5.0
+_CALL_S = 2.0
+
+
+class ForgetSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of ``weightbus forget-channel``."""
+
+    journal: Annotated[Path, Meta(description="the coordinator's SQLite file")] = msgspec.field(
+        default_factory=default_journal
+    )
+    store: Annotated[str, Meta(description="etcd://127.0.0.1:2379[,...][/prefix], where that is used instead")] = ""
+    store_login_file: StoreLogin = None
+
+    def __post_init__(self) -> None:
+        if self.store and self.journal != default_journal():
+            raise ValueError(f"store = {self.store}, but journal = {self.journal} as well: name the one that is meant")
+
+
+class ForgetCommand(SettingsCommand[ForgetSettings]):
+    """Has the journal forget channels: their versions, epochs and answers. The audit trail keeps that it did."""
+
+    help: str = "take channels out of the journal that nobody needs any more; the coordinator has to be stopped"
+    section: str = "forget_channel"
+    kind = ForgetSettings
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Names, without flags."""
+        parser.add_argument("names", nargs="+", metavar="CHANNEL", help="what to forget")
+        super().configure(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Keep what is no setting."""
+        self._names = tuple[str, ...](args.names)
+        return super().run(args)
+
+    def do(self, given: ForgetSettings) -> int:
+        """Forget them, or none. Exit code 1: one is not known (a typing error, or done)."""
+        with ExitStack() as opened:
+            journal = _of_store(given, opened) if given.store else _of_file(given.journal)
+            opened.callback(journal.close)
+            known = journal.restore()
+            strange = [name for name in self._names if name not in known]
+            if not strange:
+                journal.forget(list(map(Channel, dict.fromkeys(self._names))))
+            for name in self._names:
+                print(f"{'not known' if name in strange else 'kept' if strange else 'forgotten':<9} {name}")  # noqa: T201
+            if not strange:
+                print(_FOLLOWS, file=sys.stderr)  # noqa: T201
+        return 1 if strange else 0
+
+
+def _of_file(path: Path) -> SqliteJournal:
+    if not path.exists():
+        raise ConfigurationError(f"journal = {path} is not there: name the coordinator's with --journal")
+    return SqliteJournal(path)
+
+
+def _of_store(given: ForgetSettings, opened: ExitStack) -> EtcdJournal:
+    url = parse_url(given.store)
+    etcd = opened.enter_context(closing(Etcd(url.members, _CALL_S, read_login(given.store_login_file))))
+    found = Election(etcd, url.prefix, Leader("forget-channel", ""), _LEASE_S).stand()
+    if not isinstance(found, Term):
+        raise ConfigurationError(f"{found.name} leads at {given.store}: stop all its coordinators first")
+    opened.callback(found.resign)
+    return EtcdJournal(etcd, url.prefix, found)
+
+
+forget_channel = ForgetCommand()

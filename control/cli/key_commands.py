@@ -1,0 +1,183 @@
+"""The subcommands that make keys and say who is trusted: keygen, trust."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+from collections.abc import Mapping
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ..bus.sockets import check_library, new_keypair, public_of
+from ..protocol.enums import Role
+from ..protocol.errors import ConfigurationError
+from ..protocol.ids import AgentId, AgentName, Channel
+from ..security.allow_list import TRUST_FILE, Entry, describe, edited, explained, read_trust
+from ..security.curve_keys import AGENTS, COORDINATOR, write_pair
+from ..security.security_settings import KeysFolder, keys_folder
+from .deployment_keys import Member, entry_of
+from .settings_command import SettingsCommand
+
+
+class KeygenSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of ``weightbus keygen``."""
+
+    keys: KeysFolder = None
+    agents: Annotated[tuple[str, ...], Meta(description="agents, the same as NAME...")] = ()
+    coordinator: Annotated[bool, Meta(description="make the coordinator's pair and its allow-list too")] = True
+
+    def __post_init__(self) -> None:
+        if COORDINATOR in self.agents:
+            raise ValueError(
+                f"no agent may be called {COORDINATOR!r}: its key files would be taken for the coordinator's own, which"
+                " are made without being named; name the agent otherwise"
+            )
+
+
+class KeygenCommand(SettingsCommand[KeygenSettings]):
+    """Makes CURVE keys. What exists is kept."""
+
+    help: str = "make CURVE keys for the coordinator and for agents; keeps what exists"
+    section: str = "keygen"
+    kind = KeygenSettings
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Names may be given without a flag."""
+        parser.add_argument("names", nargs="*", metavar="NAME", help="agents to make keys for")
+        super().configure(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Names without a flag are the same as --agents."""
+        if args.names:
+            args.agents = ",".join(args.names)
+        return super().run(args)
+
+    def do(self, given: KeygenSettings) -> int:
+        """Write the pairs that are missing."""
+        check_library()
+        folder = keys_folder(given.keys)
+        wanted = [(folder, COORDINATOR)] if given.coordinator else []
+        wanted += [(folder / AGENTS, name) for name in given.agents]
+        for where, name in wanted:
+            written = write_pair(where, name, new_keypair, public_of)
+            print(f"{written.value:<9} {where / name}.key {where / name}.pub")  # noqa: T201
+        if given.coordinator:
+            with edited(folder / TRUST_FILE):
+                pass  # made if it was missing: a coordinator that trusts nobody yet can start
+        if given.agents:
+            print("next: `weightbus trust add NAME --role trainer|engine --channels CHANNEL` where the coordinator is,")  # noqa: T201
+            print(f"      and to another host agents/NAME.key, {COORDINATOR}.pub and, for an engine, {TRUST_FILE}")  # noqa: T201
+        return 0
+
+
+class TrustSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of ``weightbus trust``."""
+
+    keys: KeysFolder = None
+    role: Annotated[Role | None, Meta(description="what they may do; needed to add")] = None
+    channels: Annotated[
+        tuple[str, ...], Meta(description="where, comma-separated; * is everywhere; needed to add")
+    ] = ()
+
+
+class Action(enum.StrEnum):
+    """What ``weightbus trust`` does."""
+
+    ADD = "add"
+    REMOVE = "remove"
+    LIST = "list"
+
+
+class TrustCommand(SettingsCommand[TrustSettings]):
+    """Edits the allow-list. A coordinator that runs follows it at once."""
+
+    help: str = "say who may connect, as what and where: add, remove, list; needs no restart"
+    section: str = "trust"
+    kind = TrustSettings
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """An action and names, without flags."""
+        parser.add_argument("action", choices=[each.value for each in Action], help="what to do")
+        parser.add_argument("names", nargs="*", metavar="NAME", help="agents, by the names their keys were made under")
+        super().configure(parser)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Keep what is no setting."""
+        self._action, self._names = Action(args.action), tuple[str, ...](args.names)
+        return super().run(args)
+
+    def do(self, given: TrustSettings) -> int:
+        """Change the list, or show it. Exit code 1: somebody to be removed was not there (a typing error, or done)."""
+        folder = keys_folder(given.keys)
+        path = folder / TRUST_FILE
+        match self._action:
+            case Action.LIST:
+                _show(read_trust(path).agents)
+            case Action.ADD:
+                entries = {name: _entry(given, name) for name in self._named()}
+                with edited(path) as agents:
+                    _require_same_roles(agents, entries)
+                    outcomes = {name: _outcome(agents.get(name), entry) for name, entry in entries.items()}
+                    agents.update(entries)
+                for name, outcome in outcomes.items():
+                    print(f"{outcome:<9} {name}")  # noqa: T201
+            case Action.REMOVE:
+                with edited(path) as agents:
+                    found = {name: agents.pop(name, None) is not None for name in self._named()}
+                for name, removed in found.items():
+                    print(f"{'removed' if removed else 'not there':<9} {name}")  # noqa: T201
+                return 0 if all(found.values()) else 1
+        return 0
+
+    def _named(self) -> tuple[str, ...]:
+        if not self._names:
+            raise ConfigurationError(f"`weightbus trust {self._action.value}` needs the name of an agent")
+        return self._names
+
+
+def _entry(given: TrustSettings, name: str) -> Entry:
+    if given.role is None or not given.channels:
+        raise ConfigurationError(
+            "`weightbus trust add` needs --role and --channels: a key is trusted with nothing else"
+        )
+    try:
+        agent = msgspec.convert(name, AgentName)
+    except msgspec.ValidationError as problem:  # before a file of that name is looked for
+        raise ConfigurationError(f"{name!r}: {explained(problem)}") from problem
+    member = Member(agent, given.role, tuple(map(Channel, given.channels)))
+    try:
+        return entry_of(keys_folder(given.keys), member)
+    except msgspec.ValidationError as problem:
+        raise ConfigurationError(f"channels = {', '.join(given.channels)}: {explained(problem)}") from problem
+
+
+def _require_same_roles(before: Mapping[str, Entry], entries: Mapping[str, Entry]) -> None:
+    """Who is taken for something else is likely to be a typing error, and would get other rights by it."""
+    for name, entry in entries.items():
+        if name in before and before[name].role is not entry.role:
+            raise ConfigurationError(
+                f"{name!r} is trusted as {before[name].role.value}, and nothing was changed: to make it"
+                f" {entry.role.value}, first `weightbus trust remove {name}`, which ends its sessions"
+            )
+
+
+def _outcome(before: Entry | None, entry: Entry) -> str:
+    if before is None:
+        return "trusted"
+    return "kept" if before == entry else "changed"
+
+
+def _show(agents: Mapping[AgentId, Entry]) -> None:
+    table = Table("agent", "role", "channels", "key", box=None, pad_edge=False)
+    for row in describe(agents):
+        table.add_row(*map(Text, row))
+    Console(highlight=False, soft_wrap=True).print(table)
+
+
+keygen = KeygenCommand()
+trust = TrustCommand()

@@ -1,0 +1,79 @@
+"""The status document for people: fetched over HTTP, shown as tables."""
+
+from __future__ import annotations
+
+import time
+from http.client import HTTPException
+from typing import Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from ..machine.status import ChannelView, EngineView, StatusView, parse
+from ..protocol.errors import ConfigurationError, CoordinatorUnreachable, WeightbusError
+from ..security.security_settings import check_url
+from ..terminal_text import plain
+from .http_fetch import read_page
+
+_ADVICE: Final = "Check that `weightbus coordinator` runs there, and that --url names its HTTP port (--http-port)"
+
+
+def fetch(url: str, timeout_s: float, page: str = "/status") -> bytes:
+    """The document as the coordinator sends it, in `timeout_s` seconds altogether."""
+    try:
+        check_url("url", url)
+    except ValueError as problem:
+        raise ConfigurationError(str(problem)) from problem
+    begun = time.monotonic()
+    try:
+        return read_page(f"{url.rstrip('/')}{page}", timeout_s)
+    except (HTTPException, OSError) as problem:
+        reason = getattr(problem, "reason", problem)  # urllib wraps what the socket said
+        raise CoordinatorUnreachable(url, time.monotonic() - begun, f"GET {page}", str(reason), _ADVICE) from problem
+
+
+def render(view: StatusView) -> RenderableType:
+    """One table for each channel."""
+    state = "stopping" if view.stopping else "READ-ONLY: its journal takes no writes" if view.read_only else "running"
+    head = Text(f"coordinator {state}, boot {view.boot}, {view.agents} agents")
+    if not view.channels:
+        return Group(head, Text("no channel yet: nobody has joined"))
+    return Group(head, *(_channel(name, each) for name, each in sorted(view.channels.items())))
+
+
+def watch(console: Console, url: str, interval_s: float, timeout_s: float) -> None:
+    """Show it again and again, until interrupted. A coordinator that is away is shown as away."""
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            try:
+                shown = render(parse(fetch(url, timeout_s)))
+            except WeightbusError as error:
+                shown = Text(plain(str(error), lines=True), style="red")
+            live.update(shown, refresh=True)
+            time.sleep(interval_s)
+
+
+def _channel(name: str, channel: ChannelView) -> Table:
+    committed = f"version {channel.committed.version}" if channel.committed else "nothing committed"
+    lease = f"lease {channel.lease.holder} (epoch {channel.lease.epoch})" if channel.lease else "no lease"
+    round_ = channel.round.state.value
+    if channel.round.version is not None:
+        round_ += f" version {channel.round.version}, {channel.round.age_s:.1f} s"
+        round_ += f", at most {channel.round.max_paused} paused" if channel.round.max_paused else ""
+        round_ += ", a catch-up" if channel.round.catch_up else ""
+    title = f"channel {name}: {committed}, epoch {channel.epoch}, {lease}, {round_}, {len(channel.ready)} ready"
+    table = Table(title=Text(plain(title), style="bold"), title_justify="left")
+    for column in ("engine", "url", "state", "version", "lag", "ready", "server"):
+        table.add_column(column, justify="right" if column in {"version", "lag"} else "left", overflow="fold")
+    for engine, each in sorted(channel.engines.items()):
+        table.add_row(*(Text(plain(cell)) for cell in (engine, *_engine(each))))
+    return table
+
+
+def _engine(each: EngineView) -> tuple[str, ...]:
+    version = "-" if each.version is None else str(each.version)
+    ready = "yes" if each.ready else f"no: {each.reason}"
+    shape = f"{each.server_version} {each.device} tp{each.tp}"
+    return each.url, each.state, version, str(each.lag), ready, shape

@@ -1,0 +1,1 @@
+"""journal: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,281 @@
+"""A client for the little of etcd that is needed, over its HTTP/JSON gateway: transactions, ranges, leases.
+
+The gateway needs nothing but the standard library, which keeps the coordinator's dependencies as they are; the Python
+clients that speak gRPC to etcd are no longer kept up. Every call has a deadline over all members together: the next one
+is tried when a member does not answer. A call whose answer is lost may have been carried out: `EtcdUnavailable` says
+nothing about that.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import math
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
+
+from ..protocol.errors import ConfigurationError, WeightbusError
+
+CONNECT_S: Final = 1.0
+"""How long one member may take to accept a connection before the next is tried."""
+_LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+StoreLogin = Annotated[
+    Path | None,
+    Meta(description="file that holds USER:PASSWORD of the store, where etcd's access control is on; mode 0600"),
+]
+
+
+class EtcdUnavailable(WeightbusError):
+    """No member answered in time, or none could. What was asked may have been done nevertheless."""
+
+    def __init__(self, endpoints: Sequence[str], problem: str) -> None:
+        self.problem = problem
+        super().__init__(f"etcd at {', '.join(endpoints)}: {problem}; is it running, and has it a quorum?")
+
+
+class StoreUrl(msgspec.Struct, frozen=True):
+    """Where the state of several coordinators is kept."""
+
+    members: tuple[str, ...]
+    """``host:port`` each."""
+    prefix: str
+
+
+def parse_url(text: str) -> StoreUrl:
+    """``etcd://host:port,host:port/prefix``. Raises `ConfigurationError`."""
+    scheme, _, rest = text.partition("://")
+    members, _, prefix = rest.partition("/")
+    found = tuple(member for member in members.split(",") if member)
+    if scheme != "etcd" or not found:
+        raise ConfigurationError(f"store = {text!r} is not a store; write etcd://127.0.0.1:2379")
+    for member in found:
+        if "@" in member:
+            raise ConfigurationError(
+                "store names a user, and addresses are shown: write USER:PASSWORD into a file that nobody else may"
+                " read, and name that (store_login_file)"
+            )
+        host = urlsplit(f"//{member}").hostname
+        if host not in _LOOPBACK:
+            raise ConfigurationError(
+                f"store = {text}: this speaks plain HTTP, so only to a member on its own host, which {host!r} is not."
+                " Run a member beside every coordinator (members may use TLS among each other), and name 127.0.0.1"
+            )
+    return StoreUrl(found, prefix.strip("/") or "weightbus")
+
+
+class Login(msgspec.Struct, frozen=True):
+    """As whom etcd is spoken to, where its access control is on."""
+
+    user: str
+    password: str
+
+    def __repr__(self) -> str:
+        return f"Login({self.user})"
+
+
+def read_login(path: Path | None) -> Login | None:
+    """``USER:PASSWORD`` in a file that nobody else may read; None for no file. Raises `ConfigurationError`."""
+    if path is None:
+        return None
+    try:
+        mode, text = stat.S_IMODE(path.stat().st_mode), path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigurationError(f"store_login_file = {path} cannot be read: {problem}") from problem
+    if mode & 0o077:
+        raise ConfigurationError(f"store_login_file = {path}: others may read it (mode {mode:04o}); chmod 600 {path}")
+    user, colon, password = text.partition(":")
+    if not (user and colon and password) or "\n" in text:
+        raise ConfigurationError(f"store_login_file = {path} does not hold one line USER:PASSWORD")
+    return Login(user, password)
+
+
+# -- what travels ------------------------------------------------------------------------------------------------------
+
+
+class KeyValue(msgspec.Struct, frozen=True):
+    """One key as it is stored. Numbers travel as text."""
+
+    key: str
+    value: str = ""
+    create_revision: str = "0"
+    mod_revision: str = "0"
+
+    @property
+    def name(self) -> str:
+        """The key."""
+        return base64.b64decode(self.key).decode()
+
+    @property
+    def content(self) -> bytes:
+        """The value."""
+        return base64.b64decode(self.value)
+
+
+class _Ranged(msgspec.Struct, frozen=True):
+    kvs: tuple[KeyValue, ...] = ()
+
+
+class _Header(msgspec.Struct, frozen=True):
+    revision: str = "0"
+
+
+class _Response(msgspec.Struct, frozen=True):
+    response_range: _Ranged | None = None
+
+
+class _Committed(msgspec.Struct, frozen=True):
+    header: _Header = _Header()
+    succeeded: bool = False
+    responses: tuple[_Response, ...] = ()
+
+
+class _Lease(msgspec.Struct, frozen=True):
+    ID: str = "0"
+    TTL: str = "0"
+
+
+class _Session(msgspec.Struct, frozen=True):
+    token: str = ""
+
+
+class _KeptAlive(msgspec.Struct, frozen=True):
+    result: _Lease = _Lease()
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What a transaction found."""
+
+    succeeded: bool
+    revision: int
+    found: tuple[KeyValue, ...]
+    """What its `read`s found."""
+
+
+Json = dict[str, object]
+T = TypeVar("T")
+
+
+def created_at(key: str, revision: int) -> Json:
+    """The condition that `key` was created at `revision`; 0: that it does not exist."""
+    return {"key": _text(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
+
+
+def modified_at(key: str, revision: int) -> Json:
+    """The condition that `key` was last written at `revision`; 0: that it does not exist."""
+    return {"key": _text(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
+
+
+def put(key: str, value: bytes, lease: int = 0) -> Json:
+    """The operation that writes `key`, for as long as `lease` lives."""
+    return {"request_put": {"key": _text(key), "value": base64.b64encode(value).decode(), "lease": str(lease)}}
+
+
+def delete(key: str) -> Json:
+    """The operation that removes `key`."""
+    return {"request_delete_range": {"key": _text(key)}}
+
+
+def read(key: str) -> Json:
+    """The operation that reads `key`."""
+    return {"request_range": {"key": _text(key)}}
+
+
+class Etcd:
+    """A connection to whichever member answers. Threads may share it; calls go one after the other."""
+
+    def __init__(self, members: Sequence[str], deadline_s: float, login: Login | None = None) -> None:
+        """`deadline_s` bounds every call, whatever the number of members."""
+        self.members = tuple(members)
+        self._login = login
+        self._token = ""
+        """What a member gave for it. It ends when it is not used for minutes, and with that member."""
+        self._deadline_s = deadline_s
+        self._place = 0
+        self._connection: http.client.HTTPConnection | None = None
+        self._lock = threading.Lock()
+
+    def txn(self, conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> Outcome:
+        """Carry out `then` if all `conditions` hold, else `otherwise`; at once, or not at all."""
+        body: Json = {"compare": list(conditions), "success": list(then), "failure": list(otherwise)}
+        answer = self._call("/v3/kv/txn", body, _Committed)
+        ranged = [each.response_range.kvs for each in answer.responses if each.response_range]
+        return Outcome(answer.succeeded, int(answer.header.revision), tuple(kv for kvs in ranged for kv in kvs))
+
+    def under(self, prefix: str) -> tuple[KeyValue, ...]:
+        """Every key that begins with `prefix`, as of the newest revision."""
+        end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        return self._call("/v3/kv/range", {"key": _text(prefix), "range_end": _text(end)}, _Ranged).kvs
+
+    def grant(self, ttl_s: float) -> int:
+        """A lease of whole seconds, rounded up: what hangs on it goes when it is not kept alive for so long."""
+        return int(self._call("/v3/lease/grant", {"TTL": str(math.ceil(ttl_s))}, _Lease).ID)
+
+    def keep_alive(self, lease: int) -> bool:
+        """Let the lease begin anew; False when it is gone already."""
+        return int(self._call("/v3/lease/keepalive", {"ID": str(lease)}, _KeptAlive).result.TTL) > 0
+
+    def revoke(self, lease: int) -> None:
+        """End the lease, and what hangs on it, now."""
+        self._call("/v3/lease/revoke", {"ID": str(lease)}, _Header)
+
+    def close(self) -> None:
+        """Drop the connection."""
+        with self._lock:
+            self._drop()
+
+    def _call(self, path: str, body: Json, kind: type[T]) -> T:
+        data = msgspec.json.encode(body)
+        until = time.monotonic() + self._deadline_s
+        problem = "no time was left"
+        with self._lock:
+            for _ in range(2 * len(self.members)):  # a kept connection may have been closed meanwhile: each twice
+                if (left_s := until - time.monotonic()) <= 0:
+                    break
+                try:
+                    return msgspec.json.decode(self._post(path, data, left_s), type=kind)
+                except (OSError, http.client.HTTPException, ValueError) as error:
+                    problem = f"{self.members[self._place]}: {type(error).__name__}: {error}"
+                    self._drop()
+                    self._place = (self._place + 1) % len(self.members)
+        raise EtcdUnavailable(self.members, problem)
+
+    def _post(self, path: str, data: bytes, left_s: float) -> bytes:
+        if self._connection is None:
+            self._connection = http.client.HTTPConnection(self.members[self._place], timeout=min(CONNECT_S, left_s))
+            self._connection.connect()
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(left_s)
+        if self._login and not self._token:
+            asked = {"name": self._login.user, "password": self._login.password}
+            answer = self._exchange(self._connection, "/v3/auth/authenticate", msgspec.json.encode(asked))
+            self._token = msgspec.json.decode(answer, type=_Session).token
+        return self._exchange(self._connection, path, data)
+
+    def _exchange(self, connection: http.client.HTTPConnection, path: str, data: bytes) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = self._token
+        connection.request("POST", path, data, headers)
+        answer = connection.getresponse()
+        content = answer.read()
+        if answer.status != http.client.OK:
+            raise http.client.HTTPException(f"status {answer.status}: {content[:200].decode(errors='replace')}")
+        return content
+
+    def _drop(self) -> None:
+        self._token = ""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _text(key: str) -> str:
+    return base64.b64encode(key.encode()).decode()

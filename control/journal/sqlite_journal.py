@@ -1,0 +1,445 @@
+"""What survives a restart: one SQLite file, written by the coordinator's thread alone.
+
+WAL with synchronous=FULL: one fsync per record, and a record is durable when `write` returns. Heartbeats and anything
+else that can be asked again never come here. The file belongs on a local disk: SQLite's locks do not hold on NFS.
+
+Tables: `meta` (schema, boot), `channel` (highest epoch, committed version), `reply` (answers to rounds that are over or
+committed), `past` (what was committed), `event` (append-only audit of grants, commits and ended rounds, for people). Of
+the last three the newest of each channel are kept: none makes another one's go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Collection, Generator, Mapping
+from pathlib import Path
+from typing import Final, Protocol, cast
+
+import msgspec
+
+from ..log import get_log
+from ..machine.effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
+from ..machine.reply_cache import ANSWERS, HISTORY, Ending, Past, Restored, ending, remembered
+from ..protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
+from ..protocol.ids import Channel, Digest, Epoch, RequestId, Version
+from ..protocol.message_fields import Held
+from ..protocol.messages import RoundDone
+from .sqlite_file import RESTORE, advice_on, keep_private, log_of, look
+
+SCHEMA: Final = 3
+"""2 keeps with each answer what was asked, and an answer from the commit on; 3 keeps what was committed apart. Files of
+older ones become files of 3."""
+EVENTS: Final = 1_000
+"""Audit rows kept, of each channel."""
+_BUSY_S: Final = 2.0
+STRIDES: Final = (2**16, 2**20)
+
+
+def stride() -> int:
+    """By so much a start raises the epochs: so far, and so much by chance, that two starts from one copy do not meet.
+
+    An earlier life that a copy does not know of began at the same epoch, and gave out a few above its own stride.
+    """
+    least, most = STRIDES
+    return least + secrets.randbelow(most - least)
+
+
+_TABLES: Final = """
+CREATE TABLE meta (
+    only_row INTEGER PRIMARY KEY CHECK (only_row = 1),
+    schema INTEGER NOT NULL,
+    boot INTEGER NOT NULL,
+    probed INTEGER NOT NULL
+) STRICT;
+CREATE TABLE channel (
+    name TEXT PRIMARY KEY,
+    epoch INTEGER NOT NULL,
+    committed_version INTEGER,
+    committed_epoch INTEGER,
+    manifest TEXT,
+    digest_table TEXT,
+    CHECK (committed_epoch IS NULL OR committed_epoch <= epoch)
+) STRICT;
+CREATE TABLE reply (
+    request TEXT PRIMARY KEY,
+    channel TEXT NOT NULL,
+    answer BLOB NOT NULL,
+    written_at REAL NOT NULL,
+    question TEXT NOT NULL DEFAULT '',
+    closed INTEGER NOT NULL DEFAULT 1
+) STRICT;
+CREATE TABLE event (
+    id INTEGER PRIMARY KEY,
+    written_at REAL NOT NULL,
+    boot INTEGER NOT NULL,
+    channel TEXT NOT NULL,
+    record TEXT NOT NULL
+) STRICT;
+"""
+_TABLES_3: Final = """
+CREATE TABLE past (
+    id INTEGER PRIMARY KEY,
+    channel TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,
+    rollback INTEGER NOT NULL
+) STRICT;
+CREATE INDEX past_of_channel ON past (channel, id);
+CREATE INDEX event_of_channel ON event (channel, id);
+UPDATE meta SET schema = 3;
+"""
+
+_FROM_1: Final = """
+ALTER TABLE reply ADD COLUMN question TEXT NOT NULL DEFAULT '';
+ALTER TABLE reply ADD COLUMN closed INTEGER NOT NULL DEFAULT 1;
+UPDATE meta SET schema = 2;
+"""
+
+_ENCODE_ANSWER: Final = msgspec.msgpack.Encoder()
+_DECODE_ANSWER: Final = msgspec.msgpack.Decoder(RoundDone)
+_ENCODE_EVENT: Final = msgspec.json.Encoder()
+
+
+class _Commit(msgspec.Struct):
+    """What we want to know of an audited `Committed`, without the names of two thousand engines."""
+
+    channel: Channel
+    version: Version
+    epoch: Epoch
+    rollback: bool = False
+
+
+_DECODE_COMMIT: Final = msgspec.json.Decoder(_Commit)
+
+
+class Journal(Protocol):
+    """What the driver asks of a journal."""
+
+    @property
+    def boot(self) -> int:
+        """How often a coordinator was started on this journal.
+
+        Every start also raises each channel's epoch, by `stride`, durably: whatever an earlier life said is below it.
+        """
+        ...
+
+    @property
+    def stride(self) -> int:
+        """By how much this start has raised the epochs."""
+        ...
+
+    def confirm(self) -> None:
+        """Raise `Deposed`, or `JournalError`, unless this coordinator may go on.
+
+        Called before anything that came in is looked at.
+        """
+        ...
+
+    def write(self, record: AnyRecord) -> None:
+        """Make `record` durable, or raise `JournalUnwritable`, or `NotNewer`, and leave everything as it was."""
+        ...
+
+    def restore(self) -> Mapping[Channel, Restored]:
+        """Every channel as it was last written."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it, so that another coordinator can have it."""
+        ...
+
+
+class SqliteJournal:
+    """The journal of one coordinator."""
+
+    def __init__(self, path: Path, wall_clock: Callable[[], float] = time.time, *, by: int = 0) -> None:
+        """Open or create the file, check it, and count this boot, durably; `by` is its stride, 0 for any.
+
+        Raises `JournalCorrupt` for a file that cannot be trusted, `JournalError` for one that cannot be used.
+        """
+        self._path, self._log = path, log_of(path)
+        self._wall_clock = wall_clock
+        self.boot = 0
+        self.stride = by or stride()
+        self._raised: set[Channel] = set()
+        """Channels whose raising is in the audit trail, of this boot."""
+        look(path)
+        found = "a file that holds no journal" if path.exists() else "no file"
+        keep_private(path)
+        try:
+            # one thread at a time uses it; which one is the driver's affair
+            self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise JournalError(path, f"cannot be opened ({error})", advice_on(error)) from error
+        try:
+            self._open()
+        except BaseException:
+            self._db.close()
+            raise
+        self._mine = self._files()
+        self._tell_of_a_beginning(found)
+
+    def _open(self) -> None:
+        try:
+            self._claim()
+            self._check_pages()
+            with self._transaction():
+                self._adopt_schema()
+                self._db.execute("UPDATE meta SET boot = boot + 1")
+                # What was said before the restart is stale by comparison, whoever still says it.
+                self._db.execute("UPDATE channel SET epoch = epoch + ?", (self.stride,))
+            (self.boot,) = self._db.execute("SELECT boot FROM meta").fetchone()
+        except JournalUnwritable as error:
+            raise JournalError(self._path, error.problem, error.advice) from error
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):
+                raise JournalError(self._path, f"cannot be used ({error})", advice_on(error)) from error
+            raise JournalCorrupt(self._path, str(error), RESTORE) from error
+
+    def _tell_of_a_beginning(self, found: str) -> None:
+        """As it is with a first start, and with a copy that was made without its -wal: only people can tell."""
+        if self.boot == 1:
+            get_log(__name__).warning("journal_begun_anew", path=str(self._path), found=found, advice=_ANEW)
+
+    def _claim(self) -> None:
+        """Take the file for this process alone: a second coordinator on it would grant the same epochs."""
+        self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        (mode,) = self._db.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise JournalError(self._path, f"journal mode is {mode!r}, expected 'wal'", "put it on a local disk")
+        self._db.execute("PRAGMA synchronous = FULL")
+        self._db.execute("PRAGMA foreign_keys = ON")
+
+    def _check_pages(self) -> None:
+        (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise JournalCorrupt(self._path, f"quick_check found {found!r}", RESTORE)
+
+    def _adopt_schema(self) -> None:
+        if not self._db.execute("SELECT 1 FROM sqlite_master WHERE name = 'meta'").fetchone():
+            self._run(_TABLES)
+            self._db.execute("INSERT INTO meta VALUES (1, 2, 0, 0)")
+        (found,) = self._db.execute("SELECT schema FROM meta").fetchone()
+        if found == 1:
+            self._run(_FROM_1)
+            found = 2
+        if found == 2:
+            self._run(_TABLES_3)
+            for channel, known in self._audited_commits().items():
+                for past in known:
+                    self._note_past(channel, past)
+            found = SCHEMA
+        if found != SCHEMA:
+            advice = "start the release that wrote it, or another journal"
+            raise JournalError(self._path, f"schema {found}, this release reads {SCHEMA}", advice)
+
+    def _run(self, script: str) -> None:
+        for statement in filter(str.strip, script.split(";")):
+            self._db.execute(statement)
+
+    def confirm(self) -> None:
+        """Nobody else can have the file, while it is the one of that name. Raises `JournalError` when it is not."""
+        if self._files() != self._mine:
+            problem = "was removed or replaced while it was written to: what was written since is not to be found"
+            raise JournalError(self._path, problem, _TAKEN)
+
+    def _files(self) -> list[tuple[int, int] | None]:
+        """Which files have the names of the journal and of its log."""
+        found: list[tuple[int, int] | None] = []
+        for path in (self._path, self._log):
+            try:
+                file = path.stat()
+            except OSError:
+                found.append(None)
+            else:
+                found.append((file.st_dev, file.st_ino))
+        return found
+
+    def write(self, record: AnyRecord) -> None:
+        """Make `record` durable, or raise `JournalUnwritable` and leave everything as it was."""
+        with self._transaction():
+            match record:
+                case EpochTaken() | EpochRaised():
+                    self._db.execute(
+                        "INSERT INTO channel (name, epoch) VALUES (?, ?)"
+                        " ON CONFLICT (name) DO UPDATE SET epoch = max(epoch, excluded.epoch)",
+                        (record.channel, record.epoch),
+                    )
+                case Committed():
+                    self._commit(record)
+                    self._remember(record)
+                case RoundClosed():
+                    self._remember(record)
+                case ChannelForgotten():
+                    self._forget(record.channel)
+                case Probe():
+                    self._db.execute("UPDATE meta SET probed = probed + 1")
+            if not (isinstance(record, Probe) or (isinstance(record, EpochRaised) and record.channel in self._raised)):
+                self._audit(record)
+        if isinstance(record, EpochRaised):
+            self._raised.add(record.channel)
+        self.confirm()
+
+    def forget(self, channels: Collection[Channel]) -> None:
+        """All of them, or raise as `write` does and forget none."""
+        with self._transaction():
+            for channel in channels:
+                self._forget(channel)
+                self._audit(ChannelForgotten(channel=channel))
+        self.confirm()
+
+    def _forget(self, channel: Channel) -> None:
+        self._db.execute("DELETE FROM channel WHERE name = ?", (channel,))
+        self._db.execute("DELETE FROM reply WHERE channel = ?", (channel,))
+        self._db.execute("DELETE FROM past WHERE channel = ?", (channel,))
+
+    def restore(self) -> Mapping[Channel, Restored]:
+        """Every channel as it was last written. Raises `JournalCorrupt`."""
+        answers: dict[str, dict[RequestId, Ending]] = {}
+        rows = self._db.execute(
+            "SELECT request, channel, answer, question, closed FROM (SELECT *, rowid AS number, row_number() OVER"
+            " (PARTITION BY channel ORDER BY rowid DESC) AS place FROM reply) WHERE place <= ? ORDER BY number",
+            (ANSWERS,),
+        )
+        for request, channel, answer, question, closed in rows:
+            try:
+                known = Ending(_DECODE_ANSWER.decode(answer), question, closed=bool(closed))
+                answers.setdefault(channel, {})[RequestId(request)] = known
+            except ValueError as error:
+                raise JournalCorrupt(
+                    self._path, f"the answer to {request!r} is unreadable ({error})", RESTORE
+                ) from error
+        rows = self._db.execute(
+            "SELECT name, epoch, committed_version, committed_epoch, manifest, digest_table FROM channel"
+        )
+        past = self._history()
+        return {
+            Channel(row[0]): msgspec.structs.replace(
+                _restored(row, answers.get(row[0], {})), history=past.get(Channel(row[0]), ())
+            )
+            for row in rows
+        }
+
+    def _history(self) -> dict[Channel, tuple[Past, ...]]:
+        found: dict[Channel, tuple[Past, ...]] = {}
+        for channel, version, epoch, rollback in self._db.execute(
+            "SELECT channel, version, epoch, rollback FROM past ORDER BY id"
+        ):
+            past = Past(Version(version), Epoch(epoch), bool(rollback))
+            found[Channel(channel)] = remembered(found.get(Channel(channel), ()), past)
+        return found
+
+    def _audited_commits(self) -> dict[Channel, tuple[Past, ...]]:
+        """What an older release has committed, by its audit trail. A line that is unreadable is only history."""
+        found: dict[Channel, tuple[Past, ...]] = {}
+        newest = self._db.execute(
+            'SELECT record, channel FROM event WHERE record LIKE \'{"record":"Committed"%\''
+            ' OR record LIKE \'{"record":"ChannelForgotten"%\' ORDER BY id'
+        )
+        for line, channel in newest:
+            if line.startswith('{"record":"ChannelForgotten"'):
+                found.pop(Channel(channel), None)
+                continue
+            with contextlib.suppress(ValueError):
+                commit = _DECODE_COMMIT.decode(line)
+                past = Past(commit.version, commit.epoch, commit.rollback)
+                found[commit.channel] = remembered(found.get(commit.channel, ()), past)
+        return found
+
+    def audit(self) -> list[dict[str, object]]:
+        """The audit trail, oldest first."""
+        rows = self._db.execute("SELECT record FROM event ORDER BY id")
+        return [cast("dict[str, object]", msgspec.json.decode(row[0])) for row in rows]
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._db.close()
+
+    def _commit(self, record: Committed) -> None:
+        changed = self._db.execute(
+            "UPDATE channel SET committed_version = ?1, committed_epoch = ?2, manifest = ?3, digest_table = ?4"
+            " WHERE name = ?5 AND epoch >= ?2 AND (committed_version IS NULL OR committed_version < ?1"
+            " OR (committed_version = ?1 AND digest_table = ?4) OR ?6)",
+            (record.version, record.epoch, record.manifest, record.table, record.channel, record.rollback),
+        ).rowcount
+        if changed != 1:
+            problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
+            raise JournalCorrupt(self._path, problem, "this is a bug: keep the file and report it")
+        self._note_past(record.channel, Past(record.version, record.epoch, record.rollback))
+
+    def _note_past(self, channel: Channel, past: Past) -> None:
+        row = (channel, past.version, past.epoch, past.rollback)
+        self._db.execute("INSERT INTO past (channel, version, epoch, rollback) VALUES (?, ?, ?, ?)", row)
+        self._keep_newest("past", channel, HISTORY)
+
+    def _keep_newest(self, table: str, channel: Channel, count: int) -> None:
+        self._db.execute(
+            f"DELETE FROM {table} WHERE channel = ?1 AND id <= (SELECT id FROM {table} WHERE channel = ?1"  # noqa: S608
+            " ORDER BY id DESC LIMIT 1 OFFSET ?2)",
+            (channel, count),
+        )
+
+    def _remember(self, record: Committed | RoundClosed) -> None:
+        known = ending(record)
+        self._db.execute(
+            "INSERT OR REPLACE INTO reply (request, channel, answer, written_at, question, closed)"
+            " VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                record.request,
+                known.done.channel,
+                _ENCODE_ANSWER.encode(known.done),
+                self._wall_clock(),
+                known.question,
+                known.closed,
+            ),
+        )
+        self._db.execute(  # by the order in which they came: wall clocks are set back and forth
+            "DELETE FROM reply WHERE channel = ?1 AND rowid <= (SELECT rowid FROM reply WHERE channel = ?1"
+            " ORDER BY rowid DESC LIMIT 1 OFFSET ?2)",
+            (known.done.channel, ANSWERS),
+        )
+
+    def _audit(self, record: EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotten) -> None:
+        channel = record.done.channel if isinstance(record, RoundClosed) else record.channel
+        if isinstance(record, RoundClosed):  # the reply names them; here they would be a megabyte a round
+            record = msgspec.structs.replace(record, done=msgspec.structs.replace(record.done, engines=()))
+        row = (self._wall_clock(), self.boot, channel, _ENCODE_EVENT.encode(record).decode())
+        self._db.execute("INSERT INTO event (written_at, boot, channel, record) VALUES (?, ?, ?, ?)", row)
+        self._keep_newest("event", channel, EVENTS)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Generator[None]:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                # after SQLITE_FULL or SQLITE_IOERR SQLite may have rolled back by itself
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+        except sqlite3.OperationalError as error:
+            code = getattr(error, "sqlite_errorname", "")
+            raise JournalUnwritable(self._path, f"cannot be written ({code}: {error})", advice_on(error)) from error
+        except sqlite3.DatabaseError as error:
+            raise JournalCorrupt(self._path, str(error), RESTORE) from error
+
+
+_ANEW: Final = (
+    "nothing is known to be committed; if this is not the first start, stop, and restore the file together with the one"
+    " beside it that ends in -wal"
+)
+_TAKEN: Final = "put both files back with the coordinator stopped, or restore them from a backup, and start it again"
+
+_Row = tuple[str, int, int | None, int | None, str | None, str | None]
+
+
+def _restored(row: _Row, answers: Mapping[RequestId, Ending]) -> Restored:
+    _, epoch, version, committed_epoch, manifest, table = row
+    held = None
+    if version is not None and manifest is not None and table is not None:
+        held = Held(version=Version(version), manifest=Digest(manifest), table=Digest(table))
+    return Restored(epoch=Epoch(epoch), committed=held, committed_epoch=Epoch(committed_epoch or 0), answers=answers)

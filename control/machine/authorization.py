@@ -1,0 +1,134 @@
+"""Who may join, and who may say what. Pure verdicts with their reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ..protocol.enums import PROTOCOL, Code, Role
+from ..protocol.ids import Channel
+from ..protocol.messages import (
+    Abandon,
+    Acquire,
+    Bye,
+    Failed,
+    GetBlob,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Offered,
+    Paused,
+    Prepared,
+    Publish,
+    PutBlob,
+    Release,
+    Sent,
+    Serving,
+    ToCoordinator,
+    Topology,
+    Transferred,
+    Verified,
+)
+from .events import Principal
+from .membership import Agent
+from .reply_cache import YES, Verdict
+
+_ANY: Final = frozenset(Role)
+_TRAINER: Final = frozenset({Role.TRAINER})
+_ENGINE: Final = frozenset({Role.ENGINE})
+ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
+    Hello: _ANY,
+    Heartbeat: _ANY,
+    Topology: frozenset({Role.TRAINER, Role.ENGINE}),
+    Bye: _ANY,
+    GetBlob: frozenset({Role.TRAINER, Role.ENGINE}),
+    GetStatus: _ANY,
+    Acquire: _TRAINER,
+    Release: _TRAINER,
+    PutBlob: _TRAINER,
+    Publish: _TRAINER,
+    Offered: _TRAINER,
+    Sent: _TRAINER,
+    Abandon: _TRAINER,
+    Prepared: _ENGINE,
+    Paused: _ENGINE,
+    Transferred: _ENGINE,
+    Verified: _ENGINE,
+    Serving: _ENGINE,
+    Failed: _ENGINE,
+}
+"""Who may say what. A message type without a row fails a test."""
+
+
+def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -> Verdict:
+    """Whether `message` is for the role of `agent`, and about its own channel.
+
+    Where keys are used, `principal` is whom this very message's connection belongs to, as the allow-list is now: its
+    name and role have to be those of the `Hello`. Where that is who it was at the `Hello`, both were compared.
+    """
+    channel: Channel = getattr(message, "channel", agent.channel)
+    if principal is agent.principal and agent.role in ALLOWED[type(message)] and channel == agent.channel:
+        return YES
+    if reason := _not_of_the_seat(agent, principal):
+        return Verdict(Code.NOT_ALLOWED, reason)
+    if agent.role not in ALLOWED[type(message)]:
+        return Verdict(Code.NOT_ALLOWED, f"not for the role {agent.role.value}")
+    if channel != agent.channel:
+        return Verdict(Code.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {channel!r}")
+    if principal and not principal.covers(channel):
+        return Verdict(Code.NOT_ALLOWED, f"{agent.name}'s key is not trusted in channel {channel!r}")
+    return YES
+
+
+def _not_of_the_seat(agent: Agent, principal: Principal | None) -> str:
+    if not principal and not agent.principal:
+        return ""
+    if principal is None or principal.name != agent.name:
+        found = f"{principal.name!r}'s" if principal else "nobody's that is trusted"
+        return f"the connection's key is {found}, not {agent.name!r}'s"
+    if principal.role is not agent.role:
+        return f"{agent.name!r} is trusted as {principal.role.value} now, and joined as {agent.role.value}"
+    return ""
+
+
+def may_join(
+    message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None, *, keyed: bool = False
+) -> Verdict:
+    """What speaks against a `Hello` by itself.
+
+    `principal` is whom the connection's key belongs to, `seated` who sits on the connection, `known` who has the name;
+    `keyed`: nobody joins without a key.
+    """
+    if message.protocol != PROTOCOL:
+        older = "agent" if message.protocol < PROTOCOL else "coordinator"
+        reason = f"found protocol {message.protocol}, expected {PROTOCOL}: upgrade the {older}"
+        return Verdict(Code.PROTOCOL_MISMATCH, reason)
+    if keyed and not principal:
+        return Verdict(Code.NOT_ALLOWED, f"{message.agent!r} came without a key that is trusted")
+    return Verdict(Code.NOT_ALLOWED, reason) if (reason := _objection(message, principal, seated, known)) else YES
+
+
+def _objection(message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None) -> str:
+    if principal and (reason := _not_by_key(message, principal)):
+        return reason
+    if (message.engine is not None) is not (message.role is Role.ENGINE):
+        return "engines, and nobody else, describe an engine in Hello"
+    if (message.trainer is not None) is not (message.role is Role.TRAINER):
+        return "trainers, and nobody else, describe a trainer in Hello"
+    if seated and seated.name != message.agent:
+        return f"this connection is {seated.name!r}'s: one connection, one agent"
+    same = known is not None and known.incarnation == message.incarnation
+    if known and same and (known.role, known.channel) != (message.role, message.channel):
+        return f"{message.agent!r} is {known.role.value} of channel {known.channel!r}"
+    return ""
+
+
+def _not_by_key(message: Hello, principal: Principal) -> str:
+    """A key speaks for one name, in one role, in its channels."""
+    if principal.name != message.agent:
+        return f"the connection's key is {principal.name!r}'s, not {message.agent!r}'s"
+    if principal.role is not message.role:
+        return f"{message.agent!r} is trusted as {principal.role.value}, not as {message.role.value}"
+    if not principal.covers(message.channel):
+        return f"{message.agent!r} is trusted in {', '.join(principal.channels)}, not in {message.channel!r}"
+    return ""

@@ -1,0 +1,404 @@
+"""The coordinator: `handle(event, now)` returns what is to be done about it, in order. Pure.
+
+It knows who speaks, whether their role allows it, which channel is meant and which answers were given before; channels
+decide the rest. No clock, no socket, no disk, no log in here: the driver is event_loop.py.
+
+One record is written at a time. Until the driver says how that went, further events wait in line: whatever an answer
+or a command depends on is durable before it leaves. The way of a record, and back::
+
+    Round.decide -> Channel.flush -> Coordinator._flush -> Pen.write -> Persist      the driver writes it,
+    Round        <- Channel.persisted <- Coordinator._written <- Pen.written <- Persisted    and says so
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, assert_never
+
+import msgspec
+
+from ..protocol.codec import MAX_ANSWER_BYTES
+from ..protocol.enums import Code, Role
+from ..protocol.errors import InvariantBroken
+from ..protocol.ids import AgentId
+from ..protocol.ids import Channel as ChannelId
+from ..protocol.messages import (
+    Abandon,
+    Acquire,
+    BlobPage,
+    Bye,
+    EngineMessage,
+    Failed,
+    GetBlob,
+    GetStatus,
+    Granted,
+    Heartbeat,
+    Hello,
+    Offered,
+    Paused,
+    Prepared,
+    Publish,
+    PutBlob,
+    Release,
+    Sent,
+    Serving,
+    Status,
+    ToCoordinator,
+    Topology,
+    Transferred,
+    Verified,
+)
+from . import status
+from .authorization import may_say
+from .blob_cache import Blobs
+from .channel import Channel
+from .effect_queue import RECORDS, Outbox, Pen, Tell
+from .effects import AnyEffect, ChannelForgotten, Probe, ReadinessChanged, RoundReadiness, StateEntered
+from .event_trace import Said
+from .events import (
+    AnyEvent,
+    Burst,
+    MessageReceived,
+    Peer,
+    PeerLost,
+    Persisted,
+    PersistFailed,
+    StopRequested,
+    Tick,
+    TrustLost,
+    Unsent,
+)
+from .lease import Late
+from .limits import Limits, earlier
+from .membership import Agent, Membership
+from .registration import Attendance
+from .reply_cache import YES, Keyed, Restored, Verdict
+from .route import Routing
+from .states import RoundState
+
+
+class _Silent(msgspec.Struct, frozen=True):
+    agent: AgentId
+
+
+class _ChannelTick(msgspec.Struct, frozen=True):
+    channel: ChannelId
+
+
+class _ChannelStop(msgspec.Struct, frozen=True):
+    channel: ChannelId
+
+
+_WRITTEN: Final = (Persisted, PersistFailed)
+_ENGINES_SAY: Final = (Prepared, Paused, Transferred, Verified, Serving, Failed)
+"""As tuples, made once: a union in the middle of a function is made anew with every message."""
+_Work = AnyEvent | _Silent | _ChannelTick | _ChannelStop
+
+
+class Coordinator:
+    """The machine. Drive it from one thread; carry out every effect in order before the next event."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        boot: int,
+        routing: Routing,
+        restored: Mapping[ChannelId, Restored] | None = None,
+        *,
+        stride: int = 1,
+        keyed: bool = False,
+    ) -> None:
+        """`stride`: by how much this start has raised the epochs of `restored`; `keyed`: nobody joins without a key."""
+        self.boot = boot
+        self.limits = limits
+        self.members = Membership(limits)
+        self.blobs = Blobs(limits.blob_bytes)
+        self.channels = {
+            name: Channel(name, limits, routing, known, stride=stride) for name, known in (restored or {}).items()
+        }
+        self.stopping = False
+        self._waiting: deque[_Work] = deque()
+        self._stirred: dict[ChannelId, Channel] = {}
+        """Of which something is to be noted when the event is over."""
+        self._out = Outbox(limits.answers)
+        self.replies = self._out.replies
+        self._pen = Pen(self._out, limits.probe_s)
+        self._attendance = Attendance(
+            boot, limits, routing, self.channels, self.members, out=self._out, stride=stride, keyed=keyed
+        )
+
+    # -- the door ---------------------------------------------------------------------------------------------------
+
+    def handle(self, event: AnyEvent, now: float) -> tuple[AnyEffect, ...]:
+        """Take `event`, which happened at `now` (monotonic seconds). Raises `IllegalMove` on a token not given out."""
+        if isinstance(event, _WRITTEN):
+            self._written(event, now)
+        elif isinstance(event, Burst):
+            for message in event.messages:
+                if self._waiting or self._pen.writing:
+                    self._waiting.append(message)
+                else:
+                    self._received(message, now)
+        else:
+            self._waiting.append(event)
+        while self._pen.writing is None and (self._waiting or self._stirred):
+            if self._waiting:
+                self._work(self._waiting.popleft(), now)
+            else:
+                self._flush(self._stirred.popitem()[1], now)
+        return self._out.take()
+
+    def next_deadline(self) -> float | None:
+        """When a `Tick` is due; None when nothing is waited for."""
+        due = earlier(self.members.next_deadline(), self._pen.probe_at)
+        for channel in self.channels.values():
+            due = earlier(due, channel.next_deadline())
+        return due
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the journal took no record when it was last tried."""
+        return self._pen.read_only
+
+    @property
+    def calm(self) -> bool:
+        """Whether nobody's next step waits for a message: no lease, no round, nothing asked and not answered."""
+        return not self._pen.writing and all(channel.calm for channel in self.channels.values())
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a requested stop is complete: no round, nothing being written."""
+        idle = all(channel.round is None for channel in self.channels.values())
+        return self.stopping and idle and self._pen.writing is None and not self._waiting
+
+    def status(self, now: float) -> status.StatusView:
+        """What may be known of the whole."""
+        return status.StatusView(
+            boot=self.boot,
+            read_only=self.read_only,
+            stopping=self.stopping,
+            agents=len(self.members),
+            blob_bytes=self.blobs.held_bytes,
+            channels=status.describe(self.channels.values(), self.members, self.limits.lease_s, now),
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantBroken` unless everything agrees with everything else."""
+        self.members.check()
+        self.blobs.check()
+        for channel in self.channels.values():
+            channel.check()
+        if self._out:
+            raise InvariantBroken("effects were left behind")
+
+    # -- work -------------------------------------------------------------------------------------------------------
+
+    def _work(self, work: _Work, now: float) -> None:
+        match work:
+            case MessageReceived():
+                self._received(work, now)
+            case PeerLost():
+                self._attendance.disconnected(work.peer, now)
+            case Unsent():
+                self._unsent(work, now)
+            case TrustLost():
+                self._flush(self._attendance.distrusted(work, now), now)
+            case Tick():
+                self._tick(now)
+            case StopRequested():
+                self.stopping = True
+                self._waiting.extend(_ChannelStop(name) for name in self.channels)
+            case _Silent():
+                self._flush(self._attendance.give_up_on(work.agent, now), now)
+            case _ChannelTick() | _ChannelStop():
+                channel = self.channels[work.channel]
+                channel.tick(now) if isinstance(work, _ChannelTick) else channel.stop(now)
+                self._flush(channel, now)
+            case Persisted() | PersistFailed() | Burst():
+                raise InvariantBroken(f"{type(work).__name__} does not wait in line")
+            case _:
+                assert_never(work)
+
+    def _flush(self, channel: Channel | None, now: float) -> None:
+        """Bring out everything that `channel`, if there is one, wants sent, noted and written now, in its order."""
+        if channel is None:
+            return
+        for out in channel.flush(now):
+            if isinstance(out, Tell):
+                self._out.tell(self.members.peers(out.agents), out.message)
+            elif isinstance(out, Late):
+                self._answer_late(out)
+            elif isinstance(out, RECORDS):
+                self._pen.write(out, channel.name)
+            else:
+                if isinstance(out, StateEntered) and out.state is RoundState.OFFERING:
+                    self._attendance.missed(channel, now)
+                if not isinstance(out, ReadinessChanged | RoundReadiness):
+                    channel.story.append(out)
+                self._out.observe(out)
+
+    def _answer_late(self, late: Late) -> None:
+        if isinstance(late.answer, Granted):
+            self.replies.remember(late.agent, late.question, late.answer)
+            self._out.tell(self.members.peers((late.agent,)), late.answer)
+        else:
+            for peer in self.members.peers((late.agent,)):
+                self._out.refuse(peer, late.agent, late.question, late.answer)
+
+    def _unsent(self, event: Unsent, now: float) -> None:
+        """A command that nobody can be told is not waited for."""
+        for agent in filter(None, map(self.members.on, event.peers)):
+            channel = self.channels[agent.channel]
+            channel.unsent(agent.name, event.message, event.reason, now)
+            self._stirred[channel.name] = channel
+
+    def _tick(self, now: float) -> None:
+        self._waiting.extend(_Silent(agent.name) for agent in self.members.lost(now))
+        self._waiting.extend(_ChannelTick(name) for name in self.channels)
+        self._pen.tick(now)
+
+    def _written(self, event: Persisted | PersistFailed, now: float) -> None:
+        record, name, failed, again = self._pen.written(event, now)
+        channel = self.channels[name] if name is not None else None
+        if channel and not isinstance(record, Probe | ChannelForgotten):
+            if failed is None:
+                channel.persisted(record, now)
+            else:
+                reason = f"the journal {'cannot be written' if again else 'does not take it'}: {failed}"
+                channel.not_persisted(record, reason, now, again=again)
+            self._flush(channel, now)
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _received(self, event: MessageReceived, now: float) -> None:
+        message, peer = event.message, event.peer
+        if isinstance(message, Hello):
+            self._hello(message, event, now)
+            return
+        agent = self.members.heard(peer, now)
+        if agent is None:
+            if not isinstance(message, Bye):
+                self._out.refuse(peer, "?", message, Verdict(Code.UNKNOWN_AGENT, "say Hello first"))
+            return
+        verdict = may_say(agent, message, event.principal)
+        if verdict.code is not None:
+            self._out.refuse(peer, agent.name, message, verdict)
+        elif isinstance(message, _ENGINES_SAY):
+            self._from_engine(agent, message, peer, now)
+        else:
+            self._take(agent, message, event, now)
+
+    def _hello(self, message: Hello, event: MessageReceived, now: float) -> None:
+        before = self.members.get(message.agent)
+        verdict = self._attendance.may_enter(message, event, before, now)
+        if not verdict.ok:
+            self._out.refuse(event.peer, message.agent, message, verdict)
+        elif before and before.incarnation != message.incarnation:
+            self._waiting.appendleft(event)  # losing it may move its round on: who comes is told how things stand then
+            reason = f"was replaced by {message.incarnation}"
+            self._flush(self._attendance.leave(before, reason, now, evict=before.peer != event.peer), now)
+        else:
+            self._flush(self._attendance.welcome(message, event, before, now), now)
+
+    def _take(self, agent: Agent, message: ToCoordinator, event: MessageReceived, now: float) -> None:
+        peer = event.peer
+        if agent.role is Role.TRAINER:
+            self.channels[agent.channel].trainer_heard(agent, now)
+        match message:
+            case Heartbeat():
+                self._flush(self._attendance.heartbeat(agent, message, peer, now), now)
+            case Bye():
+                self._flush(self._attendance.leave(agent, f"said Bye: {message.reason}", now), now)
+            case GetBlob():
+                self._get_blob(agent, message, peer)
+            case Topology():
+                self._attendance.located(agent, message)
+                self._out.answer(peer, agent.name, message, YES)
+            case GetStatus():
+                self._get_status(agent, message, peer, now)
+            case PutBlob():
+                blob = event.blob if event.blob is not None else b""
+                verdict = self.blobs.put(message.digest, message.page, message.pages, blob)
+                self._out.answer(peer, agent.name, message, verdict)
+            case Acquire() | Release() | Publish() | Offered() | Sent() | Abandon():
+                self._from_trainer(agent, message, peer, now)
+            case Hello() | Prepared() | Paused() | Transferred() | Verified() | Serving() | Failed():
+                raise InvariantBroken(f"{message.kind} is taken elsewhere")
+            case _:
+                assert_never(message)
+
+    def _get_blob(self, agent: Agent, message: GetBlob, peer: Peer) -> None:
+        found = self.blobs.page(message.digest, message.page)
+        if found is None:
+            reason = f"page {message.page} of blob {message.digest[:12]} is not here"
+            self._out.refuse(peer, agent.name, message, Verdict(Code.UNKNOWN_BLOB, reason))
+            return
+        blob, pages = found
+        answer = BlobPage(request=message.request, digest=message.digest, page=message.page, pages=pages)
+        self._out.send(peer, answer, blob)
+
+    def _get_status(self, agent: Agent, message: GetStatus, peer: Peer, now: float) -> None:
+        document = status.encode(self.status(now))
+        if len(document) > MAX_ANSWER_BYTES:
+            reason = f"the status takes {len(document)} bytes, a message {MAX_ANSWER_BYTES}: read it over HTTP"
+            self._out.refuse(peer, agent.name, message, Verdict(Code.NOT_ALLOWED, reason))
+            return
+        self._out.send(peer, Status(request=message.request), document)
+
+    def _from_engine(self, agent: Agent, message: EngineMessage, peer: Peer, now: float) -> None:
+        channel = self.channels[agent.channel]
+        verdict = channel.engine_answered(agent.name, message, now)
+        channel.story.append(Said(now, agent.name, message))
+        if verdict.code is None:
+            self._out.acknowledge(peer, message)
+        else:
+            self._out.refuse(peer, agent.name, message, verdict)
+        self._stirred[channel.name] = channel
+
+    def _from_trainer(self, agent: Agent, message: Keyed, peer: Peer, now: float) -> None:
+        channel = self.channels[agent.channel]
+        known = self.replies.get(agent.name, message)
+        if isinstance(known, Verdict):
+            self._out.refuse(peer, agent.name, message, known)
+        elif known:
+            self._out.send(peer, known)
+            if isinstance(message, Publish):
+                channel.repeat_done(agent, message)
+        else:
+            channel.story.append(Said(now, agent.name, message))
+            verdict = self._ask(channel, agent, message, now)
+            if not verdict.ok or not isinstance(message, Acquire):
+                self._out.answer(peer, agent.name, message, verdict)
+        self.blobs.pin(digest for channel in self.channels.values() for digest in channel.pinned())
+        self._flush(channel, now)
+
+    def _ask(self, channel: Channel, agent: Agent, message: Keyed, now: float) -> Verdict:
+        match message:
+            case Acquire():
+                return self._closed() or channel.acquire(agent, message, now)
+            case Publish():
+                return self._closed() or channel.publish(
+                    agent, message, self._missing(message.manifest, message.table), now
+                )
+            case Release():
+                return channel.release(agent, message)
+            case Offered() | Sent():
+                table = message.table if isinstance(message, Sent) else ""
+                return channel.transferring(agent, message, self._missing(table), now)
+            case Abandon():
+                return channel.abandon(agent, message, now)
+            case _:
+                assert_never(message)
+
+    def _missing(self, *digests: str) -> str:
+        """The first of these blobs that is not here; empty when all are. One without a name is not asked for."""
+        return next((digest for digest in digests if digest and digest not in self.blobs), "")
+
+    def _closed(self) -> Verdict | None:
+        """Why nothing new may begin; None when it may."""
+        if self.stopping:
+            return Verdict(Code.SHUTTING_DOWN, "the coordinator is stopping", 5.0)
+        if self.read_only:
+            return Verdict(Code.READ_ONLY, "the journal cannot be written; is the disk full?", self.limits.probe_s)
+        return None

@@ -1,0 +1,195 @@
+"""What the coordinator wants done, in the order in which it came about, until its driver takes it. Pure.
+
+That order is part of the contract (effects.py). Here stands also what was answered under which key, so that the same
+request gets the same answer; and the pen, with which one record is written at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+import msgspec
+
+from ..protocol.enums import Code
+from ..protocol.errors import IllegalMove, InvariantBroken
+from ..protocol.ids import AgentId, Channel, RequestId
+from ..protocol.messages import Abandon, Ack, Bye, Heartbeat, Offered, Publish, Refused, Release, Request, Sent, ToAgent
+from ..protocol.messages import ToCoordinator as Message
+from .effects import (
+    Acknowledge,
+    AnyEffect,
+    AnyObservation,
+    AnyRecord,
+    Committed,
+    EpochRaised,
+    EpochTaken,
+    Evict,
+    JournalChanged,
+    Observe,
+    Persist,
+    Probe,
+    Refusal,
+    RoundClosed,
+    SendTo,
+    SendToAll,
+)
+from .events import Peer, Persisted, PersistFailed, Token
+from .lease import Late
+from .pending_commands import Command
+from .reply_cache import Replies, Verdict
+
+HEARTBEAT_KEY: Final = RequestId("heartbeat")
+"""Heartbeats carry no key; this one stands in the `Refused` that tells a stranger to say `Hello`."""
+_KEYLESS: Final = (Heartbeat, Bye)
+_REMEMBERED: Final = (Publish, Release, Offered, Sent, Abandon)
+"""As tuples, made once: a union in the middle of a function is made anew with every message."""
+
+
+class Outbox:
+    """The effects of one event after the other."""
+
+    def __init__(self, answers: int) -> None:
+        """`answers` are remembered by request key."""
+        self.replies = Replies(answers)
+        self._effects: list[AnyEffect] = []
+        self._owed: list[tuple[Peer, Request]] | None = None
+        """Of the last effect, if it is an `Acknowledge`."""
+
+    def __len__(self) -> int:
+        return len(self._effects)
+
+    def take(self) -> tuple[AnyEffect, ...]:
+        """Everything since this was asked last."""
+        effects, self._effects, self._owed = tuple(self._effects), [], None
+        return effects
+
+    def _add(self, effect: AnyEffect) -> None:
+        self._owed = None
+        self._effects.append(effect)
+
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
+        """To one connection."""
+        self._add(SendTo(peer, message, blob))
+
+    def tell(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
+        """To many connections, or one, or none."""
+        if len(peers) > 1:
+            self._add(SendToAll(peers, message))
+        elif peers:
+            self._add(SendTo(peers[0], message))
+
+    def evict(self, peer: Peer, reason: str) -> None:
+        """Forget the connection."""
+        self._add(Evict(peer=peer, reason=reason))
+
+    def persist(self, persist: Persist) -> None:
+        """Make a record durable."""
+        self._add(persist)
+
+    def observe(self, what: AnyObservation) -> None:
+        """For logs and metrics."""
+        self._add(Observe(what))
+
+    def answer(self, peer: Peer, agent: AgentId, message: Message, verdict: Verdict) -> None:
+        """An `Ack`, or a refusal with its reason."""
+        if verdict.code is not None:
+            self.refuse(peer, agent, message, verdict)
+        elif not isinstance(message, _KEYLESS):
+            if isinstance(message, _REMEMBERED):
+                self.replies.remember(agent, message, Ack(request=message.request))
+            self.acknowledge(peer, message)
+
+    def acknowledge(self, peer: Peer, message: Request) -> None:
+        """`message` was taken. Those that come together are one effect."""
+        if self._owed is None:
+            self._owed = []
+            self._effects.append(Acknowledge(self._owed))
+        self._owed.append((peer, message))
+
+    def refuse(self, peer: Peer, agent: str, message: Message, verdict: Verdict) -> None:
+        """A refusal changed nothing and is not remembered."""
+        code = verdict.code or Code.NOT_ALLOWED
+        request = HEARTBEAT_KEY if isinstance(message, _KEYLESS) else message.request
+        self.send(peer, Refused(request=request, code=code, reason=verdict.reason, retry_after_s=verdict.retry_after_s))
+        self.observe(Refusal(agent=agent, message=message.kind, code=code, reason=verdict.reason))
+
+
+class Written(NamedTuple):
+    """How a write went."""
+
+    record: AnyRecord
+    channel: Channel | None
+    failed: str | None
+    """Why the record is not durable."""
+    again: bool
+    """Whether it may be so later."""
+
+
+class Pen:
+    """Asks the driver to write, and takes its answers: one record at a time, and whether the journal takes any.
+
+    While `writing` is set, the coordinator takes up nothing new: whatever an answer or a command depends on is durable
+    before it leaves.
+    """
+
+    def __init__(self, out: Outbox, probe_s: float) -> None:
+        self.writing: tuple[Persist, Channel | None] | None = None
+        self.read_only = False
+        self.probe_at: float | None = None
+        """When a journal that takes no writes is tried again."""
+        self._out = out
+        self._probe_s = probe_s
+        self._tokens = 0
+
+    def write(self, record: AnyRecord, channel: Channel | None) -> None:
+        """Make `record` durable; `channel` waits for it."""
+        if self.writing:
+            raise InvariantBroken(f"{record} was to be written while {self.writing[0].record} still is")
+        self._tokens += 1
+        persist = Persist(token=Token(self._tokens), record=record)
+        self.writing = (persist, channel)
+        self._out.persist(persist)
+
+    def written(self, event: Persisted | PersistFailed, now: float) -> Written:
+        """The driver says how it went. Raises `IllegalMove` on a token not given out."""
+        if self.writing is None or self.writing[0].token != event.token:
+            expected = self.writing[0].token if self.writing else "none"
+            raise IllegalMove("coordinator", f"writing {expected}", f"{type(event).__name__}({event.token})")
+        (persist, channel), self.writing = self.writing, None
+        failed = event.reason if isinstance(event, PersistFailed) else None
+        again = isinstance(event, PersistFailed) and event.again
+        if again is not self.read_only:
+            self.read_only = again
+            self._out.observe(JournalChanged(writable=not again, reason=failed or ""))
+        self.probe_at = now + self._probe_s if self.read_only else None
+        return Written(persist.record, channel, failed, again)
+
+    def tick(self, now: float) -> None:
+        """Time has passed: try again whether the journal takes a record."""
+        if self.probe_at is not None and now >= self.probe_at:
+            self.probe_at = now + self._probe_s
+            self.write(Probe(), None)
+
+
+class Tell(msgspec.Struct, frozen=True):
+    """Send `message` to whatever connections `agents` are on."""
+
+    agents: tuple[AgentId, ...]
+    message: ToAgent
+
+
+ChannelRecord = EpochTaken | EpochRaised | Committed | RoundClosed
+Out = Tell | Late | ChannelRecord | AnyObservation
+RECORDS: Final = (EpochTaken, EpochRaised, Committed, RoundClosed)
+
+
+def together(due: Iterable[tuple[tuple[AgentId, ...], Command]]) -> list[Tell]:
+    """What many are told alike, at once to all of them; who is told two things is told the first one first.
+
+    That is one object (round_commands.py): to compare values would cost more than it saves.
+    """
+    alike: dict[int, tuple[list[AgentId], Command]] = {}
+    for agents, command in due:
+        alike.setdefault(id(command), ([], command))[0].extend(agents)
+    return [Tell(tuple(agents), command) for agents, command in alike.values()]

@@ -1,0 +1,202 @@
+"""Who may change a channel: at most one trainer, under an epoch that only grows. Pure.
+
+A lease is a courtesy that keeps trainers from wasting work. What keeps a former holder from changing anything is the
+epoch: whoever receives a message compares it, whatever the clock says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import msgspec
+
+from ..protocol.enums import Code
+from ..protocol.errors import InvariantBroken
+from ..protocol.ids import AgentId, Channel, Epoch, Incarnation, Version
+from ..protocol.message_fields import EngineInfo, Held
+from ..protocol.messages import Acquire, Granted
+from .effects import EpochTaken, LeaseEnded, LeaseGranted
+from .limits import Limits
+from .membership import Agent
+from .reply_cache import YES, Verdict
+from .route import Route, may_leave_open
+from .states import BEFORE_COMMIT, RoundState
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to publish one version of a channel."""
+
+    holder: AgentId
+    incarnation: Incarnation
+    epoch: Epoch
+    """Rises when engines are re-driven; the holder learns it from `Send`."""
+    first_epoch: Epoch
+    """As granted."""
+    version: Version
+    granted_at: float
+    heard_at: float
+    rollback: bool = False
+    """The channel may go back under it."""
+
+    def expires_at(self, lease_s: float) -> float:
+        """When the lease ends if the holder stays silent."""
+        return self.heard_at + lease_s
+
+
+_ENDING_S: Final = 0.2
+"""Engines that resume are mostly through in less."""
+
+
+def may_acquire(
+    lease: Lease | None,
+    agent: AgentId,
+    incarnation: Incarnation,
+    *,
+    round_: RoundState | None,
+    now: float,
+    lease_s: float,
+) -> Verdict:
+    """Whether `agent` may take the channel. Its own unused lease does not stand in its way; a running round does.
+
+    `round_` is the state of that. One that can only come to its end is waited for, whosever it is.
+    """
+    in_round = round_ is not None
+    if lease is None and not in_round:
+        return YES
+    if lease is None:
+        return Verdict(Code.LEASE_HELD, "the last round is still coming to its end", 1.0)
+    mine = lease.holder == agent and lease.incarnation == incarnation
+    if mine and not in_round:
+        return YES
+    if mine and round_ not in BEFORE_COMMIT:
+        return Verdict(Code.LEASE_HELD, f"your round at epoch {lease.epoch} is still coming to its end", _ENDING_S)
+    if mine:
+        return Verdict(
+            Code.NOT_ALLOWED, f"your round at epoch {lease.epoch} is running: wait for RoundDone or Abandon it"
+        )
+    remaining = max(0.0, lease.expires_at(lease_s) - now)
+    reason = f"{lease.holder} holds the channel at epoch {lease.epoch} for version {lease.version}"
+    return Verdict(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))
+
+
+def may_use(lease: Lease | None, agent: AgentId, incarnation: Incarnation, epoch: Epoch, highest: Epoch) -> Verdict:
+    """Whether `agent` may act under `epoch`, where `highest` is the highest epoch ever taken in the channel."""
+    if epoch > highest:
+        return Verdict(Code.NOT_ALLOWED, f"epoch {epoch} was never granted; the highest is {highest}")
+    if lease is None:
+        return Verdict(Code.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")
+    if lease.holder != agent or lease.incarnation != incarnation:
+        return Verdict(Code.STALE_EPOCH, f"{lease.holder} has been granted epoch {lease.epoch} since; acquire again")
+    if epoch != lease.epoch:
+        return Verdict(Code.STALE_EPOCH, f"found epoch {epoch}, expected {lease.epoch}; acquire again")
+    return YES
+
+
+class Late(msgspec.Struct, frozen=True):
+    """The answer to a request that had to wait for the journal."""
+
+    agent: AgentId
+    question: Acquire
+    answer: Granted | Verdict
+
+
+class Tenure:
+    """Who holds the channel, and who waits for an epoch to become durable."""
+
+    def __init__(self, channel: Channel, limits: Limits, story: Sequence[object]) -> None:
+        self.lease: Lease | None = None
+        self._channel = channel
+        self._limits = limits
+        self._story = story
+        self._asked: tuple[Agent, Acquire] | None = None
+
+    def held_by(self, agent: Agent) -> bool:
+        """Whether the lease is this incarnation's."""
+        return self.lease is not None and (self.lease.holder, self.lease.incarnation) == (agent.name, agent.incarnation)
+
+    def ask(self, agent: Agent, message: Acquire, epoch: Epoch) -> EpochTaken:
+        """Nothing speaks against the wish of `agent`: the record that has to be durable before it is granted."""
+        self._asked = (agent, message)
+        return EpochTaken(
+            channel=self._channel, epoch=epoch, holder=agent.name, version=message.version, rollback=message.rollback
+        )
+
+    def grant(
+        self,
+        record: EpochTaken,
+        committed: Held | None,
+        engines: Mapping[AgentId, EngineInfo],
+        routes: Callable[[Agent], Mapping[AgentId, Route]],
+        now: float,
+    ) -> tuple[LeaseEnded | Late | LeaseGranted, ...]:
+        """The epoch is durable: the lease is that of whoever asked. `routes` are told to who said where it is."""
+        if self._asked is None:
+            raise InvariantBroken(f"epoch {record.epoch} is durable, but nobody asked for it", self._story)
+        agent, message = self._asked
+        self._asked = None
+        ended = self.end("its holder acquired again")
+        self.lease = Lease(
+            holder=agent.name,
+            incarnation=agent.incarnation,
+            epoch=record.epoch,
+            first_epoch=record.epoch,
+            version=message.version,
+            granted_at=now,
+            heard_at=now,
+            rollback=message.rollback,
+        )
+        told: Mapping[AgentId, Route] = routes(agent) if agent.topology else {}
+        granted = Granted(
+            request=message.request,
+            channel=self._channel,
+            epoch=record.epoch,
+            lease_s=self._limits.lease_s,
+            committed=committed,
+            engines={str(name): info for name, info in engines.items()},
+            routes={str(name): each.transport for name, each in told.items() if each.transport},
+            may_leave_open=may_leave_open(told.values()),
+        )
+        note = LeaseGranted(channel=self._channel, holder=agent.name, epoch=record.epoch, version=message.version)
+        return (*ended, Late(agent.name, message, granted), note)
+
+    def refuse(self, reason: str) -> tuple[Late, ...]:
+        """The epoch could not be written: whoever asked is told to come again."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            return ()
+        agent, message = asked
+        return (Late(agent.name, message, Verdict(Code.READ_ONLY, reason, retry_after_s=2.0)),)
+
+    def redriven(self, epoch: Epoch) -> None:
+        """The lease goes on under a higher epoch."""
+        if self.lease:
+            self.lease = msgspec.structs.replace(self.lease, epoch=epoch)
+
+    def heard(self, agent: Agent, now: float) -> None:
+        """A trainer is alive; if it holds the lease, that goes on."""
+        if self.lease and self.held_by(agent):
+            self.lease = msgspec.structs.replace(self.lease, heard_at=now)
+
+    def end(self, reason: str) -> tuple[LeaseEnded, ...]:
+        """The channel is free, if it was not."""
+        lease, self.lease = self.lease, None
+        if lease is None:
+            return ()
+        return (LeaseEnded(channel=self._channel, holder=lease.holder, epoch=lease.epoch, reason=reason),)
+
+    def next_deadline(self, *, in_round: bool) -> float | None:
+        """When the lease ends if nothing is heard, or nothing published."""
+        if self.lease is None:
+            return None
+        silent = self.lease.expires_at(self._limits.lease_s)
+        return silent if in_round else min(silent, self.lease.granted_at + self._limits.publish_s)
+
+    def overdue(self, now: float, *, in_round: bool) -> str:
+        """Why the lease ends now; empty while it goes on."""
+        due = self.next_deadline(in_round=in_round)
+        if self.lease is None or due is None or now < due:
+            return ""
+        if now >= self.lease.expires_at(self._limits.lease_s):
+            return f"silent for {now - self.lease.heard_at:.1f} s"
+        return f"nothing published within {self._limits.publish_s:.0f} s"

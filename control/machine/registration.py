@@ -1,0 +1,145 @@
+"""Who comes, who is heard, who goes; and what a channel is told of it. Pure.
+
+Whatever happens to an agent returns the channel that it concerned, if it did: that may have something to say.
+"""
+
+from __future__ import annotations
+
+from ..protocol.enums import Code, Role
+from ..protocol.ids import AgentId
+from ..protocol.ids import Channel as ChannelId
+from ..protocol.messages import Alive, Heartbeat, Hello, Topology, Welcome
+from .authorization import may_join
+from .channel import Channel
+from .effect_queue import Outbox
+from .effects import AgentJoined, AgentLeft
+from .events import MessageReceived, Peer, TrustLost
+from .limits import Limits
+from .membership import Agent, Membership
+from .reply_cache import Restored, Verdict
+from .route import Routing
+
+
+class Attendance:
+    """The members, and the channels that they bring with them."""
+
+    def __init__(
+        self,
+        boot: int,
+        limits: Limits,
+        routing: Routing,
+        channels: dict[ChannelId, Channel],
+        members: Membership,
+        *,
+        out: Outbox,
+        stride: int,
+        keyed: bool,
+    ) -> None:
+        self._boot, self._limits, self._routing = boot, limits, routing
+        self._channels, self._members, self._out = channels, members, out
+        self._stride, self._keyed = stride, keyed
+
+    # -- who comes --------------------------------------------------------------------------------------------------
+
+    def may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Verdict:
+        """Whether an agent is taken in; `before` is who has its name."""
+        verdict = may_join(message, event.principal, self._members.on(event.peer), before, keyed=self._keyed)
+        if verdict.ok and message.channel not in self._channels and len(self._channels) >= self._limits.max_channels:
+            found = f"{len(self._channels)} channels are known, max_channels = {self._limits.max_channels}"
+            advice = "raise it, or have one forgotten that is not needed any more: `weightbus forget-channel NAME`"
+            verdict = Verdict(Code.NOT_ALLOWED, f"{found}: {advice}")
+        return self._members.verdict(message, event.peer, now) if verdict.ok else verdict
+
+    def welcome(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Channel:
+        """Take it in; `before` is the same incarnation as it was known."""
+        peer = event.peer
+        if before and before.peer and before.peer != peer:
+            self._out.evict(before.peer, "came back on another connection")
+        agent = self._members.join(message, peer, now, event.principal)
+        if message.channel not in self._channels:
+            self._channels[message.channel] = Channel(
+                message.channel, self._limits, self._routing, Restored(), stride=self._stride
+            )
+        channel = self._channels[message.channel]
+        self._out.send(
+            peer,
+            Welcome(
+                request=message.request,
+                boot=self._boot,
+                epoch=channel.epoch,
+                committed=channel.committed,
+                heartbeat_s=self._limits.heartbeat_s,
+                silence_s=self._limits.silence_s,
+            ),
+        )
+        note = AgentJoined(
+            agent=agent.name,
+            role=agent.role,
+            channel=agent.channel,
+            incarnation=agent.incarnation,
+            returning=before is not None,
+        )
+        self._out.observe(note)
+        if agent.role is Role.ENGINE:
+            channel.engine_joined(agent, now)
+        elif agent.role is Role.TRAINER:
+            channel.trainer_heard(agent, now)
+            channel.trainer_joined(agent, now)
+        return channel
+
+    # -- who is heard -----------------------------------------------------------------------------------------------
+
+    def heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> Channel | None:
+        """It is well; its server may have changed under it."""
+        channel = self._channels[agent.channel]
+        if message.seq:
+            window = channel.window
+            committed = window.committed.version if window.committed else None
+            self._out.send(peer, Alive(seq=message.seq, boot=self._boot, committed=committed, max_lag=window.max_lag))
+        moved = agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now)
+        return channel if moved else None
+
+    def located(self, agent: Agent, message: Topology) -> None:
+        """It says where it is."""
+        agent.topology = message
+        if agent.role is Role.ENGINE:
+            self._channels[agent.channel].engine_located(agent.name, message)
+
+    # -- who goes ---------------------------------------------------------------------------------------------------
+
+    def disconnected(self, peer: Peer, now: float) -> None:
+        """A connection is gone. Its agent may come back on another, within a time."""
+        agent = self._members.disconnect(peer, now)
+        channel = self._channels.get(agent.channel) if agent else None
+        if agent and channel and channel.round and channel.round.needs(agent.name):
+            self._members.expect(agent.name, now)
+
+    def missed(self, channel: Channel, now: float) -> None:
+        """Engines stand still for a trainer's bytes from now on: its connection may be gone already."""
+        agent = self._members.get(channel.round.holder) if channel.round else None
+        if agent and agent.peer is None:
+            self._members.expect(agent.name, now)
+
+    def distrusted(self, event: TrustLost, now: float) -> Channel | None:
+        """Its key is not on the list any more."""
+        agent = self._members.get(event.agent)
+        return self.leave(agent, f"is not trusted any more: {event.reason}", now) if agent else None
+
+    def give_up_on(self, name: AgentId, now: float) -> Channel | None:
+        """It may have been silent for too long."""
+        agent = self._members.get(name)
+        reason = self._members.why_lost(agent, now) if agent else ""
+        return self.leave(agent, reason, now) if agent and reason else None
+
+    def leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> Channel:
+        """It is gone for good: so is its lease, and its part in a round."""
+        self._members.remove(agent.name)
+        if evict and agent.peer:
+            self._out.evict(agent.peer, reason)
+        self._out.observe(AgentLeft(agent=agent.name, role=agent.role, channel=agent.channel, reason=reason))
+        channel = self._channels[agent.channel]
+        if agent.role is Role.ENGINE:
+            channel.engine_lost(agent.name, reason, now)
+        elif agent.role is Role.TRAINER:
+            channel.trainer_lost(agent, reason, now)
+        return channel

@@ -1,0 +1,429 @@
+"""Which transport each engine's tensors take, and why not a faster one. A pure choice, with its reasons in words.
+
+Every transport has a list of objections that may speak against it; the first of the trainer's preferences against which
+none does is taken. What an agent has not said, or could not find out, speaks against nothing: the attempt will show.
+
+One thing does not concern an engine alone: an NCCL group has no two members on one GPU. Of engines that share one the
+first is in the group; the others take a transport within the host if they can, and otherwise turns with it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from typing import Final, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+
+from ..protocol.enums import Reach, TransportKind
+from ..protocol.ids import AgentId
+from ..protocol.message_fields import Place
+from ..protocol.messages import Topology
+from .route import Ends, Objection, Route
+
+PREFERRED: Final = (
+    TransportKind.DIRECT,
+    TransportKind.SENDS,
+    TransportKind.LOCAL,
+    TransportKind.DISTRIBUTED,
+    TransportKind.DISK,
+)
+"""From the one that moves least to the one that moves most; what a trainer offers unless it is told otherwise."""
+IN_PLACE: Final = frozenset({TransportKind.DIRECT, TransportKind.SENDS})
+"""They give what lies in the ranks' memory, as it is: no buckets."""
+GROUPS: Final = frozenset({TransportKind.SENDS, TransportKind.DISTRIBUTED})
+"""All engines of one attempt that take it are in one group."""
+_NO_GROUPS: Final = (TransportKind.DIRECT, TransportKind.LOCAL)
+"""Within a host, whoever else is on the GPU."""
+_SHOWN: Final = 3
+_REMEMBERED: Final = 4096
+
+_Name = TypeVar("_Name", bound=str)
+
+
+class Router:
+    """The coordinator's `Routing`: a fleet is asked for again with every version, and its engines stay where they are.
+
+    For the same two ends the choice is the same, so each is made once.
+    """
+
+    def __init__(self) -> None:
+        self._asked: tuple[tuple[AgentId, Ends], ...] = ()
+        self._routes: Mapping[AgentId, Route] = {}
+        """Of those together, as they were asked for last; their order counts."""
+        self._chosen: dict[AgentId, tuple[Ends, Route]] = {}
+        """Of each engine, whoever else is served."""
+
+    def __call__(self, fleet: Mapping[AgentId, Ends]) -> Mapping[AgentId, Route]:
+        """The routes of engines that are served together."""
+        asked = tuple(fleet.items())
+        if asked != self._asked:
+            if len(self._chosen) > _REMEMBERED:
+                self._chosen.clear()
+            for name, ends in asked:
+                known = self._chosen.get(name)
+                if known is None or known[0] != ends:
+                    self._chosen[name] = ends, choose(ends)
+            self._asked, self._routes = asked, spread({name: self._chosen[name] for name in fleet})
+        return self._routes
+
+
+def choose(ends: Ends) -> Route:
+    """The trainer's first preference that can serve the engine, whoever else is served."""
+    objections: dict[TransportKind, Objection] = {}
+    for kind in ends.trainer.transports:
+        found = objection(kind, ends)
+        if found is None:
+            return _route(kind, ends, objections)
+        objections[kind] = found
+    return _route(None, ends, objections)
+
+
+def spread(chosen: Mapping[_Name, tuple[Ends, Route]]) -> dict[_Name, Route]:
+    """The routes of engines that are served together, in the order in which they are preferred.
+
+    Of engines on one GPU only the first is in a group. The next ones take what needs none; where nothing else is there,
+    they have the same transport, and have to be in a group of their own after it: see `Route.gpus`.
+    """
+    routes: dict[_Name, Route] = {}
+    holders: dict[tuple[TransportKind, str], _Name] = {}
+    for name, (ends, route) in chosen.items():
+        kind = route.transport
+        taken = [gpu for gpu in route.gpus if kind is not None and (kind, gpu) in holders]
+        if taken and kind is not None:
+            routes[name] = _beside(holders[kind, taken[0]], taken[0], kind, ends, route)
+            continue
+        routes[name] = route
+        holders |= {(kind, gpu): name for gpu in route.gpus if kind is not None}
+    return routes
+
+
+def _beside(holder: str, gpu: str, kind: TransportKind, ends: Ends, route: Route) -> Route:
+    """For an engine on a GPU that `holder` has in the group of `kind`."""
+    crowded = Objection(
+        f"engine {holder} is on GPU {gpu} too, and NCCL takes no two ranks on one", "serve on GPUs of its own"
+    )
+    for other in ends.trainer.transports:
+        if other in _NO_GROUPS and objection(other, ends) is None:
+            return _route(other, ends, {kind: crowded})
+    return msgspec.structs.replace(
+        route, reason=f"{route.reason}, in a group after that of the others: {crowded.found}"
+    )
+
+
+def _route(chosen: TransportKind | None, ends: Ends, objections: Mapping[TransportKind, Objection]) -> Route:
+    hurdles = dict(_hurdles(chosen, ends, objections))
+    said = "; ".join(f"{kind.value}: {each.found}" for kind, each in objections.items())
+    if chosen is None:
+        return Route(None, f"no transport: {said or 'the trainer offers none'}", hurdles=hurdles)
+    reason = f"{chosen.value}: {_merit(chosen, ends)}{f' ({said})' if said else ''}"
+    gpus = tuple(_seat(place) for place in _of(ends.from_engine).places if place.device != "cpu")
+    return Route(chosen, reason, _shares(ends), ends.await_tables, hurdles, gpus if chosen in GROUPS else ())
+
+
+def objection(kind: TransportKind, ends: Ends) -> Objection | None:
+    """Why `kind` cannot serve the engine; None when nothing is known to speak against it."""
+    for rule in _RULES[kind]:
+        if found := rule(ends):
+            return found
+    return None
+
+
+def _hurdles(
+    chosen: TransportKind | None, ends: Ends, objections: Mapping[TransportKind, Objection]
+) -> Iterator[tuple[TransportKind, Objection]]:
+    for kind in PREFERRED:
+        if kind is chosen:
+            return
+        if kind in objections:
+            yield kind, objections[kind]
+        elif kind not in ends.trainer.transports:
+            yield kind, _not_offered(kind, ends)
+        else:
+            yield kind, Objection("the trainer prefers another", "put it first in the trainer's setting transport")
+
+
+def _not_offered(kind: TransportKind, ends: Ends) -> Objection:
+    """By the trainer."""
+    told = ends.from_trainer.lacking.get(kind) if ends.from_trainer else None
+    return Objection(f"trainer: {told.found}", told.needed) if told else Objection("the trainer does not offer it")
+
+
+# -- objections --------------------------------------------------------------------------------------------------------
+
+_Rule = Callable[[Ends], Objection | None]
+
+
+def _engine_offers(kind: TransportKind) -> _Rule:
+    def rule(ends: Ends) -> Objection | None:
+        told = ends.from_engine.lacking.get(kind) if ends.from_engine else None
+        if kind in ends.engine.transports and told is None:
+            return None
+        untold = "the engine agent does not offer it, and its log says why"
+        return Objection(told.found, told.needed) if told else Objection(untold)
+
+    return rule
+
+
+def _one_replica(ends: Ends) -> Objection | None:
+    dp = ends.engine.dp
+    return Objection(f"dp={dp}: only disk reaches every replica", "serve each replica by itself") if dp > 1 else None
+
+
+def _one_stage(reason: str) -> _Rule:
+    def rule(ends: Ends) -> Objection | None:
+        pp = ends.engine.pp
+        return Objection(f"pp={pp}: {reason}", "serve without pipeline stages (--pp-size 1)") if pp > 1 else None
+
+    return rule
+
+
+def _nobody_trains_on(ends: Ends) -> Objection | None:
+    if not ends.snapshot:
+        return None
+    return Objection("the version is a snapshot, and its memory is trained on", 'publish with mode = "live"')
+
+
+def _one_host(ends: Ends) -> Objection | None:
+    if ends.trainer.host != ends.engine.host:
+        return Objection("trainer and engine are on different hosts", "serve on the trainer's host")
+    trainer, engine = _of(ends.from_trainer), _of(ends.from_engine)
+    if _differ(trainer.files, engine.files) and _differ(trainer.folder, engine.folder):
+        return Objection(
+            "on one host, but in containers that do not share the folder of the trainer's sockets",
+            "mount one folder into both and name it in both as runtime_dir",
+        )
+    return None
+
+
+def _all_ranks_here(ends: Ends) -> Objection | None:
+    elsewhere = [place.rank for place in _of(ends.from_trainer).places if place.host != ends.engine.host]
+    if not elsewhere:
+        return None
+    return Objection(f"{_ranks(elsewhere)} of the trainer on another host", "serve on the host of all ranks")
+
+
+def _opens_device_memory(ends: Ends) -> Objection | None:
+    if (ends.trainer.device, ends.engine.device) != ("cuda", "cpu"):
+        return None
+    return Objection("an engine without a GPU cannot open the trainer's device memory")
+
+
+def _one_device_kind(reason: str) -> _Rule:
+    def rule(ends: Ends) -> Objection | None:
+        if ends.trainer.device == ends.engine.device:
+            return None
+        return Objection(f"trainer on {ends.trainer.device}, engine on {ends.engine.device}: {reason}")
+
+    return rule
+
+
+def _reads(*, all_ranks: bool) -> _Rule:
+    """Every worker's GPU reads the memory of the root's, or of all ranks'."""
+
+    def rule(ends: Ends) -> Objection | None:
+        if ends.engine.device != "cuda":
+            return None
+        for worker, rank in product(_of(ends.from_engine).places, _sources(ends, all_ranks=all_ranks)):
+            found = _reaches(worker, rank)
+            if isinstance(found, Objection):
+                return found
+        return None
+
+    return rule
+
+
+def _reaches(worker: Place, rank: Place) -> Reach | Objection | None:
+    """How the GPU of `worker` reaches that of `rank`; None when nobody knows."""
+    if worker.device == rank.device:
+        return Reach.NVLINK  # its own memory, which is nearer still
+    pair = f"worker {worker.rank} on GPU {worker.device}, rank {rank.rank} on GPU {rank.device}"
+    told = None if worker.reach is None else worker.reach.get(rank.device)
+    if worker.reach is not None and told is None:
+        return Objection(
+            f"the server does not see a GPU of the trainer's: {pair}",
+            "start the server with CUDA_VISIBLE_DEVICES that holds the trainer's GPUs too, and choose its own with"
+            " --base-gpu-id",
+        )
+    if told is None and rank.reach is not None:
+        told = rank.reach.get(worker.device)
+    if told is Reach.NONE:
+        return Objection(f"the driver gives no peer access: {pair}", "GPUs that are joined by NVLink, or PCIe peers")
+    return told
+
+
+def _no_shared_gpu(*, all_ranks: bool) -> _Rule:
+    """A communicator of NCCL has no two ranks on one GPU."""
+
+    def rule(ends: Ends) -> Objection | None:
+        workers: dict[str, int] = {}
+        for worker in _of(ends.from_engine).places:
+            if _seat(worker) in workers:
+                return Objection(
+                    f"workers {workers[_seat(worker)]} and {worker.rank} are on one GPU, and NCCL takes no two ranks on"
+                    " one",
+                    "serve with a GPU for each worker",
+                )
+            if worker.device != "cpu":
+                workers[_seat(worker)] = worker.rank
+        ranks: dict[str, int] = {}
+        for rank in _sources(ends, all_ranks=all_ranks):
+            if _seat(rank) in workers:
+                return Objection(
+                    f"worker {workers[_seat(rank)]} and rank {rank.rank} of the trainer are on one GPU, and NCCL takes"
+                    " no two ranks on one",
+                    "serve on GPUs of its own",
+                )
+            if _seat(rank) in ranks and rank.device != "cpu":
+                return Objection(
+                    f"ranks {ranks[_seat(rank)]} and {rank.rank} of the trainer are on one GPU, and NCCL takes no two"
+                    " ranks on one",
+                    "train on a GPU for each rank",
+                )
+            ranks[_seat(rank)] = rank.rank
+        return None
+
+    return rule
+
+
+def _address_leads_here(ends: Ends) -> Objection | None:
+    """A loopback address leads nowhere but in its own network namespace."""
+    trainer, engine = _of(ends.from_trainer), _of(ends.from_engine)
+    if not trainer.address or not _is_loopback(trainer.address):
+        return None
+    if ends.trainer.host == ends.engine.host and not _differ(trainer.network, engine.network):
+        return None
+    known = ", ".join(f"{each.addresses[0]} ({each.name})" for each in trainer.nics[:_SHOWN] if each.addresses)
+    return Objection(
+        f"the trainer tells engines to come to {trainer.address}, which they cannot reach from where they are",
+        f"set the trainer's host to an address of its network{f': {known}' if known else ''}",
+    )
+
+
+_RULES: Final[Mapping[TransportKind, tuple[_Rule, ...]]] = {
+    TransportKind.DIRECT: (
+        _engine_offers(TransportKind.DIRECT),
+        _nobody_trains_on,
+        _one_replica,
+        _one_stage("plans are made for servers without pipeline stages"),
+        _one_host,
+        _all_ranks_here,
+        _one_device_kind("no worker reads the other's memory"),
+        _reads(all_ranks=True),
+    ),
+    TransportKind.SENDS: (
+        _engine_offers(TransportKind.SENDS),
+        _nobody_trains_on,
+        _one_replica,
+        _one_stage("plans are made for servers without pipeline stages"),
+        _one_device_kind("no common collective backend"),
+        _no_shared_gpu(all_ranks=True),
+        _address_leads_here,
+    ),
+    TransportKind.LOCAL: (
+        _engine_offers(TransportKind.LOCAL),
+        _one_replica,
+        _one_host,
+        _opens_device_memory,
+        _reads(all_ranks=False),
+    ),
+    TransportKind.DISTRIBUTED: (
+        _engine_offers(TransportKind.DISTRIBUTED),
+        _one_replica,
+        _one_stage("SGLang joins a group only without pipeline stages"),
+        _one_device_kind("no common collective backend"),
+        _no_shared_gpu(all_ranks=False),
+        _address_leads_here,
+    ),
+    TransportKind.DISK: (_engine_offers(TransportKind.DISK),),
+}
+
+
+# -- merits ------------------------------------------------------------------------------------------------------------
+
+
+def _merit(kind: TransportKind, ends: Ends) -> str:
+    """What speaks for it, in a few words."""
+    match kind:
+        case TransportKind.DIRECT:
+            return f"on the trainer's host, its workers read the ranks' memory{_links(ends)}"
+        case TransportKind.SENDS:
+            where = "elsewhere" if ends.trainer.host != ends.engine.host else "apart from the trainer"
+            return f"{where}, every rank sends each worker what it stores"
+        case TransportKind.LOCAL:
+            return "on the trainer's host, whole buckets through shared memory"
+        case TransportKind.DISTRIBUTED:
+            return "broadcasts in collective groups, whole buckets to every worker"
+        case TransportKind.DISK:
+            return "a checkpoint in a folder that both see"
+
+
+def _shares(ends: Ends) -> bool:
+    workers = {place.device for place in _of(ends.from_engine).places if place.device != "cpu"}
+    return any(place.device in workers for place in _of(ends.from_trainer).places)
+
+
+def _links(ends: Ends) -> str:
+    if ends.engine.device != "cuda":
+        return ""
+    pairs = list(product(_of(ends.from_engine).places, _sources(ends, all_ranks=True)))
+    found = [_reaches(worker, rank) for worker, rank in pairs]
+    if not pairs or None in found:
+        return ", as far as is known: which GPUs reach each other was not told"
+    own = sum(worker.device == rank.device for worker, rank in pairs)
+    ways = [way for way, each in ((f"{own} pairs share a GPU", own), *_counted(found, own)) if each]
+    return f" ({', '.join(ways)})"
+
+
+def _counted(found: list[Reach | Objection | None], own: int) -> Iterator[tuple[str, int]]:
+    for reach, words in ((Reach.NVLINK, "over NVLink"), (Reach.P2P, "by peer access")):
+        count = found.count(reach) - (own if reach is Reach.NVLINK else 0)
+        yield f"{count} pairs {words}", count
+
+
+# -- small things ------------------------------------------------------------------------------------------------------
+
+_NOWHERE: Final = Topology(request="-")  # type: ignore[arg-type]  # what nobody said; it is never sent
+
+
+def _differ(one: str, other: str) -> bool:
+    """Both are known, and not the same."""
+    return bool(one and other and one != other)
+
+
+def _seat(place: Place) -> str:
+    return place.seat or place.device
+
+
+def _of(topology: Topology | None) -> Topology:
+    return topology or _NOWHERE
+
+
+def _sources(ends: Ends, *, all_ranks: bool) -> tuple[Place, ...]:
+    places = _of(ends.from_trainer).places
+    return places if all_ranks else places[:1]
+
+
+def _ranks(numbers: list[int]) -> str:
+    shown = ", ".join(str(each) for each in numbers[:_SHOWN])
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {shown}{more}"
+
+
+def _is_loopback(address: str) -> bool:
+    """Whether a name, a number or an endpoint leads no further than the network namespace of whoever follows it.
+
+    What is none of them, which is for its trainer to say, is not known to.
+    """
+    try:
+        host = urlsplit(address if "://" in address else f"//{address}").hostname or address.strip("[]")
+    except ValueError:  # brackets that are not closed
+        return False
+    try:
+        found = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
+    return (mapped or found).is_loopback or (mapped or found).is_unspecified

@@ -1,0 +1,243 @@
+"""The status document: what an operator, a router or a test may know, as JSON. A pure function of the machine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
+from typing import Final
+
+import msgspec
+
+from ..protocol.enums import EngineHealth, TransportKind
+from ..protocol.errors import Malformed, StandsBy
+from ..protocol.ids import AgentId, Version
+from ..protocol.message_fields import Held
+from .channel import Channel
+from .engine_record import Engine, readiness
+from .membership import Membership
+from .states import RoundState
+
+LENT: Final = "lent"
+"""`EngineView.state` of an engine whose memory is somebody else's until another version is committed."""
+_ENCODER: Final = msgspec.json.Encoder(decimal_format="number")
+
+
+class HeldStatus(msgspec.Struct, frozen=True):
+    """A committed version."""
+
+    version: int
+    manifest: str
+    table: str
+    epoch: int
+
+
+class PastStatus(msgspec.Struct, frozen=True):
+    """A version that was committed once."""
+
+    version: int
+    epoch: int
+    rollback: bool
+    """The channel went back to it."""
+
+
+class LeaseView(msgspec.Struct, frozen=True):
+    """Who may change a channel."""
+
+    holder: str
+    epoch: int
+    version: int
+    remaining_s: float
+
+
+class RoundView(msgspec.Struct, frozen=True):
+    """A running round; state ``idle`` and no version when there is none."""
+
+    state: RoundState
+    version: int | None = None
+    epoch: int = 0
+    age_s: float = 0.0
+    mode: str = ""
+    """Whether the trainer waits for the round (``live``) or trains on (``snapshot``)."""
+    engines: dict[str, str] = {}
+    """Engine -> its phase."""
+    max_paused: int = 0
+    """How many of them may stand still at a time; 0: all."""
+    catch_up: bool = False
+    """It brings the committed version to engines that are behind."""
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """One engine, alive or lost."""
+
+    url: str
+    state: str
+    """``lost``, ``dirty``, ``pending``, ``lent`` (pending, its memory given back until another version is committed),
+    ``paused``, ``serving``, or its phase in the running round."""
+    version: int | None
+    """That it says it holds, verified."""
+    lag: int
+    """Committed version minus its own. 0 while nothing is committed; all of it for an engine without a version, or with
+    one that was never committed here, or that the channel went back from."""
+    ready: bool
+    reason: str
+    """Why it is not ready."""
+    last_seen_s: float | None
+    incarnation: str
+    server_version: str
+    tp: int
+    pp: int
+    dp: int
+    device: str
+    transports: tuple[TransportKind, ...]
+    known: bool = True
+    """Its version is one that was committed here, as far as is remembered."""
+
+
+class ChannelView(msgspec.Struct, frozen=True):
+    """One channel."""
+
+    epoch: int
+    committed: HeldStatus | None
+    lease: LeaseView | None
+    round: RoundView
+    engines: dict[str, EngineView]
+    ready: tuple[str, ...]
+    """URLs that requests may be sent to."""
+    history: tuple[PastStatus, ...] = ()
+    """What was committed, oldest first, as far as it is remembered; the last one is served."""
+
+
+class StatusView(msgspec.Struct, frozen=True):
+    """The whole document."""
+
+    boot: int
+    read_only: bool
+    stopping: bool
+    agents: int
+    blob_bytes: int
+    channels: dict[str, ChannelView]
+
+
+class StandbyView(msgspec.Struct, frozen=True):
+    """What a coordinator that stands by says instead of any document."""
+
+    stands_by: bool
+    leader: str
+    """Empty while nobody leads, or nobody knows."""
+    endpoint: str
+
+
+_DECODER: Final = msgspec.json.Decoder(StatusView)
+_STANDBY_DECODER: Final = msgspec.json.Decoder(StandbyView)
+
+
+def encode(view: StatusView) -> bytes:
+    """JSON, keys in a fixed order."""
+    return _ENCODER.encode(view)
+
+
+def parse(document: bytes) -> StatusView:
+    """The document, typed. Raises `StandsBy`, or `Malformed`."""
+    try:
+        return _DECODER.decode(document)
+    except ValueError as problem:
+        refuse_standby(document)
+        raise Malformed(f"this is not the status of a coordinator of this version: {problem}") from problem
+
+
+def refuse_standby(document: bytes) -> None:
+    """Raise `StandsBy` if the document says so."""
+    with contextlib.suppress(ValueError):
+        view = _STANDBY_DECODER.decode(document)
+        raise StandsBy(view.leader, view.endpoint)
+
+
+def describe(channels: Iterable[Channel], members: Membership, lease_s: float, now: float) -> dict[str, ChannelView]:
+    """Every channel, by name."""
+    return {channel.name: _channel(channel, members, lease_s, now) for channel in channels}
+
+
+def _channel(channel: Channel, members: Membership, lease_s: float, now: float) -> ChannelView:
+    past = frozenset(each.version for each in channel.history)
+    engines = {str(e.name): _engine(e, channel, past, members, now) for e in channel.engines.values()}
+    lease, round_ = channel.lease, channel.round
+    return ChannelView(
+        epoch=channel.epoch,
+        committed=_held(channel.committed, channel.committed_epoch),
+        lease=LeaseView(lease.holder, lease.epoch, lease.version, max(0.0, lease.expires_at(lease_s) - now))
+        if lease
+        else None,
+        round=RoundView(
+            round_.state,
+            round_.version,
+            round_.epoch,
+            round_.age_s(now),
+            round_.publish.mode,
+            {str(m.name): m.phase.value for m in round_.members.values()},
+            round_.publish.policy.max_paused,
+            round_.publish.catch_up,
+        )
+        if round_
+        else RoundView(RoundState.IDLE),
+        engines=engines,
+        ready=tuple(engine.url for engine in engines.values() if engine.ready),
+        history=tuple(PastStatus(each.version, each.epoch, each.rollback) for each in channel.history),
+    )
+
+
+def _held(held: Held | None, epoch: int) -> HeldStatus | None:
+    return HeldStatus(held.version, held.manifest, held.table, epoch) if held else None
+
+
+def _was_committed(held: Held, committed: Held | None, past: AbstractSet[Version]) -> bool:
+    """Whether a channel with this history knows what an engine says it holds. Only the newest tables are remembered."""
+    if committed is None:
+        return False
+    if held.version == committed.version:
+        return held.table == committed.table
+    return held.version in past or held.version < min(past, default=committed.version)
+
+
+def _engine(
+    engine: Engine, channel: Channel, past: AbstractSet[Version], members: Membership, now: float
+) -> EngineView:
+    """`past`: what was committed in the channel, as far as is remembered."""
+    verdict = readiness(engine, channel.phase(engine.name), channel.window_of(engine.name))
+    held, committed, info = engine.held, channel.committed, engine.info
+    version = held.version if held else None
+    known = held is None or _was_committed(held, committed, past)
+    behind = held.version if held and known and committed and held.version <= committed.version else 0
+    return EngineView(
+        url=info.url,
+        state=_state(engine, channel),
+        version=version,
+        lag=committed.version - behind if committed else 0,
+        ready=verdict.ok,
+        reason=verdict.reason,
+        last_seen_s=_last_seen(engine.name, members, now),
+        incarnation=engine.incarnation,
+        server_version=info.server_version,
+        tp=info.tp,
+        pp=info.pp,
+        dp=info.dp,
+        device=info.device,
+        transports=info.transports,
+        known=known,
+    )
+
+
+def _state(engine: Engine, channel: Channel) -> str:
+    phase = channel.phase(engine.name)
+    if not engine.alive:
+        return "lost"
+    if phase is not None:
+        return phase.value
+    if engine.health is not EngineHealth.CLEAN:
+        return LENT if engine.waits(channel.committed) else engine.health.value
+    return "serving" if engine.serving else "paused"
+
+
+def _last_seen(name: AgentId, members: Membership, now: float) -> float | None:
+    agent = members.get(name)
+    return max(0.0, now - agent.heard_at) if agent else None

@@ -1,0 +1,143 @@
+"""The words and numbers of the protocol: what agents may be, what engines hold, how things travel, fail and end."""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+PROTOCOL: Final = 3
+"""Raised when an older reader would misread a message. Travels in the first frame and in `Hello`."""
+
+MAX_PAGE_BYTES: Final = 512 * 1024
+"""The largest blob frame. A manifest of 20,000 tensors takes a handful; a round of an unchanged layout none."""
+
+MAX_PAGES: Final = 4096
+
+
+class Role(enum.StrEnum):
+    """What an agent may do."""
+
+    __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
+
+    TRAINER = "trainer"
+    """Takes leases, publishes versions, sends tensors."""
+    ENGINE = "engine"
+    """Stands beside one SGLang server and answers for it."""
+    OBSERVER = "observer"
+    """Reads status, changes nothing."""
+
+
+class TransportKind(enum.StrEnum):
+    """How the tensors of one engine travel in a round."""
+
+    __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
+
+    LOCAL = "local"
+    """Same host: POSIX shared memory, or CUDA IPC where the weights are on a GPU."""
+    DIRECT = "direct"
+    """Same host: the engine's workers copy out of the trainer's own memory into their parameters, along a plan."""
+    SENDS = "sends"
+    """Any host: every rank of the trainer sends each worker of the engine what it stores: gloo or NCCL."""
+    DISTRIBUTED = "distributed"
+    """One collective group of the source rank and the engine's ranks: gloo or NCCL."""
+    DISK = "disk"
+    """A safetensors checkpoint on a file system that both see."""
+
+
+class Reach(enum.StrEnum):
+    """How one GPU reaches the memory of another, as the driver says."""
+
+    NVLINK = "nvlink"
+    """It reads it directly, over NVLink."""
+    P2P = "p2p"
+    """It reads it directly; by which way is not known."""
+    NONE = "none"
+    """Both are seen, and neither reads the other."""
+
+
+class PauseMode(enum.StrEnum):
+    """What happens to requests that are generating when an engine pauses (SGLang's own words)."""
+
+    ABORT = "abort"
+    """They end at once and return what they have."""
+    RETRACT = "retract"
+    """They go back to the queue and are recomputed under the new weights."""
+    IN_PLACE = "in_place"
+    """They freeze, keep their KV cache, and go on under the new weights."""
+
+
+class SlowEngines(enum.StrEnum):
+    """What a round does about engines that are slower than others. control/machine/round.py carries it out."""
+
+    WAIT_ALL = "wait-all"
+    """Every engine is waited for, up to the deadline of each step."""
+    QUORUM = "quorum"
+    """Once `Policy.quorum` engines are through a step, the others have `Policy.slow_s` left."""
+    EVICT_AFTER = "evict-after"
+    """An engine that takes longer than `Policy.slow_s` over a step is left out."""
+
+
+class EngineHealth(enum.StrEnum):
+    """What an engine agent says of the weights its server holds."""
+
+    CLEAN = "clean"
+    """All weights are one version, or the ones it was launched with."""
+    PENDING = "pending"
+    """Restarted or unknown: holds complete weights, but not a version that was verified here."""
+    DIRTY = "dirty"
+    """Some weights may be new and some old. Paused, and must not serve before a complete verified load."""
+
+
+class Code(enum.StrEnum):
+    """Why a request was refused. Each names what the caller can do about it."""
+
+    STALE_EPOCH = "stale_epoch"
+    """Somebody else has been granted the channel since. Acquire again."""
+    LEASE_HELD = "lease_held"
+    """Another trainer holds the channel. Retry after `retry_after_s`."""
+    VERSION_NOT_NEWER = "version_not_newer"
+    """The version is not above the committed one. Publish a higher version."""
+    UNKNOWN_BLOB = "unknown_blob"
+    """Put the blob, then ask again."""
+    BAD_BLOB = "bad_blob"
+    """The pages do not hash to the digest they were sent under."""
+    NOT_ALLOWED = "not_allowed"
+    """The role, or the state of the round, does not allow this message."""
+    UNKNOWN_AGENT = "unknown_agent"
+    """Say `Hello` first; the coordinator does not know this connection."""
+    NAME_TAKEN = "name_taken"
+    """Another live incarnation uses this agent's name."""
+    SERVER_TAKEN = "server_taken"
+    """Another live engine agent stands beside the server at this URL. One server, one agent: end one of them."""
+    PROTOCOL_MISMATCH = "protocol_mismatch"
+    """The two sides speak different protocol numbers. Upgrade the older one."""
+    READ_ONLY = "read_only"
+    """The journal cannot be written (disk full?). Nothing is granted until it can."""
+    SHUTTING_DOWN = "shutting_down"
+    """The coordinator is stopping. Retry after `retry_after_s`."""
+    NOT_LEADER = "not_leader"
+    """This coordinator stands by. `Refused.leader` says who leads, if that is known."""
+
+
+class Step(enum.StrEnum):
+    """The step of a round at which an engine failed."""
+
+    PREPARE = "prepare"
+    PAUSE = "pause"
+    TRANSFER = "transfer"
+    VERIFY = "verify"
+    COMMIT = "commit"
+    RESUME = "resume"
+
+
+class Outcome(enum.StrEnum):
+    """How a round ended, for the round and for each engine in it."""
+
+    COMMITTED = "committed"
+    """The version is durable; the engine serves it, verified."""
+    ABORTED = "aborted"
+    """Nothing changed: old weights, old version, serving."""
+    QUARANTINED = "quarantined"
+    """The engine does not serve until it has been loaded completely and verified."""
+    LOST = "lost"
+    """The engine stopped answering; it is out of the ready list."""

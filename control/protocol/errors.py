@@ -1,0 +1,214 @@
+"""What can go wrong on the control side, by whose fault it is and what the caller can do.
+
+    WeightbusError
+        ConfigurationError        ours to fix before starting: the message says which setting and how
+        ProtocolError             the peer's fault: its message is refused, nothing changed
+            WrongProtocol         another protocol number: upgrade the older side
+            Oversize              a frame above its limit
+            UnknownMessage        a message type this side has never heard of, or not in this direction
+            Malformed             not a message at all, or one with values out of bounds
+            BlobMismatch          pages that do not add up to the digest they were asked under
+        RequestRefused            the coordinator answered no: `code` says what can be done
+        CoordinatorUnreachable    no answer in time: names the endpoint, how long was tried, what to check
+        NoTrainer                 a plan was asked for, and no trainer has joined yet
+        ClientClosed              the client was closed, or its thread died: make a new one
+        NotWanted                 whoever asked for a blob said that it is not needed any more
+        PeerKeyError              keys that cannot authenticate (missing, mismatched or readable by others)
+        JournalError              the journal cannot be read or written
+            JournalUnwritable     a write failed (disk full?): read-only until one succeeds
+            JournalCorrupt        what is in the file cannot be trusted: the coordinator does not start
+        InvariantBroken           our own bug: carries the recent story of the machine
+            IllegalMove           an event that this state does not know; the machine did not change
+
+Errors carry their fields; messages say what was found, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from .enums import Code
+
+
+class WeightbusError(Exception):
+    """Root of the control side's errors."""
+
+
+class ConfigurationError(WeightbusError):
+    """What was configured cannot work. Nothing was started."""
+
+
+class PeerKeyError(ConfigurationError):
+    """A CURVE key file that cannot be used."""
+
+    def __init__(self, path: Path, problem: str, advice: str) -> None:
+        self.path = path
+        self.problem = problem
+        self.advice = advice
+        super().__init__(f"key file {path}: {problem}; {advice}")
+
+
+# -- the peer's fault ------------------------------------------------------------------------------------------------
+
+
+class ProtocolError(WeightbusError):
+    """The peer sent something that is not a message of this protocol."""
+
+
+class WrongProtocol(ProtocolError):
+    """The two sides speak different protocol numbers."""
+
+    def __init__(self, found: int, expected: int) -> None:
+        self.found = found
+        self.expected = expected
+        older = "the peer" if found < expected else "this side"
+        super().__init__(f"peer speaks protocol {found}, this side {expected}: upgrade {older}")
+
+
+class Oversize(ProtocolError):
+    """A frame above its limit."""
+
+    def __init__(self, frame: str, found_bytes: int, limit_bytes: int) -> None:
+        self.frame = frame
+        self.found_bytes = found_bytes
+        self.limit_bytes = limit_bytes
+        super().__init__(f"{frame} frame of {found_bytes} bytes, at most {limit_bytes} are allowed")
+
+
+class UnknownMessage(ProtocolError):
+    """A message type that this side does not take."""
+
+    def __init__(self, tag: str) -> None:
+        self.tag = tag
+        super().__init__(f"message type {tag!r} is not known here, or does not travel in this direction")
+
+
+class Malformed(ProtocolError):
+    """Not a message: wrong frames, wrong encoding, an unknown field, or a value out of bounds."""
+
+
+class BlobMismatch(ProtocolError):
+    """The pages of a blob do not add up to its digest."""
+
+    def __init__(self, found: str, expected: str) -> None:
+        self.found = found
+        self.expected = expected
+        super().__init__(f"pages of blob {expected} hash to {found}: they changed on the way; ask again")
+
+
+# -- the coordinator's answer, or its silence ------------------------------------------------------------------------
+
+
+class RequestRefused(WeightbusError):
+    """The coordinator refused a request, which changed nothing."""
+
+    def __init__(self, code: Code, reason: str, retry_after_s: float = 0.0) -> None:
+        self.code = code
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+        again = f" (retry after {retry_after_s:g} s)" if retry_after_s else ""
+        super().__init__(f"refused ({code.value}): {reason}{again}")
+
+
+_BUS_ADVICE: Final = (
+    "Check that `weightbus coordinator` runs there, that host and port are its own, that no firewall stands between,"
+    " and, where keys are used, that this agent's public key is among the coordinator's"
+)
+
+
+class CoordinatorUnreachable(WeightbusError):
+    """Nothing useful came back in time."""
+
+    def __init__(self, endpoint: str, tried_s: float, waiting_for: str, found: str, advice: str = _BUS_ADVICE) -> None:
+        self.endpoint = endpoint
+        self.tried_s = tried_s
+        self.waiting_for = waiting_for
+        self.found = found
+        super().__init__(
+            f"coordinator at {endpoint}: no answer to {waiting_for} in {tried_s:.1f} s ({found}). {advice}"
+        )
+
+
+class StandsBy(WeightbusError):
+    """This coordinator knows nothing of the channels: another one leads."""
+
+    def __init__(self, leader: str, endpoint: str) -> None:
+        who = (
+            f"{leader!r} leads, with agents at {endpoint}: name its HTTP port with --url"
+            if leader
+            else "nobody leads yet"
+        )
+        super().__init__(f"this coordinator stands by; {who}")
+
+
+class NoTrainer(WeightbusError):
+    """Nobody has said yet what is to be sent, and from where."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no trainer has joined or published yet, so there is nothing to plan for: start one (TrainerAgent.connect,"
+            " or `weightbus trainer-agent`), or describe a fleet and give it with --file"
+        )
+
+
+class ClientClosed(WeightbusError):
+    """This client serves no more requests."""
+
+
+class NotWanted(WeightbusError):
+    """A blob was given up on before it was there, because whoever asked for it said so."""
+
+    def __init__(self, digest: str, pages: int) -> None:
+        self.digest = digest
+        self.pages = pages
+        super().__init__(f"blob {digest[:12]} was called off after {pages} of its pages")
+
+
+# -- the journal -----------------------------------------------------------------------------------------------------
+
+
+class JournalError(WeightbusError):
+    """The journal cannot be used."""
+
+    def __init__(self, path: Path | str, problem: str, advice: str) -> None:
+        self.path = str(path)
+        self.problem = problem
+        self.advice = advice
+        super().__init__(f"journal {path}: {problem}; {advice}")
+
+
+class JournalUnwritable(JournalError):
+    """A write failed. What was durable stays readable; nothing new may be promised."""
+
+
+class NotNewer(JournalError):
+    """The store holds a version that its writer did not know of, and takes none that is not newer: it took nothing."""
+
+
+class JournalCorrupt(JournalError):
+    """The file does not hold what was written to it."""
+
+
+# -- our own bugs ----------------------------------------------------------------------------------------------------
+
+
+class InvariantBroken(WeightbusError):
+    """A promise that the code makes to itself does not hold."""
+
+    def __init__(self, what: str, story: Sequence[object] = ()) -> None:
+        """`story` is what happened lately; its text is made here, where somebody reads it."""
+        self.what = what
+        self.story = tuple(map(str, story))
+        super().__init__("\n  ".join([what, *(("recently:",) if story else ()), *self.story]))
+
+
+class IllegalMove(InvariantBroken):
+    """An event that the machine's state does not allow. It raised and changed nothing."""
+
+    def __init__(self, machine: str, state: str, event: str, story: Sequence[object] = ()) -> None:
+        self.machine = machine
+        self.state = state
+        self.event = event
+        super().__init__(f"{machine} in state {state} does not take {event}", story)

@@ -1,0 +1,1 @@
+"""security: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,1 @@
+"""server: see FACES.md for the sentence that belongs here."""

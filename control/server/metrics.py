@@ -1,0 +1,281 @@
+"""Every metric there is, declared once: name, kind, labels, meaning. And how log lines look.
+
+`METRICS` is what the table in control/README.md is made of (`markdown_table`). Label values come from names that the
+protocol bounds (channels, agents, enums), never from free text, so that their number stays small.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Final, Never, TextIO
+
+import msgspec
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+
+from ..protocol.errors import InvariantBroken
+from ..terminal_text import plain
+
+
+class Kind(enum.StrEnum):
+    """Prometheus types."""
+
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+class Side(enum.StrEnum):
+    """Which process reports a metric."""
+
+    COORDINATOR = "coordinator"
+    ENGINE = "engine agent"
+    TRAINER = "trainer agent"
+
+
+class Metric(msgspec.Struct, frozen=True):
+    """One metric, as it is exposed."""
+
+    name: str
+    kind: Kind
+    side: Side
+    labels: tuple[str, ...]
+    help: str
+
+
+METRICS: list[Metric] = []
+_SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+def _declare(side: Side, kind: Kind, name: str, labels: str, meaning: str) -> Metric:
+    metric = Metric(f"weightbus_{name}", kind, side, tuple(labels.split()), meaning)
+    METRICS.append(metric)
+    return metric
+
+
+_C, _E, _T = Side.COORDINATOR, Side.ENGINE, Side.TRAINER
+_GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
+
+COMMITTED_VERSION = _declare(_C, _GAUGE, "committed_version", "channel", "version that is durable; it never goes back")
+ENGINE_VERSION = _declare(
+    _C, _GAUGE, "engine_version", "channel engine", "committed version that it holds; -1 for none"
+)
+ENGINE_LAG = _declare(
+    _C, _GAUGE, "engine_version_lag", "channel engine", "committed version minus the engine's, if it holds one"
+)
+ENGINE_READY = _declare(_C, _GAUGE, "engine_ready", "channel engine", "1 while it is in the ready list")
+ENGINES_QUARANTINED = _declare(_C, _GAUGE, "engines_quarantined", "channel", "engines that must not serve")
+ENGINES_WAITING = _declare(_C, _GAUGE, "round_engines_waiting", "channel", "engines that wait for their turn")
+AGENTS_CONNECTED = _declare(_C, _GAUGE, "agents_connected", "channel role", "agents that are taken to be alive")
+LEASE_INFO = _declare(_C, _GAUGE, "lease_info", "channel holder", "1 for who may publish now")
+EPOCH = _declare(_C, _GAUGE, "epoch", "channel", "highest epoch granted; lower ones are refused")
+EPOCHS_RAISED = _declare(
+    _C,
+    _COUNTER,
+    "epochs_raised_total",
+    "channel",
+    "an engine had seen more than the journal: an older one was restored",
+)
+ROUNDS = _declare(_C, _COUNTER, "rounds_total", "channel outcome", "rounds by how they ended")
+ENGINE_ROUNDS = _declare(_C, _COUNTER, "engine_rounds_total", "channel engine outcome", "an engine's part in rounds")
+ROUND_SECONDS = _declare(_C, _HISTOGRAM, "round_seconds", "channel phase", "a round's time by phase, and in total")
+PAUSE_SECONDS = _declare(_C, _HISTOGRAM, "pause_seconds", "channel", "how long an engine generated nothing")
+TRAINER_STOOD = _declare(
+    _C,
+    _HISTOGRAM,
+    "trainer_stood_seconds",
+    "channel",
+    "how long training stood still for engines to catch up (max_lag)",
+)
+TRANSFER_BYTES = _declare(_C, _COUNTER, "transfer_bytes_total", "channel transport", "bytes loaded into engines")
+TRANSFER_BUCKETS = _declare(_C, _COUNTER, "transfer_buckets_total", "channel transport", "buckets loaded into engines")
+REFUSED = _declare(_C, _COUNTER, "messages_refused_total", "code", "messages that changed nothing, by reason")
+THROTTLED = _declare(_C, _COUNTER, "messages_throttled_total", "agent", "messages dropped unread: their agent floods")
+CONNECTIONS = _declare(_C, _COUNTER, "connections_total", "event", "accepted, established, refused, closed")
+JOURNAL_WRITABLE = _declare(_C, _GAUGE, "journal_writable", "", "0 while nothing can be made durable")
+JOURNAL_SECONDS = _declare(_C, _HISTOGRAM, "journal_write_seconds", "", "time to make one record durable")
+BOOT = _declare(_C, _GAUGE, "coordinator_boot", "", "grows by one with every start")
+
+SERVER_UP = _declare(_E, _GAUGE, "sidecar_server_up", "", "1 while the server answers")
+SERVER_PAUSED = _declare(_E, _GAUGE, "sidecar_server_paused", "", "1 while the sidecar holds its server paused")
+SIDECAR_VERSION = _declare(_E, _GAUGE, "sidecar_version", "", "verified version the server is labelled with; -1: none")
+SIDECAR_HEALTH = _declare(_E, _GAUGE, "sidecar_health", "health", "1 for what the server holds: clean, pending, dirty")
+SIDECAR_WEIGHTS = _declare(_E, _GAUGE, "sidecar_weights", "state", "1 for the state that the server's weights are in")
+SIDECAR_CONNECTED = _declare(_E, _GAUGE, "sidecar_connected", "", "1 while the coordinator answers")
+PUBLICATIONS_REFUSED = _declare(
+    _E, _COUNTER, "sidecar_publications_refused_total", "cause", "versions that no trusted trainer signed for here"
+)
+CALL_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_call_seconds", "call", "HTTP calls to the server")
+CALL_FAILURES = _declare(_E, _COUNTER, "sidecar_call_failures_total", "call", "HTTP calls that failed")
+STEP_SECONDS = _declare(_E, _HISTOGRAM, "sidecar_step_seconds", "step", "the engine's time by step of a round")
+STEP_FAILURES = _declare(_E, _COUNTER, "sidecar_step_failures_total", "step", "steps of a round that failed")
+
+CHECKPOINTS = _declare(_T, _COUNTER, "watch_checkpoints_total", "outcome", "published, skipped, bad or failed")
+LOOKS_FAILED = _declare(_T, _COUNTER, "watch_looks_failed_total", "cause", "looks at the folder that paused the watch")
+PUBLISHED_VERSION = _declare(_T, _GAUGE, "watch_published_version", "", "the last version published from a checkpoint")
+PUBLISH_SECONDS = _declare(_T, _HISTOGRAM, "watch_publish_seconds", "", "time to publish one checkpoint")
+
+FOR_LOOKING: Final = frozenset(
+    {
+        ENGINES_WAITING.name,
+        ENGINE_ROUNDS.name,
+        TRAINER_STOOD.name,
+        TRANSFER_BUCKETS.name,
+        SIDECAR_VERSION.name,
+        SIDECAR_HEALTH.name,
+        SIDECAR_WEIGHTS.name,
+        CALL_SECONDS.name,
+        CALL_FAILURES.name,
+        STEP_SECONDS.name,
+        STEP_FAILURES.name,
+        CHECKPOINTS.name,
+        LOOKS_FAILED.name,
+        PUBLISHED_VERSION.name,
+        PUBLISH_SECONDS.name,
+    }
+)
+"""In no alert and on no panel of `deploy/`: for whoever looks for the cause of what those show."""
+
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client does not say that it returns nothing
+"""A series more for each counter and histogram, of when it was made, which nobody asked for."""
+
+
+class Meters:
+    """The metrics of one process, in a registry of their own. Safe to use from any thread."""
+
+    def __init__(self, side: Side) -> None:
+        self.registry = CollectorRegistry()
+        self._side = side
+        self._shown: dict[str, frozenset[tuple[str, ...]]] = {}
+        self._gauges = {m.name: self._gauge(m) for m in METRICS if m.side is side and m.kind is Kind.GAUGE}
+        self._counters = {m.name: self._counter(m) for m in METRICS if m.side is side and m.kind is Kind.COUNTER}
+        self._histograms = {m.name: self._histogram(m) for m in METRICS if m.side is side and m.kind is Kind.HISTOGRAM}
+
+    def set(self, metric: Metric, value: float, **labels: str) -> None:
+        """A gauge's value from now on."""
+        gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
+        (gauge.labels(**labels) if labels else gauge).set(value)
+
+    def live(self, metric: Metric, value: Callable[[], float]) -> None:
+        """A gauge without labels that is asked for whenever somebody reads it, on the reader's thread."""
+        gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
+        gauge.set_function(value)
+
+    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+        """Raise a counter."""
+        counter = self._counters.get(metric.name) or self._misused(metric, Kind.COUNTER)
+        (counter.labels(**labels) if labels else counter).inc(amount)
+
+    def forget(self, metric: Metric, *labels: str) -> None:
+        """Do not show a counter for these label values any more, in the order of `Metric.labels`."""
+        counter = self._counters.get(metric.name) or self._misused(metric, Kind.COUNTER)
+        counter.remove(*labels)
+
+    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+        """One more sample of a histogram."""
+        histogram = self._histograms.get(metric.name) or self._misused(metric, Kind.HISTOGRAM)
+        (histogram.labels(**labels) if labels else histogram).observe(value)
+
+    def replace(self, metric: Metric, values: Mapping[tuple[str, ...], float]) -> None:
+        """Set a gauge for exactly these label values, in the order of `Metric.labels`; forget those of before."""
+        gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
+        for labels, value in values.items():
+            gauge.labels(*labels).set(value)
+        for labels in self._shown.get(metric.name, frozenset()) - values.keys():
+            gauge.remove(*labels)
+        self._shown[metric.name] = frozenset(values)
+
+    def _gauge(self, metric: Metric) -> Gauge:
+        return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _counter(self, metric: Metric) -> Counter:
+        return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
+
+    def _histogram(self, metric: Metric) -> Histogram:
+        return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=_SECONDS)
+
+    def _misused(self, metric: Metric, used_as: Kind) -> Never:
+        raise InvariantBroken(
+            f"{metric.name} is a {metric.kind} of the {metric.side}, used as {used_as} of {self._side}"
+        )
+
+
+def markdown_table() -> str:
+    """`METRICS` for control/README.md, one row each, in the order of the file."""
+    rows = [
+        "| metric | type | labels | reported by | meaning | in `deploy/` |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for each in METRICS:
+        labels = ", ".join(f"`{label}`" for label in each.labels)
+        use = "for looking only" if each.name in FOR_LOOKING else "watched"
+        rows.append(f"| `{each.name}` | {each.kind} | {labels} | {each.side} | {each.help} | {use} |")
+    return "\n".join(rows) + "\n"
+
+
+def configure_logging(level: str = "info", style: str = "auto") -> None:
+    """Send log lines to standard error: for people on a terminal, JSON elsewhere, or as `style` says."""
+    human = style == "human" or (style == "auto" and sys.stderr.isatty())
+    numeric = logging.getLevelNamesMapping()[level.upper()]
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            *(_for_people() if human else _for_programs()),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(numeric),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(stream=sys.stderr, level=max(numeric, logging.WARNING), force=True)
+    if human:
+        logging.getLogger().handlers[0].setFormatter(_PlainFormatter(logging.BASIC_FORMAT))
+
+
+class _PlainFormatter(logging.Formatter):
+    """Lines of the libraries that we use, which may quote a server as well."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return plain(super().format(record), lines=True)
+
+
+class _Shown(str):
+    """A value that is shown as it reads here: the renderer would quote it once more."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _for_programs() -> tuple[structlog.typing.Processor, ...]:
+    # Without the local variables of a traceback, which is the default: keys and tokens are among them.
+    plain_facts = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+    return structlog.processors.ExceptionRenderer(plain_facts), structlog.processors.JSONRenderer()
+
+
+def _for_people() -> tuple[structlog.typing.Processor, ...]:
+    return _made_plain, structlog.dev.ConsoleRenderer(exception_formatter=_plain_traceback)
+
+
+def _made_plain(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Values may be what an agent or a server said: no control character of theirs gets to the terminal."""
+    for name, value in event.items():
+        if name == "event":
+            event[name] = plain(str(value))
+        elif name != "exc_info" and not (isinstance(value, str) and plain(value) == value):
+            event[name] = _Shown(plain(repr(value)))
+    return event
+
+
+def _plain_traceback(file: TextIO, problem: structlog.typing.ExcInfo) -> None:
+    """What an exception says may be theirs as well."""
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, problem)
+    file.write(plain(text.getvalue(), lines=True))

@@ -1,0 +1,267 @@
+"""What the coordinator's observations become: log lines and metrics. Changes nothing of what it is told about.
+
+At INFO a version is told in a few lines: the lease, engines that left or failed, the end of the round.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Final, assert_never, get_args
+
+import msgspec
+
+from ..journal.sqlite_journal import Journal
+from ..log import get_log
+from ..machine.effects import (
+    AgentJoined,
+    AgentLeft,
+    AnyObservation,
+    AnyRecord,
+    EngineAhead,
+    EngineFailed,
+    JournalChanged,
+    LeaseEnded,
+    LeaseGranted,
+    ReadinessChanged,
+    Redriven,
+    Refusal,
+    RoundEnded,
+    RoundReadiness,
+    StateEntered,
+)
+from ..machine.reply_cache import Restored
+from ..machine.states import EnginePhase, RoundState
+from ..machine.status import ChannelView, StatusView
+from ..protocol.enums import Code, Outcome, Role
+from ..protocol.ids import AgentId, Channel
+from ..protocol.message_fields import EngineReport
+from ..protocol.messages import EngineMessage
+from . import metrics as telemetry
+from .metrics import Meters
+
+_ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD, Code.NOT_LEADER})
+"""Refusals that are part of a healthy exchange."""
+_ANSWERS: Final = frozenset(str(kind.__struct_config__.tag) for kind in get_args(EngineMessage))
+"""What engines say. At an epoch that is over it is late, which is nobody's fault and asks nothing of anybody."""
+REFUSALS_LOGGED: Final = 20
+"""Lines a second. Strangers must not fill the disk with our log."""
+_QUARANTINED: Final = frozenset({"dirty", "pending"})
+
+
+class Throttle:
+    """Lets so many pass each second, and counts the rest."""
+
+    def __init__(self, a_second: int) -> None:
+        self._a_second = a_second
+        self._left = a_second
+        self._until = 0.0
+        self._withheld = 0
+
+    def passes(self, now: float) -> bool:
+        """Whether one more may pass at `now`."""
+        if now >= self._until:
+            self._until, self._left = now + 1.0, self._a_second
+        if self._left == 0:
+            self._withheld += 1
+            return False
+        self._left -= 1
+        return True
+
+    def take_withheld(self) -> int:
+        """How many did not pass since this was asked last."""
+        withheld, self._withheld = self._withheld, 0
+        return withheld
+
+
+class Reporter:
+    """One coordinator's. `observe` is called on the thread of its loop, `show` on that of whoever reads the metrics."""
+
+    def __init__(self, meters: Meters, clock: Callable[[], float] = time.monotonic) -> None:
+        self._meters = meters
+        self._clock = clock
+        self._log = get_log(__name__)
+        self._agents: dict[AgentId, tuple[Channel, Role]] = {}
+        self._connections: Counter[str] = Counter()
+        self._throttled: Counter[AgentId] = Counter()
+        self._counted: set[tuple[str, str, str]] = set()
+        """Labels of `telemetry.ENGINE_ROUNDS`."""
+        self._refusals = Throttle(REFUSALS_LOGGED)
+        meters.set(telemetry.JOURNAL_WRITABLE, 1)
+
+    def observe(self, what: AnyObservation) -> None:  # noqa: C901  # one case per kind
+        """Something happened."""
+        match what:
+            case RoundReadiness():
+                pass  # the end of the round names them all
+            case AgentJoined() | AgentLeft():
+                self._count_agent(what)
+                self._say("info", what)
+            case RoundEnded():
+                self._round_ended(what)
+            case StateEntered():
+                if what.left is not RoundState.IDLE:
+                    labels = {"channel": what.channel, "phase": what.left.value}
+                    self._meters.observe(telemetry.ROUND_SECONDS, what.seconds, **labels)
+                self._say("debug", what)
+            case Refusal():
+                self._meters.add(telemetry.REFUSED, code=what.code.value)
+                self._refused(what)
+            case JournalChanged():
+                self._meters.set(telemetry.JOURNAL_WRITABLE, float(what.writable))
+                self._say("info" if what.writable else "error", what)
+            case EngineAhead():
+                self._meters.add(telemetry.EPOCHS_RAISED, channel=what.channel)
+                self._say("warning", what)
+            case EngineFailed() | Redriven():
+                self._say("warning", what)
+            case ReadinessChanged() | LeaseGranted() | LeaseEnded():
+                self._say("info", what)
+            case _:
+                assert_never(what)
+
+    def count_connections(self, so_far: Mapping[str, int]) -> None:
+        """Bring the counters to what the bus has counted."""
+        for event, count in so_far.items():
+            self._meters.add(telemetry.CONNECTIONS, count - self._connections[event], event=event)
+            self._connections[event] = count
+
+    def count_throttled(self, so_far: Mapping[AgentId, int]) -> None:
+        """Likewise, by agent."""
+        for agent, count in list(so_far.items()):
+            self._meters.add(telemetry.THROTTLED, count - self._throttled[agent], agent=agent)
+            self._throttled[agent] = count
+
+    def show(self, view: StatusView) -> None:
+        """Set the gauges to what the status says."""
+        channels = view.channels.items()
+        committed: dict[tuple[str, ...], float] = {
+            (name,): float(c.committed.version) for name, c in channels if c.committed
+        }
+        engines = [(name, engine, e) for name, c in channels for engine, e in c.engines.items()]
+        set_all = self._meters.replace
+        self._meters.set(telemetry.BOOT, view.boot)
+        set_all(telemetry.COMMITTED_VERSION, committed)
+        set_all(telemetry.EPOCH, {(name,): float(c.epoch) for name, c in channels})
+        set_all(telemetry.LEASE_INFO, {(name, c.lease.holder): 1.0 for name, c in channels if c.lease})
+        set_all(telemetry.ENGINES_QUARANTINED, {(name,): float(_quarantined(c)) for name, c in channels})
+        set_all(telemetry.ENGINES_WAITING, {(name,): float(_waiting(c)) for name, c in channels})
+        versions: dict[tuple[str, ...], float] = {
+            (c, n): -1.0 if e.version is None or not e.known else float(e.version) for c, n, e in engines
+        }
+        set_all(telemetry.ENGINE_VERSION, versions)
+        set_all(telemetry.ENGINE_LAG, {(c, n): float(e.lag) for c, n, e in engines})
+        set_all(telemetry.ENGINE_READY, {(c, n): float(e.ready) for c, n, e in engines})
+        counts = Counter((str(channel), role.value) for channel, role in tuple(self._agents.values()))
+        self._forget({(str(channel), str(engine)) for channel, engine, _ in engines})
+        set_all(telemetry.AGENTS_CONNECTED, {labels: float(count) for labels, count in counts.items()})
+
+    def _forget(self, known: Container[tuple[str, str]]) -> None:
+        """Engines that are shown no more are not counted either: where a fleet changes, names are new for months."""
+        for labels in [each for each in tuple(self._counted) if each[:2] not in known]:
+            self._counted.discard(labels)
+            self._meters.forget(telemetry.ENGINE_ROUNDS, *labels)
+
+    def _refused(self, what: Refusal) -> None:
+        """All are counted; of a flood only the first of each second are worth a line."""
+        late = what.code is Code.STALE_EPOCH and what.message in _ANSWERS
+        if late or what.code in _ROUTINE:
+            self._say("debug", what)
+        elif self._refusals.passes(self._clock()):
+            self._say("info", what)
+            if kept := self._refusals.take_withheld():
+                self._log.info("refusals_not_logged", count=kept)
+
+    def _count_agent(self, what: AgentJoined | AgentLeft) -> None:
+        if isinstance(what, AgentJoined):
+            self._agents[what.agent] = (what.channel, what.role)
+        else:
+            self._agents.pop(what.agent, None)
+
+    def _round_ended(self, what: RoundEnded) -> None:
+        done, channel = what.done, what.channel
+        self._meters.add(telemetry.ROUNDS, channel=channel, outcome=what.outcome.value)
+        if (total := done.seconds.get("total")) is not None:
+            self._meters.observe(telemetry.ROUND_SECONDS, total, channel=channel, phase="total")
+        if what.stood_s:
+            self._meters.observe(telemetry.TRAINER_STOOD, what.stood_s, channel=channel)
+        self._count_engines(channel, done.engines)
+        self._log.log(
+            20 if what.outcome is Outcome.COMMITTED and not done.reason else 30,
+            "round_ended",
+            channel=channel,
+            version=done.version,
+            epoch=done.epoch,
+            outcome=what.outcome.value,
+            reason=done.reason,
+            engines={str(report.engine): report.outcome.value for report in done.engines},
+            seconds={phase: round(seconds, 4) for phase, seconds in done.seconds.items()},
+        )
+
+    def _count_engines(self, channel: Channel, reports: Sequence[EngineReport]) -> None:
+        loaded: Counter[str] = Counter()
+        buckets: Counter[str] = Counter()
+        for report in reports:
+            outcome = report.outcome.value
+            self._meters.add(telemetry.ENGINE_ROUNDS, channel=channel, engine=report.engine, outcome=outcome)
+            self._counted.add((channel, report.engine, outcome))
+            if (paused := report.seconds.get("paused")) is not None:
+                self._meters.observe(telemetry.PAUSE_SECONDS, paused, channel=channel)
+            if report.transport is not None:
+                loaded[report.transport.value] += report.bytes
+                buckets[report.transport.value] += report.buckets
+        for transport, count in loaded.items():
+            self._meters.add(telemetry.TRANSFER_BYTES, count, channel=channel, transport=transport)
+            self._meters.add(telemetry.TRANSFER_BUCKETS, buckets[transport], channel=channel, transport=transport)
+
+    def _say(self, level: str, what: AnyObservation) -> None:
+        fields = {name: value for name, value in msgspec.structs.asdict(what).items() if value != ""}
+        getattr(self._log, level)(what.event, **msgspec.to_builtins(fields))
+
+
+class TimedJournal:
+    """A journal that notes how long its writes take."""
+
+    def __init__(self, journal: Journal, meters: Meters, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._journal = journal
+        self._meters = meters
+        self._clock = clock
+
+    @property
+    def boot(self) -> int:
+        """As of the journal underneath."""
+        return self._journal.boot
+
+    @property
+    def stride(self) -> int:
+        """As of the journal underneath."""
+        return self._journal.stride
+
+    def confirm(self) -> None:
+        """As the journal underneath."""
+        self._journal.confirm()
+
+    def write(self, record: AnyRecord) -> None:
+        """Make `record` durable."""
+        begun = self._clock()
+        self._journal.write(record)
+        self._meters.observe(telemetry.JOURNAL_SECONDS, self._clock() - begun)
+
+    def restore(self) -> Mapping[Channel, Restored]:
+        """Every channel as it was last written."""
+        return self._journal.restore()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._journal.close()
+
+
+def _waiting(channel: ChannelView) -> int:
+    """Where engines take turns, those that are prepared and have not had theirs."""
+    phases = channel.round.engines.values() if channel.round.max_paused else ()
+    return sum(phase == EnginePhase.PREPARED for phase in phases)
+
+
+def _quarantined(channel: ChannelView) -> int:
+    return sum(engine.state in _QUARANTINED for engine in channel.engines.values())

@@ -1,0 +1,1 @@
+"""copy: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,173 @@
+"""Digests of tensors that lie in boxes, anywhere: the same 16 bytes that tensor_digest.py gives for the packed tensor.
+
+Algorithm ``mix64x2`` sums over the 64-bit words of a tensor's packed bytes, each mixed with its position. A sum does
+not care who adds which part: every holder of a box adds the words of its box, and the parts of all holders together
+are the digest of the tensor. So nobody packs a tensor to digest it, and a trainer's shards and an engine's fused
+parameters are compared without a common cut.
+
+It works where every box begins and ends on a word along the tensor's last axis: four elements of bfloat16. Boxes that
+do not are *odd*; whoever has one reads it back and digests the packed tensor.
+
+A row is a box of one tensor (its *group*) in one region of memory::
+
+    for i, j, k in grid[0] x grid[1] x grid[2]:
+        words word_at + (i, j, k) . word_step + 0 .. words - 1
+        of the elements at region[at + (i, j, k) . step + 0, item_step, 2 * item_step, ..]
+
+`item_step` is the element size where the run is contiguous in memory, and another stride where it lies transposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ManifestError
+from ..tensors.boxes import Column
+from ..tensors.grids import Grids, collapse
+from ..tensors.shards import Pieces, served_dtypes, served_strides, side_by_side
+from .copy_table import AXES, ITEM_SIZES, refuse_endless
+
+WORD_BYTES: Final = 8
+
+Lanes = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, eq=False)
+class BoxTable:
+    """Rows as columns of int64."""
+
+    groups: int
+    """Tensors that are digested; `group` is below it."""
+    group: Column
+    """(rows,): the tensor that the box is a part of."""
+    region: Column
+    """(rows,): which memory."""
+    at: Column
+    """(rows,): bytes from the beginning of the region to the first element."""
+    item: Column
+    """(rows,): bytes of an element: 1, 2, 4 or 8."""
+    item_step: Column
+    """(rows,): bytes from one element of a run to the next."""
+    words: Column
+    """(rows,): 64-bit words of a run."""
+    word_at: Column
+    """(rows,): index in the packed tensor of the first word."""
+    grid: Column
+    """(rows, AXES): runs along each axis."""
+    step: Column
+    """(rows, AXES): bytes in memory."""
+    word_step: Column
+    """(rows, AXES): words in the packed tensor."""
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return int((self.words * np.prod(self.grid, axis=1, dtype=np.int64)).sum()) * WORD_BYTES
+
+    def take(self, rows: Column) -> BoxTable:
+        """The rows named, in their order."""
+        columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "groups"}
+        return BoxTable(groups=self.groups, **columns)
+
+    def encode(self) -> bytes:
+        """The columns; `groups` travels beside them."""
+        columns = (getattr(self, field.name) for field in fields(self) if field.name != "groups")
+        return side_by_side(*columns).astype("<i8").tobytes()
+
+    @classmethod
+    def decode(cls, blob: bytes, groups: int) -> BoxTable:
+        """Read what `encode` wrote. Raises `ManifestError` on anything else; `check` says whether it fits memory."""
+        width = 7 + 3 * AXES
+        if len(blob) % (8 * width):
+            raise ManifestError(f"not a table of boxes: {len(blob)} bytes, expected a multiple of {8 * width}")
+        numbers = np.frombuffer(blob, "<i8").astype(np.int64).reshape(-1, width)
+        table = cls(
+            groups,
+            *(numbers[:, column] for column in range(7)),
+            *(numbers[:, 7 + AXES * part : 7 + AXES * (part + 1)] for part in range(3)),
+        )
+        if len(table) and (table.words.min() < 1 or not np.isin(table.item, (1, 2, 4, 8)).all()):
+            raise ManifestError("a box to digest is empty, or of elements that no dtype has")
+        return table
+
+    def check(self, region_bytes: Column) -> None:
+        """Raise `ManifestError` unless every row stays inside of regions of these sizes."""
+        if not len(self):
+            return
+        grids = ((self.grid[:, axis], self.step[:, axis]) for axis in range(AXES))
+        refuse_endless((self.at,), (self.words, self.item_step, WORD_BYTES // self.item), *grids)
+        reach = (self.grid - 1) * self.step
+        run = (self.words * (WORD_BYTES // self.item) - 1) * self.item_step
+        first = self.at + np.minimum(reach, 0).sum(axis=1) + np.minimum(run, 0)
+        last = self.at + np.maximum(reach, 0).sum(axis=1) + np.maximum(run, 0) + self.item
+        known = (self.region >= 0) & (self.region < len(region_bytes))
+        inside = known & (first >= 0) & (self.group >= 0) & (self.group < self.groups)
+        if known.all():
+            inside &= last <= region_bytes[self.region]
+        if not inside.all():
+            row = int(np.argmin(inside))
+            raise ManifestError(f"digest row {row} reaches bytes {first[row]}..{last[row]} outside of its region")
+
+
+def odd_boxes(pieces: Pieces) -> Column:
+    """(odd,): rows of pieces that do not consist of whole words of the packed tensor, or do not hold its bytes.
+
+    A piece that is cast or shifted holds other bytes than the tensor that is served.
+    """
+    grids, item = _grids(pieces)
+    words = _whole_words(pieces, grids, item)
+    same = (served_dtypes(pieces) == pieces.dtype) & (pieces.shift == 0)
+    return np.flatnonzero((np.bincount(grids.row[~words], minlength=len(pieces)) > 0) | ~same)
+
+
+def table_of(
+    pieces: Pieces, region: Column, at: Column, group: Column | None = None, groups: int | None = None
+) -> BoxTable:
+    """Digest rows of `pieces`, none of which may be odd.
+
+    `region` and `at`, both (pieces,), say in which memory each piece's local tensor begins, and at which byte. `group`,
+    (pieces,), and `groups` say what is summed up together: the parts of each tensor, unless they are given.
+    """
+    grids, item = _grids(pieces)
+    row = grids.row
+    memory, packed = grids.steps
+    per_word = WORD_BYTES // item
+    first = np.sum(pieces.boxes.start * served_strides(pieces), axis=1)
+    # A lone element or a run's last axis may have been joined away: then the run is one element long, and its step too.
+    alone = grids.extent[:, 0] == 1
+    return BoxTable(
+        groups=len(pieces.tensors) if groups is None else groups,
+        group=(pieces.boxes.space if group is None else group)[row],
+        region=region[row],
+        at=at[row] + (pieces.offset[row] + grids.shift[0]) * item,
+        item=item,
+        item_step=np.where(alone, 1, memory[:, 0]) * item,
+        words=grids.extent[:, 0] // per_word,
+        word_at=(first[row] + grids.shift[1]) // per_word,
+        grid=grids.extent[:, 1:],
+        step=memory[:, 1:] * item[:, None],
+        word_step=packed[:, 1:] // per_word[:, None],
+    )
+
+
+def _grids(pieces: Pieces) -> tuple[Grids, Column]:
+    """The grids of all pieces, steps in elements: in memory, and in the packed tensor; and bytes of an element."""
+    grids = collapse(pieces.boxes.extents, (pieces.stride, served_strides(pieces)), AXES + 1)
+    return grids, ITEM_SIZES[pieces.dtype[grids.row]]
+
+
+def _whole_words(pieces: Pieces, grids: Grids, item: Column) -> npt.NDArray[np.bool_]:
+    """(grids,): grids whose runs all begin and end on a word of the packed tensor."""
+    packed = grids.steps[1]
+    first = np.sum(pieces.boxes.start * served_strides(pieces), axis=1)[grids.row] + grids.shift[1]
+    aligned = (packed[:, 1:] * item[:, None] % WORD_BYTES == 0).all(axis=1) & (first * item % WORD_BYTES == 0)
+    packed_run = (packed[:, 0] == 1) | (item == WORD_BYTES)
+    whole: npt.NDArray[np.bool_] = aligned & packed_run & (grids.extent[:, 0] * item % WORD_BYTES == 0)
+    return whole

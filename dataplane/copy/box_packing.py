@@ -1,0 +1,89 @@
+"""Boxes from here and there, packed one behind another, and put together again to the tensors they are parts of.
+
+For what cannot be digested where it lies: boxes that are no whole words of their tensor, or that hold it in another
+dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..digest import tensor_digest as integrity
+from ..errors import DigestMismatch
+from ..tensors.boxes import Column
+from ..tensors.manifest import TensorSpec
+from ..tensors.shards import DTYPES, Pieces, packed_strides, served_dtypes
+from .copy_rows import Side, rows_of
+from .copy_table import ITEM_SIZES, CopyTable
+
+_ALIGNMENT: Final = 16
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Boxes in one buffer, in the dtypes in which their tensors are served."""
+
+    copies: CopyTable
+    """From where the boxes lie; target region 0 is the buffer."""
+    boxes: Pieces
+    """As they lie in the buffer. `offset` counts bytes: boxes of several dtypes are in it."""
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One box of a tensor."""
+
+    who: str
+    cut: tuple[slice, ...]
+    data: Bytes
+    """(*shape of the box, bytes of an element)."""
+
+
+def packed(pieces: Pieces, region: Column, begin: Column) -> Packed:
+    """Copy every box behind the one before it. `region` and `begin`, (pieces,), say where its local tensor begins."""
+    served = served_dtypes(pieces)
+    nbytes = pieces.boxes.sizes * ITEM_SIZES[served]
+    room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    places = np.cumsum(room) - room
+    strides = packed_strides(pieces.boxes.extents)
+    here = Side(np.zeros(len(pieces), np.int64), places, served, strides)
+    copies = rows_of(pieces.boxes.extents, Side.of(pieces, region, begin), here)
+    boxes = replace(pieces, offset=places, dtype=served, stride=strides)
+    return Packed(copies, boxes, int((places + nbytes).max()) if len(pieces) else 0)
+
+
+def parts_of(boxes: Pieces, index: int, buffer: bytes, who: str) -> Iterator[Part]:
+    """What of tensor `index` lies in a buffer that was packed as `boxes`."""
+    item = int(ITEM_SIZES[DTYPES.index(boxes.tensors[index].dtype)])
+    for row in np.flatnonzero(boxes.boxes.space == index).tolist():
+        piece = boxes.at(row)
+        cut = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
+        data = np.frombuffer(buffer, np.uint8, piece.box.size * item, piece.view.offset)
+        yield Part(who, cut, data.reshape(*piece.box.shape, item))
+
+
+def put_together(spec: TensorSpec, parts: Sequence[Part]) -> Bytes:
+    """The packed bytes of a tensor. Raises `DigestMismatch` when two parts do not say the same of one element."""
+    item = int(ITEM_SIZES[DTYPES.index(spec.dtype)])
+    whole = np.zeros((*spec.shape, item), np.uint8)
+    for part in parts:
+        whole[part.cut] = part.data
+    for part in parts:
+        if not np.array_equal(whole[part.cut], part.data):
+            raise DigestMismatch(f"{spec.name}[{part.cut}] on {part.who}", "other bytes", "those of another place")
+    return whole.reshape(-1)
+
+
+def digest_of(whole: Bytes) -> bytes:
+    """The digest of one packed tensor."""
+    memory = torch.from_numpy(whole)  # pyright: ignore[reportUnknownMemberType]
+    return integrity.digest_tensors(memory, (0, len(whole)))

@@ -1,0 +1,201 @@
+"""Copies and digests on a GPU: tables are cut into tiles once, and every round is one launch for each vector size.
+
+Where it is asked for, copy engines take long runs out of a peer's memory (peer_copies.py). Rows that cast are done by
+torch, all in one call; few recordings have any.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+
+from ..errors import NoCopyEngines
+from ..tensors.boxes import Column
+from .box_digests import BoxTable
+from .copy_engine import Lanes, Ready, at_once
+from .copy_table import CopyTable
+from .copy_torch import TorchCopies
+from .memcpy_batch import CopyBatch
+from .memcpy_runs import Mask, copy_runs, for_copy_engines
+from .peer_copies import PeerCopies
+from .staged_copies import StagedCopies, by_stage
+from .tiles import SOURCE, VECTORS, Tiles, staged_tiles, word_tiles
+
+
+class CudaEngine:
+    """Implements `CopyEngine` for one GPU. Sources may be a peer's memory that was opened for it."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        branches: int = 0,
+        remote: Collection[int] = (),
+        library: ctypes.CDLL | None = None,
+    ) -> None:
+        """Copy engines read from regions whose addresses are `remote`, on `branches` streams; 0: the kernel does.
+
+        `library` stands for libcuda.
+        """
+        self._device = device
+        self._branches = branches
+        self._remote = frozenset(remote)
+        self._library = library
+
+    def copies(
+        self,
+        table: CopyTable,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        stages: Column | None = None,
+    ) -> CudaCopies | StagedCopies | PeerCopies:
+        """Bind a table."""
+        stages = np.zeros(len(table), np.int64) if stages is None else stages
+        by_engines: Mask = np.zeros(len(table), np.bool_)
+        if self._branches and len(table):
+            remote = np.array([each.data_ptr() in self._remote for each in sources], np.int64)
+            by_engines = for_copy_engines(table, remote)
+
+        def kernel(rows: Mask) -> dict[int, CudaCopies]:
+            return self.parts(table.take(np.flatnonzero(rows)), stages[rows], sources, targets)
+
+        if not by_engines.any():
+            return self._staged(kernel(~by_engines))
+        long = np.flatnonzero(by_engines)
+        try:
+            runs = copy_runs(table.take(long), _bases(sources), _bases(targets), stages[long])
+            batch = CopyBatch(runs, self._branches, self._library)
+        except NoCopyEngines as error:
+            return self._staged(kernel(np.ones(len(table), np.bool_)), str(error))
+        rest = kernel(~by_engines)
+        return PeerCopies(self._device, batch, rest, lambda: kernel(by_engines), (*sources, *targets))
+
+    def parts(
+        self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> dict[int, CudaCopies]:
+        """Bind a table of which each part is launched by itself. All parts together cost what one does."""
+        order = np.argsort(parts, kind="stable")
+        table, parts = table.take(order), parts[order]
+        plain = np.flatnonzero(table.casts == 0)
+        tiles: dict[int, list[Tiles]] = {}
+        if len(plain):
+            bases = _bases(sources), _bases(targets)
+            tiles = staged_tiles(table.take(plain), parts[plain], *bases, self._device)
+        return {
+            part: CudaCopies(self._device, rows, sources, targets, tiles=tiles.get(part, []))
+            for part, rows in by_stage(table, parts).items()
+        }
+
+    def _staged(self, stages: dict[int, CudaCopies], remark: str = "") -> CudaCopies | StagedCopies:
+        """What the kernel does alone."""
+        only = stages.get(0) if len(stages) == 1 else None
+        if only is None:
+            return StagedCopies(stages, self._device, remark)
+        only.remark = remark
+        return only
+
+    def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> CudaDigest:
+        """Bind a table of boxes."""
+        return CudaDigest(self._device, table, regions)
+
+
+class CudaCopies:
+    """Implements `PreparedCopies`."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        table: CopyTable,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        *,
+        tiles: list[Tiles],
+    ) -> None:
+        """`tiles` are of the rows that cast nothing."""
+        self.remark = ""
+        self._device = device
+        self._casts = TorchCopies(table.take(np.flatnonzero(table.casts)), sources, targets)
+        self._tiles = tiles
+        self._memory = (tuple(sources), tuple(targets))
+        self._source_at = sources[0].data_ptr() if sources else 0
+
+    @property
+    def busy(self) -> bool:
+        """Something that was launched is under way."""
+        return not torch.cuda.current_stream(self._device).query()
+
+    def run(self, ready: Ready = at_once) -> None:
+        """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
+        with torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            self.launch(ready)
+            torch.cuda.current_stream().synchronize()
+
+    def launch(self, ready: Ready = at_once) -> None:
+        """Copy every row, in the order of the current stream of this device."""
+        from .copy_triton import copy  # noqa: PLC0415  triton is not there without a GPU
+
+        ready(0)
+        with torch.cuda.device(self._device):
+            for vector, table in self._tiles:
+                copy(table, vector)
+            self._casts.launch()
+
+    def follow(self, source: torch.Tensor | None) -> None:
+        """The only region that is copied from lies here now. Raises `ValueError` where it is aligned otherwise."""
+        if source is not None:
+            moved = source.data_ptr() - self._source_at
+            if moved % VECTORS[0]:
+                raise ValueError(f"what lay at {self._source_at:#x} cannot be followed to {source.data_ptr():#x}")
+            if moved:
+                for _, table in self._tiles:
+                    table[:, SOURCE] += moved
+            self._source_at += moved
+        self._casts.follow(source)
+        self._memory = ((source,) if source is not None else (), self._memory[1])
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._tiles, self._memory = [], ((), ())
+        self._casts.close()
+
+
+class CudaDigest:
+    """Implements `PreparedDigest`."""
+
+    def __init__(self, device: torch.device, table: BoxTable, regions: Sequence[torch.Tensor]) -> None:
+        self._device = device
+        self._tiles = word_tiles(table, _bases(regions), device) if len(table) else []
+        self._lanes = torch.zeros((table.groups, 2), dtype=torch.int64, device=device)
+        self._memory = regions
+
+    def launch(self) -> None:
+        """Begin to sum up every group, in the order of the current stream of this device."""
+        from .copy_triton import accumulate  # noqa: PLC0415  triton is not there without a GPU
+
+        with torch.cuda.device(self._device):
+            self._lanes.zero_()
+            for item, table in self._tiles:
+                accumulate(table, item, self._lanes)
+
+    def lanes(self) -> Lanes:
+        """The sums of both lanes of every group, once they are there."""
+        from .copy_triton import as_lanes  # noqa: PLC0415  triton is not there without a GPU
+
+        with torch.cuda.device(self._device):
+            return as_lanes(self._lanes)
+
+    def run(self) -> Lanes:
+        """The sums of both lanes of every group, as they are now."""
+        self.launch()
+        return self.lanes()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._tiles, self._memory = [], ()
+
+
+def _bases(regions: Sequence[torch.Tensor]) -> Column:
+    return np.array([region.data_ptr() for region in regions], np.int64)

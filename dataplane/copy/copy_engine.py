@@ -1,0 +1,114 @@
+"""Carries out tables of copies, and digests what they wrote. One implementation for each kind of device.
+
+`prepare` is slow and happens once for a plan: it may build pointer tables, streams or a CUDA graph. `run` is what a
+paused server waits for: no work that grows with the number of rows may happen in Python there, but on the CPU twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..tensors.boxes import Column
+from .box_digests import BoxTable
+from .copy_table import CopyTable
+
+Lanes = npt.NDArray[np.uint64]
+Ready = Callable[[int], None]
+"""Called before the copies of a stage are launched, stage by stage: returns when all that they read is there."""
+
+
+def at_once(stage: int) -> None:
+    """Implements `Ready`: all of it is there."""
+    del stage
+
+
+class PreparedCopies(Protocol):
+    """A table bound to memory. Used from one thread."""
+
+    remark: str
+    """Why it is slower than it could be; empty where it is not."""
+
+    @property
+    def busy(self) -> bool:
+        """Something that was launched is under way."""
+        ...
+
+    def run(self, ready: Ready = at_once) -> None:
+        """Copy every row. Returns when the bytes are in the targets, and other streams may read them.
+
+        Begins when no stream reads the targets any more: a paused server may still compute its last batch. What `ready`
+        raises leaves stages out; of those before, nothing is under way any more.
+        """
+        ...
+
+    def launch(self, ready: Ready = at_once) -> None:
+        """Copy every row, in the order of the current stream. Returns at once where the device works by itself."""
+        ...
+
+    def follow(self, source: torch.Tensor | None) -> None:
+        """The only region that is copied from lies here now; None: nowhere, until it is told again.
+
+        Costs much less than to bind the table anew. Raises `ValueError` where addresses are aligned otherwise than
+        before, to 16 bytes.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory; `run` must not be called again."""
+        ...
+
+
+class PreparedDigest(Protocol):
+    """A table of boxes bound to memory. Used from one thread."""
+
+    def launch(self) -> None:
+        """Begin to sum up every group, in the order of the current stream. Returns at once where the device can."""
+        ...
+
+    def lanes(self) -> Lanes:
+        """(2, groups) uint64: the sums of both lanes of every group, as of the last `launch`. Waits for it."""
+        ...
+
+    def run(self) -> Lanes:
+        """`launch` and `lanes`: the sums as they are now. One pass over the memory."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        ...
+
+
+class CopyEngine(Protocol):
+    """Binds tables to memory.
+
+    Regions are 1-D uint8 tensors over whole allocations (sources) or over a target's memory, numbered as in the table.
+    Source regions may lie on another device than the target ones; they are read only.
+    """
+
+    def copies(
+        self,
+        table: CopyTable,
+        sources: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        stages: Column | None = None,
+    ) -> PreparedCopies:
+        """Bind a table whose bounds `CopyTable.check` has proven.
+
+        `stages`, (rows,), says which rows are copied before which, and together; without them all are one stage, 0.
+        """
+        ...
+
+    def parts(
+        self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> Mapping[int, PreparedCopies]:
+        """Bind a table of which each part is launched by itself; by number, (rows,) `parts` says which is whose."""
+        ...
+
+    def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> PreparedDigest:
+        """Bind a table of boxes whose bounds `BoxTable.check` has proven."""
+        ...

@@ -1,0 +1,32 @@
+"""How far a device has come with what it was given to do, asked without waiting for it longer than a deadline."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import torch
+
+from ..processes.deadline import Deadline
+
+_LOOK_S: Final = 0.0005
+
+
+class DevicePoint:
+    """Behind all that the current stream of `device` was given when this was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(device))
+
+    def reached(self) -> bool:
+        """Whether the device has done all of that. Raises RuntimeError when it has failed."""
+        return self._event is None or self._event.query()  # type: ignore[no-untyped-call]
+
+    def wait(self, deadline: Deadline) -> None:
+        """Return when it has. Raises `DeadlineExceeded`, and RuntimeError as `reached`."""
+        while not self.reached():
+            deadline.check("the device to finish what it was given")
+            time.sleep(_LOOK_S)

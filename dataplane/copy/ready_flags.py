@@ -1,0 +1,179 @@
+"""Reads memory while it is made: which copies need which parts of it, and whether those are there.
+
+A trainer rank makes what it serves quantised from the beginning of its arena on, and its device writes a mark behind
+each part: the number of the round. Marks lie in the memory that is read, so that a reader needs nobody's word. Until
+they show the round that it was told, a part is what an earlier round made of it, or half of each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from ..errors import ManifestError, StaleSession
+from ..memory.export_map import MARK_BYTES, MadeRegion
+from ..processes.deadline import Deadline
+from ..tensors.boxes import Column
+from .copy_table import AXES, ITEM_SIZES, CopyTable
+
+_LOOK_S: Final = 0.0001
+_SPIN_S: Final = 0.00005
+"""A look at a GPU's memory takes less, unless something is in its way."""
+_ALIVE_S: Final = 0.01
+"""How often it is looked whether whoever makes it is there."""
+
+Needs = tuple[tuple[int, int], ...]
+"""(holder, parts): so many of what the holder makes, from the first on, are read."""
+
+
+def stages_of(table: CopyTable, made: Mapping[int, MadeRegion]) -> Column:
+    """(rows,): how many parts of what it reads have to be there for each row. `made` is by number of the source.
+
+    0 where a row reads nothing that is made. A row that reaches from one part into another needs both, and one that
+    reaches beyond the last needs all.
+    """
+    stages = np.zeros(len(table), np.int64)
+    reach = (table.grid - 1) * table.source_step
+    first = table.source_at + np.minimum(reach, 0).sum(axis=1)
+    last = table.source_at + np.maximum(reach, 0).sum(axis=1) + table.run * ITEM_SIZES[table.source_dtype]
+    assert reach.shape[1] == AXES
+    for number, each in made.items():
+        ends = np.array(each.ends, np.int64)
+        reads = (table.source == number) & (first < ends[-1]) & (last > each.begin)
+        until: Column = np.minimum(last, ends[-1])
+        needed: Column = np.searchsorted(ends, until, side="left")
+        stages[reads] = needed[reads] + 1
+    return stages
+
+
+def needs_of(table: CopyTable, stages: Column, holders: Mapping[int, int]) -> dict[int, Needs]:
+    """By stage, what its rows read; `holders`, by number of the source, of those that are made."""
+    pairs: list[list[int]] = np.unique(np.stack([stages, table.source], axis=1), axis=0).tolist()
+    found: dict[int, set[tuple[int, int]]] = {}
+    for stage, number in pairs:
+        if stage:
+            found.setdefault(stage, set()).add((holders[number], stage))
+    return {stage: tuple(sorted(each)) for stage, each in found.items()}
+
+
+def marks_in(region: torch.Tensor, made: MadeRegion) -> torch.Tensor:
+    """(parts,) int64: the marks in a region, 1-D uint8. Raises `ManifestError` where they are not inside of it."""
+    end = made.marks + MARK_BYTES * len(made.ends)
+    if made.marks < 0 or made.marks % MARK_BYTES or end > len(region) or not made.ends:
+        raise ManifestError(f"{len(made.ends)} marks at byte {made.marks} are not in a region of {len(region)} bytes")
+    return region[made.marks : end].view(torch.int64)
+
+
+class Marks:
+    """The marks of all holders that a reader reads of. Used from one thread."""
+
+    def __init__(self, marks: Mapping[int, torch.Tensor], alive: Callable[[], None]) -> None:
+        """`marks`, (parts,) int64, by holder, on one device. `alive` raises where a holder is gone."""
+        self._marks = dict(marks)
+        self._alive = alive
+        self._wanted: Callable[[], None] = alive
+        self._rounds: Mapping[int, int] = {}
+        self._there: dict[int, int] = {}
+        self._deadline = Deadline(0.0)
+        self.seconds = 0.0
+        """Waited since `begin` while nothing was copied."""
+        device = next((each.device for each in self._marks.values()), torch.device("cpu"))
+        self._far = _FarMarks(self._marks, device) if device.type == "cuda" else None
+
+    def begin(self, rounds: Mapping[int, int], within_s: float, wanted: Callable[[], None]) -> None:
+        """From now on the marks of each holder have to show its round, within so many seconds. 0: all is there.
+
+        `wanted` raises where nobody wants that any more.
+        """
+        self._rounds, self._deadline, self.seconds = rounds, Deadline(within_s), 0.0
+        self._wanted = wanted
+        self._there = {holder: len(each) for holder, each in self._marks.items() if not rounds.get(holder)}
+
+    def wait(self, needs: Sequence[tuple[int, int]], busy: Callable[[], bool]) -> None:
+        """Return when these parts are there; `busy` says whether something is copied meanwhile.
+
+        Raises `PeerLost` for a holder that is gone, `StaleSession` for one that makes a newer round, what `wanted`
+        raises, and `DeadlineExceeded` with the part that is missing.
+        """
+        looked_at = time.perf_counter()
+        asked_at = looked_at
+        while (holder := self._missing(needs)) is not None:
+            of = len(self._marks[holder])
+            self._deadline.check(f"part {self._there.get(holder, 0) + 1} of {of} that trainer rank {holder} makes")
+            now = time.perf_counter()
+            if now - asked_at >= _ALIVE_S:
+                asked_at = now
+                self._alive()
+                self._wanted()
+            time.sleep(_LOOK_S)
+            now = time.perf_counter()
+            if not busy():
+                self.seconds += now - looked_at
+            looked_at = now
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self._far is not None:
+            self._far.close()
+            self._far = None
+        self._marks = {}
+
+    def _missing(self, needs: Sequence[tuple[int, int]]) -> int | None:
+        """Who has not made everything yet."""
+        if self._first(needs) is None:
+            return None
+        lacking = {holder: each for holder, each in self._marks.items() if self._there.get(holder, 0) < len(each)}
+        for holder, marks in (_numbers(lacking) if self._far is None else self._far.look(lacking)).items():
+            wanted = self._rounds.get(holder, 0)
+            known = self._there.get(holder, 0)
+            while known < len(marks) and marks[known] == wanted:
+                known += 1
+            if wanted and max(marks) > wanted:  # its marks were zero, or older, when this round was offered
+                raise StaleSession(max(marks), wanted, "round")
+            self._there[holder] = known
+        return self._first(needs)
+
+    def _first(self, needs: Sequence[tuple[int, int]]) -> int | None:
+        return next((holder for holder, parts in needs if self._there.get(holder, 0) < parts), None)
+
+
+def _numbers(marks: Mapping[int, torch.Tensor]) -> dict[int, list[int]]:
+    columns: dict[int, Column] = {holder: each.numpy() for holder, each in marks.items()}
+    return {holder: each.tolist() for holder, each in columns.items()}
+
+
+class _FarMarks:
+    """Marks in a GPU's memory, read by tiny copies on a stream of their own: what copies waits for nothing here."""
+
+    def __init__(self, marks: Mapping[int, torch.Tensor], device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._shown = {
+            holder: torch.zeros(len(each), dtype=torch.int64, pin_memory=True) for holder, each in marks.items()
+        }
+        self._looked_at: dict[int, torch.Tensor] = {}
+        """What they show comes to lie here, while it is on its way."""
+
+    def look(self, marks: Mapping[int, torch.Tensor]) -> dict[int, list[int]]:
+        """What these holders' showed a moment ago. Nothing while a look is under way; that is ended first."""
+        if not self._looked_at:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                for holder, each in marks.items():
+                    self._shown[holder].copy_(each, non_blocking=True)
+                self._read.record(self._stream)
+            self._looked_at = {holder: self._shown[holder] for holder in marks}
+        until = time.perf_counter() + _SPIN_S
+        while not self._read.query():  # type: ignore[no-untyped-call]
+            if time.perf_counter() > until:
+                return {}
+        found, self._looked_at = _numbers(self._looked_at), {}
+        return found
+
+    def close(self) -> None:
+        """Return once nothing reads the memory any more."""
+        self._stream.synchronize()

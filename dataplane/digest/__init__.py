@@ -1,0 +1,1 @@
+"""digest: see FACES.md for the sentence that belongs here."""

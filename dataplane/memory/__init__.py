@@ -1,0 +1,1 @@
+"""memory: see FACES.md for the sentence that belongs here."""

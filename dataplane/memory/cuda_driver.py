@@ -1,0 +1,117 @@
+"""The few calls of the CUDA driver that torch does not offer: what an allocation is, and CUDA IPC by plain handles.
+
+The driver's interface is stable across CUDA versions, and its library is there wherever a GPU is; neither cuda-python
+nor torch's private tuples are needed. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
+All calls need a current context: torch has made one for the device that is current in the thread.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Final
+
+from ..errors import NotExportable, PeerLost
+
+HANDLE_BYTES: Final = 64
+"""cudaIpcMemHandle_t."""
+_LAZY_PEER_ACCESS: Final = 1
+_BUFFER_ID: Final = 7
+"""CU_POINTER_ATTRIBUTE_BUFFER_ID: never given to another allocation of the process."""
+_IS_LEGACY_IPC_CAPABLE: Final = 10
+"""CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE: false for memory that was mapped by its owner."""
+_INVALID: Final = 1
+"""CUDA_ERROR_INVALID_VALUE: of attributes of pointers that the driver does not know."""
+_MEMORY_TYPE: Final = 2
+"""CU_POINTER_ATTRIBUTE_MEMORY_TYPE: there for all memory."""
+_MAPPED: Final = 13
+"""CU_POINTER_ATTRIBUTE_MAPPED: false for addresses that are reserved and have no memory."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What one cudaMalloc returned."""
+
+    base: int
+    nbytes: int
+    identity: int
+
+
+class Driver:
+    """libcuda. Raises `NotExportable` where it cannot be loaded."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise NotExportable(f"the CUDA driver cannot be loaded: {error}") from error
+
+    def allocation(self, pointer: int) -> Allocation:
+        """The allocation that device memory at `pointer` is a part of. Raises `NotExportable`."""
+        base, nbytes, identity = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
+        capable = ctypes.c_int()
+        where = ctypes.c_uint64(pointer)
+        self._export(
+            self._library.cuPointerGetAttribute(ctypes.byref(capable), ctypes.c_int(_IS_LEGACY_IPC_CAPABLE), where)
+        )
+        if not capable.value:
+            raise NotExportable(
+                "this GPU memory is mapped by its allocator (expandable_segments, or a pool of torch_memory_saver) and "
+                "cannot be opened by another process: unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF and keep "
+                "parameters outside of such pools, or let the local transport copy them to a bucket that can"
+            )
+        self._export(self._library.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), where))
+        self._export(self._library.cuPointerGetAttribute(ctypes.byref(identity), ctypes.c_int(_BUFFER_ID), where))
+        return Allocation(int(base.value), int(nbytes.value), int(identity.value))
+
+    def mapped(self, pointer: int) -> bool:
+        """Whether there is memory at `pointer`: torch_memory_saver takes it away and keeps the addresses."""
+        code, found = self._attribute(_MAPPED, pointer)
+        if not code:
+            return bool(found)
+        # A newer driver knows nothing of such addresses; an older one that cannot tell is no reason to refuse.
+        return code != _INVALID or self._attribute(_MEMORY_TYPE, pointer)[0] != _INVALID
+
+    def _attribute(self, attribute: int, pointer: int) -> tuple[int, int]:
+        """The driver's code, and what it found."""
+        found, where = ctypes.c_int(0), ctypes.c_uint64(pointer)
+        code = self._library.cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(attribute), where)
+        return int(code), found.value
+
+    def ipc_handle(self, allocation: Allocation) -> bytes:
+        """How another process of this host opens it. Raises `NotExportable`."""
+        handle = _Handle()
+        self._export(self._library.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(allocation.base)))
+        return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
+
+    def open_ipc(self, handle: bytes) -> int:
+        """Map an allocation of another process, also of a peer GPU, for the current device. Raises `PeerLost`."""
+        opened = ctypes.c_uint64()
+        given = _Handle.from_buffer_copy(handle)
+        code = self._library.cuIpcOpenMemHandle_v2(ctypes.byref(opened), given, ctypes.c_uint(_LAZY_PEER_ACCESS))
+        if code:
+            raise PeerLost(f"exported GPU memory cannot be opened: {self._story(code)}; is its process still there?")
+        return int(opened.value)
+
+    def close_ipc(self, pointer: int) -> None:
+        """Unmap what `open_ipc` returned. Raises `PeerLost`."""
+        if code := self._library.cuIpcCloseMemHandle(ctypes.c_uint64(pointer)):
+            raise PeerLost(f"exported GPU memory cannot be closed: {self._story(code)}")
+
+    def _export(self, code: int) -> None:
+        if code:
+            raise NotExportable(f"this GPU memory cannot be named for another process: {self._story(code)}")
+
+    def _story(self, code: int) -> str:
+        return error_name(self._library, code)
+
+
+def error_name(library: ctypes.CDLL, code: int) -> str:
+    """What libcuda calls the error, and its number."""
+    name = ctypes.c_char_p()
+    library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name))
+    return f"{name.value.decode() if name.value else 'CUDA error'}, {code}"

@@ -1,0 +1,139 @@
+"""What a trainer rank lets others read: its allocations, once each, and where its local tensors lie in them. Pure data.
+
+A *region* is one allocation of the exporting process: a block of shared memory, or what one cudaMalloc returned. It is
+opened once by each reader and holds many storages. How a region is opened is no part of this: handles travel over the
+exporter's socket (export_messages.py), and are useless to anybody who has only read an `ExportMap`.
+
+Ownership: the exporter owns the memory and promises, for as long as a reader's connection is open, not to free a region
+of the generation that the reader opened. What the regions hold may be read between `publish` and its return only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import chain
+from operator import attrgetter
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ..errors import ManifestError
+from ..tensors.boxes import Column
+
+
+class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One allocation."""
+
+    nbytes: int
+    device: str
+    """``cpu``, or the GPU's uuid: a device index means another GPU in another process."""
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Where a local tensor begins."""
+
+    region: int
+    offset: int
+    """Bytes."""
+
+
+class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A local tensor that is made anew for every version, from its beginning on, and may be read while it is."""
+
+    storage: int
+    """Its number among the places."""
+    ends: tuple[int, ...]
+    """Bytes from its beginning, ascending: where each part ends."""
+    marks: int
+    """... and where an int64 for each part lies: it shows the number of the round in which the part was made last."""
+
+
+class MadeRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The same as readers know it. All but the region itself are bytes from the beginning of that region."""
+
+    region: int
+    begin: int
+    ends: tuple[int, ...]
+    marks: int
+
+
+class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Everything that one holder exports. Equal layouts have equal maps, in whatever process and generation."""
+
+    holder: int
+    host: str
+    """`host.host_identity` of the process."""
+    regions: tuple[Region, ...]
+    places: tuple[Place, ...]
+    """By the number that pieces give a local tensor as `storage`."""
+    parts: Parts | None = None
+    """What of it is made part by part, if anything is. All else is there when it is offered."""
+
+    @property
+    def made(self) -> MadeRegion | None:
+        """`parts`, in their region."""
+        if self.parts is None:
+            return None
+        place = self.places[self.parts.storage]
+        ends = tuple(place.offset + end for end in self.parts.ends)
+        return MadeRegion(place.region, place.offset, ends, place.offset + self.parts.marks)
+
+    def encode(self) -> bytes:
+        """Canonical bytes."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def decode(cls, blob: bytes) -> ExportMap:
+        """Read and check what `encode` wrote. Raises `ManifestError` on anything else."""
+        try:
+            found = _DECODER.decode(blob)
+        except (ValueError, RecursionError) as error:
+            raise ManifestError(f"not a map of exported memory: {error}") from error
+        if any(region.nbytes < 1 for region in found.regions):
+            raise ManifestError("an exported region has no bytes")
+        if not _inside(found):
+            raise ManifestError("an exported tensor lies outside of its region")
+        if found.parts is not None:
+            _check_parts(found, found.parts)
+        return found
+
+    def digest(self) -> str:
+        """SHA-256, hexadecimal."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    def columns(self) -> tuple[Column, Column]:
+        """(places,), (places,): region and byte offset of each local tensor."""
+        both = np.fromiter(chain.from_iterable(map(_PLACE, self.places)), np.int64, 2 * len(self.places))
+        return both[::2].copy(), both[1::2].copy()
+
+
+def _inside(export: ExportMap) -> bool:
+    """Every place is one of a region that there is."""
+    try:
+        region, offset = export.columns()
+        sizes = np.array([each.nbytes for each in export.regions], np.int64)
+    except OverflowError:  # no memory is so large
+        return False
+    known = (region >= 0) & (region < len(sizes))
+    return bool(known.all() and (offset >= 0).all() and (offset < sizes[region]).all())
+
+
+def _check_parts(export: ExportMap, parts: Parts) -> None:
+    if not 0 <= parts.storage < len(export.places) or not 0 < len(parts.ends) <= MOST_PARTS:
+        raise ManifestError(f"{len(parts.ends)} parts of local tensor {parts.storage} are made: there is no such")
+    made = export.made
+    assert made is not None
+    nbytes = export.regions[made.region].nbytes
+    ascending = all(a < b for a, b in zip((0, *parts.ends), parts.ends, strict=False))
+    marks = (made.marks, made.marks + MARK_BYTES * len(made.ends))
+    if not ascending or made.ends[-1] > nbytes or marks[0] < 0 or marks[1] > nbytes or marks[0] % MARK_BYTES:
+        raise ManifestError(f"parts that end at {made.ends}, with marks at {marks[0]}, are none of {nbytes} bytes")
+
+
+_PLACE: Final = attrgetter("region", "offset")
+MOST_PARTS: Final = 64
+MARK_BYTES: Final = 8
+"""Of the mark of a part."""
+_ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
+_DECODER: Final[msgspec.msgpack.Decoder[ExportMap]] = msgspec.msgpack.Decoder(ExportMap)

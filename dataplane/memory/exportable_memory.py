@@ -1,0 +1,157 @@
+"""What memory can be opened by other processes, and how: storages of the host, allocations of a GPU.
+
+On a host torch moves a storage into anonymous shared memory without changing who refers to it: parameters, views and
+optimizers go on as before. Nothing has a name in ``/dev/shm``, so nothing is left behind by whoever dies, and the
+kernel keeps what a reader has mapped. One descriptor is open for each storage.
+
+On a GPU a region is what one cudaMalloc returned, and holds many storages; CUDA IPC names it by a handle of 64 bytes.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, cast
+
+import torch
+
+from ..errors import NotExportable
+from . import export_messages as wire
+from .cuda_driver import Driver
+from .device_name import device_name
+from .export_map import Place, Region
+
+_SPARE_DESCRIPTORS: Final = 256
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One region, and what keeps it from being freed."""
+
+    region: Region
+    kind: int
+    """`export_wire.HOST` or `CUDA`."""
+    storages: list[torch.UntypedStorage]
+    fd: int = -1
+    uuid: str = ""
+    handle: bytes = b""
+
+
+class SharedMemory(Protocol):
+    """One kind of memory."""
+
+    outlives: bool
+    """What a reader has mapped stays readable when the exporter lets go of it."""
+
+    def share(
+        self, tensors: Sequence[torch.Tensor], known: Mapping[int, Held]
+    ) -> tuple[dict[int, Held], tuple[Place, ...]]:
+        """The regions of `tensors` by identity, those in `known` as they are, and where each tensor begins.
+
+        An identity is never given to another region. Raises `NotExportable`.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Wait until what this process has written can be read by others."""
+        ...
+
+
+def memory_of(tensors: Sequence[torch.Tensor]) -> SharedMemory:
+    """How the memory of `tensors` is shared. Raises `NotExportable` for tensors of several devices."""
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        raise NotExportable(f"one rank's tensors are on {sorted(map(str, devices))}, expected one device")
+    device = next(iter(devices), torch.device("cpu"))
+    if device.type == "cpu":
+        return HostMemory()
+    if device.type == "cuda":
+        return DeviceMemory(device)
+    raise NotExportable(f"memory of {device} cannot be opened by other processes: let it be published from host memory")
+
+
+class HostMemory:
+    """Implements `SharedMemory`: a region for each storage."""
+
+    outlives = True
+
+    def share(
+        self, tensors: Sequence[torch.Tensor], known: Mapping[int, Held]
+    ) -> tuple[dict[int, Held], tuple[Place, ...]]:
+        """Move storages into shared memory, where they are."""
+        held: dict[int, Held] = {}
+        places: list[Place] = []
+        numbers: dict[int, int] = {}
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                raise NotExportable(f"a tensor is on {tensor.device}, the others are in host memory")
+            identity = int(tensor.untyped_storage()._cdata)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            if identity not in held:
+                held[identity] = known.get(identity) or _share(tensor.untyped_storage())
+            number = numbers.setdefault(identity, len(numbers))
+            places.append(Place(number, int(tensor.storage_offset()) * tensor.element_size()))
+        return held, tuple(places)
+
+    def settle(self) -> None:
+        """Nothing is written behind a CPU's back."""
+
+
+class DeviceMemory:
+    """Implements `SharedMemory`: a region for each allocation of one GPU."""
+
+    outlives = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._driver = Driver()
+        self._uuid = device_name(device)
+
+    def share(
+        self, tensors: Sequence[torch.Tensor], known: Mapping[int, Held]
+    ) -> tuple[dict[int, Held], tuple[Place, ...]]:
+        """Name the allocations that the tensors lie in."""
+        held: dict[int, Held] = {}
+        places: list[Place] = []
+        numbers: dict[int, int] = {}
+        storages: dict[int, list[torch.UntypedStorage]] = {}
+        self.settle()
+        with torch.cuda.device(self._device):
+            for tensor in tensors:
+                if tensor.device != self._device:
+                    raise NotExportable(f"a tensor is on {tensor.device}, the others are on {self._device}")
+                allocation = self._driver.allocation(tensor.data_ptr())
+                identity = allocation.identity
+                if identity not in held:
+                    held[identity] = known.get(identity) or Held(
+                        Region(allocation.nbytes, self._uuid),
+                        wire.CUDA,
+                        [],
+                        uuid=self._uuid,
+                        handle=self._driver.ipc_handle(allocation),
+                    )
+                storages.setdefault(identity, []).append(tensor.untyped_storage())
+                number = numbers.setdefault(identity, len(numbers))
+                places.append(Place(number, tensor.data_ptr() - allocation.base))
+        for identity, each in storages.items():
+            held[identity].storages = each
+        return held, tuple(places)
+
+    def settle(self) -> None:
+        """Wait for all streams: a training step may write on any."""
+        torch.cuda.synchronize(self._device)
+
+
+def _share(storage: torch.UntypedStorage) -> Held:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    try:
+        # The private half of Tensor.share_memory_; test_exports.py fails when torch changes what it returns.
+        fd, nbytes = cast("tuple[int, int]", storage._share_fd_cpu_())  # pyright: ignore[reportUnknownMemberType, reportPrivateUsage]
+    except RuntimeError as error:
+        raise NotExportable(
+            f"torch cannot move {storage.nbytes()} bytes into shared memory ({error}): enlarge /dev/shm "
+            f"(docker: --shm-size) or the limit of open files (now {hard}, {_SPARE_DESCRIPTORS} of them for other uses)"
+        ) from error
+    return Held(Region(nbytes, "cpu"), wire.HOST, [storage], fd=fd)

@@ -1,0 +1,112 @@
+"""The buffers in which buckets are packed: allocated once, exported once, reused round after round.
+
+A pool belongs to the process that created it. A slot may be written again when the sender's `reclaim` has returned for
+the bucket that was sent from it, and not before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Final
+
+import torch
+
+from ..errors import NotExportable
+from . import ipc_handles as handles
+from . import posix_shm as segments
+
+_GENERATIONS: Final = itertools.count(1)
+
+
+class HostSlot:
+    """Shared memory of this host, named in ``/dev/shm``."""
+
+    def __init__(self, purpose: str, nbytes: int, generation: int) -> None:
+        self._segment = segments.Segment.create(purpose, nbytes)
+        self.memory = torch.from_file(str(self._segment.path), shared=True, size=nbytes, dtype=torch.uint8)
+        self.exported = handles.encode_host(handles.HostSegment(self._segment.name, nbytes, generation))
+
+    def close(self) -> None:
+        """Give the memory back; what others have mapped lives on until they drop it."""
+        self._segment.close()
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+class CudaSlot:
+    """One plain allocation on a GPU, opened by other processes through CUDA IPC."""
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._pool: torch.cuda.MemPool | None = None
+        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        # Exported once for the slot's life: every export would cost torch another reference counter.
+        try:
+            named = handles.export_cuda(self.memory)
+        except NotExportable:
+            # The trainer's allocator maps its memory itself, and may: only what others open has to be plain.
+            self._pool, self.memory = plain_memory(device, nbytes)
+            named = handles.export_cuda(self.memory)
+        self.exported = handles.encode_cuda(named)
+
+    def close(self) -> None:
+        """Give the memory back to torch's allocator."""
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._pool = None
+
+
+def plain_memory(device: torch.device, nbytes: int) -> tuple[torch.cuda.MemPool, torch.Tensor]:
+    """Memory of one cudaMalloc, where torch's allocator makes expandable segments, and the pool that it belongs to.
+
+    A pool of its own, so that no free block of an expandable segment is taken; and the setting is off meanwhile, for
+    which torch has a private function only. Settings that stand in the environment are put back as they are there.
+    """
+    before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
+    if "expandable_segments" not in before:
+        before = ",".join(filter(None, (before, "expandable_segments:True")))
+    pool = torch.cuda.MemPool()
+    newer = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    configure = newer or torch.cuda.memory._set_allocator_settings  # noqa: SLF001  # pyright: ignore[reportPrivateUsage, reportDeprecated]
+    configure("expandable_segments:False")
+    try:
+        with torch.cuda.device(device), torch.cuda.use_mem_pool(pool):
+            return pool, torch.empty(nbytes, dtype=torch.uint8, device=device)
+    finally:
+        configure(before)
+
+
+class BucketPool:
+    """`slots` buffers of `slot_bytes` each on one device.
+
+    Raises `NotExportable` when the device's memory cannot be opened by other processes, `OutOfSharedMemory` when the
+    host has no room. Leftovers of dead processes are swept up first.
+    """
+
+    def __init__(self, device: torch.device | str, slots: int, slot_bytes: int, name: str) -> None:
+        self.device = torch.device(device)
+        self.slot_bytes = slot_bytes
+        self.generation = next(_GENERATIONS)
+        """Tells this pool's slots from those of an earlier pool of this process."""
+        self._slots: list[HostSlot | CudaSlot] = []
+        if self.device.type not in {"cpu", "cuda"}:
+            raise NotExportable(f"memory of {self.device} cannot be shared: stage buckets on cpu or cuda")
+        segments.sweep()
+        try:
+            for _ in range(slots):
+                if self.device.type == "cuda":
+                    self._slots.append(CudaSlot(self.device, slot_bytes))
+                else:
+                    self._slots.append(HostSlot(name, slot_bytes, self.generation))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def slots(self) -> list[HostSlot | CudaSlot]:
+        """The slots, each a `transport.Slot`."""
+        return self._slots
+
+    def close(self) -> None:
+        """Give everything back. May be called twice; not while a bucket is on its way."""
+        for slot in self._slots:
+            slot.close()
+        self._slots = []

@@ -1,0 +1,179 @@
+"""Shared memory that an inference server's workers can map with torch's own file_system sharing.
+
+The receiver copies a bucket here, checks the copy, and only then tells the server: what the trainer does to its own
+memory afterwards cannot reach the server. Three properties of torch's sharing (2.9 to 2.13, libshm) shape this file:
+
+* A worker connects to a ``torch_shm_manager`` whose socket is named in the payload. One is started here, with its
+  output closed, in place of the one torch would fork with our standard error. It ends by itself when its last client
+  has gone; the workers stay connected, so it may outlive us until the server ends, and does no harm.
+* The first bytes of a segment count its users, and whoever takes the count to zero unlinks the name, dying with an
+  uncaught C++ exception if that fails. The count is therefore kept far above what workers give back, and the name is
+  unlinked by us alone.
+* A worker gives back one use for each time it opens the memory.
+"""
+
+import os
+import selectors
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ..errors import DataplaneError, DeadlineExceeded
+from ..processes.deadline import Deadline
+from ..transports.interface import HostMemory
+from . import posix_shm as segments
+
+_HEADER_BYTES: Final = 4096
+"""torch keeps 64 bytes before the data; a page leaves room for more."""
+_USES_PER_RANK: Final = 16
+"""More than one load can use up: pipeline stages open the payload of their tensor rank too."""
+
+_MAX_PATH: Final = 107
+"""sun_path of a Unix socket, less its terminating zero."""
+_MANAGER_FAILED: Final = b"ERROR: "
+"""What its only line begins with when it comes to nothing (torch/lib/libshm/manager.cpp)."""
+_MANAGER_NAME_BYTES: Final = len("/torch-shm-dir-XXXXXX/manager.sock")
+"""What the manager adds to the folder that it is given."""
+
+
+class EngineMemory:
+    """Up to `slots` segments of one size, made at the first need, kept across rounds, remade only when too small."""
+
+    def __init__(self, runtime_dir: Path, slots: int = 2) -> None:
+        self._runtime_dir = runtime_dir
+        self._count = slots
+        self._manager: _Manager | None = None
+        self._slots: list[_Slot] = []
+
+    def reserve(self, nbytes: int, buckets: int, deadline: Deadline) -> None:
+        """Have slots of at least `nbytes` ready for `buckets` buckets. Raises `OutOfSharedMemory`."""
+        wanted = min(self._count, buckets)
+        if len(self._slots) >= wanted and self.holds(nbytes):
+            return
+        self._drop()
+        if self._manager is None or not self._manager.alive:
+            segments.sweep()
+            self._manager = _Manager(self._runtime_dir, deadline)
+        for _ in range(wanted):
+            self._slots.append(_Slot(self._manager.handle, nbytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all slots."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    def holds(self, nbytes: int) -> bool:
+        """There are slots, and of at least so many bytes."""
+        return bool(self._slots) and self._slots[0].nbytes >= nbytes
+
+    @property
+    def slots(self) -> int:
+        """How many slots `reserve` made."""
+        return len(self._slots)
+
+    def memory(self, slot: int) -> torch.Tensor:
+        """The bytes of a slot, 1-D uint8."""
+        return self._slots[slot].memory
+
+    def lend(self, slot: int, tp: int) -> HostMemory:
+        """What the `tp` ranks of a server open. To be called for every load: it counts the uses that they give back."""
+        return self._slots[slot].lend(tp)
+
+    def close(self) -> None:
+        """Unlink everything. What workers still have mapped stays valid for them."""
+        self._drop()
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def _drop(self) -> None:
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+
+
+class _Slot:
+    def __init__(self, manager: bytes, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._segment = segments.Segment.create("engine", nbytes + _HEADER_BYTES)
+        handle = f"/{self._segment.name}".encode("ascii")
+        self._storage = torch.UntypedStorage._new_shared_filename_cpu(manager, handle, nbytes)  # noqa: SLF001  # pyright: ignore[reportUnknownMemberType, reportPrivateUsage]
+        self._lent = HostMemory(manager, handle, nbytes)
+        self.lend(1)
+        self.memory = torch.empty(0, dtype=torch.uint8).set_(self._storage)
+
+    def lend(self, tp: int) -> HostMemory:
+        for _ in range(tp * _USES_PER_RANK):
+            self._storage._shared_incref()  # type: ignore[no-untyped-call]  # noqa: SLF001
+        return self._lent
+
+    def close(self) -> None:
+        self._segment.close()
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+
+def _short_enough(runtime_dir: Path) -> Path:
+    """Where the manager may make its folder: torch says "no such file" of a socket whose name does not fit."""
+    for folder in (runtime_dir, Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")):  # noqa: S108 - its folder is its own
+        if len(os.fsencode(folder)) + _MANAGER_NAME_BYTES <= _MAX_PATH and os.access(folder, os.W_OK):
+            return folder
+    raise DataplaneError(f"{runtime_dir} is too long for the name of a socket, and /tmp cannot be written: shorten it")
+
+
+class _Manager:
+    """A ``torch_shm_manager`` of our own. `handle` is the path of its socket."""
+
+    def __init__(self, runtime_dir: Path, deadline: Deadline) -> None:
+        program = Path(torch.__file__).parent / "bin" / "torch_shm_manager"
+        folder = _short_enough(runtime_dir)
+        try:
+            self._process = subprocess.Popen(  # noqa: S603  torch's own program
+                [program],
+                env={**os.environ, "TMPDIR": str(folder)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise DataplaneError(f"{program} cannot be started: {error.strerror}; is this torch complete?") from error
+        self.handle = self._read_handle(folder, deadline)
+
+    def _read_handle(self, folder: Path, deadline: Deadline) -> bytes:
+        assert self._process.stdout is not None
+        with self._process.stdout as stdout, selectors.DefaultSelector() as either:
+            either.register(stdout, selectors.EVENT_READ)
+            line = self._line(stdout.fileno(), either, deadline)
+        if line and line.endswith(b"\n") and not line.startswith(_MANAGER_FAILED):
+            return line.strip()
+        self._process.kill()
+        self._process.wait()  # nothing keeps a process from that
+        if line is None:
+            raise DeadlineExceeded("torch_shm_manager to name its socket", deadline.seconds)
+        said = line.decode("utf-8", "replace").removeprefix(_MANAGER_FAILED.decode()).strip() or "nothing"
+        raise DataplaneError(f"torch_shm_manager got no socket in {folder}, and said: {said}. Is there room?")
+
+    @staticmethod
+    def _line(file: int, either: selectors.BaseSelector, deadline: Deadline) -> bytes | None:
+        """Up to the end of a line, or of all that comes; None where that takes too long."""
+        found = b""
+        while not found.endswith(b"\n"):
+            if not either.select(deadline.left()):
+                return None
+            if not (more := os.read(file, 4096)):
+                break
+            found += more
+        return found
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """Nothing to stop: killed while a worker has memory mapped, it would take the worker with it."""
+        self._process.poll()
+        # Popen warns about a child that is still running; this one ends after its last client.
+        self._process.returncode = self._process.returncode if self._process.returncode is not None else 0

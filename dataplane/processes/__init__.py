@@ -1,0 +1,1 @@
+"""processes: see FACES.md for the sentence that belongs here."""

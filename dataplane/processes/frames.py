@@ -1,0 +1,244 @@
+"""Messages of any size between two processes of one user on one host: a stream socket, a length before each message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final, Self
+
+from ..errors import DeadlineExceeded, PeerLost, TransferFailed
+from ..memory.export_messages import peer_of
+from .deadline import Deadline
+
+MAX_FRAME: Final = 512 * 1024 * 1024
+"""A recording of a million copies takes a fifth of it."""
+_LENGTH: Final = struct.Struct("<Q")
+_BLOCK: Final = 1024 * 1024
+_JOINED: Final = 64 * 1024
+"""Up to so many bytes a message is copied behind its length: one packet, and not two."""
+_ENDING_S: Final = 0.5
+"""From a process's last connection to its end."""
+_LOOK_S: Final = 0.005
+
+
+class Frames:
+    """One end of an established connection. Whoever is at the other end has been looked at."""
+
+    limit: int = MAX_FRAME
+    """Bytes of the largest message that is taken."""
+    _length: int | None = None
+    """Of the message that is being pulled, once it is known."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._come = bytearray()
+        self.pid = peer_of(sock)
+
+    @classmethod
+    def connect(cls, path: str, deadline: Deadline) -> Self:
+        """Connect to a listening socket. Raises `PeerLost` when nobody of our user listens there."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(deadline.check(path))
+            sock.connect(path)
+            return cls(sock)
+        except OSError as error:
+            sock.close()
+            raise PeerLost(f"the socket {path} does not answer: {error}") from error
+        except TransferFailed:
+            sock.close()
+            raise
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def wrapped(self, message: bytes) -> tuple[memoryview, ...]:
+        """As it travels next in this connection, for `push`: whoever wraps a message sends it."""
+        seal = self._seal(message)
+        head = _LENGTH.pack(len(seal) + len(message)) + seal
+        if len(message) <= _JOINED:
+            return (memoryview(head + message),)
+        return memoryview(head), memoryview(message)
+
+    def _seal(self, message: bytes) -> bytes:
+        """What is said before it."""
+        del message
+        return b""
+
+    def send(self, message: bytes, deadline: Deadline) -> None:
+        """Raises `PeerLost`, `DeadlineExceeded`."""
+        try:
+            for part in self.wrapped(message):
+                self._socket.settimeout(deadline.check("room to send"))
+                self._socket.sendall(part)
+        except TimeoutError as error:
+            raise DeadlineExceeded("the other end to read", deadline.seconds) from error
+        except OSError as error:
+            raise PeerLost(f"the other end is gone: {error}") from error
+
+    def push(self, part: memoryview) -> memoryview:
+        """Send of what was `wrapped` what the other end has room for now; what is left of it. Raises `PeerLost`."""
+        try:
+            self._socket.settimeout(0.0)
+            return part[self._socket.send(part) :]
+        except BlockingIOError:
+            return part
+        except OSError as error:
+            raise PeerLost(f"the other end is gone: {error}") from error
+
+    def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
+        """The next message. Raises `PeerLost`, `DeadlineExceeded`."""
+        return self._exactly(self._announced(self._exactly(_LENGTH.size, deadline, waiting_for)), deadline, waiting_for)
+
+    def pull(self) -> bytes | None:
+        """Take what is there of the next message; the message, once that is all of it. Raises `PeerLost`.
+
+        Whoever has begun to pull does not `receive`.
+        """
+        if self._length is None:
+            self._read(_LENGTH.size)
+            if len(self._come) < _LENGTH.size:
+                return None
+            self._length = self._announced(bytes(self._come))
+            self._come.clear()
+        self._read(self._length)
+        if len(self._come) < self._length:
+            return None
+        found, self._come, self._length = bytes(self._come), bytearray(), None
+        return found
+
+    @property
+    def halfway(self) -> bool:
+        """A part of a message was pulled, and the rest has not come."""
+        return self._length is not None or bool(self._come)
+
+    def _read(self, count: int) -> None:
+        """What is there of so many bytes, and no more than a block."""
+        if len(self._come) == count:
+            return
+        try:
+            self._socket.settimeout(0.0)
+            block = self._socket.recv(min(count - len(self._come), _BLOCK))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise PeerLost(f"the connection broke: {error}") from error
+        if not block:
+            raise PeerLost("the other end closed the connection")
+        self._come += block
+
+    def _announced(self, head: bytes) -> int:
+        length = int(_LENGTH.unpack(head)[0])
+        if length > self.limit:
+            raise PeerLost(f"a message of {length} bytes is announced, at most {self.limit} are taken")
+        return length
+
+    def _exactly(self, count: int, deadline: Deadline, waiting_for: str) -> bytes:
+        """Memory is taken as bytes come, and not for what is only announced."""
+        found = bytearray()
+        while len(found) < count:
+            try:
+                self._socket.settimeout(deadline.check(waiting_for))
+                block = self._socket.recv(min(count - len(found), _BLOCK))
+            except TimeoutError as error:
+                raise DeadlineExceeded(waiting_for, deadline.seconds) from error
+            except OSError as error:
+                raise PeerLost(f"the connection broke: {error}") from error
+            if not block:
+                raise PeerLost(f"the other end closed the connection; {waiting_for} was expected")
+            found += block
+        return bytes(found)
+
+    def ended(self) -> bool:
+        """The process at the other end has ended. False also where it cannot be seen: in another container."""
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        except OSError:
+            return self.pid > 0 and self.waiting()
+        return state.split()[0] in {"Z", "X"}
+
+    def waiting(self) -> bool:
+        """Something was said, or the other end has hung up: `receive` need not wait for the beginning of it."""
+        return self.speaks(0.0)
+
+    def speaks(self, within_s: float) -> bool:
+        """The same, or it is within so many seconds."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), select.POLLIN | select.POLLHUP)
+        return bool(poll.poll(within_s * 1000))
+
+    def close(self) -> None:
+        """Twice is fine."""
+        with contextlib.suppress(OSError):  # the other end may have closed first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def dead_among(ends: Iterable[tuple[int, Frames]]) -> int | None:
+    """The number of an end whose process has ended, or is about to: it closes its connections first."""
+    until, suspects = time.monotonic() + _ENDING_S, tuple(ends)
+    try:
+        while suspects := tuple((number, frames) for number, frames in suspects if frames.waiting()):
+            for number, frames in suspects:
+                if frames.ended():
+                    return number
+            if time.monotonic() >= until:
+                return None
+            time.sleep(_LOOK_S)
+    except ValueError:  # they were closed meanwhile, by whoever called it off
+        return None
+    return None
+
+
+class FrameListener:
+    """A socket of a name that only this user can connect to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.unlink(missing_ok=True)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        new = path.with_suffix(".bind")  # as long as ".sock": too long a name is found here
+        new.unlink(missing_ok=True)
+        try:
+            self._socket.bind(os.fspath(new))
+            new.chmod(0o600)
+            self._socket.listen(128)
+            new.rename(path)  # whoever finds the name can connect
+        except OSError as error:
+            self._socket.close()
+            with contextlib.suppress(OSError):
+                new.unlink()
+            raise PeerLost(f"the socket {path} cannot be opened: {error}: shorten runtime_dir?") from error
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._socket.fileno()
+
+    def accept(self, deadline: Deadline, waiting_for: str) -> Frames:
+        """The next connection of a process of this user. Raises `DeadlineExceeded`."""
+        while True:
+            self._socket.settimeout(deadline.check(waiting_for))
+            try:
+                sock, _ = self._socket.accept()
+            except TimeoutError as error:
+                raise DeadlineExceeded(waiting_for, deadline.seconds) from error
+            except OSError as error:
+                raise PeerLost(f"the socket {self.path} was closed") from error
+            try:
+                return Frames(sock)
+            except PeerLost:
+                sock.close()
+
+    def close(self) -> None:
+        """Twice is fine."""
+        with contextlib.suppress(OSError):  # nobody may be connected
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,174 @@
+"""Messages between two hosts, each with a MAC by the epoch's token: a stranger who reaches the port says nothing.
+
+The token is new in every epoch and travels on the authenticated bus, never here. Both ends give a number of their own
+at the beginning, and count what they send: what was said in another connection, or before, is no message. Contents can
+be read on the way: they are layouts and plans, not weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+from typing import Final
+from urllib.parse import urlsplit
+
+from ..errors import DeadlineExceeded, Forged, PeerLost, TransferFailed
+from .deadline import Deadline
+from .frames import Frames
+
+_NONCE_BYTES: Final = 16
+_MAC_BYTES: Final = 32
+_GREETING: Final = b"weightbus"
+
+
+class SealedFrames(Frames):
+    """One end of a TCP connection."""
+
+    def __init__(self, sock: socket.socket, token: str, *, listening: bool) -> None:
+        self._socket = sock
+        self._come = bytearray()
+        self.pid = 0
+        self._token = token.encode("ascii")
+        self._key = b""
+        self._listening = listening
+        self._sent = self._heard = 0
+
+    @classmethod
+    def reach(cls, address: str, token: str, deadline: Deadline) -> SealedFrames:
+        """Connect to ``tcp://host:port``. Raises `PeerLost`, `TransferFailed` for what is no such address."""
+        where = host_and_port(address)
+        try:
+            sock = socket.create_connection(where, deadline.check(address))
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{address} to answer", deadline.seconds) from error
+        except OSError as error:
+            raise PeerLost(f"{address} does not answer: {error}") from error
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        frames = cls(sock, token, listening=False)
+        try:
+            frames.greet(deadline)
+        except TransferFailed:
+            frames.close()
+            raise
+        return frames
+
+    def greet(self, deadline: Deadline) -> None:
+        """Exchange numbers, and show one another that both know the token, before a message of any size is read."""
+        mine = secrets.token_bytes(_NONCE_BYTES)
+        theirs = self._swap(mine, deadline)
+        both = mine + theirs if self._listening else theirs + mine
+        self._key = hmac.new(self._token, both, hashlib.sha256).digest()
+        shown = self._swap(self._mac(_GREETING, 0, by_listener=self._listening), deadline)
+        if not hmac.compare_digest(shown, self._mac(_GREETING, 0, by_listener=not self._listening)):
+            raise Forged("a connection to the sender")
+        self._sent = self._heard = 1
+
+    def _swap(self, mine: bytes, deadline: Deadline) -> bytes:
+        """Say as many bytes as the other end says."""
+        try:
+            self._socket.settimeout(deadline.check("a greeting"))
+            self._socket.sendall(mine)
+        except TimeoutError as error:
+            raise DeadlineExceeded("a greeting", deadline.seconds) from error
+        except OSError as error:
+            raise PeerLost(f"the other end is gone: {error}") from error
+        return self._exactly(len(mine), deadline, "a greeting")
+
+    def _seal(self, message: bytes) -> bytes:
+        mac = self._mac(message, self._sent, by_listener=self._listening)
+        self._sent += 1
+        return mac
+
+    def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
+        """The next message. Raises `PeerLost`, `DeadlineExceeded`, `Forged`."""
+        return self._opened(super().receive(deadline, waiting_for))
+
+    def pull(self) -> bytes | None:
+        """What is there of the next message; see `Frames`. Raises `PeerLost`, `Forged`."""
+        found = super().pull()
+        return None if found is None else self._opened(found)
+
+    def _opened(self, found: bytes) -> bytes:
+        mac, message = found[:_MAC_BYTES], found[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(message, self._heard, by_listener=not self._listening)):
+            raise Forged("a connection to the sender")
+        self._heard += 1
+        return message
+
+    def _mac(self, message: bytes, number: int, *, by_listener: bool) -> bytes:
+        head = bytes([by_listener]) + number.to_bytes(8, "little")
+        return hmac.new(self._key, head + message, hashlib.sha256).digest()
+
+
+class SealedListener:
+    """A TCP port of one address of this host."""
+
+    def __init__(self, host: str, token: str) -> None:
+        self._token = token
+        self._socket = listening_on(host)
+        self.address = f"tcp://{bracketed(host)}:{self._socket.getsockname()[1]}"
+
+    def take(self, deadline: Deadline) -> SealedFrames:
+        """The next connection, still to be greeted. Raises `DeadlineExceeded`, `PeerLost`."""
+        try:
+            self._socket.settimeout(deadline.check("somebody"))
+            sock, _ = self._socket.accept()
+        except TimeoutError as error:
+            raise DeadlineExceeded("somebody", deadline.seconds) from error
+        except OSError as error:
+            raise PeerLost("the port was closed") from error
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return SealedFrames(sock, self._token, listening=True)
+
+    def close(self) -> None:
+        """Twice is fine."""
+        with contextlib.suppress(OSError):  # nobody may be connected
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of ``tcp://host:port``. Raises `TransferFailed` for anything else."""
+    try:
+        url = urlsplit(address)
+        host, port = url.hostname, url.port
+    except ValueError:
+        host, port = None, None
+    if not address.startswith("tcp://") or not host or not port:
+        raise TransferFailed(f"{address!r} is not an address to send from, expected tcp://host:port")
+    return host, port
+
+
+def bracketed(host: str) -> str:
+    """As it stands before a port: a colon of IPv6 is none between the two."""
+    return f"[{host}]" if ":" in host else host
+
+
+def listening_on(host: str) -> socket.socket:
+    """A TCP port of one address of this machine. Raises `TransferFailed` where there can be none."""
+    try:
+        return socket.create_server((host, 0), family=family_of(host), backlog=128)
+    except OSError as error:
+        raise TransferFailed(
+            f"no port can be opened on {host}: {error}: set host to an address of this machine"
+        ) from error
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    """IPv6 where `host` has no address of IPv4. Raises OSError where it has none at all."""
+    found = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine at which whoever is at `host` sees it. Nothing is sent."""
+    try:
+        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            found: str = probe.getsockname()[0]
+    except OSError as error:
+        raise PeerLost(f"there is no way to {host}: {error}") from error
+    return found

@@ -1,0 +1,121 @@
+"""torch's process group backends, built directly: its default group, its timeouts and its registry stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Generator, Mapping
+from datetime import timedelta
+from typing import Final, Protocol, cast
+
+import torch
+
+# torch.distributed has these names only where it was built with it, and type checkers do not see them there.
+from torch._C import _distributed_c10d as c10d
+
+from ..errors import DeadlineExceeded
+from . import torch_threads
+from .deadline import Deadline
+
+_UNWATCHED: Final = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",  # by which it is told of no work
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that hangs in the driver would end the process too
+}
+_MAKING: Final = threading.Lock()
+"""Held while a group is made: its settings are those of the whole process meanwhile."""
+_ABORT_S: Final = 5.0
+"""How long NCCL may take to break a group before nobody waits for it any more."""
+_AT_ONCE: Final = timedelta(milliseconds=1)
+_ABORT_TAG: Final = 0x7FFFFFFF
+"""No message has it."""
+
+
+class Receiving(Protocol):
+    """What torch's stubs leave out of ProcessGroupGloo."""
+
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> c10d.Work:  # noqa: N803
+        """Torch's own."""
+        ...
+
+
+def break_gloo(backend: Receiving, rank: int, size: int) -> None:
+    """Close all connections of `rank`, which frees whoever waits at their other ends, and here in another thread.
+
+    Gloo has no abort (2.13: a no-op), but a receive that runs out of time does that. One from a rank that has ended
+    fails in another way, which closes nothing; so each of the others is tried.
+    """
+    for peer in range(size):
+        if peer != rank:
+            with contextlib.suppress(RuntimeError):  # that it runs out of time is what it is for
+                backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_AT_ONCE)
+
+
+def gloo(store: c10d.Store, host: str, rank: int, size: int, timeout: timedelta) -> object:
+    """A ``ProcessGroupGloo`` that others reach at `host`. Blocks until all ranks have come; raises RuntimeError."""
+    make = cast("Callable[..., object]", c10d.ProcessGroupGloo)  # the stubs know only its form without options
+    options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001  # pyright: ignore[reportUnknownMemberType]
+    options._timeout = timeout  # noqa: SLF001
+    return make(store, rank, size, options)
+
+
+class Ending(Protocol):
+    """What torch's stubs leave out of ProcessGroupNCCL."""
+
+    def abort(self) -> None:
+        """Torch's own."""
+        ...
+
+
+def nccl(store: c10d.Store, rank: int, size: int, deadline: Deadline) -> object:
+    """A ``ProcessGroupNCCL`` that torch's watchdog leaves alone. It connects at its first call.
+
+    Our deadlines decide. A watchdog that sees an error of NCCL's, which a peer's death is, keeps ``abort`` waiting for
+    a minute while it dumps what it knows, and has the monitor of the process's first group end the process eight
+    minutes later. It is not told of the works of a group that waits for them itself.
+
+    One of ours is made at a time; raises `DeadlineExceeded` where another one keeps it waiting. A group that the
+    program makes by itself on another thread, in the moment that this takes, has our settings too.
+    """
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(days=1)  # noqa: SLF001
+    if not _MAKING.acquire(timeout=deadline.check("a group to be made")):
+        raise DeadlineExceeded("another group to be made", deadline.seconds)
+    try:
+        with _environment(_UNWATCHED):
+            return c10d.ProcessGroupNCCL(store, rank, size, options)
+    finally:
+        _MAKING.release()
+
+
+def abort_nccl(backend: Ending, seconds: float = _ABORT_S) -> None:
+    """Break a group off, and wait for that so long: what NCCL does there may take as long as the driver likes."""
+    aside(backend.abort).join(seconds)
+
+
+def aside(function: Callable[[], None]) -> threading.Thread:
+    """On a thread of its own: how a group ends that is of no use any more. That it fails is no news."""
+
+    def quietly() -> None:
+        with contextlib.suppress(RuntimeError):
+            function()
+
+    return torch_threads.start(quietly, "weightbus-nccl-end")
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Generator[None, None, None]:
+    """Torch reads these settings from the environment when a group is made, and nowhere else."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,55 @@
+"""Reaching the store in which a group meets, when its server may have ended already."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import threading
+from datetime import timedelta
+
+# torch.distributed has this name only where it was built with it, and type checkers do not see it there.
+from torch._C._distributed_c10d import TCPStore
+
+from ..errors import DeadlineExceeded, PeerLost
+from . import torch_threads
+from .deadline import Deadline
+from .mac_frames import host_and_port
+
+
+def reach_store(address: str, deadline: Deadline) -> TCPStore:
+    """A client of the store at ``tcp://host:port``, which waits for no key beyond `deadline`.
+
+    Raises `PeerLost`, `DeadlineExceeded`, `TransferFailed` for what is no such address. To be called on a thread of
+    torch_threads.py: nobody can call it off.
+    """
+    host, port = host_and_port(address)
+    _knock(host, port, deadline)
+    left = timedelta(seconds=deadline.check("the group's store"))
+    try:
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
+    except RuntimeError as error:
+        raise DeadlineExceeded("the group's store", deadline.seconds) from error
+
+
+@functools.cache
+def ask_for_names() -> threading.Thread:
+    """Have torch make its first store now, on a thread of its own; once in a process.
+
+    Torch asks the resolver for the name of everybody whom a store is connected to. If no name server answers it waits
+    for each of them for 10 s, and asks no more after that: otherwise in the middle of the process's first round.
+    """
+    return torch_threads.start(_make_a_store, "weightbus-names")
+
+
+def _make_a_store() -> None:
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _knock(host: str, port: int, deadline: Deadline) -> None:
+    """Torch would try to reach a store that has ended for twice its deadline, and cannot be called off meanwhile."""
+    try:
+        socket.create_connection((host, port), deadline.check("the group's store")).close()
+    except TimeoutError as error:
+        raise DeadlineExceeded("the group's store", deadline.seconds) from error
+    except OSError as error:
+        raise PeerLost(f"the group's store at {host}:{port} does not answer: {error}") from error

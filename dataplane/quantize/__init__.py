@@ -1,0 +1,1 @@
+"""quantize: see FACES.md for the sentence that belongs here."""

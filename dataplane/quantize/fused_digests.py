@@ -1,0 +1,69 @@
+"""Which quantised elements are summed up for their digest while they are made, instead of being read again. Pure.
+
+A program of the kernel that quantises FP8 holds whole rows of its tile when it stores them: eight elements are a word
+of the packed tensor, if rows and boxes begin and end on one, and a sum does not care who adds which words
+(box_digests.py). Everything else, scales among it, is read again from where it lies: scales are four bytes, half a
+word, and a part in sixteen thousand of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from ..tensors.boxes import Box, Column, intersect, volumes
+from ..tensors.shards import Pieces
+from .schemes import Element, Scheme
+
+WORD: Final = 8
+"""Elements of FP8 in a word."""
+_MOST: Final = 1 << 31
+"""Words of a tensor that the kernel's table has room for."""
+
+
+class Words(NamedTuple):
+    """Where the words of a box lie in its packed tensor."""
+
+    at: int
+    """Index of the first one."""
+    step: int
+    """From one row to the next."""
+
+
+@dataclass(frozen=True, eq=False)
+class Summed:
+    """What one rank has the sums of."""
+
+    pieces: Pieces
+    """All that is in them."""
+    tensor: Column
+    """(sums,): the tensor that each is of, all different."""
+
+
+def words_of(scheme: Scheme, box: Box, shape: Sequence[int]) -> Words | None:
+    """Where the elements of `box` lie, of a weight of `shape` that `scheme` quantises; None if they are read again.
+
+    That is: for anything but FP8 with a scale for a block or a row; where a row of the tensor, of the box or of a block
+    is no whole number of words; and for a tensor of 16 GiB or more.
+    """
+    if scheme.element is not Element.E4M3 or scheme.flat is not None or scheme.scale_dtype == "uint8":
+        return None
+    rows, columns = shape
+    block = scheme.block[1] or columns
+    if columns % WORD or block % WORD or box.start[1] % WORD or box.stop[1] % WORD or rows * columns >= _MOST * WORD:
+        return None
+    return Words((box.start[0] * columns + box.start[1]) // WORD, columns // WORD)
+
+
+def complete(chosen: Pieces, summed: Pieces) -> Column:
+    """The tensors of which `summed`, disjoint pieces of one rank, are exactly what falls to it in `chosen`; ascending.
+
+    Both are of the same tensors, in the same order.
+    """
+    count = len(chosen.tensors)
+    both = volumes(intersect(chosen.boxes, summed.boxes)[2], count)
+    same = (both == volumes(chosen.boxes, count)) & (both == volumes(summed.boxes, count))
+    return np.flatnonzero(same & (both > 0))

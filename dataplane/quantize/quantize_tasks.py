@@ -1,0 +1,106 @@
+"""Quantises many weights where they lie: with torch on a CPU, in one pass of a Triton kernel on a GPU.
+
+Preparing is slow and happens once for a plan; `run` is what a round waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from . import quantize_torch as quantise_torch
+from .schemes import Scheme
+
+
+class Sums(NamedTuple):
+    """Where the sums of a tensor's digest go, and where in it the quantised elements of a task lie.
+
+    Sums are of the bytes as they are stored, never of what was read. Tasks that share one are prepared together.
+    """
+
+    lanes: torch.Tensor
+    """(tensors, 2) int64 on the tasks' device."""
+    number: int
+    """Row of the tensor."""
+    at: int
+    """Index in the packed tensor of the first word."""
+    step: int
+    """Words from one row to the next."""
+
+
+class Task(NamedTuple):
+    """A weight, or a part of one on the scheme's grain, and where its parts go. All of it may be strided."""
+
+    scheme: Scheme
+    weight: torch.Tensor
+    """(rows, columns), as it is kept."""
+    served: torch.dtype
+    """In which it would be served unquantised; values are rounded to it first."""
+    outs: tuple[torch.Tensor, ...]
+    """Its parts but ``weight_shape``, in the order of `Scheme.parts`."""
+    sums: Sums | None = None
+    """Of the first of them; for what `quantise_sums.words_of` allows."""
+
+
+class PreparedTasks(Protocol):
+    """Tasks bound to memory. Used from one thread."""
+
+    @property
+    def keeps(self) -> bool:
+        """It keeps the memory that it is bound to; otherwise it only knows where that is."""
+        ...
+
+    def run(self) -> None:
+        """Quantise every weight as it is now, and set its sums. On a GPU in the order of the current stream."""
+        ...
+
+
+def prepare(tasks: Sequence[Task], device: torch.device) -> PreparedTasks:
+    """Bind tasks whose memory is on `device`."""
+    if device.type == "cuda":
+        from .quantize_cuda import CudaTasks  # noqa: PLC0415  Triton is there where a GPU is
+
+        return CudaTasks(tasks)
+    return TorchTasks(tasks)
+
+
+class TorchTasks:
+    """Implements `PreparedTasks`, one task after another."""
+
+    keeps = True
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tuple(tasks)
+        self._sums = ClearedSums(tasks)
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Quantise."""
+        self._sums.clear()
+        for task in self._tasks:
+            run(task)
+
+
+def run(task: Task) -> None:
+    """One task with torch, on any device."""
+    quantise_torch.quantise(task.scheme, task.weight.to(task.served), task.outs)
+    if task.sums is not None:
+        lanes = task.sums.lanes[task.sums.number]
+        quantise_torch.add_sums(task.outs[0], task.sums.at, task.sums.step, lanes)
+
+
+class ClearedSums:
+    """The sums that tasks add to, which begin with nothing."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        sums = [task.sums for task in tasks if task.sums is not None]
+        self._lanes = sums[0].lanes if sums else None
+        numbers = sorted({each.number for each in sums})
+        self._rows = torch.tensor(numbers, device=sums[0].lanes.device) if sums else None
+
+    def clear(self) -> None:
+        """In the order of the current stream."""
+        if self._lanes is not None and self._rows is not None:
+            self._lanes.index_fill_(0, self._rows, 0)

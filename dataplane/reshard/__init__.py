@@ -1,0 +1,1 @@
+"""reshard: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,163 @@
+"""The digests of a model from the memory that it is trained in: who reads what, and what the sums make up. Pure.
+
+Every element is read by one of the ranks that hold it. A rank digests the boxes that fall to it where they lie, or, if
+it holds them in another dtype than the served one, as they will be served. The sums of all ranks are the digest of each
+tensor (box_digests.py), so nobody gathers a tensor. Only tensors of which some box is no whole number of words are
+put together, byte by byte; they are few and small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from ..copy.box_digests import BoxTable, Lanes, odd_boxes, table_of
+from ..copy.box_packing import Packed, digest_of, packed, parts_of, put_together
+from ..copy.copy_table import ITEM_SIZES, CopyTable
+from ..digest import tensor_digest as integrity
+from ..errors import ManifestError, Unsupported
+from ..quantize.fused_digests import complete
+from ..tensors.boxes import Column
+from ..tensors.coverage import in_turn, prove
+from ..tensors.shards import Pieces, packed_strides, served_dtypes
+
+MOST_ODD_BYTES: Final = 64 * 1024 * 1024
+"""What ranks send each other in each round. Beyond, assembling buckets is no slower."""
+
+
+_NONE: Final = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """Boxes that are cast into a buffer, and digested there."""
+
+    copies: CopyTable
+    boxes: BoxTable
+    nbytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """What falls to one rank. Regions are its local tensors, by `storage`; those of passes are the buffer."""
+
+    tensors: Column
+    """The tensors that it gives sums of, ascending."""
+    in_place: BoxTable
+    passes: tuple[Pass, ...]
+    odd: Packed
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """Who digests what, of all ranks. Every rank works it out for itself from the same pieces."""
+
+    chosen: Pieces
+    odd: Column
+    """(odd,): tensors that are put together."""
+
+    def known(self, rank: int, summed: Pieces) -> Column:
+        """The tensors of which `rank` need not read what falls to it: it has just summed up all of that.
+
+        `summed` are disjoint pieces of that rank, of the same tensors.
+        """
+        return np.setdiff1d(complete(self.chosen.held_by(rank), summed), self.odd)
+
+    def share(self, rank: int, pass_bytes: int, known: Column = _NONE) -> Share:
+        """What falls to `rank`; it casts about `pass_bytes` at a time, and does not read what it has of `known`."""
+        mine = self.chosen.held_by(rank)
+        apart = np.isin(mine.boxes.space, self.odd)
+        cast = ~apart & (mine.dtype != served_dtypes(mine))
+        even = mine.take(np.flatnonzero(~apart & ~cast & ~np.isin(mine.boxes.space, known)))
+        wide = mine.take(np.flatnonzero(cast))
+        odd = mine.take(np.flatnonzero(apart))
+        return Share(
+            tensors=np.unique(mine.boxes.space[~apart]),
+            in_place=table_of(even, even.storage, np.zeros(len(even), np.int64)),
+            passes=tuple(_pass(part) for part in _batches(wide, pass_bytes)),
+            odd=packed(odd, odd.storage, np.zeros(len(odd), np.int64)),
+        )
+
+    def digests(self, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> bytes:
+        """The digest of every tensor, from each rank's sums of its `Share.tensors` and its odd bytes.
+
+        Raises `ManifestError` when a rank gave sums of other tensors than fell to it.
+        """
+        totals = np.zeros((2, len(self.chosen.tensors)), np.uint64)
+        for rank, sums in enumerate(lanes):
+            own = self._own.get(rank, _NONE)
+            if sums.shape != (2, len(own)):
+                raise ManifestError(f"rank {rank} gave sums of {sums.shape[-1]} tensors, {len(own)} fell to it")
+            totals[:, own] += sums
+        found = bytearray(integrity.finish(totals, self._sizes))
+        if len(self.odd):
+            packs = [self._odd_of(rank) for rank in range(len(odd))]
+            for index in self.odd.tolist():
+                found[16 * index : 16 * index + 16] = self._put_together(index, packs, odd)
+        return bytes(found)
+
+    @cached_property
+    def _sizes(self) -> Column:
+        """(tensors,): bytes."""
+        return np.array([spec.nbytes for spec in self.chosen.tensors], np.int64)
+
+    @cached_property
+    def _own(self) -> dict[int, Column]:
+        """By rank: the tensors that it gives sums of."""
+        even = ~np.isin(self.chosen.boxes.space, self.odd)
+        ranks: list[int] = np.unique(self.chosen.holder).tolist()
+        return {rank: np.unique(self.chosen.boxes.space[even & (self.chosen.holder == rank)]) for rank in ranks}
+
+    def _put_together(self, index: int, packs: Sequence[Pieces], odd: Sequence[bytes]) -> bytes:
+        parts = [
+            part
+            for rank, (pack, blob) in enumerate(zip(packs, odd, strict=True))
+            for part in parts_of(pack, index, blob, f"trainer rank {rank}")
+        ]
+        return digest_of(put_together(self.chosen.tensors[index], parts))
+
+    def _odd_of(self, rank: int) -> Pieces:
+        mine = self.chosen.held_by(rank)
+        mine = mine.take(np.flatnonzero(np.isin(mine.boxes.space, self.odd)))
+        return packed(mine, mine.storage, np.zeros(len(mine), np.int64)).boxes
+
+
+def divide(pieces: Pieces) -> Division:
+    """Share out the digesting of `pieces`, which are those of all ranks, replicas included, and without shifts.
+
+    Raises `CoverageError` unless they make up every tensor, and `Unsupported` when too much of the model lies in boxes
+    that are no whole words.
+    """
+    chosen = in_turn(pieces)
+    prove(chosen)
+    served = served_dtypes(chosen)
+    alike = served == chosen.dtype
+    strides = np.where(alike[:, None], chosen.stride, packed_strides(chosen.boxes.extents))
+    as_read = replace(chosen, dtype=served, stride=strides)
+    odd = np.unique(chosen.boxes.space[odd_boxes(as_read)])
+    indexes: list[int] = odd.tolist()
+    nbytes = sum(chosen.tensors[index].nbytes for index in indexes)
+    if nbytes > MOST_ODD_BYTES:
+        raise Unsupported(
+            f"{nbytes} bytes of {len(odd)} tensors ({chosen.tensors[indexes[0]].name} ..) lie in boxes that are no"
+            " multiple of 8 bytes, and cannot be digested where they lie"
+        )
+    return Division(chosen, odd)
+
+
+def _batches(pieces: Pieces, nbytes: int) -> list[Pieces]:
+    """The pieces, in their order, as many at a time as fill `nbytes`; a larger one has a batch of its own."""
+    ends = np.cumsum(pieces.boxes.sizes * ITEM_SIZES[served_dtypes(pieces)])
+    batch = (ends - 1) // nbytes
+    return [pieces.take(np.flatnonzero(batch == number)) for number in np.unique(batch).tolist()]
+
+
+def _pass(pieces: Pieces) -> Pass:
+    begin = np.zeros(len(pieces), np.int64)
+    cast = packed(pieces, pieces.storage, begin)
+    lying = replace(cast.boxes, offset=begin)
+    return Pass(cast.copies, table_of(lying, begin, cast.boxes.offset), cast.nbytes)

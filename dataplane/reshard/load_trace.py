@@ -1,0 +1,246 @@
+"""What an engine's own loader does with the tensors it is given, as data: recorded once, replayed as copies.
+
+One `Recording` speaks of one worker of one server: which part of which served tensor ends up where in its parameters.
+The copies are `Pieces`, the same description that trainers give of theirs, so that a planner only has to intersect the
+two. Whatever the loader does beyond copying is in one of the lists, by name and with the reason; a tensor or an element
+of a parameter that stands in none of them and in no copy does not exist (engine_agent/worker/load_tracer.py proves it).
+
+Engine memory is named by *targets*: parameters, buffers and tensors that modules hold as attributes. A target's dtype
+and strides are those of the live tensor, and offsets count elements from its first one.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ..errors import ManifestError
+from ..tensors.boxes import Box, Column
+from ..tensors.manifest import ITEM_BYTES, TensorSpec
+from ..tensors.shards import Pieces, places_in
+
+_SHOWN: Final = 4
+"""Names of a list in an account."""
+
+
+class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of the engine's model, as it lies in memory."""
+
+    name: str
+    """As `named_parameters` gives it; an attribute of a module is named in the same way."""
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    parameter: bool
+    """Its elements are proven to be covered. Buffers and attributes are only followed."""
+    aliases: tuple[str, ...] = ()
+    """Other names of the same memory: tied weights."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+
+class Cause(enum.StrEnum):
+    """Why a tensor does not travel as copies."""
+
+    COMPUTED = "computed"
+    """What is stored was calculated from it: scaled, requantised, added to."""
+    READ = "read"
+    """The loader looks at its values, so what it does next depends on them."""
+    SCATTERED = "scattered"
+    """Its elements land in more or odder places than boxes can say."""
+    REBOUND = "rebound"
+    """The loader replaces a tensor of the model by a new one in place of writing to it."""
+    UNKNOWN_TARGET = "unknown_target"
+    """It is written to memory that is no parameter, buffer or attribute of the model."""
+    PARTNER = "partner"
+    """It is loaded together with a tensor of another cause."""
+
+
+class LoadedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor that goes through the engine's own loader, whole, in every round."""
+
+    tensor: int
+    cause: Cause
+    detail: str = ""
+    """The operation that was seen, for people."""
+
+
+class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of one target."""
+
+    target: int
+    box: Box
+
+
+class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a target that the loader fills with one value: padding."""
+
+    target: int
+    box: Box
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """What the loader of one worker does. `copies.storage` numbers `targets`, `copies.holder` is the worker's rank."""
+
+    rank: int
+    targets: tuple[Target, ...]
+    copies: Pieces
+    """Disjoint in the targets. A piece's dtype is what is stored: another one than the tensor's is a cast."""
+    loaded: tuple[LoadedTensor, ...] = ()
+    """Not copies: staged whole, given to the engine's loader, its post-load step run once."""
+    unread: tuple[int, ...] = ()
+    """Tensors that this worker asks nothing of: other ranks' experts, other stages' layers, names nobody knows."""
+    dropped: tuple[int, ...] = ()
+    """Tensors that were read, and of which nothing was kept."""
+    constants: tuple[Constant, ...] = ()
+    unwritten: tuple[Patch, ...] = ()
+    """Parts of parameters that the loader leaves as they are."""
+    rewritten: tuple[Patch, ...] = ()
+    """Parts that were written more than once. The copies hold what was written last."""
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """The served tensors that were offered to the loader, which is what all indexes of tensors refer to."""
+        return self.copies.tensors
+
+    @property
+    def staged(self) -> tuple[int, ...]:
+        """The tensors that are given whole to the engine's loader."""
+        return tuple(each.tensor for each in self.loaded)
+
+    @property
+    def account(self) -> str:
+        """For people: what is no copy, and why; what nobody asks for, and what stays as it is."""
+        copied = len(np.unique(self.copies.boxes.space))
+        through = [f"{self.tensors[each.tensor].name} ({each.cause}: {each.detail})" for each in self.loaded]
+        apart = [f"{self.targets[each.target].name}{_ranges(each.box)}" for each in self.unwritten]
+        lists = {
+            "through the engine's own loader": through,
+            "not asked for": [self.tensors[index].name for index in self.unread],
+            "read, and nothing of it kept": [self.tensors[index].name for index in self.dropped],
+            "parts that are left as they are": apart,
+        }
+        told = [
+            f"{len(self.tensors)} tensors, {copied} of them copies",
+            *(f"{what}: {_some(names)}" for what, names in lists.items() if names),
+        ]
+        return "; ".join(told)
+
+    def reordered(self, tensors: Sequence[TensorSpec]) -> Recording | None:
+        """The same for a loader that is offered these tensors; None when they are others, or their order may matter.
+
+        It matters where something is written twice: what is offered last stays.
+        """
+        if tuple(tensors) == self.tensors:
+            return self
+        if self.rewritten:
+            return None
+        try:
+            return self.renumbered(tensors, places_in(tensors, self.tensors))
+        except ManifestError:
+            return None
+
+    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Recording:
+        """The same with the tensors in the order of `tensors`; `places`, (tensors,), says where each of them is."""
+        moved: list[int] = places.tolist()
+        loaded = [msgspec.structs.replace(each, tensor=moved[each.tensor]) for each in self.loaded]
+        return replace(
+            self,
+            copies=self.copies.renumbered(tensors, places),
+            loaded=tuple(sorted(loaded, key=lambda each: each.tensor)),
+            unread=tuple(sorted(moved[index] for index in self.unread)),
+            dropped=tuple(sorted(moved[index] for index in self.dropped)),
+        )
+
+    def same(self, other: Recording) -> bool:
+        """Whether both say the same of the same tensors. Their digests say so too, once they are made."""
+        mine, others = [
+            (each.rank, each.targets, each.loaded, each.unread, each.dropped, each.constants, each.unwritten,
+             each.rewritten)
+            for each in (self, other)
+        ]  # fmt: skip
+        numbers = self.copies.numbers(), other.copies.numbers()
+        return mine == others and self.tensors == other.tensors and np.array_equal(*numbers)
+
+    def encode(self) -> bytes:
+        """Canonical bytes: what the worker hands to its sidecar, and that to the trainer."""
+        return self._encoded
+
+    @cached_property
+    def _encoded(self) -> bytes:
+        return _ENCODER.encode(
+            _Wire(
+                self.rank, self.targets, self.copies.encode(), self.loaded, self.unread, self.dropped, self.constants,
+                self.unwritten, self.rewritten,
+            )
+        )  # fmt: skip
+
+    @classmethod
+    def decode(cls, blob: bytes, tensors: Sequence[TensorSpec]) -> Recording:
+        """Read and check what `encode` wrote of these tensors. Raises `ManifestError` on anything else."""
+        try:
+            wire = _DECODER.decode(blob)
+        except (ValueError, RecursionError) as error:
+            raise ManifestError(f"not a recording: {error}") from error
+        recording = cls(
+            wire.rank, wire.targets, Pieces.decode([wire.copies], tensors), wire.loaded, wire.unread, wire.dropped,
+            wire.constants, wire.unwritten, wire.rewritten,
+        )  # fmt: skip
+        recording.check()
+        return recording
+
+    def check(self) -> None:
+        """Raise `ManifestError` when a list names a tensor or target that there is not."""
+        tensors, targets = len(self.tensors), len(self.targets)
+        named = [*(each.tensor for each in self.loaded), *self.unread, *self.dropped]
+        places = [each.target for each in self.constants]
+        places += [patch.target for patch in (*self.unwritten, *self.rewritten)]
+        if any(not 0 <= index < tensors for index in named):
+            raise ManifestError(f"a recording of {tensors} tensors names another one")
+        if any(not 0 <= index < targets for index in [*places, *self.copies.storage.tolist()]):
+            raise ManifestError(f"a recording of {targets} targets names another one")
+
+    def digest(self) -> str:
+        """SHA-256, hexadecimal: both sides of a plan name the recording by it."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return hashlib.sha256(self._encoded).hexdigest()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _ranges(box: Box) -> str:
+    return f"[{', '.join(f'{start}..{stop}' for start, stop in zip(box.start, box.stop, strict=True))}]"
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    rank: int
+    targets: tuple[Target, ...]
+    copies: bytes
+    loaded: tuple[LoadedTensor, ...]
+    unread: tuple[int, ...]
+    dropped: tuple[int, ...]
+    constants: tuple[Constant, ...]
+    unwritten: tuple[Patch, ...]
+    rewritten: tuple[Patch, ...]
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
+_DECODER: Final[msgspec.msgpack.Decoder[_Wire]] = msgspec.msgpack.Decoder(_Wire)

@@ -1,0 +1,222 @@
+"""Trainer pieces meet recorded copies: what one engine worker copies from whom, as a table. Pure, by column.
+
+The plan is made once for a pair of layouts and used until either changes. Both sides make it for themselves from the
+same inputs, and compare digests before a byte moves: neither trusts the other's arithmetic.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ..copy.copy_rows import Side, joined, rows_of
+from ..copy.copy_table import CopyTable
+from ..errors import CoverageError, ManifestError
+from ..memory.export_map import ExportMap
+from ..tensors.boxes import Boxes, Column, intersect, volumes
+from ..tensors.coverage import in_turn
+from ..tensors.manifest import TensorSpec
+from ..tensors.shards import DTYPES, Piece, Pieces, served_dtypes, whole
+from .load_trace import Recording
+
+_ALIGNMENT: Final = 16
+_FAR: Final = 2
+_UNREACHABLE: Final = 3
+"""Other hosts are not read. What is sent may come from them."""
+
+
+class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The worker that a plan is for, as far as the choice among replicas asks."""
+
+    rank: int
+    host: str
+    device: str
+    """``cpu``, or the uuid of its GPU."""
+    peers: tuple[str, ...] = ()
+    """uuids of the GPUs that it can read directly, its own left out."""
+    sent_to: bool = False
+    """It reads nothing: what it needs is sent to it, from wherever that is."""
+
+
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One region that a plan reads: source region number `index` of its tables."""
+
+    holder: int
+    region: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one worker does in every round."""
+
+    reader: Reader
+    recording: str
+    """Digest of the recording that it was made for."""
+    sources: tuple[Source, ...]
+    """The regions to open. `copies.source` and `staging.source` number these."""
+    copies: CopyTable
+    """Into the recording's targets."""
+    staging: CopyTable
+    """Whole tensors for the engine's own loader, into one packed buffer; target region 0 is that buffer."""
+    staged: tuple[int, ...]
+    """The tensors in it, one after another, each beginning on a multiple of 16 bytes."""
+    staging_bytes: int
+
+    def digest(self) -> str:
+        """SHA-256, hexadecimal: the name of exactly these copies. Computed once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        parts = (self.recording.encode(), msgspec.msgpack.encode((self.reader, self.sources, self.staged)))
+        rows = (self.copies.encode(), self.staging.encode())
+        return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (*parts, *rows))).hexdigest()
+
+
+def make_plan(pieces: Pieces, exports: Sequence[ExportMap], recording: Recording, reader: Reader) -> Plan:
+    """The copies of one worker.
+
+    `pieces` are those of all holders, replicas included, with `holder` naming an entry of `exports`. Every element of
+    every recorded copy comes from one of them: the nearest, and equally near ones give as many bytes. Raises
+    `CoverageError` when nobody that the reader can reach holds a part, `ManifestError` when tensors or dtypes do not
+    fit.
+    """
+    if pieces.tensors != recording.tensors:
+        raise ManifestError("trainer and engine speak of different tensors: record again with the current manifest")
+    staged = recording.staged
+    staging, staging_bytes = staging_of(pieces.tensors, staged)
+    count = len(pieces.tensors)
+    wanted = volumes(recording.copies.boxes, count) + volumes(staging.boxes, count)
+    chosen = _chosen(pieces.take(np.flatnonzero(wanted[pieces.boxes.space])), exports, reader, wanted)
+    regions = _Regions(exports)
+    copies = _table(recording.copies, chosen, regions)
+    # Staged tensors lie one behind another in region 0: there `storage` is a place, and no number.
+    to_buffer = _table(staging, chosen, regions, begin=staging.storage)
+    both = np.concatenate([copies.source, to_buffer.source])
+    used, numbers = np.unique(both, return_inverse=True)
+    return Plan(
+        reader=reader,
+        recording=recording.digest(),
+        sources=regions.sources(used),
+        copies=joined(replace(copies, source=numbers[: len(copies)])),
+        staging=joined(replace(to_buffer, source=numbers[len(copies) :])),
+        staged=staged,
+        staging_bytes=staging_bytes,
+    )
+
+
+class _Regions:
+    """All regions of all holders, numbered one after another, and where local tensors begin in them."""
+
+    def __init__(self, exports: Sequence[ExportMap]) -> None:
+        self._exports = exports
+        holders = max((each.holder for each in exports), default=-1) + 1
+        self._first_place = np.zeros(holders, np.int64)
+        self._places = np.zeros(holders, np.int64)
+        columns: list[tuple[Column, Column]] = []
+        self._ends = np.cumsum([len(each.regions) for each in exports], dtype=np.int64)
+        """(exports,): how many regions there are of those up to each."""
+        places = 0
+        for each, end in zip(exports, self._ends.tolist(), strict=True):
+            region, offset = each.columns()
+            columns.append((region + end - len(each.regions), offset))
+            self._first_place[each.holder], self._places[each.holder] = places, len(region)
+            places += len(region)
+        self._region = np.concatenate([pair[0] for pair in columns]) if columns else np.empty(0, np.int64)
+        self._offset = np.concatenate([pair[1] for pair in columns]) if columns else np.empty(0, np.int64)
+
+    def of(self, pieces: Pieces) -> tuple[Column, Column]:
+        """(pieces,), (pieces,): region and byte at which each piece's local tensor begins."""
+        if bool((pieces.storage >= self._places[pieces.holder]).any()):
+            raise ManifestError("a piece lies in a local tensor that its holder does not export")
+        at = self._first_place[pieces.holder] + pieces.storage
+        return self._region[at], self._offset[at]
+
+    def sources(self, numbers: Column) -> tuple[Source, ...]:
+        """Regions by their numbers."""
+        which = np.searchsorted(self._ends, numbers, side="right")
+        holder = np.array([each.holder for each in self._exports], np.int64)[which]
+        first = self._ends - np.array([len(each.regions) for each in self._exports], np.int64)
+        return tuple(map(Source, holder.tolist(), (numbers - first[which]).tolist()))
+
+
+def staging_of(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Pieces, int]:
+    """Whole tensors in one buffer; `storage` is the byte at which each begins."""
+    pieces: list[Piece] = []
+    at = 0
+    for index in staged:
+        pieces.append(whole(tensors[index], tensors[index].dtype, at))
+        at += -(-tensors[index].nbytes // _ALIGNMENT) * _ALIGNMENT
+    return Pieces.of(tensors, pieces), at
+
+
+def distances(exports: Sequence[ExportMap], reader: Reader) -> tuple[int, ...]:
+    """How far each holder is from the reader. Readers of one rank with the same ones have plans of the same copies."""
+    far = [_UNREACHABLE] * (max((each.holder for each in exports), default=0) + 1)
+    for each in exports:
+        far[each.holder] = _distance(each, reader)
+    return tuple(far)
+
+
+def _chosen(pieces: Pieces, exports: Sequence[ExportMap], reader: Reader, wanted: Column) -> Pieces:
+    """Of what the reader can reach, every element once. `wanted`, (tensors,), are how many elements it reads."""
+    far = np.array(distances(exports, reader), np.int64)
+    holders = int(pieces.holder.max()) + 1 if len(pieces) else 0
+    far = np.concatenate([far, np.full(max(holders - len(far), 0), _UNREACHABLE)])
+    return in_turn(pieces.take(np.flatnonzero(far[pieces.holder] < _UNREACHABLE)), reader.rank, far, wanted)
+
+
+def _distance(export: ExportMap, reader: Reader) -> int:
+    """0 for the reader's own device, 1 for one that it reads directly, more for one that sends."""
+    devices = {region.device for region in export.regions}
+    if not devices:
+        return _UNREACHABLE
+    beyond = _FAR if reader.sent_to else _UNREACHABLE
+    if export.host != reader.host:
+        return beyond
+    if devices == {reader.device}:
+        return 0
+    return 1 if devices <= {reader.device, *reader.peers} else beyond
+
+
+def _table(wanted: Pieces, chosen: Pieces, regions: _Regions, begin: Column | None = None) -> CopyTable:
+    """Copies into `wanted`. A target's region is its `storage`, or region 0 from byte `begin` on, (wanted,)."""
+    rows, others, common = intersect(wanted.boxes, chosen.boxes)
+    _prove(wanted, rows, common)
+    target, source = wanted.within(common, rows), chosen.within(common, others)
+    _check_dtypes(source, target)
+    region, at = regions.of(source)
+    zeros = np.zeros(len(rows), np.int64)
+    there = Side.of(target, target.storage, zeros) if begin is None else Side.of(target, zeros, begin[rows])
+    return rows_of(common.extents, Side.of(source, region, at), there)
+
+
+def _prove(wanted: Pieces, rows: Column, common: Boxes) -> None:
+    """Raise `CoverageError` unless every element of every wanted box is found. What was chosen is disjoint."""
+    found = np.zeros(len(wanted), np.int64)
+    np.add.at(found, rows, common.sizes)
+    short = np.flatnonzero(found != wanted.boxes.sizes)
+    if len(short):
+        piece = wanted.at(int(short[0]))
+        raise CoverageError(
+            piece.tensor,
+            f"{found[short[0]]} of {piece.box.size} elements of {piece.box} are held where this engine can read them",
+        )
+
+
+def _check_dtypes(source: Pieces, target: Pieces) -> None:
+    """A copy converts at most once, and ends as the stock path would: by way of the served dtype."""
+    served = served_dtypes(source)
+    odd = np.flatnonzero((source.shift != 0) | ((source.dtype != served) & (target.dtype != served)))
+    if len(odd):
+        piece = source.at(int(odd[0]))
+        raise ManifestError(
+            f"{piece.tensor!r} is held as {piece.dtype} with shift {piece.shift}, served as {DTYPES[served[odd[0]]]} "
+            f"and stored as {DTYPES[target.dtype[odd[0]]]}: stage it in the served dtype before it is exported"
+        )

@@ -1,0 +1,305 @@
+"""A plan becomes messages: what each trainer rank sends to one engine worker, in which turn. Pure, by column.
+
+A message is a run of bytes on the wire. It is sent straight out of the trainer's storage where the rows of the plan lie
+there in one piece, and received straight into the engine's parameter where they do so there; the rest is packed by the
+sender or unpacked by the receiver, out of and into staging memory of a bounded size. Small rows share a message.
+
+Messages are dealt into *turns*. In one turn a pair of ranks moves at most `pair_bytes`, all pairs at a time; a rank
+begins its next turn when it is through with this one. So staging is bounded, all pairs make headway, and nobody waits
+in a circle: whoever is in the earliest turn waits only for others that have come to it or will.
+
+Both sides make the schedule for themselves from the plan that they agreed to; its digest is compared before a byte
+moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+
+from ..copy.copy_table import AXES, ITEM_SIZES, CopyTable
+from ..errors import ManifestError
+from ..tensors.boxes import Column
+from .reshard_plan import Plan
+
+STAGING_BYTES: Final = 256 * 1024 * 1024
+"""What all pairs of one rank may stage in a turn, where the group is not so large that `MIN_PAIR_BYTES` is more. Two
+turns move at a time."""
+STAGING_BYTES_ON_GPU: Final = 2 * 1024 * 1024 * 1024
+"""There every turn costs the same on top of its bytes: a schedule in half as many is faster (tests/gpu/wire.py)."""
+MIN_PAIR_BYTES: Final = 1024 * 1024
+ALONE_BYTES: Final = 64 * 1024
+"""A row of so many bytes is a message of its own if it lies in one piece on either side: a copy costs more than it."""
+ALONE_BYTES_ON_GPU: Final = 16 * 1024 * 1024
+"""There a copy costs little, and a message of NCCL's several microseconds."""
+NOWHERE: Final = -1
+"""For the region of a message's end that is packed, or unpacked."""
+_ALIGNMENT: Final = 16
+_COLUMNS: Final = 7
+
+
+def pair_bytes_of(ranks: int, device: str = "cpu") -> int:
+    """What one pair may move in a turn, where the larger side of the group has up to `ranks` ranks on such devices.
+
+    The same for all numbers up to the next power of two: a member more should not change the schedules of the others.
+    """
+    most = STAGING_BYTES_ON_GPU if device == "cuda" else STAGING_BYTES
+    return max(most >> (max(ranks, 1) - 1).bit_length(), MIN_PAIR_BYTES)
+
+
+def alone_bytes_on(device: str) -> int:
+    """From how many bytes on a row is a message of its own on such a device, where it can."""
+    return ALONE_BYTES_ON_GPU if device == "cuda" else ALONE_BYTES
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """Columns of messages, each int64 of (messages,)."""
+
+    holder: Column
+    """The trainer rank that sends it."""
+    turn: Column
+    """Ascends for each holder."""
+    nbytes: Column
+    source: Column
+    """The region that it is sent from, or `NOWHERE`: the sender packs it."""
+    source_at: Column
+    """Byte of the region."""
+    target: Column
+    """The region that it is received into, or `NOWHERE`: the receiver unpacks it."""
+    target_at: Column
+
+    def __len__(self) -> int:
+        return len(self.holder)
+
+    @property
+    def turns(self) -> int:
+        """How many there are."""
+        return int(self.turn.max()) + 1 if len(self) else 0
+
+    @property
+    def holders(self) -> frozenset[int]:
+        """Who sends any."""
+        return frozenset(np.unique(self.holder).tolist())
+
+    def numbers(self) -> Column:
+        """(messages, 7): all columns side by side, in the order of the fields."""
+        columns = (self.holder, self.turn, self.nbytes, self.source, self.source_at, self.target, self.target_at)
+        return np.stack(columns, axis=1)
+
+    def encode(self) -> bytes:
+        """What travels."""
+        return self.numbers().astype("<i8").tobytes()
+
+    @classmethod
+    def decode(cls, blob: bytes) -> Messages:
+        """Read and check what `encode` wrote. Raises `ManifestError`."""
+        if len(blob) % (8 * _COLUMNS):
+            raise ManifestError(f"not a table of messages: {len(blob)} bytes, expected a multiple of {8 * _COLUMNS}")
+        table = np.frombuffer(blob, "<i8").astype(np.int64).reshape(-1, _COLUMNS)
+        found = cls(*(table[:, column] for column in range(_COLUMNS)))
+        if len(found) and (table.min() < NOWHERE or found.nbytes.min() < 1 or found.turn.min() < 0):
+            raise ManifestError("a message is empty, or of a turn that there is not")
+        return found
+
+    def check(self, regions: Column, *, sending: bool) -> None:
+        """Raise `ManifestError` unless every straight end lies inside of one of regions of these sizes."""
+        region, at = (self.source, self.source_at) if sending else (self.target, self.target_at)
+        straight = np.flatnonzero(region != NOWHERE)
+        known = region[straight] < len(regions)
+        sizes = regions[np.where(known, region[straight], 0)] if len(regions) else np.zeros(len(straight), np.int64)
+        inside = known & (at[straight] >= 0) & (at[straight] <= sizes - self.nbytes[straight])
+        if not inside.all():
+            raise ManifestError(f"message {straight[np.argmin(inside)]} reaches out of its region: plan again")
+
+    def take(self, rows: Column) -> Messages:
+        """The messages of these rows."""
+        table = self.numbers()[rows]
+        return Messages(*(table[:, column] for column in range(_COLUMNS)))
+
+    def places(self, staged: Column, *, by_turn: bool) -> tuple[Column, int]:
+        """(messages,), and bytes: where each of `staged` (bool) lies in staging, and how much of it there must be.
+
+        `by_turn`: every turn begins at its beginning again.
+        """
+        room = np.where(staged, _aligned(self.nbytes), 0)
+        order = np.argsort(self.turn, kind="stable")
+        ends = np.cumsum(room[order])
+        begin = ends - room[order]
+        if by_turn:
+            first = np.searchsorted(self.turn[order], self.turn[order], side="left")
+            begin = begin - begin[first]
+        at = np.empty_like(begin)
+        at[order] = begin
+        return at, int((at + room).max()) if len(self) else 0
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """What one worker takes from all trainer ranks. Sources are numbered as in the plan that it was made from."""
+
+    plan: str
+    """Digest of that plan."""
+    messages: Messages
+    pack: CopyTable
+    """By the sender: `target` numbers messages, `target_at` is a byte of the message."""
+    unpack: CopyTable
+    """By the receiver: `source` numbers messages. Target regions are those of the recording, then the plan's buffer."""
+
+    def digest(self) -> str:
+        """SHA-256, hexadecimal. Every round compares it: counted once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        parts = (self.plan.encode(), self.messages.encode(), self.pack.encode(), self.unpack.encode())
+        return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
+
+    def of_holder(self, holder: int, plan: Plan) -> tuple[Messages, CopyTable]:
+        """What one trainer rank does: its messages and their packing, sources numbered as the regions of its own."""
+        region = np.array([source.region for source in plan.sources], np.int64)
+        rows = np.flatnonzero(self.messages.holder == holder)
+        mine = self.messages.take(rows)
+        number = np.full(len(self.messages), NOWHERE, np.int64)
+        number[rows] = np.arange(len(rows))
+        pack = self.pack.take(np.flatnonzero(number[self.pack.target] != NOWHERE))
+        straight = mine.source != NOWHERE
+        at_home = np.where(straight, region[np.where(straight, mine.source, 0)] if len(region) else 0, NOWHERE)
+        return replace(mine, source=at_home), replace(pack, source=region[pack.source], target=number[pack.target])
+
+
+def schedule(plan: Plan, targets: int, pair_bytes: int, alone_bytes: int = ALONE_BYTES) -> Schedule:
+    """The messages of a plan, for a recording of `targets` targets. Its buffer is target number `targets`."""
+    to_buffer = replace(plan.staging, target=plan.staging.target + targets)
+    holder = np.array([source.holder for source in plan.sources], np.int64)
+    rows = _cut(_both(plan.copies, to_buffer), max(pair_bytes // 4, _ALIGNMENT))
+    rows = rows.take(np.argsort(holder[rows.source], kind="stable"))
+    wire = _wire_dtype(rows)
+    nbytes = rows.elements * ITEM_SIZES[wire]
+    from_source = _dense(rows, rows.source_step, rows.source_dtype) & (rows.source_dtype == wire)
+    to_target = _dense(rows, rows.target_step, rows.target_dtype) & (rows.target_dtype == wire)
+    alone = (nbytes >= alone_bytes) & (from_source | to_target)
+    message, at = _grouped(holder[rows.source], _aligned(nbytes), alone, max(pair_bytes // 4, _ALIGNMENT))
+    count = int(message.max()) + 1 if len(message) else 0
+    first = np.searchsorted(message, np.arange(count))
+    size = np.zeros(count, np.int64)
+    np.maximum.at(size, message, at + nbytes)
+    sent, taken = alone & from_source, alone & to_target
+    sender = holder[rows.source[first]]
+    messages = Messages(
+        holder=sender,
+        turn=_turns(sender, _aligned(size), max(pair_bytes // 2, _ALIGNMENT)),
+        nbytes=size,
+        source=np.where(sent[first], rows.source[first], NOWHERE),
+        source_at=np.where(sent[first], rows.source_at[first], 0),
+        target=np.where(taken[first], rows.target[first], NOWHERE),
+        target_at=np.where(taken[first], rows.target_at[first], 0),
+    )
+    step = _wire_step(rows, wire)
+    pack = replace(rows, target=message, target_at=at, target_dtype=wire, target_step=step)
+    unpack = replace(rows, source=message, source_at=at, source_dtype=wire, source_step=step)
+    return Schedule(plan.digest(), messages, pack.take(np.flatnonzero(~sent)), unpack.take(np.flatnonzero(~taken)))
+
+
+def _aligned(nbytes: Column) -> Column:
+    found: Column = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return found
+
+
+def _both(one: CopyTable, other: CopyTable) -> CopyTable:
+    return CopyTable.of_numbers(np.concatenate([one.numbers(), other.numbers()]))
+
+
+def _wire_dtype(rows: CopyTable) -> Column:
+    """(rows,): the narrower of both, so that a cast costs no bytes on the way; of equal ones the engine's."""
+    narrower = ITEM_SIZES[rows.source_dtype] < ITEM_SIZES[rows.target_dtype]
+    found: Column = np.where(narrower, rows.source_dtype, rows.target_dtype)
+    return found
+
+
+def _wire_step(rows: CopyTable, dtype: Column) -> Column:
+    """(rows, AXES): steps of a grid whose runs lie one after another."""
+    step = np.zeros_like(rows.grid)
+    reach = rows.run * ITEM_SIZES[dtype]
+    for axis in range(AXES - 1, -1, -1):
+        step[:, axis] = np.where(rows.grid[:, axis] > 1, reach, 0)
+        reach = reach * rows.grid[:, axis]
+    return step
+
+
+def _dense(rows: CopyTable, step: Column, dtype: Column) -> Column:
+    """(rows,) bool: the runs lie one after another in memory, in the order of the grid."""
+    used = rows.grid > 1
+    found: Column = (~used | (step == _wire_step(rows, dtype))).all(axis=1)
+    return found
+
+
+def _cut(rows: CopyTable, most: int) -> CopyTable:
+    """Cut rows of more than `most` bytes along their outermost axis, then along the next, and last along the run."""
+    while True:
+        item = np.maximum(ITEM_SIZES[rows.source_dtype], ITEM_SIZES[rows.target_dtype])
+        nbytes = rows.elements * item
+        long = nbytes > most
+        if not long.any():
+            return rows
+        axis: Column = np.argmax(rows.grid > 1, axis=1)
+        gridded = np.take_along_axis(rows.grid, axis[:, None], axis=1)[:, 0]
+        on_grid = gridded > 1
+        extent = np.where(on_grid, gridded, rows.run)
+        # A multiple of the alignment, so that the parts of an aligned run are aligned.
+        whole = np.maximum(most // _ALIGNMENT * _ALIGNMENT // item, 1)
+        per = np.where(long, np.where(on_grid, np.maximum(most * extent // nbytes, 1), whole), extent)
+        count = -(-extent // per)
+        row = np.repeat(np.arange(len(rows)), count)
+        part = np.arange(len(row)) - np.repeat(np.cumsum(count) - count, count)
+        begin = part * per[row]
+        length = np.minimum(per[row], extent[row] - begin)
+        rows, axis, on_grid = rows.take(row), axis[row], on_grid[row]
+        grid, run = rows.grid.copy(), np.where(on_grid, rows.run, length)
+        here = np.flatnonzero(on_grid)
+        grid[here, axis[here]] = length[here]
+        places: list[Column] = []
+        for at, step, dtype in (
+            (rows.source_at, rows.source_step, rows.source_dtype),
+            (rows.target_at, rows.target_step, rows.target_dtype),
+        ):
+            along = np.take_along_axis(step, axis[:, None], axis=1)[:, 0]
+            places.append(at + begin * np.where(on_grid, along, ITEM_SIZES[dtype]))
+        single = grid == 1
+        rows = replace(
+            rows, grid=grid, run=run, source_at=places[0], target_at=places[1],
+            source_step=np.where(single, 0, rows.source_step), target_step=np.where(single, 0, rows.target_step),
+        )  # fmt: skip
+
+
+def _grouped(holder: Column, room: Column, alone: Column, most: int) -> tuple[Column, Column]:
+    """(rows,), (rows,): the message of each row, numbered in the order of the rows, and its place in it.
+
+    Rows of up to `most` bytes that follow one another share a message of up to twice as many.
+    """
+    if not len(room):
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    ends = np.cumsum(room)
+    begins = ends - room
+    block = np.ones(len(room), bool)  # rows that begin a message whatever its size
+    block[1:] = (holder[1:] != holder[:-1]) | alone[1:] | alone[:-1]
+    heads = np.flatnonzero(block)
+    start = begins[heads][np.cumsum(block) - 1]
+    share = (begins - start) // most
+    new = block.copy()
+    new[1:] |= share[1:] != share[:-1]
+    message = np.cumsum(new) - 1
+    return message, begins - begins[np.flatnonzero(new)][message]
+
+
+def _turns(holder: Column, room: Column, most: int) -> Column:
+    """(messages,): messages of one holder, up to `most` bytes each, fill turns of up to twice as many in order."""
+    ends = np.cumsum(room)
+    begins = ends - room
+    first = np.searchsorted(holder, holder, side="left")
+    found: Column = (begins - begins[first]) // most
+    return found

@@ -1,0 +1,307 @@
+"""How the workers of one engine prove that they hold a version: what each digests, and what their sums must be. Pure.
+
+The digest table has one digest for each whole tensor; workers hold boxes, some of them in several places. All boxes of
+all workers are cut along each other's borders into *atoms*. Every place that holds an atom must give the same sums for
+it, and the sums of a tensor's atoms, each counted once, must be the tensor's digest: then every place is right.
+
+Boxes that are no whole words (box_digests.py), or that hold the tensor in another dtype, are read back and put
+together; they are few and small, or the engine is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ..copy.box_digests import BoxTable, Lanes, odd_boxes, table_of
+from ..copy.box_packing import digest_of, packed, parts_of, put_together
+from ..copy.copy_table import CopyTable
+from ..digest import tensor_digest as integrity
+from ..errors import DigestMismatch, NotRecordable
+from ..tensors.boxes import Box, Boxes, Column, doubly_held, intersect, volumes
+from ..tensors.manifest import DigestTable, TensorSpec
+from ..tensors.shards import DTYPES, Pieces, served_dtypes
+from .load_trace import Cause, LoadedTensor, Recording
+from .reshard_plan import staging_of
+
+MOST_ODD_BYTES: Final = 64 * 1024 * 1024
+"""What is read back in each round. Beyond, another transport is quicker."""
+
+_WIDER: Final = {
+    ("bfloat16", "float32"),
+    ("float16", "float32"),
+    ("bfloat16", "float64"),
+    ("float16", "float64"),
+    ("float32", "float64"),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class RankProof:
+    """What one worker reports, and how to read it."""
+
+    table: BoxTable
+    """A group for each instance."""
+    atom: Column
+    """(instances,): the atom that each is."""
+    odd: CopyTable
+    """Target regions to one buffer, in the served dtype."""
+    odd_pieces: Pieces
+    """The boxes in that buffer, packed one after another; `offset` counts bytes."""
+    odd_bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """For all workers of one engine."""
+
+    tensors: tuple[TensorSpec, ...]
+    atoms: Boxes
+    ranks: tuple[RankProof, ...]
+    odd: tuple[int, ...]
+    """Tensors that are put together from what was read back."""
+
+    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Proof:
+        """The same of the same tensors in another order; `places`, (tensors,), says where in it each of them is."""
+        return replace(
+            self,
+            tensors=tuple(tensors),
+            atoms=replace(self.atoms, space=places[self.atoms.space]),
+            ranks=tuple(replace(rank, odd_pieces=rank.odd_pieces.renumbered(tensors, places)) for rank in self.ranks),
+            odd=tuple(sorted(places[list(self.odd)].tolist())),
+        )
+
+    @cached_property
+    def _reading(self) -> _Reading:
+        return _reading(self)
+
+    @cached_property
+    def _groups(self) -> tuple[Column, Column]:
+        """(proven,): the tensors that atoms are of; (atoms,): which of them each atom is a part of."""
+        proven, group = np.unique(self.atoms.space, return_inverse=True)
+        return proven, group
+
+    @cached_property
+    def _sizes(self) -> Column:
+        """(proven,): bytes."""
+        indexes: list[int] = self._groups[0].tolist()
+        return np.array([self.tensors[index].nbytes for index in indexes], np.int64)
+
+    def check(self, table: DigestTable, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> None:
+        """Raise `DigestMismatch` unless what the workers hold is what the digest table says, everywhere.
+
+        A server may stand still for it: what only depends on the layout is worked out once.
+        """
+        reading = self._reading
+        for number, (rank, each) in enumerate(zip(self.ranks, lanes, strict=True)):
+            if each.shape != (2, len(rank.atom)):
+                raise ValueError(f"worker {number} reported {each.shape} sums, expected 2 for {len(rank.atom)} boxes")
+        sums = np.concatenate(lanes, axis=1)
+        agreed = np.array_equal(sums[:, reading.again], sums[:, reading.before])
+        totals = np.take(sums, reading.by_tensor, axis=1)  # a fancy index takes six times as long
+        if 0 < len(reading.begins) < totals.shape[1]:
+            totals = np.add.reduceat(totals, reading.begins, axis=1)
+        digests = integrity.finish(totals, self._sizes)
+        if not agreed or digests != reading.of(table.tensors):
+            self._explain(table, lanes)
+        for index in self.odd:
+            self._compare(table, index, digest_of(self._assembled(index, odd)))
+
+    def _explain(self, table: DigestTable, lanes: Sequence[Lanes]) -> None:
+        """Raise for the first box that differs between workers, or the first tensor that is another one."""
+        found = np.zeros((2, len(self.atoms)), np.uint64)
+        for rank, sums in zip(self.ranks, lanes, strict=True):
+            found[:, rank.atom] = sums
+        for number, (rank, sums) in enumerate(zip(self.ranks, lanes, strict=True)):
+            differs = np.flatnonzero((found[:, rank.atom] != sums).any(axis=0))
+            if len(differs):
+                self._disagree(number, int(rank.atom[differs[0]]), found, sums[:, differs[0]])
+        proven, group = self._groups
+        totals = np.zeros((2, len(proven)), np.uint64)
+        for lane in (0, 1):
+            np.add.at(totals[lane], group, found[lane])
+        digests = np.frombuffer(integrity.finish(totals, self._sizes), np.uint8).reshape(-1, integrity.DIGEST_BYTES)
+        expected = np.frombuffer(table.tensors, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[proven]
+        wrong = np.flatnonzero((digests != expected).any(axis=1))
+        if len(wrong):
+            self._compare(table, int(proven[wrong[0]]), digests[wrong[0]].tobytes())
+        raise AssertionError("sums that are not what they must be, and no tensor that is wrong")
+
+    def _disagree(self, rank: int, atom: int, found: Lanes, sums: Lanes) -> None:
+        box = self.atoms.at(atom)
+        name = self.tensors[int(self.atoms.space[atom])].name
+        raise DigestMismatch(
+            f"{name}[{box.start}..{box.stop}] on worker {rank}", sums.tobytes().hex(), found[:, atom].tobytes().hex()
+        )
+
+    def _compare(self, table: DigestTable, index: int, found: bytes) -> None:
+        expected = table.tensors[16 * index : 16 * index + 16]
+        if found != expected:
+            raise DigestMismatch(self.tensors[index].name, found.hex(), expected.hex())
+
+    def _assembled(self, index: int, odd: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+        """The packed bytes of a tensor from the boxes that workers read back; every place must agree."""
+        parts = [
+            part
+            for number, (rank, blob) in enumerate(zip(self.ranks, odd, strict=True))
+            for part in parts_of(rank.odd_pieces, index, blob, f"worker {number}")
+        ]
+        return put_together(self.tensors[index], parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """How the sums of all workers, one after another, are read."""
+
+    again: Column
+    """Instances of an atom that another one is of, too; and that other one, at the same place of `before`."""
+    before: Column
+    by_tensor: Column
+    """(atoms,): one instance of each atom, those of a tensor together, in the order of the tensors."""
+    begins: Column
+    """(proven,): where each tensor begins there."""
+    proven: Column | None
+    """(proven,): the tensors; None: all of the manifest."""
+
+    def of(self, digests: bytes) -> bytes:
+        """Of the digests of all tensors, those of the proven ones."""
+        if self.proven is None:
+            return digests
+        return np.frombuffer(digests, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[self.proven].tobytes()
+
+
+def _reading(proof: Proof) -> _Reading:
+    atom = np.concatenate([rank.atom for rank in proof.ranks])
+    first = np.full(len(proof.atoms), len(atom), np.int64)
+    np.minimum.at(first, atom, np.arange(len(atom)))
+    again = np.flatnonzero(first[atom] != np.arange(len(atom)))
+    order = np.argsort(proof.atoms.space, kind="stable")
+    proven, begins = np.unique(proof.atoms.space[order], return_index=True)
+    everything = len(proven) == len(proof.tensors)
+    return _Reading(again, first[atom[again]], first[order], begins, None if everything else proven)
+
+
+def provable(recording: Recording) -> Recording:
+    """The recording, with tensors whose cast loses bits sent through the engine's loader.
+
+    What is stored of them says nothing about the bits that were lost; the staged tensor does.
+    """
+    copies = recording.copies
+    served, stored = served_dtypes(copies), copies.dtype
+    cast = np.flatnonzero(served != stored)
+    pairs = zip(cast.tolist(), served[cast].tolist(), stored[cast].tolist(), strict=True)
+    lossy = {int(copies.boxes.space[row]) for row, *pair in pairs if (DTYPES[pair[0]], DTYPES[pair[1]]) not in _WIDER}
+    if not lossy:
+        return recording
+    loaded = {each.tensor: each for each in recording.loaded}
+    for index in lossy:
+        loaded.setdefault(index, LoadedTensor(index, Cause.COMPUTED, "a cast that loses bits"))
+    kept = np.flatnonzero(~np.isin(copies.boxes.space, list(lossy)))
+    return replace(recording, copies=copies.take(kept), loaded=tuple(loaded[index] for index in sorted(loaded)))
+
+
+def make_proof(recordings: Sequence[Recording]) -> Proof:
+    """What the workers with these recordings, in the order of their ranks, report. Raises `NotRecordable`."""
+    tensors = recordings[0].tensors
+    held = [_held(recording) for recording in recordings]
+    odd = np.unique(np.concatenate([each.boxes.space[odd_boxes(each)] for each, _, _ in held]))
+    even = [np.flatnonzero(~np.isin(each.boxes.space, odd)) for each, _, _ in held]
+    atoms = _atoms([each.boxes.take(rows) for (each, _, _), rows in zip(held, even, strict=True)])
+    _complete(tensors, atoms, odd, [each.boxes for each, _, _ in held])
+    ranks = tuple(
+        _rank_proof(each, region, begin, rows, atoms, np.flatnonzero(np.isin(each.boxes.space, odd)))
+        for (each, region, begin), rows in zip(held, even, strict=True)
+    )
+    if max(rank.odd_bytes for rank in ranks) > MOST_ODD_BYTES:
+        first: list[int] = odd[:3].tolist()
+        names = ", ".join(tensors[index].name for index in first)
+        raise NotRecordable(
+            f"{max(rank.odd_bytes for rank in ranks)} bytes of {len(odd)} tensors ({names} ..) lie in boxes that are "
+            "no multiple of 8 bytes and cannot be digested in place: let this engine take the local transport"
+        )
+    return Proof(tensors, atoms, ranks, tuple(odd.tolist()))
+
+
+def _held(recording: Recording) -> tuple[Pieces, Column, Column]:
+    """Everything that a worker holds of the served tensors: its copies, and whole staged tensors behind its targets."""
+    staging, _ = staging_of(recording.tensors, recording.staged)
+    pieces = Pieces.join((recording.copies, replace(staging, storage=np.zeros(len(staging), np.int64))))
+    region = np.concatenate([recording.copies.storage, np.full(len(staging), len(recording.targets))])
+    begin = np.concatenate([np.zeros(len(recording.copies), np.int64), staging.storage])
+    return pieces, region, begin
+
+
+def _atoms(boxes: Sequence[Boxes]) -> Boxes:
+    """Disjoint boxes of which each of `boxes` is a union."""
+    axes = max(each.start.shape[1] for each in boxes)
+    rows = [np.concatenate([each.space[:, None], each.start, each.stop], axis=1) for each in boxes]
+    distinct = np.unique(np.concatenate(rows), axis=0)
+    apart = Boxes(distinct[:, 0], distinct[:, 1 : 1 + axes], distinct[:, 1 + axes :])
+    if not len(apart) or doubly_held(apart) is None:
+        return apart
+    one, other, _ = intersect(apart, apart)
+    mixed = np.unique(apart.space[one[one != other]])
+    kept = apart.take(np.flatnonzero(~np.isin(apart.space, mixed)))
+    cells = [cell for space in mixed.tolist() for cell in _cells(apart.take(np.flatnonzero(apart.space == space)))]
+    return Boxes(
+        np.concatenate([kept.space, np.array([space for space, _, _ in cells], np.int64)]),
+        np.concatenate([kept.start, np.array([start for _, start, _ in cells], np.int64).reshape(-1, axes)]),
+        np.concatenate([kept.stop, np.array([stop for _, _, stop in cells], np.int64).reshape(-1, axes)]),
+    )
+
+
+def _cells(boxes: Boxes) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """The cells of the grid that the borders of these boxes of one tensor draw, as far as any of them holds them."""
+    borders = [
+        np.unique(np.concatenate([boxes.start[:, axis], boxes.stop[:, axis]])).tolist()
+        for axis in range(boxes.start.shape[1])
+    ]
+    found: list[tuple[int, tuple[int, ...], tuple[int, ...]]] = []
+    for place in product(*(range(len(each) - 1) for each in borders)):
+        start = tuple(each[at] for each, at in zip(borders, place, strict=True))
+        stop = tuple(each[at + 1] for each, at in zip(borders, place, strict=True))
+        if bool(((boxes.start <= start) & (boxes.stop >= stop)).all(axis=1).any()):
+            found.append((int(boxes.space[0]), start, stop))
+    return found
+
+
+def _complete(tensors: Sequence[TensorSpec], atoms: Boxes, odd: Column, held: Sequence[Boxes]) -> None:
+    """Raise `NotRecordable` for a tensor that the workers hold only a part of: its digest speaks of the whole."""
+    found = volumes(atoms, len(tensors))
+    parts: Mapping[int, list[Box]] = defaultdict(list)
+    for boxes in held:
+        for row in np.flatnonzero(np.isin(boxes.space, odd)).tolist():
+            parts[int(boxes.space[row])].append(boxes.at(row))
+    for index in odd.tolist():
+        rest = [Box(part.start, part.stop) for part in parts[index][:1]]
+        for part in parts[index][1:]:
+            pieces = [part]
+            for known in rest:
+                pieces = [each for one in pieces for each in one.subtract(known)]
+            rest.extend(pieces)
+        found[index] = sum(part.size for part in rest)
+    for index in np.flatnonzero(found).tolist():
+        spec = tensors[index]
+        if found[index] != prod(spec.shape):
+            raise NotRecordable(
+                f"the engine keeps {found[index]} of {prod(spec.shape)} elements of {spec.name!r}, which cannot be "
+                "compared with the digest of the whole tensor: let this engine take the local transport"
+            )
+
+
+def _rank_proof(  # noqa: PLR0917 - everything that is known of one worker
+    pieces: Pieces, region: Column, begin: Column, even: Column, atoms: Boxes, odd: Column
+) -> RankProof:
+    rows, which, common = intersect(pieces.boxes.take(even), atoms)
+    instances = pieces.within(common, even[rows])
+    table = table_of(instances, region[even[rows]], begin[even[rows]], np.arange(len(rows)), len(rows))
+    read = packed(pieces.take(odd), region[odd], begin[odd])
+    return RankProof(table, which, read.copies, read.boxes, read.nbytes)

@@ -1,0 +1,1 @@
+"""tensors: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,178 @@
+"""Which pieces to read, as few as possible, and the proof that they are every tensor exactly once. Pure, by column."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Final
+
+import numpy as np
+
+from ..errors import CoverageError
+from .boxes import Box, Boxes, Column, doubly_held, intersect, subtract_all, volumes
+from .load_balancing import Sets, deal, numbered, ragged
+from .shards import Pieces, order_of, served_sizes, side_by_side
+
+_SHOWN: Final = 3
+_FRACTION_BITS: Final = 16
+"""Of the part of a tensor that is read."""
+_MIXED: Final = ((32, 0x9E3779B97F4A7C15), (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+"""Shifts and factors of splitmix64."""
+
+
+def once(pieces: Pieces) -> Pieces:
+    """Every element from one holder: of what several hold, the lowest one's.
+
+    Copies of a whole piece are dropped; where pieces overlap otherwise, those of higher holders are cut.
+    """
+    keys = side_by_side(pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop, pieces.holder)
+    order = order_of(keys)
+    first = _begins(keys[order, :-1])
+    return _apart(pieces.take(np.sort(order[first])))
+
+
+def _apart(distinct: Pieces) -> Pieces:
+    """`once`, of pieces of which no two are the same box."""
+    rows, others, _ = intersect(distinct.boxes, distinct.boxes)
+    earlier = (distinct.holder[others] < distinct.holder[rows]) | (
+        (distinct.holder[others] == distinct.holder[rows]) & (others < rows)
+    )
+    return _cut(distinct, rows[earlier], others[earlier]) if earlier.any() else distinct
+
+
+def in_turn(pieces: Pieces, first: int = 0, distance: Column | None = None, wanted: Column | None = None) -> Pieces:
+    """Every element from one holder: of what several hold, the nearest one's; equally near ones give as many bytes.
+
+    Who gives what of equal ones is another for each `first`: not all readers begin with the same one. `distance`,
+    (holders,), is 0 everywhere unless it is given. `wanted`, (tensors,), is how many elements of each tensor are read
+    in the end, all of them unless it is given.
+    """
+    if not len(pieces):
+        return pieces
+    count = int(pieces.holder.max()) + 1
+    far = np.zeros(len(pieces), np.int64) if distance is None else distance[pieces.holder]
+    alike = bool((far == far[0]).all())
+    box = side_by_side(pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop)
+    order = order_of(side_by_side(box, *(() if alike else (far,)), pieces.holder))
+    heads = np.flatnonzero(_begins(box[order]))
+    several = np.diff(np.append(heads, len(order)))
+    holder = pieces.holder[order]
+    # Few sets, in many boxes: each goes by the sum of its holders' numbers, made long and without a pattern.
+    long = _long(count)[holder]
+    if not alike:
+        near = far[order] == np.repeat(far[order[heads]], several)
+        long[~near] = 0
+        several = np.add.reduceat(near, heads, dtype=np.int64)
+    of, shown = numbered(np.add.reduceat(long, heads))
+    sets = Sets(of, several[shown], holder[ragged(heads[shown], several[shown])])
+    place = deal(sets, weights(pieces.boxes.take(order[heads]), *served_sizes(pieces.tensors), wanted), first)
+    rows = np.sort(order[heads + place])
+    mine = pieces.take(rows)
+    far = np.zeros(len(rows), np.int64) if distance is None else distance[mine.holder]
+    # What is left in several places is near and far, or cut otherwise by its holders: those by their numbers.
+    by_turn = (far * count + (mine.holder + mine.boxes.space + first % count) % count) * count + mine.holder
+    best = (_apart if (far == far[0]).all() else once)(replace(mine, holder=by_turn))
+    return replace(best, holder=best.holder % count)
+
+
+def weights(boxes: Boxes, elements: Column, item: Column, wanted: Column | None = None) -> Column:
+    """(boxes,): about the bytes that are read of each, at least 1.
+
+    By tensor: how many elements it has, bytes of one, and how many are read, which are taken to lie evenly in it.
+    """
+    nbytes = boxes.sizes * item[boxes.space]
+    if wanted is not None:
+        nbytes = nbytes * ((wanted << _FRACTION_BITS) // np.maximum(elements, 1))[boxes.space] >> _FRACTION_BITS
+    found: Column = np.maximum(nbytes, 1)
+    return found
+
+
+def merge(pieces: Pieces) -> Pieces:
+    """Join neighbours that are neighbours in memory too, until none are left. Elements and their places stay."""
+    before = -1
+    while len(pieces) != before:
+        before = len(pieces)
+        for axis in range(pieces.boxes.start.shape[1]):
+            pieces = _merge_along(pieces, axis)
+    return pieces
+
+
+def prove(pieces: Pieces) -> None:
+    """Raise `CoverageError` unless every element of every tensor is in exactly one piece.
+
+    No two pieces overlap, and together they have as many elements as the tensor: so none is missing.
+    """
+    double = doubly_held(pieces.boxes)
+    if double is not None:
+        one, other = (pieces.at(row) for row in double)
+        ranks = " and ".join(str(pieces.holder[row]) for row in double)
+        raise CoverageError(one.tensor, f"ranks {ranks} both give a part of it, {one.box} and {other.box}")
+    held = volumes(pieces.boxes, len(pieces.tensors))
+    wanted = np.array([prod(spec.shape) for spec in pieces.tensors], np.int64)
+    short = np.flatnonzero(held != wanted)
+    if len(short):
+        names = ", ".join(pieces.tensors[int(index)].name for index in short[1 : _SHOWN + 1])
+        more = f"; so are parts of {len(short) - 1} more ({names} ..)" if len(short) > 1 else ""
+        first = int(short[0])
+        raise CoverageError(pieces.tensors[first].name, f"{_hole(pieces, first)} is held by no rank{more}")
+
+
+def _hole(pieces: Pieces, index: int) -> str:
+    """A part of tensor `index` that no piece holds."""
+    shape = pieces.tensors[index].shape
+    mine = [pieces.boxes.at(row) for row in np.flatnonzero(pieces.boxes.space == index).tolist()]
+    wide = shape + (1,) * (pieces.boxes.start.shape[1] - len(shape))
+    box = subtract_all(Box.whole(wide), mine)[0]
+    return str(Box(box.start[: len(shape)], box.stop[: len(shape)]))
+
+
+def _long(count: int) -> Column:
+    """A number for each holder, such that sums of different ones differ."""
+    numbers = np.arange(1, count + 1, dtype=np.uint64)
+    for shift, factor in _MIXED:
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    return numbers.view(np.int64)
+
+
+def _begins(table: Column) -> Column:
+    """(rows,) bool: rows that differ from the one before."""
+    begins = np.ones(len(table), bool)
+    begins[1:] = (table[1:] != table[:-1]).any(axis=1)
+    return begins
+
+
+def _merge_along(pieces: Pieces, axis: int) -> Pieces:
+    """Join runs of pieces that continue each other along one axis."""
+    boxes = pieces.boxes
+    # What neighbours share: all but the place on the axis, with the element at its index 0 at the same place.
+    origin = pieces.offset - boxes.start[:, axis] * pieces.stride[:, axis]
+    starts, stops = boxes.start.copy(), boxes.stop.copy()
+    starts[:, axis] = stops[:, axis] = 0
+    kind = (boxes.space, pieces.holder, pieces.storage, pieces.dtype, pieces.shift, origin, pieces.stride)
+    shared = side_by_side(*kind, starts, stops)
+    order = order_of(side_by_side(shared, boxes.start[:, axis]))
+    start, stop = boxes.start[order, axis], boxes.stop[order, axis]
+    begins = _begins(shared[order])
+    begins[1:] |= start[1:] != stop[:-1]
+    if begins.all():
+        return pieces
+    heads = np.flatnonzero(begins)
+    joined = pieces.take(order[heads])
+    ends = joined.boxes.stop.copy()
+    ends[:, axis] = stop[np.append(heads[1:], len(order)) - 1]
+    return replace(joined, boxes=replace(joined.boxes, stop=ends))
+
+
+def _cut(pieces: Pieces, rows: Column, others: Column) -> Pieces:
+    """Take out of each piece of `rows` what the piece of `others` in the same place holds. Few do, in any layout."""
+    taken: dict[int, list[Box]] = {}
+    for row, other in zip(rows.tolist(), others.tolist(), strict=True):
+        taken.setdefault(row, []).append(pieces.boxes.at(other))
+    parts = [(row, part) for row in taken for part in subtract_all(pieces.boxes.at(row), taken[row])]
+    untouched = pieces.take(np.setdiff1d(np.arange(len(pieces)), rows))
+    chosen = np.array([row for row, _ in parts], np.int64)
+    axes = pieces.boxes.start.shape[1]
+    starts = np.array([part.start for _, part in parts], np.int64).reshape(len(parts), axes)
+    stops = np.array([part.stop for _, part in parts], np.int64).reshape(len(parts), axes)
+    remains = pieces.within(Boxes(pieces.boxes.space[chosen], starts, stops), chosen)
+    return Pieces.join((untouched, remains))

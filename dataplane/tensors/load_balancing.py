@@ -1,0 +1,119 @@
+"""Deals items to holders that have them in common, so that all of them give as much. Pure, by column, and exact.
+
+The heaviest items are dealt first, each to whoever has given least of those that hold it: what is small evens out what
+is large. Items of one weight that the same holders have are dealt at once, so this takes time in the number of
+different weights and sets of holders, of which a model has few, and not in that of items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from .boxes import Column
+from .shards import order_of, side_by_side
+
+_BITS: Final = 32
+"""Of readers' numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sets:
+    """Sets of holders, numbered as they first appear among items: numbers that do not depend on how they are named."""
+
+    of: Column
+    """(items,): the set of each."""
+    count: Column
+    """(sets,): how many holders are in it."""
+    member: Column
+    """(all counts,): the holders of one set after those of another, ascending within each."""
+
+
+def numbered(keys: Column) -> tuple[Column, Column]:
+    """(items,): equal keys have one number, by first appearance. (numbers,): the item in which each appears first."""
+    distinct = np.unique(keys)
+    of = np.searchsorted(distinct, keys)
+    firsts = np.full(len(distinct), len(keys))
+    np.minimum.at(firsts, of, np.arange(len(keys)))
+    by_appearance = np.argsort(firsts)
+    number = np.empty_like(by_appearance)
+    number[by_appearance] = np.arange(len(firsts))
+    return number[of], firsts[by_appearance]
+
+
+def ragged(begin: Column, count: Column, step: Column | int = 1) -> Column:
+    """`count` numbers from each `begin` on, one series after the other."""
+    place = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    return np.repeat(begin, count) + place * (np.repeat(step, count) if isinstance(step, np.ndarray) else step)
+
+
+def deal(sets: Sets, weight: Column, first: int = 0) -> Column:
+    """(items,): which one of its set gives each, by its place there. Weights are above 0.
+
+    Of those who have given as little it is the next one after a place that is another for each `first`: readers with
+    few items in common sets do not all ask the same holders for them.
+    """
+    # As far from those before it as can be, whatever the number of holders.
+    turn = int(f"{first % (1 << _BITS):0{_BITS}b}"[::-1], 2)
+    begin = np.cumsum(sets.count) - sets.count
+    place = np.zeros(len(sets.of), np.int64)
+    given = np.zeros(int(sets.member.max(initial=0)) + 1, np.int64)
+    shared = sets.count[sets.of] > 1
+    np.add.at(given, sets.member[begin[sets.of[~shared]]], weight[~shared])
+    rows = np.flatnonzero(shared)
+    if not len(rows):
+        return place
+    of = sets.of[rows]
+    rows = rows[order_of(side_by_side(-weight[rows], sets.count[of], of))]
+    weight, of = weight[rows], sets.of[rows]
+    alike = np.append(_ends(weight, sets.count[of]), len(rows)).tolist()
+    classes = np.append(_ends(weight, of), len(rows))
+    at = 0
+    for end in alike:
+        ends = classes[(classes > at) & (classes <= end)]
+        begins = np.append(at, ends[:-1])
+        count = int(sets.count[of[at]])
+        turned = (np.arange(count) + (turn * count >> _BITS)) % count
+        members = sets.member[begin[of[begins]][:, None] + turned]
+        # Sets with a holder in common come one after another: what one gives counts for the next.
+        apart = len(np.unique(members)) == members.size
+        for some in [slice(None)] if apart else [slice(each, each + 1) for each in range(len(ends))]:
+            chosen = _by_least(given[members[some]], int(weight[at]), ends[some] - begins[some])
+            shared_out = members[some].repeat(ends[some] - begins[some], axis=0)[np.arange(len(chosen)), chosen]
+            np.add.at(given, shared_out, int(weight[at]))
+            place[rows[begins[some][0] : ends[some][-1]]] = turned[chosen]
+        at = end
+    return place
+
+
+def _ends(*columns: Column) -> Column:
+    """The rows, but for the first, that differ from the one before."""
+    differ = np.zeros(len(columns[0]) - 1, bool)
+    for column in columns:
+        differ |= column[1:] != column[:-1]
+    return np.flatnonzero(differ) + 1
+
+
+def _by_least(given: Column, weight: int, items: Column) -> Column:
+    """(all items,): which of its set gets each, always whoever has been given least; of equals the first.
+
+    `given` is (sets, holders), of sets that have no holder in common; `items`, (sets,), of one weight, how many.
+    """
+    order = np.argsort(given, axis=1, kind="stable")
+    given = np.take_along_axis(given, order, axis=1)
+    # As high as all stand where what is dealt could be divided: `high`, of the lowest ones that this reaches.
+    holders = np.arange(int(given.shape[1]), dtype=np.int64)
+    levels = (items[:, None] * weight + np.cumsum(given, axis=1)) // (holders + 1)
+    last = np.where(given <= levels, holders, 0).max(axis=1)
+    high = np.take_along_axis(levels, last[:, None], axis=1)
+    count = np.maximum((high - given) // weight, 0)
+    next_ones = np.argsort(given + count * weight, axis=1, kind="stable")
+    more = (holders < (items - count.sum(axis=1))[:, None]).astype(np.int64)
+    np.put_along_axis(count, next_ones, np.take_along_axis(count, next_ones, axis=1) + more, axis=1)
+    each = count.ravel()
+    level = ragged(given.ravel(), each, np.full(len(each), weight))
+    if len(items) == 1:
+        return np.repeat(order.ravel(), each)[np.argsort(level, kind="stable")]
+    return np.repeat(order.ravel(), each)[order_of(side_by_side(np.repeat(np.arange(len(items)), items), level))]

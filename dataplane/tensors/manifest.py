@@ -1,0 +1,273 @@
+"""What a version consists of: tensors, their order, their cut into buckets. Pure data, no torch.
+
+A `Manifest` describes a *layout*; it stays the same from round to round, and its digest names it. A `DigestTable`
+belongs to one version of that layout and holds a digest for every tensor. Both travel as content-addressed blobs
+through the coordinator, which does not read them.
+
+A bucket is a packed run of bytes: its tensors one after another in the manifest's order, without padding. Tensors are
+ordered by item size, largest first, inside a bucket, so that every tensor starts on a multiple of its item size
+(SGLang exits on a misaligned bucket).
+"""
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Final, Self, TypeVar
+
+import msgspec
+
+from ..errors import ManifestError
+
+DEFAULT_BUCKET_BYTES: Final = 512 * 1024 * 1024
+
+ITEM_BYTES: Final[dict[str, int]] = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""The dtypes that may travel, by torch's own names, and their sizes in bytes."""
+
+MAX_TENSORS: Final = 1_000_000
+_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
+_NAMES: Final = re.compile(rf"(?:{_NAME.pattern}\n)*{_NAME.pattern}")
+
+
+class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """One tensor by its Hugging Face name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor, packed."""
+        count = ITEM_BYTES[self.dtype]
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class BucketSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run of tensors, `first` to `last` exclusive, that travels as `nbytes` packed bytes."""
+
+    first: int
+    last: int
+    nbytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+    """The layout of every version of one model: what travels, in what order, in which buckets."""
+
+    model: str
+    """Architecture as the served checkpoint's config names it, for example ``Qwen3ForCausalLM``."""
+    tensors: tuple[TensorSpec, ...]
+    buckets: tuple[BucketSpec, ...]
+
+    @classmethod
+    def of(cls, model: str, tensors: Iterable[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET_BYTES) -> Self:
+        """Cut `tensors` into buckets of at most `bucket_bytes`; a larger tensor gets a bucket of its own.
+
+        Raises `ManifestError` when a name, dtype or shape cannot travel, or a name stands twice.
+        """
+        ordered: list[TensorSpec] = []
+        buckets: list[BucketSpec] = []
+        pending: list[TensorSpec] = []
+
+        def close() -> None:
+            if pending:
+                pending.sort(key=lambda t: -ITEM_BYTES[t.dtype])
+                first = len(ordered)
+                ordered.extend(pending)
+                buckets.append(BucketSpec(first, len(ordered), sum(t.nbytes for t in pending)))
+                pending.clear()
+
+        size = 0
+        for tensor in tensors:
+            _check_tensor(tensor)
+            if pending and size + tensor.nbytes > bucket_bytes:
+                close()
+                size = 0
+            pending.append(tensor)
+            size += tensor.nbytes
+        close()
+        manifest = cls(model, tuple(ordered), tuple(buckets))
+        manifest.check()
+        return manifest
+
+    def check(self) -> None:
+        """Raise `ManifestError` unless every tensor is well formed, named once and in exactly one bucket."""
+        if not self.tensors:
+            raise ManifestError("the manifest has no tensors: publish at least one")
+        if len(self.tensors) > MAX_TENSORS:
+            raise ManifestError(f"{len(self.tensors)} tensors, at most {MAX_TENSORS} can travel")
+        sizes = _check_tensors(self.tensors)
+        at = 0
+        for index, bucket in enumerate(self.buckets):
+            if bucket.first != at or bucket.last <= bucket.first or bucket.last > len(self.tensors):
+                raise ManifestError(
+                    f"bucket {index} covers tensors {bucket.first}..{bucket.last}, expected to begin at {at}"
+                )
+            self._check_packing(index, bucket, sizes[bucket.first : bucket.last])
+            at = bucket.last
+        if at != len(self.tensors):
+            raise ManifestError(f"the buckets cover {at} tensors of {len(self.tensors)}")
+
+    def _check_packing(self, index: int, bucket: BucketSpec, sizes: Sequence[int]) -> None:
+        *offsets, end = accumulate(sizes, initial=0)
+        for tensor, offset in zip(self.tensors[bucket.first : bucket.last], offsets, strict=True):
+            if offset % ITEM_BYTES[tensor.dtype]:
+                raise ManifestError(f"{tensor.name!r} begins at byte {offset}, not on a multiple of its item size")
+        if end != bucket.nbytes:
+            raise ManifestError(f"bucket {index} says {bucket.nbytes} bytes, its tensors take {end}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one version takes."""
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    @property
+    def largest_bucket(self) -> int:
+        """Bytes of the largest bucket: what one staging slot must hold."""
+        return max(bucket.nbytes for bucket in self.buckets)
+
+    def tensors_of(self, index: int) -> tuple[TensorSpec, ...]:
+        """The tensors of bucket `index`, in the order in which they are packed."""
+        bucket = self.buckets[index]
+        return self.tensors[bucket.first : bucket.last]
+
+    def offsets_of(self, index: int) -> tuple[int, ...]:
+        """Where each tensor of bucket `index` begins, in bytes, and where the last one ends."""
+        return (0, *accumulate(tensor.nbytes for tensor in self.tensors_of(index)))
+
+    def encode(self) -> bytes:
+        """Canonical bytes: equal manifests have equal bytes."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def decode(cls, blob: bytes) -> "Manifest":
+        """Read and check what `encode` wrote. Raises `ManifestError` on anything else."""
+        manifest = _decode(blob, Manifest)
+        manifest.check()
+        return manifest
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical bytes, hexadecimal: the name of this layout. Computed once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return blob_digest(self.encode())
+
+
+class LiveDigests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a server with `tp` tensor-parallel ranks must report for its live parameters after the load."""
+
+    algorithm: str
+    """Matches `EngineInfo.live_digest`; ``sglang-sha256-8`` is SGLang's weights_checker on CPU tensors."""
+    tp: int
+    parameters: dict[str, tuple[str, ...]]
+    """Engine parameter name -> digest by rank."""
+
+
+class DigestTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
+    """Digests of one version: what a receiver compares the bytes that arrived with."""
+
+    manifest: str
+    version: int
+    algorithm: str
+    """``mix64x2`` (tensor_digest.py)."""
+    tensors: bytes
+    """16 bytes per tensor, in the manifest's order."""
+    live: tuple[LiveDigests, ...] = ()
+
+    def of_bucket(self, bucket: BucketSpec) -> bytes:
+        """The digests of one bucket's tensors, concatenated."""
+        return self.tensors[bucket.first * 16 : bucket.last * 16]
+
+    def encode(self) -> bytes:
+        """Canonical bytes: equal tables have equal bytes."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def decode(cls, blob: bytes, manifest: Manifest) -> "DigestTable":
+        """Read what `encode` wrote. Raises `ManifestError` unless it belongs to `manifest` and is complete."""
+        table = _decode(blob, DigestTable)
+        if table.manifest != manifest.digest():
+            raise ManifestError(
+                f"the digest table is for manifest {table.manifest[:12]}, expected {manifest.digest()[:12]}"
+            )
+        if len(table.tensors) != 16 * len(manifest.tensors):
+            raise ManifestError(
+                f"the digest table holds {len(table.tensors)} bytes,"
+                f" expected 16 for each of {len(manifest.tensors)} tensors"
+            )
+        return table
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical bytes, hexadecimal: the name of exactly these bits. Computed once."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return blob_digest(self.encode())
+
+
+def blob_digest(blob: bytes) -> str:
+    """Name of a blob: its SHA-256, hexadecimal."""
+    return hashlib.sha256(blob).hexdigest()
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
+
+
+_T = TypeVar("_T")
+
+
+def _decode(blob: bytes, kind: type[_T]) -> _T:
+    try:
+        return msgspec.msgpack.decode(blob, type=kind)
+    except (ValueError, RecursionError) as error:  # msgspec raises UnicodeDecodeError, a ValueError, on bad UTF-8
+        raise ManifestError(f"not a {kind.__name__}: {error}") from error
+
+
+def _check_tensors(tensors: Sequence[TensorSpec]) -> list[int]:
+    """Bytes of each. Raises `ManifestError` for one that cannot travel, or a name that stands twice.
+
+    An engine may stand still for it: names are looked at together, dtypes and shapes once for all tensors of a kind.
+    """
+    names = [tensor.name for tensor in tensors]
+    together = "\n".join(names)
+    if together.count("\n") != len(names) - 1 or not _NAMES.fullmatch(together):
+        for tensor in tensors:
+            _check_tensor(tensor)
+    kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
+    sizes: dict[tuple[str, tuple[int, ...]], int] = {}
+    for tensor, kind in zip(tensors, kinds, strict=True):
+        if kind not in sizes:
+            _check_tensor(tensor)
+            sizes[kind] = tensor.nbytes
+    if len(set(names)) < len(names):
+        raise ManifestError(f"{Counter(names).most_common(1)[0][0]!r} stands twice in the manifest")
+    return [sizes[kind] for kind in kinds]
+
+
+def _check_tensor(tensor: TensorSpec) -> None:
+    if not _NAME.fullmatch(tensor.name):
+        raise ManifestError(f"{tensor.name!r} is not a tensor name (letters, digits, '_', '-', '.', at most 256)")
+    if tensor.dtype not in ITEM_BYTES:
+        raise ManifestError(f"{tensor.name!r} has dtype {tensor.dtype!r}; these can travel: {', '.join(ITEM_BYTES)}")
+    if len(tensor.shape) > 8 or any(size < 1 for size in tensor.shape):
+        raise ManifestError(f"{tensor.name!r} has shape {tensor.shape}: one to eight positive sizes are expected")

@@ -1,0 +1,384 @@
+"""Pieces: which part of which Hugging Face tensor lies where in the memory of which rank. Pure data, no torch.
+
+One description for every path: assembling whole tensors, writing files, and copying from shard to shard. A piece is a
+box of a tensor and a strided view of one local tensor of its holder, element by element the same. Fused, cut, padded,
+replicated and transposed parameters are all sets of pieces; nothing else about a training framework is known here.
+
+`Piece` is one, for building and for reading. `Pieces` are many, as columns: what ranks exchange and planners work on
+(coverage.py: which of them to read, joined, and the proof that they are a model).
+
+    tensors     what is described: names, dtypes in which they are served, shapes
+    holder      rank that holds the piece
+    storage     index of a local tensor, in the holder's own list of them
+    dtype       of that local tensor; it may differ from the served one
+    offset      elements from the first element of the local tensor
+    stride      elements of the local tensor for one step along each axis of the served tensor
+    shift       what is added to every element (norms that a trainer keeps around zero); 0 for a plain copy
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from ..errors import ManifestError
+from .boxes import Box, Boxes, Column, all_in_order, widen
+from .manifest import ITEM_BYTES, TensorSpec
+
+DTYPES: Final = tuple(ITEM_BYTES)
+"""Their order numbers the dtypes in columns."""
+_ITEM_BYTES: Final[Column] = np.array([*ITEM_BYTES.values()], np.int64)
+_NUMBERS: Final = {name: number for number, name in enumerate(DTYPES)}
+
+_MAX_AXES: Final = 8
+_MOST_KEY: Final = 1 << 62
+
+
+class View(msgspec.Struct, frozen=True):
+    """Where the elements of a box are: `offset` and `strides` in elements of local tensor `storage`."""
+
+    storage: int
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A box of one served tensor, and the local memory that holds it in `dtype`."""
+
+    tensor: str
+    box: Box
+    dtype: str
+    view: View
+    shift: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Many pieces of many holders as columns; the module says what each column is."""
+
+    tensors: tuple[TensorSpec, ...]
+    boxes: Boxes
+    holder: Column
+    storage: Column
+    dtype: Column
+    offset: Column
+    stride: Column
+    shift: Column
+
+    def __len__(self) -> int:
+        return len(self.boxes)
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorSpec], pieces: Iterable[Piece], holder: int = 0) -> Pieces:
+        """The pieces of one holder. Raises `ManifestError` for one that names no tensor or lies outside of its own."""
+        pieces = tuple(pieces)
+        number = {spec.name: index for index, spec in enumerate(tensors)} if pieces else {}
+        axes = max((len(spec.shape) for spec in (tensors if pieces else ())), default=0) or 1
+        rows = [_row(piece, number, tensors, axes) for piece in pieces]
+        table = np.array(rows, np.int64).reshape(len(rows), 5 + 3 * axes)
+        start, stop, stride = (table[:, 5 + axes * part : 5 + axes * (part + 1)] for part in range(3))
+        return cls(
+            tensors=tuple(tensors),
+            boxes=Boxes(table[:, 0], start, stop),
+            holder=np.full(len(rows), holder, np.int64),
+            storage=table[:, 1],
+            dtype=table[:, 2],
+            offset=table[:, 3],
+            stride=stride,
+            shift=table[:, 4],
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Pieces]) -> Pieces:
+        """All pieces of all parts, in order. Raises `ManifestError` unless they describe the same tensors."""
+        first = parts[0]
+        if any(part.tensors != first.tensors for part in parts):
+            raise ManifestError("the ranks describe different tensors: give every rank the same model and config")
+        axes = max(part.boxes.start.shape[1] for part in parts)
+        boxes = Boxes(
+            np.concatenate([part.boxes.space for part in parts]),
+            np.concatenate([widen(part.boxes.start, axes, 0) for part in parts]),
+            np.concatenate([widen(part.boxes.stop, axes, 1) for part in parts]),
+        )
+        return cls(
+            tensors=first.tensors,
+            boxes=boxes,
+            holder=np.concatenate([part.holder for part in parts]),
+            storage=np.concatenate([part.storage for part in parts]),
+            dtype=np.concatenate([part.dtype for part in parts]),
+            offset=np.concatenate([part.offset for part in parts]),
+            stride=np.concatenate([widen(part.stride, axes, 0) for part in parts]),
+            shift=np.concatenate([part.shift for part in parts]),
+        )
+
+    def take(self, rows: Column) -> Pieces:
+        """The pieces of these rows, in their order."""
+        if all_in_order(rows, len(self)):
+            return self
+        return replace(
+            self,
+            boxes=self.boxes.take(rows),
+            holder=self.holder[rows],
+            storage=self.storage[rows],
+            dtype=self.dtype[rows],
+            offset=self.offset[rows],
+            stride=self.stride[rows],
+            shift=self.shift[rows],
+        )
+
+    def at(self, index: int) -> Piece:
+        """One of them."""
+        spec = self.tensors[int(self.boxes.space[index])]
+        axes = len(spec.shape)
+        box = self.boxes.at(index)
+        return Piece(
+            spec.name,
+            Box(box.start[:axes], box.stop[:axes]),
+            DTYPES[int(self.dtype[index])],
+            View(int(self.storage[index]), int(self.offset[index]), tuple(self.stride[index, :axes].tolist())),
+            int(self.shift[index]),
+        )
+
+    def held_by(self, holder: int) -> Pieces:
+        """The pieces of one holder."""
+        return self.take(np.flatnonzero(self.holder == holder))
+
+    def within(self, boxes: Boxes, rows: Column) -> Pieces:
+        """The parts `boxes` of the pieces of `rows`, one each; every box must lie inside of its piece."""
+        whole = self.take(rows)
+        moved = np.sum((boxes.start - whole.boxes.start) * whole.stride, axis=1)
+        return replace(whole, boxes=boxes, offset=whole.offset + moved)
+
+    def ordered(self, tensors: Sequence[TensorSpec]) -> Pieces:
+        """The same pieces, with the tensors in the order of `tensors`. Raises `ManifestError` if those are others."""
+        return self.renumbered(tensors, places_in(tensors, self.tensors))
+
+    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Pieces:
+        """`ordered`, where `places`, (tensors,), says which of `tensors` each tensor is."""
+        return replace(self, tensors=tuple(tensors), boxes=replace(self.boxes, space=places[self.boxes.space]))
+
+    def encode(self) -> bytes:
+        """What travels between ranks: the same bytes for the same pieces, on every machine. Tensors go by digest."""
+        numbers = self.numbers().astype("<i8").tobytes()
+        return _ENCODER.encode(_Wire(_about(self.tensors).digest, self.boxes.start.shape[1], numbers))
+
+    @classmethod
+    def decode(cls, blobs: Sequence[bytes], tensors: Sequence[TensorSpec]) -> Pieces:
+        """What several holders encoded, all together. Raises `ManifestError` unless it describes these tensors."""
+        described = tuple(tensors)
+        pieces = cls.join([_decode(blob, described) for blob in blobs])
+        pieces.check()
+        return pieces
+
+    def check(self) -> None:
+        """Raise `ManifestError` unless every piece is a box inside of its tensor, in a dtype that can travel."""
+        known = (self.boxes.space >= 0) & (self.boxes.space < len(self.tensors))
+        known &= (self.dtype >= 0) & (self.dtype < len(DTYPES)) & (self.storage >= 0) & (self.offset >= 0)
+        if not known.all():
+            raise ManifestError(f"piece {int(np.argmin(known))} names a tensor, dtype or place that there is not")
+        inside = (self.boxes.start >= 0) & (self.boxes.start < self.boxes.stop)
+        shapes = widen(_about(self.tensors).shapes, inside.shape[1], 1)
+        if shapes.shape[1] > inside.shape[1] and len(self):
+            raise ManifestError(f"pieces of {inside.shape[1]} axes, of tensors that have up to {shapes.shape[1]}")
+        inside &= self.boxes.stop <= shapes[self.boxes.space, : inside.shape[1]]
+        if not inside.all():
+            odd = self.boxes.at(int(np.argmin(inside.all(axis=1))))
+            raise ManifestError(f"a piece {odd.start}..{odd.stop} is empty or lies outside of its tensor")
+
+    def digest(self) -> str:
+        """SHA-256, hexadecimal, of what is described: neither the order of pieces nor that of tensors matters."""
+        named = self.ordered(sorted(self.tensors, key=lambda spec: spec.name))
+        return hashlib.sha256(named.take(order_of(named.numbers())).encode()).hexdigest()
+
+    def numbers(self) -> Column:
+        """(pieces, columns): everything but the tensors, in a fixed order of columns."""
+        ends = (self.boxes.start, self.boxes.stop, self.stride)
+        return side_by_side(self.boxes.space, self.holder, self.storage, self.dtype, self.offset, self.shift, *ends)
+
+
+class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    tensors: bytes
+    axes: int
+    numbers: bytes
+
+
+_ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
+_DECODER: Final[msgspec.msgpack.Decoder[_Wire]] = msgspec.msgpack.Decoder(_Wire)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tensors:
+    """What follows from served tensors alone; a planner asks for it again and again."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.sha256(_ENCODER.encode(self.tensors)).digest()
+
+    @cached_property
+    def dtypes(self) -> Column:
+        """(tensors,)."""
+        return _fixed(np.array([_NUMBERS[spec.dtype] for spec in self.tensors], np.int64))
+
+    @cached_property
+    def shapes(self) -> Column:
+        """(tensors, axes of the one with most): 1 where a tensor has no such axis."""
+        shapes = [spec.shape for spec in self.tensors]
+        axes = np.fromiter(map(len, shapes), np.int64, len(shapes))
+        row = np.repeat(np.arange(len(shapes)), axes)
+        extents = np.ones((len(shapes), int(axes.max(initial=0))), np.int64)
+        extents[row, np.arange(len(row)) - (np.cumsum(axes) - axes)[row]] = list(chain.from_iterable(shapes))
+        return _fixed(extents)
+
+    @cached_property
+    def sizes(self) -> tuple[Column, Column]:
+        """(tensors,), (tensors,): elements, and bytes of one."""
+        return _fixed(self.shapes.prod(axis=1)), _fixed(_ITEM_BYTES[self.dtypes])
+
+
+_known: tuple[_Tensors, ...] = ()
+_MOST_KNOWN: Final = 4
+
+
+def _about(tensors: tuple[TensorSpec, ...]) -> _Tensors:
+    """Worked out once for the last few tuples of tensors: a layout's pieces, plans and proofs share one."""
+    global _known  # noqa: PLW0603 - replaced as a whole: threads may ask at a time
+    for each in _known:
+        if each.tensors is tensors:
+            return each
+    made = _Tensors(tensors)
+    _known = (*_known[1 - _MOST_KNOWN :], made)
+    return made
+
+
+def _fixed(column: Column) -> Column:
+    column.flags.writeable = False
+    return column
+
+
+def whole(spec: TensorSpec, dtype: str, storage: int) -> Piece:
+    """All of a tensor, contiguous in local tensor `storage`."""
+    return Piece(spec.name, Box.whole(spec.shape), dtype, View(storage, 0, contiguous_strides(spec.shape)))
+
+
+def places_in(tensors: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> Column:
+    """(others,): where each of `others` is in `tensors`. Raises `ManifestError` unless both are the same tensors."""
+    place = {spec.name: index for index, spec in enumerate(tensors)}
+    found = [place.get(spec.name, -1) for spec in others]
+    if len(place) != len(found) or any(spec != tensors[at] for spec, at in zip(others, found, strict=True)):
+        raise ManifestError("these are not the tensors that the pieces describe")
+    return np.array(found, np.int64)
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Elements between neighbours along each axis of a packed tensor."""
+    strides = [1]
+    for extent in reversed(shape[1:]):
+        strides.append(strides[-1] * extent)
+    return tuple(reversed(strides)) if shape else ()
+
+
+def packed_strides(extents: Column) -> Column:
+    """(rows, axes): elements between neighbours along each axis of packed boxes of `extents`, (rows, axes)."""
+    strides = np.ones_like(extents)
+    strides[:, :-1] = np.cumprod(extents[:, :0:-1], axis=1)[:, ::-1]
+    return strides
+
+
+def served_dtypes(pieces: Pieces) -> Column:
+    """(pieces,): the dtype in which each piece's tensor is served."""
+    return _about(pieces.tensors).dtypes[pieces.boxes.space]
+
+
+def served_sizes(tensors: tuple[TensorSpec, ...]) -> tuple[Column, Column]:
+    """(tensors,), (tensors,): how many elements each has, and the bytes of one as it is served."""
+    return _about(tensors).sizes
+
+
+def served_strides(pieces: Pieces) -> Column:
+    """(pieces, axes): elements between neighbours along each axis of each piece's tensor, packed."""
+    extents = widen(_about(pieces.tensors).shapes, pieces.boxes.start.shape[1], 1)
+    return packed_strides(extents)[pieces.boxes.space]
+
+
+def side_by_side(*columns: Column) -> Column:
+    """One table of all columns."""
+    return np.concatenate([column[:, None] if column.ndim == 1 else column for column in columns], axis=1)
+
+
+def order_of(table: Column) -> Column:
+    """The order in which the rows of a table ascend, earlier columns first; equal rows stay in order."""
+    keys = _keys(table)
+    if len(keys) == 1:
+        return np.argsort(keys[0], kind="stable")
+    return np.lexsort(keys[::-1]) if keys else np.arange(len(table))
+
+
+def _keys(table: Column) -> list[Column]:
+    """Columns by which rows ascend as by all columns of the table: those that follow one another share a number."""
+    if not len(table):
+        return []
+    columns = np.ascontiguousarray(table.T)
+    least = columns.min(axis=1)
+    spans: list[int] = [int(most) - int(low) + 1 for most, low in zip(columns.max(axis=1), least, strict=True)]
+    found: list[Column] = []
+    room = 0
+    for column, low, span in zip(columns, least, spans, strict=True):
+        if span == 1:
+            continue
+        if room >= span:
+            found[-1] = found[-1] * span + (column - low)
+            room //= span
+        elif span <= _MOST_KEY:
+            found.append(column - low)
+            room = _MOST_KEY // span
+        else:
+            found.append(column)
+            room = 0
+    return found
+
+
+def _decode(blob: bytes, tensors: tuple[TensorSpec, ...]) -> Pieces:
+    try:
+        wire = _DECODER.decode(blob)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"not a table of pieces: {error}") from error
+    axes, width = wire.axes, 6 + 3 * wire.axes
+    if not 1 <= axes <= _MAX_AXES or len(wire.numbers) % (8 * width):
+        raise ManifestError(f"not a table of pieces: {len(wire.numbers)} bytes for {axes} axes")
+    if wire.tensors != _about(tensors).digest:
+        raise ManifestError("the pieces are of other tensors than these: give every rank the same model and config")
+    table = np.frombuffer(wire.numbers, "<i8").astype(np.int64, copy=False).reshape(-1, width)  # `join` copies it
+    start, stop, stride = (table[:, 6 + axes * part : 6 + axes * (part + 1)] for part in range(3))
+    holder, storage, dtype, offset, shift = (table[:, column] for column in range(1, 6))
+    return Pieces(tensors, Boxes(table[:, 0], start, stop), holder, storage, dtype, offset, stride, shift)
+
+
+def _row(piece: Piece, number: Mapping[str, int], tensors: Sequence[TensorSpec], axes: int) -> tuple[int, ...]:
+    index = number.get(piece.tensor)
+    if index is None:
+        raise ManifestError(f"a piece of {piece.tensor!r}, which is not served")
+    if not piece.box.fits(tensors[index].shape) or len(piece.view.strides) != len(piece.box.start):
+        raise ManifestError(f"a piece {piece.box} of {piece.tensor!r} {tensors[index].shape} is empty or outside of it")
+    pad = axes - len(piece.box.start)
+    return (
+        index,
+        piece.view.storage,
+        DTYPES.index(piece.dtype),
+        piece.view.offset,
+        piece.shift,
+        *piece.box.start,
+        *(0,) * pad,
+        *piece.box.stop,
+        *(1,) * pad,
+        *piece.view.strides,
+        *(0,) * pad,
+    )

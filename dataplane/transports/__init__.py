@@ -1,0 +1,1 @@
+"""transports: see FACES.md for the sentence that belongs here."""

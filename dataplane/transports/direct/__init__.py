@@ -1,0 +1,1 @@
+"""direct: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,1 @@
+"""disk: see FACES.md for the sentence that belongs here."""

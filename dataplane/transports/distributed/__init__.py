@@ -1,0 +1,1 @@
+"""distributed: see FACES.md for the sentence that belongs here."""

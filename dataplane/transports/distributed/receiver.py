@@ -1,0 +1,71 @@
+"""The engine agent's half of the distributed transport: who takes part in a group, the agent or its server's workers.
+
+The agent does where it can (`sidecar_receiver.py`): it can leave a group that somebody broke, and looks at what it
+takes before the server does. Workers join as the field does it (`server_receiver.py`) where the server is elsewhere or
+another user's, its GPUs are not known, not seen from here or do not reach each other, or the first of them has no room.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..interface import Address, EngineServer, Receipt, Session
+from .server_receiver import JoiningReceiver
+from .sidecar_receiver import HandingReceiver
+
+
+class DistributedReceiver:
+    """One engine's."""
+
+    def __init__(self, runtime_dir: Path, *, hands_on: bool = True) -> None:
+        """`hands_on`: this process takes part itself, where it can."""
+        self._hands_on = hands_on
+        self._handing = HandingReceiver(runtime_dir)
+        self._joining = JoiningReceiver()
+        self._used: HandingReceiver | JoiningReceiver = self._joining
+        """In the last session."""
+        self._remark = ""
+        self._met_at = ""
+        """Where the last session was, if it ended well. A trainer that stays keeps that address then."""
+
+    @property
+    def touched(self) -> bool:
+        """The server was asked to change weights in the last session."""
+        return self._used.touched
+
+    @property
+    def remark(self) -> str:
+        """Why the server's workers take part, where this process should have; for people."""
+        return self._remark
+
+    def receive(  # noqa: PLR0917
+        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+    ) -> Receipt:
+        """Take every bucket and load it into `server`. Raises `TransferFailed`."""
+        if self._met_at not in {"", address.address}:
+            self._handing.meet_anew()
+        self._met_at = ""
+        reason = self._handing.why_not(server, session) if self._hands_on else ""
+        chosen = self._handing if self._hands_on and not reason else self._joining
+        self._remark = f"the server's workers take part in the broadcast themselves: {reason}" if reason else ""
+        if chosen is not self._used:
+            self._used.require_moving()
+            self._used.shutdown()
+            self._used = chosen
+        receipt = chosen.receive(session, address, engine, rank_offset, server, deadline_s)
+        self._met_at = address.address
+        return receipt
+
+    def require_moving(self) -> None:
+        """Raise `TransferFailed` while the server has not returned from what a session that is over asked of it."""
+        self._handing.require_moving()
+        self._joining.require_moving()
+
+    def close(self) -> None:
+        """Break off the session that runs, from any thread; groups stay for the next one if it ended well."""
+        self._used.close()
+
+    def shutdown(self) -> None:
+        """Let go of everything."""
+        self._handing.shutdown()
+        self._joining.shutdown()

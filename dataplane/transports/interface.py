@@ -1,0 +1,365 @@
+"""The seam between rounds and bytes: what every transport does, for the side that sends and the side that receives.
+
+One `Sender` serves all receivers of one transport in one epoch; one `Receiver` serves one engine. Both are used
+from one thread, every wait has a deadline (seconds from the call); `close` may be called at any time, twice too, and
+`withdraw` from any thread.
+The contract that all of them satisfy is tests/dataplane/transport_contract.py.
+
+Order of calls, sender:    offer -> ready -> (send)* in bucket order -> finish -> close
+Order of calls, receiver:  receive -> close
+
+A receiver that fails is dropped and named in `Sender.failed`; the others are served to the end. A collective transport
+cannot drop one: it names all of them, and the round is driven again under a new epoch. `withdraw` says from outside
+that a receiver has failed, which the sender itself may learn late, or only from a deadline.
+
+Ownership of slots: `send(index, slot)` hands the bytes of `slot` to the receivers until `reclaim(index)` returns; only
+then may the caller write to that slot again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, runtime_checkable
+
+import msgspec
+import torch
+
+from ..errors import TransferFailed
+from ..tensors.manifest import BucketSpec, DigestTable, Manifest, TensorSpec
+from .broadcast_order import Sources
+
+JOIN_S: Final = 15.0
+"""How long a sender waits for receivers to come. They are told where at once, and coming takes no time: whoever has not
+come by then is lost, and the others, paused for this round, do not wait for it any longer. Above the control plane's
+own silence_s, so that a lost message has been sent again."""
+
+
+class Session(msgspec.Struct, frozen=True):
+    """What both sides of a transfer agree on before a byte moves."""
+
+    channel: str
+    epoch: int
+    version: int
+    manifest: Manifest
+    table: DigestTable | None
+    """Null where it follows: the sender `tabled` it once known, and the receiver waits for it before it proves."""
+
+    @property
+    def known(self) -> DigestTable:
+        """The table. Raises `TransferFailed` where it follows, which not every transport can wait for."""
+        if self.table is None:
+            raise TransferFailed("the digest table follows, and this transport compares what it takes with it at once")
+        return self.table
+
+
+class Tabled(msgspec.Struct, frozen=True):
+    """The digest table of a session that was begun without."""
+
+    table: DigestTable
+    seal: bytes = b""
+    """By which a receiver's side believes it. Carried, and never read here."""
+
+
+class Peer(msgspec.Struct, frozen=True):
+    """One engine as the sender sees it."""
+
+    engine: str
+    tp: int
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a sender's half can be reached; carried to the receivers by the control plane, read only here."""
+
+    address: str
+    group: str = ""
+    backend: str = ""
+    world_size: int = 0
+    token: str = ""
+    """Distributed: a secret by which both sides know that the other is of this epoch, and no stranger."""
+
+
+class Slot(Protocol):
+    """A staging buffer that outlives rounds. `memory` is a 1-D uint8 tensor of its whole capacity."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The whole buffer."""
+        ...
+
+    @property
+    def exported(self) -> bytes:
+        """How another process opens this memory: a fixed struct (ipc_handles.py), never a pickle."""
+        ...
+
+
+class Sender(Protocol):
+    """The trainer's half."""
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Engines that will not get every bucket, with the reason. Grows only."""
+        ...
+
+    @property
+    def spared(self) -> frozenset[str]:
+        """Those of `failed` that were well, and to which nothing was sent: a collective that another one has ended."""
+        ...
+
+    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+        """Open this half for `peers` and say where. Returns at once; receivers may come from now on."""
+        ...
+
+    def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
+        """Wait until every peer has come, or is in `failed`. Raises `TransferFailed` when none is left.
+
+        Peers that have not come within `join_s` are failed; what else it takes to begin may last until `deadline_s`.
+        """
+        ...
+
+    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+        """Hand bucket `index`, packed in `slot`, to every peer. Raises `TransferFailed` when none is left."""
+        ...
+
+    def reclaim(self, index: int, deadline_s: float) -> None:
+        """Wait until no peer reads bucket `index` any more."""
+        ...
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until every peer has confirmed the last bucket, or is in `failed`."""
+        ...
+
+    def withdraw(self, engine: str, reason: str) -> None:
+        """`engine` will not come, or not go on: fail it now. From any thread; at once, what waits for it notices.
+
+        Says nothing of an engine that has confirmed the last bucket, of one that is no peer, and before `offer`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of everything that belongs to this epoch. Never raises for a peer's sake."""
+        ...
+
+
+class HostMemory(msgspec.Struct, frozen=True):
+    """Shared memory as torch's file_system sharing names it: what `rebuild_storage_filename` takes."""
+
+    manager: bytes
+    handle: bytes
+    nbytes: int
+
+
+class CudaMemory(msgspec.Struct, frozen=True):
+    """Device memory exported by CUDA IPC: what torch's `rebuild_cuda_tensor` takes, as plain fields."""
+
+    device_uuid: str
+    handle: bytes
+    storage_nbytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
+class SharedBucket(msgspec.Struct, frozen=True):
+    """A bucket in memory that the engine's workers can map by themselves."""
+
+    index: int
+    spec: BucketSpec
+    tensors: tuple[TensorSpec, ...]
+    memory: HostMemory | CudaMemory
+
+
+class EngineServer(Protocol):
+    """What a receiver asks of the inference server it loads. Implemented by engine_agent over HTTP.
+
+    Every call blocks until the server has answered and raises `TransferFailed` on anything but success.
+    """
+
+    @property
+    def tp(self) -> int:
+        """Tensor-parallel workers of the server."""
+        ...
+
+    @property
+    def drafts(self) -> bool:
+        """It speculates: a loader is called for its draft models too, and for each model apart."""
+        ...
+
+    @property
+    def launch(self) -> str:
+        """Another one where its processes are others: those are in no group."""
+        ...
+
+    @property
+    def opens(self) -> str:
+        """Where memory of another process has to lie for its workers to open it: ``cpu``, or a GPU by its uuid.
+
+        Empty where this process has none such, or it is not known.
+        """
+        ...
+
+    def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
+        """update_weights_from_tensor, load_format ``flattened_bucket``; every rank maps the same memory."""
+        ...
+
+    def join_group(self, address: Address, rank_offset: int, deadline_s: float) -> None:
+        """init_weights_update_group; blocks until the whole group has formed."""
+        ...
+
+    def load_broadcast(self, group: str, tensors: Sequence[TensorSpec], deadline_s: float) -> None:
+        """update_weights_from_distributed, load_format ``flattened_bucket``; blocks until the broadcast arrived."""
+        ...
+
+    def leave_group(self, group: str, deadline_s: float) -> None:
+        """destroy_weights_update_group; no error when the server is not in it."""
+        ...
+
+    def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
+        """See to it that the server leaves these groups if this process ends or, while they are `used`, stands still.
+
+        They take the place of those that were named before; False where the server may have left those. Never raises.
+        """
+        ...
+
+    def load_checkpoint(self, path: str, deadline_s: float) -> None:
+        """update_weights_from_disk."""
+        ...
+
+    def load_direct(self, socket: str, deadline_s: float) -> None:
+        """update_weights_from_tensor with our own loader, whose workers connect to `socket`; returns when all left it.
+
+        Changes nothing by itself: what the workers do is led over the socket.
+        """
+        ...
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """What a receiver took."""
+
+    bytes: int
+    buckets: int
+    checked: bool
+    """Every byte was compared with the digest table before the server saw it."""
+    tabled: Tabled | None = None
+    """What the sender gave, and what was taken is proven by, where the session was begun without a table."""
+
+
+@runtime_checkable
+class Tabling(Protocol):
+    """A sender whose session may begin before its digest table is known."""
+
+    def tabled(self, tabled: Tabled) -> None:
+        """Give it to all receivers, those that are there and those that come. Once in a session, from any thread."""
+        ...
+
+
+@runtime_checkable
+class Dividing(Protocol):
+    """A sender of which other ranks of the trainer send a part of the buckets, by groups of their own."""
+
+    @property
+    def differing(self) -> Sequence[str]:
+        """Tensors that one of these ranks found changed since they were digested, for which the session failed."""
+        ...
+
+    def divide(self, sources: Sources | None) -> None:
+        """Who sends what, from the next `offer` on; null: this rank alone. The buckets of others need no slot here."""
+        ...
+
+
+@runtime_checkable
+class Returning(Protocol):
+    """A receiver that has taken and proven a version before the server has returned from the call it was taken in."""
+
+    def returned(self, deadline_s: float) -> None:
+        """Wait until it has. Raises `TransferFailed` if it did not, or not well, and again whenever it is asked."""
+        ...
+
+
+@runtime_checkable
+class Remarking(Protocol):
+    """A receiver that can say why it is slower than it could be."""
+
+    @property
+    def remark(self) -> str:
+        """Of the last version; empty where there is nothing to say."""
+        ...
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A receiver that knows where its last transfer's time went."""
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """By step. The server stands still during all of them."""
+        ...
+
+
+@runtime_checkable
+class Sized(Protocol):
+    """A receiver whose workers take different parts of a version, each only what it stores."""
+
+    @property
+    def widest(self) -> int:
+        """Bytes of a round that the worker with most of them takes; 0 before anything was planned."""
+        ...
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """``cpu``, or the uuid of its GPU, of each worker by its rank, as they said when they came last."""
+        ...
+
+
+class Receiver(Protocol):
+    """The engine agent's half."""
+
+    @property
+    def touched(self) -> bool:
+        """The server was asked to change weights at least once: from now on a failure leaves it DIRTY."""
+        ...
+
+    def receive(  # noqa: PLR0917 - the session, where, who, and how long, in the order of the call
+        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+    ) -> Receipt:
+        """Take every bucket and load it into `server`. Raises `TransferFailed`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what belongs to the last session; memory and groups that outlive rounds stay until `shutdown`."""
+        ...
+
+    def shutdown(self) -> None:
+        """Let go of everything."""
+        ...
+
+
+@runtime_checkable
+class Minding(Receiver, Protocol):
+    """A receiver that finds out that its server stands still."""
+
+    def require_moving(self) -> None:
+        """Raise `TransferFailed` while a worker that stood still has said nothing since, or has done nothing."""
+        ...
+
+
+@runtime_checkable
+class Stager(Minding, Protocol):
+    """A receiver that can take a version beside the weights that are served."""
+
+    @property
+    def mode(self) -> str:
+        """How the last version was taken, for people."""
+        ...
+
+    def can_stage(self, manifest: Manifest) -> bool:
+        """There is a plan for it, and room."""
+        ...
+
+    def stage(self, session: Session, address: Address, engine: str, deadline_s: float) -> bool:
+        """Take it while the server generates; `receive` of the same session puts it into place.
+
+        False when the server has to stand still for it. Changes nothing that is served; raises `TransferFailed`.
+        """
+        ...

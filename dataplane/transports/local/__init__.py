@@ -1,0 +1,1 @@
+"""local: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,51 @@
+"""What was worked out before any version came (prerecording.py), for whoever takes the first one.
+
+What a version's tensors are was foreseen; in which order its manifest names them was not. So whatever is kept is given
+out for another order too: none of it is worked out again while a server stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import is_
+from typing import Final
+
+from ..errors import ManifestError
+from ..reshard.load_trace import Recording
+from ..reshard.verification import Proof, make_proof
+from ..tensors.manifest import TensorSpec
+from ..tensors.shards import places_in
+
+_MOST: Final = 4
+"""Models of one server: the one that it serves, and its draft models."""
+
+
+class Ahead:
+    """Of one server. Used from one thread."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[tuple[Recording, ...], Proof]] = []
+
+    def keep(self, recordings: Sequence[Recording], proof: Proof) -> None:
+        """The recordings of all workers of one model, and what they will report of it."""
+        self._kept = [*self._kept, (tuple(recordings), proof)][-_MOST:]
+
+    def recordings(self, tensors: tuple[TensorSpec, ...]) -> dict[str, Recording]:
+        """By digest, those of just these tensors in this order."""
+        return {each.digest(): each for known, _ in self._kept for each in known if each.tensors == tensors}
+
+    def proof(self, recordings: Sequence[Recording]) -> Proof:
+        """What the workers with these recordings report. Raises `NotRecordable`."""
+        tensors = recordings[0].tensors
+        for known, proof in self._kept:
+            if len(known) == len(recordings) and all(map(is_, known, recordings)):
+                return proof
+            try:
+                places = places_in(tensors, known[0].tensors)
+            except ManifestError:
+                continue
+            if len(known) == len(recordings) and all(
+                each.renumbered(tensors, places).same(found) for each, found in zip(known, recordings, strict=True)
+            ):
+                return proof.renumbered(tensors, places)
+        return make_proof(recordings)

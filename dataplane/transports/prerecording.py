@@ -1,0 +1,153 @@
+"""The server's loader is recorded while nobody waits for it: an exchange with its workers in which nothing moves.
+
+What a worker records it keeps; it is used for a version of exactly these tensors, whoever asks then
+(worker_messages.py, `Record`). Nothing is written to the model by it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from ..errors import DataplaneError, NotRecordable, TransferFailed
+from ..memory.export_map import ExportMap, Place, Region
+from ..processes.deadline import Deadline
+from ..processes.frames import FrameListener
+from ..reshard.load_trace import Recording
+from ..reshard.reshard_plan import Reader, make_plan, staging_of
+from ..reshard.send_schedule import pair_bytes_of, schedule
+from ..reshard.verification import make_proof
+from ..tensors.manifest import TensorSpec
+from . import worker_messages as worker_wire
+from .interface import EngineServer
+from .local.sender import open_runtime_dir
+from .prerecorded_traces import Ahead
+from .worker_exchange import RETURN_S, Workers
+
+_LAYOUT: Final = "rehearsed"
+"""In place of a manifest's digest: no version has it."""
+_COMING_S: Final = 15.0
+"""For the server to call our loader. A worker imports it then, for the first time."""
+
+
+class Rehearsal:
+    """One. `close` may be called from another thread, and ends it."""
+
+    def __init__(self, runtime_dir: Path, *, sent: bool = False, ahead: Ahead | None = None) -> None:
+        """`sent`: versions may be sent to the workers. What is worked out is kept in `ahead`."""
+        self._runtime_dir = runtime_dir
+        self._ahead = ahead if ahead is not None else Ahead()
+        self._sent = sent
+        self.unproven = ""
+        """Why nothing but the recording is there ahead; empty where the rest is, too."""
+        self._listener: FrameListener | None = None
+        self._workers = Workers()
+        self._closed = False
+        self._coming = Deadline(_COMING_S)
+        """For the server's workers to come."""
+        self.pending = False
+        """`record` has given up, and the server has not come to its call yet: nothing takes that back."""
+
+    def record(self, tensors: Sequence[TensorSpec], engine: str, server: EngineServer, deadline_s: float) -> int:
+        """Have every worker record each of its models with `tensors`; the number of models, once the server is back.
+
+        Then they bind what they will have to report of it, and load what a first version would wait for.
+
+        Raises `NotRecordable`, `TransferFailed`, and what the server's call raises. A server that does not come to our
+        loader soon is not waited for: when it does, its workers find nobody and return.
+        """
+        deadline = Deadline(deadline_s)
+        self._wait()
+        open_runtime_dir(self._runtime_dir)
+        listener = self._listener = FrameListener(self._runtime_dir / f"{engine}-{os.getpid()}-r.sock")
+        caller = ThreadPoolExecutor(1, "weightbus-rehearsal")
+        call = caller.submit(server.load_direct, os.fspath(listener.path), deadline.left())
+        self._coming = Deadline(_COMING_S)
+        models = 0
+        first: list[Recording] = []
+        try:
+            for model in itertools.count() if server.drafts else (0,):
+                if not self._workers.gather(listener, call, server.tp, model == 0, deadline, self._wait):
+                    break
+                self._coming = deadline  # the server has let us in
+                asked = self._workers.ask_to_record(_LAYOUT, tuple(tensors), {}, deadline)
+                made = self._workers.recorded(asked, tuple(tensors), deadline)
+                recordings = [made[digest] for digest in self._workers.recordings]
+                self._prove(recordings, deadline)
+                first = first or recordings
+                self._workers.let_go(worker_wire.Done())
+                self._workers.close()
+                models += 1
+        except Exception as error:
+            self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"[:2048]))
+            raise
+        finally:
+            came = models or len(self._workers)
+            self.close()
+            self.pending = not _returned(call, min(deadline.left(), RETURN_S) if came else 0.0)
+            caller.shutdown(wait=False)
+        call.result(0)
+        if not self.unproven:
+            self._plan(first[0])
+        return models
+
+    def _prove(self, recordings: Sequence[Recording], deadline: Deadline) -> None:
+        """Whatever speaks against it is found again in the first round, and is that round's."""
+        try:
+            needed = [staging_of(recording.tensors, recording.staged)[1] for recording in recordings]
+            proof = make_proof(recordings)
+            self._workers.prove(proof.ranks, needed, deadline, sent=self._sent)
+            self._ahead.keep(recordings, proof)
+        except (NotRecordable, TransferFailed) as error:
+            self.unproven = str(error)
+
+    def _plan(self, recording: Recording) -> None:
+        """The server is back: it stands still for nothing that needs no worker."""
+        try:
+            _plan_once(recording)
+        except DataplaneError as error:
+            self.unproven = str(error)
+
+    def close(self) -> None:
+        """Let the workers return to their server."""
+        self._closed = True
+        self._workers.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _wait(self) -> None:
+        """Before the server is called, and while workers are waited for.
+
+        A server that is busy lets its requests end before it calls any loader.
+        """
+        if self._closed:
+            raise TransferFailed("nobody wants a recording any more")
+        self._coming.check("the server to call our loader: it has requests")
+
+
+def _plan_once(recording: Recording) -> None:
+    """Plan for a trainer that holds each tensor whole: the first plan of a process takes twice as long as others."""
+    tensors = recording.tensors
+    whole, nbytes = staging_of(tensors, range(len(tensors)))
+    places = tuple(Place(0, at) for at in whole.storage.tolist())
+    pieces = replace(whole, storage=np.arange(len(whole)))
+    export = ExportMap(0, "", (Region(nbytes, "cpu"),), places)
+    plan = make_plan(pieces, [export], recording, Reader(recording.rank, "", "cpu"))
+    schedule(plan, len(recording.targets), pair_bytes_of(1)).digest()
+
+
+def _returned(call: Future[None], seconds: float) -> bool:
+    """Whether the server has answered within so many seconds, however it did."""
+    try:
+        call.exception(seconds)
+    except FutureTimeout:
+        return False
+    return True

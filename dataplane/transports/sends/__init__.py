@@ -1,0 +1,1 @@
+"""sends: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,198 @@
+"""What the two halves of the sends transport, and the ranks of the trainer, say to each other over `SealedFrames`.
+
+receiver                     sender                      every rank of the trainer
+  Hello  ------------------->       <-------------------  RankHello
+         <-------------------  Invited | Refused
+  GiveLayout --------------->                             (only when the layout is new)
+         <-------------------  Layout
+  Forms -------------------->  Form  -------------------->  (of one engine: its workers have begun to join a group)
+  Propose ------------------>                             (only when the plan is new)
+         <-------------------  Agreed
+  Prepared ----------------->                             (its workers know their schedules)
+         <-------------------  Begin  ------------------->
+             ... all join the group; tensors travel there, never here ...
+  Through | Failed --------->       <-------------------  Through | Failed
+  Finished | Failed -------->                             (the engine holds the version, and has proven it)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from ...processes.deadline import Deadline
+from ...processes.frames import Frames
+from ...processes.wire_message import WireMessage, decode
+from ..direct.messages import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
+
+
+class RankHello(WireMessage, frozen=True, tag="RankHello"):
+    """A rank of the trainer, first."""
+
+    channel: str
+    epoch: int
+    rank: int
+    known: tuple[str, ...]
+    """The parts that it still has: `Letters.schedule`."""
+    groups: tuple[str, ...] = ()
+    """Those that it still has."""
+    seat: str = ""
+    """By which a group over NCCL knows its GPU."""
+
+
+class Group(WireMessage, frozen=True, tag="Group"):
+    """The group of this epoch."""
+
+    store: str
+    """``tcp://host:port``."""
+    name: str
+    size: int
+    rank: int
+    """Of the trainer's rank, or of the engine's first worker."""
+    form_s: float
+    turn_s: float
+    nixl: bool = False
+    """It reads with NIXL, and does not send over gloo or NCCL."""
+    stands: bool = False
+    """All have it from the last round. There is no store."""
+    keep_s: float = 0.0
+    """For how long it may be used again afterwards."""
+    ranks: int = 0
+    """How many of its members, the first ones, are ranks of the trainer; told where it forms early."""
+
+
+class Invited(WireMessage, frozen=True, tag="Invited"):
+    """Sender: the receiver takes part."""
+
+    epoch: int
+    layout: str
+    """Digest of what `Layout` holds."""
+    pair_bytes: int
+    """What one pair of ranks may move in a turn: part of every schedule."""
+    alone_bytes: int
+    """From how many bytes on a row is a message of its own: too."""
+    plans: tuple[str, ...] = ()
+    """Those that need not be proposed."""
+    form: Group | None = None
+    """Its workers may begin to join this one: `Begin` says whether it is used."""
+
+
+class Prepared(WireMessage, frozen=True, tag="Prepared"):
+    """Receiver: its workers know what they will be sent."""
+
+    plans: tuple[str, ...]
+    schedules: tuple[str, ...]
+    group: str = ""
+    """The group that all of its workers still have."""
+    seats: tuple[str, ...] = ()
+    """By which a group over NCCL knows the GPU of each worker; empty for who has none."""
+
+
+class Form(WireMessage, frozen=True, tag="Form"):
+    """Sender, to a rank of the trainer: begin to join this group. `Begin` says whether it is used."""
+
+    group: Group
+
+
+class Forms(WireMessage, frozen=True, tag="Forms"):
+    """Receiver: its workers have begun to join `Invited.form`."""
+
+
+class Letters(WireMessage, frozen=True, tag="Letters"):
+    """What one rank of the trainer sends to one worker. The tables are left out where the rank has them."""
+
+    peer: int
+    """Rank of the worker in the group."""
+    schedule: str
+    """The name of its part of the worker's schedule: a digest of both tables."""
+    messages: bytes = b""
+    pack: bytes = b""
+
+
+class Begin(WireMessage, frozen=True, omit_defaults=True, tag="Begin"):
+    """Sender: join the group, and move."""
+
+    group: Group
+    letters: tuple[Letters, ...] = ()
+    """For ranks of the trainer."""
+    others: tuple[str, ...] = ()
+    """The groups that a rank of the trainer keeps beside this one. A worker has no others."""
+
+
+class Beat(WireMessage, frozen=True, tag="Beat"):
+    """Receiver or rank, every `BEAT_S` while the group forms and moves: it does not stand still."""
+
+
+class Through(WireMessage, frozen=True, tag="Through"):
+    """Receiver or rank: everything of it has moved."""
+
+    seconds: float
+    nbytes: int
+
+
+ToReceiver = Invited | Refused | Layout | Agreed | Form | Begin | Failed
+ToSender = Hello | RankHello | GiveLayout | Propose | Forms | Prepared | Beat | Through | Finished | Failed
+
+BEAT_S: Final = 0.5
+SILENT_S: Final = 10.0
+"""Who has said nothing for so long while the group forms or moves stands still, and is given up with the group."""
+
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_TO_RECEIVER: Final[msgspec.msgpack.Decoder[ToReceiver]] = msgspec.msgpack.Decoder(ToReceiver)
+_TO_SENDER: Final[msgspec.msgpack.Decoder[ToSender]] = msgspec.msgpack.Decoder(ToSender)
+
+__all__ = [
+    "BEAT_S",
+    "SILENT_S",
+    "Agreed",
+    "Beat",
+    "Begin",
+    "Failed",
+    "Finished",
+    "Form",
+    "Forms",
+    "GiveLayout",
+    "Group",
+    "Hello",
+    "Invited",
+    "Layout",
+    "Letters",
+    "Prepared",
+    "Propose",
+    "RankHello",
+    "Refused",
+    "Through",
+    "ToReceiver",
+    "ToSender",
+    "decoded",
+    "encoded",
+    "hear_receiver",
+    "hear_sender",
+    "say",
+]
+
+
+def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> None:
+    """Raises `PeerLost`, `DeadlineExceeded`."""
+    frames.send(_ENCODER.encode(message), deadline)
+
+
+def encoded(message: ToReceiver) -> bytes:
+    """For `Lines.tell`: as `say` would send it."""
+    return _ENCODER.encode(message)
+
+
+def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToReceiver:
+    """For receivers and ranks. Raises `PeerLost`, `DeadlineExceeded`."""
+    return decode(_TO_RECEIVER, frames.receive(deadline, waiting_for))
+
+
+def hear_receiver(frames: Frames, deadline: Deadline) -> ToSender:
+    """For senders. Raises `PeerLost`, `DeadlineExceeded`."""
+    return decode(_TO_SENDER, frames.receive(deadline, "a receiver"))
+
+
+def decoded(packet: bytes) -> ToSender:
+    """For senders: what somebody said. Raises `PeerLost`."""
+    return decode(_TO_SENDER, packet)

@@ -1,0 +1,176 @@
+"""Carries out a worker's part of its schedule: receives turn by turn, and unpacks what does not lie in one piece.
+
+In place, messages go straight into the parameters where they lie there in one piece, and the rest through a buffer of
+one turn: the server must stand still. *Beside* them, everything goes into a buffer as large as the worker's share,
+while the server goes on generating; `flip` then copies all of it into place, as fast as memory is read. That buffer is
+let go of between versions (`detach`), and what was made for it is kept: tables of 30 GB take longer than its copy.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+import torch
+
+from ...copy.copy_engine import CopyEngine, PreparedCopies
+from ...copy.copy_table import AXES, CopyTable
+from ...copy.device_fence import DevicePoint
+from ...errors import TransferFailed
+from ...memory.tensor_bytes import sizes_of
+from ...processes.deadline import Deadline
+from ...reshard.send_schedule import NOWHERE, Messages
+from ...tensors.boxes import Column
+from ...tensors.shards import DTYPES
+from .p2p_group import Parcel, Posted
+from .send_queue import UNDER_WAY, Exchange, shared_out
+
+_BYTES: Final = DTYPES.index("uint8")
+
+
+class Inbox:
+    """Bound to memory. `receive` is called on the thread of the transfer, `flip` on the scheduler's."""
+
+    def __init__(
+        self,
+        messages: Messages,
+        unpack: CopyTable,
+        targets: Sequence[torch.Tensor],
+        engine: CopyEngine,
+        device: torch.device,
+        *,
+        beside: bool,
+    ) -> None:
+        """Attached. `holder` of a message is its sender's rank in the group.
+
+        Raises `ManifestError`, and `torch.OutOfMemoryError` where there is no room beside the parameters.
+        """
+        messages.check(sizes_of(targets), sending=False)
+        self.beside = beside
+        staged = np.ones(len(messages), bool) if beside else messages.target == NOWHERE
+        at, self.staging_bytes = messages.places(staged, by_turn=not beside)
+        if not beside:
+            at, self.staging_bytes = shared_out(at, self.staging_bytes, messages)
+        self._device = device
+        self._targets = targets
+        self._staging: torch.Tensor | None = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
+        self._vacated = DevicePoint(device)
+        """Behind what may still read or write that memory: torch gives away what its own stream has yet to work on."""
+        placed = replace(unpack, source=np.zeros_like(unpack.source), source_at=unpack.source_at + at[unpack.source])
+        self._flip: PreparedCopies | None = None
+        self._unpacks: list[PreparedCopies | None] = [None] * messages.turns
+        if beside:
+            placed = _both(placed, _straight(messages, at))
+        placed.check(np.array([self.staging_bytes]), sizes_of(targets))
+        if beside:
+            self._flip = engine.copies(placed, [self._staging], targets)
+        else:
+            parts = engine.parts(placed, messages.turn[unpack.source], [self._staging], targets)
+            self._unpacks = [parts.get(turn) for turn in range(messages.turns)]
+        self.nbytes = int(messages.nbytes.sum())
+        """Of all messages."""
+        columns = (messages.turn, messages.holder, messages.nbytes, messages.target, messages.target_at, at, staged)
+        places: list[list[int]] = np.stack(columns, axis=1).tolist()
+        self._places: list[list[list[int]]] = [[] for _ in self._unpacks]
+        """By turn."""
+        for turn, *place in places:
+            self._places[turn].append(place)
+        self._kept = None if beside else [self._parcels(self._staging, each) for each in self._places]
+        """What is received where it stays. Views of a buffer are made as they are posted: a thousand take some ms."""
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """All that messages may lie in."""
+        staging = () if self._staging is None else (self._staging,)
+        return staging if self.beside else (*staging, *self._targets)
+
+    def attach(self) -> None:
+        """Take memory for what is received, unless it is there. Raises `torch.OutOfMemoryError`."""
+        if self._staging is not None:
+            return
+        staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._device)
+        if self._flip is not None:
+            self._flip.follow(staging)
+        self._vacated = DevicePoint(self._device)
+        self._staging = staging  # last: it is whole, or not attached
+
+    def detach(self) -> None:
+        """Let go of memory that is taken beside the parameters, and keep what was made for it."""
+        if self.beside:
+            self._staging = None
+            if self._flip is not None:
+                self._flip.follow(None)
+
+    def receive(self, group: Exchange, turn_s: float) -> None:
+        """All turns; each has `turn_s`. Raises `TransferFailed`.
+
+        What goes beside the parameters has room of its own, so all of it is asked for at once.
+        """
+        staging, places = self._staging, self._places  # these: whoever is stuck here has nothing of what comes later
+        if staging is None:
+            raise TransferFailed("there is no memory for what is received: it was let go of")
+        limit = len(places) if self.beside else UNDER_WAY
+        if not self.beside and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a paused server may still compute its last batch
+        self._vacated.wait(Deadline(turn_s))  # messages arrive on another stream than memory is given away on
+        under_way: deque[tuple[Posted, PreparedCopies | None]] = deque()
+        for turn, unpack in enumerate(self._unpacks):
+            if len(under_way) == limit:
+                self._arrived(group, *under_way.popleft(), turn_s)
+            receives = self._kept[turn] if self._kept is not None else self._parcels(staging, places[turn])
+            under_way.append((group.post((), receives), unpack))
+        while under_way:
+            self._arrived(group, *under_way.popleft(), turn_s)
+        group.settle()
+
+    @staticmethod
+    def _arrived(group: Exchange, posted: Posted, unpack: PreparedCopies | None, turn_s: float) -> None:
+        posted.wait(Deadline(turn_s))
+        if unpack is not None:
+            with group.lane():
+                unpack.launch()
+
+    def flip(self) -> None:
+        """Put what was taken beside the parameters into them."""
+        if self._flip is not None:
+            self._flip.run()
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        for each in (self._flip, *self._unpacks):
+            if each is not None:
+                each.close()
+        self._flip, self._unpacks, self._places, self._kept = None, [], [], None
+        self._staging = None
+
+    def _parcels(self, staging: torch.Tensor, places: Sequence[Sequence[int]]) -> list[Parcel]:
+        """What is received in a turn. They keep the memory that they lie in."""
+        found: list[Parcel] = []
+        for holder, nbytes, target, target_at, begin, aside in places:
+            region, first = (staging, begin) if aside else (self._targets[target], target_at)
+            found.append(Parcel(region[first : first + nbytes], holder))
+        return found
+
+
+def beside_bytes(messages: Messages) -> int:
+    """What taking all of them beside the parameters needs."""
+    return messages.places(np.ones(len(messages), bool), by_turn=False)[1]
+
+
+def _straight(messages: Messages, at: Column) -> CopyTable:
+    """Rows that copy whole messages out of the buffer."""
+    rows = np.flatnonzero(messages.target != NOWHERE)
+    none = np.zeros(len(rows), np.int64)
+    ones, steps = np.ones((len(rows), AXES), np.int64), np.zeros((len(rows), AXES), np.int64)
+    kind = np.full(len(rows), _BYTES)
+    return CopyTable(
+        none, messages.target[rows], at[rows], messages.target_at[rows], kind, kind, messages.nbytes[rows], ones, steps,
+        steps,
+    )  # fmt: skip
+
+
+def _both(one: CopyTable, other: CopyTable) -> CopyTable:
+    return CopyTable.of_numbers(np.concatenate([one.numbers(), other.numbers()]))

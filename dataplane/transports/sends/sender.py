@@ -1,0 +1,467 @@
+"""Every rank of the trainer sends each worker of each engine what it stores: the half of the trainer's leader.
+
+The leader moves no weights here. It listens, gives receivers the layout, makes their plans once more, and, when all
+have prepared, has trainer ranks and workers join one group (p2p_group.py) in which the schedules (send_schedule.py) are
+carried out. Until then a receiver that does not come is left out. From then on the group is one: whoever fails fails it
+for all that are not through, everybody is told at once, and the next epoch forms a new one. SENDS.md tells it all.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from ...errors import DataplaneError, PeerLost, TransferFailed
+from ...processes.connection_pool import Lines
+from ...processes.deadline import Deadline
+from ...processes.frames import Frames
+from ...processes.mac_frames import bracketed
+from ...reshard.send_schedule import alone_bytes_on, pair_bytes_of
+from ..direct.sender import Exposed
+from ..distributed.broadcast_group import backend_for, serve_store
+from ..distributed.rendezvous_keys import new_token
+from ..interface import JOIN_S, Address, Peer, Session, Slot
+from . import messages as wire
+from .acceptor import Doorman
+from .chunk_limit import Ceiling
+from .connected_peers import NOBODY, End, Formed, Stood, seen_by
+from .gpu_conflicts import crowded
+from .plan_agreement import AgreedPlans
+
+FORM_S: Final = 15.0
+"""For a group whose members have all said that they are prepared."""
+KEEP_S: Final = 900.0
+"""How long a group that nobody uses is kept for the next version. It costs its members connections and buffers."""
+TURN_S: Final = 10.0
+"""For one turn of a rank: who stands still is given up after it. Turns shrink where a link does not carry them."""
+_SHRUNK: Final = 8
+"""To what part of itself a group may shrink before its messages are cut anew."""
+_UNHEARD_S: Final = 3 * wire.BEAT_S
+"""Whoever was heard of so lately is not known to stand still."""
+_LOOK_S: Final = 0.1
+"""How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
+
+
+class SendsSender:
+    """Implements `Sender`. `describe` is called at each offer: the memory of the version that is published."""
+
+    def __init__(
+        self,
+        host: str,
+        channel: str,
+        device: torch.device,
+        describe: Callable[[], Exposed],
+        *,
+        turn_s: float = TURN_S,
+        form_s: float = FORM_S,
+        keep_s: float = KEEP_S,
+        nixl: bool = False,
+    ) -> None:
+        """`host` is the address under which engines and the trainer's other ranks reach this machine.
+
+        With `nixl` groups are of NIXL, which everybody's environment must have; otherwise of gloo or NCCL.
+        """
+        self._host, self._channel, self._device, self._describe, self._nixl = host, channel, device, describe, nixl
+        self._turn_s, self._form_s, self._keep_s = turn_s, form_s, 0.0 if nixl else keep_s
+        self._stood = Stood()
+        self._formed = NOBODY
+        """The group of this epoch."""
+        self._early: tuple[wire.Group, TCPStore] | None = None
+        """One that may begin to form before it is known whether it will be used, and its store."""
+        self._in_time: Deadline | None = None
+        """Until when ranks may still join it, once workers have begun to: these wait for `form_s`, and no longer."""
+        self._exposed: Exposed | None = None
+        self._layout = ""
+        self._given: bytes | None = None
+        """The layout, as it is said."""
+        self._epoch = self._version = 0
+        self._fell = False
+        """Somebody of the group did not come to its end."""
+        self._token = ""
+        self._pair_bytes = 0
+        self._most = 0
+        """What `_pair_bytes` could be in a group of this size."""
+        self._ceiling = Ceiling()
+        self._parts = self._ceiling.parts
+        """Of it, when `_pair_bytes` was chosen."""
+        self._looked_at = self._back_at = 0.0
+        """Since the group began: when this last began to listen, and when it did after a while in which it had not."""
+        self._alone_bytes = alone_bytes_on(device.type)
+        self._plans = AgreedPlans()
+        self._failed: dict[str, str] = {}
+        self._spared: set[str] = set()
+        self._withdrawn: dict[str, str] = {}
+        self._engines: dict[str, End] = {}
+        self._ranks: dict[int, End] = {}
+        self._began = False
+        self._doorman: Doorman | None = None
+        self._lines: Lines[End] | None = None
+        self._store: TCPStore | None = None
+        """The one reference to the server: letting go of it ends every wait in the store."""
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Engines that did not take the version, with the reason."""
+        return self._failed
+
+    @property
+    def spared(self) -> frozenset[str]:
+        """Those on whose GPU another one was. Nobody else: when the group has begun, bytes are under way to all."""
+        return frozenset(self._spared)
+
+    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+        """Listen for `peers`, and for the trainer's ranks. Raises `Unsupported` where NCCL would hang."""
+        self.close()
+        backend = "nixl" if self._nixl else backend_for(self._device)
+        exposed = self._describe()
+        if exposed.pieces.tensors != session.manifest.tensors:
+            raise TransferFailed("the pieces are of other tensors than the manifest: describe what is published")
+        ranks, workers = len(exposed.exports), sum(peer.tp for peer in peers)
+        self._plans.turn_to(exposed, session.version)
+        self._exposed, self._layout = exposed, exposed.layout
+        self._pair_bytes = self._cut_for(max(ranks, workers))
+        self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
+        self._spared = set()
+        self._engines = {peer.engine: End(peer.engine, peer.tp) for peer in peers}
+        self._ranks = {export.holder: End(f"rank {export.holder}") for export in exposed.exports}
+        self._token = new_token()
+        self._version, self._fell = session.version, False
+        self._early = self._in_time = None
+        self._doorman = Doorman(self._host, self._token)
+        self._lines = Lines(self._heard, lambda end, reason: self._drop(end, f"{end.name}: {reason}"))
+        self._lines.watch(self._doorman, self._admit_all)
+        return Address(
+            self._doorman.address, f"weightbus-{self._channel}-{session.epoch}", backend, ranks + workers, self._token
+        )
+
+    def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
+        """Wait until every rank and every engine has come and is prepared, or is in `failed`; then let them begin."""
+        deadline = Deadline(deadline_s)
+        coming = Deadline(min(deadline_s, join_s))
+        self._wait(coming, lambda end: end.frames is None, "did not come")
+        self._require_all_ranks()
+        self._wait(deadline, lambda end: bool(end.workers) and end.prepared is None, "was not prepared")
+        if not self._nixl:
+            self._leave_out_the_crowded()
+        self._require_all_ranks()
+        self._begin()
+        self._wait(deadline, lambda end: bool(end.unread), "had not read how to begin")
+
+    def send(self, index: int, slot: Slot, deadline_s: float) -> None:
+        """Nothing is sent from buckets."""
+        del index, slot, deadline_s
+
+    def reclaim(self, index: int, deadline_s: float) -> None:
+        """Nobody reads buckets."""
+        del index, deadline_s
+
+    def finish(self, deadline_s: float) -> None:
+        """Wait until every engine holds the version, or is in `failed`."""
+        deadline = Deadline(deadline_s)
+        self._wait(deadline, lambda end: not end.through, "had not moved everything", silent_s=wire.SILENT_S)
+        self._wait(deadline, lambda end: bool(end.workers) and not end.finished, "had not finished")
+        if not self._fell:
+            self._ceiling.worked(self._version)
+            if self._keep_s and self._stood.room:
+                self._stood.keep(self._formed)
+
+    def withdraw(self, engine: str, reason: str) -> None:
+        """Fail `engine` when this sender waits the next time; when the group has begun, with it all of the others."""
+        self._withdrawn.setdefault(engine, reason)
+
+    def close(self) -> None:
+        """Hang up on everybody. Whoever is still in the group breaks it."""
+        if self._lines is not None:
+            self._lines.end()
+        for end in (*self._engines.values(), *self._ranks.values()):
+            self._hang_up(end, "" if end.through else "the sender closed this session")
+        self._engines, self._ranks, self._store, self._early, self._given = {}, {}, None, None, None
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+        if self._doorman is not None:
+            self._doorman.close()
+            self._doorman = None
+
+    @property
+    def _cut(self) -> tuple[int, int]:
+        """Of schedules: bytes of a pair in a turn, and of a row that is a message of its own."""
+        return self._pair_bytes, self._alone_bytes
+
+    def _cut_for(self, ranks: int) -> int:
+        """What a pair may move in a turn: as before, while it fits and is not much too little.
+
+        It is part of every schedule, and who is told a new one has to stand still for it.
+        """
+        self._most = pair_bytes_of(ranks, self._device.type)
+        most = self._ceiling.under(self._most)
+        same, self._parts = self._parts == self._ceiling.parts, self._ceiling.parts
+        if same and most // _SHRUNK <= self._pair_bytes <= most:
+            return self._pair_bytes
+        return most
+
+    def _all_move(self) -> bool:
+        """Nobody of the group is known to stand still, nor did this process: what failed may have been too much.
+
+        When a turn runs out, whoever was stopped in it has not been heard of for most of it.
+        """
+        now = time.monotonic()
+        since = now - max(self._turn_s / 2, _UNHEARD_S)
+        there = now - self._looked_at <= _UNHEARD_S and self._back_at < since
+        return there and all(end.through or end.heard_at >= since for end in self._everybody())
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def _wait(
+        self, deadline: Deadline, pending: Callable[[End], bool], reproach: str, silent_s: float = math.inf
+    ) -> None:
+        while late := [end for end in self._everybody() if pending(end)]:
+            still = [end for end in late if silent_s < math.inf and self._on_offer().silent(end, silent_s)]
+            if still:
+                self._drop(still[0], f"{still[0].name} stands still: nothing was heard of it for {silent_s:.1f} s")
+                continue
+            left = deadline.left()
+            if not left:
+                for end in late:
+                    self._drop(end, f"{end.name} {reproach} within {deadline.seconds:.1f} s")
+                return
+            self._pump(min(left, _LOOK_S))
+        self._on_offer()
+
+    def _everybody(self) -> list[End]:
+        return [*self._engines.values(), *self._ranks.values()]
+
+    def _pump(self, timeout_s: float) -> None:
+        lines, now = self._on_offer(), time.monotonic()
+        if now - self._looked_at > _UNHEARD_S:
+            self._back_at = now
+        self._looked_at = now
+        for engine, reason in tuple(self._withdrawn.items()):
+            if engine in self._engines and not self._engines[engine].finished:
+                self._drop(self._engines[engine], reason)
+        lines.pump(timeout_s)
+
+    def _on_offer(self) -> Lines[End]:
+        """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
+        lines = self._lines
+        if lines is None:
+            raise TransferFailed("nothing is on offer: call offer first")
+        if lines.ended:
+            raise TransferFailed("the sender was closed")
+        return lines
+
+    def _require_some(self) -> None:
+        if not self._engines:
+            reasons = "; ".join(f"{engine}: {reason}" for engine, reason in self._failed.items())
+            raise TransferFailed(f"no engine is left to serve ({reasons})")
+
+    def _require_all_ranks(self) -> None:
+        assert self._exposed is not None
+        missing = [export.holder for export in self._exposed.exports if export.holder not in self._ranks]
+        if missing:
+            raise PeerLost(f"ranks {missing} of the trainer did not come to send, or are gone again")
+        self._require_some()
+
+    # -- who comes ----------------------------------------------------------------------------------------------------
+
+    def _admit_all(self) -> None:
+        for frames, hello in self._doorman.came() if self._doorman is not None else ():
+            self._admit(frames, hello)
+
+    def _admit(self, frames: Frames, hello: wire.ToSender) -> None:
+        lines = self._lines
+        if lines is None:  # closed meanwhile
+            return frames.close()
+        end, reason = self._known(hello)
+        if end is None:
+            lines.take(stranger := End(""), frames)
+            return lines.let_go(stranger, wire.encoded(wire.Refused(epoch=self._epoch, reason=reason)))
+        lines.take(end, frames)
+        if isinstance(hello, wire.RankHello):
+            end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
+        else:
+            invited = wire.Invited(
+                epoch=self._epoch, layout=self._layout, pair_bytes=self._pair_bytes,
+                alone_bytes=self._alone_bytes, plans=self._plans.digests, form=self._foresee(hello),
+            )  # fmt: skip
+            try:
+                lines.tell(end, wire.encoded(invited))
+            except DataplaneError:  # it is gone again
+                return lines.let_go(end)
+        return self._let_form()
+
+    def _known(self, hello: wire.ToSender) -> tuple[End | None, str]:
+        """Who has come; or None, and why it may not."""
+        if not isinstance(hello, wire.Hello | wire.RankHello):
+            return None, f"whoever comes begins with Hello, not with {hello.kind}"
+        if (hello.channel, hello.epoch) != (self._channel, self._epoch):
+            return None, f"this is channel {self._channel!r} at epoch {self._epoch}"
+        end = self._ranks.get(hello.rank) if isinstance(hello, wire.RankHello) else self._engines.get(hello.engine)
+        if end is None or self._began:
+            return None, "it does not take part, or the others have begun already"
+        return (None, f"{end.name} is connected already") if end.frames is not None else (end, "")
+
+    def _heard(self, end: End, packet: bytes) -> None:  # noqa: C901  one line for each message
+        """Raises `DataplaneError`."""
+        match wire.decoded(packet):
+            case wire.Beat():
+                pass
+            case wire.GiveLayout():
+                self._on_offer().tell(end, self._layout_to_give())
+            case wire.Propose() as proposed:
+                agreed = [self._plans.agree(each) for each in proposed.plans]
+                self._on_offer().tell(end, wire.encoded(wire.Agreed()))
+                for plan in agreed:  # while the engine does its half
+                    self._plans.make_ready(plan, self._ranks, *self._cut)
+            case wire.Forms() if end.workers:
+                end.forming = True
+                self._in_time = Deadline(self._form_s / 2)
+                self._let_form()
+            case wire.Prepared() as prepared if end.workers and not self._began:
+                self._plans.check(prepared, end.workers, *self._cut)
+                end.prepared, end.groups, end.seats = prepared, frozenset({prepared.group}), prepared.seats
+            case wire.Through() if self._began:
+                end.through = True
+            case wire.Finished() if end.through:
+                end.finished = True
+            case wire.Failed(reason=reason, less=less):
+                if less and self._all_move():
+                    self._ceiling.lower(self._pair_bytes, self._most)
+                self._drop(end, reason)
+            case message:
+                self._drop(end, f"it said {message.kind} out of turn")
+
+    def _layout_to_give(self) -> bytes:
+        """Made once for all who do not know it: it waits for as long as they take to read it."""
+        if self._given is None:
+            assert self._exposed is not None
+            self._given = wire.encoded(self._exposed.given)
+        return self._given
+
+    # -- the group ----------------------------------------------------------------------------------------------------
+
+    def _leave_out_the_crowded(self) -> None:
+        """NCCL would end the group for all. Where it was known before, the coordinator let them take turns."""
+        ranks = {rank: end.seats[0] for rank, end in self._ranks.items() if end.seats}
+        engines = {name: self._engines[name].seats for name in sorted(self._engines)}
+        for name, found in crowded(ranks, engines).items():
+            self._spared |= {name} if found.spared else set()
+            self._drop(self._engines[name], found.reason)
+
+    def _begin(self) -> None:
+        """Give everybody its rank: the trainer's come first, then the engines' workers in the order of their names."""
+        first = len(self._ranks)
+        letters: list[tuple[int, str]] = []
+        offsets: dict[str, int] = {}
+        for name in sorted(self._engines):
+            prepared = self._engines[name].prepared
+            assert prepared is not None
+            offsets[name] = first + len(letters)
+            letters += [(first + len(letters) + at, plan) for at, plan in enumerate(prepared.plans)]
+        size = first + len(letters)
+        self._stood.turn_to(self._version)
+        stands = self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(letters)))
+        group = self._group(size, 0, self._formed.name, self._store, stands=stands)
+        told = [
+            (end, wire.Begin(group=seen_by(holder, group), letters=mail, others=self._stood.names))
+            for holder, end in self._ranks.items()
+            for mail in [self._letters(holder, end, letters)]
+        ]
+        told += [(end, wire.Begin(group=seen_by(offsets[name], group))) for name, end in self._engines.items()]
+        self._began = True
+        self._plans.told()
+        self._looked_at, self._back_at = time.monotonic(), 0.0
+        for end, begin in told:
+            end.heard_at = time.monotonic()
+            self._tell(end, begin)
+
+    def _choose_group(self, members: object) -> bool:
+        """One of the last version, if all who are in it have it still and no others take part; or a new one.
+
+        That one may have begun to form. Whether all have it, or wait for it already.
+        """
+        early, self._early = self._early, None
+        engines = frozenset(self._engines)
+        stood = self._stood.take(members, engines, lambda name: all(name in end.groups for end in self._everybody()))
+        if stood is not None:
+            self._formed = stood
+        elif early is not None and all(end.forming for end in self._everybody()):
+            group, self._store = early
+            self._formed = Formed(group.name, members, engines)
+        else:
+            self._store = serve_store(self._host)
+            self._formed = Formed(self._name(), members, engines)
+            return False
+        return True
+
+    def _foresee(self, hello: wire.ToSender) -> wire.Group | None:
+        """The group of a single engine, unless it has the last one still: its sidecar may have begun anew since."""
+        alone = isinstance(hello, wire.Hello) and len(self._engines) == 1 and hello.group not in self._stood.names
+        if self._nixl or not alone:
+            return None
+        ranks, workers = len(self._ranks), next(iter(self._engines.values())).workers
+        store, name = serve_store(self._host), f"{self._name()}-early"
+        group = self._group(ranks + workers, ranks, name, store, ranks=ranks)
+        self._early = group, store
+        return group
+
+    def _let_form(self) -> None:
+        """The ranks join what the engine's workers have begun to join. Whoever comes late forms another with all."""
+        if self._early is None or self._in_time is None or not self._in_time.left():
+            return
+        for rank, end in tuple(self._ranks.items()):
+            if end.frames is not None and not end.forming:
+                end.forming = True
+                self._tell(end, wire.Form(group=seen_by(rank, self._early[0])))
+
+    def _name(self) -> str:
+        return f"weightbus-{self._channel}-{self._epoch}-{secrets.token_hex(8)}"  # in logs and keys: no part of ours
+
+    def _group(
+        self, size: int, rank: int, name: str, store: TCPStore | None, *, ranks: int = 0, stands: bool = False
+    ) -> wire.Group:
+        return wire.Group(
+            store=f"tcp://{bracketed(self._host)}:{store.port}" if store else "",
+            name=name, size=size, rank=rank, form_s=self._form_s, turn_s=self._turn_s,
+            nixl=self._nixl, stands=stands, ranks=ranks, keep_s=self._keep_s if self._stood.room else 0.0,
+        )  # fmt: skip
+
+    def _letters(self, holder: int, end: End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:
+        return self._plans.letters(holder, end.known, letters, *self._cut)
+
+    def _tell(self, end: End, message: wire.Begin | wire.Form) -> None:
+        lines = self._on_offer()
+        try:
+            lines.tell(end, wire.encoded(message))
+        except DataplaneError as error:
+            self._on_offer()
+            self._drop(end, f"{end.name}: {error}")
+
+    def _drop(self, end: End, reason: str) -> None:
+        """It is out. While the group moves, so is everybody who is not through."""
+        self._fell |= self._began and not (end.finished if end.workers else end.through)
+        self._out(end, reason)
+        if self._began and not end.through:
+            self._store = None
+            for other in self._everybody():
+                if not other.through:
+                    self._out(other, f"the group broke: {reason}")
+
+    def _out(self, end: End, reason: str) -> None:
+        self._hang_up(end, "" if end.finished else reason)
+        if not end.workers:
+            if not end.through:
+                self._ranks = {rank: each for rank, each in self._ranks.items() if each is not end}
+        elif not end.finished:  # it has the version: going away afterwards is its right
+            self._failed.setdefault(end.name, reason)
+            self._engines.pop(end.name, None)
+
+    def _hang_up(self, end: End, reason: str) -> None:
+        if self._lines is not None:
+            self._lines.let_go(end, wire.encoded(wire.Failed(reason=reason[:2048])) if reason else b"")

@@ -1,0 +1,354 @@
+"""The workers' threads that receive, as their sidecar sees them: connections that outlive rounds, one for each worker.
+
+They are also what a worker's life is known by. A worker whose thread answers is there, whatever its scheduler does; one
+that says nothing for `SILENT_S` stands still: its process was stopped, or is stuck. Whoever stood still is remembered,
+so that no later attempt waits for it: until it says something, every round is refused at once, before others begin.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, WorkerDied
+from ...processes.deadline import Deadline
+from ...processes.frames import FrameListener, Frames, dead_among
+from ...reshard.send_schedule import Schedule
+from .. import worker_messages as worker_wire
+from ..local.sender import open_runtime_dir
+from ..worker_exchange import Workers
+from . import messages as sends_wire
+from .messages import Group
+
+_LOOK_S: Final = 0.02
+_SAY_S: Final = 10.0
+_END_S: Final = 5.0
+"""For workers to answer once it is over for another reason. One that stands still does not."""
+_CONNECT_S: Final = 60.0
+"""For workers whose thread was told to connect."""
+_VOUCHED_S: Final = 2 * sends_wire.BEAT_S
+"""How long a worker that has said nothing is believed to move."""
+_SPARE: Final = 1.1
+"""Room for what is taken beside the parameters, as a multiple of it."""
+
+
+class StandsStill(TransferFailed):
+    """A worker of the server says nothing any more."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"worker {rank} of the server stands still: nothing was heard of it for {sends_wire.SILENT_S:.1f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """What a transfer needs of the sidecar's connection to the trainer."""
+
+    beat: Callable[[], None]
+    """This engine does not stand still."""
+    over: Callable[[], str]
+    """Why the attempt is over there; empty while it is not."""
+    failed: Callable[[str, bool], None]
+    """It is over here, and why; whether less at a time may do."""
+
+
+class Takers:
+    """Used from one thread, but for `close`."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self._runtime_dir = runtime_dir
+        self._listener: FrameListener | None = None
+        self._closed = False
+        self._threads: dict[int, Frames] = {}
+        """By the worker's rank."""
+        self._still: dict[int, tuple[Frames, float]] = {}
+        """Who owes an answer, and when it was heard last. What it says when it goes on belongs to no round."""
+        self._asked: dict[int, float] = {}
+        """By `pulse`: who has not answered since when."""
+        self._ask_at = float("inf")
+        self._group: tuple[str, float, tuple[Frames, ...]] = ("", 0.0, ())
+        """The group of the last transfer, until when it may be used again, and whose it is."""
+
+    def __len__(self) -> int:
+        return len(self._threads)
+
+    def expect(self, workers: Workers, schedules: Sequence[Schedule], deadline: Deadline) -> None:
+        """Tell every worker what it will be sent, unless it knows, and have its thread connect."""
+        self._calm()
+        listener = self._listening()
+        there = {rank for rank, frames in self._threads.items() if not frames.waiting()}
+        new = workers.expect(schedules, there, os.fspath(listener.path), deadline)
+        known = (there - new) & set(range(len(schedules)))  # not those of a server that was, and had more workers
+        for rank in set(self._threads) - known:
+            self._threads.pop(rank).close()
+        told = {rank: each.digest() for rank, each in enumerate(schedules) if rank in new}
+        coming = Deadline(min(deadline.left(), _CONNECT_S))
+        while new - set(self._threads):
+            frames = listener.accept(coming, "the workers' threads")
+            try:
+                self._take_in(frames, told, coming)
+                self._listening()
+            except DataplaneError:
+                frames.close()
+                raise
+
+    def _listening(self) -> FrameListener:
+        """Where threads connect. Raises `PeerLost` after `close`, and opens nothing that nobody would close."""
+        if self._listener is None:
+            open_runtime_dir(self._runtime_dir)
+            self._listener = FrameListener(self._runtime_dir / f"t-{os.getpid()}-{id(self):x}.sock")
+        if self._closed:
+            self._listener.close()
+            raise PeerLost("the sidecar ends")
+        return self._listener
+
+    def _take_in(self, frames: Frames, told: Mapping[int, str], deadline: Deadline) -> None:
+        """Of those that were `told` a schedule, by rank, and know it. Raises `PeerLost`, `DeadlineExceeded`.
+
+        Others are hung up on: one that comes so late may have been told by an attempt that nobody waits for any more.
+        """
+        hello = worker_wire.hear_worker(frames, deadline, "a worker's thread")
+        if not isinstance(hello, worker_wire.Expecting):
+            raise PeerLost(f"a worker's thread began with {_said(hello)}")
+        if told.get(hello.rank) != hello.schedule:
+            return frames.close()
+        if (before := self._threads.pop(hello.rank, None)) is not None:
+            before.close()
+        self._threads[hello.rank] = frames
+        return None
+
+    # -- are they there -----------------------------------------------------------------------------------------------
+
+    @property
+    def stands_still(self) -> bool:
+        """Somebody does, as far as is known."""
+        return bool(self._still)
+
+    def require_alive(self) -> None:
+        """Raise `WorkerDied` when a worker has.
+
+        Its server ends too, but takes seconds for it, in which it would have to be paused.
+        """
+        dead = [rank for rank, frames in self._threads.items() if frames.ended()]
+        if dead:
+            raise WorkerDied(dead[0])
+
+    @property
+    def dead(self) -> int | None:
+        """The rank of a worker whose process has ended; None where that is not known of any."""
+        return dead_among(self._threads.items())
+
+    def require_moving(self) -> None:
+        """Raise `StandsStill` when a worker that stood still has said nothing since."""
+        self._calm()
+        for rank, (frames, heard_at) in sorted(self._still.items()):
+            if not frames.speaks(max(0.0, heard_at + sends_wire.SILENT_S - time.monotonic())):
+                raise StandsStill(rank)
+            self._still.pop(rank)[0].close()  # its thread begins anew, with a schedule; or it has died
+
+    def pulse(self) -> None:
+        """Called often while workers are waited for that need not say anything. Raises `StandsStill`."""
+        now = time.monotonic()
+        if self._ask_at == float("inf"):
+            self._ask_at = now + sends_wire.BEAT_S
+        for rank in [rank for rank in self._asked if self._threads[rank].waiting()]:
+            try:
+                worker_wire.hear_worker(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
+            except DataplaneError:  # whoever waits for its scheduler hears of it
+                self._threads.pop(rank).close()
+            del self._asked[rank]
+        for rank, asked_at in self._asked.items():
+            if now - asked_at > sends_wire.SILENT_S:
+                self._stands(rank, asked_at)
+                raise StandsStill(rank)
+        if now < self._ask_at:
+            return
+        self._ask_at = now + sends_wire.BEAT_S
+        for rank in set(self._threads) - set(self._asked):
+            self._ask(rank, now)
+
+    def _calm(self) -> None:
+        """`pulse` is not called any more: nobody owes an answer to it."""
+        for rank, asked_at in tuple(self._asked.items()):
+            try:
+                worker_wire.hear_worker(self._threads[rank], Deadline(_END_S), f"worker {rank}")
+            except DeadlineExceeded:
+                self._stands(rank, asked_at)
+            except DataplaneError:
+                self._threads.pop(rank).close()
+        self._asked.clear()
+        self._ask_at = float("inf")
+
+    def room(self) -> str:
+        """Why the version cannot be taken beside what is served, empty when it can. Raises `StandsStill`."""
+        self._calm()
+        for rank, frames in sorted(self._threads.items()):
+            began = time.monotonic()
+            try:
+                if frames.waiting():
+                    raise PeerLost("it is gone")
+                worker_wire.say(frames, worker_wire.Weigh(), Deadline(_SAY_S))
+                room = worker_wire.hear_worker(frames, Deadline(sends_wire.SILENT_S), f"worker {rank}")
+            except DeadlineExceeded as error:
+                self._stands(rank, began)
+                raise StandsStill(rank) from error
+            except DataplaneError as error:
+                self._threads.pop(rank).close()
+                return f"worker {rank}: {error}"
+            if not isinstance(room, worker_wire.Room) or room.free < room.needed * _SPARE:
+                found = (
+                    f"{room.needed} bytes are needed, {room.free} free" if isinstance(room, worker_wire.Room) else "?"
+                )
+                return f"worker {rank} has no room beside its weights: {found}"
+        return ""
+
+    # -- a transfer ---------------------------------------------------------------------------------------------------
+
+    def take(self, group: Group, leader: Leader, deadline: Deadline, *, beside: bool) -> list[worker_wire.Taken]:
+        """Have all of them join `group`, as its rank and those that follow, and receive everything.
+
+        Whoever fails first, here or elsewhere, ends it for all. Raises `NotTaken`.
+        """
+        self._calm()
+        for at, rank in enumerate(sorted(self._threads)):
+            mine = msgspec.structs.replace(group, rank=group.rank + at)
+            worker_wire.say(self._threads[rank], worker_wire.Take(group=mine, beside=beside), deadline)
+        members, self._group = tuple(self._threads.values()), ("", 0.0, ())
+        taken = _Transfer(self._threads, leader, beside=beside).outcomes(deadline, self._stands)
+        self._group = group.name, time.monotonic() + group.keep_s, members
+        return taken
+
+    @property
+    def group(self) -> str:
+        """The one that all workers still have from the last transfer; empty when there is none."""
+        name, until, members = self._group
+        there = members == tuple(self._threads.values()) and not any(each.waiting() for each in members)
+        return name if there and time.monotonic() < until else ""
+
+    def tell(self, reason: str) -> None:
+        """Call it off. Who is gone needs no telling."""
+        _tell(dict(self._threads), reason)
+
+    def close(self) -> None:
+        """Let go of all of them, for good."""
+        self._closed = True  # first: whoever takes somebody in finds out by it
+        for frames in (*self._threads.values(), *(frames for frames, _ in self._still.values())):
+            frames.close()
+        self._threads, self._still, self._asked = {}, {}, {}
+        if self._listener is not None:
+            self._listener.close()
+
+    def _ask(self, rank: int, now: float) -> None:
+        try:
+            worker_wire.say(self._threads[rank], worker_wire.Weigh(), Deadline(_SAY_S))
+            self._asked[rank] = now
+        except DataplaneError:
+            self._threads.pop(rank).close()
+
+    def _stands(self, rank: int, heard_at: float) -> None:
+        self._asked.pop(rank, None)
+        frames = self._threads.pop(rank, None)
+        if frames is not None:  # or all were let go of meanwhile
+            self._still[rank] = frames, heard_at
+
+
+class NotTaken(TransferFailed):
+    """At least one worker did not receive everything."""
+
+    def __init__(self, detail: str, touched: bool) -> None:
+        super().__init__(detail)
+        self.touched = touched
+        """Parameters may have been changed."""
+
+
+class _Transfer:
+    """From `Take` to the last answer."""
+
+    def __init__(self, threads: dict[int, Frames], leader: Leader, *, beside: bool) -> None:
+        self._threads, self._leader, self._beside = dict(threads), leader, beside
+        self._found: dict[int, worker_wire.ToSidecar] = {}
+        self._heard = dict.fromkeys(threads, time.monotonic())
+        self._reason = ""
+        self._over: Deadline | None = None
+
+    def outcomes(self, deadline: Deadline, stands: Callable[[int, float], None]) -> list[worker_wire.Taken]:
+        """How it ended for every worker; who did not say is told to `stands`."""
+        beat_at = 0.0
+        with selectors.DefaultSelector() as selector:
+            for rank, frames in self._threads.items():
+                selector.register(frames, selectors.EVENT_READ, rank)
+            while self._waits:
+                deadline.check("the workers to take everything")
+                if time.monotonic() >= beat_at and not self._reason:
+                    beat_at = time.monotonic() + sends_wire.BEAT_S
+                    self._vouch()
+                for key, _ in selector.select(_LOOK_S):
+                    if self._hear(key.data):
+                        selector.unregister(self._threads[key.data])
+                self._look()
+        if not self._reason:
+            return [each for each in self._found.values() if isinstance(each, worker_wire.Taken)]
+        silent = [rank for rank in self._threads if rank not in self._found]
+        for rank in silent:
+            stands(rank, self._heard[rank])
+        changed = any(not isinstance(each, worker_wire.Failed) or each.touched for each in self._found.values())
+        raise NotTaken(self._reason, not self._beside and (bool(silent) or changed))
+
+    @property
+    def _waits(self) -> bool:
+        return len(self._found) < len(self._threads) and not (self._over and not self._over.left())
+
+    def _hear(self, rank: int) -> bool:
+        """Take what a worker said; whether it was its last word."""
+        try:
+            said = worker_wire.hear_worker(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
+        except DataplaneError as error:
+            said = worker_wire.Failed(reason=str(error), touched=not self._beside)
+        self._heard[rank] = time.monotonic()
+        if isinstance(said, worker_wire.Moving):
+            return False
+        self._found[rank] = said
+        if not isinstance(said, worker_wire.Taken):
+            self._end(f"worker {rank}: {_said(said)}", isinstance(said, worker_wire.Failed) and said.less)
+        return True
+
+    def _vouch(self) -> None:
+        """Say that this engine does not stand still, unless a worker may: others that wait for it are no slow link."""
+        late = time.monotonic() - _VOUCHED_S
+        if all(heard_at >= late for rank, heard_at in self._heard.items() if rank not in self._found):
+            self._leader.beat()
+
+    def _look(self) -> None:
+        """End it for who stands still, or for what the trainer said."""
+        if self._reason:
+            return
+        late = time.monotonic() - sends_wire.SILENT_S
+        still = [rank for rank, heard_at in self._heard.items() if rank not in self._found and heard_at < late]
+        self._end(str(StandsStill(still[0])) if still else self._leader.over())
+
+    def _end(self, reason: str, less: bool = False) -> None:
+        if not reason or self._reason:
+            return
+        self._reason, self._over = reason, Deadline(_END_S)
+        self._leader.failed(reason, less)
+        _tell({rank: frames for rank, frames in self._threads.items() if rank not in self._found}, reason)
+
+
+def _tell(threads: dict[int, Frames], reason: str) -> None:
+    for frames in threads.values():
+        try:
+            worker_wire.say(frames, worker_wire.Failed(reason=reason[:2048]), Deadline(_SAY_S))
+        except DataplaneError:
+            continue
+
+
+def _said(message: worker_wire.ToSidecar) -> str:
+    return message.reason if isinstance(message, worker_wire.Failed) else message.kind

@@ -1,0 +1,342 @@
+"""The workers of one server, led through one exchange for one of its models: the sidecar's end of worker_messages.py.
+
+What is recorded, planned and proven is receiver.py's; here it is said to all workers, and their answers are
+heard, all of them before anything is concluded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from ..errors import DataplaneError, DeadlineExceeded, NotRecordable, PeerLost, TransferFailed
+from ..memory.export_map import MadeRegion
+from ..processes.deadline import Deadline
+from ..processes.frames import FrameListener, Frames, dead_among
+from ..processes.host_identity import host_identity
+from ..reshard.load_trace import Recording
+from ..reshard.reshard_plan import Plan, Reader
+from ..reshard.send_schedule import Schedule
+from ..reshard.verification import RankProof, provable
+from ..tensors.manifest import TensorSpec
+from . import worker_messages as wire
+from .direct.messages import Exporting
+from .sends.messages import Group
+
+_LOOK_S: Final = 0.2
+"""How often the server's call is looked at while workers are waited for."""
+_LOOK_AGAIN_S: Final = 0.002
+"""The same once a model is served: the server stands still, and mostly has only to say that it was the last one."""
+_ANSWER_S: Final = 2.0
+"""For a worker to say that it has waited in vain."""
+_COME_S: Final = 30.0
+"""For workers of a server that stands still to come into our loader. The first time they import it."""
+RETURN_S: Final = 30.0
+"""For workers to return from the call once they were told how it ended."""
+
+
+class ReplayFailed(TransferFailed):
+    """At least one worker did not copy. All have answered."""
+
+    def __init__(self, detail: str, touched: bool) -> None:
+        super().__init__(detail)
+        self.touched = touched
+        """Some worker began to write."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    frames: Frames
+    hello: wire.Hello
+
+
+class Workers:
+    """In the order of their ranks, once they have come."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+
+    def __len__(self) -> int:
+        """Those that have come."""
+        return len(self._workers)
+
+    def gather(  # noqa: PLR0917
+        self,
+        listener: FrameListener,
+        call: Future[None],
+        count: int,
+        first: bool,
+        deadline: Deadline,
+        pulse: Callable[[], None],
+    ) -> bool:
+        """Wait for `count` workers with the first, or with the next model. False when the server has no next one.
+
+        An answer of the server before all of them came is a failure. `pulse` is called meanwhile, and may raise.
+        """
+        look = _LOOK_S if first else _LOOK_AGAIN_S
+        deadline = Deadline(min(deadline.left(), _COME_S))
+        while len(self._workers) < count:
+            if call.done():
+                call.result()
+                if not first and not self._workers:
+                    return False
+                raise PeerLost(f"the server returned before its {count} workers had come: was our loader called?")
+            left = deadline.check("the server's workers")
+            try:
+                frames = listener.accept(Deadline(min(look, left)), "a worker")
+            except DeadlineExceeded:
+                pulse()
+                continue
+            self._workers.append(_Worker(frames, _introduced(frames, deadline)))
+        self._workers.sort(key=lambda worker: worker.hello.rank)
+        return True
+
+    @property
+    def readers(self) -> tuple[Reader, ...]:
+        """As plans know them."""
+        return tuple(
+            Reader(worker.hello.rank, host_identity(), worker.hello.device, worker.hello.peers)
+            for worker in self._workers
+        )
+
+    @property
+    def seats(self) -> tuple[str, ...]:
+        """By which a group over NCCL knows their GPUs; empty for who has none."""
+        return tuple(worker.hello.seat for worker in self._workers)
+
+    def ask_to_record(
+        self, layout: str, tensors: tuple[TensorSpec, ...], known: Mapping[str, Recording], deadline: Deadline
+    ) -> Sequence[int]:
+        """Have whoever has no recording of this layout that is `known` make one; which of them, for `recorded`."""
+        without = [
+            number
+            for number, worker in enumerate(self._workers)
+            if not _recorded(worker.hello, layout, tensors, known.get(worker.hello.recording))
+        ]
+        for number in without:
+            wire.say(self._workers[number].frames, wire.Record(layout=layout, tensors=tensors), deadline)
+        return without
+
+    @property
+    def recordings(self) -> tuple[str, ...]:
+        """The digest of each worker's recording."""
+        return tuple(worker.hello.recording for worker in self._workers)
+
+    def recorded(
+        self, without: Sequence[int], tensors: tuple[TensorSpec, ...], deadline: Deadline
+    ) -> dict[str, Recording]:
+        """What those have recorded who were asked to, by digest. Raises `NotRecordable`, `TransferFailed`."""
+        made: dict[str, Recording] = {}
+        for worker in [self._workers[number] for number in without]:
+            reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
+            if isinstance(reply, wire.Failed) and reply.unrecordable:
+                raise NotRecordable(f"worker {worker.hello.rank}: {reply.reason}")
+            if not isinstance(reply, wire.Recorded):
+                raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {_said(reply)}")
+            recording = provable(Recording.decode(reply.recording, tensors))
+            digest = recording.digest()
+            made[digest] = recording
+            # Whoever records has let go of its plan, also where the same one will be made again.
+            worker.hello = msgspec.structs.replace(worker.hello, recording=digest, plan="")
+        return made
+
+    def ask_to_adopt(
+        self, digests: Sequence[str], plans: Sequence[Plan], proofs: Sequence[RankProof], deadline: Deadline
+    ) -> Sequence[int]:
+        """Give each worker its plan, unless it has that one; who got one, for `adopted`. All of them bind at a time."""
+        new = [number for number, worker in enumerate(self._workers) if worker.hello.plan != digests[number]]
+        for number in new:
+            adopt = _adopt(digests[number], plans[number], proofs[number])
+            wire.say(self._workers[number].frames, adopt, deadline)
+        return new
+
+    def adopted(self, new: Sequence[int], deadline: Deadline) -> None:
+        """Hear those who were given a plan. Raises `TransferFailed`."""
+        self._taken([self._workers[number] for number in new], "plan", deadline)
+
+    def form(self, group: Group, deadline: Deadline) -> bool:
+        """Have all begin to join `group`, as its rank and those that follow; not where a thread may take something."""
+        if any(worker.hello.schedule for worker in self._workers):
+            return False
+        for at, worker in enumerate(self._workers):
+            mine = msgspec.structs.replace(group, rank=group.rank + at)
+            wire.say(worker.frames, wire.Form(group=mine), deadline)
+        self._taken(self._workers, "group", deadline)
+        return True
+
+    def prove(
+        self, proofs: Sequence[RankProof], staging_bytes: Sequence[int], deadline: Deadline, *, sent: bool
+    ) -> None:
+        """Have each worker bind what it will report, before there is a plan. Raises `TransferFailed`."""
+        for worker, proof, nbytes in zip(self._workers, proofs, staging_bytes, strict=True):
+            wire.say(worker.frames, msgspec.structs.replace(_prove(proof, nbytes), sent=sent), deadline)
+        self._taken(self._workers, "proof", deadline)
+
+    def replay(  # noqa: PLR0917
+        self,
+        epoch: int,
+        version: int,
+        exporters: Sequence[Exporting],
+        made: Mapping[int, MadeRegion],
+        reads: Sequence[Mapping[int, tuple[int, ...]]],
+        deadline: Deadline,
+    ) -> list[wire.Replayed]:
+        """All copy at a time, of what holders have `made` each part once it is there.
+
+        `reads` is `regions_read` of each worker's plan.
+        Raises `ReplayFailed` when all have answered and one did not copy.
+        """
+        for worker, regions in zip(self._workers, reads, strict=True):
+            of = [each for each in exporters if each.holder in regions]
+            read = [(each, _exports(each, made.get(each.holder), regions[each.holder])) for each in of]
+            rounds = tuple(each.round for each, _ in read)
+            replay = wire.Replay(epoch=epoch, version=version, exports=tuple(exports for _, exports in read))
+            if any(rounds):  # a loader that is older than marks understands the rest
+                left = deadline.left()
+                replay = msgspec.structs.replace(replay, rounds=rounds, within_s=max(left / 2, left - _ANSWER_S))
+            wire.say(worker.frames, replay, deadline)
+        return self._replayed(deadline, None)
+
+    def expect(
+        self, schedules: Sequence[Schedule], there: Collection[int], socket: str, deadline: Deadline
+    ) -> frozenset[int]:
+        """Give each worker its schedule, unless it has that one and its thread is `there`; the ranks that got one."""
+        new: list[_Worker] = []
+        for worker, each in zip(self._workers, schedules, strict=True):
+            digest = each.digest()
+            if worker.hello.schedule == digest and worker.hello.rank in there:
+                continue
+            expect = wire.Expect(
+                schedule=digest, messages=each.messages.encode(), unpack=each.unpack.encode(), socket=socket
+            )
+            wire.say(worker.frames, expect, deadline)
+            new.append(worker)
+        self._taken(new, "schedule", deadline)
+        return frozenset(worker.hello.rank for worker in new)
+
+    @staticmethod
+    def _taken(workers: Sequence[_Worker], what: str, deadline: Deadline) -> None:
+        """Hear all of `workers`, which were given `what`. Raises `TransferFailed` for one that did not take it."""
+        told = [(worker, f"worker {worker.hello.rank} to take its {what}") for worker in workers]
+        replies = [wire.hear_worker(worker.frames, deadline, waiting_for) for worker, waiting_for in told]
+        for worker, reply in zip(workers, replies, strict=True):
+            if not isinstance(reply, wire.Adopted):
+                raise TransferFailed(f"worker {worker.hello.rank} did not take its {what}: {_said(reply)}")
+
+    @property
+    def plans(self) -> tuple[str, ...]:
+        """Digests of those that they have."""
+        return tuple(worker.hello.plan for worker in self._workers)
+
+    def flip(self, epoch: int, version: int, deadline: Deadline, pulse: Callable[[], None]) -> list[wire.Replayed]:
+        """All put what they were sent into place. Raises `ReplayFailed` when all have answered and one did not.
+
+        `pulse` is called meanwhile, and may raise.
+        """
+        for worker in self._workers:
+            wire.say(worker.frames, wire.Flip(epoch=epoch, version=version), deadline)
+        return self._replayed(deadline, pulse)
+
+    def _replayed(self, deadline: Deadline, pulse: Callable[[], None] | None) -> list[wire.Replayed]:
+        replies: list[wire.ToSidecar] = []
+        for worker in self._workers:
+            while pulse is not None and not worker.frames.speaks(_LOOK_S):
+                deadline.check(f"worker {worker.hello.rank} to copy")
+                pulse()
+            replies.append(wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy"))
+        replayed = [reply for reply in replies if isinstance(reply, wire.Replayed)]
+        if len(replayed) < len(replies):
+            reasons = "; ".join(
+                f"worker {worker.hello.rank} could not copy: {_said(reply)}"
+                for worker, reply in zip(self._workers, replies, strict=True)
+                if not isinstance(reply, wire.Replayed)
+            )
+            wrote = any(not isinstance(reply, wire.Failed) or reply.touched for reply in replies)
+            raise ReplayFailed(reasons, wrote)
+        return replayed
+
+    @property
+    def dead(self) -> int | None:
+        """The rank of one whose process has ended; None where that is not known of any."""
+        return dead_among((worker.hello.rank, worker.frames) for worker in self._workers)
+
+    def let_go(self, message: wire.Done | wire.Failed) -> None:
+        """Let the workers return. Who is gone needs no telling, and the server's answer says so."""
+        for worker in self._workers:
+            try:
+                wire.say(worker.frames, message, Deadline(RETURN_S))
+            except DataplaneError:
+                continue
+
+    def close(self) -> None:
+        """Hang up. Workers that wait for us return from their call."""
+        for worker in self._workers:
+            worker.frames.close()
+        self._workers = []
+
+
+def _adopt(digest: str, plan: Plan, proof: RankProof) -> wire.Adopt:
+    return wire.Adopt(
+        plan=digest,
+        recording=plan.recording,
+        sources=tuple((source.holder, source.region) for source in plan.sources),
+        copies=plan.copies.encode(),
+        staging=plan.staging.encode(),
+        staged=plan.staged,
+        prove=_prove(proof, plan.staging_bytes),
+    )
+
+
+def _prove(proof: RankProof, staging_bytes: int) -> wire.Prove:
+    return wire.Prove(
+        proof=proof.table.encode(),
+        groups=proof.table.groups,
+        odd=proof.odd.encode(),
+        odd_bytes=proof.odd_bytes,
+        staging_bytes=staging_bytes,
+    )
+
+
+def _recorded(hello: wire.Hello, layout: str, tensors: tuple[TensorSpec, ...], recording: Recording | None) -> bool:
+    """Whether the worker has `recording`, and it is of this layout, or of one with these tensors."""
+    return recording is not None and (hello.layout == layout or recording.tensors == tensors)
+
+
+def regions_read(plan: Plan) -> dict[int, tuple[int, ...]]:
+    """By holder: what a plan reads of it. Takes as long as there are regions, and is the same in every round."""
+    found: dict[int, list[int]] = {}
+    for source in plan.sources:
+        found.setdefault(source.holder, []).append(source.region)
+    return {holder: tuple(regions) for holder, regions in found.items()}
+
+
+def _exports(exporting: Exporting, made: MadeRegion | None, regions: tuple[int, ...]) -> wire.Exports:
+    """What is read of one holder."""
+    return wire.Exports(
+        holder=exporting.holder,
+        address=exporting.address,
+        generation=exporting.generation,
+        regions=regions,
+        made=made if made is not None and made.region in regions else None,
+    )
+
+
+def _introduced(frames: Frames, deadline: Deadline) -> wire.Hello:
+    """Who has connected. Hangs up on anybody who does not say so."""
+    try:
+        hello = wire.hear_worker(frames, deadline, "a worker's first words")
+    except BaseException:
+        frames.close()
+        raise
+    if not isinstance(hello, wire.Hello):
+        frames.close()
+        raise PeerLost(f"a worker began with {_said(hello)}")
+    return hello
+
+
+def _said(message: wire.ToSidecar) -> str:
+    return message.reason if isinstance(message, wire.Failed) else message.kind

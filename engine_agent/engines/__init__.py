@@ -1,0 +1,1 @@
+"""engines: see FACES.md for the sentence that belongs here."""

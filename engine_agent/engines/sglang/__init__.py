@@ -1,0 +1,1 @@
+"""sglang: see FACES.md for the sentence that belongs here."""

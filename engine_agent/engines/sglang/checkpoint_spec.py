@@ -1,0 +1,223 @@
+"""What tensors the served model is made of, read from the checkpoint the server was launched with.
+
+Two witnesses: the headers of its safetensors files, which name every tensor of any architecture, and for dense Qwen and
+Llama models a table over config.json, for servers launched with random or otherwise stored weights. Only headers and
+small JSON files are read, never weights.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final, TypeAlias
+
+import msgspec
+
+from weightbus.dataplane.quantize import hf_quantization_config as quantisation_config
+from weightbus.dataplane.quantize.hf_quantization_config import Quantisation
+from weightbus.dataplane.quantize.schemes import UnknownScheme
+
+from ...errors import UnfitManifest
+
+_HEADER_LIMIT: Final = 256 * 1024 * 1024
+_DTYPES: Final = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+_DENSE: Final = frozenset({"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"})
+
+_CONFIG: Final = "config.json"
+_INDEX: Final = "model.safetensors.index.json"
+
+Shape = tuple[int, ...]
+_Stamp: TypeAlias = tuple[str, int, int, int, int] | None
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """The tensors that a complete set for the server has. All who ask share one, which nobody can change."""
+
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, str]
+    """By tensor, as the checkpoint stores it; empty when only config.json was there."""
+    dtype: str
+    """Of the model as a whole, from config.json."""
+    optional: frozenset[str]
+    """May be missing: tied to another tensor."""
+    quantisation: Quantisation | None = None
+
+
+class _Config(msgspec.Struct, frozen=True):
+    """The keys of config.json that decide names and shapes."""
+
+    architectures: list[str] = []
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    vocab_size: int = 0
+    tie_word_embeddings: bool = False
+    attention_bias: bool | None = None
+    mlp_bias: bool = False
+    torch_dtype: str | None = None
+    dtype: str | None = None
+    quantization_config: dict[str, object] | None = None
+    compression_config: dict[str, object] | None = None
+    text_config: dict[str, object] | None = None
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+    """The file of each tensor."""
+
+
+def expected(folder: Path) -> Expected:
+    """Read `folder`, unless its files are as they were. Raises `UnfitManifest` when they do not tell what is served."""
+    return _expected(folder, tuple([_stamp(path) for path in (folder / _CONFIG, *_files(folder))]))
+
+
+@lru_cache(maxsize=2)
+def _expected(folder: Path, stamps: tuple[_Stamp, ...]) -> Expected:
+    del stamps
+    config = _config(folder)
+    quantisation = _quantisation(folder, config)
+    tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset[str]()
+    dtype = config.dtype or config.torch_dtype or ""
+    stored = _headers(folder)
+    if stored:
+        shapes = {name: shape for name, (shape, _) in stored.items()}
+        dtypes = {name: kind for name, (_, kind) in stored.items()}
+        return Expected(MappingProxyType(shapes), MappingProxyType(dtypes), dtype, tied, quantisation)
+    if quantisation is not None:
+        raise UnfitManifest(
+            f"{folder} is a quantised checkpoint without its safetensors files, and only they say which tensors are"
+            " quantised: put them there"
+        )
+    if config.architectures and config.architectures[0] in _DENSE:
+        shapes = _dense(config, config.architectures[0])
+        return Expected(MappingProxyType(shapes), MappingProxyType({}), dtype, tied)
+    known = ", ".join(sorted(_DENSE))
+    raise UnfitManifest(
+        f"nothing says which tensors {config.architectures or 'the served model'} has: put its safetensors files into "
+        f"{folder}, or serve one of {known}"
+    )
+
+
+def dense(architectures: Sequence[str]) -> bool:
+    """Whether it is a model without experts whose layers are known here."""
+    return bool(architectures) and _DENSE.issuperset(architectures)
+
+
+def _quantisation(folder: Path, config: _Config) -> Quantisation | None:
+    try:
+        return quantisation_config.read(msgspec.structs.asdict(config))
+    except UnknownScheme as error:
+        raise UnfitManifest(f"{folder}: {error}") from error
+
+
+def _config(folder: Path) -> _Config:
+    try:
+        return msgspec.json.decode((folder / _CONFIG).read_bytes(), type=_Config)
+    except OSError as error:
+        raise UnfitManifest(
+            f"cannot read {folder / _CONFIG} ({error.strerror}): the agent must see the checkpoint that the "
+            "server was launched with; name its place on this machine with --model-path"
+        ) from error
+    except ValueError as error:
+        raise UnfitManifest(f"{folder / _CONFIG} is not a model's config: {error}") from error
+
+
+def _headers(folder: Path) -> dict[str, tuple[Shape, str]]:
+    """Name -> shape and dtype of every tensor in the folder's safetensors files; empty when there are none."""
+    found: dict[str, tuple[Shape, str]] = {}
+    for path in _files(folder):
+        for name, entry in _header(path).items():
+            shape, dtype = entry.get("shape"), _DTYPES.get(str(entry.get("dtype")))
+            if not isinstance(shape, list) or dtype is None:
+                raise UnfitManifest(f"{path}: tensor {name!r} has dtype {entry.get('dtype')!r}, which cannot travel")
+            sizes: list[object] = [*shape]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+            found[name] = (tuple(int(str(size)) for size in sizes), dtype)
+    return found
+
+
+def _files(folder: Path) -> list[Path]:
+    """The shards that the index names, or else every safetensors file. A missing shard makes the set useless.
+
+    Raises `UnfitManifest` for an index that names none.
+    """
+    index = folder / _INDEX
+    if not index.exists():
+        return sorted(folder.glob("*.safetensors"))
+    try:
+        shards = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except OSError as error:
+        raise UnfitManifest(f"cannot read {index} ({error.strerror}): let the agent read it") from error
+    except ValueError as error:
+        raise UnfitManifest(
+            f"{index} does not say in which files the tensors are: {error}. Put the checkpoint's own index there, or"
+            " take it away where all safetensors files of the folder are to count"
+        ) from error
+    paths = [folder / name for name in sorted(set(shards.values()))]
+    return paths if all(path.exists() for path in paths) else []
+
+
+def _stamp(path: Path) -> _Stamp:
+    """Of a file as it is; another one for another file of that name."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return os.fspath(path), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _header(path: Path) -> dict[str, dict[str, object]]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _HEADER_LIMIT:
+            raise UnfitManifest(f"{path} is not a safetensors file: its header would take {length} bytes")
+        try:
+            header = msgspec.json.decode(file.read(length), type=dict[str, dict[str, object]])
+        except ValueError as error:
+            raise UnfitManifest(f"{path} is not a safetensors file: {error}") from error
+    header.pop("__metadata__", None)
+    return header
+
+
+def _dense(config: _Config, architecture: str) -> dict[str, Shape]:
+    """Names and shapes of a dense model. Qwen2 has biases on q, k and v; Qwen3 norms on q and k; Llama neither."""
+    hidden, inner, vocabulary = config.hidden_size, config.intermediate_size, config.vocab_size
+    head = config.head_dim or hidden // max(config.num_attention_heads, 1)
+    query = config.num_attention_heads * head
+    key = (config.num_key_value_heads or config.num_attention_heads) * head
+    bias = config.attention_bias if config.attention_bias is not None else architecture == "Qwen2ForCausalLM"
+    shapes: dict[str, Shape] = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    for layer in range(config.num_hidden_layers):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        for name, rows in (("q", query), ("k", key), ("v", key)):
+            shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows, hidden)
+            if bias:
+                shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows,)
+        shapes[f"{at}.self_attn.o_proj.weight"] = (hidden, query)
+        if bias and architecture != "Qwen2ForCausalLM":
+            shapes[f"{at}.self_attn.o_proj.bias"] = (hidden,)
+        if architecture == "Qwen3ForCausalLM":
+            shapes |= {f"{at}.self_attn.{norm}_norm.weight": (head,) for norm in ("q", "k")}
+        for name, rows, columns in (("gate", inner, hidden), ("up", inner, hidden), ("down", hidden, inner)):
+            shapes[f"{at}.mlp.{name}_proj.weight"] = (rows, columns)
+            if config.mlp_bias:
+                shapes[f"{at}.mlp.{name}_proj.bias"] = (rows,)
+    shapes["lm_head.weight"] = (vocabulary, hidden)
+    return shapes

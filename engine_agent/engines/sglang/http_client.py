@@ -1,0 +1,171 @@
+"""One HTTP call to the server: deadline, keys, and an error that says what happened without repeating the payload."""
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Final, Protocol
+
+import httpcore
+import msgspec
+
+from ...errors import ServerRefused, ServerSilent, ServerUnreachable
+from .bounded_http import TimedNetwork, TooLong
+
+MAX_REASON: Final = 400
+"""SGLang puts the whole body it was sent into a validation error."""
+
+MAX_ANSWER: Final = 256 << 20
+"""In bytes, with its header. The longest answers name every parameter of a server with its digest."""
+
+_CONNECT_S: Final = 5.0
+_IDLE_S: Final = 5.0
+"""A connection that nobody used for so long is not used again: servers close theirs by then."""
+
+
+class Observer(Protocol):
+    """Hears of every call, on the thread that made it."""
+
+    def __call__(self, call: str, seconds: float, *, failed: bool) -> None:
+        """`call` took so long."""
+        ...
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """What the server asks for. Where it has an admin key, admin endpoints take only that, the others never."""
+
+    api: str = ""
+    admin: str = ""
+
+    def header(self, *, admin: bool) -> dict[str, str]:
+        """The header for one kind of endpoint. A server with only an API key takes it everywhere."""
+        key = (self.admin or self.api) if admin else self.api
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+class Wire:
+    """Calls one server. May be used from several threads."""
+
+    def __init__(self, url: str, keys: Keys) -> None:
+        self.url = url.rstrip("/")
+        self._keys = keys
+        # httpx's own transport without httpx, which is half of a call: three calls are made while requests wait.
+        # It takes no proxy from the environment: the server is near, its payloads are nobody else's business.
+        self._network = TimedNetwork()
+        self._pool = httpcore.ConnectionPool(
+            max_connections=100, keepalive_expiry=_IDLE_S, network_backend=self._network
+        )
+        self._vain = ""
+        self.observer: Observer | None = None
+
+    def get(self, path: str, deadline_s: float) -> dict[str, object]:
+        """The JSON object at `path`, by GET with the API key."""
+        return _object(path, self._call("GET", path, None, deadline_s, admin=False))
+
+    def alive(self, path: str, deadline_s: float) -> None:
+        """GET `path` and take any answer but 200 for a failure."""
+        self._call("GET", path, None, deadline_s, admin=False)
+
+    def admin(self, path: str, body: Mapping[str, object], deadline_s: float) -> dict[str, object]:
+        """POST `body` with the admin key. An answer that says ``success: false`` is a failure whatever its status."""
+        response = self._call("POST", path, body, deadline_s, admin=True)
+        answer = _object(path, response)
+        if answer.get("success", True) is not True:
+            raise ServerRefused(path, response.status, _reason(response))
+        return answer
+
+    def post(self, path: str, deadline_s: float) -> None:
+        """POST without a body, admin key; the answer's content does not matter."""
+        self._call("POST", path, None, deadline_s, admin=True)
+
+    def order(self, path: str, body: Mapping[str, object], deadline_s: float) -> None:
+        """POST `body` with the admin key; the answer's content does not matter."""
+        self._call("POST", path, body, deadline_s, admin=True)
+
+    def give_up(self, why: str) -> None:
+        """What needs the server's workers is answered no more: end all calls, and make none by POST until `trust`."""
+        self._vain = why
+        for each in tuple(self._network.sockets):
+            with contextlib.suppress(OSError):  # it has ended
+                each.shutdown(socket.SHUT_RDWR)
+
+    def trust(self) -> None:
+        """It is another server."""
+        self._vain = ""
+
+    def close(self) -> None:
+        """Drop the connections. Calls under way end: whoever waits in one would keep the process until its deadline."""
+        self.give_up("the agent ends")
+        self._pool.close()
+
+    def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool
+    ) -> httpcore.Response:
+        started = time.monotonic()
+        failed = True
+        try:
+            response = self._request(method, path, body, deadline_s, admin=admin)
+            failed = response.status != HTTPStatus.OK
+        finally:
+            if self.observer is not None:
+                self.observer(path.lstrip("/"), time.monotonic() - started, failed=failed)
+        if failed:
+            raise ServerRefused(path, response.status, _reason(response))
+        return response
+
+    def _request(
+        self, method: str, path: str, body: Mapping[str, object] | None, deadline_s: float, *, admin: bool
+    ) -> httpcore.Response:
+        if self._vain and method != "GET":
+            raise ServerUnreachable(path, f"not made: {self._vain}")
+        content = None if method == "GET" else b""
+        headers = list(self._keys.header(admin=admin).items())
+        if body is not None:
+            content = msgspec.json.encode(body)
+            headers.append(("Content-Type", "application/json"))
+        left = max(deadline_s, 0.001)
+        limits = {"connect": min(left, _CONNECT_S), "read": left, "write": left, "pool": left}
+        try:
+            with self._network.call(left, MAX_ANSWER):
+                return self._pool.request(
+                    method, self.url + path, headers=headers, content=content, extensions={"timeout": limits}
+                )
+        except TooLong as error:
+            raise ServerUnreachable(path, f"{error}: this is no answer of SGLang's; look what listens there") from error
+        except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+            raise ServerUnreachable(path, f"no connection to {self.url}: {error or type(error).__name__}") from error
+        except httpcore.TimeoutException as error:
+            raise ServerSilent(path, f"no answer in {deadline_s:.1f} s; it may still be carried out") from error
+        except (httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol) as error:
+            why = self._vain or str(error)[:MAX_REASON] or type(error).__name__
+            raise ServerUnreachable(path, f"the connection broke before an answer came ({why})") from error
+
+
+def _object(path: str, response: httpcore.Response) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(response.content, type=dict[str, object])
+    except ValueError as error:
+        raise ServerRefused(path, response.status, "expected a JSON object in answer") from error
+
+
+def _reason(response: httpcore.Response) -> str:
+    """The server's own sentence, if it has one. Never its ``detail``, in which it repeats what it was sent."""
+    try:
+        content: object = json.loads(response.content)
+    except ValueError:
+        return _short(response.content.decode(errors="replace"))
+    if isinstance(content, dict):
+        for key in ("message", "error"):
+            value: object = content.get(key)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            if isinstance(value, dict):
+                value = value.get("message")  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            if isinstance(value, str):
+                return _short(value)
+    return "no reason given"
+
+
+def _short(text: str) -> str:
+    words = [word if len(word) < 120 else f"[{len(word)} characters]" for word in text.split()]
+    return " ".join(words)[:MAX_REASON] or "no reason given"

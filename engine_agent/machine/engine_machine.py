@@ -1,0 +1,491 @@
+"""What an engine agent does about its server, as a pure machine: `handle(event, now)` returns the effects, in order.
+
+What the server holds, and whether it may generate, is the affair of `Weights` (weight_state.py), a machine of its own;
+here is what is done about it. The rules that keep a client from an answer of mixed weights are short:
+
+* before the first byte of what is served changes, the server is paused and a durable record calls it dirty;
+* a dirty or pending server is not resumed by anything but the commit of a version that it was proven to hold;
+* another launch of the server is another server: whatever was known of it is forgotten, and it is paused at once.
+
+One operation runs at a time. A command that comes meanwhile waits for its end, a `Transfer` behind its `Pause`; an
+abort, or a command of a higher epoch, also asks it to end soon. control/protocol/PROTOCOL.md says what the coordinator
+expects.
+"""
+
+from collections import deque
+from typing import Final, assert_never
+
+from weightbus.control.protocol.enums import EngineHealth, PauseMode, Step
+from weightbus.control.protocol.errors import InvariantBroken
+from weightbus.control.protocol.ids import Channel, Digest, Epoch, Version
+from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.messages import Abort, Commit, Pause, Prepare, ToEngine, Transfer, Welcome
+
+from . import weight_state as w
+from .events import (
+    Answer,
+    Broken,
+    Cancel,
+    Commanded,
+    Effect,
+    Event,
+    Finished,
+    ForgetAnswers,
+    Label,
+    Note,
+    Operated,
+    Operation,
+    PauseServer,
+    Proven,
+    Receive,
+    Received,
+    Record,
+    Release,
+    Remember,
+    Result,
+    Run,
+    ServerFound,
+    ServerGone,
+    Stage,
+    Ticked,
+    Validate,
+    Verify,
+    Welcomed,
+)
+from .operation_state import HOLD_S, STEP_OF, Beside, Running, View, Waiting, filled_in, told, view_of
+from .pause_lease import Mandate
+from .recorded_state import Ledger
+from .reply_cache import Answers
+
+STORY: Final = 48
+"""Recent events that an error carries."""
+
+
+class Application:
+    """The machine of one engine. Drive it from one thread."""
+
+    def __init__(self, channel: Channel, incarnation: str, record: Record | None) -> None:
+        self.story: deque[str] = deque(maxlen=STORY)
+        self.weights = w.Weights(self.story)
+        self.up = False
+        self.epoch = Epoch(record.epoch if record else 0)
+        self.identity = ""
+        self.reason = "the server has not answered yet"
+        self._ledger = Ledger(record)
+        self._prepared: tuple[Version, Digest, Digest] | None = None
+        """What was last found to fit, and to come from a trainer: nothing else is taken."""
+        self._beside = Beside()
+        self._checkpoint = ""
+        self._labelled: Version | None = None
+        """The version that the server is labelled with ahead of its commit."""
+        self._running: Running | None = None
+        self._waiting = Waiting()
+        self._answers = Answers(channel, incarnation)
+        self._reached: Step | None = None
+        """The last step of the round that was answered: what has failed when the server is lost before the next."""
+        self._numbers = 0
+        self.mandate = Mandate()
+        self._paused_at: float | None = None
+
+    # -- the door -----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
+        """Take `event`, which happened at `now`, and say what is to be done about it, in order."""
+        if not isinstance(event, Ticked):
+            self.story.append(f"{now:.3f} {told(event)}")
+        match event:
+            case Commanded():
+                effects = self._command(event.message, now)
+            case Welcomed():
+                effects = self._welcomed(event.welcome)
+            case Operated():
+                effects = self._operated(event, now)
+            case ServerFound():
+                effects = self._found(event, now)
+            case ServerGone():
+                effects = self._gone(event.reason)
+            case Ticked():
+                effects = self._tick(event.heard_at, now)
+            case _:
+                assert_never(event)
+        return (*effects, *self._set_right(), *self._hold(now))
+
+    @property
+    def health(self) -> EngineHealth:
+        """Of the weights, in the coordinator's words."""
+        return self.weights.health
+
+    @property
+    def held(self) -> Held | None:
+        """The version that the server holds whole."""
+        return self.weights.held
+
+    @property
+    def paused(self) -> bool | None:
+        """Whether the server generates nothing; null: not known."""
+        return self.weights.paused
+
+    def view(self) -> View:
+        """What may be said of the engine now. A server that does not answer holds nothing that counts."""
+        return view_of(
+            self.weights, self._running, up=self.up, reached=self._reached, epoch=self.epoch, reason=self.reason
+        )
+
+    def check(self) -> None:
+        """Raise `InvariantBroken`, with the recent story, when fields contradict each other."""
+        self.weights.check()
+        if self._waiting.next is not None and self._running is None:
+            raise InvariantBroken("a command waits for nothing", tuple(self.story))
+        if self._running is not None and self._running.number != self._numbers:
+            raise InvariantBroken("an operation was begun while another one ran", tuple(self.story))
+
+    def _learn(self, event: w.WeightEvent, now: float) -> tuple[Remember, ...]:
+        """Something is known of the weights; what must be durable because of it."""
+        return tuple(self._remember() for _ in self.weights.handle(event, now))
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def _command(self, message: ToEngine, now: float) -> tuple[Effect, ...]:
+        """Fencing, then repetition, then the command itself."""
+        if message.epoch < self.epoch:
+            return (Note("stale_command", f"{message.kind} of epoch {message.epoch}, now {self.epoch}"),)
+        if message.epoch > self.epoch:
+            self.epoch = Epoch(message.epoch)
+            self._answers.forget()
+        if self._running is not None:
+            return self._wait(message, self._running)
+        return self._answers.again(message) or self._carry_out(message, now)
+
+    def _carry_out(self, message: ToEngine, now: float) -> tuple[Effect, ...]:
+        match message:
+            case Prepare():
+                return self._prepare(message, now)
+            case Pause():
+                return self._pause(message, now)
+            case Transfer():
+                return self._transfer(message, now)
+            case Commit():
+                return self._commit(message, now)
+            case Abort():
+                return self._abort(message, now)
+            case _:
+                assert_never(message)
+
+    def _wait(self, message: ToEngine, running: Running) -> tuple[Effect, ...]:
+        """Something runs. The same command again needs nothing; another one is next, and may shorten what runs."""
+        served = running.command
+        if served is not None and served.epoch == message.epoch:
+            if type(served) is type(message):
+                return ()
+            if answered := self._answers.again(message):  # it led to what runs now
+                return answered
+        self._waiting.add(message)
+        if isinstance(message, Abort) or (served is not None and served.epoch < message.epoch):
+            return self._shorten()
+        return self._arm() if isinstance(served, Pause) and self._fits(message) else ()
+
+    def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
+        if not self.up:
+            return self._fail(command, Step.PREPARE, self.reason)
+        self._beside.mode = command.policy.pause.value
+        serving = self.held if self.health is EngineHealth.CLEAN else None
+        return self._run(Validate(command, self._checkpoint, serving), command, now)
+
+    def _pause(self, command: Pause, now: float) -> tuple[Effect, ...]:
+        if not self.up:
+            return self._fail(command, Step.PAUSE, self.reason)
+        self.mandate.lease_s, self._beside.mode = command.lease_s, command.mode.value
+        if self._beside.may(self.weights):
+            self._reached = Step.PAUSE
+            return (self._answers.paused(command, 0.0),)
+        return self._run(PauseServer(command.mode.value, command.deadline_s), command, now)
+
+    def _transfer(self, command: Transfer, now: float) -> tuple[Effect, ...]:
+        if not self.up:
+            return self._fail(command, Step.TRANSFER, self.reason)
+        if not self._fits(command):
+            reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
+            return self._fail(command, Step.TRANSFER, reason)
+        if self._beside.may(self.weights):
+            return self._run(Stage(command, self._checkpoint), command, now)
+        if self.paused is not True and self._answers.gave(Pause, command.epoch):
+            return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
+        if self.paused is not True:
+            return self._run(PauseServer(self._beside.mode, HOLD_S), command, now)  # what was to stop it got lost
+        known = self._ledger.took(self.epoch)
+        dirty = self._learn(w.Began(command.version), now)
+        self._reached, self.reason, self._labelled = Step.PAUSE, f"began to take version {command.version}", None
+        return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))
+
+    def _fits(self, told: ToEngine) -> bool:
+        """It is the transfer of what was prepared last."""
+        return isinstance(told, Transfer) and (told.version, told.manifest, told.table) == self._prepared
+
+    def _commit(self, command: Commit, now: float) -> tuple[Effect, ...]:
+        if not self.up:
+            return self._fail(command, Step.COMMIT, self.reason)
+        held = self.held
+        if held is None or (held.version, held.table) != (command.version, command.table):
+            found = f"version {held.version}" if held else f"no verified version, {self.health.value}: {self.reason}"
+            return self._fail(command, Step.COMMIT, f"holds {found}; asked to serve {command.version}")
+        if self.health is EngineHealth.CLEAN and self.paused is False:
+            return (self._serving(command, 0.0, now),)
+        labelled = self._labelled == command.version
+        return self._run(Release(command.version, command.flush, command.deadline_s, labelled), command, now)
+
+    def _abort(self, command: Abort, now: float) -> tuple[Effect, ...]:
+        """Also where nothing was paused: that the server serves is said when it has just answered, not from memory."""
+        self._answers.forget()
+        self._reached = None
+        if not self.up or self.health is not EngineHealth.CLEAN:
+            return self._fail(command, Step.RESUME, self.reason)
+        return self._run(Release(None, False, command.deadline_s, look=self.mandate.doubted), command, now)
+
+    # -- operations ---------------------------------------------------------------------------------------------------
+
+    def _run(self, operation: Operation, command: ToEngine | None, now: float) -> tuple[Effect, ...]:
+        self._numbers += 1
+        self._running = Running(self._numbers, operation, command, now, self.identity)
+        ahead = self._arm() if isinstance(operation, PauseServer) and isinstance(command, Transfer) else ()
+        return (Run(self._numbers, operation, self.identity), *ahead)
+
+    def _operated(self, event: Operated, now: float) -> tuple[Effect, ...]:
+        running = self._running
+        if running is None or running.number != event.number:
+            return (Note("unknown_operation", str(event.number)),)
+        self._running = None
+        if running.identity == self.identity:
+            effects = self._settle(running, event.result, now)
+        else:
+            effects = self._outlived(running, event.result, now)
+        while self._running is None and (waiting := self._waiting.take()):
+            effects = (*effects, *self._command(waiting, now))
+        return effects
+
+    def _outlived(self, running: Running, result: Result, now: float) -> tuple[Effect, ...]:
+        """The server was launched again meanwhile, on the same address: the calls may have met either of the two."""
+        effects: tuple[Effect, ...] = self._learn(w.Doubted(), now)
+        untouched = isinstance(result, Broken) and not result.touched
+        if isinstance(running.operation, Receive) and not untouched:
+            effects = (*effects, *self._learn(w.Touched(), now))
+        if running.command is None:
+            return effects
+        return (*effects, *self._fail(running.command, STEP_OF[type(running.operation)], self.reason))
+
+    def _settle(  # noqa: PLR0911  one line for each operation
+        self, running: Running, result: Result, now: float
+    ) -> tuple[Effect, ...]:
+        command, seconds = running.command, now - running.started
+        self.mandate.doubted |= isinstance(result, Broken)
+        match running.operation:
+            case Validate():
+                return self._validated(command, result, seconds)
+            case PauseServer():
+                return self._pausing_ended(command, result, seconds, now)
+            case Stage():
+                return self._staging_ended(running.operation.command, result, now)
+            case Receive():
+                return self._receiving_ended(running.operation.command, result, seconds, now)
+            case Verify():
+                return self._verifying_ended(running.operation.command, result, seconds, now)
+            case Label(version):
+                return self._labelling_ended(version, result)
+            case Release():
+                return self._releasing_ended(running.operation, command, result, seconds, now)
+
+    def _validated(self, command: ToEngine | None, result: Result, seconds: float) -> tuple[Effect, ...]:
+        assert isinstance(command, Prepare)
+        if isinstance(result, Broken):
+            return self._fail(command, Step.PREPARE, result.reason)
+        self._prepared = (command.version, command.manifest, command.table)
+        self._beside.able = isinstance(result, Finished) and result.beside
+        self._reached = Step.PREPARE
+        return (self._answers.prepared(command, seconds),)
+
+    def _pausing_ended(
+        self, command: ToEngine | None, result: Result, seconds: float, now: float
+    ) -> tuple[Effect, ...]:
+        if isinstance(result, Broken):
+            doubted = self._learn(w.Doubted(), now)  # it may have happened all the same
+            if command is None:
+                return (*doubted, Note("pause_failed", result.reason))
+            self._waiting.forget_transfer(command.epoch)
+            step = Step.TRANSFER if isinstance(command, Transfer) else Step.PAUSE
+            return (*doubted, *self._fail(command, step, result.reason))
+        if self.paused is not True:
+            self._paused_at = now
+        stilled = self._learn(w.Stilled(), now)
+        if command is None:
+            return (*stilled, Note("server_held_back", self.reason))
+        self.mandate.quiet_since, self._reached = now, Step.PAUSE
+        if isinstance(command, Transfer):
+            return (*stilled, *(self._unless_unwanted(command) or self._transfer(command, now)))
+        return (*stilled, self._answers.paused(command, seconds))
+
+    def _staging_ended(self, command: Transfer, result: Result, now: float) -> tuple[Effect, ...]:
+        """Nothing that is served has changed. Whether it was taken or has to be taken now, the server stands for it."""
+        if isinstance(result, Broken):
+            return self._fail(command, Step.TRANSFER, result.reason)
+        return self._unless_unwanted(command) or self._run(PauseServer(self._beside.mode, HOLD_S), command, now)
+
+    def _unless_unwanted(self, command: Transfer) -> tuple[Effect, ...]:
+        """What was taken beside is not put into place when something else was asked for meanwhile."""
+        other = self._waiting.next
+        return self._fail(command, Step.TRANSFER, f"{other.kind} came before the flip") if other else ()
+
+    def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
+        if not isinstance(result, Received) or not (command.table or result.table):
+            reason = result.reason if isinstance(result, Broken) else "the transfer ended without a receipt or a table"
+            if isinstance(result, Broken) and not result.touched:
+                self.reason = reason
+                return (*self._learn(w.Spared(), now), *self._fail(command, Step.TRANSFER, reason))
+            self.reason = f"version {command.version} was not taken completely: {reason}"
+            return (*self._learn(w.Touched(), now), *self._fail(command, Step.TRANSFER, reason))
+        command, arrived = filled_in(command, result), self._learn(w.Touched(), now)
+        transferred = self._answers.transferred(command, result, seconds)
+        if result.verified_by:
+            return (*arrived, transferred, *self._proven(command, Proven(result.verified_by), 0.0, now))
+        return (*arrived, transferred, *self._run(Verify(command, result.checked), command, now))
+
+    def _verifying_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
+        if not isinstance(result, Proven):
+            reason = result.reason if isinstance(result, Broken) else "the check ended without a proof"
+            self.reason = f"version {command.version} was not proven: {reason}"
+            return self._fail(command, Step.VERIFY, reason)
+        return self._proven(command, result, seconds, now)
+
+    def _proven(self, command: Transfer, result: Proven, seconds: float, now: float) -> tuple[Effect, ...]:
+        held = Held(version=command.version, manifest=command.manifest, table=command.table)
+        loaded = self._learn(w.Proved(held), now)
+        self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
+        # Requests wait. While the coordinator commits, the server gets its label, and the true state is written.
+        label = self._run(Label(command.version, HOLD_S), None, now)
+        return (self._answers.verified(command, result, seconds), *label, *loaded)
+
+    def _labelling_ended(self, version: int, result: Result) -> tuple[Effect, ...]:
+        """Without a label by now, the server gets it before it is resumed."""
+        if isinstance(result, Broken):
+            return (Note("label_failed", result.reason),)
+        self._labelled = Version(version)
+        return ()
+
+    def _releasing_ended(
+        self, release: Release, command: ToEngine | None, result: Result, seconds: float, now: float
+    ) -> tuple[Effect, ...]:
+        if isinstance(result, Broken):
+            doubted = self._learn(w.Doubted(), now)  # it may happen all the same, or later
+            if command is None:
+                return (*doubted, Note("resume_failed", result.reason))
+            return (*doubted, *self._fail(command, Step.RESUME, result.reason))
+        self._reached, self.reason = None, ""
+        self.mandate.doubted &= not release.look
+        freed = w.Resumed(ordered=command is not None) if release.version is None else w.Committed()
+        kept = self._learn(freed, now)
+        if command is None:
+            return (*kept, Note("resumed_by_itself", f"nothing heard for {self.mandate.lease_s:g} s"))
+        return (*kept, self._serving(command, seconds, now))
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _serving(self, command: ToEngine, seconds: float, now: float) -> Answer:
+        paused_s = now - self._paused_at if self._paused_at is not None else 0.0
+        self._paused_at = None
+        return self._answers.serving(command, self.held.version if self.held else None, seconds, paused_s)
+
+    def _fail(self, command: ToEngine, step: Step, reason: str) -> tuple[Effect, ...]:
+        failed = self._answers.failed(command, step, self.view().health, reason)
+        return (failed, Note("step_failed", f"{step.value}: {reason}"))
+
+    def _remember(self) -> Remember:
+        return self._ledger.remember(self.identity, self.health, self.held, self.epoch, self._checkpoint)
+
+    def _arm(self) -> tuple[Effect, ...]:
+        """The server comes to a stand for a transfer: the record that has to be there then is written meanwhile."""
+        return self._ledger.arm(self.identity, self.health, self.epoch, self._checkpoint)
+
+    def _set_right(self) -> tuple[Effect, ...]:
+        """A record that was written ahead of a transfer which does not begin is not true any more."""
+        pausing = self._running is not None and isinstance(self._running.operation, PauseServer)
+        return () if pausing or not self._ledger.ahead else (self._remember(),)
+
+    # -- the coordinator and the server come and go -------------------------------------------------------------------
+
+    def _welcomed(self, welcome: Welcome) -> tuple[Effect, ...]:
+        """Keep weights and pause as they are: the coordinator settles every engine after its Hello."""
+        if welcome.boot == self.mandate.boot:
+            return ()
+        self.mandate.boot = welcome.boot
+        return (ForgetAnswers(),)
+
+    def _found(self, event: ServerFound, now: float) -> tuple[Effect, ...]:
+        was_up, known = self.up, self.identity or self._ledger.identity
+        self.up = True
+        if self.identity == event.identity:
+            if not was_up:
+                self.reason = "" if self.health is EngineHealth.CLEAN else f"it answers again: {self.weights}"
+            return () if was_up else (Note("server_answers_again"),)
+        self.identity = event.identity
+        self._prepared = self._reached = self._labelled = self._paused_at = None
+        self.mandate.anew(now)
+        self._answers.forget()
+        return (*self._shorten(), *self._recognise(event, known, now))
+
+    def _shorten(self) -> tuple[Effect, ...]:
+        """What runs for nobody, or on a server that is gone, need not run to its deadline."""
+        if self._running is None:
+            return ()
+        self._running.ending = True
+        return (Cancel(self._running.number),)
+
+    def _recognise(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
+        record = self._ledger.record
+        if known == event.identity and record is not None:
+            self.mandate.ours = record.health is not EngineHealth.PENDING  # which needs no round to be written
+            known_again = self._learn(w.Recognised(record.health, record.held), now)
+            self._checkpoint = record.checkpoint or event.checkpoint
+            self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
+            return (*known_again, Note("server_recognised", self.health.value))
+        return self._new_launch(event, now, restarted=bool(known))
+
+    def _new_launch(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
+        """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
+        self._checkpoint, self.mandate.ours = (event.undefined and self._checkpoint) or event.checkpoint, False
+        updated = event.undefined or self._ledger.record is not None or self.epoch > 0 or event.label.isdigit()
+        kept = self._learn(w.Launched(fresh=not updated), now)
+        if not updated:
+            self.reason = ""
+            return (*kept, Note("server_found", event.identity))
+        self.reason = event.lost if restarted else f"labelled {event.label!r} by somebody unknown"
+        return (*kept, Note("server_pending", self.reason))
+
+    def _gone(self, reason: str) -> tuple[Effect, ...]:
+        if not self.up:
+            return ()
+        self.up, self.reason = False, f"the server does not answer: {reason}"
+        self._answers.forget()
+        reached, self._reached = self._reached, None
+        if reached is None or self._running is not None:  # what runs will break by itself, and say so
+            return (*self._shorten(), Note("server_lost", reason))
+        failed = self._answers.lost(self.epoch, reached, self.view().health, self.reason)
+        return (failed, Note("server_lost", reason))
+
+    # -- what the agent does by itself --------------------------------------------------------------------------------
+
+    def _tick(self, heard_at: float, now: float) -> tuple[Effect, ...]:
+        """The pause lease: a clean server must not stay paused because the coordinator is gone.
+
+        Who was asked to end is asked again: the first time it may have been between two waits that can be ended.
+        """
+        if self._running is not None and self._running.ending:
+            return (Cancel(self._running.number),)
+        clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
+        return self._unasked(Release(None, False, HOLD_S), now) if clean and self.mandate.over(heard_at, now) else ()
+
+    def _hold(self, now: float) -> tuple[Effect, ...]:
+        """A server that must not generate is paused, whatever happened to it."""
+        held_back = self.health is EngineHealth.CLEAN or self.paused is True
+        return () if held_back or not self.up else self._unasked(PauseServer(PauseMode.RETRACT.value, HOLD_S), now)
+
+    def _unasked(self, operation: Operation, now: float) -> tuple[Effect, ...]:
+        may = self.mandate.given and self._running is None and self.mandate.due(now)
+        return self._run(operation, None, now) if may else ()

@@ -1,0 +1,121 @@
+"""What an engine tells the coordinator, and what it would tell it again when a command is repeated."""
+
+from typing import Final
+
+from weightbus.control.protocol.enums import EngineHealth, Step
+from weightbus.control.protocol.ids import Channel, Epoch, RequestId, Version
+from weightbus.control.protocol.messages import (
+    EngineMessage,
+    Failed,
+    Pause,
+    Paused,
+    Prepare,
+    Prepared,
+    Serving,
+    ToEngine,
+    Transfer,
+    Transferred,
+    Verified,
+)
+
+from .events import Answer, Proven, Received
+
+_REASON: Final = 2000
+
+
+class Answers:
+    """Makes the answers of one engine, each under a key of its own, and remembers those to the current epoch."""
+
+    def __init__(self, channel: Channel, incarnation: str) -> None:
+        self._channel = channel
+        self._incarnation = incarnation
+        self._keys = 0
+        self._given: dict[type[ToEngine], tuple[EngineMessage, ...]] = {}
+
+    def forget(self) -> None:
+        """Nothing said so far answers a command that comes from now on."""
+        self._given.clear()
+
+    def gave(self, kind: type[ToEngine], epoch: Epoch) -> bool:
+        """Something was said to a command of this kind at `epoch`."""
+        return any(message.epoch == epoch for message in self._given.get(kind, ()))
+
+    def again(self, command: ToEngine) -> tuple[Answer, ...]:
+        """What was said to such a command at its epoch; empty when nothing was, and it must be carried out."""
+        given = self._given.get(type(command), ())
+        return tuple(Answer(message) for message in given if message.epoch == command.epoch)
+
+    def prepared(self, command: ToEngine, seconds: float) -> Answer:
+        """The manifest fits."""
+        message = Prepared(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
+        return self._give(command, message)
+
+    def paused(self, command: ToEngine, seconds: float) -> Answer:
+        """The server is paused."""
+        message = Paused(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
+        return self._give(command, message)
+
+    def transferred(self, command: Transfer, received: Received, seconds: float) -> Answer:
+        """Every bucket was loaded."""
+        message = Transferred(
+            request=self._key(),
+            channel=self._channel,
+            epoch=command.epoch,
+            bytes=received.bytes,
+            buckets=received.buckets,
+            seconds=seconds,
+        )
+        return self._give(command, message)
+
+    def verified(self, command: Transfer, proven: Proven, seconds: float) -> Answer:
+        """The server holds the version. Said after, and repeated with, that it was transferred."""
+        message = Verified(
+            request=self._key(),
+            channel=self._channel,
+            epoch=command.epoch,
+            version=command.version,
+            table=command.table,
+            verified_by=proven.verified_by,
+            seconds=seconds,
+        )
+        return self._give(command, message, after=self._given.get(Transfer, ()))
+
+    def serving(self, command: ToEngine, version: Version | None, seconds: float, paused_s: float) -> Answer:
+        """Said afresh each time: what is served is a fact of now, not of when the command first came."""
+        message = Serving(
+            request=self._key(),
+            channel=self._channel,
+            epoch=command.epoch,
+            version=version,
+            seconds=seconds,
+            paused_s=paused_s,
+        )
+        return Answer(message)
+
+    def failed(self, command: ToEngine, step: Step, health: EngineHealth, reason: str) -> Answer:
+        """`step` of `command` did not work, and the server is `health` now."""
+        lost = self.lost(command.epoch, step, health, reason)
+        if isinstance(command, Prepare | Pause | Transfer):
+            earlier = self._given.get(type(command), ()) if step is Step.VERIFY else ()
+            return self._give(command, lost.message, after=earlier)
+        return lost
+
+    def lost(self, epoch: Epoch, step: Step, health: EngineHealth, reason: str) -> Answer:
+        """Something went wrong between two commands. Not repeated: the next command meets the server as it is then."""
+        message = Failed(
+            request=self._key(),
+            channel=self._channel,
+            epoch=epoch,
+            step=step,
+            health=health,
+            reason=reason[:_REASON],
+        )
+        return Answer(message)
+
+    def _give(self, command: ToEngine, message: EngineMessage, after: tuple[EngineMessage, ...] = ()) -> Answer:
+        self._given[type(command)] = (*after, message)
+        return Answer(message)
+
+    def _key(self) -> RequestId:
+        self._keys += 1
+        return RequestId(f"{self._incarnation}-{self._keys}")

@@ -1,0 +1,167 @@
+"""An engine that lacks the committed version, and that no round takes in, loads it from the files of its trainer.
+
+It is a round that the agent holds with itself: the machine gets the commands of one (`Prepare`, `Pause`, `Transfer`) at
+the epoch that it is at, and carries them out under all its rules; what it answers, the coordinator takes for answers
+that came late. In the end the engine holds the committed version, says so, and is told to serve it. Any round of the
+coordinator has a higher epoch, and ends this one.
+
+Pure: what the engine is and the time in, the next command out.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+from weightbus.control.protocol.enums import PauseMode, Step, TransportKind
+from weightbus.control.protocol.ids import Channel, Epoch
+from weightbus.control.protocol.message_fields import Held, Offer, Policy
+from weightbus.control.protocol.messages import Abort, Pause, Prepare, ToEngine, Transfer
+
+from .operation_state import View
+
+STEP_S: Final = 120.0
+"""For each step but the load."""
+LOAD_S: Final = 1800.0
+AGAIN_S: Final = 60.0
+"""After an attempt that came to nothing."""
+_SETTLE_S: Final = 2.0
+"""How long nothing is done and nothing reached before a step counts as failed."""
+SAVED: Final = "saved"
+"""`Offer.group` of what lies in files already."""
+
+
+class Stage(enum.Enum):
+    """How far it is."""
+
+    WATCHING = "watching"
+    """The engine holds what is committed, or a round may still bring it."""
+    LOOKING = "looking"
+    """The version is searched for in the folder."""
+    PREPARING = "preparing"
+    PAUSING = "pausing"
+    TAKING = "taking"
+
+
+class CatchUp:
+    """One engine's. Drive it from one thread."""
+
+    def __init__(self, channel: str, after_s: float) -> None:
+        """`after_s` is how long a round is waited for."""
+        self.stage = Stage.WATCHING
+        self._channel = Channel(channel)
+        self._after_s = after_s
+        self._lacking_since: float | None = None
+        self._not_before = float("-inf")
+        self._epoch = Epoch(0)
+        self._held: Held | None = None
+        self._folder = ""
+        self._until = 0.0
+        self._idle_since: float | None = None
+        self._known: int | None = None
+        """The newest version that was there while the server had its memory: that is not worth taking it back."""
+
+    def looks(self, view: View, committed: int | None, now: float) -> bool:
+        """Whether to look for the committed version now. `found` or `missed` follows."""
+        if self.stage is not Stage.WATCHING:
+            return False
+        if self._known is None or not view.lent:
+            there = (committed, view.held.version if view.held else None)
+            self._known = max((each for each in there if each is not None), default=None)
+        if not self._lacks(view, committed):
+            self._lacking_since = None
+            return False
+        if self._lacking_since is None:
+            self._lacking_since = now
+        if now < max(self._lacking_since + self._after_s, self._not_before):
+            return False
+        self.stage = Stage.LOOKING
+        return True
+
+    def missed(self, now: float) -> None:
+        """It is not there."""
+        self._end(now, self._after_s)
+
+    def found(self, held: Held, folder: str, view: View, now: float) -> ToEngine | None:
+        """The committed version lies in `folder`."""
+        if not self._lacks(view, held.version):
+            self._end(now, 0.0)
+            return None
+        self._held, self._folder, self._epoch = held, folder, view.epoch
+        self._go(Stage.PREPARING, now, STEP_S)
+        return Prepare(
+            channel=self._channel,
+            epoch=self._epoch,
+            version=held.version,
+            manifest=held.manifest,
+            table=held.table,
+            transport=TransportKind.DISK,
+            policy=Policy(),
+            deadline_s=STEP_S,
+        )
+
+    def step(self, view: View, now: float) -> ToEngine | None:
+        """The next command, if it is time for one."""
+        if self.stage in (Stage.WATCHING, Stage.LOOKING):
+            return None
+        if view.epoch != self._epoch or not view.up:
+            self._end(now, AGAIN_S)  # a round of the coordinator, or another server
+            return None
+        if view.held == self._held:
+            self._end(now, AGAIN_S)
+            return None
+        wanted = _REACHED.get(self.stage)
+        if view.doing == "" and wanted is not None and view.reached is wanted:
+            return self._next(now)
+        if view.doing:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = now
+        elif now > self._idle_since + _SETTLE_S or now > self._until:
+            return self._give_up(now)
+        return self._give_up(now) if now > self._until else None
+
+    def _lacks(self, view: View, committed: int | None) -> bool:
+        """It is not in a round, nothing runs on it, and it holds something older than what is committed, or nothing.
+
+        A server that has given its memory back generates nothing before a version that was not there then.
+        """
+        if committed is None or not view.up or view.epoch <= 0 or view.doing or view.reached is not None:
+            return False
+        if view.lent and self._known is not None and committed <= self._known:
+            return False
+        return view.held is None or view.held.version < committed
+
+    def _next(self, now: float) -> ToEngine:
+        assert self._held is not None
+        if self.stage is Stage.PREPARING:
+            self._go(Stage.PAUSING, now, STEP_S)
+            return Pause(
+                channel=self._channel, epoch=self._epoch, mode=PauseMode.RETRACT, lease_s=LOAD_S, deadline_s=STEP_S
+            )
+        self._go(Stage.TAKING, now, LOAD_S)
+        return Transfer(
+            channel=self._channel,
+            epoch=self._epoch,
+            version=self._held.version,
+            manifest=self._held.manifest,
+            table=self._held.table,
+            offer=Offer(transport=TransportKind.DISK, address=self._folder, group=SAVED),
+            rank_offset=0,
+            deadline_s=LOAD_S,
+        )
+
+    def _give_up(self, now: float) -> Abort:
+        self._end(now, AGAIN_S)
+        return Abort(
+            channel=self._channel, epoch=self._epoch, reason="the saved version was not loaded", deadline_s=STEP_S
+        )
+
+    def _go(self, stage: Stage, now: float, limit_s: float) -> None:
+        self.stage, self._until, self._idle_since = stage, now + limit_s, None
+
+    def _end(self, now: float, wait_s: float) -> None:
+        self.stage, self._not_before = Stage.WATCHING, now + wait_s
+
+
+_REACHED: Final = {Stage.PREPARING: Step.PREPARE, Stage.PAUSING: Step.PAUSE}

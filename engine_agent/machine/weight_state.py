@@ -1,0 +1,249 @@
+"""The weights of one server, as a pure machine: which version they are, how far from it, and whether they may be used.
+
+`handle(event, now)` takes what was found out about the server and returns what has to be durable before anything that
+depends on it. `TABLE` says for every event and state what follows; what it does not say raises and changes nothing.
+control/protocol/PROTOCOL.md draws it.
+
+Two things only are behind all of it: a server generates in `CLEAN` and `SERVING` and in no other state, and whoever
+reads the record after a crash finds a state that is not better than the true one.
+"""
+
+import enum
+from collections import deque
+from collections.abc import Mapping
+from typing import Final, assert_never
+
+import msgspec
+
+from weightbus.control.protocol.enums import EngineHealth
+from weightbus.control.protocol.errors import IllegalMove, InvariantBroken
+from weightbus.control.protocol.ids import Version
+from weightbus.control.protocol.message_fields import Held
+
+
+class WeightState(enum.StrEnum):
+    """What a server holds. The version that a state speaks of is `Weights.version`."""
+
+    UNKNOWN = "unknown"
+    """Whole weights, perhaps, but of no version that was proven here: not seen yet, or launched again."""
+    CLEAN = "clean"
+    """Whole weights: those of the launch, or a version that was committed. May generate."""
+    PAUSED = "paused"
+    """As clean, and generates nothing."""
+    STAGED = "staged"
+    """The version is being taken. On disk the server is dirty already; how much has arrived is known at the end."""
+    DIRTY = "dirty"
+    """Something of a version arrived, and it was not proven that it is all of it. Never generates."""
+    LOADED = "loaded"
+    """Proven to be the version, and not committed. Never generates."""
+    SERVING = "serving"
+    """The version is committed, the server labelled with it. Generates."""
+
+
+HEALTH: Final[Mapping[WeightState, EngineHealth]] = {
+    WeightState.UNKNOWN: EngineHealth.PENDING,
+    WeightState.CLEAN: EngineHealth.CLEAN,
+    WeightState.PAUSED: EngineHealth.CLEAN,
+    WeightState.STAGED: EngineHealth.DIRTY,
+    WeightState.DIRTY: EngineHealth.DIRTY,
+    WeightState.LOADED: EngineHealth.PENDING,
+    WeightState.SERVING: EngineHealth.CLEAN,
+}
+"""What the coordinator is told, and what the record says."""
+
+GENERATES: Final = frozenset({WeightState.CLEAN, WeightState.SERVING})
+
+# -- events -----------------------------------------------------------------------------------------------------------
+
+
+class Recognised(msgspec.Struct, frozen=True):
+    """The record speaks of this very launch."""
+
+    health: EngineHealth
+    held: Held | None
+
+
+class Launched(msgspec.Struct, frozen=True):
+    """Another launch. `fresh`: nobody can have updated its weights, so they are the ones it was launched with."""
+
+    fresh: bool
+
+
+class Stilled(msgspec.Struct, frozen=True):
+    """The server answered that it is paused."""
+
+
+class Doubted(msgspec.Struct, frozen=True):
+    """A call was lost: whether the server generates is not known any more."""
+
+
+class Began(msgspec.Struct, frozen=True):
+    """`version` is about to be taken."""
+
+    version: Version
+
+
+class Spared(msgspec.Struct, frozen=True):
+    """It came to nothing before the server was asked to change anything."""
+
+
+class Touched(msgspec.Struct, frozen=True):
+    """Something of it, or all of it, has reached the server."""
+
+
+class Proved(msgspec.Struct, frozen=True):
+    """The server holds exactly `held`."""
+
+    held: Held
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """The server generates again, with the label it had."""
+
+    ordered: bool
+    """By the coordinator. Worth a record even when nothing else changed: the order's epoch is in it."""
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """The version that is held is committed, the server labelled with it, and it generates."""
+
+
+WeightEvent = Recognised | Launched | Stilled | Doubted | Began | Spared | Touched | Proved | Resumed | Committed
+
+_U, _C, _P = WeightState.UNKNOWN, WeightState.CLEAN, WeightState.PAUSED
+_T, _D, _L, _S = WeightState.STAGED, WeightState.DIRTY, WeightState.LOADED, WeightState.SERVING
+
+TABLE: Final[Mapping[type[WeightEvent], Mapping[WeightState, tuple[WeightState, ...]]]] = {
+    Stilled: {_U: (_U,), _C: (_P,), _P: (_P,), _D: (_D,), _L: (_L,), _S: (_P,)},
+    Doubted: {_U: (_U,), _C: (_C,), _P: (_C,), _T: (_T,), _D: (_D,), _L: (_L,), _S: (_S,)},
+    Began: {_U: (_T,), _P: (_T,), _D: (_T,), _L: (_T,)},
+    Spared: {_T: (_U, _P, _D, _L)},
+    Touched: {_T: (_D,), _D: (_D,), _U: (_D,)},
+    Proved: {_D: (_L,)},
+    Resumed: {_C: (_C,), _P: (_C,), _S: (_C,)},
+    Committed: {_C: (_S,), _P: (_S,), _L: (_S,), _S: (_S,)},
+}
+"""Event -> state -> state. `Spared` goes back to where `Began` came from. `Touched` in UNKNOWN: a transfer that was
+meant for an earlier launch may have met this one. DIRTY is left by a complete, proven transfer, and by nothing else.
+
+`Recognised` and `Launched` are not in it: another launch of the server is another server, and begins anew."""
+
+MOVES: Final[Mapping[WeightState, frozenset[WeightState]]] = {
+    state: frozenset(to for row in TABLE.values() for to in row.get(state, ()) if to is not state)
+    for state in WeightState
+}
+"""The same without the events, for the diagram."""
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """Make this durable before anything that follows."""
+
+    health: EngineHealth
+    held: Held | None
+
+
+class Weights:
+    """The machine of one server's weights."""
+
+    def __init__(self, story: deque[str]) -> None:
+        """`story` takes a line for every move, and goes into the errors."""
+        self.state = WeightState.UNKNOWN
+        self.held: Held | None = None
+        """What is held whole; null while nothing is, and for the weights of a launch."""
+        self.taking: Version | None = None
+        """The version that is on its way in."""
+        self.paused: bool | None = None
+        """Null: not known; somebody before us may have paused it."""
+        self._story = story
+        self._before: tuple[WeightState, Held | None] = (self.state, None)
+        """What it was before the version that is being taken."""
+
+    @property
+    def health(self) -> EngineHealth:
+        """The state, in the coordinator's words."""
+        return HEALTH[self.state]
+
+    @property
+    def version(self) -> Version | None:
+        """The one that the state speaks of; null: none, or the weights of the launch."""
+        return self.held.version if self.held else self.taking
+
+    def handle(self, event: WeightEvent, now: float) -> tuple[Keep, ...]:
+        """Take `event`, which happened at `now`. Raises `IllegalMove` on one that the state does not know."""
+        if isinstance(event, Recognised | Launched):
+            return self._begin(event, now)
+        before = (self.state, self.held)
+        self._go(event, now)
+        match event:
+            case Stilled():
+                self.paused = True
+            case Doubted():
+                self.paused = None
+            case Began():
+                self._before, self.held, self.taking = before, None, event.version
+            case Spared():
+                self.held, self.taking = self._before[1], None
+            case Touched():
+                self.held = None
+            case Proved():
+                self.held, self.taking = event.held, None
+            case Resumed() | Committed():
+                self.paused = False
+            case _:
+                assert_never(event)
+        ordered = isinstance(event, Resumed) and event.ordered
+        changed = (self.health, self.held) != (HEALTH[before[0]], before[1])
+        return (Keep(self.health, self.held),) if ordered or changed or isinstance(event, Committed) else ()
+
+    def check(self) -> None:
+        """Raise `InvariantBroken` when fields contradict each other."""
+        for wrong in self._contradictions():
+            raise InvariantBroken(f"weights in state {self.state}: {wrong}", tuple(self._story))
+
+    def _contradictions(self) -> tuple[str, ...]:
+        state, held = self.state, self.held
+        found = {
+            "a server that is not clean may generate": self.paused is False and state not in GENERATES,
+            "it generates, and is known to be paused": self.paused is True and state in GENERATES,
+            "paused, and nobody knows": state is WeightState.PAUSED and self.paused is not True,
+            "loaded nothing": state is WeightState.LOADED and held is None,
+            "a version is held that was not proven": held is not None
+            and state in {WeightState.UNKNOWN, WeightState.STAGED, WeightState.DIRTY},
+            "serves no version": state is WeightState.SERVING and held is None,
+            "being taken, and nobody knows what": state is WeightState.STAGED and self.taking is None,
+        }
+        return tuple(what for what, wrong in found.items() if wrong)
+
+    def _begin(self, event: Recognised | Launched, now: float) -> tuple[Keep, ...]:
+        """A server that was not known before. What is known from its record need not be written again."""
+        self.paused, self.taking, self.held = None, None, None
+        if isinstance(event, Launched):
+            self.state = WeightState.CLEAN if event.fresh else WeightState.UNKNOWN
+        else:
+            self.state = _AS_RECORDED[event.health, event.held is not None]
+            self.held = None if self.state is WeightState.DIRTY else event.held
+        self._story.append(f"{now:.3f} weights begin anew: {self}")
+        return (Keep(self.health, None),) if event == Launched(fresh=False) else ()
+
+    def _go(self, event: WeightEvent, now: float) -> None:
+        choice = TABLE[type(event)].get(self.state, ())
+        wanted = self._before[0] if isinstance(event, Spared) else next(iter(choice), None)
+        if wanted is None or wanted not in choice:
+            raise IllegalMove("weights", str(self), type(event).__name__, tuple(self._story))
+        if wanted is not self.state:
+            self.state = wanted
+            self._story.append(f"{now:.3f} weights {wanted} after {type(event).__name__}")
+
+    def __str__(self) -> str:
+        """As in the protocol: ``CLEAN(7)``, ``STAGED(8)``, ``DIRTY``."""
+        return self.state.name if self.version is None else f"{self.state.name}({self.version})"
+
+
+_AS_RECORDED: Final[Mapping[tuple[EngineHealth, bool], WeightState]] = {
+    (EngineHealth.CLEAN, True): WeightState.CLEAN,
+    (EngineHealth.CLEAN, False): WeightState.CLEAN,
+    (EngineHealth.PENDING, True): WeightState.LOADED,
+    (EngineHealth.PENDING, False): WeightState.UNKNOWN,
+    (EngineHealth.DIRTY, True): WeightState.DIRTY,
+    (EngineHealth.DIRTY, False): WeightState.DIRTY,
+}

@@ -1,0 +1,1 @@
+"""sidecar: see FACES.md for the sentence that belongs here."""

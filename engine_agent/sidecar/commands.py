@@ -1,0 +1,54 @@
+"""The subcommand ``weightbus engine-agent``."""
+
+import argparse
+import signal
+import threading
+from types import FrameType
+
+from rich.console import Console
+
+from weightbus.control.cli import settings_loader as settings
+from weightbus.control.log import get_log
+from weightbus.control.server.metrics import configure_logging
+
+from .api_keys import read_keys
+from .key_checks import check_trust
+from .settings import SECTION, EngineAgentSettings
+
+
+class EngineAgentCommand:
+    """Runs one sidecar until SIGTERM or SIGINT."""
+
+    help = "sidecar of one SGLang server: takes new weights into it"
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """One flag for each setting."""
+        settings.configure(parser, EngineAgentSettings)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Serve, and leave the server as it is at the end."""
+        resolved = settings.from_args(EngineAgentSettings, SECTION, args)
+        read_keys(resolved.value)  # a file that cannot be used is known before anything runs
+        if args.check_config:
+            Console(highlight=False).print(resolved.render(), markup=False)
+            check_trust(resolved.value)
+            return 0
+        # Imported here: it brings torch, for which neither the list of commands nor a check of settings should wait.
+        from .driver import EngineAgent  # noqa: PLC0415
+
+        configure_logging(resolved.value.log_level.value, resolved.value.log_format.value)
+        for found in resolved.exposed():
+            get_log(__name__).warning("secret_exposed", reason=found)
+        agent = EngineAgent(resolved.value)
+
+        def stop(_number: int, _frame: FrameType | None) -> None:
+            agent.stop()
+
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, stop)
+        agent.run()
+        return 0
+
+
+engine_agent = EngineAgentCommand()

@@ -1,0 +1,496 @@
+"""The driver: carries events to the machine and its effects out. Owns the threads, and no decision.
+
+bus reader   commands and welcomes of the coordinator          -> events
+worker       one operation at a time on the server             -> events
+watch        is the server there, and the same?                -> events
+speaker      answers, in order, each until it is acknowledged
+main         the machine; whatever dies, dies here, loudly
+"""
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, assert_never
+
+import msgspec
+
+from weightbus.control.bus.client import BusClient, BusSettings
+from weightbus.control.log import get_log
+from weightbus.control.protocol.enums import EngineHealth, Role
+from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
+from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.protocol.message_fields import EngineInfo, Place
+from weightbus.control.protocol.messages import (
+    Abort,
+    Commit,
+    Heartbeat,
+    Hello,
+    Pause,
+    Prepare,
+    Topology,
+    Transfer,
+    Welcome,
+)
+from weightbus.control.security.allow_list import TrustList
+from weightbus.control.security.security_settings import curve_files, trust_file
+from weightbus.control.server.http_server import HttpPort, Readiness
+from weightbus.control.server.metrics import (
+    SERVER_PAUSED,
+    SERVER_UP,
+    SIDECAR_CONNECTED,
+    SIDECAR_HEALTH,
+    SIDECAR_VERSION,
+    SIDECAR_WEIGHTS,
+    Meters,
+    Side,
+)
+from weightbus.dataplane.errors import Unsupported
+from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.transports import registry as transports
+from weightbus.dataplane.transports.interface import Receiver
+from weightbus.dataplane.transports.local.sender import open_runtime_dir
+from weightbus.dataplane.transports.registry import default_runtime_dir
+
+from ..engines.sglang.compatibility import transports_of
+from ..engines.sglang.memory_occupation import Lending
+from ..engines.sglang.preflight import tell
+from ..engines.sglang.server_identity import layout_of
+from ..engines.sglang.sglang_server import SGLangServer
+from ..errors import EngineAgentError, ServerInUse
+from ..machine.engine_machine import Application
+from ..machine.events import (
+    Answer,
+    Cancel,
+    Commanded,
+    Effect,
+    Event,
+    ForgetAnswers,
+    Note,
+    Operated,
+    Operation,
+    Remember,
+    Result,
+    Run,
+    Ticked,
+    Welcomed,
+)
+from ..machine.operation_state import View
+from ..machine.weight_state import WeightState
+from .api_keys import read_keys
+from .effect_dispatcher import Dispatcher
+from .file_resync import SavedVersions
+from .key_checks import check_trust
+from .memory_release import Giving, Noticed
+from .operation_executor import Worker
+from .prerecording import Rehearsing
+from .process_lock import ClaimHeld, server_claim
+from .reply_sender import Speaker
+from .server_monitor import Watch
+from .settings import EngineAgentSettings
+from .state_file import RecordFile
+from .state_writer import LateRecords
+from .topology import opened_by, places_of, places_on, topology_of
+
+TICK_S: Final = 0.5
+_CLOSE_S: Final = 5.0
+_SAY_FIRST_S: Final = 0.001
+"""What an operation has found is said before its thread looks ahead: threads of one process wait for each other."""
+
+
+def _level(view: View) -> int:
+    """Of a change of health: every round makes a server dirty and clean again, which is worth one line."""
+    if view.health is EngineHealth.CLEAN:
+        return logging.INFO
+    return logging.DEBUG if view.on_its_way else logging.WARNING
+
+
+class _Stop(msgspec.Struct, frozen=True):
+    """Somebody asked the agent to end, or a thread of it died."""
+
+    error: BaseException | None = None
+
+
+class _Ended(Exception):
+    """`stop` was heard: whatever is waited for is given up."""
+
+
+class EngineAgent:
+    """One sidecar. `run` blocks until `stop`; the server is left as it is, and its record on disk."""
+
+    def __init__(self, settings: EngineAgentSettings) -> None:
+        self.settings = settings
+        self.meters = Meters(Side.ENGINE)
+        self._incarnation = Incarnation(os.urandom(8).hex())
+        self._records = RecordFile(settings.state_dir, settings.name)
+        self._records.claim()
+        self._claim = server_claim(settings.runtime_dir or default_runtime_dir(), settings.server, settings.name)
+        keys, exposed = read_keys(settings)
+        lending = Lending(settings.state_dir / f"{settings.name}.memory.json")
+        self._server = SGLangServer(settings.server, keys, settings.dialect, lending)
+        self._worker = Worker(
+            settings.name,
+            self._server,
+            self._receiver,
+            settings.model_path,
+            self.meters,
+            proof=settings.verify,
+            trust=None if settings.insecure_loopback else TrustList(trust_file(settings.keys)),
+        )
+        self._server.observe(self._worker.called)
+        self.meters.live(SIDECAR_CONNECTED, self._connected)
+        self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
+        self._late = LateRecords(self._records.write)
+        self._dispatcher = Dispatcher(self._machine, self._late.now, self._carry_out, self._post, self._late.later)
+        self._view = self._machine.view()
+        self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
+        self._operations: queue.SimpleQueue[Run | Callable[[], None] | None] = queue.SimpleQueue()
+        self._speaker = Speaker(lambda: self._bus, settings.name)
+        self._watch = Watch(self._server, self._events.put, settings.poll_s)
+        self._saved = SavedVersions(settings, self._worker)
+        self._giving = Giving(self._server, self._events.put, self._records.read)
+        self._rehearsal = Rehearsing(settings, self._server, lambda: self._view, self._events.put, self._worker.foresee)
+        self._bus: BusClient | None = None
+        self.http_port = 0
+        """Where the HTTP port listens, once `run` has opened it."""
+        self._described: tuple[str, ...] = ()
+        self._place: tuple[str, tuple[Place, ...]] = ("", ())
+        """Of which launch, and where its workers are."""
+        self._around: tuple[object, ...] = ()
+        self._stopping = threading.Event()
+        """The bus that is being closed has not failed."""
+        self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
+        for each in exposed:
+            self._log.warning("key_file_exposed", setting=each.setting, reason=each.advice)
+
+    def run(self) -> None:
+        """Serve until `stop`. Raises what made it impossible to go on."""
+        check_trust(self.settings)
+        self._claim_server()
+        http = HttpPort(
+            self.settings.http_bind,
+            self.settings.http_port,
+            registry=self.meters.registry,
+            readiness=self._readiness,
+            status=self._status,
+            orders={"/give-back": lambda: self._giving.ask(self._view, self._operations.put)}
+            if self.settings.gives_back
+            else {},
+        )
+        self.http_port = http.port
+        http.start()
+        thread = threading.Thread(target=self._work, name="worker", daemon=True)
+        try:
+            thread.start()
+            self._await_server()
+            self._rehearse()
+            self._connect()
+            self._speaker.start()
+            self._loop()
+        except _Ended:
+            self._log.info("stopped")
+        finally:
+            self._close(http, thread)
+
+    def stop(self) -> None:
+        """End `run`, from any thread or signal handler."""
+        self._events.put(_Stop())
+
+    def _claim_server(self) -> None:
+        """Be the only agent beside this server on this host. The coordinator looks after what is beyond it."""
+        try:
+            open_runtime_dir(self._claim.path.parent)
+            self._claim.take()
+        except ClaimHeld as held:
+            raise ServerInUse(self.settings.server, held.holder) from held
+        except (OSError, Unsupported) as error:
+            # Only the local transport needs the folder, and says so when it is asked for.
+            self._log.warning("server_not_claimed", reason=str(error))
+
+    # -- the main thread ----------------------------------------------------------------------------------------------
+
+    def _await_server(self) -> None:
+        """The first thing said of an engine is what its server is, so nothing is said before it is there."""
+        self._log.info("waiting_for_server", server=self.settings.server)
+        self._watch.start()
+        until = time.monotonic() + self.settings.start_timeout_s
+        while not self._view.up:
+            self._step(self._next())
+            if time.monotonic() >= until and not self._view.up:
+                waited = f"{self.settings.start_timeout_s:g} s"
+                raise EngineAgentError(f"no SGLang server at {self.settings.server} for {waited}: start it first")
+
+    def _rehearse(self) -> None:
+        self._operations.put(self._rehearsal.carry_out)
+        while not self._rehearsal.over:  # nobody waits for this engine yet
+            self._step(self._next())
+
+    def _connect(self) -> None:
+        """Join the coordinator as what the server is now."""
+        self._look_around()
+        bus = BusClient(self._bus_settings(), self._hello, self._heartbeat, topology=self._topology)
+        try:
+            welcome = self._join(bus)
+        except BaseException:
+            bus.close()
+            raise
+        facts = self._server.facts
+        self._bus, self._worker.blobs, self._described = bus, bus, layout_of(facts)
+        self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
+        tell(self._log, facts, self._server.dialect, self.settings.model_path)
+        self._dispatch(Welcomed(welcome))
+        threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
+
+    def _bus_settings(self) -> BusSettings:
+        given = self.settings
+        curve = curve_files(given.keys, given.name, insecure_loopback=given.insecure_loopback)
+        return BusSettings(endpoint=given.coordinator, curve=curve)
+
+    def _join(self, bus: BusClient) -> Welcome:
+        until = time.monotonic() + self.settings.start_timeout_s
+        while True:
+            try:
+                return bus.start(5.0)
+            except CoordinatorUnreachable as error:
+                if time.monotonic() >= until:
+                    raise
+                self._log.warning("coordinator_unreachable", reason=str(error))
+                self._catch_up()
+            except RequestRefused as refused:
+                if not refused.retry_after_s or time.monotonic() >= until:
+                    raise
+                self._log.warning("hello_refused", reason=str(refused))
+                self._catch_up()
+
+    def _catch_up(self) -> None:
+        """What happened while the coordinator was waited for. A server to be held back is, with or without it."""
+        self._step(None)
+        while not self._events.empty():
+            self._step(self._next())
+
+    def _loop(self) -> None:
+        while True:
+            self._step(self._next())
+            if self._view.up and layout_of(self._server.facts) != self._described:
+                self._reconnect()
+            elif self._look_around() and self._bus is not None:
+                self._bus.locate()
+
+    def _reconnect(self) -> None:
+        """The server was launched again with other ranks: what the coordinator was told of it is not true any more."""
+        old, self._bus = self._bus, None
+        if old is not None:
+            old.close()
+        self._connect()
+
+    def _look_around(self) -> bool:
+        """See where the workers of this launch are, what they take and what not; whether that is anything new."""
+        facts, before = self._server.facts, self._around
+        if self._view.up and facts.identity != self._place[0]:
+            self._place = facts.identity, places_of(facts)
+            self._server.found(facts.identity, opened_by(facts, self._place[1]))
+        self._around = self._place, self._worker.takes, self._worker.devices, facts.unrecordable
+        return self._around != before
+
+    def _next(self) -> Event | _Stop | Noticed | None:
+        try:
+            return self._events.get(timeout=TICK_S)
+        except queue.Empty:
+            return None
+
+    def _step(self, event: Event | _Stop | Noticed | None) -> None:
+        if self._watch.failure is not None:
+            raise self._watch.failure
+        if isinstance(event, _Stop):
+            raise _Ended if event.error is None else event.error
+        if isinstance(event, Noticed):
+            event.event.set()
+        elif event is not None:
+            self._dispatch(event)
+        if (lost := self._late.failure()) is not None:
+            self._dispatcher.lost(*lost)
+        self._dispatcher.retry()
+        self._dispatch(Ticked(self._heard_at()))
+        if (bus := self._bus) is not None and (command := self._saved.next(self._view, bus, time.monotonic())):
+            self._dispatch(Commanded(command))
+
+    def _heard_at(self) -> float:
+        heard = self._bus.heard_at if self._bus else None
+        return float("-inf") if heard is None else heard
+
+    def _dispatch(self, event: Event) -> None:
+        before = self._dispatcher.problem
+        self._dispatcher.dispatch(event, time.monotonic())
+        if self._dispatcher.problem and not before:
+            self._log.error("record_not_written", reason=self._dispatcher.problem, path=str(self._records.path))
+        self._show(msgspec.structs.replace(self._machine.view(), lent=self._giving.lent))
+
+    def _post(self, event: Event) -> None:
+        self._events.put(event)
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case Remember():
+                raise AssertionError("records are the dispatcher's")
+            case Answer():
+                self._speaker.say(effect.message)
+            case ForgetAnswers():
+                self._speaker.forget()
+            case Run():
+                self._operations.put(effect)
+            case Cancel():
+                self._worker.cancel(effect.number)
+            case Note():
+                self._log.info(effect.event, detail=effect.detail)
+            case _:
+                assert_never(effect)
+
+    def _show(self, view: View) -> None:
+        before, self._view = self._view, view
+        if view == before:
+            return
+        self.meters.set(SERVER_UP, view.up)
+        self.meters.set(SERVER_PAUSED, view.paused)
+        self.meters.set(SIDECAR_VERSION, view.held.version if view.held else -1)
+        for health in EngineHealth:
+            self.meters.set(SIDECAR_HEALTH, view.health is health, health=health.value)
+        for state in WeightState:
+            self.meters.set(SIDECAR_WEIGHTS, view.weights is state, state=state.value)
+        if (view.health, view.on_its_way) != (before.health, before.on_its_way):
+            held = view.held and view.held.version
+            self._log.log(_level(view), "health", health=view.health.value, held=held, reason=view.reason)
+
+    def _close(self, http: HttpPort, thread: threading.Thread) -> None:
+        self._stopping.set()
+        self._watch.stop()
+        self._operations.put(None)
+        self._worker.cancel()
+        self._rehearsal.close()
+        if self._bus is not None:
+            self._bus.close()
+        self._speaker.stop()
+        if thread.is_alive():
+            thread.join(_CLOSE_S)
+        self._saved.close()
+        self._worker.close()
+        self._server.close()
+        http.stop()
+        self._late.close()
+        self._records.release()
+        self._claim.release()
+
+    # -- other threads ------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        done: tuple[Operation, Result] | None = None
+        while True:
+            try:
+                run = self._operations.get(timeout=_SAY_FIRST_S if done else None)
+            except queue.Empty:
+                if done:
+                    self._worker.look_ahead(*done)
+                    self._rehearsal.remember(self._worker.copied)
+                done = None
+                continue
+            done = None
+            if run is None:
+                return
+            if not isinstance(run, Run):
+                run()
+                continue
+            result = self._worker.perform(run.operation, run.identity, run.number)
+            self._events.put(Operated(run.number, result))
+            done = run.operation, result
+
+    def _listen(self, bus: BusClient) -> None:
+        try:
+            while not self._stopping.is_set():
+                message = bus.next(1.0)
+                if isinstance(message, Prepare | Pause | Transfer | Commit | Abort):
+                    self._events.put(Commanded(message))
+                elif isinstance(message, Welcome):
+                    self._events.put(Welcomed(message))
+        except BaseException as error:  # noqa: BLE001 - carried to the main thread, which raises it
+            if not self._stopping.is_set() and bus is self._bus:
+                self._events.put(_Stop(error))
+
+    def _receiver(self, kind: str) -> Receiver:
+        its, folder = self.settings, self.settings.runtime_dir
+        beside, hands_on, ahead = its.beside, its.hands_on, self._rehearsal.ahead
+        return transports.receiver(kind, runtime_dir=folder, beside=beside, hands_on=hands_on, ahead=ahead)
+
+    # -- what is said of the engine -----------------------------------------------------------------------------------
+
+    def _hello(self) -> Hello:
+        view, facts = self._view, self._server.facts
+        info = EngineInfo(
+            url=self.settings.url or self.settings.server,
+            server_version=facts.version,
+            tp=facts.tp,
+            pp=facts.pp,
+            dp=facts.dp,
+            device=facts.device,
+            host=host_identity(),
+            transports=tuple(kind for kind in self.settings.transports if kind.value in transports_of(facts)),
+            live_digest=self._worker.live_digest(),
+            health=view.health,
+            held=view.held,
+            lent=view.lent,
+        )
+        return Hello(
+            request=RequestId("filled-in-by-the-client"),
+            agent=AgentId(self.settings.name),
+            role=Role.ENGINE,
+            channel=Channel(self.settings.channel),
+            incarnation=self._incarnation,
+            engine=info,
+        )
+
+    def _topology(self) -> Topology:
+        folder = self.settings.runtime_dir or default_runtime_dir()
+        places = self._place[1] or places_on(self._worker.devices)
+        return topology_of(self._server.facts, self.settings.transports, folder, places, self._worker.takes)
+
+    def _heartbeat(self) -> Heartbeat:
+        view = self._view
+        return Heartbeat(seq=0, epoch=view.epoch, health=view.health, held=view.held, lent=view.lent)
+
+    def _connected(self) -> bool:
+        bus = self._bus
+        silence = bus.welcome.silence_s if bus and bus.welcome else 0.0
+        return time.monotonic() - self._heard_at() <= silence
+
+    def _readiness(self) -> Readiness:
+        """Whether clients may be sent here: the server generates from one complete, known set of weights."""
+        view = self._view
+        bus = self._bus
+        committed = bus.committed if bus else None
+        if not view.up or view.health is not EngineHealth.CLEAN:
+            return Readiness(False, f"{view.health.value}: {view.reason}")
+        if view.paused:
+            return Readiness(False, f"paused, {view.doing or view.weights.value}")
+        if not self._connected():
+            return Readiness(False, "the coordinator is silent: what is committed by now is not known")
+        found = f"version {view.held.version}" if view.held else "the weights of its launch"
+        max_lag = bus.max_lag if bus else 0
+        if committed is not None and (view.held is None or not 0 <= committed - view.held.version <= max_lag):
+            return Readiness(False, f"holds {found}, committed is {committed}")
+        return Readiness(True, found)
+
+    def _status(self) -> bytes:
+        readiness = self._readiness()
+        document = {
+            "agent": self.settings.name,
+            "channel": self.settings.channel,
+            "incarnation": self._incarnation,
+            "server": self.settings.server,
+            "connected": self._connected(),
+            "ready": readiness.ready,
+            "reason": readiness.reason,
+            "engine": self._view,
+            "facts": self._server.facts if self._view.up else None,
+            "taken": self._worker.taken,
+        }
+        return msgspec.json.encode(document)

@@ -1,0 +1,108 @@
+"""Looks for the committed version among the files that a trainer keeps, and drives resync.py."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from functools import partial
+from typing import Final, Protocol
+
+from weightbus.control.log import get_log
+from weightbus.control.machine.status import parse
+from weightbus.control.protocol.errors import ConfigurationError, WeightbusError
+from weightbus.control.protocol.ids import Digest, Version
+from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.messages import ToEngine
+from weightbus.dataplane.processes import torch_threads
+from weightbus.dataplane.transports.disk.saved_version import SavedVersion, place_of
+
+from ..machine.operation_state import View
+from ..machine.resync import CatchUp
+from .operation_executor import Worker
+from .settings import EngineAgentSettings
+
+_STATUS_S: Final = 10.0
+
+_log = get_log(__name__)
+
+
+class Coordinator(Protocol):
+    """What is asked of control's `BusClient`."""
+
+    @property
+    def committed(self) -> Version | None:
+        """The channel's committed version."""
+        ...
+
+    def status(self, deadline_s: float = 10.0) -> bytes:
+        """The coordinator's status document."""
+        ...
+
+
+class SavedVersions:
+    """One agent's. `next` is called by its main thread, again and again."""
+
+    def __init__(self, settings: EngineAgentSettings, worker: Worker) -> None:
+        """Raises `ConfigurationError` when `saved_dir` is no folder. One that is missing may still come."""
+        self._root = settings.saved_dir
+        if self._root is not None and not self._root.is_dir():
+            if self._root.exists():
+                raise ConfigurationError(f"saved_dir = {self._root} is a file, the trainer's save_dir is expected")
+            reason = "no such folder here: trainers make it with the first version that they keep"
+            _log.warning("saved_dir_missing", folder=str(self._root), reason=reason)
+        self._channel = settings.channel
+        self._worker = worker
+        self._machine = CatchUp(settings.channel, settings.saved_after_s)
+        self._calls = torch_threads.Calls("saved-versions")
+        self._look: Future[SavedVersion | None] | None = None
+        self._said = ""
+        """The table of the version that was said not to be there."""
+
+    def next(self, view: View, coordinator: Coordinator, now: float) -> ToEngine | None:
+        """What the machine of the engine is to be told now, as if the coordinator had said it."""
+        if self._root is None:
+            return None
+        if self._look is not None:
+            return self._looked(self._look, view, now) if self._look.done() else None
+        if self._machine.looks(view, coordinator.committed, now):
+            self._look = self._calls.submit(partial(self._search, coordinator))
+            return None
+        return self._machine.step(view, now)
+
+    def close(self) -> None:
+        """Stop looking. A file system that hangs keeps that thread, and nobody waits for it."""
+        self._calls.give_up()
+
+    def _looked(self, look: Future[SavedVersion | None], view: View, now: float) -> ToEngine | None:
+        self._look = None
+        found = look.result()
+        if found is None:
+            self._machine.missed(now)
+            return None
+        self._worker.saved = found
+        notes = found.notes
+        held = Held(version=Version(notes.version), manifest=Digest(notes.manifest), table=Digest(notes.table))
+        command = self._machine.found(held, str(found.path), view, now)
+        if command is not None:
+            _log.info("loading_saved_version", version=notes.version, folder=str(found.path))
+        return command
+
+    def _search(self, coordinator: Coordinator) -> SavedVersion | None:
+        """The committed version, if it is there as it was committed."""
+        assert self._root is not None
+        try:
+            channel = parse(coordinator.status(_STATUS_S)).channels.get(self._channel)
+        except WeightbusError as error:
+            _log.warning("saved_version_not_looked_for", reason=str(error))
+            return None
+        committed = channel.committed if channel else None
+        if committed is None:
+            return None
+        place = place_of(self._root, self._channel, committed.version)
+        found = SavedVersion.read(place)
+        if found is not None and (found.notes.channel, found.notes.table) == (self._channel, committed.table):
+            return found
+        if self._said != committed.table:
+            self._said = committed.table
+            reason = "other weights are there" if found else "there is none"
+            _log.warning("saved_version_not_found", version=committed.version, folder=str(place), reason=reason)
+        return None

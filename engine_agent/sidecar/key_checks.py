@@ -1,0 +1,16 @@
+"""Whether the keys of a sidecar can be used: its own, its coordinator's, and its list of trainers."""
+
+from __future__ import annotations
+
+from weightbus.control.bus.client import check_keys
+from weightbus.control.security.allow_list import read_trust
+from weightbus.control.security.security_settings import trust_file
+
+from .settings import EngineAgentSettings
+
+
+def check_trust(given: EngineAgentSettings) -> None:
+    """Raise the `ConfigurationError` that would come up later, before anything is started."""
+    check_keys(given.coordinator, given.keys, given.name, insecure_loopback=given.insecure_loopback)
+    if not given.insecure_loopback:
+        read_trust(trust_file(given.keys))

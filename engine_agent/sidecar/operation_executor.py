@@ -1,0 +1,513 @@
+"""Carries out the machine's operations on the server, one at a time, and says how each ended.
+
+Decides nothing about rounds. Whatever goes wrong becomes a `Broken` with the reason: an exception here must not end the
+agent, because only the agent knows that a server must stay paused.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from weightbus.control.log import get_log
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.errors import WeightbusError
+from weightbus.control.protocol.ids import AgentId, Digest
+from weightbus.control.protocol.message_fields import Held, Offer
+from weightbus.control.protocol.messages import Prepare, Publish, Transfer
+from weightbus.control.security.allow_list import TrustList
+from weightbus.control.security.signed_publications import Doubt, doubt, doubt_offer, doubt_table
+from weightbus.control.server.metrics import (
+    CALL_FAILURES,
+    CALL_SECONDS,
+    PUBLICATIONS_REFUSED,
+    STEP_FAILURES,
+    STEP_SECONDS,
+    Meters,
+)
+from weightbus.dataplane.errors import DataplaneError, NotRecordable, TransferFailed
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
+from weightbus.dataplane.transports.disk.saved_version import SavedReceiver, SavedVersion
+from weightbus.dataplane.transports.interface import (
+    Address,
+    Receiver,
+    Remarking,
+    Returning,
+    Session,
+    Sized,
+    Stager,
+    Tabled,
+    Timed,
+)
+from weightbus.dataplane.transports.worker_exchange import RETURN_S
+
+from ..engines.sglang import checkpoint_spec as checkpoint
+from ..engines.sglang import compatibility as validate
+from ..engines.sglang.sglang_server import CALL_S, SGLangServer
+from ..engines.sglang.worker_health import VERIFY_S, Vitals, proof_s
+from ..errors import CalledOff, Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
+from ..gc_pause import resting
+from ..machine.events import (
+    Broken,
+    Finished,
+    Label,
+    Operation,
+    PauseServer,
+    Proven,
+    Receive,
+    Received,
+    Release,
+    Result,
+    Stage,
+    Validate,
+    Verify,
+)
+from ..machine.resync import SAVED
+from .settings import Proof
+
+_ALIVE_S: Final = 5.0
+"""For a call that is answered without the scheduler."""
+LOOK_S: Final = 10.0
+"""For a server that may be dead or stand still to generate something: SGLang's own check takes one to two seconds."""
+LIVE_ON_CPU: Final = "sglang-sha256-8"
+"""What weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
+LIVE_ON_GPU: Final = "sglang-fmix32-8"
+"""... and for CUDA tensors: SGLang's gpu_tensor_hash (dataplane/digest/sglang_checksum.py predicts it)."""
+
+_log = get_log(__name__)
+
+
+class Blobs(Protocol):
+    """Where manifests and digest tables come from."""
+
+    def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = ...) -> bytes:
+        """The blob of that digest. Gives up, and raises `NotWanted`, once `unwanted` says so."""
+        ...
+
+
+class Worker:
+    """Uses one server and one receiver per transport. `perform` is called from one thread, `cancel` from any."""
+
+    def __init__(
+        self,
+        name: str,
+        server: SGLangServer,
+        receivers: Callable[[str], Receiver],
+        checkpoint_dir: Path | None,
+        meters: Meters,
+        *,
+        proof: Proof = Proof.REQUIRED,
+        trust: TrustList | None = None,
+    ) -> None:
+        """Without `trust` nothing needs a signature."""
+        self.blobs: Blobs | None = None
+        self.saved: SavedVersion | None = None
+        """A version that lies in files, and may be asked for by its own commands (resync.py)."""
+        self._name = name
+        self._server = server
+        self._make = receivers
+        self._receivers: dict[str, Receiver] = {}
+        self._active: Receiver | None = None
+        self._checkpoint_dir = checkpoint_dir
+        self._meters = meters
+        self._proof = proof
+        self._trust = trust
+        self._number, self._launch = 0, ""
+        self._placed: tuple[str, tuple[str, ...]] = "", ()
+        """A launch of the server, and the devices of its workers."""
+        self._called_off = -1
+        """The last operation that nobody wants any more."""
+        self._signer: AgentId | None = None
+        """Of the publication that was believed last."""
+        self._believed: Prepare | None = None
+        """That publication."""
+        self._layouts: dict[str, Manifest] = {}
+        self._table: tuple[tuple[str, str], DigestTable] | None = None
+        """The last one that was read, by its manifest's digest and its own: the steps of a round read it again."""
+        self._fits: set[tuple[str, str, str]] = set()
+        self._returning: tuple[Returning, str] | None = None
+        """Who took the last version, and of which launch: its server may still have to return from the call."""
+        self._remark = ""
+        self._vitals = Vitals(server)
+        self.copied: Manifest | None = None
+        """Of the last version that was copied straight into the parameters and is served."""
+        self._copied: Manifest | None = None
+
+    def perform(self, operation: Operation, identity: str = "", number: int = 0) -> Result:
+        """Do it to the launch `identity` of the server (empty: to any), and say how it ended. Never raises."""
+        self._number, self._launch = number, identity
+        self._server.expect(identity)
+        step, started = operation.name, time.monotonic()
+        try:
+            with resting():
+                result = self._perform(operation)
+        except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
+            if isinstance(error, NotRecordable):
+                self._server.unrecordable(str(error))
+            self._vitals.learn(error, identity)
+            result = Broken(str(error) or type(error).__name__, self._touched(operation))
+        except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
+            _log.exception("operation_failed_unforeseen", operation=step)
+            result = Broken(f"{type(error).__name__}: {error}", self._touched(operation))
+        self._meters.observe(STEP_SECONDS, time.monotonic() - started, step=step)
+        if isinstance(result, Broken):
+            self._meters.add(STEP_FAILURES, step=step)
+        elif isinstance(operation, PauseServer | Receive | Release):
+            self._vitals.moved(identity)
+        return result
+
+    def foresee(self, layout: Manifest) -> None:
+        """A version of this layout may be asked for: it need not be fetched."""
+        self._layouts = {layout.digest(): layout}
+
+    def look_ahead(self, operation: Operation, result: Result) -> None:
+        """What a pause that follows `operation` would have to ask first is asked while nobody waits. Never raises."""
+        if not isinstance(operation, Validate) or isinstance(result, Broken):
+            return
+        try:
+            self._server.look_ahead()
+        except (EngineAgentError, OSError, ValueError) as error:
+            _log.info("not_looked_at", reason=str(error))
+
+    def cancel(self, number: int | None = None) -> None:
+        """Make operation `number` (null: whichever) end soon: between two waits, or by taking its connection away.
+
+        To be said again until the operation has ended: a connection that is just being made is not there to be taken.
+        """
+        self._called_off = self._number if number is None else number
+        if self._active is not None and self._called_off == self._number:
+            self._active.close()
+
+    def _unwanted(self) -> bool:
+        return self._called_off == self._number
+
+    def _go_on(self) -> None:
+        """Raise `CalledOff` if the running operation was cancelled, in whichever wait that happened."""
+        if self._unwanted():
+            raise CalledOff
+
+    def close(self) -> None:
+        """Let go of every receiver's memory and groups."""
+        for receiver in self._receivers.values():
+            receiver.shutdown()
+        self._receivers.clear()
+
+    def _touched(self, operation: Operation) -> bool:
+        """Whether weights may have changed: as the receiver or the server saw it, whoever was more afraid."""
+        active = self._active
+        return isinstance(operation, Receive) and (self._server.touched or (active is not None and active.touched))
+
+    def _perform(self, operation: Operation) -> Result:
+        self._vitals.require(self._launch, self._active if isinstance(operation, PauseServer | Release) else None)
+        if isinstance(operation, PauseServer | Receive):
+            self._vitals.ask(self._launch)
+        match operation:
+            case Validate(command, folder, serving):
+                self._believe(command, serving)
+                self._vitals.look(self._launch)
+                layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
+                receiver = self._receivers.get(command.transport.value)
+                return Finished(beside=isinstance(receiver, Stager) and receiver.can_stage(layout))
+            case PauseServer(mode, deadline_s):
+                self._server.pause(mode, min(deadline_s, CALL_S))
+            case Stage(command, folder):
+                self._settle_quietly(command.deadline_s)
+                self._stage(command, folder)
+            case Receive(command, folder):
+                return self._receive(command, folder)
+            case Verify(command, checked):
+                return self._verify(command, checked=checked)
+            case Label(version, deadline_s):
+                if self._server.updating:
+                    self._settle(min(deadline_s, CALL_S))
+                self._server.set_label(str(version), min(deadline_s, CALL_S))
+            case Release():
+                self._release(operation)
+        return Finished()
+
+    def _believe(self, command: Prepare, serving: Held | None) -> None:
+        """Raise `Distrusted` unless a trainer that is trusted here signed this version, to follow the one served."""
+        if self._trust is None:
+            return
+        if (saved := self._saved(command.table)) is not None and command.seal is None:
+            command = _announced(command, saved)
+        self._object(command.version, doubt(command, serving, self._trust.agents()))
+        self._signer, self._believed = (command.seal.signer if command.seal else None), command
+
+    def _object(self, version: int, objection: Doubt | None) -> None:
+        if objection is not None:
+            self._meters.add(PUBLICATIONS_REFUSED, cause=objection.kind.value)
+            raise Distrusted(version, objection)
+
+    # -- before -------------------------------------------------------------------------------------------------------
+
+    def _read(self, manifest: str, table: str, deadline_s: float) -> tuple[Manifest, DigestTable | None]:
+        """Both, by their digests; no table where that is open."""
+        layout = self._layouts.get(manifest)
+        if layout is None:
+            layout = Manifest.decode(self._blob(manifest, deadline_s))
+            self._layouts = {manifest: layout}
+        if not table:
+            return layout, None
+        if self._table is None or self._table[0] != (manifest, table):
+            self._table = (manifest, table), DigestTable.decode(self._blob(table, deadline_s), layout)
+        return layout, self._table[1]
+
+    def _blob(self, digest: str, deadline_s: float) -> bytes:
+        if self.saved is not None and digest in self.saved.blobs:
+            return self.saved.blobs[digest]
+        if self.blobs is None:
+            raise UnfitManifest("no coordinator to ask for the manifest")
+        return self.blobs.get_blob(Digest(digest), deadline_s, self._unwanted)
+
+    def _saved(self, table: str) -> SavedVersion | None:
+        return self.saved if self.saved is not None and self.saved.notes.table == table else None
+
+    def _fit(
+        self, manifest: str, table: str, transport: TransportKind, folder: str, deadline_s: float
+    ) -> tuple[Manifest, DigestTable | None]:
+        """Manifest and table, which may be open, once they are known to fit this launch of the server."""
+        layout, digests = self._read(manifest, table, deadline_s)
+        facts = self._server.facts
+        key = (manifest, facts.identity, transport.value)
+        if key not in self._fits:
+            expected = checkpoint.expected(self._checkpoint_dir or Path(folder))
+            validate.check(layout, facts, self._server.dialect, expected, transport.value)
+            self._fits = {key, *(each for each in self._fits if each[1] == facts.identity)}
+        return layout, digests
+
+    # -- the transfer -------------------------------------------------------------------------------------------------
+
+    def _believe_offer(self, command: Transfer) -> None:
+        if _is_saved(command.offer):
+            if (saved := self._saved(command.table)) is None or command.offer.address != os.fspath(saved.path):
+                raise UnfitManifest(f"{command.offer.address} is not where this agent found the version")
+        elif self._trust is not None:
+            self._object(command.version, doubt_offer(command, self._signer, self._trust.agents()))
+
+    def _believe_table(self, command: Transfer, tabled: Tabled | None) -> str:
+        """The digest of the table that followed to `command`, which left it open. Raises unless it is believed."""
+        if tabled is None:
+            raise TransferFailed("the digest table was to follow, and did not come")
+        table = tabled.table
+        if (table.manifest, table.version) != (command.manifest, command.version):
+            raise TransferFailed(f"the digest table that came is of version {table.version}, or of another manifest")
+        digest = Digest(table.digest())
+        if self._trust is not None:
+            signature = tabled.seal.decode("ascii", "replace")
+            self._object(command.version, doubt_table(self._believed, digest, signature, self._trust.agents()))
+        self._table = (command.manifest, digest), table
+        return digest
+
+    def _stage(self, command: Transfer, folder: str) -> None:
+        """Take it beside what is served, if that is still possible. If not, `_receive` takes it."""
+        started = time.monotonic()
+        self._active = None
+        self._believe_offer(command)
+        self._go_on()
+        layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
+        self._go_on()
+        receiver = self._receivers.get(command.offer.transport.value)
+        if not isinstance(receiver, Stager):
+            return
+        self._active = receiver
+        session = Session(command.channel, command.epoch, command.version, layout, table)
+        left = max(command.deadline_s - (time.monotonic() - started), 0.001)
+        receiver.stage(session, _address(command), self._name, left)
+
+    def _receive(self, command: Transfer, folder: str) -> Result:
+        started = time.monotonic()
+        self._settle_quietly(command.deadline_s)
+        self._active = None
+        self._server.untouched()
+        self._believe_offer(command)
+        if command.offer.transport is TransportKind.DISTRIBUTED:
+            # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
+            self._server.label(min(command.deadline_s, _ALIVE_S))
+        self._go_on()
+        layout, table = self._fit(command.manifest, command.table, command.offer.transport, folder, command.deadline_s)
+        kind = SAVED if _is_saved(command.offer) else command.offer.transport.value
+        self._go_on()
+        receiver = self._receivers.get(kind) or self._receivers.setdefault(kind, self._receiver_of(kind))
+        self._active = receiver
+        session = Session(command.channel, command.epoch, command.version, layout, table)
+        left = max(command.deadline_s - (time.monotonic() - started), 0.001)
+        self._server.take_weights_back(min(left, CALL_S))
+        before = receiver.devices if isinstance(receiver, Sized) else ()
+        try:
+            receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
+        except Exception as error:
+            self._vitals.learn(error, self._launch)
+            self._end_update_quietly()
+            raise
+        finally:
+            if isinstance(receiver, Sized) and receiver.devices is not before:  # workers of this launch have come
+                self._placed = self._server.facts.identity, receiver.devices
+        if isinstance(receiver, Returning):
+            self._returning = receiver, self._launch
+        else:
+            self._server.end_update()
+        self._tell_remark(receiver)
+        if isinstance(receiver, Timed):
+            for step, seconds in receiver.seconds.items():
+                self._meters.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
+        followed = "" if command.table else self._believe_table(command, receipt.tabled)
+        proves_itself = receipt.checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}
+        self._copied = layout if proves_itself else self._copied
+        verified_by = "live-digest" if proves_itself else ""  # by the workers, of what they hold
+        return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by, followed)
+
+    def _receiver_of(self, kind: str) -> Receiver:
+        return SavedReceiver() if kind == SAVED else self._make(kind)
+
+    def _tell_remark(self, receiver: Receiver) -> None:
+        """Once for each."""
+        remark = receiver.remark if isinstance(receiver, Remarking) else ""
+        if remark and remark != self._remark:
+            _log.warning("transfer_could_be_better", reason=remark)
+        self._remark = remark
+
+    def _settle(self, deadline_s: float) -> None:
+        """Wait until the server has returned from the call in which the last version was taken, and end its update.
+
+        The version was proven before; what is asked of the server meanwhile has to bear it. Raises what kept it from
+        returning well, and goes on to do so until another version is taken: it generates nothing before.
+        """
+        if self._returning is None:
+            return
+        receiver, launch = self._returning
+        if launch == self._launch:
+            began = time.monotonic()
+            receiver.returned(deadline_s)
+            self._meters.observe(STEP_SECONDS, time.monotonic() - began, step="transfer_return")
+            self._server.end_update()
+        self._returning = None
+
+    def _settle_quietly(self, deadline_s: float) -> None:
+        """Another version is to be taken: how the call of the one before ended does not matter, but that it did."""
+        try:
+            self._settle(min(deadline_s, RETURN_S))
+        except (EngineAgentError, DataplaneError) as error:
+            _log.warning("server_did_not_return", reason=str(error))
+            self._end_update_quietly()
+        self._returning = None
+
+    def _end_update_quietly(self) -> None:
+        """After a failure: the session must not stay open, but what is reported is the failure, not this."""
+        if not self._vitals.answers(self._launch, self._active):
+            return
+        try:
+            self._server.end_update(LOOK_S)
+        except ServerError as error:
+            _log.warning("end_weight_update_failed", reason=str(error))
+
+    # -- after --------------------------------------------------------------------------------------------------------
+
+    def _verify(self, command: Transfer, *, checked: bool) -> Result:
+        layout, table = self._read(command.manifest, command.table, VERIFY_S)
+        assert table is not None, "whoever is to verify knows the table"
+        wanted = (self.live_digest(), self._server.tp)
+        live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)
+        if live is not None:
+            compare(live.parameters, self._server.checksums(proof_s(layout.nbytes)))
+            return Proven("live-digest")
+        if checked:
+            return Proven("bucket-digest")
+        if self._proof is Proof.AVAILABLE:
+            _log.warning("version_unproven", version=command.version, transport=command.offer.transport.value)
+            return Proven("")
+        raise WrongWeights(
+            "verify",
+            f"this server cannot report digests that the trainer can predict (found {wanted[0] or 'none'} at tp"
+            f" {wanted[1]}), and no bucket was compared before the load: serve a model whose layout is known, use the"
+            " disk transport, or set verify = available to take versions that are not proven",
+        )
+
+    def live_digest(self) -> str:
+        """The algorithm by which the server reports its live parameters; empty when it cannot, or nobody predicts it.
+
+        Predictions follow the tensor-parallel size, which does not say how attention data parallelism cuts weights. Of
+        several replicas or stages every rank reports, and predicted are those of one.
+        """
+        dialect, facts = self._server.dialect, self._server.facts
+        if facts.dp_attention or facts.dp > 1 or facts.pp > 1:
+            return ""
+        device = facts.device
+        if device == "cuda" and dialect.checksums:
+            return LIVE_ON_GPU
+        return LIVE_ON_CPU if device == "cpu" and dialect.cpu_checksums else ""
+
+    def _release(self, release: Release) -> None:
+        """Label last but for the flush, flush before anything generates."""
+        if isinstance(self._active, Stager):
+            self._active.close()  # what was taken and not put into place is nobody's
+        until = time.monotonic() + release.deadline_s
+        self._settle(min(release.deadline_s, RETURN_S))
+        if release.version is not None and not release.labelled:
+            self._server.set_label(str(release.version), min(release.deadline_s, CALL_S))
+        self._server.take_rest_back(min(release.deadline_s, CALL_S))
+        if release.flush:
+            self._server.flush(max(until - time.monotonic(), 0.001))
+        self._server.resume(min(release.deadline_s, CALL_S))
+        self.copied = self._copied
+        if release.look:
+            self._server.generates(min(release.deadline_s, LOOK_S))
+
+    @property
+    def taken(self) -> str:
+        """How the last version was taken, where there is a choice."""
+        return next((each.mode for each in self._receivers.values() if isinstance(each, Stager)), "")
+
+    @property
+    def takes(self) -> dict[str, int]:
+        """Bytes that the worker with most of them takes in a round, by transport, where plans say so."""
+        sized = ((kind, each.widest) for kind, each in tuple(self._receivers.items()) if isinstance(each, Sized))
+        return {kind: size for kind, size in sized if size}
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Where the workers of this launch are, by rank, as they said it in a round; none before."""
+        return self._placed[1] if self._placed[0] == self._server.facts.identity else ()
+
+    def called(self, call: str, seconds: float, *, failed: bool) -> None:
+        """One HTTP call to the server was made."""
+        self._meters.observe(CALL_SECONDS, seconds, call=call)
+        if failed:
+            self._meters.add(CALL_FAILURES, call=call)
+
+
+def _is_saved(offer: Offer) -> bool:
+    return offer.transport is TransportKind.DISK and offer.group == SAVED
+
+
+def _announced(command: Prepare, saved: SavedVersion) -> Prepare:
+    """`command` as the trainer announced and signed it, under the epoch of the round that committed it."""
+    said = msgspec.json.decode(saved.publication, type=Publish)
+    replaced = {name: getattr(said, name) for name in ("channel", "epoch", "version", "manifest", "table", "rollback")}
+    if (said.version, said.table) != (command.version, command.table):
+        raise UnfitManifest(f"{saved.path} was announced as version {said.version}, and holds {command.version}")
+    return msgspec.structs.replace(command, **replaced, seal=said.seal)
+
+
+def _address(command: Transfer) -> Address:
+    offer = command.offer
+    return Address(offer.address, offer.group, offer.backend, offer.world_size, offer.token)
+
+
+def compare(wanted: dict[str, tuple[str, ...]], found: list[dict[str, str]]) -> None:
+    """Raise `WrongWeights` unless every rank reports exactly `wanted`; names the first parameter and both digests."""
+    for rank, parameters in enumerate(found):
+        for name, digests in wanted.items():
+            reported = parameters.get(name, "nothing")
+            if rank >= len(digests) or reported != digests[rank]:
+                predicted = digests[rank] if rank < len(digests) else "nothing"
+                raise WrongWeights(
+                    "weights_checker", f"parameter {name!r} on rank {rank} is {reported}, its digest is {predicted}"
+                )
+        if extra := parameters.keys() - wanted.keys():
+            raise WrongWeights("weights_checker", f"rank {rank} has parameters that nobody sent: {sorted(extra)[:4]}")
+    if not found or any(len(digests) != len(found) for digests in wanted.values()):
+        raise WrongWeights("weights_checker", f"{len(found)} ranks reported, the digest table is for others")

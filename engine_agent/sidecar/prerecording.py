@@ -1,0 +1,197 @@
+"""Has the server's loader recorded before the coordinator hears of this engine: its first round need not do it then.
+
+Transports are imported then, too, whether or not anything is recorded.
+
+What is recorded with is what the served checkpoint's files say, or the manifest of the last version that was copied
+here in an earlier life of the agent. A version of other tensors is recorded in its round. Nothing here can fail the
+agent: whatever speaks against it is a line in the log.
+
+SGLang calls a loader outside of a pause when all requests have ended, and keeps new ones waiting from the moment that
+it is asked. So only a server that has none is asked, or one that is paused anyway. A request that comes just then is
+waited for by those behind it, and by the recording, which is soon given up; the call itself cannot be taken back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from weightbus.control.log import get_log
+from weightbus.dataplane.errors import DataplaneError, ManifestError
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.transports import registry as transports
+from weightbus.dataplane.transports.prerecorded_traces import Ahead
+from weightbus.dataplane.transports.prerecording import Rehearsal
+
+from ..engines.sglang import checkpoint_spec as checkpoint
+from ..engines.sglang import compatibility as validate
+from ..engines.sglang.api_versions import Dialect
+from ..engines.sglang.checkpoint_spec import Expected
+from ..engines.sglang.server_identity import ServerFacts
+from ..engines.sglang.sglang_server import SGLangServer
+from ..errors import EngineAgentError, UnfitManifest
+from ..machine.operation_state import View
+from .memory_release import Noticed
+from .settings import EngineAgentSettings
+from .state_file import write_durably
+
+_RECORD_S: Final = 120.0
+"""For all models of the server. A quantised model of 48 layers took 8 s."""
+_ASK_S: Final = 5.0
+_AGAIN_S: Final = 0.5
+"""Between two looks that have to find no request: one alone may fall between two parts of a prompt."""
+_CPU: Final = Path("/proc/cpuinfo")
+
+_log = get_log(__name__)
+
+
+class Rehearsing:
+    """Of one life of the agent. `carry_out` and `remember` are called on the worker's thread, `close` on any."""
+
+    def __init__(
+        self,
+        settings: EngineAgentSettings,
+        server: SGLangServer,
+        view: Callable[[], View],
+        post: Callable[[Noticed], None],
+        foresee: Callable[[Manifest], None],
+    ) -> None:
+        """`view` is what is known of the engine now; `post` wakes whoever waits for `over`.
+
+        `foresee` is told the manifest of the last version that was copied here, if it may come again, or else the one
+        that the checkpoint suggests.
+        """
+        self._settings, self._server, self._view, self._post, self._foresee = settings, server, view, post, foresee
+        self._path = settings.state_dir / f"{settings.name}.manifest"
+        self._kept = ""
+        """Digest of the manifest that the file has."""
+        self.ahead = Ahead()
+        """What was worked out. Of the worker's thread."""
+        self._lock = threading.Lock()
+        """Of what `close` looks at and sets."""
+        self._rehearsal: Rehearsal | None = None
+        self._over = not settings.record_ahead
+        self._closed = False
+
+    @property
+    def over(self) -> bool:
+        """Nothing is recorded ahead, any more."""
+        return self._over
+
+    def carry_out(self) -> None:
+        """Never raises."""
+        try:
+            transports.load(kind.value for kind in self._settings.transports)
+            if not self._over:
+                self._record()
+        except (EngineAgentError, DataplaneError, OSError, ValueError) as error:
+            _log.info("not_recorded_ahead", reason=str(error) or type(error).__name__)
+        except Exception:  # noqa: BLE001 - the agent must outlive it, see above
+            _log.exception("not_recorded_ahead")
+        self._over = True
+        self._post(Noticed(threading.Event()))
+
+    def remember(self, copied: Manifest | None) -> None:
+        """Keep the manifest of a version for the next life. Without it there are the checkpoint's files."""
+        if copied is None or not self._settings.record_ahead or copied.digest() == self._kept:
+            return
+        self._kept = copied.digest()
+        try:
+            write_durably(self._path, copied.encode())
+        except OSError as error:
+            _log.info("manifest_not_kept", reason=str(error), path=str(self._path))
+
+    def close(self) -> None:
+        """Let the server go on."""
+        with self._lock:
+            self._closed, rehearsal = True, self._rehearsal
+        if rehearsal is not None:
+            rehearsal.close()
+
+    def _record(self) -> None:
+        facts, server = self._server.facts, self._server
+        ways = [kind.value for kind in self._settings.transports if kind.value in {"direct", "sends"}]
+        ways = [kind for kind in ways if kind in validate.transports_of(facts)]
+        if not ways or self._closed:
+            return None
+        expected = checkpoint.expected(self._settings.model_path or Path(facts.model_path))
+        if objection := _objection(facts, server.dialect, expected, lent=server.lent):
+            return _log.info("not_recorded_ahead", reason=objection)
+        tensors = self._remembered(facts, expected, ways[0]) or self._guessed(facts, expected)
+        server.expect(facts.identity)
+        if not self._view().paused and not self._idle():
+            return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
+        began = time.monotonic()
+        folder = self._settings.runtime_dir or transports.default_runtime_dir()
+        rehearsal = Rehearsal(folder, sent="sends" in ways, ahead=self.ahead)
+        if not self._let_close(rehearsal):
+            return None
+        try:
+            models = rehearsal.record(tensors, self._settings.name, server, _RECORD_S)
+        finally:
+            self._rehearsal = None
+            if not rehearsal.pending:  # else that would wait behind it, and requests behind both
+                server.end_update(_ASK_S)
+        seconds, unproven = round(time.monotonic() - began, 3), rehearsal.unproven
+        _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=seconds, unproven=unproven)
+        return None
+
+    def _let_close(self, rehearsal: Rehearsal) -> bool:
+        """What `close` ends from now on; not, if it came while files were read and the server was asked."""
+        with self._lock:
+            self._rehearsal = rehearsal
+            return not self._closed
+
+    def _idle(self) -> bool:
+        if not self._server.idle(_ASK_S):
+            return False
+        time.sleep(_AGAIN_S)
+        return self._server.idle(_ASK_S)
+
+    def _remembered(self, facts: ServerFacts, expected: Expected, transport: str) -> tuple[TensorSpec, ...]:
+        """Of the last version that was copied here, if this server would take it again."""
+        try:
+            manifest = Manifest.decode(self._path.read_bytes())
+            validate.check(manifest, facts, self._server.dialect, expected, transport)
+        except (OSError, ManifestError, UnfitManifest):
+            return ()
+        self._kept = manifest.digest()
+        self._foresee(manifest)
+        return manifest.tensors
+
+    def _guessed(self, facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:
+        """The checkpoint's. A trainer that names them in this order, in buckets of the usual size, has that manifest.
+
+        Raises `UnfitManifest` where a dtype is not known.
+        """
+        tensors = tensors_of(facts, expected)
+        with contextlib.suppress(ManifestError):
+            self._foresee(Manifest.of(next(iter(facts.architectures), ""), tensors))
+        return tensors
+
+
+def tensors_of(facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:
+    """The checkpoint's tensors as a trainer serves them. Raises `UnfitManifest` where a dtype is not known."""
+    served = validate.served_dtype(facts, expected)
+    found = [TensorSpec(name, expected.dtypes.get(name, served), shape) for name, shape in expected.shapes.items()]
+    if odd := next((spec.name for spec in found if not spec.dtype), ""):
+        raise UnfitManifest(f"nothing says in which dtype {odd!r} is served")
+    return tuple(found)
+
+
+def _objection(facts: ServerFacts, dialect: Dialect, expected: Expected, *, lent: bool) -> str:
+    """Why this server's loader is not called outside of a round; empty when it may be."""
+    if lent or facts.undefined:
+        return "the server has given memory back"
+    plain = not facts.quantization and expected.quantisation is None and checkpoint.dense(facts.architectures)
+    packed = facts.device == "cpu" and "amx_tile" in _CPU.read_text(encoding="utf-8")
+    if dialect.sessions and (packed or not plain):
+        return (
+            f"SGLang {facts.version} lays weights out anew after a loader was called, as if all had been loaded: those"
+            " that were not would be laid out twice"
+        )
+    return ""

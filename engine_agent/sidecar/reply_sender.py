@@ -1,0 +1,94 @@
+"""Says what the agent answers: in order, each again until it is acknowledged, and without waiting for one another.
+
+A version that is proven while it is taken gives two answers at a time. Sent one after the other's `Ack`, they would
+keep requests waiting for one exchange with the coordinator more.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Final, NoReturn
+
+from weightbus.control.bus.client import BusClient
+from weightbus.control.log import get_log
+from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
+from weightbus.control.protocol.messages import EngineMessage, ToAgent
+
+_ANSWER_S: Final = 5.0
+_AGAIN_S: Final = 0.1
+_CLOSE_S: Final = 5.0
+
+_log = get_log(__name__)
+
+
+class Speaker:
+    """One thread. `say` and `forget` are called from one other."""
+
+    def __init__(self, line: Callable[[], BusClient | None], agent: str) -> None:
+        """`line` gives the connection of the moment, if there is one."""
+        self._line = line
+        self._log = _log.bind(agent=agent)
+        self._answers: queue.SimpleQueue[tuple[int, EngineMessage] | None] = queue.SimpleQueue()
+        self._boot = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="speaker", daemon=True)
+
+    def start(self) -> None:
+        """From now on there is somebody to speak to."""
+        self._thread.start()
+
+    def say(self, message: EngineMessage) -> None:
+        """Behind what was to be said before."""
+        self._answers.put((self._boot, message))
+
+    def forget(self) -> None:
+        """Nothing that was to be said until now is said any more."""
+        self._boot += 1
+
+    def stop(self) -> None:
+        """Say nothing more. To be called when the line is closed."""
+        self._stopping.set()
+        self._answers.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (first := self._answers.get()) is not None:
+            waiting = [first]
+            while not self._answers.empty() and (more := self._answers.get()) is not None:
+                if more not in waiting:  # what is asked again is answered again, with the same words
+                    waiting.append(more)
+            while waiting and not self._stopping.is_set():
+                begun = [(item, self._begin(item[1])) for item in waiting if item[0] == self._boot]
+                waiting = [item for item, wait in begun if not self._said(item[1], wait)]
+                if waiting:
+                    self._stopping.wait(_AGAIN_S)
+            if self._stopping.is_set():
+                return
+
+    def _begin(self, message: EngineMessage) -> Callable[[], ToAgent]:
+        """Send it; what is returned waits for the answer, or raises why there is none."""
+        bus = self._line()
+        if bus is None:
+            return partial(_raise, ClientClosed("there is no line to the coordinator"))
+        try:
+            return bus.ask(message, deadline_s=_ANSWER_S)
+        except WeightbusError as error:
+            return partial(_raise, error)
+
+    def _said(self, message: EngineMessage, wait: Callable[[], ToAgent]) -> bool:
+        """Whether nothing more is to be said of it."""
+        try:
+            wait()
+        except (CoordinatorUnreachable, ClientClosed):
+            return False
+        except RequestRefused as refused:
+            self._log.info("answer_refused", answer=message.kind, reason=str(refused))
+        except WeightbusError as error:
+            self._log.error("answer_not_sent", answer=message.kind, reason=str(error))
+        return True
+
+
+def _raise(error: WeightbusError) -> NoReturn:
+    raise error

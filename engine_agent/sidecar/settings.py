@@ -1,0 +1,117 @@
+"""What an engine agent can be told. Read once, at the start."""
+
+import enum
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.ids import NAME_PATTERN
+from weightbus.control.security.security_settings import (
+    InsecureLoopback,
+    KeysFolder,
+    check,
+    check_endpoints,
+    check_url,
+    state_folder,
+)
+from weightbus.control.server.settings import LogFormat, LogLevel
+
+SECTION: Final = "engine_agent"
+"""Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
+
+Name = Annotated[str, Meta(pattern=NAME_PATTERN)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Wait = Annotated[float, Meta(gt=0, le=86400)]
+
+
+class Proof(enum.StrEnum):
+    """What a version must show before it is served."""
+
+    REQUIRED = "required"
+    """Live parameters or arrived buckets were compared with the digest table; anything else is refused."""
+    AVAILABLE = "available"
+    """Compared where that is possible. Where it is not, the version is served, and reported as not proven."""
+
+
+class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of ``weightbus engine-agent``."""
+
+    name: Annotated[Name, Meta(description="name of this engine, kept across restarts of agent and server")]
+    channel: Annotated[Name, Meta(description="the model whose weights this engine takes")]
+    server: Annotated[str, Meta(description="where the agent reaches its SGLang server")] = "http://127.0.0.1:30000"
+    url: Annotated[str, Meta(description="where clients reach the server, if that is elsewhere")] = ""
+    coordinator: Annotated[str, Meta(description="endpoint of the coordinator; of several, comma-separated")] = (
+        "tcp://127.0.0.1:5750"
+    )
+    keys: KeysFolder = None
+    insecure_loopback: InsecureLoopback = False
+    api_key: Annotated[
+        str, Meta(description="the server's --api-key; by environment or file only", extra={"secret": True})
+    ] = ""
+    api_key_file: Annotated[Path | None, Meta(description="file that holds the server's --api-key")] = None
+    admin_api_key: Annotated[
+        str, Meta(description="the server's --admin-api-key; by environment or file only", extra={"secret": True})
+    ] = ""
+    admin_api_key_file: Annotated[Path | None, Meta(description="file that holds the server's --admin-api-key")] = None
+    http_bind: Annotated[str, Meta(description="address of the HTTP port: no secrets, no authentication")] = "127.0.0.1"
+    http_port: Annotated[Port, Meta(description="/metrics, /healthz, /readyz, /status")] = 5760
+    state_dir: Annotated[Path, Meta(description="folder for what must survive the agent; local disk")] = msgspec.field(
+        default_factory=state_folder
+    )
+    runtime_dir: Annotated[Path | None, Meta(description="folder for sockets, shared with a trainer on this host")] = (
+        None
+    )
+    saved_dir: Annotated[Path | None, Meta(description="folder of versions kept as files: the trainer's save_dir")] = (
+        None
+    )
+    saved_after_s: Annotated[
+        Wait, Meta(description="how long a round is waited for before a kept version is loaded")
+    ] = 15.0
+    model_path: Annotated[Path | None, Meta(description="the served checkpoint, where the agent sees it elsewhere")] = (
+        None
+    )
+    transports: Annotated[tuple[TransportKind, ...], Meta(description="those that may be used", min_length=1)] = (
+        TransportKind.DIRECT,
+        TransportKind.LOCAL,
+        TransportKind.SENDS,
+        TransportKind.DISTRIBUTED,
+        TransportKind.DISK,
+    )
+    beside: Annotated[
+        bool, Meta(description="take what is sent beside the served weights where memory allows (sends)")
+    ] = True
+    hands_on: Annotated[
+        bool,
+        Meta(description="take part in broadcasts in the server's place, and hand on what comes (distributed)"),
+    ] = True
+    record_ahead: Annotated[
+        bool, Meta(description="record the server's loader before the first version asks for it (direct, sends)")
+    ] = True
+    gives_back: Annotated[
+        bool,
+        Meta(description="let POST /give-back on the HTTP port have the server give its GPU memory back"),
+    ] = False
+    verify: Annotated[Proof, Meta(description="required: serve only what was proven; available: prove what can be")] = (
+        Proof.REQUIRED
+    )
+    dialect: Annotated[str, Meta(description="treat an unknown SGLang version as this one")] = ""
+    poll_s: Annotated[Wait, Meta(description="how often the server is looked at")] = 1.0
+    start_timeout_s: Annotated[Wait, Meta(description="how long server and coordinator are waited for")] = 1800.0
+    log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = LogLevel.INFO
+    log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
+
+    def __post_init__(self) -> None:
+        check(self.keys, insecure_loopback=self.insecure_loopback)
+        check_endpoints("coordinator", self.coordinator)
+        check_url("server", self.server)
+        if self.url:
+            check_url("url", self.url)
+        for name, key, file in (
+            ("api_key", self.api_key, self.api_key_file),
+            ("admin_api_key", self.admin_api_key, self.admin_api_key_file),
+        ):
+            if key and file is not None:
+                raise ValueError(f"{name} and {name}_file are both given, expected one: remove either")

@@ -1,0 +1,142 @@
+"""Where the workers of a server are, and which transports it cannot take: what the sidecar tells the coordinator.
+
+A server does not say which GPUs it uses, but in which order: `--base-gpu-id`, and a step from worker to worker, counted
+among those that its processes see. So the driver is asked as such a process would ask it (gpu_topology.py). What cannot
+be found out, such as the environment of a server in another container, is not told.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from weightbus.control.log import get_log
+from weightbus.control.machine.routing import PREFERRED
+from weightbus.control.protocol.enums import Reach, TransportKind
+from weightbus.control.protocol.ids import RequestId
+from weightbus.control.protocol.message_fields import Lack, Nic, Place
+from weightbus.control.protocol.messages import Topology
+from weightbus.dataplane.memory.device_name import HOST_OF_NCCL, seat_on
+from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed, seen_by
+from weightbus.dataplane.processes.host_identity import (
+    files_identity,
+    folder_identity,
+    host_identity,
+    interfaces,
+    network_identity,
+)
+
+from ..engines.sglang.compatibility import lacking
+from ..engines.sglang.server_identity import ServerFacts, environment_of
+
+_PROC: Final = Path("/proc")
+_ALONE: Final = "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"
+"""SGLang's own variable."""
+_YES: Final = ("true", "1", "yes", "y")
+_SHARED: Final = ("/dev/shm", tempfile.gettempdir())  # noqa: S108  looked at, nothing is written
+"""Folders in which shared memory and the socket of its manager are found (dataplane/memory/torch_shared_memory.py)."""
+_NO_KEY: Final = RequestId("filled-in-by-the-client")
+_log = get_log(__name__)
+
+
+def topology_of(
+    facts: ServerFacts,
+    allowed: tuple[TransportKind, ...],
+    runtime_dir: Path,
+    places: tuple[Place, ...],
+    takes: Mapping[str, int],
+) -> Topology:
+    """What is told of one launch. `allowed` are the transports of the settings, `takes` counts bytes by transport."""
+    left_out = Lack(found="the engine agent's setting transports leaves it out", needed="add it there")
+    lacks = {kind: left_out for kind in PREFERRED if kind not in allowed}
+    lacks |= {TransportKind(kind): Lack(found=each[0], needed=each[1]) for kind, each in lacking(facts).items()}
+    return Topology(
+        request=_NO_KEY,
+        network=network_identity(),
+        files=files_identity(),
+        folder=folder_identity(runtime_dir),
+        places=places,
+        nics=tuple(Nic(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
+        lacking=lacks,
+        takes={TransportKind(kind): size for kind, size in takes.items()},
+        awaits_tables=True,
+    )
+
+
+def places_of(facts: ServerFacts) -> tuple[Place, ...]:
+    """One for each worker; none where it cannot be found out. Takes about a second where there are GPUs."""
+    if facts.device != "cuda":
+        return tuple(Place(rank=rank, host=host_identity(), device=facts.device) for rank in range(facts.tp))
+    if facts.process is None or not facts.gpus or facts.pp > 1 or facts.dp > 1:
+        return ()
+    try:
+        environment = environment_of(facts.process[0])
+        alone, nccl_host = environment.get(_ALONE, "").lower() in _YES, environment.get(HOST_OF_NCCL, "")
+        return tuple(_placed(facts.gpus, seen_by(environment), nccl_host, alone=alone))
+    except (OSError, SurveyFailed, ValueError) as problem:
+        _log.info("gpus_not_known", reason=str(problem))
+        return ()
+
+
+def opened_by(facts: ServerFacts, places: tuple[Place, ...]) -> str:
+    """Where memory of this process has to lie for all workers of a server to open it; empty where one may not.
+
+    ``cpu``, or the uuid of the first one's GPU, which the others have to reach. Shared memory is a file of its owner
+    alone, in a folder that both have to see; of memory on a GPU the driver asks that both are in one IPC namespace.
+    A worker that cannot open what it is given ends its server, so what is not known is no.
+    """
+    if facts.process is None or facts.dp > 1 or facts.pp > 1 or not places:
+        return ""
+    try:
+        reason = _foreign(_PROC / str(facts.process[0]), facts.device)
+    except OSError as problem:  # it ended, or is another user's
+        reason = str(problem)
+    reason = reason or _apart(places)
+    if reason:
+        _log.info("server_opens_nothing_of_ours", reason=reason)
+    return "" if reason else places[0].device
+
+
+def _foreign(process: Path, device: str) -> str:
+    """Why a process may not open memory of this one's; empty where it may. Raises `OSError`."""
+    lines = (process / "status").read_text().splitlines()
+    users = {int(each) for line in lines if line.startswith("Uid:") for each in line.split()[1:]}
+    if users != {os.geteuid()}:  # real, effective, saved, and that of the file system
+        return f"the server is run by user {sorted(users)}, the engine agent by {os.geteuid()}"
+    if device == "cpu":
+        shares = all((process / "root" / each[1:]).samefile(each) for each in _SHARED)
+        return "" if shares else f"the server has other folders under {' and '.join(_SHARED)}"
+    return "" if (process / "ns/ipc").samefile("/proc/self/ns/ipc") else "the server is in another IPC namespace"
+
+
+def _apart(places: tuple[Place, ...]) -> str:
+    """Which worker is not known to reach the first one's GPU, by its driver; empty where all do."""
+    first = places[0].device
+    for each in places:
+        if each.device != first and (each.reach or {}).get(first, Reach.NONE) is Reach.NONE:
+            return f"worker {each.rank} on GPU {each.device} is not known to reach GPU {first} of worker 0"
+    return ""
+
+
+def places_on(devices: tuple[str, ...]) -> tuple[Place, ...]:
+    """One for each of `devices`, as the workers said themselves; which others they reach is not known."""
+    return tuple(Place(rank=rank, host=host_identity(), device=device) for rank, device in enumerate(devices))
+
+
+def _placed(numbers: tuple[int, ...], seen: tuple[Gpu, ...], nccl_host: str, *, alone: bool) -> list[Place]:
+    """`alone`: each worker sees no GPU but its own."""
+    if max(numbers) >= len(seen):
+        raise SurveyFailed(f"the server uses GPU number {max(numbers)}, and {len(seen)} are seen with its environment")
+    return [
+        Place(
+            rank=rank,
+            host=host_identity(),
+            device=seen[number].uuid,
+            reach={} if alone else {other: Reach(word) for other, word in seen[number].reach.items()},
+            seat=seat_on(seen[number].uuid, nccl_host) if nccl_host else "",
+        )
+        for rank, number in enumerate(numbers)
+    ]

@@ -1,0 +1,1 @@
+"""worker: see FACES.md for the sentence that belongs here."""

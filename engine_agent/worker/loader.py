@@ -1,0 +1,143 @@
+"""The part of weightbus that runs inside the engine's workers: SGLang's ``--custom-weight-loader``.
+
+Start the server with ``--custom-weight-loader weightbus.engine_agent.worker_loader.load``. SGLang calls `load` in every
+worker's scheduler thread when the sidecar asks it to; the worker then connects to the sidecar's socket and does what it
+is told until it is let go (dataplane/transports/worker_messages.py). Nothing is generated meanwhile.
+
+An exception here would end the whole server, so none leaves `load`: the sidecar is told, or notices that the connection
+broke, and keeps the server paused. Imports torch and nothing of SGLang.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from weightbus.dataplane.errors import DataplaneError, NotRecordable, PeerLost
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.frames import Frames
+from weightbus.dataplane.transports import worker_messages as wire
+
+from ..gc_pause import resting
+from .worker_state import WorkerState
+
+PREFIX: Final = "weightbus:"
+"""Of the name that is loaded; the rest is the path of the sidecar's socket."""
+_PATIENCE_S: Final = 120.0
+"""How long the server is held for a sidecar that says nothing: it may be planning, for the first time."""
+
+_LOOK_S: Final = 2.0
+"""How soon it is noticed, between rounds, that a trainer is gone."""
+
+_log = logging.getLogger(__name__)
+_states: Final[dict[torch.nn.Module, WorkerState]] = {}
+_watch: threading.Thread | None = None
+
+
+def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    """What SGLang calls. `named_tensors` is one name, that of the sidecar's socket."""
+    try:
+        with resting():
+            _exchange(model, named_tensors)
+    except (DataplaneError, OSError, ValueError) as error:
+        _log.error("weightbus: the exchange with the sidecar broke off: %s", error)
+    except Exception:  # noqa: BLE001 - see above
+        _log.exception("weightbus: the exchange with the sidecar failed unforeseen")
+
+
+def forget() -> None:
+    """Let go of all memory of trainers; what is needed again is opened and recorded again."""
+    for state in _states.values():
+        with state.busy:
+            state.close()
+    _states.clear()
+
+
+def _keep_watch() -> None:
+    """Between rounds: nobody else would notice that a trainer's memory need not be held any more."""
+    while True:
+        time.sleep(_LOOK_S)
+        for state in tuple(_states.values()):
+            if state.busy.acquire(blocking=False):
+                try:
+                    state.release()
+                except Exception:  # noqa: BLE001 - the server goes on without this
+                    _log.exception("weightbus: memory of a trainer that is gone could not be released")
+                finally:
+                    state.busy.release()
+
+
+def _exchange(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
+    names = [name for name, _ in named_tensors]
+    if len(names) != 1 or not names[0].startswith(PREFIX):
+        raise PeerLost(f"the loader was called with {names[:2]}, expected one name that begins with {PREFIX!r}")
+    global _watch  # noqa: PLW0603 - one for the process
+    if _watch is None:
+        _watch = threading.Thread(target=_keep_watch, name="weightbus-leases", daemon=True)
+        _watch.start()
+    state = _states.get(model)
+    if state is None:
+        state = _states[model] = WorkerState(model)
+    with state.busy:
+        _follow(state, names[0].removeprefix(PREFIX))
+
+
+def _follow(state: WorkerState, path: str) -> None:
+    """Do what the sidecar says until it lets go."""
+    frames = Frames.connect(path, Deadline(_PATIENCE_S))
+    try:
+        state.stand(standing=True)
+        wire.say(frames, state.hello(_rank()), Deadline(_PATIENCE_S))
+        while True:
+            message = wire.hear_sidecar(frames, Deadline(_PATIENCE_S))
+            if isinstance(message, wire.Done | wire.Failed):
+                return
+            wire.say(frames, _obey(state, message, frames.waiting), Deadline(_PATIENCE_S))
+    finally:
+        state.stand(standing=False)
+        state.call_off()
+        frames.close()
+
+
+def _obey(  # noqa: PLR0911  one for each message
+    state: WorkerState, message: wire.ToWorker, called_off: Callable[[], bool]
+) -> wire.ToSidecar:
+    """Do one thing; whatever goes wrong is the sidecar's to judge. It says nothing meanwhile, but to call that off."""
+    began = time.perf_counter()
+    try:
+        match message:
+            case wire.Record():
+                recording = state.record(message, _rank())
+                return wire.Recorded(recording=recording.encode(), seconds=time.perf_counter() - began)
+            case wire.Form():
+                state.form(message)
+                return wire.Adopted(seconds=time.perf_counter() - began)
+            case wire.Prove():
+                state.warm(message)
+                return wire.Adopted(seconds=time.perf_counter() - began)
+            case wire.Adopt():
+                state.adopt(message)
+                return wire.Adopted(seconds=time.perf_counter() - began)
+            case wire.Replay():
+                return state.replay(message, called_off)
+            case wire.Expect():
+                state.expect(message, _rank())
+                return wire.Adopted(seconds=time.perf_counter() - began)
+            case wire.Flip():
+                return state.flip()
+            case _:
+                return wire.Failed(reason=f"{message.kind} is not for the loader", touched=state.touched)
+    except Exception as error:  # noqa: BLE001 - see above
+        _log.exception("weightbus: %s failed", message.kind)
+        reason = f"{type(error).__name__}: {error}"[:2048]
+        return wire.Failed(reason=reason, touched=state.touched, unrecordable=isinstance(error, NotRecordable))
+
+
+def _rank() -> int:
+    """Among all workers of the server."""
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0

@@ -1,0 +1,245 @@
+"""A worker's own thread for what it is sent: it waits for the sidecar between rounds, joins groups, and receives.
+
+The scheduler is never kept waiting by it. *Beside* the parameters it receives while the server generates; into them
+only while the scheduler stands in our loader, which `standing` says. Both ends of a round, `Take` and `Flip`, are the
+sidecar's word; when the sidecar is gone, the thread lets go of everything and ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from weightbus.dataplane.copy.copy_table import CopyTable
+from weightbus.dataplane.copy.engine_selection import engine_for
+from weightbus.dataplane.errors import DataplaneError, NoRoom, TransferFailed, TurnLate
+from weightbus.dataplane.processes.background_init import Binding
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.frames import Frames
+from weightbus.dataplane.processes.thread_latency import prompt, without_slack
+from weightbus.dataplane.reshard.send_schedule import Messages
+from weightbus.dataplane.transports import worker_messages as wire
+from weightbus.dataplane.transports.sends.group_cache import Standing
+from weightbus.dataplane.transports.sends.group_forming import Forming
+from weightbus.dataplane.transports.sends.group_transfer import Passage
+from weightbus.dataplane.transports.sends.receive_queue import Inbox, beside_bytes
+from weightbus.dataplane.transports.sends.send_queue import Exchange
+
+_CONNECT_S: Final = 30.0
+_SAY_S: Final = 30.0
+_LOOK_S: Final = 3600.0
+"""Between rounds. The end of the sidecar ends the wait."""
+_SOON_S: Final = 2.0
+"""Who is asked for room is mostly told to take something next."""
+_MEMINFO: Final = Path("/proc/meminfo")
+
+_log = logging.getLogger(__name__)
+
+
+class Taker:
+    """For one schedule. Made and asked by the scheduler's thread."""
+
+    def __init__(
+        self,
+        expect: wire.Expect,
+        rank: int,
+        targets: Sequence[torch.Tensor],
+        device: torch.device,
+        forming: Forming | None = None,
+    ) -> None:
+        """`targets` are those of the recording, then the buffer of the plan. Connects; raises `DataplaneError`."""
+        self.schedule = expect.schedule
+        self.standing = threading.Event()
+        """The scheduler stands in our loader."""
+        self._messages, self._unpack = Messages.decode(expect.messages), CopyTable.decode(expect.unpack)
+        self._targets, self._device, self._rank = targets, device, rank
+        self._inbox: Inbox | None = None
+        self._standing = Standing()
+        if forming is not None:
+            self._standing.begin(forming)
+        self._taken = False
+        self._claiming = threading.Lock()
+        self._touched = False
+        self._closed = False
+        self._stuck = False
+        """A thread does not return from what it does in our memory, which is its own from then on."""
+        self._binding: Binding[Inbox] | None = None
+        self._frames = Frames.connect(expect.socket, Deadline(_CONNECT_S))
+        try:
+            wire.say(self._frames, wire.Expecting(rank=rank, schedule=self.schedule), Deadline(_SAY_S))
+        except DataplaneError:
+            self._frames.close()
+            raise
+        self._bind(beside=False)  # the scheduler stands in our loader, and the others are being asked
+        self._thread = threading.Thread(target=self._run, name="weightbus-taker", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Its sidecar is there."""
+        return self._thread.is_alive() and not self._closed
+
+    def flip(self) -> None:
+        """Put what was taken into place, once. Raises `TransferFailed` when there is nothing whole."""
+        if not self._claim() or self._inbox is None:
+            raise TransferFailed("nothing was taken that could be put into place")
+        self._inbox.flip()
+        self._detach()
+
+    def close(self) -> None:
+        """Let go of everything. What is under way is broken off."""
+        self._closed = True
+        self._frames.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_SAY_S)
+            if self._thread.is_alive():
+                self._stuck = True
+                _log.warning("weightbus: the thread that receives has not ended within %g s: it is left", _SAY_S)
+        self._settle()
+        self._drop()
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        without_slack()
+        try:
+            while True:
+                while not self._frames.speaks(_LOOK_S):
+                    pass
+                with prompt():  # from the first word on: to hear it takes several turns of the interpreter
+                    if not self._obey(wire.hear_sidecar(self._frames, Deadline(_SAY_S))) or self._stuck:
+                        return
+        except DataplaneError as error:
+            if not self._closed:
+                _log.info("weightbus: the thread that receives ends: %s", error)
+        except Exception:  # noqa: BLE001 - the server goes on without this
+            if not self._closed:  # what waits for a connection that is closed meanwhile fails in its own way
+                _log.exception("weightbus: the thread that receives failed unforeseen")
+        finally:
+            self._closed = True
+            self._taken = False
+            self._standing.discard()
+            self._frames.close()
+
+    def _obey(self, message: wire.ToWorker) -> bool:
+        """Do it; False where nobody says such a thing to this thread."""
+        match message:
+            case wire.Weigh():
+                self._say(wire.Room(needed=beside_bytes(self._messages), free=free_bytes(self._device)))
+                self._frames.speaks(_SOON_S)
+            case wire.Take():
+                self._say(self._take(message))
+            case wire.Failed():  # of what has ended already
+                if self._claim():
+                    self._detach()
+                self._standing.call_off()
+            case _:
+                _log.error("weightbus: the sidecar said %s to a thread that receives", message.kind)
+                return False
+        return True
+
+    def _say(self, message: wire.ToSidecar) -> None:
+        wire.say(self._frames, message, Deadline(_SAY_S))
+
+    def _take(self, message: wire.Take) -> wire.Taken | wire.Failed:
+        """Receive everything; whatever goes wrong is the sidecar's to judge."""
+        self._taken = self._touched = False
+        if not message.beside and not self.standing.is_set():
+            return wire.Failed(reason="the scheduler is at work: nothing is received into its parameters")
+        try:
+            where = message.group
+            binding = self._binding if self._binding and not message.beside else self._bind(beside=message.beside)
+            memory = binding.result().memory if where.nixl else ()  # which the group has to know
+
+            def move(group: Exchange) -> None:
+                self._touched = not message.beside
+                binding.result().receive(group, where.turn_s)
+
+            passage = Passage(
+                where, where.rank, self._device, from_=self._messages.holders, memory=memory, standing=self._standing
+            )
+            seconds = passage.run(move, self._called_off, self._beat, ready=binding.result)  # made while a group forms
+        except Exception as error:  # noqa: BLE001 - see above
+            self._settle()
+            self._detach()
+            less = isinstance(error, NoRoom | TurnLate | torch.OutOfMemoryError)
+            reason = f"{type(error).__name__}: {error}"[:2048]
+            return wire.Failed(reason=reason, touched=self._touched, less=less)
+        self._settle()
+        self._taken = True
+        return wire.Taken(seconds=seconds, nbytes=binding.result().nbytes)
+
+    def _bind(self, *, beside: bool) -> Binding[Inbox]:
+        if not self._settle():
+            raise TransferFailed("memory was to be bound, and is not: the driver does not answer, or the host")
+        self._binding = Binding(lambda: self._bound(beside=beside))
+        return self._binding
+
+    def _settle(self) -> bool:
+        """Nothing is bound behind our back any more. False where it is: then this thread ends, and lets go of nothing.
+
+        The next one has memory of its own.
+        """
+        binding, self._binding = self._binding, None
+        self._stuck |= binding is not None and not binding.settle()
+        return not self._stuck
+
+    def _bound(self, *, beside: bool) -> Inbox:
+        if self._inbox is None or self._inbox.beside != beside:
+            self._drop()
+            engine = engine_for(self._device)
+            self._inbox = Inbox(self._messages, self._unpack, self._targets, engine, self._device, beside=beside)
+        self._inbox.attach()
+        return self._inbox
+
+    def _claim(self) -> bool:
+        """Whether something was taken, which is the caller's now: the scheduler's, or this thread's to let go of."""
+        with self._claiming:
+            taken, self._taken = self._taken, False
+        return taken
+
+    def _detach(self) -> None:
+        """The scheduler may have this memory again."""
+        if self._inbox is not None and not self._stuck:
+            self._inbox.detach()
+
+    def _drop(self) -> None:
+        if self._stuck:
+            return
+        inbox, self._inbox = self._inbox, None
+        if inbox is not None:
+            inbox.close()
+
+    def _beat(self) -> None:
+        try:
+            self._say(wire.Moving())
+        except DataplaneError:
+            return  # the sidecar is gone: that is heard of next
+
+    def _called_off(self) -> str:
+        if self._closed:
+            return "this worker has gone on"
+        if not self._frames.waiting():
+            return ""
+        try:
+            message = wire.hear_sidecar(self._frames, Deadline(_SAY_S))
+        except TransferFailed as error:
+            self._closed = True
+            return f"the sidecar is gone: {error}"
+        return message.reason if isinstance(message, wire.Failed) else f"the sidecar said {message.kind}"
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can be had without taking it from anybody: a GPU's free memory with torch's own reserve, or the host's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0

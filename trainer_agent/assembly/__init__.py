@@ -1,0 +1,1 @@
+"""assembly: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,371 @@
+"""How the pieces that many ranks hold become one bucket on the root: the execution of what gather_plan.py planned.
+
+No rank learns anything in a round that another does not know. For each bucket a rank that holds something makes one
+batched copy and one batch of sends; the root makes one batch of receives, most of them straight into the bucket, and
+one batched copy of its own pieces and of the loose ones of others. Parcels go to the root directly: a gather over each
+tensor-parallel group first would move every byte twice, and give every rank what only the root needs.
+
+Memory beyond the bucket itself: on a rank its own parcel at most, on the root the loose pieces of the others; both
+together are never more than the bucket. Parameters in pinned host memory are uploaded as they are, one bucket ahead
+(host_uploads.py, two buffers); other host memory is packed in pinned memory and goes to the device of the buckets as
+one copy for each bucket. Where parameters are is asked for every pass: trainers offload between phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from weightbus.dataplane.memory.tensor_bytes import addresses_of
+from weightbus.dataplane.tensors.manifest import ITEM_BYTES, Manifest, TensorSpec
+
+from ..source import AssemblyFailed, LayoutMismatch
+from .gather_plan import BucketPlan, Message, Parcel, Placement
+from .host_uploads import Cargo, Lane, Uploads, cargo_of, lane_for, pinned
+
+DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
+"""The dtypes that may travel, by the names that manifests use."""
+
+
+_ROUNDED: Final = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+
+
+def objection(tensor: torch.Tensor, *, rounded: bool) -> str:
+    """What to do about a tensor whose memory is not its values; nothing for one that can be read.
+
+    `rounded`: it is served in another dtype, perhaps. Values that have a scale beside them would lose it.
+    """
+    if tensor.is_meta:
+        return "it has no values yet: build the source after the model was loaded"
+    if rounded and tensor.dtype not in _ROUNDED:
+        return "its scale would be lost: train without quantised parameters"
+    return ""
+
+
+def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:
+    """Raise `LayoutMismatch` unless `manifest` holds exactly the tensors of `served`, in whatever order."""
+    if len(manifest.tensors) == len(served) and set(manifest.tensors) == set(served):
+        return
+    odd = sorted({tensor.name for tensor in set(manifest.tensors) ^ set(served)})
+    raise LayoutMismatch(
+        f"the manifest and the source differ in {len(odd)} tensors ({', '.join(odd[:5])}): "
+        f"make it of what the source's tensors() returns"
+    )
+
+
+def elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
+    """The tensor is not on `device`, which stands for any GPU when it has no index."""
+    return tensor.device.type != device.type or device not in {torch.device(device.type), tensor.device}
+
+
+class Exchange:
+    """The group in which parcels travel. Knows nothing of tensors but their bytes."""
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        """`ranks` are global ranks by rank of the source's group."""
+        self._group = group
+        self._ranks = tuple(ranks)
+
+    def send(self, messages: Sequence[torch.Tensor], root: int) -> None:
+        """Hand `messages` to rank `root`; they may be written again afterwards (on a GPU: in stream order)."""
+        self._run([dist.P2POp(dist.isend, message, self._ranks[root], self._group) for message in messages])
+
+    def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
+        """Fill each tensor with what its rank sends; several of one rank in the order in which it sends them.
+
+        `meanwhile` is called while they are on their way.
+        """
+        operations = [dist.P2POp(dist.irecv, memory, self._ranks[rank], self._group) for rank, memory in messages]
+        self._run(operations, meanwhile)
+
+    def _run(self, operations: list[dist.P2POp], meanwhile: Callable[[], None] = lambda: None) -> None:
+        try:
+            works = dist.batch_isend_irecv(operations)
+            meanwhile()
+            for work in works:
+                work.wait()
+        except RuntimeError as error:  # what torch raises for a lost peer, a timeout and an aborted communicator
+            raise AssemblyFailed(
+                f"a peer failed or was too slow while a bucket was gathered ({error}): "
+                f"find the rank that failed first, then start the trainer again"
+            ) from error
+
+
+class Reach(NamedTuple):
+    """How memory is told apart, and how it is uploaded. Another one stands in for a GPU in tests."""
+
+    elsewhere: Callable[[torch.Tensor, torch.device], bool] = elsewhere
+    pinned: Callable[[torch.Tensor], bool] = pinned
+    lane: Callable[[torch.device], Lane] = lane_for
+
+
+class Assembler:
+    """Executes the plan of one manifest on one rank."""
+
+    def __init__(  # noqa: PLR0917  the first five say which plan, the last one only differs in tests
+        self,
+        buckets: Sequence[BucketPlan],
+        storages: Sequence[torch.Tensor],
+        rank: int,
+        roots: Sequence[int] | None,
+        exchange: Exchange | None,
+        reach: Reach = Reach(),  # noqa: B008  immutable
+    ) -> None:
+        """`storages` are what pieces number; `exchange` may be None where this rank neither sends nor receives.
+
+        `roots` as `buckets` were planned with.
+        """
+        self._buckets = tuple(buckets)
+        self._storages = tuple(storages)
+        self._rank = rank
+        self._roots = tuple(roots) if roots is not None else (0,) * len(self._buckets)
+        self._exchange = exchange
+        self._reach = reach
+        self._scratch: torch.Tensor | None = None
+        self._pinned: Pinned | None = None
+        self._uploads: Uploads | None = None
+        self._cargoes: list[Cargo | None] = []
+        """By bucket, what of this rank's parcel is uploaded as it lies; empty before the first pass."""
+        self._far: dict[int, int] = {}
+        """Storages in pinned host memory as the cargoes were made: number and bytes of an element."""
+        self._places: list[int] = []
+        """Where all storages were then: each may be put elsewhere, on another device too."""
+
+    @torch.no_grad()
+    def run(self, index: int, out: torch.Tensor | None, device: torch.device) -> None:
+        """Take part in bucket `index`; `out` is given on its root. `device` is where buckets are, on every rank."""
+        if index == 0:
+            self._begin_pass(device)
+        bucket = self._buckets[index]
+        if out is not None:
+            self._gather(index, out)
+        elif self._rank in bucket:
+            self._contribute(index, device)
+        if index == len(self._buckets) - 1:
+            if self._uploads is not None:
+                self._uploads.settle()  # the trainer may step its parameters now
+            self._scratch = self._pinned = self._uploads = None  # a round is over: the memory is the trainer's again
+
+    def _begin_pass(self, device: torch.device) -> None:
+        """Parameters may have been moved and changed since the last one."""
+        places = addresses_of(self._storages)
+        if places == self._places:
+            return
+        self._places = places
+        far = {
+            number: storage.element_size()
+            for number, storage in enumerate(self._storages)
+            if self._reach.elsewhere(storage, device) and self._reach.pinned(storage)
+        }
+        self._uploads, self._far = None, far
+        mine = (bucket.get(self._rank) for bucket in self._buckets)
+        self._cargoes = [self._cargo(parcel, device) if parcel and far else None for parcel in mine]
+
+    def _cargo(self, parcel: Parcel, device: torch.device) -> Cargo | None:
+        """What is uploaded as it lies; None where nothing is, or something else has to be packed on the host."""
+        storages = {place.storage for place in _placements(parcel.messages)}
+        hidden = {each for each in storages - self._far.keys() if self._reach.elsewhere(self._storages[each], device)}
+        if hidden or not storages & self._far.keys():
+            return None
+        return cargo_of(_placements(parcel.messages), self._far)
+
+    def _uploaded(self, index: int, device: torch.device) -> Callable[[Placement], torch.Tensor] | None:
+        """Where the parcel's pieces are on the device, if they are uploaded as they lie."""
+        cargo = self._cargoes[index] if self._cargoes else None
+        if cargo is None:
+            return None
+        if self._uploads is None:
+            largest = max(each.nbytes for each in self._cargoes if each is not None)
+            self._uploads = Uploads(self._storages, device, self._reach.lane(device), largest)
+        taken = self._uploads.take(index, cargo)
+        return lambda place: taken(place) if place.storage in cargo.spans else self._source(place)
+
+    def _upload_next(self, index: int) -> None:
+        """The buffer of bucket `index` was read, in stream order: begin with the next one."""
+        assert self._uploads is not None
+        self._uploads.used()
+        for later in range(index + 1, len(self._buckets)):
+            cargo = self._cargoes[later]
+            if cargo is not None:
+                return self._uploads.begin(later, cargo)
+        return None
+
+    def _contribute(self, index: int, device: torch.device) -> None:
+        parcel = self._buckets[index][self._rank]
+        away = self._away(parcel, device)
+        packed = [message for message in parcel.messages if message.packed or away]
+        memory = self._memory(parcel.nbytes if away else parcel.packed_bytes, device, away=away)
+        near = self._uploaded(index, device)
+        if near is not None:
+            self._pack(packed, memory, near)
+            self._upload_next(index)
+        elif away and device.type == "cuda":
+            self._upload(parcel, memory)
+        else:
+            self._pack(packed, memory, self._source)
+        sent: list[torch.Tensor] = []
+        for message in parcel.messages:
+            if message.packed or away:
+                sent.append(memory[message.offset : message.offset + message.nbytes])
+            else:
+                (place,) = message.placements
+                sent.append(self._source(place).contiguous().view(-1).view(torch.uint8))
+        self._link().send(sent, self._roots[index])
+
+    def _gather(self, index: int, out: torch.Tensor) -> None:
+        bucket = self._buckets[index]
+        peers = {rank: parcel for rank, parcel in bucket.items() if rank != self._rank}
+        memory = self._memory(sum(parcel.loose_bytes for parcel in peers.values()), out.device, away=False)
+        starts = accumulate((parcel.loose_bytes for parcel in peers.values()), initial=0)
+        received: list[tuple[int, torch.Tensor]] = []
+        copies = _Copies()
+        for (rank, parcel), start in zip(peers.items(), starts, strict=False):
+            for message in parcel.messages:
+                if message.bucket_offset is not None:
+                    received.append((rank, out[message.bucket_offset : message.bucket_offset + message.nbytes]))
+                    continue
+                loose = memory[start : start + message.nbytes]
+                received.append((rank, loose))
+                for place in message.placements:
+                    copies.add(_in_bucket(out, place), _in_parcel(loose, place))
+        own = bucket.get(self._rank)
+
+        def fill() -> None:
+            if own is not None:
+                self._fill(index, own, out)
+
+        if received:
+            self._link().receive(received, fill)
+        else:
+            fill()
+        copies.run()
+
+    def _fill(self, index: int, parcel: Parcel, out: torch.Tensor) -> None:
+        """The root's own pieces into the bucket."""
+        copies = _Copies()
+        near = self._uploaded(index, out.device)
+        if near is not None:
+            for place in _placements(parcel.messages):
+                copies.add(_in_bucket(out, place), near(place), place.shift)
+            copies.run()
+            return self._upload_next(index)
+        if out.device.type != "cuda" or not self._away(parcel, out.device):
+            for place in _placements(parcel.messages):
+                copies.add(_in_bucket(out, place), self._source(place), place.shift)
+        else:
+            uploaded = torch.empty(parcel.nbytes, dtype=torch.uint8, device=out.device)
+            self._upload(parcel, uploaded)
+            for place in _placements(parcel.messages):
+                copies.add(_in_bucket(out, place), _in_parcel(uploaded, place))
+        copies.run()
+        return None
+
+    def _pack(
+        self, messages: Sequence[Message], memory: torch.Tensor, source: Callable[[Placement], torch.Tensor]
+    ) -> None:
+        """The pieces of `messages`, one after another, in `memory`."""
+        copies = _Copies()
+        for place in _placements(messages):
+            copies.add(_in_parcel(memory, place), source(place), place.shift)
+        copies.run()
+
+    def _upload(self, parcel: Parcel, memory: torch.Tensor) -> None:
+        """The whole parcel, packed in pinned host memory, then in `memory` on a GPU: one copy, in stream order."""
+        if self._pinned is None:
+            largest = max(bucket[self._rank].nbytes for bucket in self._buckets if self._rank in bucket)
+            self._pinned = Pinned(largest)
+        near = self._pinned.take(parcel.nbytes)
+        self._pack(parcel.messages, near, self._source)
+        memory[: parcel.nbytes].copy_(near, non_blocking=True)
+        self._pinned.sent(memory.device)
+
+    def _source(self, place: Placement) -> torch.Tensor:
+        storage = self._storages[place.storage]
+        return storage.as_strided(place.shape, place.strides, storage.storage_offset() + place.offset)
+
+    def _away(self, parcel: Parcel, device: torch.device) -> bool:
+        """Some of the parameters are not where the buckets are: on a GPU and in host memory, or the other way."""
+        return any(
+            self._reach.elsewhere(self._storages[place.storage], device) for place in _placements(parcel.messages)
+        )
+
+    def _link(self) -> Exchange:
+        assert self._exchange is not None, "the plan gives parcels to a rank outside the exchange"
+        return self._exchange
+
+    def _memory(self, nbytes: int, device: torch.device, *, away: bool) -> torch.Tensor:
+        if self._scratch is None or self._scratch.numel() < nbytes:
+            largest = max((self._scratch_bytes(index, away=away) for index in range(len(self._buckets))), default=0)
+            self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
+        return self._scratch[:nbytes]
+
+    def _scratch_bytes(self, index: int, *, away: bool) -> int:
+        bucket = self._buckets[index]
+        if self._rank == self._roots[index]:
+            return sum(parcel.loose_bytes for rank, parcel in bucket.items() if rank != self._rank)
+        parcel = bucket.get(self._rank)
+        if parcel is None:
+            return 0
+        return parcel.nbytes if away else parcel.packed_bytes
+
+
+class Pinned:
+    """Two pieces of pinned memory, taken in turn: one is packed while the other is on its way to a GPU."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._events: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Memory that may be written now; waits until what was in it has arrived."""
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()
+        return self._memory[self._turn][:nbytes]
+
+    def sent(self, device: torch.device) -> None:
+        """What was taken is on its way, in the current stream of `device`."""
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        event.record(torch.cuda.current_stream(device))
+        self._events[self._turn] = event
+        self._turn = 1 - self._turn
+
+
+class _Copies:
+    """Copies that are made in one call, cast where dtypes differ."""
+
+    def __init__(self) -> None:
+        self._targets: list[torch.Tensor] = []
+        self._sources: list[torch.Tensor] = []
+
+    def add(self, target: torch.Tensor, source: torch.Tensor, shift: int = 0) -> None:
+        """Copy `source` plus `shift` to `target`."""
+        self._targets.append(target)
+        self._sources.append(source + shift if shift else source)
+
+    def run(self) -> None:
+        """Make them; torch has no public name for it."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+
+
+def _placements(messages: Sequence[Message]) -> Iterable[Placement]:
+    return (place for message in messages for place in message.placements)
+
+
+def _in_parcel(parcel: torch.Tensor, place: Placement) -> torch.Tensor:
+    """The piece within the parcel, contiguous."""
+    typed = parcel[place.parcel_offset : place.parcel_offset + place.nbytes].view(DTYPES[place.dtype])
+    return typed.view(place.shape)
+
+
+def _in_bucket(out: torch.Tensor, place: Placement) -> torch.Tensor:
+    """The piece within its served tensor, inside the bucket."""
+    item = ITEM_BYTES[place.dtype]
+    typed = out[: out.numel() // item * item].view(DTYPES[place.dtype])
+    return typed.as_strided(place.shape, place.bucket_strides, typed.storage_offset() + place.bucket_offset // item)

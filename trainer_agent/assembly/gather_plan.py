@@ -1,0 +1,272 @@
+"""Who sends what for one bucket, and where it lands: computed once per manifest, as plain data. No torch.
+
+For each bucket every rank has one *parcel* for its root: its pieces, in the order in which they lie in the bucket. All
+buckets have one root, or each that of the stage which holds its tensors. A parcel travels as few messages:
+
+    straight    a long run of bytes that lies in the bucket as it was sent: received where it belongs
+    loose       everything else (columns of row-parallel weights, small tensors), one message, taken apart by the root
+
+Whole experts and whole pipeline stages are straight; of a tensor-parallel shard, the rows are. A straight message of
+one contiguous piece is not packed either: it is sent from the parameter's own memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from weightbus.dataplane.tensors import coverage as cover
+from weightbus.dataplane.tensors.boxes import Column
+from weightbus.dataplane.tensors.manifest import ITEM_BYTES, Manifest
+from weightbus.dataplane.tensors.shards import Piece, Pieces, contiguous_strides
+
+STRAIGHT_BYTES: Final = 1 << 20
+"""Shorter runs go loose: a message of its own costs more than copying so little."""
+
+_ALIGNMENT: Final = 16
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """One strided copy: from local tensor `storage` into a parcel, where it is contiguous, and into the bucket."""
+
+    storage: int
+    dtype: str
+    """In which it is served; the local tensor may have another."""
+    shape: tuple[int, ...]
+    offset: int
+    """Elements from the first of the local tensor; so `strides`."""
+    strides: tuple[int, ...]
+    parcel_offset: int
+    """Bytes; so `bucket_offset`."""
+    bucket_offset: int
+    bucket_strides: tuple[int, ...]
+    """Elements."""
+    shift: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as it is served."""
+        size = ITEM_BYTES[self.dtype]
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+class Message(msgspec.Struct, frozen=True):
+    """Consecutive bytes of a parcel that travel together."""
+
+    offset: int
+    """Bytes from the start of the parcel."""
+    nbytes: int
+    placements: tuple[Placement, ...]
+    bucket_offset: int | None
+    """Where all of it lies in the bucket; None for loose pieces."""
+    packed: bool
+    """False for what can be sent from where it is."""
+
+
+class Parcel(msgspec.Struct, frozen=True):
+    """What one rank contributes to one bucket."""
+
+    messages: tuple[Message, ...]
+    """In the order in which they are sent; those that need no packing come last."""
+    nbytes: int
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that a rank needs beyond its parameters, if those are where the bucket is."""
+        return max((message.offset + message.nbytes for message in self.messages if message.packed), default=0)
+
+    @property
+    def loose_bytes(self) -> int:
+        """Bytes that the root needs beyond the bucket."""
+        return sum(_padded(message.nbytes) for message in self.messages if message.bucket_offset is None)
+
+
+BucketPlan = dict[int, Parcel]
+"""By rank, ascending; ranks that contribute nothing are absent."""
+
+
+def plan(
+    manifest: Manifest,
+    pieces: Pieces,
+    *,
+    rank: int,
+    roots: Sequence[int] | None = None,
+    straight_bytes: int = STRAIGHT_BYTES,
+) -> tuple[BucketPlan, ...]:
+    """The parcels of every bucket: all of them on its root, its own on another rank.
+
+    `roots` is, by bucket, the rank that it is assembled on; rank 0 where nothing is said. `pieces` hold every element
+    exactly once (`cover.once`, `cover.prove`) and describe the manifest's tensors, in whatever order; the same on every
+    rank.
+    """
+    joined = cover.merge(pieces)
+    bucket_of, _, _ = _places(manifest, joined)
+    at_root = np.array([0] * len(manifest.buckets) if roots is None else roots, np.int64)[bucket_of] == rank
+    mine = joined.take(np.flatnonzero((joined.holder == rank) | at_root[joined.boxes.space]))
+    rows = _rows(manifest, mine)
+    plans: list[BucketPlan] = [{} for _ in manifest.buckets]
+    for (bucket, holder), group in groupby(rows, key=lambda row: (row.bucket, row.holder)):
+        plans[bucket][holder] = _parcel(list(group), straight_bytes)
+    return tuple(plans)
+
+
+class _Row(msgspec.Struct):
+    """One piece on its way into a bucket."""
+
+    bucket: int
+    holder: int
+    tensor: int
+    straight: bool
+    """Its bytes follow each other in the bucket."""
+    as_served: bool
+    """They do so in memory, too, and nothing is cast or added."""
+    placement: Placement
+
+
+def _rows(manifest: Manifest, pieces: Pieces) -> list[_Row]:
+    """Every piece with its place in the manifest, ordered by bucket, holder and place."""
+    bucket_of, offset_of, row_of = _places(manifest, pieces)
+    item = np.array([ITEM_BYTES[spec.dtype] for spec in pieces.tensors], np.int64)
+    packed = [contiguous_strides(spec.shape) for spec in pieces.tensors]
+    strides = np.zeros((len(packed), pieces.boxes.start.shape[1]), np.int64)
+    for index, steps in enumerate(packed):
+        strides[index, : len(steps)] = steps
+    space = pieces.boxes.space
+    begin = offset_of[space] + np.sum(pieces.boxes.start * strides[space], axis=1) * item[space]
+    last = np.sum((pieces.boxes.extents - 1) * strides[space], axis=1) + 1
+    straight = last == pieces.boxes.sizes
+    order = np.lexsort((begin, row_of[space], pieces.holder, bucket_of[space]))
+    rows: list[_Row] = []
+    for index in order.tolist():
+        piece = pieces.at(index)
+        tensor = int(space[index])
+        placement = Placement(
+            storage=piece.view.storage,
+            dtype=pieces.tensors[tensor].dtype,
+            shape=piece.box.shape,
+            offset=piece.view.offset,
+            strides=piece.view.strides,
+            parcel_offset=0,
+            bucket_offset=int(begin[index]),
+            bucket_strides=packed[tensor],
+            shift=piece.shift,
+        )
+        rows.append(
+            _Row(
+                int(bucket_of[tensor]),
+                int(pieces.holder[index]),
+                tensor,
+                straight=bool(straight[index]),
+                as_served=_as_served(piece, placement.dtype),
+                placement=placement,
+            )
+        )
+    return rows
+
+
+def _as_served(piece: Piece, dtype: str) -> bool:
+    packed = contiguous_strides(piece.box.shape)
+    steps = zip(piece.box.shape, piece.view.strides, packed, strict=True)
+    return piece.dtype == dtype and not piece.shift and all(n == 1 or found == step for n, found, step in steps)
+
+
+def _places(manifest: Manifest, pieces: Pieces) -> tuple[Column, Column, Column]:
+    """By tensor of `pieces`: its bucket, the byte in it where it begins, its row in the manifest."""
+    number = {spec.name: index for index, spec in enumerate(pieces.tensors)}
+    bucket_of, offset_of, row_of = (np.zeros(len(number), np.int64) for _ in range(3))
+    for bucket, spec in enumerate(manifest.buckets):
+        offsets = manifest.offsets_of(bucket)
+        for row in range(spec.first, spec.last):
+            index = number[manifest.tensors[row].name]
+            bucket_of[index], offset_of[index], row_of[index] = bucket, offsets[row - spec.first], row
+    return bucket_of, offset_of, row_of
+
+
+def _parcel(rows: Sequence[_Row], straight_bytes: int) -> Parcel:
+    runs, loose = _runs(rows, straight_bytes)
+    # What needs no packing comes last, so that no memory is set aside for it.
+    drafts: list[tuple[list[_Row], int | None]] = [(loose, None)] if loose else []
+    drafts += sorted(((run, run[0].placement.bucket_offset) for run in runs), key=lambda draft: _in_place(draft[0]))
+    messages: list[Message] = []
+    at = 0
+    for members, bucket_offset in drafts:
+        placements: list[Placement] = []
+        size = 0
+        for placement in _progressions(members):
+            placements.append(msgspec.structs.replace(placement, parcel_offset=at + size))
+            size += placement.nbytes
+        packed = bucket_offset is None or not _in_place(members)
+        messages.append(Message(at, size, tuple(placements), bucket_offset, packed))
+        at += _padded(size)
+    return Parcel(tuple(messages), at)
+
+
+def _runs(rows: Sequence[_Row], straight_bytes: int) -> tuple[list[list[_Row]], list[_Row]]:
+    """Runs of bytes that follow each other in the bucket and are long enough, and all other pieces."""
+    runs: list[list[_Row]] = []
+    end = -1
+    for row in rows:
+        if row.straight and row.placement.bucket_offset == end:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+        end = row.placement.bucket_offset + row.placement.nbytes if row.straight else -1
+    long = [run for run in runs if run[0].straight and sum(row.placement.nbytes for row in run) >= straight_bytes]
+    taken = {id(row) for run in long for row in run}
+    return long, [row for row in rows if id(row) not in taken]
+
+
+def _in_place(run: Sequence[_Row]) -> bool:
+    """One piece, in memory as it is served: it can be sent without being packed."""
+    return len(run) == 1 and run[0].as_served
+
+
+def _progressions(rows: Sequence[_Row]) -> Iterable[Placement]:
+    """Equal copies at equal distances as one with an axis more: the groups of a fused QKV, for example."""
+    at = 0
+    while at < len(rows):
+        count, step = _progression(rows, at)
+        placement = rows[at].placement
+        if count > 1:
+            offset, bucket_offset = step
+            placement = msgspec.structs.replace(
+                placement,
+                shape=(count, *placement.shape),
+                strides=(offset, *placement.strides),
+                bucket_strides=(bucket_offset // ITEM_BYTES[placement.dtype], *placement.bucket_strides),
+            )
+        yield placement
+        at += count
+
+
+def _progression(rows: Sequence[_Row], at: int) -> tuple[int, tuple[int, int]]:
+    """How many rows from `at` are equal and equally far apart, and how far."""
+    count, step = 1, (0, 0)
+    while at + count < len(rows):
+        before, after = rows[at + count - 1], rows[at + count]
+        here = _distance(before, after)
+        if here is None or (count > 1 and here != step):
+            break
+        step = here
+        count += 1
+    return count, step
+
+
+def _distance(before: _Row, after: _Row) -> tuple[int, int] | None:
+    """How far two equal copies of one tensor are apart, in elements of the storage and bytes of the bucket."""
+    a, b = before.placement, after.placement
+    if before.tensor != after.tensor or a.storage != b.storage or a.shape != b.shape:
+        return None
+    if a.strides != b.strides or a.shift != b.shift or b.offset < a.offset:
+        return None
+    return b.offset - a.offset, b.bucket_offset - a.bucket_offset
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

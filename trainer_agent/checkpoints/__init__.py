@@ -1,0 +1,1 @@
+"""checkpoints: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,299 @@
+"""Versions that are kept as files: Hugging Face checkpoints, written in the same pass in which a version is digested.
+
+    <save_dir>/<channel>/checkpoint-<version>    appears when the version is committed, complete, by one rename
+
+Buckets are written behind the pass, one after another, while engines still serve: no engine is paused for a disk. A
+version that is not committed leaves nothing. Which ones stay is a policy: the newest `keep_last`, and every
+`keep_every`-th for good; one that a server is loading stays until a later version is kept. A disk that fails costs the
+checkpoint and not the version: the report says so.
+
+    <save_dir>/<channel>/checkpoint-<version>.tmp      being written; of a trainer that was killed, removed by the next
+    <save_dir>/<channel>/.checkpoint-<version>.gone    being removed; the same
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from weightbus.control.log import get_log
+from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.dataplane.processes import torch_threads
+from weightbus.dataplane.quantize.hf_quantization_config import read
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
+from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES, CheckpointWriter
+from weightbus.dataplane.transports.disk.saved_version import leaving, place_of
+
+from ..machine.errors import BadCheckpoint
+from .checkpoint_folder import read_config
+
+_NAME: Final = re.compile(r"checkpoint-(\d+)")
+_LEFT_OVER: Final = re.compile(r"checkpoint-\d+\.tmp|\.checkpoint-\d+\.gone")
+_BESIDE: Final = 64 * 1024 * 1024
+"""Bytes that a version takes beside its weights: config, tokenizer, manifest, table."""
+HANGS_S: Final = 300.0
+"""Longer than one step of saving may take, and what its bytes take at `_LEAST_BYTES_S`: then the disk hangs."""
+_LEAST_BYTES_S: Final = 26e6
+
+_log = get_log(__name__)
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """Which versions are written, and which of them stay."""
+
+    every: int
+    """Versions that are multiples of it are written."""
+    last: int
+    """So many of the newest stay."""
+    forever: int = 0
+    """Multiples of it stay for good; 0: none."""
+
+    def writes(self, version: int) -> bool:
+        """Whether `version` is to be kept as files."""
+        return version % self.every == 0
+
+    def dropped(self, versions: Iterable[int], current: int) -> tuple[int, ...]:
+        """Those of `versions` that need not stay, ascending, when `current` was written last.
+
+        Versions above `current` are from before the channel went back: they belong to nobody's history any more, and
+        stay until newer ones replace them.
+        """
+        past = sorted({version for version in versions if version <= current})
+        old = past[: -self.last]
+        return tuple(version for version in old if not self.forever or version % self.forever)
+
+
+class Archive:
+    """The folder of one channel. Used by whoever leads a publication, one at a time."""
+
+    def __init__(self, save_dir: Path, channel: str, policy: Policy, config_dir: Path | None) -> None:
+        """Config and tokenizer files come from `config_dir`. Raises `BadCheckpoint` when it has no config.
+
+        Raises `ConfigurationError` when nothing can be written to `save_dir`.
+        """
+        if config_dir is None or not (config_dir / "config.json").is_file():
+            raise BadCheckpoint(
+                save_dir,
+                "a checkpoint needs a config.json: name the folder of the served one with hf_config_dir or served",
+            )
+        self._channel, self._policy, self._config_dir = channel, policy, config_dir
+        self._root = place_of(save_dir, channel, 0).parent
+        _check_writable(save_dir, self._root)
+        self._swept = False
+        self._last: Saving | None = None
+
+    def keeps(self, version: int) -> bool:
+        """Whether `version` is one that is kept."""
+        return self._policy.writes(version)
+
+    def saving(self, version: int, manifest: Manifest) -> Saving | None:
+        """What writes `version`; None for one that is not kept. Under the channel's lease, so nobody else writes."""
+        if not self.keeps(version):
+            return None
+        if not self._swept:
+            self._sweep()
+            self._swept = True
+        writer = CheckpointWriter(self._root / f"checkpoint-{version}", manifest, self._config_dir)
+        self._last = Saving(self, writer, version, manifest, self._last)
+        return self._last
+
+    def check_name(self, target: Path) -> None:
+        """Raise `BadCheckpoint` where what has the name of a new checkpoint is none of ours."""
+        if target.exists() and not _is_ours(target):
+            raise BadCheckpoint(target, "somebody else's files are there: name a folder of its own with save_dir")
+
+    def make_room(self, target: Path) -> None:
+        """Take away what has the name of a new checkpoint: of a version behind which the channel went back."""
+        self.check_name(target)
+        if target.exists() and not self._drop(target):
+            raise BadCheckpoint(target, "a server is loading what is there: an older version of this number")
+
+    def make_space(self, version: int, nbytes: int) -> None:
+        """Remove now what would go when `version` is there, oldest first, where its `nbytes` do not fit otherwise.
+
+        Never the newest of what is there: until the new one is whole, that is what a server can be launched from.
+        """
+        found = self._kept()
+        stays = max((each for each in found if each < version), default=None)
+        for each in self._policy.dropped({*found, version}, version):
+            if shutil.disk_usage(self._root).free >= nbytes + _BESIDE:
+                return
+            if each != stays:
+                self._prune_one(each, found[each])
+
+    def prune(self, version: int) -> None:
+        """Remove what the policy does not keep, now that `version` is there. What fails is tried again next time."""
+        found = self._kept()
+        for each in self._policy.dropped(found, version):
+            self._prune_one(each, found[each])
+
+    def _kept(self) -> dict[int, Path]:
+        """The versions that are there."""
+        named = ((path, _NAME.fullmatch(path.name)) for path in self._root.glob("*"))
+        return {int(match[1]): path for path, match in named if match and _is_ours(path)}
+
+    def _prune_one(self, version: int, path: Path) -> None:
+        log = _log.bind(channel=self._channel, version=version)
+        try:
+            log.info("checkpoint_dropped" if self._drop(path) else "checkpoint_in_use")
+        except OSError as error:
+            log.warning("checkpoint_not_dropped", reason=str(error))
+
+    def _drop(self, path: Path) -> bool:
+        """Remove `path`, in one step, so that nobody reads half of it; False while somebody loads it."""
+        gone = path.with_name(f".{path.name}.gone")
+        with leaving(path) as free:
+            if not free:
+                return False
+            shutil.rmtree(gone, ignore_errors=True)  # what an earlier removal left
+            path.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)  # what cannot be removed now is a left-over
+        return True
+
+    def _sweep(self) -> None:
+        """Remove what a trainer left that was killed while it wrote or removed a checkpoint."""
+        for path in self._root.glob("*") if self._root.is_dir() else ():
+            if _LEFT_OVER.fullmatch(path.name):
+                _log.info("left_over_removed", channel=self._channel, folder=str(path))
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def check_configs(served: Path | None, beside: Path | None) -> None:
+    """Raise `ConfigurationError` unless files whose config is that in `beside` can be loaded as those in `served`."""
+    if served is None or beside is None or not (beside / "config.json").is_file():
+        return
+    wanted, found = (read(read_config(folder, None)) for folder in (served, beside))
+    if found != wanted:
+        said = [f"quantised ({each.method})" if each else "not quantised" for each in (wanted, found)]
+        raise ConfigurationError(
+            f"served = {served} is {said[0]}, hf_config_dir = {beside} is {said[1]}, or otherwise: weights that are"
+            " quantised as the one says would lie beside the config of the other; leave hf_config_dir out"
+        )
+
+
+def _check_writable(save_dir: Path, root: Path) -> None:
+    """Raise `ConfigurationError` unless `root`, below `save_dir`, can be made and written to, as far as can be seen."""
+    there = next(path for path in (root.absolute(), *root.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigurationError(f"save_dir = {save_dir}: {there} is a file, a folder is expected")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigurationError(f"save_dir = {save_dir}: this user may not write to {there}")
+
+
+def _is_ours(path: Path) -> bool:
+    """A trainer may keep its own checkpoints in this folder, under such names too."""
+    return (path / NOTES).is_file()
+
+
+class Saving:
+    """One version on its way to the disk. Failures are kept until the end: the round does not depend on them.
+
+    A disk that hangs is one: what was begun there is left to its thread, and comes to nothing.
+    """
+
+    def __init__(
+        self, archive: Archive, writer: CheckpointWriter, version: int, manifest: Manifest, before: Saving | None
+    ) -> None:
+        """While the disk hangs since the one `before`, nothing is begun."""
+        self._archive = archive
+        self._writer = writer
+        self._version, self._nbytes = version, manifest.nbytes
+        self._patience_s = HANGS_S + manifest.largest_bucket / _LEAST_BYTES_S
+        self._calls = torch_threads.Calls("weightbus-save")
+        self._writes: list[Future[None]] = []
+        self._given_up = before.hangs if before is not None else ""
+        self.stuck: Future[None] | None = before.stuck if before is not None and self._given_up else None
+        """The step that has not returned."""
+
+    @property
+    def hangs(self) -> str:
+        """Why nothing can be written now; empty where it can."""
+        return self._given_up if self.stuck is not None and not self.stuck.done() else ""
+
+    def begin(self) -> None:
+        """A pass over all buckets begins; what an earlier one wrote is given up."""
+        self.settle()
+        self._writes = []
+        self._do(self._open)
+
+    def take(self, index: int, memory: torch.Tensor) -> None:
+        """Write bucket `index`, whose bytes are complete and stay as they are until `free`."""
+        self._do(partial(self._add, index, memory))
+
+    def free(self, index: int) -> None:
+        """Return when bucket `index` and all before it are written, or cannot be."""
+        for write in self._writes[: max(0, index + 2)]:
+            self._await(write)
+
+    def settle(self) -> None:
+        """Return when nothing is being written any more."""
+        self.free(len(self._writes))
+
+    def finish(self, version: int, notes: Notes, beside: Mapping[str, bytes]) -> tuple[str, str]:
+        """The version is committed: let the checkpoint appear. Returns its path, or why there is none.
+
+        `beside` are further files in it, by name.
+        """
+        try:
+            self._do(partial(self._finish, tuple(self._writes), version, notes, beside))
+            self.settle()
+            self._require_answers()
+            for write in self._writes:
+                write.result()
+        except Exception as error:  # noqa: BLE001  the version is served, whatever the disk says; it is in the report
+            _log.exception("checkpoint_not_saved", version=version)
+            self.discard()
+            where = "" if isinstance(error, BadCheckpoint) else f" ({self._writer.target})"
+            return "", f"{type(error).__name__}: {error}{where}"
+        return str(self._writer.target.absolute()), ""
+
+    def discard(self) -> None:
+        """The version is not committed: leave nothing."""
+        self._do(self._writer.discard)
+        self.settle()
+
+    def _require_answers(self) -> None:
+        if self._given_up:
+            raise TimeoutError(self._given_up)
+
+    def _do(self, step: Callable[[], None]) -> None:
+        """Behind what is written."""
+        if not self._given_up:
+            self._writes.append(self._calls.submit(step))
+
+    def _await(self, write: Future[None]) -> None:
+        if self._given_up or wait([write], self._patience_s).done:
+            return
+        self._given_up = f"the disk did not answer for {self._patience_s:.0f} s: does the file system of save_dir hang?"
+        self.stuck = write
+        self._calls.give_up()  # a bucket that is half written may change under its hands: it never gets a name
+        _log.warning("checkpoint_given_up", version=self._version, reason=self._given_up)
+
+    def _open(self) -> None:
+        self._archive.check_name(self._writer.target)
+        self._writer.begin()
+        self._archive.make_space(self._version, self._nbytes)
+
+    def _add(self, index: int, memory: torch.Tensor) -> None:
+        self._writes[0].result()  # without a folder there is nothing to write into
+        self._writer.add(index, memory)
+
+    def _finish(self, writes: Sequence[Future[None]], version: int, notes: Notes, beside: Mapping[str, bytes]) -> None:
+        for write in writes:
+            write.result()
+        self._writer.complete(notes, beside)
+        if self._given_up:  # it was said that there is none; the next trainer removes it
+            return
+        self._archive.make_room(self._writer.target)
+        self._writer.reveal()
+        self._archive.prune(version)

@@ -1,0 +1,105 @@
+"""A version that a trainer kept as files, on its way back: whose it is, and that its bytes are still those of then."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from weightbus.dataplane.digest.tensor_digest import ALGORITHM, DIGEST_BYTES, check
+from weightbus.dataplane.errors import DigestMismatch, ManifestError
+from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
+from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES
+from weightbus.dataplane.transports.disk.saved_version import SavedVersion, place_of
+
+from ..machine.errors import BadCheckpoint
+from .checkpoint_source import Checkpoint, CorruptCheckpoint
+
+
+def kept_in(save_dir: Path, channel: str, version: int) -> Path:
+    """Where a trainer kept `version`. Raises `BadCheckpoint`, and names those that are there, where it is not."""
+    folder = place_of(save_dir, channel, version)
+    if (folder / NOTES).is_file():
+        return folder
+    there = sorted(
+        int(path.parent.name.rpartition("-")[2]) for path in folder.parent.glob(f"checkpoint-[0-9]*/{NOTES}")
+    )
+    found = f"kept there are {', '.join(map(str, there))}" if there else "no version of this channel is"
+    raise BadCheckpoint(folder, f"version {version} is not kept (any more), {found}: name a folder with --checkpoint")
+
+
+def check_notes(folder: Path, channel: str, version: int) -> None:
+    """Raise `BadCheckpoint` where the files in `folder` say that they are of another channel or version."""
+    try:
+        notes = msgspec.json.decode((folder / NOTES).read_bytes(), type=Notes)
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise BadCheckpoint(folder, f"its {NOTES} cannot be read ({error}), so nobody knows what it is") from error
+    if (notes.channel, notes.version) != (channel, version):
+        raise BadCheckpoint(
+            folder,
+            f"by its {NOTES} it is version {notes.version} of channel {notes.channel!r}, expected version {version} of"
+            f" {channel!r}: name the folder that was published as that",
+        )
+
+
+class KeptFiles:
+    """A checkpoint that is compared with the digest table beside it while it is read. Satisfies `Checkpoint`."""
+
+    def __init__(self, checkpoint: Checkpoint, kept: SavedVersion) -> None:
+        """Raises `BadCheckpoint` where the table is of other tensors."""
+        self._checkpoint, self._kept = checkpoint, kept
+        try:
+            manifest = Manifest.decode(kept.blobs[kept.notes.manifest])
+            table = DigestTable.decode(kept.blobs[kept.notes.table], manifest)
+        except ManifestError as error:
+            raise BadCheckpoint(kept.path, f"what it is to be compared with cannot be read: {error}") from error
+        if table.algorithm != ALGORITHM or set(manifest.tensors) != set(checkpoint.tensors):
+            raise BadCheckpoint(kept.path, "its digest table is of other tensors than its files hold")
+        starts = range(0, len(table.tensors), DIGEST_BYTES)
+        self._digests = {
+            spec.name: table.tensors[at : at + DIGEST_BYTES] for spec, at in zip(manifest.tensors, starts, strict=True)
+        }
+
+    @property
+    def model(self) -> str:
+        """Architecture as its config names it."""
+        return self._checkpoint.model
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Its ``config.json``."""
+        return self._checkpoint.config
+
+    @property
+    def tensors(self) -> Sequence[TensorSpec]:
+        """What is served of it."""
+        return self._checkpoint.tensors
+
+    def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
+        """Pack tensors into `out`, and raise `CorruptCheckpoint` unless they are the ones that were committed."""
+        self._checkpoint.read(wanted, out)
+        names = [spec.name for spec in wanted]
+        offsets = [0, *accumulate(spec.nbytes for spec in wanted)]
+        try:
+            check(out, offsets, b"".join(self._digests[name] for name in names), names)
+        except DigestMismatch as wrong:
+            raise CorruptCheckpoint(
+                f"{self._kept.path}: tensor {wrong.tensor!r} is not the one that was committed as version"
+                f" {self._kept.notes.version} (its digest is {wrong.found}, expected {wrong.expected}): the file was"
+                " changed or damaged since"
+            ) from wrong
+
+    def check(self) -> None:
+        """Raise `AssemblyFailed` when a file was written to since it was opened."""
+        self._checkpoint.check()
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._checkpoint.close()

@@ -1,0 +1,247 @@
+"""A `Source` over finished checkpoints on a disk, one after another, on one process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+
+from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+
+from ..machine.errors import BadCheckpoint, UnfinishedCheckpoint
+from ..source import AssemblyFailed, LayoutMismatch
+from . import checkpoint_folder as folders
+from .checkpoint_folder import Place
+
+
+class CorruptCheckpoint(AssemblyFailed):
+    """What its files hold is no checkpoint, however often they are read. Files that could not be read are not meant."""
+
+
+class Checkpoint(Protocol):
+    """One finished checkpoint. Its files stay readable until `close`, whoever deletes the folder meanwhile."""
+
+    @property
+    def model(self) -> str:
+        """Architecture as its config names it."""
+        ...
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """Its ``config.json``."""
+        ...
+
+    @property
+    def tensors(self) -> Sequence[TensorSpec]:
+        """What is served of it, by Hugging Face names, in an order in which it is quickly read."""
+        ...
+
+    def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
+        """Pack tensors into `out`, host memory of exactly their bytes.
+
+        Raises `AssemblyFailed`, or `CorruptCheckpoint` when reading it again cannot help.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise `AssemblyFailed` when a file was written to since it was opened: parts of two versions may be read."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the files."""
+        ...
+
+
+class SafetensorsFiles:
+    """A Hugging Face checkpoint. Satisfies `Checkpoint`."""
+
+    def __init__(self, model: str, config: Mapping[str, Any], places: Sequence[Place]) -> None:
+        self.model = model
+        self.config = config
+        self.tensors = tuple(place.spec for place in places)
+        self._places = {place.spec.name: place for place in places}
+        self._open = contextlib.ExitStack()
+        self._files: dict[Path, int] = {}
+        try:
+            for path in sorted({place.path for place in places}):
+                self._files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                self._open.callback(os.close, self._files[path])
+            self._opened = {path: _written(os.fstat(file)) for path, file in self._files.items()}
+            _check_sizes(self._opened, places)
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
+        """Plain reads: of a file that is cut short under a mapping the process would die."""
+        memory = memoryview(cast("bytearray", out.numpy())).cast("B")
+        at = 0
+        for spec in wanted:
+            place = self._places[spec.name]
+            _read_into(self._files[place.path], place, memory[at : at + spec.nbytes])
+            at += spec.nbytes
+
+    def check(self) -> None:
+        """By size and time of the open files: whoever deletes the folder meanwhile changes neither."""
+        for path, file in self._files.items():
+            if _written(os.fstat(file)) != self._opened[path]:
+                raise AssemblyFailed(changed(path))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._open.close()
+
+
+def changed(path: Path) -> str:
+    """What is said of a file that was written to while it was read."""
+    return f"{path} was written to while it was read: save every checkpoint into a folder of its own, once"
+
+
+def _written(stat: os.stat_result) -> tuple[int, int]:
+    return stat.st_size, stat.st_mtime_ns
+
+
+def _check_sizes(opened: Mapping[Path, tuple[int, int]], places: Sequence[Place]) -> None:
+    """Raise `UnfinishedCheckpoint` for a file that is not the one whose header was read."""
+    for path, (size, _) in opened.items():
+        if size != max(place.offset + place.spec.nbytes for place in places if place.path == path):
+            raise UnfinishedCheckpoint(path.parent, f"{path.name} changed while it was looked into")
+
+
+def staging_device(name: str) -> torch.device:
+    """Where the setting `device` says that buckets are staged. Raises `ConfigurationError` when it is not here."""
+    device = torch.device(name)
+    if device.type != "cpu" and (device.index or 0) >= (count := torch.cuda.device_count()):
+        raise ConfigurationError(f"device = {name!r}: torch sees {count} GPUs here; name one of them, or cpu")
+    return device
+
+
+def open_checkpoint(
+    folder: Path, marker: str, config_dir: Path | None, *, dcp: bool, dcp_prefix: str = ""
+) -> Checkpoint:
+    """The finished checkpoint in `folder`. Raises `UnfinishedCheckpoint`, or `BadCheckpoint` for one that cannot be.
+
+    `marker` is a file that has to be there, `config_dir` has the config of those without one; `dcp` allows torch DCP,
+    `dcp_prefix` says which of several models in it is meant. OSError is raised as it is: files may come and go.
+    """
+    if marker and not (folder / marker).exists():
+        raise UnfinishedCheckpoint(folder, f"there is no {marker}")
+    try:
+        checkpoint = _opened(folder, config_dir, dcp=dcp, dcp_prefix=dcp_prefix)
+        try:
+            Manifest.of(checkpoint.model, checkpoint.tensors).encode()
+        except BaseException:
+            checkpoint.close()
+            raise
+    except (BadCheckpoint, OSError):
+        raise
+    except Exception as error:  # who writes a checkpoint is not known: whatever it makes us raise is about it
+        raise BadCheckpoint(folder, f"it cannot be published: {type(error).__name__}: {error}") from error
+    return checkpoint
+
+
+def _opened(folder: Path, config_dir: Path | None, *, dcp: bool, dcp_prefix: str) -> Checkpoint:
+    if (folder / folders.INDEX).is_file() or (folder / folders.SINGLE).is_file():
+        places = folders.safetensors(folder)
+        config = folders.read_config(folder, config_dir)
+        return SafetensorsFiles(folders.architecture(folder, config), config, places)
+    if dcp:
+        from .dcp_files import DcpFiles  # noqa: PLC0415  # torch's checkpointing, for those who read such folders
+
+        config = folders.read_config(folder, config_dir)
+        return DcpFiles(folder, folders.architecture(folder, config), config, dcp_prefix)
+    if any(folder.glob("*.distcp")):
+        raise BadCheckpoint(folder, "it is a torch DCP checkpoint, whose metadata is a pickle: allow it with --dcp")
+    raise UnfinishedCheckpoint(folder, f"there is no {folders.INDEX} and no {folders.SINGLE}")
+
+
+def _read_into(file: int, place: Place, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        count = os.preadv(file, [memory[done:]], place.offset + done)
+        if count == 0:
+            raise AssemblyFailed(
+                f"{place.path} ends inside of {place.spec.name!r}: it was changed after it was finished"
+            )
+        done += count
+
+
+class CheckpointSource:
+    """The checkpoint that was opened last. Satisfies `Source`."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._scratch: torch.Tensor | None = None
+
+    def open(self, checkpoint: Checkpoint) -> None:
+        """Read from another checkpoint from now on, of the same tensors. The one before is closed."""
+        if not self.fits(checkpoint):
+            raise LayoutMismatch("the checkpoint holds other tensors than the one before: connect a new agent")
+        previous, self._checkpoint = self._checkpoint, checkpoint
+        if previous is not checkpoint:
+            previous.close()
+
+    def fits(self, checkpoint: Checkpoint) -> bool:
+        """It holds the tensors that are being served."""
+        return checkpoint.model == self.model and tuple(checkpoint.tensors) == tuple(self.tensors())
+
+    @property
+    def model(self) -> str:
+        """Architecture as the config names it."""
+        return self._checkpoint.model
+
+    @property
+    def root(self) -> bool:
+        """One process: it is the root."""
+        return True
+
+    @property
+    def device(self) -> torch.device:
+        """Where buckets are staged."""
+        return self._device
+
+    @property
+    def head_dim(self) -> int | None:
+        """Elements of one attention head, where the config says so."""
+        config = self._checkpoint.config
+        head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+        if isinstance(head_dim, int):
+            return head_dim
+        return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
+
+    def tensors(self) -> Sequence[TensorSpec]:
+        """What is served, in the order of the files."""
+        return self._checkpoint.tensors
+
+    def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
+        """Read bucket `index` into `out`; with the last one, see that nobody wrote meanwhile."""
+        if out is None:
+            raise ValueError("the root gives a buffer")
+        nbytes = manifest.buckets[index].nbytes
+        host = out[:nbytes] if out.device.type == "cpu" else self._host(manifest)[:nbytes]
+        self._checkpoint.read(manifest.tensors_of(index), host)
+        if index == len(manifest.buckets) - 1:
+            self._checkpoint.check()
+        if host.device != out.device:
+            out[:nbytes].copy_(host)
+
+    def agree(self, blob: bytes | None) -> bytes:
+        """Return `blob`: there is nobody else."""
+        if blob is None:
+            raise ValueError("the root gives what is agreed")
+        return blob
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._checkpoint.close()
+
+    def _host(self, manifest: Manifest) -> torch.Tensor:
+        if self._scratch is None or self._scratch.numel() < manifest.largest_bucket:
+            self._scratch = torch.empty(manifest.largest_bucket, dtype=torch.uint8, pin_memory=True)
+        return self._scratch

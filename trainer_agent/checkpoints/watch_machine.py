@@ -1,0 +1,258 @@
+"""Which folder of checkpoints to publish, and when. Pure: what was seen and the time in, what to do out.
+
+    Listed -> Inspect -> Inspected -> Publish -> Ended
+                                 `-> Reject         `-> Skip, Reject, or the same again later
+
+A folder is looked into when nothing in it has changed for `settle_s`, and again only after something has. The newest
+finished one is published, older ones are skipped. What stays unfinished for `stale_s` is reported once, as bad.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import assert_never
+
+import msgspec
+
+from weightbus.control.protocol.ids import MAX_VERSION
+
+
+class Folder(msgspec.Struct, frozen=True):
+    """A folder whose name has a version in it. Its fingerprint changes with every file that comes, grows or goes."""
+
+    name: str
+    version: int
+    fingerprint: str
+
+
+class State(enum.Enum):
+    """What is known of a folder, as its fingerprint is."""
+
+    CHANGED = "changed"
+    """Not looked into since it changed last."""
+    LOOKING = "looking"
+    """It is being looked into, or published."""
+    UNFINISHED = "unfinished"
+    """Something is missing."""
+    DUE_AGAIN = "due again"
+    """Finished; publishing it failed for a reason that may pass."""
+    CLOSED = "closed"
+    """Published, skipped or rejected. A bad one is looked into again when it changes."""
+
+
+class Verdict(enum.Enum):
+    """What a look into a folder, or its publication, came to."""
+
+    FINISHED = "finished"
+    UNFINISHED = "unfinished"
+    BAD = "bad"
+    """It cannot become a version, whatever happens elsewhere."""
+    PUBLISHED = "published"
+    OLDER = "older"
+    """The channel is as far, or farther."""
+    FAILED = "failed"
+    """It may work later."""
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """What is there. `latest` is the version that the trainer's own marker names, None without a marker."""
+
+    folders: tuple[Folder, ...]
+    latest: int | None = None
+
+
+class Inspected(msgspec.Struct, frozen=True):
+    """What `Inspect` came to."""
+
+    name: str
+    verdict: Verdict
+    reason: str = ""
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """What `Publish` came to."""
+
+    name: str
+    verdict: Verdict
+    reason: str = ""
+
+
+Event = Listed | Inspected | Ended
+
+
+class Inspect(msgspec.Struct, frozen=True):
+    """Look whether the folder is a whole checkpoint, and answer with `Inspected`."""
+
+    name: str
+
+
+class Publish(msgspec.Struct, frozen=True):
+    """Publish the folder as `version`, and answer with `Ended`."""
+
+    name: str
+    version: int
+
+
+class Skip(msgspec.Struct, frozen=True):
+    """It will not be published, and need not be. Said once for each folder."""
+
+    name: str
+    version: int
+    reason: str
+
+
+class Reject(msgspec.Struct, frozen=True):
+    """It is no checkpoint that can be published. Said once for each state of the folder."""
+
+    name: str
+    version: int
+    reason: str
+
+
+class Late(msgspec.Struct, frozen=True):
+    """It changed after it was published, and versions never change. Said once: the file may not count."""
+
+    name: str
+    version: int
+
+
+Effect = Inspect | Publish | Skip | Reject | Late
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """How long the watcher waits."""
+
+    settle_s: float = 5.0
+    stale_s: float = 600.0
+    retry_s: float = 5.0
+    """Before a publication that failed is tried again; twice as long each time."""
+    longest_retry_s: float = 120.0
+
+
+class _Entry(msgspec.Struct):
+    folder: Folder
+    since: float
+    state: State = State.CHANGED
+    reason: str = ""
+    due: float = 0.0
+    failures: int = 0
+    published: bool = False
+    """By this watcher, as it was then."""
+
+
+class Watching:
+    """Decides for one folder of checkpoints. One thing is done at a time."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.done: int | None = None
+        """The highest version that is published, here or elsewhere."""
+        self._entries: dict[str, _Entry] = {}
+        self._latest: int | None = None
+
+    def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
+        """What follows from `event`."""
+        match event:
+            case Listed():
+                self._latest = event.latest
+                late = self._take(event.folders, now)
+                return (*late, *self._close_old(), *self._close_stale(now), *self._choose(now))
+            case Inspected():
+                return self._inspected(event)
+            case Ended():
+                return (*self._ended(event, now), *self._close_old())
+            case _:  # pragma: no cover
+                assert_never(event)
+
+    def _take(self, folders: Sequence[Folder], now: float) -> tuple[Effect, ...]:
+        """Note what came, went and changed. What changed too late is said."""
+        known, self._entries = self._entries, {}
+        late: list[Effect] = []
+        for folder in sorted(folders, key=lambda each: (each.version, each.name)):
+            entry = known.get(folder.name)
+            if entry is None or (entry.folder != folder and entry.state is not State.LOOKING):
+                settled = entry is not None and entry.state is State.CLOSED and not entry.reason
+                if entry is not None and entry.published:
+                    late.append(Late(folder.name, folder.version))
+                entry = _Entry(folder, now, State.CLOSED if settled else State.CHANGED)
+            self._entries[folder.name] = entry
+        return tuple(late)
+
+    def _choose(self, now: float) -> tuple[Effect, ...]:
+        if any(entry.state is State.LOOKING for entry in self._entries.values()):
+            return ()
+        for entry in reversed(self._entries.values()):
+            if not self._may_look(entry, now):
+                continue
+            if entry.folder.version > MAX_VERSION:
+                return (self._reject(entry, f"a version is at most {MAX_VERSION}: take the step for its name"),)
+            twin = self._twin(entry)
+            if twin:
+                return (self._reject(entry, f"{twin!r} has the same version: give every checkpoint a step of its own"),)
+            entry.state = State.LOOKING
+            return (Inspect(entry.folder.name),)
+        return ()
+
+    def _may_look(self, entry: _Entry, now: float) -> bool:
+        if self._latest is not None and entry.folder.version > self._latest:
+            return False
+        if entry.state is State.DUE_AGAIN:
+            return now >= entry.due
+        return entry.state is State.CHANGED and now >= entry.since + self.limits.settle_s
+
+    def _twin(self, entry: _Entry) -> str:
+        """An earlier folder of the same version."""
+        same = [each for each in self._entries.values() if each.folder.version == entry.folder.version]
+        return "" if same[0] is entry else same[0].folder.name
+
+    def _inspected(self, event: Inspected) -> tuple[Effect, ...]:
+        entry = self._entries[event.name]
+        if event.verdict is Verdict.FINISHED:
+            return (Publish(event.name, entry.folder.version),)
+        if event.verdict is Verdict.BAD:
+            return (self._reject(entry, event.reason),)
+        entry.state, entry.reason = State.UNFINISHED, event.reason
+        return ()
+
+    def _ended(self, event: Ended, now: float) -> tuple[Effect, ...]:
+        entry = self._entries[event.name]
+        match event.verdict:
+            case Verdict.PUBLISHED | Verdict.OLDER:
+                self.done = max(entry.folder.version, self.done or 0)
+                entry.state, entry.reason = State.CLOSED, ""
+                if event.verdict is Verdict.PUBLISHED:
+                    entry.published = True
+                    return ()
+                return (Skip(event.name, entry.folder.version, event.reason),)
+            case Verdict.BAD:
+                return (self._reject(entry, event.reason),)
+            case _:
+                wait_s = min(self.limits.retry_s * 2**entry.failures, self.limits.longest_retry_s)
+                entry.failures += 1
+                entry.state, entry.due = State.DUE_AGAIN, now + wait_s
+                return ()
+
+    def _close_old(self) -> tuple[Effect, ...]:
+        skipped: list[Effect] = []
+        for entry in self._entries.values():
+            old = self.done is not None and entry.folder.version <= self.done
+            if old and entry.state not in (State.CLOSED, State.LOOKING):
+                entry.state, entry.reason = State.CLOSED, ""
+                reason = f"version {self.done} is published"
+                skipped.append(Skip(entry.folder.name, entry.folder.version, reason))
+        return tuple(skipped)
+
+    def _close_stale(self, now: float) -> tuple[Effect, ...]:
+        stale = [
+            entry
+            for entry in self._entries.values()
+            if entry.state is State.UNFINISHED and now >= entry.since + self.limits.stale_s
+        ]
+        return tuple(
+            self._reject(entry, f"nothing changed for {self.limits.stale_s:g} s: {entry.reason}") for entry in stale
+        )
+
+    def _reject(self, entry: _Entry, reason: str) -> Reject:
+        entry.state, entry.reason = State.CLOSED, reason
+        return Reject(entry.folder.name, entry.folder.version, reason)

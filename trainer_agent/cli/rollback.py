@@ -1,0 +1,128 @@
+"""Takes a channel back to a version that was committed in it before, from the checkpoint that holds it.
+
+The coordinator knows which versions there were and keeps none of their tensors, so whoever goes back brings them. From
+there on it is a round like any other: a lease, a new epoch, everything verified, and a record that says rollback.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from weightbus.control.machine.status import PastStatus
+from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.dataplane.transports.disk.saved_version import SavedVersion
+
+from ..checkpoints.archived_version import KeptFiles, check_notes, kept_in
+from ..checkpoints.checkpoint_source import Checkpoint, CheckpointSource, open_checkpoint, staging_device
+from ..machine.errors import BadCheckpoint, RollbackRefused
+from ..machine.publish_report import PublishReport
+from ..publish.agent import TrainerAgent
+from .rollback_settings import RollbackSettings
+
+
+class Answer(enum.Enum):
+    """Whether a channel can go back to a version."""
+
+    YES = "yes"
+    ALREADY = "already"
+    """It is the committed one: nothing is to be done."""
+    NO = "no"
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """An answer and its reason."""
+
+    answer: Answer
+    reason: str = ""
+
+
+def may_roll_back(version: int, history: Sequence[PastStatus]) -> Verdict:
+    """Whether `version` is one that the channel had, given what was committed in it, oldest first."""
+    if not history:
+        return Verdict(Answer.NO, "nothing was committed in it, as far as the coordinator remembers")
+    current = history[-1].version
+    if version == current:
+        return Verdict(Answer.ALREADY, f"version {version} is the committed one")
+    if version > current:
+        return Verdict(Answer.NO, f"committed is {current}, which is below: publish it, without going back")
+    known = sorted({past.version for past in history if past.version < current})
+    if version not in known:
+        names = ", ".join(map(str, known)) or "none"
+        return Verdict(Answer.NO, f"it was never committed there; below the committed {current} there were: {names}")
+    return Verdict(Answer.YES)
+
+
+def same_version(found: SavedVersion | None, version: int, history: Sequence[PastStatus]) -> Verdict:
+    """Whether files that were kept as `version` are of the one that was committed under that number last.
+
+    A channel that goes back uses its numbers again, and not every version is kept, or could be: what lies there may be
+    of before. Epochs grow with every attempt, over all of that.
+    """
+    last = max((past.epoch for past in history if past.version == version and not past.rollback), default=0)
+    if found is None or found.notes.epoch >= last:
+        return Verdict(Answer.YES)
+    return Verdict(
+        Answer.NO,
+        f"{found.path} holds it as it was committed in epoch {found.notes.epoch}; the channel went back since and had"
+        f" another version {version}, in epoch {last}, of which no files were kept: name a folder with --checkpoint to"
+        " take either",
+    )
+
+
+def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
+    """Publish `version` again over a higher one; None when it is the committed one already.
+
+    Raises `BadCheckpoint` when the folder does not hold a finished checkpoint, or says that it is another version's;
+    `ConfigurationError` when none is named, `RollbackRefused`, and what connecting and publishing raise: `SourceFailed`
+    where files that a trainer kept are not what was committed. Asked again after it was done, it does nothing.
+    """
+    device, folder = staging_device(settings.device), _folder(settings, version)
+    check_notes(folder, settings.channel, version)
+    kept = SavedVersion.read(folder)
+    source = CheckpointSource(_opened(settings, folder, kept), device)
+    try:
+        with TrainerAgent.connect(source, settings=settings.trainer()) as agent:
+            history = agent.history()
+            verdict = may_roll_back(version, history)
+            if verdict.answer is Answer.YES and settings.checkpoint is None:
+                verdict = same_version(kept, version, history)
+            if verdict.answer is Answer.NO:
+                raise RollbackRefused(settings.channel, version, verdict.reason)
+            return agent.publish(version, rollback=True) if verdict.answer is Answer.YES else None
+    finally:
+        source.close()
+
+
+def _opened(settings: RollbackSettings, folder: Path, kept: SavedVersion | None) -> Checkpoint:
+    """The checkpoint in `folder`; compared, as it is read, with what was `kept` beside it, where that is."""
+    if kept is None and settings.checkpoint is None:
+        raise BadCheckpoint(
+            folder, "the digest table that was kept with it is missing or damaged: nothing says what it holds"
+        )
+    checkpoint = open_checkpoint(
+        folder,
+        settings.marker,
+        settings.hf_config_dir,
+        dcp=settings.dcp,
+        dcp_prefix=settings.dcp_prefix,
+    )
+    try:
+        return KeptFiles(checkpoint, kept) if kept else checkpoint
+    except BaseException:
+        checkpoint.close()
+        raise
+
+
+def _folder(settings: RollbackSettings, version: int) -> Path:
+    if settings.checkpoint is not None:
+        return settings.checkpoint
+    if settings.save_dir is not None:
+        return kept_in(settings.save_dir, settings.channel, version)
+    raise ConfigurationError(
+        f"nothing says where version {version} is kept: name its folder with --checkpoint, or the folder of all"
+        " versions that a trainer saved with --save-dir"
+    )

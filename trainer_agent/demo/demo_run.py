@@ -1,0 +1,294 @@
+"""Starts the coordinator, the servers, their sidecars and the trainer; follows the rounds; judges; stops everything.
+
+Programs are started by name, as a person would: the trainer's side imports nothing of the engines'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import httpx
+import msgspec
+
+from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.protocol.enums import Role, TransportKind
+from weightbus.control.protocol.ids import AgentId, Channel
+from weightbus.control.terminal_text import plain
+
+from . import initial_checkpoint as checkpoint
+from .child_processes import Program, ProgramEnded, Programs
+from .initial_checkpoint import policy_of
+from .network_namespace import Place, elsewhere
+from .ports import choose_ports
+from .progress_view import View
+from .round_records import Follower, Round, Verdict, compare, verdict
+from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, Sync
+
+START_S: Final = 300.0
+"""How long the servers may take to start; two of them take 20 to 60 s on two idle cores."""
+ROUND_S: Final = 120.0
+"""How long a round may take, the trainer's own start included."""
+MIXED: Final = {"e0": "direct", "e1": "sends"}
+"""How the engines of a mixed run get every version."""
+LOADER: Final = "weightbus.engine_agent.worker_loader.load"
+"""What both transports need in the server; the rest of the demo does without."""
+SAVED: Final = "saved"
+"""Where checkpoints are kept, of versions that are."""
+_POLL_S: Final = 0.1
+_ANSWER_S: Final = 10.0
+"""How long one answer is waited for: a server that starts takes its time for the first token."""
+
+
+class DemoFailed(Exception):
+    """The demo could not be carried through; the message says where to look."""
+
+
+class Demo:
+    """One run."""
+
+    def __init__(self, settings: DemoSettings, folder: Path, programs: Programs, view: View) -> None:
+        self._settings = settings
+        self._folder = folder
+        self._programs = programs
+        self._view = view
+        self._ports = choose_ports(settings.port_base)
+        self._here = "127.0.0.1"
+        self._places = [Place() for _ in range(ENGINES)]
+
+    def run(self) -> bool:
+        """Everything from the first process to the last line. True when all went well."""
+        weights = checkpoint.write(self._folder / "checkpoint", self._settings.seed, policy_of(self._settings.trainer))
+        if self._settings.mixed:
+            other = elsewhere(self._programs, self._folder)
+            self._here, self._places[-1] = other.here, other.place
+            self._view.say(f"e0 runs beside the trainer; e{ENGINES - 1} {other.story}")
+        self._start_services(weights)
+        if self._settings.asynchronous:
+            judged = f"answers are judged elsewhere for {self._settings.environment_s:g} s a round, in both runs"
+            self._view.say(f"first one round after another, for comparison; {judged}")
+            before, _ = self._train(weights, base=1)
+            self._view.say("now each round is generated while the one before is judged and trained")
+            result, rounds = self._train(weights, base=self._settings.rounds + 2, asynchronous=True)
+            trained = f"of {result.train_s:.1f} s of training, {result.overlap_s:.1f} s while engines wrote"
+            self._view.say(f"{trained} the next round's answers; {result.mixed} answers were written by two versions")
+            result = compare(before, result)
+        else:
+            result, rounds = self._train(weights)
+        self._programs.end()
+        self._view.table(rounds, result)
+        self._view.last(result.line)
+        return not result.complaint
+
+    def _train(self, weights: Path, *, base: int = 0, asynchronous: bool = False) -> tuple[Verdict, list[Round]]:
+        """All rounds of one training program, from the first weights on, and what is to be said of them."""
+        rounds = self._follow(self._start_ranks(weights, base, asynchronous=asynchronous), _progress(asynchronous))
+        published = self._settings.sync is Sync.ON
+        max_lag = 1 if asynchronous else 0
+        expected, ways = self._settings.rounds, MIXED if self._settings.mixed and published else None
+        if ways and rounds:
+            self._view.say(f"transports of the last round: {rounds[-1].ways}")
+        judged = verdict(rounds, ENGINES, expected_rounds=expected, published=published, max_lag=max_lag, ways=ways)
+        return judged, rounds
+
+    def _start_services(self, weights: Path) -> None:
+        ports, keys = self._ports, str(self._make_keys())
+        self._weightbus(
+            "coordinator",
+            *("coordinator", "--bind", self._here, "--router-port", str(ports.router)),
+            *("--http-port", str(ports.status), "--journal", str(self._folder / "journal.sqlite"), "--keys", keys),
+        )
+        for index, port in enumerate(ports.servers):
+            module, place = "weightbus.engine_agent.engines.sglang.cpu_server", self._places[index]
+            arguments = ("--model-path", str(weights), "--port", str(port), "--skip-tokenizer-init")
+            loader = ("--custom-weight-loader", LOADER, "--host", place.address) if self._settings.mixed else ()
+            self._programs.start(f"server{index}", [*place.before, sys.executable, "-m", module, *arguments, *loader])
+        self._view.say(f"logs are in {self._folder / 'logs'}")
+        with self._view.awaiting("starting the coordinator"):
+            self._wait(f"http://127.0.0.1:{ports.status}/healthz", START_S)
+        with self._view.awaiting(f"starting {ENGINES} SGLang servers on the CPU (20 to 60 s)"):
+            for index, port in enumerate(ports.servers):
+                self._wait(f"http://{self._places[index].address}:{port}/health_generate", START_S)
+                self._view.say(f"server{index} generates")
+        for index, (server, http) in enumerate(zip(ports.servers, ports.sidecars, strict=True)):
+            self._weightbus(
+                f"engine-agent{index}",
+                *("engine-agent", "--name", f"e{index}", "--channel", CHANNEL, "--coordinator", self._coordinator),
+                *("--server", f"http://{self._places[index].address}:{server}", "--http-port", str(http)),
+                *("--keys", keys, "--state-dir", str(self._folder / "state")),
+                *("--runtime-dir", str(self._folder / "run"), *self._places[index].flags),
+                before=self._places[index].before,
+            )
+        with self._view.awaiting("starting their sidecars"):
+            for place, http in zip(self._places, ports.sidecars, strict=True):
+                self._wait(f"http://{place.address}:{http}/readyz", START_S)
+
+    def _make_keys(self) -> Path:
+        """As in earnest: the bus is encrypted, and every agent is who its key says."""
+        channels = (Channel(CHANNEL),)
+        engines = [Member(AgentId(f"e{index}"), Role.ENGINE, channels) for index in range(ENGINES)]
+        provision(self._folder / "keys", [Member(AgentId("trainer"), Role.TRAINER, channels), *engines])
+        return self._folder / "keys"
+
+    def _start_ranks(self, weights: Path, base: int, *, asynchronous: bool) -> list[Program]:
+        self._view.say(f"starting {RANKS} ranks of {self._settings.trainer.value}")
+        plan = {
+            "checkpoint": str(weights),
+            "progress": str(self._folder / _progress(asynchronous)),
+            "asynchronous": asynchronous,
+            "environment_s": self._settings.environment_s if self._settings.asynchronous else 0.0,
+            "base": base,
+            "rounds": self._settings.rounds,
+            "trainer": self._settings.trainer.value,
+            "seed": self._settings.seed,
+            "publish": self._settings.sync is Sync.ON,
+            "channel": CHANNEL,
+            "coordinator": self._coordinator,
+            "status_url": f"http://127.0.0.1:{self._ports.status}/status",
+            "engines": ENGINES,
+            "transport": "" if self._settings.mixed else (self._settings.transport or TransportKind.LOCAL).value,
+            "host": self._here,
+            "runtime_dir": str(self._folder / "run"),
+            "keys": str(self._folder / "keys"),
+            "save_every": self._settings.save_every,
+            "save_dir": str(self._folder / SAVED),
+        }
+        argument = msgspec.json.encode(plan).decode()
+        group = {
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self._ports.ranks),
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "weightbus.trainer_agent.demo.training_rank", argument]
+        return [
+            self._programs.start(
+                f"rank{rank}{'-async' * asynchronous}", command, group | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            )
+            for rank in range(RANKS)
+        ]
+
+    @property
+    def _coordinator(self) -> str:
+        """Where agents speak to the coordinator."""
+        return f"tcp://{self._here}:{self._ports.router}"
+
+    def _weightbus(self, name: str, *arguments: str, before: Sequence[str] = ()) -> None:
+        self._programs.start(name, [*before, sys.executable, "-m", "weightbus.control.cli.main", *arguments])
+
+    def _wait(self, url: str, deadline_s: float) -> None:
+        """Until `url` answers 200. Raises as soon as any program ended, also while an answer is awaited."""
+        asking = ThreadPoolExecutor(1, "demo-wait")
+        answer = asking.submit(_answers, url)
+
+        def answered() -> bool:
+            nonlocal answer
+            if not answer.done():
+                return False
+            if not answer.result():
+                answer = asking.submit(_answers, url)
+                return False
+            return True
+
+        try:
+            self._poll(answered, deadline_s, url)
+        finally:
+            asking.shutdown(wait=False)
+
+    def _follow(self, ranks: Sequence[Program], progress: str) -> list[Round]:
+        follower = Follower(self._folder / progress)
+        rounds: list[Round] = []
+
+        def moved() -> bool:
+            ended = all(rank.process.poll() is not None for rank in ranks)
+            fresh = list(follower.new())
+            for each in fresh:
+                self._view.round(each, self._settings.rounds)
+            rounds.extend(fresh)
+            return bool(fresh) or ended
+
+        while any(rank.process.poll() is None for rank in ranks):
+            self._poll(moved, ROUND_S, "the next round", may_end=ranks)
+        moved()
+        self._programs.check(may_end=ranks)
+        self._programs.dismiss(ranks)
+        return rounds
+
+    def _poll(self, done: Callable[[], bool], deadline_s: float, what: str, may_end: Sequence[Program] = ()) -> None:
+        until = time.monotonic() + deadline_s
+        while not done():
+            self._programs.check(may_end)
+            if time.monotonic() >= until:
+                raise DemoFailed(f"waited {deadline_s:.0f} s for {what}; logs are in {self._folder / 'logs'}")
+            time.sleep(_POLL_S)
+
+
+def _progress(asynchronous: bool) -> str:
+    return "progress-async.jsonl" if asynchronous else "progress.jsonl"
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=_ANSWER_S, trust_env=False).is_success
+    except httpx.TransportError:  # not listening yet
+        return False
+
+
+_LONGEST_TEMP = 50
+"""Characters of a folder for temporary files: sockets lie below it, and their names hold 107 bytes."""
+
+
+def run(settings: DemoSettings) -> int:
+    """Run the demo; the exit status."""
+    view = View(as_json=settings.json)
+    deep = len(tempfile.gettempdir()) > _LONGEST_TEMP
+    folder = Path(tempfile.mkdtemp(prefix="weightbus-demo-", dir="/tmp" if deep else None))  # noqa: S108 - made for us
+    for name in ("logs", "run"):
+        (folder / name).mkdir(mode=0o700)
+    good = False
+    try:
+        with _ending_on_signals(), Programs(folder / "logs") as programs:
+            good = Demo(settings, folder, programs, view).run()
+    except ProgramEnded as ended:
+        view.say(f"the end of {ended.log}:\n{ended.tail}")
+        view.last(f"demo: failed: {plain(str(ended))}")
+    except (DemoFailed, ValueError) as error:
+        view.last(f"demo: failed: {plain(str(error))}")
+    except KeyboardInterrupt:
+        view.last("demo: interrupted")
+        return 130
+    finally:
+        saved = sorted((folder / SAVED / CHANNEL).glob("checkpoint-*"), key=lambda each: each.stat().st_mtime)
+        if saved:
+            names = ", ".join(each.name for each in saved)
+            print(f"demo: kept {names} in {saved[0].parent}", file=sys.stderr)  # noqa: T201 - the last line stays last
+        if good and not settings.keep_logs and not saved:
+            shutil.rmtree(folder)
+        else:
+            print(f"demo: logs are in {folder / 'logs'}", file=sys.stderr)  # noqa: T201 - the last line stays last
+    return 0 if good else 1
+
+
+@contextlib.contextmanager
+def _ending_on_signals() -> Generator[None]:
+    """SIGTERM and SIGHUP end the demo as Ctrl-C does: by unwinding, so that everything it started ends too."""
+
+    def unwind(_number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,89 @@
+"""What a person sees of the demo: which step it is at, a line for each round, a table at the end.
+
+On a terminal a spinner shows what is awaited; elsewhere every step is a line, so that a log of it reads well.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from weightbus.control.terminal_text import plain
+
+from .round_records import Round, Verdict
+
+STEPS: Final = ("generate", "judge", "train", "publish")
+"""Of a round."""
+PHASES: Final = (*STEPS, "assemble", "pause", "transfer", "verify", "resume")
+"""The same, and the phases of a publication."""
+
+
+class View:
+    """Prints to standard output; nothing else of the demo does."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._json = as_json
+        self._console = Console(highlight=False)
+        self._started = time.monotonic()
+
+    def say(self, text: str, style: str = "") -> None:
+        """A line of the story; `text` may be a program's, of several lines."""
+        if not self._json:
+            shown = plain(text, lines=True), style
+            since = f"{time.monotonic() - self._started:5.1f} s", "dim"
+            self._console.print(Text.assemble(since, "  ", shown), soft_wrap=True)
+
+    @contextmanager
+    def awaiting(self, text: str) -> Generator[None]:
+        """Show `text` for as long as the block takes."""
+        if self._json:
+            yield
+        elif self._console.is_terminal:
+            with self._console.status(Text(plain(text))):
+                yield
+        else:
+            self.say(text)
+            yield
+
+    def round(self, each: Round, of: int) -> None:
+        """A round is over."""
+        if self._json:
+            self.last(msgspec.json.encode(each).decode())
+            return
+        bar = "#" * round(each.reward * 30)
+        seconds = " ".join(f"{name} {each.seconds[name]:.2f} s" for name in STEPS if name in each.seconds)
+        self.say(f"round {each.number:2}/{of}  version {each.version:2}  reward {each.reward:.3f} {bar:30}  {seconds}")
+
+    def table(self, rounds: Sequence[Round], verdict: Verdict) -> None:
+        """The whole run."""
+        if self._json:
+            return
+        table = Table(title="Every round: what the engines earned, then what was published", title_justify="left")
+        phases = [name for name in PHASES if any(name in each.seconds for each in rounds)]
+        for name in ("round", "reward", "version", "lag", "old", "kB", *phases):
+            table.add_column(name, justify="right")
+        for each in rounds:
+            table.add_row(*_cells(each, phases))
+        console = self._console if self._console.is_terminal else Console(highlight=False, width=140)
+        console.print(table)
+        if verdict.complaint:
+            self.say(f"failed: {verdict.complaint}", "red")
+        self.say(f"reward first {verdict.reward_first:.3f}, last {verdict.reward_last:.3f}")
+
+    def last(self, line: str) -> None:
+        """A line as it is, never wrapped or coloured."""
+        self._console.print(line, markup=False, soft_wrap=True, highlight=False)
+
+
+def _cells(each: Round, phases: Sequence[str]) -> list[str]:
+    lag = " ".join(f"{name}:{lag}" for name, lag in sorted(each.lag.items()))
+    seconds = [f"{each.seconds[name]:.3f}" if name in each.seconds else "-" for name in phases]
+    first = [str(each.number), f"{each.reward:.3f}", str(each.version), lag, str(each.behind)]
+    return [*first, f"{each.nbytes / 1e3:.0f}", *seconds]

@@ -1,0 +1,202 @@
+"""The training program of the demo, one process a rank: generate, learn, publish, as an RL loop would.
+
+One after another, or (``asynchronous``) all of it at once, of different rounds. Rank 0 asks the engines and reports;
+every rank learns and publishes. Started by `demo_run.py` with torch's usual environment (RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT) and a `Plan` as its only argument.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ..machine.publish_handle import PublishHandle
+from ..publish.agent import TrainerAgent
+from ..source import Source
+from . import toy_task as task
+from .actor import WIDTH, Actor, Batch
+from .initial_checkpoint import policy_of
+from .program_arguments import Plan
+from .rollout_client import Fleet
+from .settings import Trainer
+
+PATIENCE_S: Final = 120.0
+"""How long any rank waits for anything. A round takes two seconds."""
+MAX_LAG: Final = 1
+"""Of asynchronous rounds."""
+
+
+class Learner(Protocol):
+    """The policy and its optimizer on this rank."""
+
+    def learn(self, tokens: torch.Tensor, counts: torch.Tensor) -> float:
+        """One step; returns the norm of the gradient before clipping."""
+        ...
+
+    def source(self, timeout_s: float) -> Source:
+        """The policy's weights, as they are at any time. Collective."""
+        ...
+
+
+def start(plan: Plan) -> Learner:
+    """The learner of the wanted framework: only that one is imported. Joins the other ranks."""
+    deadline = timedelta(seconds=PATIENCE_S)
+    if plan.trainer is Trainer.FSDP2:
+        from .fsdp_learner import FSDPLearner  # noqa: PLC0415
+
+        dist.init_process_group("gloo", timeout=deadline)
+        return FSDPLearner(Path(plan.checkpoint))
+    from ..sources.megatron.cpu_emulation import install  # noqa: PLC0415
+
+    logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns of every GPU feature that is off
+    install()
+    from .learner import Learner as MegatronLearner  # noqa: PLC0415
+
+    dist.init_process_group("gloo", timeout=deadline)
+    return MegatronLearner(Path(plan.checkpoint), plan.seed, policy_of(plan.trainer))
+
+
+class Stopwatch:
+    """Seconds by phase."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.spans: dict[str, tuple[float, float]] = {}
+        """Begin and end of each phase, in seconds of `time.perf_counter`; of the last one where it came again."""
+
+    @contextmanager
+    def phase(self, name: str) -> Generator[None]:
+        """Add the time inside to `name`."""
+        started = time.perf_counter()
+        yield
+        ended = time.perf_counter()
+        self.spans[name] = (started, ended)
+        self.seconds[name] = self.seconds.get(name, 0.0) + ended - started
+
+
+def train(plan: Plan) -> None:
+    """All rounds, on this rank."""
+    learner = start(plan)
+    fleet = Fleet(plan.status_url, plan.channel, PATIENCE_S)
+    actor = Actor(plan, fleet, PATIENCE_S) if dist.get_rank() == 0 else None
+    agent = _connect(plan, learner) if plan.publish else None
+    if agent and plan.base:
+        agent.publish(plan.base)
+    if actor:
+        actor.begin()
+    if agent and plan.asynchronous:
+        _asynchronously(plan, learner, actor, agent)
+    else:
+        _synchronously(plan, learner, actor, agent)
+    if agent:
+        agent.close()
+    if actor:
+        actor.close()
+
+
+def _synchronously(plan: Plan, learner: Learner, actor: Actor | None, agent: TrainerAgent | None) -> None:
+    """Generate, learn, publish, one after another."""
+    for number in range(1, plan.rounds + 1):
+        watch, batch = Stopwatch(), None
+        current = plan.base + number - 1 if agent else 0
+        if actor:
+            batch = actor.rollout(number)
+        tokens, counts = _share(batch, current, 0)
+        with watch.phase("train"):
+            learner.learn(tokens, counts)
+        with watch.phase("publish"):
+            published = agent.publish(plan.base + number) if agent else None
+        if actor and batch:
+            actor.report(batch, current, 0, watch.seconds, published)
+
+
+def _asynchronously(plan: Plan, learner: Learner, actor: Actor | None, agent: TrainerAgent) -> None:
+    """Learn from one batch while the next one is written and judged, and while engines take what was learned before.
+
+    The rollouts of round n begin when engines serve what round n - 2 published, whether or not those of round n - 1
+    are judged by then. So what they are learned from is one version newer, or they are mixed of that one and the one
+    before.
+    """
+    upcoming = actor.ahead(1, plan.base) if actor else None
+    ending: Callable[[Batch | None], None] = lambda _: None  # noqa: E731  nothing was published yet
+    for number in range(1, plan.rounds + 1):
+        watch, current, asked = Stopwatch(), plan.base + number - 1, upcoming
+        if actor and number < plan.rounds:
+            upcoming = actor.ahead(number + 1, current)
+        with watch.phase("wait"):
+            batch = asked.result(actor.deadline_s) if actor and asked else None
+            tokens, counts = _share(batch, current, MAX_LAG)
+        with watch.phase("train"):
+            learner.learn(tokens, counts)
+        with watch.phase("publish"):
+            handle = agent.publish(current + 1, mode="snapshot")
+        ending(batch)
+        ending = partial(_end_round, actor, batch, current, watch=watch, handle=handle)
+    ending(None)
+
+
+def _end_round(
+    actor: Actor | None,
+    batch: Batch | None,
+    current: int,
+    following: Batch | None,
+    *,
+    watch: Stopwatch,
+    handle: PublishHandle,
+) -> None:
+    """The publication is over, or nearly so: with a lag of one, the one after it could begin."""
+    published = handle.wait()
+    if actor and batch:
+        overlap_s = following.overlap_s(*watch.spans["train"]) if following else 0.0
+        actor.report(batch, current, MAX_LAG, watch.seconds | {"stood": handle.stood_s}, published, overlap_s=overlap_s)
+
+
+def _share(batch: Batch | None, current: int, max_lag: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank 0's tokens, and which of them count, on every rank."""
+    if batch is None:
+        shared = torch.empty(task.RESPONSES, WIDTH, dtype=torch.int64)
+    else:
+        shared = batch.tensor(batch.judge(current, max_lag)[1])
+    dist.broadcast(shared, src=0)
+    texts = WIDTH - task.RESPONSE_TOKENS
+    return shared[:, :texts], shared[:, texts:].float()
+
+
+def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
+    return TrainerAgent.connect(
+        learner.source(PATIENCE_S),
+        channel=plan.channel,
+        coordinator=plan.coordinator,
+        keys=Path(plan.keys),
+        transport=plan.transport or None,
+        host=plan.host,
+        runtime_dir=Path(plan.runtime_dir),
+        checkpoint_dir=Path(plan.runtime_dir) / "checkpoints",
+        hf_config_dir=Path(plan.checkpoint),
+        save_every=plan.save_every,
+        save_dir=Path(plan.save_dir) if plan.save_every else None,
+        round_timeout_s=PATIENCE_S,
+        max_lag=MAX_LAG if plan.asynchronous else None,
+    )
+
+
+def main(argument: str) -> None:
+    """Join the other ranks, train, leave."""
+    torch.set_num_threads(1)
+    train(msgspec.json.decode(argument, type=Plan))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

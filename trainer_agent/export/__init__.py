@@ -1,0 +1,1 @@
+"""export: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,82 @@
+"""Where the ranks of a trainer are, and what they do not offer: what the leader tells the coordinator of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import torch
+
+from weightbus.control.machine.routing import IN_PLACE, PREFERRED
+from weightbus.control.protocol.enums import Reach, TransportKind
+from weightbus.control.protocol.ids import RequestId
+from weightbus.control.protocol.message_fields import Lack, Nic, Place
+from weightbus.control.protocol.messages import Topology
+from weightbus.dataplane.memory.device_name import device_name, seat_here
+from weightbus.dataplane.memory.gpu_topology import SurveyFailed, seen_here
+from weightbus.dataplane.processes.host_identity import (
+    files_identity,
+    folder_identity,
+    host_identity,
+    interfaces,
+    network_identity,
+)
+
+from ..settings import TrainerSettings
+
+_NO_KEY: Final = RequestId("filled-in-by-the-client")
+
+
+def place_of(rank: int, device: torch.device) -> Place:
+    """Where this process is, whose weights lie on `device`."""
+    name = device_name(device)
+    reach = None if device.type != "cuda" else _reach(name)
+    seat = "" if (seat := seat_here(name)) == name else seat
+    return Place(rank=rank, host=host_identity(), device=name, reach=reach, seat=seat)
+
+
+def topology_of(
+    settings: TrainerSettings,
+    kinds: tuple[TransportKind, ...],
+    places: tuple[Place, ...],
+    *,
+    runtime_dir: Path,
+    refusals: dict[TransportKind, str],
+) -> Topology:
+    """What the leader tells. `kinds` are offered, `refusals` say why some that were wanted cannot be.
+
+    Which GPUs reach each other is told for the root's own host: no engine elsewhere reads anybody's memory.
+    """
+    here = host_identity()
+    return Topology(
+        request=_NO_KEY,
+        network=network_identity(),
+        files=files_identity(),
+        folder=folder_identity(runtime_dir),
+        address=settings.host,
+        places=tuple(each if each.host == here else msgspec.structs.replace(each, reach=None) for each in places),
+        nics=tuple(Nic(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
+        lacking={kind: _lack(kind, settings, refusals) for kind in PREFERRED if kind not in kinds},
+        awaits_tables=settings.open_tables,
+    )
+
+
+def _lack(kind: TransportKind, settings: TrainerSettings, refusals: dict[TransportKind, str]) -> Lack:
+    if kind not in settings.preferences():
+        return Lack(found="its setting transport leaves it out", needed=f"add {kind.value} to it, or leave it unset")
+    if kind is TransportKind.DISK:
+        return Lack(found="it has no checkpoint_dir", needed="set checkpoint_dir to a folder that both sides see")
+    found = refusals.get(kind, "its memory cannot be given in place")
+    return Lack(found=found[:_TEXT], needed="what the reason names" if kind in IN_PLACE else "")
+
+
+def _reach(name: str) -> dict[str, Reach] | None:
+    try:
+        own = [each for each in seen_here() if each.uuid == name]
+    except SurveyFailed:
+        return None
+    return {other: Reach(word) for other, word in own[0].reach.items()} if own else None
+
+
+_TEXT: Final = 2048

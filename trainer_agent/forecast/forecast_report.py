@@ -1,0 +1,208 @@
+"""What is said of a forecast: a document for programs, and the same as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.terminal_text import plain
+
+from . import calibration as figures
+from .calibration import Figure
+from .cost_model import Round, Step
+from .fleet import Engines, Fleet, Trainer, Way, Where, place
+from .forecast import Forecast
+from .what_if import Change, changes
+
+_BAR = 40
+_OFFERED = frozenset(kind.value for kind in TransportKind)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """One answer of ``weightbus simulate-fleet``."""
+
+    model: str
+    dtype: str
+    parameters: int
+    bytes: int
+    tensors: int
+    fleet: Fleet
+    """With the ways that were chosen."""
+    round: Round
+    joining_s: float | None
+    """From the `Hello` of one more engine until it gets requests. Null unless all go by sends."""
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...]
+
+
+def report_of(forecast: Forecast, fleet: Fleet, most: int) -> Report:
+    """Everything. Raises `FleetError` for a fleet that cannot be."""
+    ways = [group.way for group in place(fleet).groups]
+    settled = msgspec.structs.replace(
+        fleet,
+        engines=tuple(msgspec.structs.replace(group, way=way) for group, way in zip(fleet.engines, ways, strict=True)),
+    )
+    now = forecast.round(settled)
+    joining_s = forecast.joining_s(settled)
+    tensors = forecast.tensors
+    found = changes(forecast, settled, now, most)
+    return Report(
+        model=tensors.model.architecture,
+        dtype=tensors.specs[0].dtype,
+        parameters=int((tensors.nbytes // tensors.item).sum()),
+        bytes=tensors.total,
+        tensors=len(tensors.specs),
+        fleet=settled,
+        round=now,
+        joining_s=joining_s,
+        changes=found,
+        notes=tuple(_notes(settled, now, joining_s, found)),
+    )
+
+
+def _notes(fleet: Fleet, now: Round, joining_s: float | None, found: tuple[Change, ...]) -> Iterator[str]:
+    ways = sorted({group.way.value for group in fleet.engines if group.way is not None})
+    for way in Way:
+        if way.value not in _OFFERED and (way.value in ways or any(way.value in each.what for each in found)):
+            yield f"{way.value} is predicted, and not offered by this version"
+    if now.kept_gigabytes > figures.GPU_GB.value:
+        kept = f"{now.kept_gigabytes:.0f} GB of weights, a B300 has {figures.GPU_GB.value:g}"
+        yield f"an engine's GPU would keep {kept}: give engine tp, or engine ep"
+    if fleet.links.nic is None and any("NIC" in load.link for load in now.loads):
+        yield f"{figures.NIC_GB_S.value:g} GB/s for a NIC is {figures.NIC_GB_S.source}; --nic says what yours does"
+    if Way.SENDS.value in ways:
+        yield "sends were measured between two GPUs of a host: larger groups are taken to fill their links as well"
+        waits = "" if now.beside_s is None else f", and a request waits {_seconds(now.beside_s)}"
+        yield f"engines are taken to stand still for what is sent: with memory for it they go on until the flip{waits}"
+        yield "left out: what the first rank does for each pair of a rank and a worker before they begin"
+    if Way.DISTRIBUTED.value in ways:
+        yield "distributed was measured with servers that join groups: over NVLink not with sidecars in their places"
+    if joining_s is not None:
+        yield "joining: its loader recorded ahead, from when the trainer offers the version (snapshots: every second)"
+        yield "joining was measured with one worker and a model cut in two: larger layouts plan and connect for longer"
+    yield from _turns(fleet, now)
+    beside = sum(group.workers for group in fleet.engines if group.where is Where.HOSTS)
+    each = fleet.trainer.gpus_on(0) + -(-beside // -(-fleet.trainer.gpus // fleet.trainer.gpus_per_host))
+    if beside and each > fleet.trainer.gpus_per_host:
+        yield f"the trainer's hosts are taken to have {each} GPUs each, all joined by NVLink"
+    if fleet.links.nics_per_host is not None and any("NIC" in load.link for load in now.loads):
+        yield "a GPU is taken to use one NIC of its host's at a time"
+    yield "a first round also records, plans and connects: seconds more"
+
+
+def _turns(fleet: Fleet, now: Round) -> Iterator[str]:
+    grouped = any(group.way in {Way.SENDS, Way.DISTRIBUTED} for group in fleet.engines)
+    if grouped and sum(group.count for group in fleet.engines) > 1:
+        yield "engines are taken to have GPUs of their own: over NCCL those that share one take turns (--max-paused)"
+    if now.waves > 1 and any(group.way is Way.DISTRIBUTED for group in fleet.engines):
+        yield "over distributed every wave connects in its pause, in each round: left out"
+    if now.waves > 1:
+        yield "engines have their turns in the order in which they are described; links are those of the longest wave"
+
+
+def render(report: Report) -> RenderableType:
+    """Steps with bars, the busiest links, what would help."""
+    size = f"{_count(report.parameters)} parameters, {_count(report.bytes)}B in {report.dtype}"
+    head = [Text(f"{plain(report.model)}: {size}, {report.tensors:,} tensors", style="bold")]
+    head += [Text(_trainer(report.fleet.trainer)), *(Text(_engines(each)) for each in report.fleet.engines)]
+    ends = Text("\n".join(_ends(report)), style="bold")
+    notes = [Text(f"note: {note}", style="dim") for note in report.notes]
+    blank = Text("")
+    return Group(*head, blank, _steps(report.round), ends, blank, _loads(report.round), blank, _changes(report), *notes)
+
+
+def _ends(report: Report) -> Iterator[str]:
+    now, engines = report.round, sum(group.count for group in report.fleet.engines)
+    waits = f"a request that runs waits {_seconds(now.pause_s)}"
+    if now.waves == 1:
+        yield f"round {_seconds(now.total_s)}, of which {waits}"
+    else:
+        waves = f"{now.waves} waves of at most {_many(engines - now.serving, 'engine')}"
+        yield f"round {_seconds(now.total_s)} in {waves}, of which {waits}: that of its engine"
+        yield f"at least {now.serving} of {engines} engines serve at any time"
+    if report.joining_s is not None:
+        yield f"an engine that joins is routable after about {_seconds(report.joining_s)}"
+
+
+def _trainer(trainer: Trainer) -> str:
+    hosts = -(-trainer.gpus // trainer.gpus_per_host)
+    cut = f"tp {trainer.tp}, pp {trainer.pp}, ep {trainer.ep}, etp {trainer.expert_tp}"
+    dp = trainer.gpus // trainer.tp // trainer.pp
+    return f"trainer: {_many(trainer.gpus, 'GPU')} on {_many(hosts, 'host')}, {cut}, dp {dp}"
+
+
+def _engines(engines: Engines) -> str:
+    way = engines.way.value if engines.way else "?"
+    cut = f"tp {engines.tp}, ep {engines.ep}"
+    return f"engines: {engines.count} of {cut} ({_many(engines.workers, 'GPU')}) on {engines.where.value}, by {way}"
+
+
+def _steps(now: Round) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("step")
+    table.add_column("seconds", justify="right")
+    table.add_column("- serving, # paused" if now.waves == 1 else "- serving, # a wave is paused")
+    for step in now.steps:
+        table.add_row(step.name, _seconds(step.seconds), _bar(step, now.total_s))
+    return table
+
+
+def _bar(step: Step, total: float) -> str:
+    return ("#" if step.paused else "-") * max(1, round(_BAR * step.seconds / total))
+
+
+def _loads(now: Round) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("busiest link")
+    for column in ("GB", "mean GB", "seconds"):
+        table.add_column(column, justify="right")
+    for load in now.loads:
+        where = load.link if load.link.endswith(("GPU", "host")) else f"{load.link},"
+        name = where + " " + load.where.removeprefix("GPU ").removeprefix("host ")
+        table.add_row(name, f"{load.gigabytes:.1f}", f"{load.mean_gigabytes:.1f}", _seconds(load.seconds))
+    return table
+
+
+def _changes(report: Report) -> RenderableType:
+    if not report.changes:
+        return Text("nothing that was tried makes this round shorter by a hundredth")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("what would help most")
+    for column in ("round", "wait", "saves"):
+        table.add_column(column, justify="right")
+    now = report.round.total_s
+    for change in report.changes:
+        saved = f"{100 * (now - change.total_s) / now:.0f} %"
+        table.add_row(change.what, _seconds(change.total_s), _seconds(change.pause_s), saved)
+    return table
+
+
+def figures_table() -> Table:
+    """Every constant and where it is from."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("figure", "value", "from"):
+        table.add_column(column)
+    for name, figure in vars(figures).items():
+        if isinstance(figure, Figure):
+            table.add_row(name.lower(), f"{figure.value:g}", figure.source)
+    return table
+
+
+def _many(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value < 1 else f"{value:.2f} s"
+
+
+def _count(value: int) -> str:
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6)):
+        if value >= size:
+            return f"{value / size:.2f} {unit}"
+    return f"{value} "

@@ -1,0 +1,130 @@
+"""A served model as blocks: its tensors by number, and the parts that its layers repeat. Pure, and never per tensor.
+
+A model of 70,000 tensors has a few kinds of layers. What trainer ranks hold and engine workers need is worked out for
+one block of each kind, by the same rules that read a real trainer, and repeated over layers and experts by arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from weightbus.dataplane.tensors.boxes import Column
+from weightbus.dataplane.tensors.manifest import ITEM_BYTES, TensorSpec
+
+from ..source import LayoutMismatch, UnsupportedModel
+from ..sources.megatron.hf_model import (
+    Model,
+    Place,
+    body,
+    decoder_layer,
+    head,
+    prediction_layer,
+    prediction_parts,
+    served_tensors,
+)
+from ..sources.megatron.parameter_mapping import Rule
+from .fleet import FleetError
+
+MOST_TENSORS: Final = 1 << 20
+"""Of a model. Each is looked at; the largest that is known has a tenth of it."""
+MOST_BYTES: Final = 1 << 50
+AXES: Final = 3
+"""The most that any served tensor has."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Rules whose tensors follow each other: a layer, or a part that the model has once."""
+
+    kind: str
+    """Blocks of one kind have the same parts."""
+    rules: tuple[Rule, ...]
+    first: int
+    """Number of its first tensor."""
+    plain: int
+    """Tensors that are no expert's; those of experts follow, expert by expert."""
+    each: int
+    """Tensors of one expert."""
+    experts: int
+    depth: int
+    """Layers before it; -1 for the embedding, and as many as there are for what follows the last one."""
+    read: bool
+    """Engines that do not speculate leave prediction layers unread."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tensors:
+    """All tensors of a model."""
+
+    model: Model
+    specs: tuple[TensorSpec, ...]
+    blocks: tuple[Block, ...]
+    item: Column
+    """(tensors,): bytes of one element."""
+    nbytes: Column
+    """(tensors,)."""
+
+    @classmethod
+    def parse(cls, config: Mapping[str, object], dtype: str | None = None) -> Tensors:
+        """Of a Hugging Face ``config.json``. Raises `UnsupportedModel`, `LayoutMismatch` or `FleetError`."""
+        model = Model.parse(config)
+        named = dtype or model.dtype or "bfloat16"
+        if named not in ITEM_BYTES:
+            raise FleetError(f"dtype {named!r} is none that is known: give one of {', '.join(ITEM_BYTES)}")
+        blocks = tuple(_blocks(model))
+        count = blocks[-1].first + blocks[-1].plain + blocks[-1].each * blocks[-1].experts
+        if count > MOST_TENSORS:
+            raise FleetError(
+                f"its config describes {count} tensors, more than the {MOST_TENSORS} that are looked at one by one:"
+                " look at its numbers of layers and of experts"
+            )
+        specs = served_tensors(model, named)
+        if (total := sum(spec.nbytes for spec in specs)) > MOST_BYTES:
+            raise FleetError(
+                f"its config describes {total:.1e} bytes, more than the {MOST_BYTES:.1e} of any model: look at sizes"
+            )
+        item = np.array([ITEM_BYTES[spec.dtype] for spec in specs], np.int64)
+        nbytes = np.array([spec.nbytes for spec in specs], np.int64)
+        return cls(model, specs, blocks, item, nbytes)
+
+    @property
+    def total(self) -> int:
+        """Bytes of one version."""
+        return int(self.nbytes.sum())
+
+
+def tensors_of(config: Mapping[str, object], dtype: str | None = None) -> Tensors:
+    """As `Tensors.parse`; every problem of the config is a `FleetError`."""
+    try:
+        return Tensors.parse(config, dtype)
+    except (LayoutMismatch, UnsupportedModel) as problem:
+        raise FleetError(str(problem)) from problem
+
+
+def _blocks(model: Model) -> Iterator[Block]:
+    first = 0
+    for kind, place, depth, read in _places(model):
+        targets = [target for rule in place.rules for target in rule.served]
+        each = sum("{e}" in target.name for target in targets)
+        experts = model.sizes["experts"] if each else 0
+        plain = len(targets) - each
+        yield Block(kind, place.rules, first, plain, each, experts, depth, read)
+        first += plain + each * experts
+
+
+def _places(model: Model) -> Iterator[tuple[str, Place, int, bool]]:
+    """In the order of `served_tensors`."""
+    embedding, norm = body(model).rules
+    last = len(model.layers)
+    yield "embedding", Place((embedding,), ""), -1, True
+    for index, layer in enumerate(model.layers):
+        yield f"layer {layer.linear} {layer.experts}", decoder_layer(model, index), index, True
+    yield "norm", Place((norm,), ""), last, True
+    yield "head", head(model), last, True
+    for index in range(model.predictions):
+        yield "prediction", prediction_parts(model, index), last, False
+        yield "prediction layer", prediction_layer(model, index), last, False

@@ -1,0 +1,87 @@
+"""What would make a round shorter: the same fleet with one thing changed, calculated again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import msgspec
+from msgspec.structs import replace
+
+from . import calibration as figures
+from .cost_model import Round, rate
+from .fleet import Engines, Fleet, FleetError, Links, Way, Where, place
+from .forecast import Forecast
+
+_Groups = tuple[Engines, ...]
+_WORTH: Final = 0.01
+"""Of the round: what saves less is not said."""
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One change, and what the round would be with it."""
+
+    what: str
+    total_s: float
+    pause_s: float
+
+
+def changes(forecast: Forecast, fleet: Fleet, now: Round, most: int = 3) -> tuple[Change, ...]:
+    """The `most` that save most of the round, best first; of equal ones the first that was tried."""
+    found: list[Change] = []
+    for what, other in _candidates(forecast, fleet):
+        try:
+            then = forecast.round(other)
+        except FleetError:
+            continue  # this fleet cannot be changed so
+        if now.total_s - then.total_s > _WORTH * now.total_s:
+            found.append(Change(what, then.total_s, then.pause_s))
+    return tuple(sorted(found, key=lambda change: change.total_s)[:most])
+
+
+def _candidates(forecast: Forecast, fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
+    """What is changed, and the changed fleet."""
+    for what, links in _links(fleet.links):
+        yield what, replace(fleet, links=links)
+    yield from ((what, replace(fleet, engines=groups)) for what, groups in _engines(forecast, fleet))
+    if any(not group.way or not group.way.by_parts for group in fleet.engines):
+        yield "buckets four times as large", replace(fleet, bucket_mb=4 * fleet.bucket_mb)
+
+
+def _links(links: Links) -> Iterator[tuple[str, Links]]:
+    for name, figure in (
+        ("nic", figures.NIC_GB_S),
+        ("nvlink", figures.NVLINK_GB_S),
+        ("device", figures.DEVICE_GB_S),
+        ("storage", figures.STORAGE_GB_S),
+    ):
+        twice = 2 * rate(getattr(links, name), figure) / 1e9
+        yield f"{name} twice as fast: {twice:g} GB/s", replace(links, **{name: twice})
+    if links.nics_per_host is not None:
+        yield "a NIC for each GPU", replace(links, nics_per_host=None)
+
+
+def _engines(forecast: Forecast, fleet: Fleet) -> Iterator[tuple[str, _Groups]]:
+    """Another way, another place, experts whole or cut; for all groups."""
+    groups = fleet.engines
+    for way in Way:
+        if way is not Way.NEAREST and any(group.way is not way for group in groups):
+            yield f"by {way.value}", tuple(replace(group, way=way) for group in groups)
+    for where in Where:
+        if any(group.where is not where for group in groups):
+            moved = tuple(replace(group, where=where, way=None, shift=0) for group in groups)
+            yield f"engines on {where.value}, by {_ways(fleet, moved)}", moved
+    if forecast.tensors.model.family.experts:
+        if any(group.ep < group.tp for group in groups):
+            yield "engines with experts whole (engine ep = tp)", tuple(replace(each, ep=each.tp) for each in groups)
+        if any(group.ep > 1 for group in groups):
+            yield "engines with experts cut (engine ep = 1)", tuple(replace(each, ep=1) for each in groups)
+
+
+def _ways(fleet: Fleet, moved: _Groups) -> str:
+    """Which ways would be chosen, where these groups can be at all."""
+    try:
+        groups = place(replace(fleet, engines=moved)).groups
+    except FleetError:
+        return "nothing"
+    return " and ".join(sorted({group.way.value for group in groups}))

@@ -1,0 +1,1 @@
+"""machine: see FACES.md for the sentence that belongs here."""

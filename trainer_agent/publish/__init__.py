@@ -1,0 +1,1 @@
+"""publish: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,354 @@
+"""What a training loop holds: connect once, publish after every step, close at the end.
+
+    agent = TrainerAgent.connect(source, channel="policy")          # on every rank
+    ...
+    report = agent.publish(version)                                  # on every rank, between two optimizer steps
+    handle = agent.publish(version, mode="snapshot")                 # or: go on training as soon as it is copied
+
+Every call is collective over the ranks of the source. The root rank leads: it speaks with the coordinator, owns the
+staging memory and sends; the others follow its orders. What is raised or returned is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, Self, overload
+
+from weightbus.control.cli import settings_loader as settings_file
+from weightbus.control.log import get_log
+from weightbus.control.machine.status import PastStatus
+from weightbus.control.protocol.enums import Outcome, TransportKind
+from weightbus.control.protocol.ids import MAX_VERSION
+from weightbus.dataplane.errors import NotExportable
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.dataplane.transports.interface import Address
+
+from ..export.memory_export import Exposure
+from ..machine.errors import AgentClosed, ConnectFailed, TooFarAhead, raise_for
+from ..machine.publication import Ending, Verdict
+from ..machine.publish_handle import PublishHandle
+from ..machine.publish_report import Mode, PublishReport
+from ..quantized.quantized_source import as_served
+from ..settings import SECTION, TrainerSettings
+from ..source import Source, SourceError
+from .background_publisher import End
+from .deferred_digests import settled
+from .pipeline_broadcast import Layout, Stages
+from .publisher_context import Progress
+from .rank_commands import (
+    Assemble,
+    Beat,
+    Broadcast,
+    Digest,
+    Expose,
+    Finish,
+    Join,
+    Make,
+    NotReady,
+    Ranks,
+    Read,
+    Ready,
+    Refill,
+    Taken,
+    unexpected,
+)
+from .rank_zero import Leader, exposure_of, lead
+
+_log = get_log(__name__)
+
+
+class TrainerAgent:
+    """Publishes the weights of one source on one channel. Made by `connect`; a context manager."""
+
+    def __init__(  # noqa: PLR0917  made in two places
+        self,
+        source: Source,
+        settings: TrainerSettings,
+        manifest: Manifest,
+        leader: Leader | None,
+        exposure: Exposure | None = None,
+        stages: Stages | None = None,
+    ) -> None:
+        self.settings = settings
+        self.manifest = manifest
+        """What every version consists of."""
+        self._source = source
+        self._leader = leader
+        self._exposure = exposure
+        self._stages = stages
+        self._ranks = Ranks(source)
+        self._unusable = ""
+
+    @classmethod
+    def connect(
+        cls,
+        source: Source,
+        *,
+        channel: str | None = None,
+        name: str | None = None,
+        coordinator: str | None = None,
+        transport: Sequence[str] | str | None = None,
+        bucket_bytes: int | None = None,
+        settings: TrainerSettings | None = None,
+        file: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        progress: Callable[[Progress], None] | None = None,
+        **more: object,
+    ) -> Self:
+        """Describe the weights, connect to the coordinator and make the staging memory. Collective.
+
+        Every field of `TrainerSettings` may be given by name, the rarer ones through `more`; what is not given comes
+        from the environment (``WEIGHTBUS_TRAINER_...``), then `file`, then the default. `settings` replaces all that.
+        Give equal arguments on every rank. Where the checkpoint that engines serve is quantised (`served`,
+        `hf_config_dir` or the source's own config say so), weights are quantised on their way. `progress` is called on
+        the root, from inside `publish` or from the thread that publishes snapshots.
+
+        Raises:
+            ConfigurationError: what was given cannot work.
+            SourceError: the weights cannot be described.
+            ConnectFailed: the leader could not be started; the message says why, on every rank.
+        """
+        if settings is None:
+            kinds = (transport,) if isinstance(transport, str) else transport
+            given: dict[str, object] = {
+                "channel": channel,
+                "name": name,
+                "coordinator": coordinator,
+                "transport": None if kinds is None else [str(TransportKind(kind)) for kind in kinds],
+                "bucket_bytes": bucket_bytes,
+                **{key: str(value) if isinstance(value, Path) else value for key, value in more.items()},
+            }
+            environment = os.environ if environ is None else environ
+            loaded = settings_file.load(TrainerSettings, SECTION, file=file, environ=environment, flags=given)
+            settings = loaded.value
+        source = as_served(source, settings)
+        layout = Layout.of(source, settings)
+        return cls(source, settings, layout.manifest, *_start(source, settings, layout, progress), layout.stages)
+
+    @property
+    def leading(self) -> bool:
+        """This rank speaks for the group."""
+        return self._leader is not None
+
+    @property
+    def committed(self) -> int | None:
+        """The channel's committed version, as the coordinator said it last; None for none, and on other ranks."""
+        return self._leader.committed if self._leader else None
+
+    def history(self) -> tuple[PastStatus, ...]:
+        """What was committed in the channel, oldest first, as far as the coordinator remembers. Root rank only."""
+        if self._leader is None:
+            raise AgentClosed("only the leading rank of an open agent can ask the coordinator")
+        return self._leader.history()
+
+    @overload
+    def publish(self, version: int, mode: Literal["live"] = "live", *, rollback: bool = False) -> PublishReport: ...
+
+    @overload
+    def publish(self, version: int, mode: Literal["snapshot"]) -> PublishHandle: ...
+
+    def publish(
+        self, version: int, mode: Literal["live", "snapshot"] = "live", *, rollback: bool = False
+    ) -> PublishReport | PublishHandle:
+        """Bring the weights, as they are now, to every engine of the channel as `version`. Collective.
+
+        `version` must be above the committed one, unless `rollback` says that the channel is to go back: a trainer that
+        resumed from an older checkpoint is refused otherwise, and goes back live. ``live`` reads the parameters while
+        engines take them: do not change them before this returns. ``snapshot`` copies them and returns; the copy is
+        published behind the training loop's back, after those taken before, as the settings `snapshots` and `overlap`
+        say. With `max_lag` it returns when training may go on: no engine that requests are sent to is further behind
+        `version` than that. Live versions wait for all snapshots.
+
+        Raises:
+            PublishFailed: the version was not committed, or could not be copied; its `report` tells what happened.
+            TooFarAhead: engines did not come closer than `max_lag`; the snapshot is published all the same.
+            ValueError: `version` is no version, or the arguments contradict each other. Nothing was said to anybody.
+        """
+        _check_version(version)
+        if self._unusable:
+            raise AgentClosed(f"this agent {self._unusable}: connect a new one")
+        if Mode(mode) is Mode.LIVE:
+            led = self._leader.publish(version, rollback=rollback) if self._leader else self._heard_end(version)
+            return self._conclude(led)
+        if rollback:
+            raise ValueError("a channel goes back live: publish with mode = live")
+        taken, future = self._leader.snapshot(version) if self._leader else (self._follow(version), None)
+        if not isinstance(taken, Taken):
+            self._conclude(taken)
+            raise unexpected(Finish(*taken[:2]), "to fail, or to take a snapshot")
+        over = future.done if future else None
+        handle = PublishHandle(version, lambda: self._await_end(version, future), over, taken.stood_s)
+        if taken.ahead:
+            raise TooFarAhead(taken.ahead, handle)
+        return handle
+
+    def catch_up(self, version: int) -> PublishReport:
+        """Bring `version`, which is committed, to engines that came or came back since, and to no others. Collective.
+
+        The parameters must be those of `version`, and are refused otherwise: call this between the publication and the
+        next step. Engines that are not behind go on as if nothing was, and where none is, nothing is read. Snapshots
+        need no call: the last one is kept, and brought by itself. Raises a `PublishFailed` as `publish` does; the
+        version stays committed in any case.
+        """
+        _check_version(version)
+        if self._unusable:
+            raise AgentClosed(f"this agent {self._unusable}: connect a new one")
+        return self._conclude(self._leader.catch_up(version) if self._leader else self._heard_end(version))
+
+    def close(self) -> None:
+        """Leave the channel and free the staging memory. Not collective; may be called twice. The source stays."""
+        self._unusable = self._unusable or "was closed"
+        leader, self._leader = self._leader, None
+        exposure, self._exposure = self._exposure, None
+        stages, self._stages = self._stages, None
+        if stages is not None:
+            stages.close()
+        if leader is not None:
+            leader.close()
+        if exposure is not None:
+            exposure.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _conclude(self, end: End) -> PublishReport:
+        """Return the report, or raise what the verdict stands for."""
+        verdict, report, cause = end
+        if verdict.ending is Ending.SOURCE_FAILED:
+            self._unusable = f"lost its source ({verdict.reason})"
+        raise_for(verdict, report, cause)
+        return report
+
+    def _await_end(self, version: int, future: Future[End] | None) -> PublishReport:
+        """How a snapshot's publication ended. Collective."""
+        if self._unusable:
+            raise AgentClosed(f"this agent {self._unusable} before the publication of version {version} was waited for")
+        if self._leader and future:
+            return self._conclude(self._leader.follow(version, future))
+        return self._conclude(self._heard_end(version))
+
+    def _heard_end(self, version: int) -> End:
+        end = self._follow(version)
+        if isinstance(end, Taken):
+            return self._alone(version, unexpected(end, "the end of its publication"))
+        return end
+
+    def _follow(self, version: int) -> End | Taken:  # noqa: C901, PLR0912  one line for each order
+        """Do what the leader says until the publication is over, or a snapshot is taken and training may go on."""
+        cause: BaseException | None = None
+        while True:
+            try:
+                order = self._ranks.hear()
+                match order:
+                    case Assemble() if cause is None:
+                        self._source.assemble(self.manifest, order.index, None)
+                    case Expose() if cause is None and self._exposure is not None:
+                        self._exposure.take_part(digests=order.digests, made=order.made, parts=order.parts)
+                    case Digest() if cause is None and self._exposure is not None:
+                        self._exposure.digests()
+                    case Make() if cause is None and self._exposure is not None:
+                        self._exposure.make(digests=order.digests, parts=order.parts)
+                    case Join() if cause is None and self._exposure is not None:
+                        self._exposure.join(Address(order.address, token=order.token), order.epoch, order.deadline_s)
+                    case Read() | Refill() | Broadcast() if cause is None and self._stages is not None:
+                        self._stages.obey(order)
+                    case Beat():
+                        pass
+                    case Taken() if order.version == version and cause is None:
+                        return order
+                    case Finish() if order.report.version == version:
+                        return self._settled(order.verdict), order.report, cause
+                    case Assemble() | Make() | Expose() | Digest() | Join() | Taken() if cause is not None:
+                        # The leader did not notice that this rank failed; its collective will run out of time.
+                        return self._alone(version, cause)
+                    case Refill() | Broadcast() if cause is not None:
+                        pass  # the leader has heard, or will hear, that this source gave up
+                    case Read() if cause is not None:
+                        return self._alone(version, cause)
+                    case _:
+                        return self._alone(version, unexpected(order, f"an order for version {version}"))
+            except Exception as error:  # noqa: BLE001  logged, and raised in the end as this rank's cause
+                if cause is not None:
+                    return self._alone(version, cause)
+                # The leader's collective failed too, or will: it may still be able to say how it ended.
+                _log.exception("rank_failed", version=version)
+                cause = error
+
+    def _settled(self, verdict: Verdict) -> Verdict:
+        """The end, once nothing reads this rank's weights any more."""
+        return verdict if self._exposure is None else settled(verdict, self._exposure.settle)
+
+    def _alone(self, version: int, cause: BaseException | None) -> End:
+        """The end as this rank sees it, when the leader cannot be heard any more."""
+        verdict = Verdict(Ending.SOURCE_FAILED, f"{cause}")
+        report = PublishReport(
+            channel=self.settings.channel,
+            version=version,
+            epoch=0,
+            outcome=Outcome.ABORTED,
+            reason=verdict.reason,
+            tensors=len(self.manifest.tensors),
+            buckets=len(self.manifest.buckets),
+            bytes=self.manifest.nbytes,
+        )
+        return verdict, report, cause
+
+
+def _check_version(version: object) -> None:
+    """Every rank is given the same one: none of them begins."""
+    if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
+        raise ValueError(f"version = {version!r}: a whole number from 0 to 2**53 is expected, the training step, say")
+
+
+def _start(
+    source: Source,
+    settings: TrainerSettings,
+    layout: Layout,
+    progress: Callable[[Progress], None] | None,
+) -> tuple[Leader | None, Exposure | None]:
+    """The leader on the root, and each other rank's exposure; or `ConnectFailed` on every rank."""
+    ranks = Ranks(source)
+    if not source.root:
+        return None, _await_leader(ranks, exposure_of(source, settings, layout.manifest))
+    try:
+        leader = lead(source, settings, layout, progress)
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            ranks.tell(NotReady(reason))
+        except SourceError as broken:
+            _log.warning("ranks_not_told", error=str(broken))
+        if isinstance(error, Exception):
+            raise ConnectFailed(reason) from error
+        raise
+    ranks.tell(Ready())
+    return leader, None
+
+
+def _await_leader(ranks: Ranks, exposure: Exposure | None) -> Exposure | None:
+    """Do what the leader says until it stands. None where the ranks' memory cannot be exposed."""
+    while True:
+        match ranks.hear():
+            case Ready():
+                return exposure
+            case Expose() if exposure is not None:
+                try:
+                    exposure.expose()
+                except NotExportable:  # the leader heard the same, says it, and goes on without
+                    exposure.close()
+                    exposure = None
+            case NotReady(reason):
+                if exposure is not None:
+                    exposure.close()
+                raise ConnectFailed(reason)
+            case order:
+                raise unexpected(order, "the leader to stand")

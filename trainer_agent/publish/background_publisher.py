@@ -1,0 +1,202 @@
+"""Publishes snapshots behind the training loop's back: one thread of the root rank, no collective, no parameter.
+
+The training loop's thread takes snapshots and hands them over; this one drives their publications, in order, one at a
+time. Both speak through one lock; nothing is polled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Protocol
+
+import torch
+
+from weightbus.control.log import get_log
+
+from ..machine.publication import Ending, Verdict
+from ..machine.publish_report import Mode, PublishReport
+from ..machine.snapshot_queue import Backlog, Claim, Overlap
+from .snapshot import Store
+
+_log = get_log(__name__)
+
+End = tuple[Verdict, PublishReport, BaseException | None]
+"""How a publication ended: verdict, report, and the exception behind it where it happened on this rank."""
+
+Publish = Callable[[int, int], End]
+"""Drives a version, from the buffer of the second argument, to its end. Does not raise."""
+
+
+class Latecomers(Protocol):
+    """Engines that came after their version was committed. Both are called on the thread of the snapshots."""
+
+    look_s: float
+    """How often they are looked for; 0: never."""
+
+    def behind(self, version: int) -> bool:
+        """Whether an engine is here without `version`, which is committed. Does not raise."""
+        ...
+
+    def bring(self, version: int, buffer: int) -> None:
+        """Bring it to them, from that buffer. Does not raise."""
+        ...
+
+
+class Background:
+    """The snapshots of one leader, and the thread that publishes them. All methods are the training loop's.
+
+    The last one that was committed is kept until its buffer is needed: who comes later is brought it.
+    """
+
+    def __init__(  # noqa: PLR0917  made in one place
+        self,
+        stores: list[Store],
+        overlap: Overlap,
+        publish: Publish,
+        latecomers: Latecomers,
+        channel: str,
+        device: torch.device,
+    ) -> None:
+        self._stores = stores
+        self._publish = publish
+        self._latecomers = latecomers
+        self._kept: tuple[int, int] | None = None
+        """The version that was committed last, and its buffer, while nothing else is in it."""
+        self._channel = channel
+        self._device = device
+        self._turn = threading.Condition()
+        self._backlog = Backlog(len(stores), overlap)
+        self._ends: dict[int, Future[End]] = {}
+        self._ended = 0
+        self._closing = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def ahead(self) -> int:
+        """Publications that have not ended."""
+        with self._turn:
+            return self._backlog.ahead
+
+    def knows(self, version: int) -> bool:
+        """A publication of this version has not ended."""
+        with self._turn:
+            return version in self._ends
+
+    def idle(self, timeout_s: float) -> bool:
+        """Wait until nothing is being published; False when that took longer."""
+        with self._turn:
+            return self._turn.wait_for(lambda: self._backlog.idle, timeout_s)
+
+    @property
+    def ended(self) -> int:
+        """How many publications have ended so far."""
+        with self._turn:
+            return self._ended
+
+    def wait_for_an_end(self, after: int, timeout_s: float) -> None:
+        """Return when more than `after` publications have ended, at the latest after `timeout_s`."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._ended > after, timeout_s)
+
+    def claim(self, timeout_s: float) -> Claim | None:
+        """A buffer for the next snapshot; None when none became free in time. Superseded versions end here."""
+        with self._turn:
+            claim = self._backlog.claim()
+            if claim is None:
+                self._turn.wait(timeout_s)
+                claim = self._backlog.claim()
+            if claim and self._kept and self._kept[1] == claim.buffer:
+                self._kept = None
+            for version in claim.superseded if claim else ():
+                self._end(version, Ending.SUPERSEDED, "a newer snapshot took its place before its round began")
+            return claim
+
+    def store_of(self, claim: Claim) -> Store:
+        """Where the snapshot goes."""
+        return self._stores[claim.buffer]
+
+    def hand_over(self, version: int) -> Future[End]:
+        """The claimed buffer holds `version`: publish it. The future never raises."""
+        future: Future[End] = Future()
+        with self._turn:
+            self._backlog.filled(version)
+            self._ends[version] = future
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="weightbus-snapshots", daemon=True)
+                self._thread.start()
+            self._turn.notify_all()
+        return future
+
+    def discard(self) -> None:
+        """The claimed buffer could not be filled."""
+        with self._turn:
+            self._backlog.discard()
+            self._turn.notify_all()
+
+    def close(self, patience_s: float) -> None:
+        """Drop what has not begun, let what has begun end, free the memory."""
+        with self._turn:
+            self._closing = True
+            for version in self._backlog.drop():
+                self._end(version, Ending.ABORTED, "the agent was closed before its round began")
+            self._turn.notify_all()
+        if self._thread is not None:
+            self._thread.join(patience_s)
+            if self._thread.is_alive():
+                _log.warning("snapshot_abandoned", channel=self._channel, patience_s=patience_s)
+                return
+        for store in self._stores:
+            store.close()
+
+    def _run(self) -> None:
+        with self._on_own_stream():
+            while True:
+                with self._turn:
+                    look_s = self._latecomers.look_s if self._kept else 0.0
+                    self._turn.wait_for(lambda: not self._backlog.idle or self._closing, look_s or None)
+                    begun, kept = self._backlog.begin(), self._kept
+                    if begun is None and self._closing:
+                        return
+                if begun is not None:
+                    self._carry(*begun)
+                elif kept is not None:
+                    self._catch_up(*kept)
+
+    def _catch_up(self, version: int, buffer: int) -> None:
+        if not self._latecomers.behind(version):
+            return
+        with self._turn:
+            if self._closing or self._kept != (version, buffer) or not self._backlog.again(buffer):
+                return
+        self._latecomers.bring(version, buffer)
+        with self._turn:
+            self._backlog.over()
+            self._turn.notify_all()
+
+    def _carry(self, version: int, buffer: int) -> None:
+        self._stores[buffer].wait()
+        end = self._publish(version, buffer)
+        with self._turn:
+            self._backlog.over()
+            self._kept = (version, buffer) if end[0].ending is Ending.COMMITTED else None
+            self._ended += 1
+            self._ends.pop(version).set_result(end)
+            self._turn.notify_all()
+
+    def _end(self, version: int, ending: Ending, reason: str) -> None:
+        report = PublishReport.unpublished(self._channel, version, Mode.SNAPSHOT, reason)
+        self._ends.pop(version).set_result((Verdict(ending, reason), report, None))
+        _log.info("snapshot_dropped", channel=self._channel, version=version, reason=reason)
+
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Generator[None]:
+        """On a GPU: not in line behind the kernels of the next training step."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):  # type: ignore[no-untyped-call]  # as torch leaves it
+            yield

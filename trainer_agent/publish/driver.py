@@ -1,0 +1,500 @@
+"""Drives one publication on the root rank: carries out what publication.py decides, and feeds back what happened.
+
+Runs on the caller's thread but for the lanes of a delivery. Every wait is cut into pieces short enough to speak to the
+other ranks meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Final, assert_never
+
+import msgspec
+
+from weightbus.control import protocol as m
+from weightbus.control.log import get_log
+from weightbus.control.machine.routing import IN_PLACE
+from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
+from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.dataplane.errors import DataplaneError, Unsupported
+from weightbus.dataplane.tensors.manifest import DigestTable
+from weightbus.dataplane.transports.disk import saved_version
+from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
+from weightbus.dataplane.transports.interface import Dividing, Peer, Session, Tabled
+
+from ..checkpoints.archive import Saving
+from ..machine import publication as p
+from ..machine.publish_report import Mode, PublishReport, Stopwatch
+from ..source import SourceError
+from . import deferred_digests as open_table
+from . import rank_commands as orders
+from .bucket_staging import WeightsDiffer
+from .delivery import Delivery
+from .publisher_context import Outfit, Progress
+
+_log = get_log(__name__)
+
+_POLL_S: Final = 0.05
+"""How long a message may lie while a delivery is watched. Progress of the delivery itself wakes the leader at once."""
+_FAREWELL_S: Final = 2.0
+"""How long a farewell waits for its answer: only the others' speed depends on it."""
+_TEXT: Final = 2048
+"""Bound of free text in messages."""
+
+
+class Drive:
+    """One publication, as the leader drives it."""
+
+    def __init__(
+        self, outfit: Outfit, version: int, *, rollback: bool = False, catch_up: bool = False, stood_s: float = 0.0
+    ) -> None:
+        self.version = version
+        self._rollback, self._catch_up = rollback, catch_up
+        self._stood_s = stood_s
+        self.machine = p.Publication(version, outfit.settings.limits(), catch_up=catch_up)
+        self.cause: BaseException | None = None
+        self._of = outfit
+        self._watch = Stopwatch()
+        self._beat_at = time.monotonic()
+        self._engines: dict[str, m.EngineInfo] = {}
+        self._routes: Mapping[str, m.TransportKind] | None = None
+        self._committed: m.Held | None = None
+        self._publish_keys: dict[int, RequestId] = {}
+        self._delivery: Delivery | None = None
+        self._silent = False
+        self._giving: threading.Thread | None = None
+        """Gives the coordinator the table that was closed."""
+        self._saving: Saving | None = None
+        self._announced: m.Publish | None = None
+        self._saved = self._save_error = ""
+        self._log = _log.bind(channel=outfit.settings.channel, version=version)
+        outfit.staging.begin()
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    def run(self) -> p.Verdict:
+        """Until the machine is done. Effects are carried out in order, each before the next event is taken."""
+        effects: deque[p.AnyEffect] = deque(self._handle(self._made() or p.Begin()))
+        while effects or self.machine.verdict is None:
+            event = self._perform(effects.popleft()) if effects else self._wait()
+            if event is not None:
+                effects.extend(self._handle(event))
+        verdict = open_table.settle(self._of.staging, self.version, self._watch, self.machine.verdict)
+        self._conclude_saving(verdict)
+        return verdict
+
+    def fail(self, error: BaseException) -> p.Verdict:
+        """A step raised what nobody foresaw: give the round up, as far as that still works."""
+        ending = p.Ending.SOURCE_FAILED if isinstance(error, SourceError) else p.Ending.INTERNAL
+        self.cause = error
+        self._log.error("publication_failed", state=self.machine.state.value, exc_info=error)
+        for effect in self._handle(p.Broken(ending, f"{type(error).__name__}: {error}")):
+            self._perform(effect)
+        self._stop_delivery()
+        verdict = self.machine.verdict or p.Verdict(ending, str(error))
+        verdict = open_table.settle(self._of.staging, self.version, self._watch, verdict)
+        self._conclude_saving(verdict)
+        return verdict
+
+    def _handle(self, event: p.AnyEvent) -> p.Effects:
+        before = self.machine.state
+        effects = self.machine.handle(event, time.monotonic())
+        if self.machine.state is not before:
+            self._log.debug("publication_state", state=self.machine.state.value, epoch=self.machine.epoch)
+            self._show()
+        return effects
+
+    def _wait(self) -> p.AnyEvent | None:
+        """The next thing that happens; None after a short while, so that the caller looks again."""
+        now = time.monotonic()
+        deadline = self.machine.deadline
+        if deadline is not None and now >= deadline:
+            return p.Tick()
+        self._beat(now)
+        if self._delivery is None:
+            until = min(self._beat_at, deadline if deadline is not None else self._beat_at)
+            return self._event(self._of.bus.next(max(0.0, until - now)))
+        if self.machine.open and not self.machine.table:
+            return self._close_table()
+        return self._event(self._of.bus.next(0.0)) or self._watch_over(self._delivery)
+
+    def _watch_over(self, delivery: Delivery) -> p.AnyEvent | None:
+        if delivery.over:
+            self._delivery = None
+            self._log.info("sent", epoch=delivery.epoch, failed=len(delivery.failed))
+            if delivery.differing:
+                return self._source_failed(WeightsDiffer(delivery.differing))
+            return p.Delivered(delivery.epoch, delivery.failed, delivery.spared)
+        row = delivery.wanted()
+        if row is None:
+            delivery.wait(_POLL_S)
+            return None
+        try:
+            self._of.staging.refill(row, self._watch)
+        except WeightsDiffer as error:
+            return self._source_failed(error)
+        except SourceError as error:
+            return self._source_failed(error)
+        delivery.filled(row.stop)
+        self._show(row.stop)
+        return None
+
+    def _beat(self, now: float) -> None:
+        if now >= self._beat_at:
+            self._of.ranks.tell(orders.Beat())
+            self._beat_at = now + self._of.settings.beat_s
+
+    def _event(self, message: m.ToAgent | None) -> p.AnyEvent | None:
+        """What a message of the coordinator means to the machine; None for what does not concern it."""
+        match message:
+            case m.Send():
+                return p.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
+            case m.Withdraw():
+                return p.Withdrawn(message.epoch, message.engines)
+            case m.RoundDone():
+                return p.Ended(
+                    message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
+                )
+            case m.Welcome():
+                restarted, self._of.boot = message.boot != self._of.boot, message.boot
+                self._log.warning("coordinator_back", restarted=restarted, boot=message.boot)
+                return p.Reconnected(message.committed, restarted)
+            case _:
+                return None
+
+    # -- effects -------------------------------------------------------------------------------------------------------
+
+    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:  # noqa: C901, PLR0911  one line for each effect
+        match effect:
+            case p.AskLease():
+                return self._asking(self._acquire)
+            case p.Assemble():
+                return self._assemble()
+            case p.Announce():
+                return self._asking(lambda: self._announce(effect))
+            case p.Deliver():
+                return self._asking(lambda: self._deliver(effect))
+            case p.CloseTable():
+                return self._close_table()
+            case p.ReportSent():
+                return self._asking(lambda: self._report_sent(effect))
+            case p.DropReceivers():
+                if self._delivery is not None:
+                    self._delivery.withdraw(effect.engines)
+            case p.StopDelivery():
+                self._stop_delivery()
+            case p.GiveUp():
+                self._give_up(effect)
+            case p.GiveBack():
+                self._farewell(m.Release(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch)))
+            case _:  # pragma: no cover
+                assert_never(effect)
+        return None
+
+    def _asking(self, step: Callable[[], p.AnyEvent | None]) -> p.AnyEvent | None:
+        """Do a step that asks the coordinator; a refusal or silence is an event like any other."""
+        try:
+            event = step()
+        except RequestRefused as refused:
+            self._log.debug("refused", code=refused.code.value, reason=refused.reason)
+            return p.Refusal(refused.code, refused.reason, refused.retry_after_s)
+        except CoordinatorUnreachable as silence:
+            if not self._silent:
+                self._log.warning("coordinator_silent", error=str(silence))
+            self._silent = True
+            return p.Unreachable(str(silence))
+        self._silent = False
+        return event
+
+    def _acquire(self) -> p.AnyEvent:
+        with self._watch.phase("acquire"):
+            message = m.Acquire(
+                request=self._key(), channel=self._channel, version=Version(self.version), rollback=self._rollback
+            )
+            answer = self._request(message)
+        if not isinstance(answer, m.Granted):
+            return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {answer.kind}")
+        self._engines, self._committed = answer.engines, answer.committed
+        self._routes = answer.routes or None
+        self._of.staging.granted(awaited=answer.may_leave_open)
+        self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
+        may_leave_open = not self._catch_up and open_table.allowed(self._of, self.version, answer)
+        return p.LeaseGranted(answer.epoch, answer.committed, may_leave_open)
+
+    def _made(self) -> p.AnyEvent | None:
+        """Have what engines will read be made while the lease is asked for. What is wrong if that fails."""
+        try:
+            self._of.staging.make(self._watch)
+        except SourceError as error:
+            return self._source_failed(error)
+        return None
+
+    def _assemble(self) -> p.AnyEvent:
+        staging = self._of.staging
+        if self._saving is None and self._of.archive is not None and not self._catch_up:
+            self._saving = self._of.archive.saving(self.version, staging.manifest)
+        try:
+            table = staging.digest(self.version, self._engines, self._watch, self._saving, self._routes)
+        except SourceError as error:
+            return self._source_failed(error)
+        if self._catch_up and self._committed is not None and self._committed.table != table.digest():
+            table = self._committed_table(table, self._committed)
+        return self._digested(table)
+
+    def _digested(self, table: DigestTable) -> p.Digested:
+        manifest = self._of.staging.manifest
+        seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
+        self._log.info("digested", bytes=manifest.nbytes, buckets=len(manifest.buckets), **seconds)
+        return p.Digested(table.digest())
+
+    def _close_table(self) -> p.AnyEvent:
+        """Wait for the table of a version that was announced without, and give it to whoever takes the version."""
+        staging = self._of.staging
+        try:
+            table = staging.close_table(self.version, self._watch)
+        except SourceError as error:
+            return self._source_failed(error)
+        if table is None:
+            return p.Undigested(
+                "the ranks cannot digest what they expose any more: the table has to be made of buckets"
+            )
+        self._give_table(table)
+        self._giving = open_table.give(self._of.bus, table, 6 * self._of.settings.request_timeout_s)
+        return self._digested(table)
+
+    def _give_table(self, table: DigestTable) -> None:
+        """To the receivers of the delivery that runs."""
+        if self._delivery is not None and self._announced is not None:
+            seal = self._of.seal.table(self._announced, Digest(table.digest())) if self._of.seal else b""
+            self._delivery.tabled(Tabled(table, seal))
+
+    def _committed_table(self, ours: DigestTable, held: m.Held) -> DigestTable:
+        """The committed table where it is of these weights: ours differs when it was made for other engines."""
+        staging = self._of.staging
+        try:
+            blob = self._of.bus.get_blob(held.table, deadline_s=6 * self._of.settings.request_timeout_s)
+            staging.adopt(DigestTable.decode(blob, staging.manifest))
+        except (RequestRefused, CoordinatorUnreachable, DataplaneError, ValueError) as error:
+            self._log.info("other_weights", committed=held.table[:12], ours=ours.digest()[:12], error=str(error))
+            return ours
+        return staging.table
+
+    def _announce(self, effect: p.Announce) -> p.AnyEvent:
+        staging, patience_s = self._of.staging, self._of.settings.request_timeout_s
+        with self._watch.phase("announce"):
+            manifest = Digest(staging.name)
+            table = Digest("") if effect.open else Digest(staging.table.digest())
+            message = m.Publish(
+                request=self._publish_keys.setdefault(effect.epoch, self._key()),
+                channel=self._channel,
+                epoch=Epoch(effect.epoch),
+                version=Version(self.version),
+                manifest=manifest,
+                table=table,
+                bytes=staging.manifest.nbytes,
+                buckets=len(staging.manifest.buckets),
+                policy=self._of.settings.policy(),
+                mode=self._of.mode.value,
+                rollback=self._rollback,
+                catch_up=self._catch_up,
+                stood_s=self._stood_s,
+            )
+            if self._of.seal:
+                message = self._of.seal.publication(message, self._committed)
+            self._announced = message
+            blobs = {manifest: staging.blob}
+            if not effect.open:
+                blobs[table] = staging.table.encode()
+            self._of.bus.request_with(message, blobs, patience_s, 6 * patience_s)
+        self._log.info("announced", epoch=effect.epoch, manifest=manifest[:12], table=table[:12])
+        return (self._left_open() if effect.open else None) or p.Accepted()  # engines prepare meanwhile
+
+    def _left_open(self) -> p.AnyEvent | None:
+        """What engines read is exposed where a table follows, also where the answer to the announcement got lost."""
+        if self.machine.open and not self.machine.table:
+            try:
+                self._of.staging.leave_open(self._watch)
+            except SourceError as error:
+                return self._source_failed(error)
+        return None
+
+    def _deliver(self, effect: p.Deliver) -> p.AnyEvent | None:
+        """Open the lanes and say where they are; from then on `_wait` watches them.
+
+        Where a receiver would wait on a device for what the ranks still make there, that is waited for first.
+        """
+        of, staging = self._of, self._of.staging
+        if failed_early := self._left_open():
+            return failed_early
+        peers = self._peers(effect)
+        unable = open_table.unable(peers, of.senders) if self.machine.open else {}
+        table = None if self.machine.open else staging.table
+        session = Session(of.settings.channel, effect.epoch, self.version, staging.manifest, table)
+        sources = staging.sources(effect.receivers)
+        for kind in peers:
+            if isinstance(sender := of.senders[kind], Dividing):
+                sender.divide(sources)
+        deadline_s = effect.deadline_s
+        self._delivery = delivery = Delivery(session, of.senders, peers, staging.slots, deadline_s, sources)
+        staging.have_sent(offers := delivery.open(), effect.epoch, deadline_s, alone=sources is None)
+        if staging.whole:
+            delivery.filled(len(staging.manifest.buckets))
+        self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
+        tabled = self._table_first(effect) if self.machine.open else None
+        if isinstance(tabled, p.Broken | p.Undigested):
+            return tabled
+        epoch, failed = Epoch(effect.epoch), _told({**delivery.unopened, **unable})
+        if of.seal:
+            offers = tuple(of.seal.offer(offer, epoch) for offer in offers)
+        if failed:
+            self._log.warning("engines_not_offered", epoch=effect.epoch, failed=failed)
+        offered = m.Offered(request=self._key(), channel=self._channel, epoch=epoch, offers=offers, failed=failed)
+        try:
+            self._request(offered)
+        finally:
+            delivery.told()  # an answer may be lost where the offer was not
+        return tabled if not self.machine.table else None
+
+    def _peers(self, effect: p.Deliver) -> dict[m.TransportKind, list[Peer]]:
+        """By transport, for each of which there is a sender."""
+        of = self._of
+        peers: dict[m.TransportKind, list[Peer]] = {}
+        for receiver in effect.receivers:
+            peers.setdefault(receiver.transport, []).append(Peer(receiver.engine, receiver.tp))
+        if of.mode is Mode.SNAPSHOT and IN_PLACE & peers.keys():
+            raise Unsupported("a snapshot was asked for out of memory that is trained on: upgrade the coordinator")
+        for kind in peers:
+            if kind not in of.senders:
+                of.senders[kind] = of.make_sender(kind)
+        return peers
+
+    def _table_first(self, effect: p.Deliver) -> p.AnyEvent | None:
+        """What has to be known of an open table before the delivery that was just opened is offered."""
+        staging = self._of.staging
+        if staging.known is not None:
+            self._give_table(staging.known)
+        elif open_table.first(staging, effect.receivers):
+            return self._close_table()
+        return None
+
+    def _stop_delivery(self) -> None:
+        delivery, self._delivery = self._delivery, None
+        if delivery is None:
+            return
+        for kind in delivery.stop():
+            # Its thread is stuck inside: it keeps the old sender, the next delivery gets a new one.
+            self._log.warning("sender_stuck", transport=kind.value, epoch=delivery.epoch)
+            self._of.senders.pop(kind, None)
+
+    def _report_sent(self, effect: p.ReportSent) -> p.AnyEvent:
+        failed = _told(effect.failed)
+        if failed:
+            self._log.warning("engines_not_served", epoch=effect.epoch, failed=failed)
+        spared = tuple(AgentId(engine) for engine in effect.spared)
+        table = Digest(effect.table)
+        message = m.Sent(
+            request=self._key(),
+            channel=self._channel,
+            epoch=Epoch(effect.epoch),
+            failed=failed,
+            table=table,
+            spared=spared,
+        )
+        if table:
+            patience_s = self._of.settings.request_timeout_s
+            if self._giving is not None:
+                self._giving.join(patience_s)
+            self._of.bus.request_with(message, {table: self._of.staging.table.encode()}, patience_s, 6 * patience_s)
+        else:
+            self._request(message)
+        return p.Noted(effect.epoch)
+
+    def _give_up(self, effect: p.GiveUp) -> None:
+        self._log.warning("giving_up", epoch=effect.epoch, reason=effect.reason)
+        reason = effect.reason[:_TEXT]
+        self._farewell(m.Abandon(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), reason=reason))
+
+    def _farewell(self, message: m.Release | m.Abandon) -> None:
+        try:
+            self._of.bus.request(message, deadline_s=_FAREWELL_S)
+        except (RequestRefused, CoordinatorUnreachable, ClientClosed) as error:
+            # The lease runs out by itself; this only makes it quicker.
+            self._log.debug("farewell_unheard", message=message.kind, error=str(error))
+
+    def _conclude_saving(self, verdict: p.Verdict) -> None:
+        """Keep the version's files if it was committed, and nothing otherwise."""
+        saving, self._saving = self._saving, None
+        if saving is None:
+            return None
+        if verdict.ending is not p.Ending.COMMITTED:
+            return saving.discard()
+        staging = self._of.staging
+        notes = Notes(
+            channel=self._of.settings.channel,
+            epoch=self.machine.epoch,
+            version=self.version,
+            manifest=staging.name,
+            table=staging.table.digest(),
+        )
+        with self._watch.phase("save"):
+            beside = {
+                saved_version.MANIFEST: staging.blob,
+                saved_version.TABLE: staging.table.encode(),
+                saved_version.PUBLICATION: msgspec.json.encode(self._announced),
+            }
+            self._saved, self._save_error = saving.finish(self.version, notes, beside)
+        return None
+
+    # -- the report ----------------------------------------------------------------------------------------------------
+
+    def report(self, verdict: p.Verdict) -> PublishReport:
+        """What is known now."""
+        ended, manifest = self.machine.ended, self._of.staging.manifest
+        theirs = {name: each for name, each in ended.seconds.items() if name != "total"} if ended else {}
+        return PublishReport(
+            channel=self._of.settings.channel,
+            version=self.version,
+            epoch=self.machine.epoch,
+            outcome=m.Outcome.COMMITTED if verdict.ending is p.Ending.COMMITTED else m.Outcome.ABORTED,
+            reason=verdict.reason,
+            mode=self._of.mode,
+            attempts=max(1, self.machine.attempt),
+            tensors=len(manifest.tensors),
+            buckets=len(manifest.buckets),
+            bytes=manifest.nbytes,
+            seconds={**self._watch.seconds, **theirs, "total": self._watch.total()},
+            engines=ended.engines if ended else (),
+            manifest=self._of.staging.name,
+            table=self.machine.table,
+            saved=self._saved,
+            save_error=self._save_error,
+        )
+
+    # -- small things --------------------------------------------------------------------------------------------------
+
+    @property
+    def _channel(self) -> Channel:
+        return Channel(self._of.settings.channel)
+
+    def _key(self) -> RequestId:
+        return self._of.bus.new_request()
+
+    def _request(self, message: m.ToCoordinator) -> m.ToAgent:
+        return self._of.bus.request(message, deadline_s=self._of.settings.request_timeout_s)
+
+    def _source_failed(self, error: SourceError | WeightsDiffer) -> p.Broken:
+        self.cause, differ = error, isinstance(error, WeightsDiffer)
+        return p.Broken(p.Ending.WEIGHTS_CHANGED if differ else p.Ending.SOURCE_FAILED, str(error))
+
+    def _show(self, buckets_sent: int = 0) -> None:
+        if self._of.progress is not None:
+            buckets = len(self._of.staging.manifest.buckets)
+            self._of.progress(Progress(self.version, self.machine.state.value, buckets_sent, buckets))
+
+
+def _told(failed: Mapping[str, str]) -> dict[str, str]:
+    """Reasons as they may travel."""
+    return {engine: reason[:_TEXT] for engine, reason in failed.items()}

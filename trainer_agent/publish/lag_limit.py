@@ -1,0 +1,132 @@
+"""How far training may be ahead of what engines serve: the rule, and the wait for it.
+
+    lag = the version that training goes on from - the oldest version that a request may get an answer from
+
+The coordinator keeps engines that are too far behind the committed version off its ready list (`Policy.max_lag`). The
+trainer does the other half: a snapshot's `publish` returns when training from it would not exceed `max_lag`.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from typing import Final, Protocol
+
+import msgspec
+
+from weightbus.control.log import get_log
+from weightbus.control.machine.status import LENT, ChannelView, parse
+from weightbus.control.protocol.errors import CoordinatorUnreachable, Malformed, RequestRefused
+
+from ..settings import TrainerSettings
+from .background_publisher import Background
+from .rank_commands import Beat, Ranks
+
+_log = get_log(__name__)
+
+_SILENT: Final = frozenset({"lost", "dirty", "pending", LENT, "quarantined"})
+"""States of engines, as the status names them, that answer no request."""
+
+
+class Pace(enum.Enum):
+    """What a training loop does now."""
+
+    GO = "go"
+    WAIT = "wait"
+    """A publication is under way that may bring engines closer."""
+    TOO_FAR = "too far"
+    """Nothing that is under way helps any more, or not in time."""
+
+
+class Ahead(msgspec.Struct, frozen=True):
+    """Training would be too far ahead."""
+
+    version: int
+    serving: int | None
+    """The oldest version that is served; None when the coordinator did not say."""
+    max_lag: int
+    reason: str
+
+    def __str__(self) -> str:
+        """Found, expected, why."""
+        if self.serving is None:
+            found = f"what engines serve is not known, version {self.version} would be trained from"
+        else:
+            lag = self.version - self.serving
+            found = f"version {self.version} is {lag} ahead of what engines serve ({self.serving})"
+        return f"{found}, max_lag is {self.max_lag}, {self.reason}"
+
+
+def oldest_served(channel: ChannelView | None, max_lag: int) -> int:
+    """The oldest version that a request may get an answer from; 0 stands for the weights of a launch.
+
+    An engine in a round counts with what it had: it may be left out, and go on with that. Who is gone or quarantined,
+    or more than `max_lag` behind the committed version, gets no requests before it has the next one.
+    """
+    if channel is None or channel.committed is None:
+        return 0
+    committed = channel.committed.version
+    versions = (each.version for each in channel.engines.values() if each.state not in _SILENT)
+    return min((committed, *(each for each in versions if each is not None and 0 <= committed - each <= max_lag)))
+
+
+def pace(version: int, serving: int | None, max_lag: int, *, coming: bool, expired: bool) -> Pace:
+    """Whether to train from `version`, when `serving` is the oldest version served, or None if that is not known.
+
+    `coming`: a publication has not ended. `expired`: there is no time left to wait.
+    """
+    if serving is not None and version - serving <= max_lag:
+        return Pace.GO
+    if expired or (serving is not None and not coming):
+        return Pace.TOO_FAR
+    return Pace.WAIT
+
+
+class Coordinator(Protocol):
+    """What is asked of control's `BusClient`."""
+
+    def status(self, deadline_s: float = 10.0) -> bytes:
+        """The coordinator's status document."""
+        ...
+
+
+class Pacer:
+    """Holds one training loop back. All methods are called on its thread, on the root rank."""
+
+    def __init__(self, settings: TrainerSettings, coordinator: Coordinator, background: Background) -> None:
+        self._settings = settings
+        self._coordinator = coordinator
+        self._background = background
+
+    def hold(self, version: int, ranks: Ranks) -> Ahead | None:
+        """Return when training may go on from `version`, or why it may not. Collective: `ranks` hear beats."""
+        max_lag = self._settings.max_lag
+        if max_lag is None:
+            return None
+        deadline = time.monotonic() + self._settings.lag_timeout_s
+        while True:
+            # Asked first: what a publication brought is in the answer that follows its end.
+            ended, coming = self._background.ended, self._background.ahead > 0
+            serving, silence = self._serving(max_lag)
+            expired = time.monotonic() >= deadline
+            match pace(version, serving, max_lag, coming=coming, expired=expired):
+                case Pace.GO:
+                    return None
+                case Pace.TOO_FAR:
+                    waited = f"after {self._settings.lag_timeout_s:.0f} s (lag_timeout_s)"
+                    ahead = Ahead(
+                        version, serving, max_lag, silence or (waited if expired else "and nothing is coming")
+                    )
+                    _log.error("too_far_ahead", channel=self._settings.channel, reason=str(ahead))
+                    return ahead
+                case Pace.WAIT:
+                    ranks.tell(Beat())
+                    left = max(0.0, deadline - time.monotonic())
+                    self._background.wait_for_an_end(ended, min(self._settings.beat_s, left))
+
+    def _serving(self, max_lag: int) -> tuple[int | None, str]:
+        try:
+            document = self._coordinator.status(self._settings.request_timeout_s)
+            return oldest_served(parse(document).channels.get(self._settings.channel), max_lag), ""
+        except (CoordinatorUnreachable, RequestRefused, Malformed) as error:
+            return None, str(error)

@@ -1,0 +1,261 @@
+"""What every rank does where pipeline stages broadcast their own buckets: nothing is gathered across stages.
+
+The first rank of each stage is a *source* (dataplane/transports/broadcast_order.py). It assembles the buckets of its
+stage in slots of its own, digests them, and broadcasts them to all engines; the leader's is source 0. The leader says
+what is done next, a row of buckets at a time of which every stage has one, so that stages work beside each other:
+
+    Read       every stage reads its buckets once, for the digest table, which the leader puts together
+    Broadcast  sources meet the engines of an epoch
+    Refill     a row is read again, to be sent, and compared with what was digested
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Final, NamedTuple, Self, assert_never
+
+import msgspec
+import torch
+
+from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.message_fields import Offer, Place
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.tensors.manifest import BucketSpec, LiveDigests, Manifest
+from weightbus.dataplane.transports.broadcast_order import Sources, cut
+from weightbus.dataplane.transports.distributed.source_rank import SourceRank
+from weightbus.dataplane.transports.interface import Address, Slot
+
+from ..export.topology import place_of
+from ..machine.publish_report import Stopwatch
+from ..settings import TrainerSettings
+from ..source import AssemblyFailed, Source, Staged, head_dim_of
+from . import rank_commands as orders
+from .expected_digests import LiveDigester, LivePlan, Want, joined
+
+
+class Layout(NamedTuple):
+    """What a version consists of, and who can send which part of it."""
+
+    manifest: Manifest
+    stages: Stages | None
+    """None where one rank sends everything."""
+    places: tuple[Place, ...] = ()
+    """Where the ranks are; told where that matters for who sends."""
+
+    @classmethod
+    def of(cls, source: Source, settings: TrainerSettings) -> Self:
+        """Buckets of one stage each, where stages may broadcast them; the same on every rank. Collective."""
+        tensors = source.tensors()
+        if isinstance(source, Staged) and TransportKind.DISTRIBUTED in settings.preferences():
+            roots = source.roots()
+            ranks = sorted(set(roots))
+            if ranks[0] == 0 and len(ranks) > 1:
+                owners = [ranks.index(root) for root in roots]
+                manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes)
+                stages = Stages(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
+                told = source.collect(msgspec.msgpack.encode(place_of(source.rank, source.device)))
+                return cls(manifest, stages, tuple(msgspec.msgpack.decode(each, type=Place) for each in told))
+        return cls(Manifest.of(source.model, tensors, settings.bucket_bytes), None)
+
+
+class _Memory(msgspec.Struct, frozen=True):
+    """A slot of a source that does not lead: nobody opens it."""
+
+    memory: torch.Tensor
+    exported: bytes = b""
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """What one source has read."""
+
+    digests: dict[int, bytes] = {}
+    """By bucket."""
+    live: tuple[LiveDigests, ...] = ()
+    error: str = ""
+
+
+class Read(NamedTuple):
+    """What all of them have."""
+
+    tensors: bytes
+    """Digests, in the manifest's order."""
+    live: tuple[LiveDigests, ...]
+
+
+class Stages:
+    """One rank's part. Calls are collective, but for `lend` and `close`."""
+
+    def __init__(  # noqa: PLR0917  made in one place
+        self,
+        source: Staged,
+        manifest: Manifest,
+        sources: Sources,
+        ranks: Sequence[int],
+        slots: int,
+        head_dim: int | None = None,
+    ) -> None:
+        """`ranks` are those of the `sources`, the leader's first. With `slots` slots on each."""
+        self.sources = sources
+        self._source, self._manifest = source, manifest
+        self._roots = tuple(ranks[number] for number in sources.of)
+        self._number = list(ranks).index(source.rank) if source.rank in ranks else None
+        self._own = sources.own(self._number) if self._number is not None else ()
+        self._depth = slots
+        self._slots: Sequence[Slot] = ()
+        self._plan = LivePlan(manifest, (), head_dim)
+        self._head_dim = head_dim
+        self._digests: dict[int, bytes] = {}
+        self._part = SourceRank(self._number, source.device) if self._number else None
+
+    def lend(self, slots: Sequence[Slot]) -> None:
+        """On the leader: where its buckets go."""
+        self._slots = slots
+
+    def read(self, wanted: Collection[Want], watch: Stopwatch) -> Read:
+        """Every stage reads and digests its buckets. Raises `SourceError` on every rank when one cannot."""
+        failure: Exception | None = None
+        try:
+            found = self._read(frozenset(wanted), watch)
+        except Exception as error:  # noqa: BLE001  raised below, once the others know
+            failure, found = error, _Found(error=f"rank {self._source.rank}: {type(error).__name__}: {error}")
+        with watch.phase("assemble"):
+            all_found = [_FOUND.decode(each) for each in self._source.collect(msgspec.msgpack.encode(found))]
+        if failure is not None:
+            raise failure
+        errors = [each.error for each in all_found if each.error]
+        if errors:
+            raise AssemblyFailed("; ".join(errors))
+        digests = {bucket: digest for each in all_found for bucket, digest in each.digests.items()}
+        return Read(
+            b"".join(digests[index] for index in range(len(digests))), joined([each.live for each in all_found])
+        )
+
+    def refill(self, first: int, last: int, watch: Stopwatch) -> Sequence[str]:
+        """Read a row of buckets again. Returns the tensors of this rank's that differ from what was digested.
+
+        A source that does not lead sends what it has read, or tells the leader that it must not.
+        """
+        differing: list[str] = []
+        for index in range(first, last):
+            mine = self._mine(index)
+            if mine and self._part is not None:
+                self._part.wait_free(self.sources.place(index) + 1 - self._depth)
+            found = self._gather(index, watch)
+            if not mine:
+                continue
+            odd = self._odd(index, found)
+            differing += odd
+            if self._part is not None and odd:
+                self._part.spoil(odd)
+            elif self._part is not None:
+                self._part.filled(self.sources.place(index) + 1)
+        return differing
+
+    def broadcast(self, address: Address, epoch: int, deadline_s: float, *, whole: bool) -> None:
+        """Have this rank take part in `epoch`, by a thread of its own; `whole`: all its buckets are there."""
+        if self._part is None:
+            return
+        buckets = [self._memory(index)[: self._manifest.buckets[index].nbytes] for index in self._own]
+        filled = len(buckets) if whole else 0
+        self._part.begin(address, epoch, self.sources, buckets, deadline_s, filled)
+
+    def obey(self, order: orders.OfStages) -> None:
+        """Do what the leader says; it does the same by its own calls. What fails here ends the session for all."""
+        try:
+            self._obey(order, Stopwatch())
+        except BaseException:
+            if self._part is not None:
+                self._part.stop()
+            raise
+
+    def _obey(self, order: orders.OfStages, watch: Stopwatch) -> None:
+        match order:
+            case orders.Read():
+                self.read(order.wanted, watch)
+            case orders.Refill():
+                self.refill(order.first, order.last, watch)
+            case orders.Broadcast():
+                address = Address(
+                    order.address, order.group, order.backend, world_size=order.world_size, token=order.token
+                )
+                self.broadcast(address, order.epoch, order.deadline_s, whole=order.whole)
+            case _:  # pragma: no cover
+                assert_never(order)
+
+    def close(self) -> None:
+        """Leave the group, and let go of the slots."""
+        if self._part is not None:
+            self._part.close()
+        self._slots = ()
+
+    # -- this rank -----------------------------------------------------------------------------------------------------
+
+    def _mine(self, index: int) -> bool:
+        return self._number is not None and self.sources.of[index] == self._number
+
+    def _memory(self, index: int) -> torch.Tensor:
+        """The slot of one of this rank's buckets."""
+        if not self._slots:
+            nbytes = max(self._manifest.buckets[own].nbytes for own in self._own)
+            device = self._source.device
+            count = min(self._depth, len(self._own))
+            self._slots = [_Memory(torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(count)]
+        return self._slots[self.sources.place(index) % len(self._slots)].memory
+
+    def _read(self, wanted: frozenset[Want], watch: Stopwatch) -> _Found:
+        if self._part is not None:
+            self._part.stop()  # an earlier session would send from the slots
+        if self._plan.wanted != wanted:
+            self._plan = LivePlan(self._manifest, wanted if self._number is not None else (), self._head_dim)
+        live = LiveDigester(self._plan)
+        self._digests = {}
+        for index in range(len(self._manifest.buckets)):
+            found = self._gather(index, watch)
+            if self._mine(index):
+                self._digests[index] = found
+                with watch.phase("digest"):
+                    live.feed(index, self._memory(index))
+        return _Found(self._digests, live.result(partial=True))
+
+    def _gather(self, index: int, watch: Stopwatch) -> bytes:
+        """Take part in one bucket; its digests if it is this rank's."""
+        memory = self._memory(index) if self._mine(index) else None
+        with watch.phase("assemble"):
+            self._source.assemble(self._manifest, index, memory, self._roots)
+        if memory is None:
+            return b""
+        with watch.phase("digest"):
+            nbytes = self._manifest.buckets[index].nbytes
+            return integrity.digest_tensors(memory[:nbytes], self._manifest.offsets_of(index))
+
+    def _odd(self, index: int, found: bytes) -> list[str]:
+        return differing(self._manifest, self._manifest.buckets[index], found, self._digests[index])
+
+
+def differing(manifest: Manifest, bucket: BucketSpec, found: bytes, expected: bytes) -> list[str]:
+    """The tensors of a bucket whose digests differ."""
+    if found == expected:
+        return []
+    size = integrity.DIGEST_BYTES
+    return [
+        tensor.name
+        for at, tensor in enumerate(manifest.tensors[bucket.first : bucket.last])
+        if found[at * size : (at + 1) * size] != expected[at * size : (at + 1) * size]
+    ]
+
+
+def broadcast_order(offer: Offer, epoch: int, deadline_s: float, *, whole: bool) -> orders.Broadcast:
+    """What the other sources have to know of an offer."""
+    return orders.Broadcast(
+        address=offer.address,
+        group=offer.group,
+        backend=offer.backend,
+        world_size=offer.world_size,
+        token=offer.token,
+        epoch=epoch,
+        deadline_s=deadline_s,
+        whole=whole,
+    )
+
+
+_FOUND: Final = msgspec.msgpack.Decoder(_Found)

@@ -1,0 +1,165 @@
+"""What the leader tells the other ranks of its group, step by step, through `Source.agree`.
+
+Every collective of a publication is announced by an order, so that all ranks make the same calls whatever the
+coordinator says. A rank that waits hears something every few seconds, so that its group's timeout is about dead leaders
+and not about long rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Final, assert_never
+
+import msgspec
+
+from ..machine.publication import Verdict
+from ..machine.publish_report import PublishReport
+from ..source import Source
+
+
+class Order(msgspec.Struct, frozen=True, tag=True):
+    """Root of what the leader says."""
+
+
+class Ready(Order, frozen=True, tag="Ready"):
+    """The leader stands; `publish` may be called."""
+
+
+class NotReady(Order, frozen=True, tag="NotReady"):
+    """The leader could not be started."""
+
+    reason: str
+
+
+class Assemble(Order, frozen=True, tag="Assemble"):
+    """Take part in assembling bucket `index`."""
+
+    index: int
+
+
+class Make(Order, frozen=True, tag="Make"):
+    """Begin to make what this rank lets others read, from its weights as they are now; with `digests`, to digest it."""
+
+    digests: bool
+    parts: bool = False
+    """Readers are told of what is made part by part."""
+
+
+class Expose(Order, frozen=True, tag="Expose"):
+    """Make this rank's memory readable as it is now; digest its share of the model if `digests`."""
+
+    digests: bool
+    made: bool = False
+    """`Make` was said in this publication: nothing is begun anew."""
+    parts: bool = False
+    """As of `Make`."""
+
+
+class Digest(Order, frozen=True, tag="Digest"):
+    """Digest this rank's share of what it has exposed."""
+
+
+class Join(Order, frozen=True, tag="Join"):
+    """Take part in sending `epoch`, by a thread of this rank's own, to whoever comes to `address`."""
+
+    address: str
+    token: str
+    epoch: int
+    deadline_s: float
+
+
+class Read(Order, frozen=True, tag="Read"):
+    """Read and digest the buckets of this rank's stage, and what of `wanted` engines report of them."""
+
+    wanted: tuple[tuple[str, int], ...]
+
+
+class Refill(Order, frozen=True, tag="Refill"):
+    """Read buckets `first` to `last`, exclusive, once more; each on its stage, which sends it."""
+
+    first: int
+    last: int
+
+
+class Broadcast(Order, frozen=True, tag="Broadcast"):
+    """Where this rank is a source, have it meet the engines of `epoch`."""
+
+    address: str
+    group: str
+    backend: str
+    world_size: int
+    token: str
+    epoch: int
+    deadline_s: float
+    whole: bool
+    """What was read last is all there; otherwise each bucket is read again."""
+
+
+class Beat(Order, frozen=True, tag="Beat"):
+    """Nothing to do; the leader is alive."""
+
+
+class Taken(Order, frozen=True, tag="Taken"):
+    """The snapshot of `version` is taken; nobody is needed for the rest."""
+
+    version: int
+    stood_s: float = 0.0
+    """How long training stood still for engines to catch up, or for a buffer."""
+    ahead: str = ""
+    """Why training must not go on from it, though its publication does."""
+
+
+class Finish(Order, frozen=True, tag="Finish"):
+    """The publication is over."""
+
+    verdict: Verdict
+    report: PublishReport
+
+
+OfStages = Read | Refill | Broadcast
+"""What `stages.Stages` carries out."""
+AnyOrder = Ready | NotReady | Assemble | Make | Expose | Digest | Join | OfStages | Beat | Taken | Finish
+
+_DECODER: Final[msgspec.msgpack.Decoder[AnyOrder]] = msgspec.msgpack.Decoder(AnyOrder)
+
+
+class Ranks:
+    """The group of one source, as the leader and the others speak in it."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+
+    def tell(self, order: AnyOrder) -> None:
+        """Root only: give `order` to every rank. Collective."""
+        self._source.agree(msgspec.msgpack.encode(order))
+
+    def hear(self) -> AnyOrder:
+        """Others only: the leader's next order. Collective."""
+        return _DECODER.decode(self._source.agree(None))
+
+
+def unexpected(order: AnyOrder, expected: str) -> RuntimeError:  # noqa: C901  one line for each order
+    """The error of a rank that is not where the leader believes it to be."""
+    match order:
+        case Ready() | NotReady():
+            told = "that the leader stands"
+        case Assemble():
+            told = f"to assemble bucket {order.index}"
+        case Make():
+            told = "to make what it exposes"
+        case Expose():
+            told = "to expose its memory"
+        case Digest():
+            told = "to digest its share"
+        case Join():
+            told = f"to send epoch {order.epoch}"
+        case Read() | Refill() | Broadcast():
+            told = "to read or broadcast its stage"
+        case Beat():
+            told = "to wait"
+        case Taken():
+            told = f"that the snapshot of version {order.version} is taken"
+        case Finish():
+            told = f"that version {order.report.version} is over"
+        case _:  # pragma: no cover
+            assert_never(order)
+    return RuntimeError(f"this rank was told {told}, expected {expected}: call connect and publish on all ranks alike")

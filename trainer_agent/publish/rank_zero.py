@@ -1,0 +1,426 @@
+"""The root rank's half of the trainer agent: what it holds for all publications, and how one ends on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from weightbus.control.bus.client import BusClient, BusSettings
+from weightbus.control.log import get_log
+from weightbus.control.machine.routing import IN_PLACE
+from weightbus.control.machine.status import PastStatus, parse
+from weightbus.control.protocol.enums import Outcome, Role, TransportKind
+from weightbus.control.protocol.errors import ConfigurationError, WeightbusError
+from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId
+from weightbus.control.protocol.message_fields import Held, Offer, TrainerInfo
+from weightbus.control.protocol.messages import Hello, Publish
+from weightbus.control.security.curve_keys import CurveFiles, read_secret
+from weightbus.control.security.security_settings import curve_files
+from weightbus.control.security.signed_publications import seal_offer, seal_publication, seal_table
+from weightbus.dataplane.errors import NotExportable
+from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.dataplane.transports.interface import Sender
+from weightbus.dataplane.transports.registry import default_runtime_dir, sender
+
+from ..checkpoints.archive import Archive, Policy, check_configs
+from ..export.memory_export import Exposable, Exposure
+from ..export.topology import place_of, topology_of
+from ..machine.publication import Ending, Verdict
+from ..machine.publish_report import Mode, PublishReport, Stopwatch
+from ..machine.snapshot_queue import Claim
+from ..quantized.quantized_source import KnowsServed
+from ..settings import SendsOver, TrainerSettings
+from ..source import Source, SourceError, head_dim_of
+from .background_publisher import Background, End
+from .bucket_staging import InPlace, Pool, Staging
+from .driver import Drive
+from .lag_limit import Pacer
+from .pipeline_broadcast import Layout
+from .publisher_context import Outfit, Progress
+from .rank_commands import Assemble, Beat, Expose, Finish, Ranks, Taken
+from .snapshot_rounds import SnapshotRounds, Times, behind_in, log_end
+
+_log = get_log(__name__)
+
+
+class Leader:
+    """Publishes version after version. Not for several threads at once."""
+
+    def __init__(self, outfit: Outfit, pool: Pool, source: Source, exposure: Exposure | None = None) -> None:
+        self._outfit = outfit
+        self._pool = pool
+        self._source = source
+        self._exposure = exposure
+        self._times: dict[int, Times] = {}
+        snapshots = SnapshotRounds(outfit, pool, source, self._times)
+        self._background = Background(
+            snapshots.stores,
+            outfit.settings.overlap,
+            snapshots.publish,
+            snapshots,
+            outfit.settings.channel,
+            source.device,
+        )
+        if doubt := outfit.settings.doubt():
+            _log.warning("settings_doubted", channel=outfit.settings.channel, reason=doubt)
+        self._pacer = Pacer(outfit.settings, outfit.bus, self._background)
+        self._stood_s = 0.0
+        """Since the last snapshot was handed over."""
+
+    @property
+    def committed(self) -> int | None:
+        """The channel's committed version, as the coordinator said it last."""
+        return self._outfit.bus.committed
+
+    def history(self) -> tuple[PastStatus, ...]:
+        """What was committed in the channel, oldest first, as far as the coordinator remembers."""
+        settings = self._outfit.settings
+        document = self._outfit.bus.status(settings.request_timeout_s)
+        known = parse(document).channels.get(settings.channel)
+        return known.history if known else ()
+
+    def behind(self, version: int) -> tuple[str, ...]:
+        """The engines that are here without `version`, which is committed; none where another one is."""
+        settings = self._outfit.settings
+        known = parse(self._outfit.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
+        return behind_in(known, version)
+
+    def catch_up(self, version: int) -> End:
+        """Bring `version`, which is committed, to the engines that lack it, and tell every rank how that ended."""
+        try:
+            lacking = self.behind(version)
+        except WeightbusError as error:
+            end = _unpublished(self._outfit.settings.channel, version, error, Mode.LIVE)
+            self._tell(end[0], end[1])
+            return end
+        if lacking:
+            return self.publish(version, catch_up=True)
+        reason = "no engine is behind"
+        report = PublishReport(
+            channel=self._outfit.settings.channel, version=version, epoch=0, outcome=Outcome.COMMITTED, reason=reason
+        )
+        end = Verdict(Ending.COMMITTED, reason), report, None
+        self._tell(end[0], end[1])
+        return end
+
+    def publish(self, version: int, *, rollback: bool = False, catch_up: bool = False) -> End:
+        """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""
+        drive = Drive(self._outfit, version, rollback=rollback, catch_up=catch_up)
+        try:
+            self._wait_for_snapshots()
+            verdict = drive.run()
+        except BaseException as error:
+            # The other ranks wait for an order, whatever happened here.
+            verdict = drive.fail(error)
+            if not isinstance(error, Exception):
+                self._tell(verdict, drive.report(verdict))
+                raise
+        report = drive.report(verdict)
+        log_end(verdict, report)
+        self._tell(verdict, report)
+        return verdict, report, drive.cause
+
+    def snapshot(self, version: int) -> tuple[Taken, Future[End]] | tuple[End, None]:
+        """Copy the weights and tell every rank to go on; the future says how the publication ended, and never raises.
+
+        Of a snapshot that could not be taken the end is returned, and every rank told. With `max_lag` returns when
+        training may go on, or when it is known that it may not.
+        """
+        watch = Stopwatch()
+        claimed = False
+        try:
+            with watch.phase("claim"):
+                claim = self._claim(version)
+            claimed = True
+            with watch.phase("snapshot"):
+                self._background.store_of(claim).take(self._assemble)
+        except BaseException as error:
+            if claimed:
+                self._background.discard()
+            end = _unpublished(self._outfit.settings.channel, version, error)
+            log_end(end[0], end[1])
+            self._tell(end[0], end[1])
+            if not isinstance(error, Exception):
+                raise
+            return end, None
+        self._times[version] = Times(watch.seconds["snapshot"], self._stood_s + watch.seconds["claim"])
+        future = self._background.hand_over(version)
+        future.add_done_callback(lambda _: self._times.pop(version, None))  # nobody drives what is superseded
+        with watch.phase("hold"):
+            ahead = self._pacer.hold(version, self._outfit.ranks)
+        self._stood_s = watch.seconds["hold"]
+        taken = Taken(version, watch.seconds["claim"] + self._stood_s, str(ahead) if ahead else "")
+        self._outfit.ranks.tell(taken)
+        _log.info("snapshot_taken", channel=self._outfit.settings.channel, version=version, **watch.seconds)
+        return taken, future
+
+    def follow(self, version: int, future: Future[End]) -> End:
+        """Wait for a snapshot's publication and tell every rank how it ended."""
+        deadline = time.monotonic() + self._patience_s()
+        while not future.done():
+            if time.monotonic() >= deadline:  # it has deadlines of its own, so this is an error of ours
+                error = TimeoutError(f"the publication of version {version} did not end in {self._patience_s():.0f} s")
+                end = _unpublished(self._outfit.settings.channel, version, error)
+                break
+            futures.wait([future], self._outfit.settings.beat_s)
+            self._outfit.ranks.tell(Beat())
+        else:
+            end = future.result()
+        self._tell(end[0], end[1])
+        return end
+
+    def close(self) -> None:
+        """Let go of senders, memory and the coordinator; each of them, whatever the others do."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._outfit.bus.close)
+            stack.callback(self._pool.close)
+            if self._exposure is not None:
+                stack.callback(self._exposure.close)
+            for each in self._outfit.senders.values():
+                stack.callback(each.close)
+            stack.callback(lambda: self._background.close(self._patience_s()))
+
+    def _assemble(self, index: int, out: torch.Tensor) -> None:
+        self._outfit.ranks.tell(Assemble(index))
+        self._source.assemble(self._outfit.staging.manifest, index, out)
+
+    def _claim(self, version: int) -> Claim:
+        if set(self._outfit.settings.transports()) <= IN_PLACE:
+            raise ConfigurationError(
+                "transport = direct and sends give the weights that are being trained, and not a snapshot of them:"
+                ' publish with mode="live", or allow local, distributed or disk too'
+            )
+        if self._background.knows(version):
+            raise ValueError(f"version {version} is being published already: publish a higher one, or wait for it")
+        deadline = time.monotonic() + self._patience_s()
+        while (claim := self._background.claim(self._outfit.settings.beat_s)) is None:
+            self._beat_until(deadline)
+        return claim
+
+    def _wait_for_snapshots(self) -> None:
+        deadline = time.monotonic() + self._patience_s()
+        while not self._background.idle(self._outfit.settings.beat_s):
+            self._beat_until(deadline)
+
+    def _beat_until(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"earlier snapshots were not published in {self._patience_s():.0f} s")
+        self._outfit.ranks.tell(Beat())
+
+    def _patience_s(self) -> float:
+        """How long all publications that are ahead can take, by their own deadlines."""
+        limits = self._outfit.settings.limits()
+        return self._background.ahead * (limits.attempts * (limits.acquire_s + limits.round_s) + limits.abandon_s) + 1.0
+
+    def _tell(self, verdict: Verdict, report: PublishReport) -> None:
+        try:
+            self._outfit.ranks.tell(Finish(verdict, report))
+        except SourceError as error:
+            # The group is broken: every rank notices by itself, at the latest after the source's timeout.
+            _log.warning("ranks_not_told", version=report.version, error=str(error))
+
+
+def _unpublished(channel: str, version: int, error: BaseException, mode: Mode = Mode.SNAPSHOT) -> End:
+    ending = Ending.SOURCE_FAILED if isinstance(error, SourceError) else Ending.INTERNAL
+    reason = f"{type(error).__name__}: {error}"
+    return Verdict(ending, reason), PublishReport.unpublished(channel, version, mode, reason), error
+
+
+_INFO: Final = 20
+_WARNING: Final = 30
+
+
+def lead(
+    source: Source, settings: TrainerSettings, layout: Layout, progress: Callable[[Progress], None] | None = None
+) -> Leader:
+    """Connect to the coordinator and make the staging memory. Root only."""
+    manifest = layout.manifest
+    check_configs(settings.served, settings.hf_config_dir)
+    archive = _archive(source, settings)
+    exposure, refusals = _tried(exposure_of(source, settings, manifest), source, settings)
+    kinds = tuple(kind for kind in settings.transports() if kind not in refusals)
+    if not kinds:
+        raise ConfigurationError(
+            f"transport = {', '.join(settings.transport)} is all that is allowed, and this trainer's memory cannot be"
+            " given in place (the log says why): allow local too"
+        )
+    buckets = len(manifest.buckets)
+    pool = BucketPool(
+        source.device, min(settings.slots, buckets), manifest.largest_bucket, f"{settings.channel}-{settings.name}"
+    )
+    with contextlib.ExitStack() as undo:
+        undo.callback(pool.close)
+        if exposure is not None:
+            undo.callback(exposure.close)
+        curve = curve_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
+        told = topology_of(
+            settings,
+            kinds,
+            exposure.places if exposure else layout.places or (place_of(0, source.device),),
+            runtime_dir=settings.runtime_dir or default_runtime_dir(),
+            refusals=refusals,
+        )
+        bus = BusClient(
+            BusSettings(endpoint=settings.coordinator, curve=curve),
+            _hello(source, settings, kinds),
+            topology=lambda: told,
+        )
+        undo.callback(bus.close)
+        ranks = Ranks(source)
+        outfit = Outfit(
+            settings=settings,
+            bus=bus,
+            ranks=ranks,
+            staging=Staging(
+                source,
+                manifest,
+                pool,
+                ranks,
+                head_dim_of(source),
+                None if exposure is None else InPlace(exposure, _trainer_info(source, kinds)),
+                layout.stages,
+            ),
+            make_sender=_sender_maker(source, settings, exposure),
+            senders={},
+            boot=bus.start(settings.connect_timeout_s).boot,
+            progress=progress,
+            seal=_Seal(settings, curve) if curve else None,
+            archive=archive,
+        )
+        undo.pop_all()
+    return Leader(outfit, pool, source, exposure)
+
+
+def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
+    """What keeps versions as files, where that was asked for."""
+    if not settings.save_every or settings.save_dir is None:
+        return None
+    told = source.served if isinstance(source, KnowsServed) else None
+    config_dir = settings.hf_config_dir or settings.served or (told if isinstance(told, Path) else None)
+    policy = Policy(settings.save_every, settings.keep_last, settings.keep_every)
+    return Archive(settings.save_dir, settings.channel, policy, config_dir)
+
+
+def exposure_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> Exposure | None:
+    """The means to let engines read this rank, where that was asked for and can be. The same answer on every rank."""
+    read, sent = (kind in settings.preferences() for kind in (TransportKind.DIRECT, TransportKind.SENDS))
+    if not (read or sent) or not isinstance(source, Exposable):
+        return None
+    folder = settings.runtime_dir or default_runtime_dir()
+    return Exposure(source, manifest, folder, settings.channel, read=read, sent=sent)
+
+
+def _tried(
+    exposure: Exposure | None, source: Source, settings: TrainerSettings
+) -> tuple[Exposure | None, dict[TransportKind, str]]:
+    """Expose once, at the start: what cannot be exported goes through staging buckets, by the next transport.
+
+    Returns also which transports are out because of that, and why. That is worth a warning only to who named them.
+    """
+    wanted = IN_PLACE & set(settings.preferences())
+    level = _WARNING if IN_PLACE & set(settings.transport) else _INFO
+    if exposure is None:
+        reason = f"{type(source).__name__} does not say where its tensors lie"
+        if wanted:
+            _log.log(level, "not_in_place", reason=reason)
+        return None, dict.fromkeys(wanted, reason)
+    Ranks(source).tell(Expose(digests=False))
+    try:
+        exposure.expose()
+    except NotExportable as error:
+        _log.log(level, "not_in_place", reason=str(error))
+        exposure.close()
+        return None, dict.fromkeys(wanted, str(error))
+    if exposure.unread and TransportKind.DIRECT in wanted:
+        _log.log(level, "not_direct", reason=exposure.unread)
+        return exposure, {TransportKind.DIRECT: exposure.unread} | _without_nixl(settings)
+    return exposure, _without_nixl(settings)
+
+
+def _without_nixl(settings: TrainerSettings) -> dict[TransportKind, str]:
+    if settings.sends_over is not SendsOver.NIXL or TransportKind.SENDS not in settings.preferences():
+        return {}
+    from weightbus.dataplane.transports.sends import nixl_group  # noqa: PLC0415  costs the import of torch.distributed
+
+    if nixl_group.is_installed():
+        return {}
+    reason = "sends_over = nixl needs NIXL on the trainer too: install weightbus[nixl]"
+    _log.warning("not_by_sends", reason=reason)
+    return {TransportKind.SENDS: reason}
+
+
+class _Seal:
+    """This trainer's own. Its secret stays in here: nothing that is shown or logged holds it."""
+
+    def __init__(self, settings: TrainerSettings, curve: CurveFiles) -> None:
+        self._name, self._channel = AgentId(settings.name), Channel(settings.channel)
+        self._secret = read_secret(curve.secret)
+
+    def publication(self, message: Publish, previous: Held | None) -> Publish:
+        """`message`, to follow the committed version `previous`."""
+        return seal_publication(message, self._name, self._secret, previous)
+
+    def table(self, message: Publish, table: Digest) -> bytes:
+        """Why `table` is to be believed for `message`, which left it open."""
+        return seal_table(message, table, self._secret).encode("ascii")
+
+    def offer(self, offer: Offer, epoch: Epoch) -> Offer:
+        """`offer`, for one epoch."""
+        return seal_offer(offer, self._channel, epoch, self._secret)
+
+
+def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:
+    incarnation = Incarnation(os.urandom(8).hex())
+    trainer = _trainer_info(source, kinds)
+    greetings = itertools.count(1)
+
+    def hello() -> Hello:
+        return Hello(
+            request=RequestId(f"{incarnation}-hello-{next(greetings)}"),
+            agent=AgentId(settings.name),
+            role=Role.TRAINER,
+            channel=Channel(settings.channel),
+            incarnation=incarnation,
+            trainer=trainer,
+        )
+
+    return hello
+
+
+def _trainer_info(source: Source, kinds: tuple[TransportKind, ...]) -> TrainerInfo:
+    return TrainerInfo(host=host_identity(), device=source.device.type, ranks=0, transports=kinds)
+
+
+def _sender_maker(
+    source: Source, settings: TrainerSettings, exposure: Exposure | None
+) -> Callable[[TransportKind], Sender]:
+    expose = None if exposure is None else exposure.standing
+    describe = None if exposure is None else exposure.described
+
+    def make(kind: TransportKind) -> Sender:
+        return sender(
+            kind.value,
+            channel=settings.channel,
+            runtime_dir=settings.runtime_dir,
+            device=source.device,
+            host=settings.host,
+            checkpoint_dir=settings.checkpoint_dir,
+            hf_config_dir=settings.hf_config_dir,
+            expose=expose,
+            describe=describe,
+            nixl=settings.sends_over is SendsOver.NIXL,
+            keep_groups_s=settings.keep_groups_s,
+        )
+
+    return make

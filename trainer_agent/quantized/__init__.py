@@ -1,0 +1,1 @@
+"""quantized: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,385 @@
+"""Who quantises which weight, from what, into what: computed once per manifest, as plain data. No torch.
+
+A rank whose pieces of a weight all lie on the grain of its scheme quantises them for itself: experts and whole rows
+once, at their owner. What it makes is a piece like any other, of another tensor, and travels as parcels do. A weight
+that is cut across its blocks is gathered by the root first, in the dtype in which it would be served.
+
+    jobs       what a rank quantises for one bucket: from its own memory, or on the root from what was gathered
+    raw        the layout in which the root gathers: one bucket for each set of buckets that its weights end up in
+    pieces     everything that travels: results in the arena of a rank, and what is not quantised where it lies
+
+The root's own results go straight into the bucket. Those of the others lie in an *arena*, memory that is used again for
+the next bucket; it is numbered behind the local tensors, once for each dtype.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from weightbus.dataplane.quantize.fused_digests import Words, words_of
+from weightbus.dataplane.quantize.schemes import Part, Scheme
+from weightbus.dataplane.tensors import coverage as cover
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import ITEM_BYTES, BucketSpec, Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import DTYPES, Piece, Pieces, View, contiguous_strides
+
+_ALIGNMENT: Final = 16
+
+
+class Weight(msgspec.Struct, frozen=True):
+    """A weight that is quantised, and what it becomes."""
+
+    spec: TensorSpec
+    scheme: Scheme
+    parts: tuple[Part, ...]
+    outputs: tuple[TensorSpec, ...]
+    """As `parts`, under their names."""
+
+    @property
+    def computed(self) -> tuple[tuple[Part, TensorSpec], ...]:
+        """Those that follow from its elements: all but ``weight_shape``."""
+        both = zip(self.parts, self.outputs, strict=True)
+        return tuple((part, spec) for part, spec in both if part.cell[0])
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a rectangle of a tensor goes: bytes from the start of the bucket or the arena, strides in elements."""
+
+    arena: bool
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One quantisation on one rank."""
+
+    weight: int
+    shape: tuple[int, ...]
+    held: Piece | None
+    """Own memory that it reads; None for what was gathered."""
+    raw: tuple[int, int]
+    """... the raw bucket in which that lies, and its first byte there."""
+    targets: tuple[Place, ...]
+    """Of every part but ``weight_shape``."""
+    sums: tuple[int, Words] | None = None
+    """The number of the sums that its elements are added to, and where they lie in their tensor."""
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """A gathered tensor that stays as it is: from a raw bucket into the bucket. Root only."""
+
+    raw: tuple[int, int]
+    target: Place
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """The numbers of a ``weight_shape``. Root only."""
+
+    numbers: tuple[int, ...]
+    target: Place
+
+
+class BucketWork(msgspec.Struct, frozen=True):
+    """What one rank does for one bucket before parcels travel."""
+
+    raws: tuple[int, ...]
+    """The raw buckets that it needs, on every rank alike."""
+    jobs: tuple[Job, ...]
+    copies: tuple[Copy, ...]
+    shapes: tuple[Shape, ...]
+
+
+class Work(msgspec.Struct, frozen=True):
+    """One rank's part in every bucket of a manifest."""
+
+    buckets: tuple[BucketWork, ...]
+    raw: Manifest | None
+    """What is gathered; None when nothing is."""
+    arena_bytes: int
+    base: int
+    """The number of the arena's first storage: that of dtype `d` is ``base + DTYPES.index(d)``."""
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """One rank's part in all buckets at once, for memory that stays."""
+
+    work: Work
+    results: tuple[Piece, ...]
+    """What lies in the arena then."""
+    summed: tuple[Piece, ...]
+    """Those of them that jobs sum up."""
+    sums: tuple[str, ...]
+    """By number: the tensor that they are of."""
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """Which weights are divided among their holders and which are gathered; the same on every rank."""
+
+    manifest: Manifest
+    """Of what the weights become."""
+    weights: tuple[Weight, ...]
+    pieces: Pieces | None
+    """Every raw element once; None when it is not known where they lie."""
+    rows: Mapping[str, Sequence[int]]
+    """By raw tensor: its pieces."""
+    places: Mapping[str, tuple[int, int]]
+    """By tensor of the manifest: its bucket, and the byte in it where it begins."""
+    local: Mapping[int, Sequence[tuple[int, int]]]
+    """By rank: weights, and the pieces of them that it quantises for itself."""
+    gathered: frozenset[int]
+    """Weights that no holder can quantise alone."""
+    plain: tuple[TensorSpec, ...]
+    """What is gathered although it stays as it is, because nobody knows where it lies."""
+    raw: Manifest | None
+    """What is gathered: a bucket for each set of buckets that its weights end up in."""
+    raw_places: Mapping[str, tuple[int, int]]
+    serves: tuple[tuple[int, ...], ...]
+    """By raw bucket: the buckets that need it."""
+    roots: tuple[int, ...]
+    """By bucket: the rank that it is assembled on."""
+
+    @classmethod
+    def of(
+        cls,
+        manifest: Manifest,
+        weights: Sequence[Weight],
+        pieces: Pieces | None,
+        roots: Sequence[int] | None = None,
+    ) -> Division:
+        """`pieces` hold every raw element once; None gathers everything. `manifest` is of what the weights become.
+
+        `roots` is, by bucket, the rank that it is assembled on, rank 0 where nothing is said; all that a weight becomes
+        has one root.
+        """
+        joined = None if pieces is None else cover.merge(pieces)
+        rows, places = _rows_by_tensor(joined), _places(manifest)
+        gathered = [index for index, each in enumerate(weights) if not _divides(each, joined, rows)]
+        plain = _plain(manifest, weights) if joined is None else ()
+        groups: dict[tuple[int, ...], list[TensorSpec]] = defaultdict(list)
+        for index in gathered:
+            key = sorted({places[spec.name][0] for _, spec in weights[index].computed})
+            groups[tuple(key)].append(weights[index].spec)
+        for spec in plain:
+            groups[places[spec.name][0],].append(spec)
+        raw = _grouped(manifest.model, [groups[key] for key in sorted(groups)])
+        return cls(
+            manifest=manifest,
+            weights=tuple(weights),
+            pieces=joined,
+            rows=rows,
+            places=places,
+            local=_local(weights, frozenset(gathered), joined, rows),
+            gathered=frozenset(gathered),
+            plain=plain,
+            raw=raw,
+            raw_places={} if raw is None else _places(raw),
+            serves=tuple(sorted(groups)),
+            roots=(0,) * len(manifest.buckets) if roots is None else tuple(roots),
+        )
+
+    def raw_pieces(self) -> Pieces | None:
+        """Where what is gathered lies; None when that is not known."""
+        if self.pieces is None:
+            return None
+        rows = sorted(row for index in self.gathered for row in self.rows[self.weights[index].spec.name])
+        return self.pieces.take(np.array(rows, np.int64))
+
+    @property
+    def raw_roots(self) -> tuple[int, ...]:
+        """By raw bucket: the rank that it is gathered on."""
+        return tuple(self.roots[buckets[0]] for buckets in self.serves)
+
+    def raws_of(self, bucket: int) -> tuple[int, ...]:
+        """The raw buckets with weights that end up, or in part, in `bucket`."""
+        return tuple(number for number, buckets in enumerate(self.serves) if bucket in buckets)
+
+    def work(self, rank: int) -> Work:
+        """What `rank` does."""
+        return _Draft(self, rank).work()
+
+    def kept(self, rank: int, base: int) -> Kept:
+        """What `rank` does where its results stay where it makes them; `base` numbers the arena's first storage."""
+        draft = _Draft(self, rank, base)
+        return Kept(draft.work(), tuple(draft.results), tuple(draft.summed), tuple(draft.sums))
+
+    def travelling(self) -> Pieces:
+        """Pieces of the manifest's tensors: what is quantised elsewhere than on its root, and what is not quantised."""
+        held: dict[int, list[Piece]] = defaultdict(list)
+        if self.pieces is not None:
+            quantised = {weight.spec.name for weight in self.weights}
+            for name, rows in self.rows.items():
+                for row in rows if name not in quantised else ():
+                    held[int(self.pieces.holder[row])].append(self.pieces.at(row))
+            for rank in sorted(set(self.pieces.holder.tolist())):
+                held[rank].extend(_Draft(self, rank).results)
+        return Pieces.join([Pieces.of(self.manifest.tensors, held[rank], rank) for rank in sorted({0, *held})])
+
+
+class _Draft:
+    """One rank's work, while it is put together."""
+
+    def __init__(self, division: Division, rank: int, keeps: int | None = None) -> None:
+        """`keeps`: results stay in an arena, which begins with this storage."""
+        self._of = division
+        self._rank = rank
+        self._keeps = keeps is not None
+        self._jobs: list[list[Job]] = [[] for _ in division.manifest.buckets]
+        self.results: list[Piece] = []
+        """What it makes for others, in its arena."""
+        self.summed: list[Piece] = []
+        self.sums: dict[str, int] = {}
+        """By tensor: their number."""
+        self._ends = [0] * len(self._jobs)
+        mine = None if division.pieces is None else division.pieces.held_by(rank)
+        first = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
+        self._base = first if keeps is None else keeps
+        self._copies: list[list[Copy]] = [[] for _ in self._jobs]
+        self._shapes: list[list[Shape]] = [[] for _ in self._jobs]
+        for index, row in division.local.get(rank, ()):
+            assert division.pieces is not None
+            piece = division.pieces.at(row)
+            self._job(index, division.weights[index], piece.box, piece, (0, 0))
+        if rank in division.roots:
+            self._take_gathered()
+
+    def work(self) -> Work:
+        of = self._of
+        buckets = [
+            BucketWork(
+                raws=of.raws_of(index),
+                jobs=tuple(jobs),
+                copies=tuple(self._copies[index]),
+                shapes=tuple(self._shapes[index]),
+            )
+            for index, jobs in enumerate(self._jobs)
+        ]
+        return Work(tuple(buckets), of.raw, max(self._ends, default=0), self._base)
+
+    def _job(self, index: int, weight: Weight, box: Box, held: Piece | None, raw: tuple[int, int]) -> None:
+        """Once for each bucket that a part of the weight is in: nearly always one."""
+        made = weight.computed
+        buckets = sorted({self._of.places[spec.name][0] for _, spec in made})
+        if self._keeps:  # all that needs nobody else at once, the rest as it is gathered
+            buckets = [0] if held is not None else buckets[:1]
+        if held is None:
+            buckets = [bucket for bucket in buckets if self._at_root(bucket)]
+        for bucket in buckets:
+            targets = tuple(self._target(bucket, part, spec, part.box(box)) for part, spec in made)
+            sums = self._summed(weight, box, held, len(made)) if self._keeps else None
+            self._jobs[bucket].append(Job(index, box.shape, held, raw, targets, sums))
+
+    def _summed(self, weight: Weight, box: Box, held: Piece | None, parts: int) -> tuple[int, Words] | None:
+        """Whether the elements of the job whose `parts` were placed last are summed up as they are made."""
+        words = words_of(weight.scheme, box, weight.spec.shape)
+        if words is None or (held is not None and held.view.strides[-1] != 1):
+            return None
+        elements = self.results[-parts]
+        self.summed.append(elements)
+        return self.sums.setdefault(elements.tensor, len(self.sums)), words
+
+    def _target(self, bucket: int, part: Part, spec: TensorSpec, box: Box) -> Place:
+        """In the bucket for its root; in the arena for the others, and for what belongs to another bucket."""
+        home, begin = self._of.places[spec.name]
+        if self._at_root(bucket) and home == bucket and not self._keeps:
+            strides = contiguous_strides(spec.shape)
+            first = sum(at * step for at, step in zip(box.start, strides, strict=True))
+            return Place(False, begin + first * ITEM_BYTES[part.dtype], part.dtype, box.shape, strides)
+        return self._in_arena(0 if self._keeps else bucket, spec, box, result=home == bucket or self._keeps)
+
+    def _in_arena(self, bucket: int, spec: TensorSpec, box: Box, *, result: bool) -> Place:
+        """Memory for `box` of a tensor, behind what lies there for the same bucket."""
+        item = ITEM_BYTES[spec.dtype]
+        offset = self._ends[bucket]
+        self._ends[bucket] += -(-box.size * item // _ALIGNMENT) * _ALIGNMENT
+        strides = contiguous_strides(box.shape)
+        if result:
+            view = View(self._base + DTYPES.index(spec.dtype), offset // item, strides)
+            self.results.append(Piece(spec.name, box, spec.dtype, view))
+        return Place(True, offset, spec.dtype, box.shape, strides)
+
+    def _take_gathered(self) -> None:
+        """What a root does with what others sent, and what is not computed."""
+        for index in sorted(self._of.gathered):
+            weight = self._of.weights[index]
+            raw = self._of.raw_places[weight.spec.name]
+            self._job(index, weight, Box.whole(weight.spec.shape), None, raw)
+        for spec in self._of.plain:
+            self._copies[self._of.places[spec.name][0]].append(Copy(self._of.raw_places[spec.name], self._whole(spec)))
+        for weight in self._of.weights:
+            for part, spec in zip(weight.parts, weight.outputs, strict=True):
+                if not part.cell[0]:
+                    self._shapes[self._of.places[spec.name][0]].append(Shape(weight.spec.shape, self._whole(spec)))
+
+    def _at_root(self, bucket: int) -> bool:
+        return self._of.roots[bucket] == self._rank
+
+    def _whole(self, spec: TensorSpec) -> Place:
+        if self._keeps:
+            return self._in_arena(0, spec, Box.whole(spec.shape), result=True)
+        return Place(False, self._of.places[spec.name][1], spec.dtype, spec.shape, contiguous_strides(spec.shape))
+
+
+def _places(manifest: Manifest) -> dict[str, tuple[int, int]]:
+    """By name: the bucket of a tensor, and the byte in it where it begins."""
+    return {
+        spec.name: (index, at)
+        for index in range(len(manifest.buckets))
+        for spec, at in zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False)
+    }
+
+
+def _plain(manifest: Manifest, weights: Sequence[Weight]) -> tuple[TensorSpec, ...]:
+    """The manifest's tensors that no weight becomes."""
+    made = {spec.name for weight in weights for spec in weight.outputs}
+    return tuple(spec for spec in manifest.tensors if spec.name not in made)
+
+
+def _rows_by_tensor(pieces: Pieces | None) -> Mapping[str, list[int]]:
+    found: dict[str, list[int]] = defaultdict(list)
+    if pieces is not None:
+        spaces: list[int] = pieces.boxes.space.tolist()
+        for row, tensor in enumerate(spaces):
+            found[pieces.tensors[tensor].name].append(row)
+    return found
+
+
+def _divides(weight: Weight, pieces: Pieces | None, rows: Mapping[str, Sequence[int]]) -> bool:
+    """Every holder of a part can quantise it alone."""
+    if pieces is None:
+        return False
+    found = [pieces.at(row) for row in rows[weight.spec.name]]
+    return all(not each.shift and weight.scheme.alone(each.box, weight.spec.shape) for each in found)
+
+
+def _local(
+    weights: Sequence[Weight], gathered: frozenset[int], pieces: Pieces | None, rows: Mapping[str, Sequence[int]]
+) -> Mapping[int, Sequence[tuple[int, int]]]:
+    """By rank: the pieces that it quantises for itself."""
+    found: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    holders: list[int] = [] if pieces is None else pieces.holder.tolist()
+    for index, weight in enumerate(weights):
+        for row in () if index in gathered else rows[weight.spec.name]:
+            found[holders[row]].append((index, row))
+    return found
+
+
+def _grouped(model: str, groups: Sequence[Sequence[TensorSpec]]) -> Manifest | None:
+    """A manifest with a bucket for each group."""
+    if not groups:
+        return None
+    tensors: list[TensorSpec] = []
+    buckets: list[BucketSpec] = []
+    for group in groups:
+        first = len(tensors)
+        tensors.extend(sorted(group, key=lambda spec: -ITEM_BYTES[spec.dtype]))
+        buckets.append(BucketSpec(first, len(tensors), sum(spec.nbytes for spec in group)))
+    return Manifest(model, tuple(tensors), tuple(buckets))

@@ -1,0 +1,394 @@
+"""Carries out what quantization_plan.py divides: one rank's part of a bucket, or all of it in memory that stays.
+
+Assembly   bucket by bucket: results travel to the root as parcels, the arena is used again
+Standing   all of this rank's results at once, in an arena of its own, for engines that copy by themselves
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, runtime_checkable
+
+import msgspec
+import numpy as np
+import torch
+
+from weightbus.dataplane.copy.copy_engine import Lanes
+from weightbus.dataplane.memory.export_map import Parts
+from weightbus.dataplane.memory.tensor_bytes import addresses_of
+from weightbus.dataplane.quantize.quantize_tasks import PreparedTasks, Sums, Task, prepare
+from weightbus.dataplane.tensors.manifest import ITEM_BYTES, Manifest
+from weightbus.dataplane.tensors.shards import DTYPES as DTYPE_NAMES
+from weightbus.dataplane.tensors.shards import Pieces
+
+from ..assembly.assembler import DTYPES, Assembler, Exchange, Reach
+from ..assembly.gather_plan import plan
+from ..assembly.host_uploads import pinned
+from ..export.memory_export import Exposable
+from ..source import Source
+from .quantization_plan import Division, Job, Place, Weight, Work
+from .quantized_uploads import WeightUploads
+from .ready_parts import bytes_with_marks, marks_at, parts_of
+
+_ELSEWHERE: Final = -1
+"""The rank of all but the root, where only the root has anything to do."""
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A source that says where what it serves lies, on every rank."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process, in the source's group."""
+        ...
+
+    @property
+    def pieces(self) -> Pieces:
+        """Every element of every tensor once, the same on every rank; `storage` numbers what `memory` gives."""
+        ...
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """How parcels travel between the ranks that `pieces` names; None where nothing does."""
+        ...
+
+    def memory(self) -> Sequence[torch.Tensor]:
+        """This rank's own tensors as they are now. Collective."""
+        ...
+
+
+@runtime_checkable
+class ReadableSource(Source, Described, Exposable, Protocol):
+    """A source that says where what it serves lies, and whose memory engines can read."""
+
+
+@dataclass
+class _Bound:
+    """The jobs of one bucket, bound to memory."""
+
+    at: tuple[int, ...]
+    """Where all of that is."""
+    tasks: tuple[PreparedTasks, ...]
+    """By the parts that they are done in."""
+
+    @property
+    def keeps(self) -> bool:
+        """See `PreparedTasks`."""
+        return any(each.keeps for each in self.tasks)
+
+
+class Assembly:
+    """Carries out one rank's work for one manifest: quantises its part of a bucket, and has it travel to the root."""
+
+    def __init__(
+        self,
+        division: Division,
+        source: Source,
+        described: Described | None,
+        work: Work | None = None,
+        reach: Reach = Reach(),  # noqa: B008  immutable
+    ) -> None:
+        """`work` is what this rank does, if it is not what `division` says of it. `reach` only differs in tests."""
+        self._source = source
+        self._reach = reach
+        self._uploads: WeightUploads | None = None
+        self._described = described
+        self._manifest = division.manifest
+        self._weights = division.weights
+        rank = described.rank if described else (0 if source.root else _ELSEWHERE)
+        self._work = work or division.work(rank)
+        travels = described is not None and work is None
+        self._roots, self._raw_roots = division.roots, division.raw_roots
+        self._travelling = (
+            plan(division.manifest, division.travelling(), rank=rank, roots=division.roots) if travels else ()
+        )
+        raw_pieces = division.raw_pieces()
+        raw = division.raw if raw_pieces is not None else None
+        self._raw_plan = (
+            plan(raw, raw_pieces, rank=rank, roots=self._raw_roots) if raw and raw_pieces is not None else ()
+        )
+        self._rank = rank
+        self._storages: list[torch.Tensor] | None = None
+        self._places: list[int] = []
+        """Where they are: a parameter stays the same object when other memory is put under it."""
+        self._arena = torch.empty(0, dtype=torch.uint8)
+        self._lanes = torch.empty((0, 2), dtype=torch.int64)
+        """Of what jobs sum up."""
+        self._assembler: Assembler | None = None
+        self._gatherer: Assembler | None = None
+        self._kept: dict[int, torch.Tensor | None] = {}
+        self._bound: dict[int, _Bound] = {}
+        self._constants: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.no_grad()
+    def run(self, index: int, out: torch.Tensor | None) -> None:
+        """Take part in bucket `index`."""
+        if index == 0 or (self._described is not None and self._storages is None):
+            self._begin()
+        self._take_memory()
+        work = self._work.buckets[index]
+        for number in work.raws:
+            if number not in self._kept:
+                self._kept[number] = self._gather(number)
+        self._quantise(index, out)
+        if out is not None:
+            for copy in work.copies:
+                number, at = copy.raw
+                _view(out, copy.target).copy_(_typed(self._raw(number), at, copy.target))
+            for shape in work.shapes:
+                _view(out, shape.target).copy_(self._numbers(shape.numbers))
+        if self._assembler is not None:
+            self._assembler.run(index, out, self._source.device)
+        self._let_go(index)
+
+    def _begin(self) -> None:
+        """A pass begins: the source's tensors may have been put elsewhere."""
+        self._kept = {}
+        if self._described is None:
+            return
+        storages = self._described.memory()[: self._work.base]
+        self._storages = list(storages)
+        places = addresses_of(storages)
+        if places == self._places:
+            return
+        self._places = places
+        self._bound = {}
+        self._assembler = self._uploads = None
+
+    def _quantise(self, index: int, out: torch.Tensor | None) -> None:
+        """This rank's jobs; bound once for as long as all memory stays where it is."""
+        work = self._work.buckets[index]
+        if not work.jobs:
+            return
+        gathered = [memory for number in work.raws if (memory := self._kept[number]) is not None]
+        near = self._near().take(index) if self._away else None
+        at = tuple(each.data_ptr() for each in (self._arena, *gathered, *(() if out is None else (out,))))
+        at = at if near is None else (*at, near.at)
+        bound = self._bound.get(index)
+        if bound is None or bound.at != at or (self._away and (near is None or len(near.views) < len(work.jobs))):
+            views = near.views if near is not None else {}
+            tasks = [self._task(job, out, views.get(number)) for number, job in enumerate(work.jobs)]
+            parts = itertools.pairwise((0, *self._cuts(index), len(tasks)))
+            bound = self._bound[index] = _Bound(at, tuple(prepare(tasks[a:b], self._source.device) for a, b in parts))
+        for part, each in enumerate(bound.tasks):
+            each.run()
+            if part < len(bound.tasks) - 1:
+                self._mark(part)
+        if near is not None:
+            self._near().used(index)
+
+    def _cuts(self, index: int) -> tuple[int, ...]:
+        """Jobs of a bucket behind which something is told before the next ones are begun."""
+        del index
+        return ()
+
+    def _mark(self, part: int) -> None:
+        """Everything up to such a job was launched."""
+
+    def _near(self) -> WeightUploads:
+        """What uploads parameters from where they are now."""
+        if self._uploads is None:
+            self._uploads = WeightUploads(self._work, self._storages or (), self._source.device, self._reach)
+        return self._uploads
+
+    def _take_memory(self) -> None:
+        """The arena, and who reads from it and from the source's tensors."""
+        if self._arena.numel() < self._work.arena_bytes:
+            self._arena = torch.empty(self._work.arena_bytes, dtype=torch.uint8, device=self._source.device)
+            self._assembler = None
+        if self._described is None or self._assembler is not None:
+            return
+        assert self._storages is not None
+        views = [_whole_items(self._arena, name) for name in DTYPE_NAMES]
+        exchange = self._described.exchange
+        self._assembler = Assembler(self._travelling, [*self._storages, *views], self._rank, self._roots, exchange)
+        self._gatherer = Assembler(self._raw_plan, self._storages, self._rank, self._raw_roots, exchange)
+
+    def _task(self, job: Job, out: torch.Tensor | None, near: torch.Tensor | None) -> Task:
+        weight = self._weights[job.weight]
+        outs = tuple(_view(self._arena if each.arena else _given(out), each) for each in job.targets)
+        source = self._source_of(job, weight) if near is None else near
+        sums = None if job.sums is None else Sums(self._lanes, job.sums[0], *job.sums[1])
+        return Task(weight.scheme, source, DTYPES[weight.spec.dtype], outs, sums)
+
+    def _source_of(self, job: Job, weight: Weight) -> torch.Tensor:
+        if job.held is None:
+            number, at = job.raw
+            nbytes = weight.spec.nbytes
+            return self._raw(number)[at : at + nbytes].view(DTYPES[weight.spec.dtype]).view(weight.spec.shape)
+        assert self._storages is not None
+        storage, view = self._storages[job.held.view.storage], job.held.view
+        part = storage.as_strided(job.shape, view.strides, storage.storage_offset() + view.offset)
+        return part.to(self._source.device, non_blocking=pinned(part))
+
+    def _numbers(self, numbers: tuple[int, ...]) -> torch.Tensor:
+        """On the device of the buckets; models have few different shapes."""
+        if numbers not in self._constants:
+            self._constants[numbers] = torch.tensor(numbers, device=self._source.device)
+        return self._constants[numbers]
+
+    @property
+    def _away(self) -> bool:
+        """Parameters are in host memory and buckets are not: what was uploaded for a task was of another version."""
+        return any(self._reach.elsewhere(each, self._source.device) for each in (self._storages or ())[:1])
+
+    def _gather(self, number: int) -> torch.Tensor | None:
+        """A raw bucket in memory of its root; None on the other ranks, which give their parts of it."""
+        raw = self._raw_manifest
+        memory: torch.Tensor | None = None
+        if self._rank == self._raw_roots[number]:
+            memory = torch.empty(raw.buckets[number].nbytes, dtype=torch.uint8, device=self._source.device)
+        if self._described is None:
+            self._source.assemble(raw, number, memory)
+        else:
+            assert self._gatherer is not None
+            self._gatherer.run(number, memory, self._source.device)
+        return memory
+
+    @property
+    def _raw_manifest(self) -> Manifest:
+        assert self._work.raw is not None, "nothing is gathered, and something was asked for"
+        return self._work.raw
+
+    def _raw(self, number: int) -> torch.Tensor:
+        memory = self._kept[number]
+        assert memory is not None, "only the root has what was gathered"
+        return memory
+
+    def _let_go(self, index: int) -> None:
+        """Of what no later bucket needs; after the last one of everything: the memory is the trainer's again."""
+        later = {number for work in self._work.buckets[index + 1 :] for number in work.raws}
+        self._kept = {number: memory for number, memory in self._kept.items() if number in later}
+        if index in self._bound and self._bound[index].keeps:
+            del self._bound[index]
+        if index == len(self._work.buckets) - 1:
+            self._kept = {}
+            if self._uploads is not None:
+                self._uploads.settle()
+            if self._away and self._source.device.type == "cuda":
+                torch.cuda.current_stream(self._source.device).synchronize()  # pinned parameters may be stepped now
+            self._arena = torch.empty(0, dtype=torch.uint8)
+            self._assembler = self._gatherer = None
+
+
+class Standing(Assembly):
+    """All that one rank quantises, in an arena that stays where it is, so that others can read it.
+
+    Engines may read a part of the arena once its mark, which lies behind everything in the arena, shows the number of
+    the round: the device takes all marks away before it writes anything, and writes each behind its part. A publication
+    ends before the next one makes anything.
+    """
+
+    def __init__(self, division: Division, source: ReadableSource) -> None:
+        """`division` is of the source's pieces."""
+        held = source.held(source.tensors())
+        base = int(held.storage.max()) + 1 if len(held) else 0
+        kept = division.kept(source.rank, base)
+        self._parts = parts_of(kept.work)
+        self._marks_at = marks_at(kept.work)
+        work = msgspec.structs.replace(kept.work, arena_bytes=bytes_with_marks(kept.work, self._parts))
+        super().__init__(division, source, source, work)
+        self.round = secrets.randbits(48)
+        """Grows with every `make`. Another trainer, whose memory this was, will hardly have had the same."""
+        quantised = {weight.spec.name for weight in division.weights}
+        plain = [row for row in range(len(held)) if held.tensors[int(held.boxes.space[row])].name not in quantised]
+        pieces = [*(held.at(row) for row in plain), *kept.results]
+        later = [each.raws for each in kept.work.buckets]
+        self._later = [frozenset(raw for raws in later[index:] for raw in raws) for index in range(1, len(later) + 1)]
+        """By bucket: what is gathered and needed behind it."""
+        self.pieces = Pieces.of(division.manifest.tensors, pieces, source.rank)
+        """Of the served tensors, in what `memory` gives."""
+        self.summed = Pieces.of(division.manifest.tensors, kept.summed, source.rank)
+        """Those of them that are summed up while they are made."""
+        self.sums_of = kept.sums
+        """The tensors that `sums` are of."""
+
+    @torch.no_grad()
+    def make(self) -> None:
+        """Quantise everything as it is now. Collective. On a GPU that has only begun, in the order of its stream.
+
+        What is not quantised is there, and marks show nothing newer than this round: both are read before a mark is.
+        """
+        self._begin()
+        if self._arena.numel() < self._work.arena_bytes:
+            self._take_memory()
+            self._write_shapes()
+        self._take_memory()
+        self.round += 1
+        self._marks.zero_()
+        _wait_for(self._source.device)  # a training step may write on any stream, and `_begin` has what it left done
+        if len(self._lanes) < len(self.sums_of):
+            self._lanes = torch.zeros((len(self.sums_of), 2), dtype=torch.int64, device=self._source.device)
+        for index, work in enumerate(self._work.buckets):
+            for number in work.raws:
+                if number not in self._kept:
+                    self._kept[number] = self._gather(number)
+            self._quantise(index, None)
+            self._kept = {number: memory for number, memory in self._kept.items() if number in self._later[index]}
+        if self._parts:
+            self._mark(len(self._parts) - 1)
+
+    @property
+    def parts(self) -> Parts | None:
+        """Where in `memory` which part of the arena ends; None when nothing is made."""
+        storages = self.pieces.storage[self.pieces.storage >= self._work.base]
+        if not self._parts or not len(storages):
+            return None
+        return Parts(int(storages.min()), tuple(part.end for part in self._parts), self._marks_at)
+
+    @property
+    def memory(self) -> Sequence[torch.Tensor]:
+        """The source's own tensors, and the arena once for each dtype, as `make` has left them."""
+        return [*(self._storages or ()), *(_whole_items(self._arena, name) for name in DTYPE_NAMES)]
+
+    def sums(self) -> Lanes:
+        """(2, tensors of `sums_of`) uint64: what `make` has summed up. Waits for it."""
+        return np.ascontiguousarray(self._lanes.cpu().numpy().view(np.uint64).T)
+
+    @property
+    def _marks(self) -> torch.Tensor:
+        return self._arena[self._marks_at :].view(torch.int64) if self._parts else self._lanes[:0]
+
+    def _cuts(self, index: int) -> tuple[int, ...]:
+        return () if index else tuple(part.jobs for part in self._parts[:-1])
+
+    def _mark(self, part: int) -> None:
+        self._marks[part].fill_(self.round)
+
+    def _write_shapes(self) -> None:
+        """Once for an arena: they are the same in every version."""
+        for work in self._work.buckets:
+            for shape in work.shapes:
+                _view(self._arena, shape.target).copy_(self._numbers(shape.numbers))
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _given(out: torch.Tensor | None) -> torch.Tensor:
+    assert out is not None, "only the root writes into a bucket"
+    return out
+
+
+def _whole_items(memory: torch.Tensor, dtype: str) -> torch.Tensor:
+    return memory[: memory.numel() // ITEM_BYTES[dtype] * ITEM_BYTES[dtype]].view(DTYPES[dtype])
+
+
+def _view(memory: torch.Tensor, place: Place) -> torch.Tensor:
+    typed = _whole_items(memory, place.dtype)
+    begin = typed.storage_offset() + place.offset // ITEM_BYTES[place.dtype]
+    return typed.as_strided(place.shape, place.strides, begin)
+
+
+def _typed(memory: torch.Tensor, at: int, place: Place) -> torch.Tensor:
+    """The gathered tensor, of the same dtype and shape as where it goes."""
+    count = ITEM_BYTES[place.dtype]
+    for extent in place.shape:
+        count *= extent
+    return memory[at : at + count].view(DTYPES[place.dtype]).view(place.shape)

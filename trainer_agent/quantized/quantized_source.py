@@ -1,0 +1,293 @@
+"""A `Source` over another one that serves its weights quantised, as the served checkpoint's own config says.
+
+    trainer's memory --(cast, quantise: each rank its own whole blocks)--> arena --(parcels)--> bucket on the root
+    cut blocks -----(parcels, as they would be served)--> raw memory on the root --(quantise)--> bucket
+
+So half of the bytes travel, every expert is quantised once, at its owner, and everything behind this seam (digests,
+staging, snapshots, transports, files) sees tensors of the quantised checkpoint and nothing else. Sources that cannot
+say where their tensors lie are gathered whole by the root, which quantises them alone.
+
+Engines that copy by themselves read what ranks quantise into memory that stays, and what is not quantised where it
+lies: shard to shard, with nothing assembled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from weightbus.control.log import get_log
+from weightbus.dataplane.copy.copy_engine import Lanes
+from weightbus.dataplane.memory.export_map import Parts
+from weightbus.dataplane.quantize.fused_digests import Summed
+from weightbus.dataplane.quantize.hf_quantization_config import Quantisation, outputs, read
+from weightbus.dataplane.quantize.quantize_cuda import tile_of
+from weightbus.dataplane.quantize.schemes import UnknownScheme
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Pieces
+
+from ..assembly.assembler import check_manifest
+from ..assembly.bucket_plan_cache import Planned
+from ..checkpoints import checkpoint_folder as folders
+from ..machine.errors import UnfinishedCheckpoint
+from ..settings import TrainerSettings
+from ..source import Source, Staged, UnsupportedModel
+from .quantization_plan import Division, Weight
+from .quantized_assembly import Assembly, Described, ReadableSource, Standing
+
+_log = get_log(__name__)
+
+
+class QuantisedSource:
+    """Another source's weights, quantised. Satisfies `Source`."""
+
+    def __init__(
+        self,
+        source: Source,
+        quantisation: Quantisation,
+        stored: Mapping[str, TensorSpec] | None = None,
+        served: Path | Mapping[str, Any] | None = None,
+    ) -> None:
+        """`stored` are the tensors of the served checkpoint, where its files are at hand; `served` is that checkpoint.
+
+        Raises `UnknownScheme` for weights of which it cannot be told whether they are quantised, or that cannot be.
+        """
+        self._source = source
+        self.served: Path | Mapping[str, Any] = {} if served is None else served
+        """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
+        self._raw = tuple(source.tensors())
+        schemes = [(spec, quantisation.scheme_of(spec, stored)) for spec in self._raw]
+        self.weights = tuple(
+            Weight(spec, scheme, scheme.parts(spec), outputs(spec, scheme)) for spec, scheme in schemes if scheme
+        )
+        """What is quantised, and into what."""
+        if not self.weights:
+            why = "files leave all of them as they are" if stored else "quantization_config means none of them"
+            raise UnknownScheme(
+                f"none of {len(self._raw)} tensors would be quantised, and the served checkpoint says that it is: its"
+                f" {why}; give the checkpoint that engines serve, or the plain one if that is it"
+            )
+        if source.device.type == "cuda":
+            self._tell_what_is_slow()
+        made = {weight.spec.name: weight.outputs for weight in self.weights}
+        self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
+        self._described = source if isinstance(source, Described) else None
+        self._planned = Planned[Assembly]()
+
+    def _tell_what_is_slow(self) -> None:
+        slow = [each for each in self.weights if tile_of(each.scheme, each.spec.shape) is None]
+        if slow:
+            _log.warning(
+                "quantised_without_a_kernel",
+                weights=len(slow),
+                of=len(self.weights),
+                first=slow[0].spec.name,
+                scheme=slow[0].scheme.name,
+                reason="one block of it fits no program: several passes of torch for each weight, many times as slow",
+            )
+
+    @property
+    def model(self) -> str:
+        """Architecture as the config names it."""
+        return self._source.model
+
+    @property
+    def root(self) -> bool:
+        """The other source's."""
+        return self._source.root
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buckets are."""
+        return self._source.device
+
+    def tensors(self) -> Sequence[TensorSpec]:
+        """What is served: in place of each weight that is quantised, what it becomes."""
+        return self._tensors
+
+    def assemble(
+        self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
+    ) -> None:
+        """Pack bucket `index` of quantised tensors into `out` on its root. Collective; see `Staged.assemble`."""
+        if (out is not None) != self._is_root(index, roots):
+            raise ValueError("the root of a bucket, and only its root, gives a buffer")
+        self._planned.of(manifest, roots, self._assembly).run(index, out)
+
+    def agree(self, blob: bytes | None) -> bytes:
+        """Hand the root's `blob` to every rank. Collective; see `Source.agree`."""
+        return self._source.agree(blob)
+
+    def _is_root(self, index: int, roots: Sequence[int] | None) -> bool:
+        if roots is None or self._described is None:
+            return self.root
+        return self._described.rank == roots[index]
+
+    def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> Assembly:
+        check_manifest(manifest, self._tensors)
+        if self._described is None:
+            division = Division.of(manifest, self.weights, None)
+            return Assembly(division, self._source, None)
+        division = Division.of(manifest, self.weights, self._described.pieces, roots)
+        if division.gathered:
+            names = sorted(division.weights[index].spec.name for index in division.gathered)
+            _log.info("gathered_to_quantise", weights=len(names), of=len(self.weights), first=names[0])
+        return Assembly(division, self._source, self._described)
+
+
+class ReadableQuantisedSource(QuantisedSource):
+    """The same of a source whose memory engines can read. Satisfies `Exposable`, too.
+
+    Costs every rank as many bytes as what it quantises becomes, from the first time that it is exposed.
+    """
+
+    def __init__(
+        self,
+        source: ReadableSource,
+        quantisation: Quantisation,
+        stored: Mapping[str, TensorSpec] | None = None,
+        served: Path | Mapping[str, Any] | None = None,
+    ) -> None:
+        """As `QuantisedSource`."""
+        super().__init__(source, quantisation, stored, served)
+        self._readable = source
+        self._standing: Standing | None = None
+
+    @property
+    def rank(self) -> int:
+        """The other source's."""
+        return self._readable.rank
+
+    def roots(self) -> Sequence[int]:
+        """What a weight becomes is assembled where the other source would assemble the weight."""
+        if not isinstance(self._readable, Staged):
+            return (0,) * len(self._tensors)
+        raw = dict(zip(self._raw, self._readable.roots(), strict=True))
+        made = {weight.spec: len(weight.outputs) for weight in self.weights}
+        return tuple(raw[spec] for spec in self._raw for _ in range(made.get(spec, 1)))
+
+    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+        """What this rank quantises, once in the group, and all that it holds of what stays as it is."""
+        return self._standing_now().pieces.ordered(tensors)
+
+    def make(self) -> None:
+        """Begin to quantise this rank's tensors as they are now. Collective; see `exposure.Making`."""
+        self._standing_now().make()
+
+    def memory(self, *, made: bool = False) -> Sequence[torch.Tensor]:
+        """This rank's tensors, and behind them what they are quantised into, as they are now. Collective.
+
+        `made`: as they were at `make`, which was called before.
+        """
+        standing = self._standing_now()
+        if not made:
+            standing.make()
+        return standing.memory
+
+    def summed(self, tensors: Sequence[TensorSpec]) -> Summed:
+        """What of `held` is summed up while it is made; see `exposure.Summing`."""
+        standing = self._standing_now()
+        number = {spec.name: index for index, spec in enumerate(tensors)}
+        of = np.array([number[name] for name in standing.sums_of], np.int64)
+        return Summed(standing.summed.ordered(tensors), of)
+
+    def sums(self) -> Lanes:
+        """(2, sums of `summed`) uint64, as of the last `make`. Waits for it."""
+        return self._standing_now().sums()
+
+    def parts(self) -> Parts | None:
+        """What of `memory` is made part by part; see `exposure.Marking`."""
+        return self._standing_now().parts
+
+    @property
+    def round(self) -> int:
+        """What the marks of the parts show when the last `make` has come so far."""
+        return self._standing_now().round
+
+    def collect(self, blob: bytes) -> Sequence[bytes]:
+        """What every rank passed, by rank. Collective."""
+        return self._readable.collect(blob)
+
+    def _standing_now(self) -> Standing:
+        if self._standing is None:
+            manifest = Manifest.of(self.model, self.tensors())
+            self._standing = Standing(Division.of(manifest, self.weights, self._readable.pieces), self._readable)
+        return self._standing
+
+
+@runtime_checkable
+class KnowsServed(Protocol):
+    """A source that was told which checkpoint is served."""
+
+    @property
+    def served(self) -> Path | Mapping[str, Any]:
+        """The folder of that checkpoint, or the content of its ``config.json``."""
+        ...
+
+
+def as_served(source: Source, settings: TrainerSettings) -> Source:
+    """`source`, quantised as `settings` or the source itself say; see `quantised`."""
+    if settings.served is not None:
+        return quantised(source, settings.served)
+    beside = settings.hf_config_dir
+    if beside is not None and (beside / "config.json").is_file():
+        return quantised(source, beside)
+    return quantised(source, source.served if isinstance(source, KnowsServed) else None)
+
+
+def quantised(source: Source, served: Path | Mapping[str, Any] | None) -> Source:
+    """`source` as the served checkpoint wants it: itself where that is not quantised.
+
+    `served` is the checkpoint's folder, or the content of its ``config.json``. Also returns `source` itself when its
+    tensors are those of the quantised checkpoint already. Raises `UnsupportedModel` when it cannot be done.
+    """
+    if served is None:
+        return source
+    try:
+        config = folders.served_config(served) if isinstance(served, Path) else served
+        quantisation = read(config)
+        if quantisation is None:
+            _check_no_other(served)
+            return source
+        stored = _stored(served) if isinstance(served, Path) else None
+        if any(_is_quantised(spec) for spec in source.tensors()):
+            return source  # a checkpoint that is published as it lies there; engines compare it with their own
+        if isinstance(source, ReadableSource):
+            return ReadableQuantisedSource(source, quantisation, stored, served)
+        return QuantisedSource(source, quantisation, stored, served)
+    except UnknownScheme as error:
+        raise UnsupportedModel(str(error)) from error
+
+
+def _is_quantised(spec: TensorSpec) -> bool:
+    """Integers alone say nothing: models have buffers of them."""
+    return spec.dtype in {"float8_e4m3fn", "float8_e5m2"} or spec.name.endswith(".weight_packed")
+
+
+def _check_no_other(served: Path | Mapping[str, Any]) -> None:
+    """Raise `UnknownScheme` for a quantisation that stands elsewhere than in the config."""
+    if isinstance(served, Path) and (served / "hf_quant_config.json").is_file():
+        raise UnknownScheme(
+            f"{served} is quantised as its hf_quant_config.json says, which is not understood: serve a checkpoint with"
+            " a quantization_config, or the plain one"
+        )
+
+
+def _stored(folder: Path) -> Mapping[str, TensorSpec] | None:
+    """The tensors of the served checkpoint, by its files' headers; None where only its config is.
+
+    Raises `UnknownScheme` for files that are not all there: names would say less than they do.
+    """
+    try:
+        return {place.spec.name: place.spec for place in folders.safetensors(folder)}
+    except UnfinishedCheckpoint as error:
+        if not any(folder.glob("*.safetensors*")):
+            _log.info("quantised_by_names", folder=str(folder), reason="its config is there, and no safetensors files")
+            return None
+        raise UnknownScheme(
+            f"the served checkpoint is not whole ({error}), and its files say which tensors are quantised: complete"
+            " them, or give a folder with its config.json alone, where names decide"
+        ) from error

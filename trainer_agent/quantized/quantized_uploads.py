@@ -1,0 +1,90 @@
+"""What a rank quantises of parameters in pinned host memory: uploaded by bucket in two buffers.
+
+The weights of bucket `i + 1` are on their way while those of bucket `i` are quantised, digested and sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ..assembly.assembler import Reach
+from ..assembly.gather_plan import Placement
+from ..assembly.host_uploads import Cargo, Uploads, cargo_of
+from .quantization_plan import Job, Work
+
+
+class Near(NamedTuple):
+    """The weights of one bucket on the device."""
+
+    at: int
+    """Address of the buffer that they are in."""
+    views: dict[int, torch.Tensor]
+    """By number of the bucket's job; a job that is not here reads where its weight lies."""
+
+
+class WeightUploads:
+    """For one pass over the buckets of `work` after another, as long as all storages stay where they are."""
+
+    def __init__(self, work: Work, storages: Sequence[torch.Tensor], device: torch.device, reach: Reach) -> None:
+        self._work, self._storages, self._device, self._reach = work, storages, device, reach
+        far = {
+            number: storage.element_size()
+            for number, storage in enumerate(storages)
+            if reach.elsewhere(storage, device) and reach.pinned(storage)
+        }
+        self._cargoes = [_cargo(each.jobs, far) for each in work.buckets]
+        self._uploads: Uploads | None = None
+
+    def take(self, index: int) -> Near | None:
+        """What bucket `index` needs, begun already or now; None where nothing is uploaded. Ends with `used`."""
+        cargo = self._cargoes[index]
+        if cargo is None:
+            return None
+        if self._uploads is None:
+            largest = max(each.nbytes for each in self._cargoes if each is not None)
+            self._uploads = Uploads(self._storages, self._device, self._reach.lane(self._device), largest)
+        view = self._uploads.take(index, cargo)
+        jobs = enumerate(self._work.buckets[index].jobs)
+        views = {at: view(place) for at, job in jobs if (place := _place(job)) and place.storage in cargo.spans}
+        return Near(next(iter(views.values())).untyped_storage().data_ptr(), views)
+
+    def used(self, index: int) -> None:
+        """What was taken for bucket `index` was read, in stream order: the next upload begins."""
+        assert self._uploads is not None
+        self._uploads.used()
+        for later in range(index + 1, len(self._cargoes)):
+            cargo = self._cargoes[later]
+            if cargo is not None:
+                return self._uploads.begin(later, cargo)
+        return None
+
+    def settle(self) -> None:
+        """A pass is over: return when the parameters may be changed, and free the buffers."""
+        if self._uploads is not None:
+            self._uploads.settle()
+            self._uploads = None
+
+
+def _cargo(jobs: Sequence[Job], far: dict[int, int]) -> Cargo | None:
+    places = [place for job in jobs if (place := _place(job)) and place.storage in far]
+    return cargo_of(places, far) if places else None
+
+
+def _place(job: Job) -> Placement | None:
+    """Where a job reads; None for what was gathered."""
+    if job.held is None:
+        return None
+    view = job.held.view
+    return Placement(
+        storage=view.storage,
+        dtype=job.held.dtype,
+        shape=job.shape,
+        offset=view.offset,
+        strides=view.strides,
+        parcel_offset=0,
+        bucket_offset=0,
+        bucket_strides=(),
+    )

@@ -1,0 +1,1 @@
+"""sources: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,119 @@
+"""Which part of a tensor one rank holds, as DTensor cuts it, and which pieces of checkpoint tensors that is. Pure.
+
+Along each dimension a rank holds runs of consecutive indexes, one after another: one run for a plain shard, several
+where FSDP cut what tensor parallelism had cut before. Cuts are `torch.chunk`'s: equal parts but for the last ones,
+which may be smaller or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from math import prod
+
+import msgspec
+
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.shards import Piece, View
+
+from ..source import UnsupportedModel
+from .checkpoint_conversion import Axis, Slice
+from .row_runs import Run, extent, stretch
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """This rank holds part `index` of `parts` equal ones of dimension `dim`.
+
+    `after` is DTensor's split factor: into how many parts the dimension was cut before, by the cuts that come later
+    in the list. 1 for a plain cut.
+    """
+
+    dim: int
+    parts: int
+    index: int
+    after: int = 1
+
+
+class Local(msgspec.Struct, frozen=True):
+    """What a rank holds of one tensor: runs for each dimension, and where they lie in its own tensor `storage`."""
+
+    runs: tuple[tuple[Run, ...], ...]
+    strides: tuple[int, ...]
+    storage: int
+    dtype: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the local tensor."""
+        return tuple(extent(runs) for runs in self.runs)
+
+
+def runs_of(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[tuple[Run, ...], ...]:
+    """What is left of each dimension after `cuts`, in the order of the device mesh. No runs where nothing is left.
+
+    Raises `UnsupportedModel` for a split factor that the later cuts do not explain.
+    """
+    return tuple(_cut_dim(size, [cut for cut in cuts if cut.dim == dim], shape) for dim, size in enumerate(shape))
+
+
+def _cut_dim(size: int, cuts: Sequence[Cut], shape: Sequence[int]) -> tuple[Run, ...]:
+    runs: tuple[Run, ...] = (Run(0, size),) if size else ()
+    for cut in _in_order(cuts, shape):
+        share = -(-extent(runs) // cut.parts)
+        runs = stretch(runs, cut.index * share, share)
+    return runs
+
+
+def _in_order(cuts: Sequence[Cut], shape: Sequence[int]) -> list[Cut]:
+    """The order in which the cuts were made: a strided one after all that stand behind it."""
+    done: list[Cut] = []
+    for position, cut in enumerate(reversed(cuts)):
+        behind = cuts[len(cuts) - position :]
+        if cut.after == 1:
+            done.insert(0, cut)
+        elif cut.after == prod(each.parts for each in behind):
+            done.append(cut)
+        else:
+            raise UnsupportedModel(
+                f"dimension {cut.dim} of a tensor {tuple(shape)} was cut into {cut.parts} after {cut.after} parts, "
+                f"{prod(each.parts for each in behind)} are known: only FSDP over tensor parallelism cuts twice"
+            )
+    return done
+
+
+def pieces_of(piece: Slice, local: Local) -> Iterator[Piece]:
+    """The pieces of a checkpoint tensor that a rank holds through `local`, which is of the slice's source."""
+    held = [[_fixed(runs, at)] for runs, at in zip(local.runs, piece.origin, strict=True)]
+    free = {axis.source for axis, size in zip(piece.axes, piece.shape, strict=True) if size > 1}
+    if any(at == [None] for dim, at in enumerate(held) if dim not in free):
+        return
+    fixed = sum(
+        (at[0] or 0) * stride
+        for dim, (at, stride) in enumerate(zip(held, local.strides, strict=True))
+        if dim not in free
+    )
+    choices = [
+        _along(axis, size, piece, local) if size > 1 else ((0, 1, 0, 0),)
+        for axis, size in zip(piece.axes, piece.shape, strict=True)
+    ]
+    for chosen in product(*choices):
+        box = Box(tuple(each[0] for each in chosen), tuple(each[1] for each in chosen))
+        offset = fixed + sum(each[2] for each in chosen)
+        yield Piece(piece.tensor, box, local.dtype, View(local.storage, offset, tuple(each[3] for each in chosen)))
+
+
+def _fixed(runs: Sequence[Run], index: int) -> int | None:
+    """Where a rank has one index of a dimension."""
+    return next((run.at + index - run.start for run in runs if run.start <= index < run.start + run.length), None)
+
+
+def _along(axis: Axis, size: int, piece: Slice, local: Local) -> tuple[tuple[int, int, int, int], ...]:
+    """Intervals of an axis that a rank holds: first and last index, offset of the first in its memory, stride."""
+    origin, step, stride = piece.origin[axis.source], axis.step, local.strides[axis.source]
+    found: list[tuple[int, int, int, int]] = []
+    for run in local.runs[axis.source]:
+        first = max(0, -(-(run.start - origin) // step))
+        last = min(size, (run.start + run.length - 1 - origin) // step + 1)
+        if first < last:
+            found.append((first, last, (run.at + origin + first * step - run.start) * stride, step * stride))
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""megatron: see FACES.md for the sentence that belongs here."""

@@ -1,0 +1,281 @@
+"""The chunks of a Megatron-core model on one rank, read: wrappers, groups, layers, parameters.
+
+Groups are read from the model itself, so that nothing here depends on megatron's global state (which is asked only when
+a model carries no groups).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Final, Protocol, cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ...assembly.assembler import objection
+from ...source import LayoutMismatch, UnknownParameter, UnsupportedModel
+from ..rank_layout import Stage
+from .config_checks import check_axes, check_config, check_tied
+from .hf_model import Model
+from .layer_order import check_numbers, check_part
+from .parameter_mapping import Share
+from .parameter_names import TRAINING_ONLY, Found, advice_for, place_of
+
+NOT_READ: Final = ("gtp_remat", "expt_gtp_remat")
+"""Groups along which weights are cut further, since Megatron-core 0.19."""
+
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
+_OUTPUT: Final = "output_layer.weight"
+
+_ATTENTION_SYMBOLS: Final = "*G+D"
+_MLP_SYMBOLS: Final = "-E"
+
+
+class LaggingWrapper(Protocol):
+    """What is asked of a DistributedDataParallel with overlapped parameter gathers."""
+
+    def start_param_sync(self, *, force_sync: bool) -> None:
+        """Gather what the optimizer left for later."""
+        ...
+
+
+class Groups(msgspec.Struct, frozen=True):
+    """Which part of a model this rank holds."""
+
+    tensor: Share
+    expert_tensor: Share
+    expert: Share
+    pipeline: Share
+
+
+def chunks_of(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
+    """The model of a rank as a list of its chunks."""
+    return [chunks] if isinstance(chunks, nn.Module) else chunks
+
+
+def lagging_wrappers(chunk: nn.Module) -> list[LaggingWrapper]:
+    """The wrappers that gather new parameters as late as in the next forward pass."""
+    return [
+        cast("LaggingWrapper", layer)
+        for layer in _wrappers(chunk)
+        if getattr(getattr(layer, "ddp_config", None), "overlap_param_gather", False)
+    ]
+
+
+class Chunk:
+    """One chunk: its parameters by what they are in the served model."""
+
+    def __init__(self, wrapped: nn.Module, model: Model) -> None:
+        """Raises `UnsupportedModel` or `LayoutMismatch` for a model that is not the served one."""
+        *_, self._outer = _wrappers(wrapped)
+        inside = model.family.trained.removesuffix(".")
+        inner = getattr(self._outer, inside, self._outer) if inside else self._outer
+        self._module = cast("nn.Module", inner)
+        config: object = getattr(self._module, "config", None)
+        predicted = getattr(config, "mtp_num_layers", None) or 0
+        if predicted not in {0, model.predictions}:
+            raise LayoutMismatch(
+                f"the trained model has mtp_num_layers={predicted}, the Hugging Face config has {model.predictions}: "
+                f"train as many as are served, or none"
+            )
+        # What is not trained is not served: engines keep the prediction layers that they have.
+        self._model = msgspec.structs.replace(model, predictions=predicted)
+        check_config(config, model)
+        check_tied(bool(getattr(self._module, "share_embeddings_and_output_weights", False)), model)
+        self._served_layers = self._layers(config)
+        self.zero_centred = bool(getattr(config, "layernorm_zero_centered_gamma", False))
+        self.groups = _groups(self._module, model)
+        self._buffers: set[str] = set()
+        self._numbers = self._numbered("decoder")
+        check_numbers(self._numbers)
+
+    @property
+    def model(self) -> Model:
+        """What is served of the model, which is what is trained of it."""
+        return self._model
+
+    def stage(self, index: int) -> Stage:
+        """Which layers these are. `index` is the chunk's among those of the rank, where the chunk does not say it."""
+        chunk: object = getattr(self._module, "vp_stage", None)
+        first = self._numbers[0] if self._numbers else 0
+        at = chunk if isinstance(chunk, int) else index
+        return Stage(at, self.groups.pipeline.rank, first, len(self._numbers))
+
+    def parameters(self) -> Iterator[tuple[Found, torch.Tensor]]:
+        """Every parameter and buffer that is served, with its rule. Raises `UnknownParameter` for any other."""
+        self._check_left_out()
+        self._check_output()
+        for name, parameter in self._trained():
+            found = self._find(name, parameter, _attributes(parameter))
+            if type(parameter) is not nn.Parameter:
+                advice = "only plain tensors are read: train without FSDP and without quantised parameters"
+                kind = f"a {type(parameter).__name__}, {_attributes(parameter)}"
+                raise UnknownParameter(found.name, parameter.shape, kind, advice)
+            if advice := objection(parameter, rounded=True):
+                raise UnknownParameter(found.name, parameter.shape, _attributes(parameter), advice)
+            yield found, parameter
+        persistent = self._module.state_dict(keep_vars=True)
+        for name, buffer in self._module.named_buffers():
+            if name in persistent and not name.endswith(TRAINING_ONLY):
+                self._buffers.add(name)
+                yield self._find(name, buffer, "a persistent buffer"), buffer
+
+    def read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What `parameters` gave when it was asked, as it is now, with any parameter that has come since. No checks."""
+        yield from self._trained()
+        yield from ((name, buffer) for name, buffer in self._module.named_buffers() if name in self._buffers)
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        tied = "tied" in self._model.switches
+        for name, parameter in self._module.named_parameters():
+            if tied and name == _OUTPUT:
+                continue  # the last stage's duplicate of the embedding, kept equal by megatron's own all-reduce
+            yield name, parameter
+
+    def _find(self, name: str, tensor: torch.Tensor, detail: str) -> Found:
+        found = place_of(name, self._model, self._layer, self._expert, self._prediction)
+        if found is None:
+            shown = _with_layer(name, self._layer)
+            raise UnknownParameter(shown, tensor.shape, detail, advice_for(name, self._model))
+        return found
+
+    def _check_left_out(self) -> None:
+        """Everything beside the language model must be what the family's table leaves out by name."""
+        if self._module is self._outer:
+            return
+        family = self._model.family
+        for name, parameter in self._outer.named_parameters():
+            if not name.startswith((family.trained, *family.left_out)):
+                advice = f"neither {family.trained!r} nor left out by name ({', '.join(family.left_out)})"
+                raise UnknownParameter(name, parameter.shape, _attributes(parameter), advice)
+
+    def _check_output(self) -> None:
+        """Beside its first embedding, a tied model has no output layer of its own; of a later stage Megatron sees."""
+        module = self._module
+        if "tied" not in self._model.switches or not getattr(module, "pre_process", True):
+            return
+        named = dict(module.named_parameters(remove_duplicate=False))
+        first, output = named.get(_EMBEDDING), named.get(_OUTPUT)
+        if first is None or output is None or output is first:
+            return
+        if output.shape != first.shape or output.data_ptr() != first.data_ptr():
+            raise LayoutMismatch(
+                f"the Hugging Face config ties {_OUTPUT!r} to {_EMBEDDING!r}, the trained model has two tensors: make "
+                f"them one parameter, or train with share_embeddings_and_output_weights=False and serve such a config"
+            )
+
+    def _expert(self, local: int) -> int:
+        share = self.groups.expert
+        return share.rank * (self._model.sizes["experts"] // share.ranks) + local
+
+    def _layer(self, local: int) -> int:
+        """Layers are named from 0 in every chunk; only the layer itself knows its place in the model, from 1."""
+        return self._served_layers(self._numbers[local] - 1)
+
+    def _prediction(self, local: int) -> int:
+        """Prediction layers, too: they may be spread over stages."""
+        number: object = getattr(self._module.get_submodule(f"mtp.layers.{local}"), "layer_number", None)
+        return number - 1 if isinstance(number, int) else local
+
+    def _numbered(self, block: str) -> list[int]:
+        """The numbers that layers say they have, and their attention and MLP with them."""
+        layers = getattr(getattr(self._module, block, None), "layers", ())
+        numbers: list[int] = []
+        for local, layer in enumerate(cast("Iterable[nn.Module]", layers)):
+            number = getattr(layer, "layer_number", None)
+            if not isinstance(number, int):
+                raise UnsupportedModel(
+                    f"layer {local} ({type(layer).__name__}) has no layer_number: a Megatron-core decoder has"
+                )
+            for part, inner in layer.named_children():
+                check_part(f"{block}.layers.{local}", number, part, getattr(inner, "layer_number", number))
+            numbers.append(number)
+        return numbers
+
+    def _layers(self, config: object) -> Callable[[int], int]:
+        """From Megatron's layers to served ones: the same, but in a HybridModel, where a layer is one block of one."""
+        pattern = getattr(self._module, "hybrid_layer_pattern", None)
+        trained, served = getattr(config, "num_layers", None), len(self._model.layers)
+        if pattern is None:
+            _check_layers(trained, served)
+            return lambda number: number
+        _check_layers(trained, 2 * served)
+        _check_pattern(str(pattern), self._model)
+        return lambda number: number // 2
+
+
+def _check_layers(trained: object, expected: int) -> None:
+    if trained not in {None, expected}:
+        raise LayoutMismatch(
+            f"the trained model has num_layers={trained}, the Hugging Face config gives {expected}: "
+            f"build the source with the config of the model that is being trained"
+        )
+
+
+def _check_pattern(pattern: str, model: Model) -> None:
+    """A hybrid model must alternate an attention block and an MLP block, of the kinds that the served layers have."""
+    blocks = pattern.split("/", maxsplit=1)[0].replace("|", "")
+    for number, symbol in enumerate(blocks):
+        known = _MLP_SYMBOLS if number % 2 else _ATTENTION_SYMBOLS
+        layer = model.layers[number // 2] if number // 2 < len(model.layers) else None
+        if layer is None or symbol not in known:
+            raise UnsupportedModel(
+                f"hybrid_layer_pattern={pattern!r}: block {number} is {symbol!r}, one of {known!r} is expected "
+                f"for {len(model.layers)} layers of attention and MLP in turn"
+            )
+        if (layer.experts if number % 2 else layer.linear) != (symbol in "EG"):
+            raise LayoutMismatch(
+                f"hybrid_layer_pattern={pattern!r}: block {number} is {symbol!r}, the Hugging Face config has a layer "
+                f"{number // 2} of another kind: build the source with the config of the model that is being trained"
+            )
+
+
+def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
+    """The module, what it wraps, and so on: DistributedDataParallel and Float16Module call that `module`."""
+    yield module
+    while isinstance(inner := getattr(module, "module", None), nn.Module):
+        module = inner
+        yield module
+
+
+def _groups(module: nn.Module, model: Model) -> Groups:
+    carried: object = getattr(module, "pg_collection", None)
+    check_axes({axis: _size(getattr(carried, axis, None)) for axis in NOT_READ})
+    experts = bool(model.family.experts)
+    alone = Share(0, 1)
+    return Groups(
+        tensor=_share(carried, "tp", "get_tensor_model_parallel_group"),
+        expert_tensor=_share(carried, "expt_tp", "get_expert_tensor_parallel_group") if experts else alone,
+        expert=_share(carried, "ep", "get_expert_model_parallel_group") if experts else alone,
+        pipeline=_share(carried, "pp", "get_pipeline_model_parallel_group"),
+    )
+
+
+def _size(group: object) -> int:
+    return dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 1
+
+
+def _share(carried: object, name: str, accessor: str) -> Share:
+    group: object = getattr(carried, name, None)
+    if not isinstance(group, dist.ProcessGroup):
+        # Imported here: only models built before process group collections need it.
+        from megatron.core import parallel_state  # noqa: PLC0415  # pyright: ignore[reportMissingTypeStubs]
+
+        ask = cast("Mapping[str, Callable[[], dist.ProcessGroup]]", vars(parallel_state))
+        group = ask[accessor]()
+    return Share(dist.get_rank(group), _size(group))
+
+
+def _with_layer(name: str, layer_of: Callable[[int], int]) -> str:
+    parts = name.split(".")
+    if name.startswith("decoder.layers.") and parts[2].isdigit():
+        parts[2] = str(layer_of(int(parts[2])))
+    return ".".join(parts)
+
+
+def _attributes(parameter: torch.Tensor) -> str:
+    names = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "shared")
+    marks = [f"{name}={getattr(parameter, name)}" for name in names if hasattr(parameter, name)]
+    return ", ".join([str(parameter.dtype), *marks])

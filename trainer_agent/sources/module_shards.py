@@ -1,0 +1,147 @@
+"""A Hugging Face module in memory, sharded or not, as pieces of its checkpoint's tensors: what this rank holds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from weightbus.dataplane.tensors.manifest import ITEM_BYTES, TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces
+
+from ..assembly.assembler import objection
+from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_manifestable, check_served
+from .checkpoint_conversion import Slice, architecture, head_dim, slices, stored_tensors, unwrapped
+from .dtensor_shards import Cut, Local, pieces_of, runs_of
+from .parameter_identity import Kept, local
+
+# torch leaves parts of DTensor untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+
+class Held(msgspec.Struct, frozen=True):
+    """What one rank holds of a module."""
+
+    model: str
+    tensors: tuple[TensorSpec, ...]
+    """Of the checkpoint: the same on every rank."""
+    storages: tuple[torch.Tensor, ...]
+    """The module's own tensors, in the order in which `pieces` number them; `local` gives this rank's part."""
+    pieces: Pieces
+    head_dim: int | None
+    facts: Callable[[], dict[str, str]]
+    """What must be the same on every rank. Reads what is not sharded."""
+    kept: Kept
+    """Whether the module still holds `storages`."""
+
+
+def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str | None = None) -> Held:
+    """Find every tensor of `module` that its checkpoint holds, and this rank's part of it. Reads no values of shards.
+
+    Parameters are served in `dtype`, if it is given; buffers, and what the model itself keeps in float32, as they are.
+    Raises a `SourceError` for whatever cannot be described.
+    """
+    stored = stored_tensors(module)
+    if not stored:
+        raise UnsupportedModel(f"{type(module).__name__} has no parameters")
+    form = slices(module, {name: tuple(tensor.shape) for name, tensor in stored.items()})
+    served = served_dtypes(module, stored, dtype)
+    tensors = tuple(TensorSpec(each.tensor, served[each.source], each.shape) for each in form)
+    check_manifestable(tensors)
+    locals_ = {name: _local_of(name, tensor, index) for index, (name, tensor) in enumerate(stored.items())}
+    pieces = Pieces.of(tensors, _pieces(form, locals_), rank)
+    return Held(
+        model=model or architecture(module),
+        tensors=tensors,
+        storages=tuple(stored.values()),
+        pieces=pieces,
+        head_dim=head_dim(module),
+        facts=lambda: dict(_facts(stored, tensors)),
+        kept=Kept(lambda: stored_tensors(module)),
+    )
+
+
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Where the ranks exchange these tensors: a GPU also when shards are kept in host memory."""
+    sharded = next((tensor for tensor in tensors if isinstance(tensor, DTensor)), None)
+    if sharded is None:
+        return tensors[0].device
+    kind = str(sharded.device_mesh.device_type)
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _pieces(form: Sequence[Slice], locals_: Mapping[str, Local | None]) -> Iterator[Piece]:
+    for each in form:
+        held = locals_[each.source]
+        if held is not None:
+            yield from pieces_of(each, held)
+
+
+def _local_of(name: str, tensor: torch.Tensor, storage: int) -> Local | None:
+    """What this rank holds of one tensor; None for nothing."""
+    mine = local(tensor)
+    dtype = str(mine.dtype).removeprefix("torch.")
+    held = Local(runs_of(tuple(tensor.shape), _cuts(name, tensor)), tuple(mine.stride()), storage, dtype)
+    if not mine.numel():
+        return None
+    if held.shape != tuple(mine.shape):
+        raise LayoutMismatch(
+            f"{name!r} {tuple(tensor.shape)} should leave this rank {held.shape}, it holds {tuple(mine.shape)}: "
+            "it was cut otherwise than its placements say"
+        )
+    return held
+
+
+def _cuts(name: str, tensor: torch.Tensor) -> list[Cut]:
+    """How the ranks of its mesh share a tensor, in the order of the mesh."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise LayoutMismatch(f"{name!r} is spread over a mesh that this rank is not part of: {mesh}")
+    cuts: list[Cut] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        # FSDP over tensor parallelism; a kind of Shard in some versions of torch, and in some not.
+        strided = type(placement).__name__ == "_StridedShard"
+        if not strided and type(placement) is not Shard:
+            advice = "only replicated and sharded parameters are read"
+            raise UnknownParameter(name, tensor.shape, f"placed as {placement!r}", advice)
+        after = int(getattr(placement, "split_factor")) if strided else 1  # noqa: B009  # the class is private
+        dim = int(getattr(placement, "dim"))  # noqa: B009
+        cuts.append(Cut(dim, mesh.size(axis), coordinate[axis], after))
+    return cuts
+
+
+def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, str]:
+    """In which dtype each tensor is served, by its name in memory. Raises `UnsupportedModel` for an unfit `dtype`."""
+    if dtype is not None:
+        check_served(str(dtype).removeprefix("torch."), "dtype=")
+    kept = tuple(getattr(unwrapped(module), "_keep_in_fp32_modules_strict", None) or ())
+    served: dict[str, str] = {}
+    for name, tensor in stored.items():
+        cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        wanted = dtype if cast and not any(part in name for part in kept) else tensor.dtype
+        if advice := objection(local(tensor), rounded=wanted != tensor.dtype):
+            raise UnknownParameter(name, tensor.shape, str(tensor.dtype), advice)
+        served[name] = str(wanted).removeprefix("torch.")
+        if served[name] not in ITEM_BYTES:
+            detail, advice = f"{wanted}", f"these dtypes can travel: {', '.join(ITEM_BYTES)}"
+            raise UnknownParameter(name, tensor.shape, detail, advice)
+    return served
+
+
+def _facts(stored: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> Iterator[tuple[str, str]]:
+    """What tells two models apart, and a part that a rank has alone from a copy that all have."""
+    yield "tensors", hashlib.sha256(msgspec.msgpack.encode(tensors)).hexdigest()
+    for name, tensor in stored.items():
+        if not isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
+            # A copy: numpy would fix the size of the trainer's own storage.
+            data = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy()
+            yield f"{name} (not sharded)", hashlib.sha256(data.tobytes()).hexdigest()[:16]

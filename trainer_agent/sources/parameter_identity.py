@@ -1,0 +1,105 @@
+"""Whether the parameters that a source was built on are still those of its model: asked once per publication.
+
+Trainers replace parameters: `load_state_dict(assign=True)`, a new `nn.Parameter`, a conversion of the whole module.
+What was described when the source was built is then read from tensors that nobody trains any more, or with the strides
+of others, and no digest can tell. New memory under a parameter of the same form is no such thing, and may be on another
+device: trainers offload between phases. It is read where it is now, if there is any.
+"""
+
+# torch leaves Tensor.stride partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from weightbus.dataplane.memory.cuda_driver import Driver
+
+from ..source import LayoutMismatch
+
+Reader = Callable[[], Mapping[str, torch.Tensor]]
+"""The tensors of a model as they are now, by their names in memory. Reads no values, speaks with no other rank."""
+
+_ADVICE = "build the source again after replacing parameters"
+_OFFLOADED = (
+    "it was offloaded, or its torch_memory_saver region is paused: load it back, or resume the region, before"
+    " publishing; or move it to host memory with `.data = .data.cpu()`, where it is read, too"
+)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `tensor`, not copied: all of it when it is not sharded."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Kept:
+    """The parameters of one rank's model, as they were when its source was built."""
+
+    def __init__(self, read: Reader) -> None:
+        self._read = read
+        # The tensors themselves, not their ids: an id is given again when its object is gone.
+        self._then = {name: (tensor, _Form.of(tensor)) for name, tensor in read().items()}
+
+    def check(self) -> None:
+        """Raise `LayoutMismatch` unless the model holds the same parameters, each in the same form, with values."""
+        now = self._read()
+        for name, (tensor, form) in self._then.items():
+            found = now.get(name)
+            if found is None:
+                raise LayoutMismatch(f"{name!r} ({form}) is not in the model any more: {_ADVICE}")
+            new = _Form.of(found)
+            if new != form:
+                raise LayoutMismatch(f"{name!r} is now {new}, the source was built when it was {form}: {_ADVICE}")
+            if found is not tensor:
+                raise LayoutMismatch(
+                    f"{name!r} ({new}) is another tensor now, the source was built on the one before: {_ADVICE}"
+                )
+            if not _has_memory(found):
+                raise LayoutMismatch(f"{name!r} ({new} on {local(found).device}) has no memory now: {_OFFLOADED}")
+        for name in now.keys() - self._then.keys():
+            raise LayoutMismatch(f"{name!r} ({_Form.of(now[name])}) was not in the model before: {_ADVICE}")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Trainers that offload empty storages under parameters that keep their shapes, or unmap what is under them."""
+    mine = local(tensor)
+    if not mine.numel():
+        return True
+    steps = zip(mine.shape, mine.stride(), strict=True)
+    end = mine.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
+    if mine.is_meta or mine.untyped_storage().nbytes() < end * mine.element_size():
+        return False
+    return mine.device.type != "cuda" or _driver().mapped(mine.data_ptr())
+
+
+@cache
+def _driver() -> Driver:
+    return Driver()
+
+
+class _Form(NamedTuple):
+    """Everything about a tensor that pieces depend on, but where it lies."""
+
+    whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of this rank's part."""
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    placements: tuple[object, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        mine = local(tensor)
+        placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
+        whole, shape, strides = tuple(tensor.shape), tuple(mine.shape), tuple(mine.stride())
+        return cls(whole, shape, strides, mine.dtype, placements)
+
+    def __str__(self) -> str:
+        part = f" of {self.whole} {self.placements}" if self.placements else ""
+        return f"{self.shape}{part} with strides {self.strides}, {self.dtype}"
