@@ -156,10 +156,10 @@ deaths: env ## Kill and stop a rank, a worker and a sidecar in every phase of a 
 
 nixl: env ## Sends over NIXL, on CPUs over TCP; installs it beside the pinned environment
 	@$(BIN)/python -m pip install -qq $(PIP_ARGS) --no-deps --requirement requirements/nixl.txt
-	$(BIN)/python -m pytest tests/dataplane/test_nixl_group.py tests/engine_agent/test_sends.py -k nixl $(ARGS)
+	$(BIN)/python -m pytest tests/dataplane/transports/sends/test_nixl_group.py tests/engine_agent/worker/test_sends.py -k nixl $(ARGS)
 
 layouts: env ## Every family in every layout of its ranks, not only a slice of them
-	@LAYOUTS=all $(BIN)/python -m pytest tests/trainer_agent/test_families.py $(ARGS)
+	@LAYOUTS=all $(BIN)/python -m pytest tests/trainer_agent/sources/megatron/test_model_families.py $(ARGS)
 
 ##@ Packages
 

@@ -147,7 +147,7 @@ def _share(storage: torch.UntypedStorage) -> Held:
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        # The private half of Tensor.share_memory_; test_exports.py fails when torch changes what it returns.
+        # The private half of Tensor.share_memory_; test_export_map.py fails when torch changes what it returns.
         fd, nbytes = cast("tuple[int, int]", storage._share_fd_cpu_())  # pyright: ignore[reportUnknownMemberType, reportPrivateUsage]
     except RuntimeError as error:
         raise NotExportable(

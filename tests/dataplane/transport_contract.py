@@ -1,4 +1,4 @@
-"""What every transport promises, whatever moves the bytes. test_transports.py runs it over all kinds."""
+"""What every transport promises, whatever moves the bytes. test_registry.py runs it over all kinds."""
 
 from __future__ import annotations
 

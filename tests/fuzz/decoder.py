@@ -20,7 +20,7 @@ from weightbus.control.protocol import codec
 from weightbus.control.protocol.codec import Wire
 from weightbus.control.protocol.errors import ProtocolError
 
-from ..control.test_codec import TO_AGENT, TO_COORDINATOR
+from ..control.protocol.test_codec import TO_AGENT, TO_COORDINATOR
 from .mutations import Frames, Mutator
 
 WIRES: Final[tuple[tuple[str, Wire[Any], Any], ...]] = (

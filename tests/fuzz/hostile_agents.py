@@ -32,7 +32,7 @@ from weightbus.control.machine.limits import Limits
 from weightbus.control.machine.routing import Router
 from weightbus.control.protocol.ids import AgentId, Channel
 
-from ..control.test_codec import TO_COORDINATOR
+from ..control.protocol.test_codec import TO_COORDINATOR
 
 CHANNELS: Final = (Channel("a"), Channel("b"))
 NAMES: Final = tuple(AgentId(name) for name in ("t0", "t1", "e0", "e1", "e2", "o0"))

@@ -36,7 +36,7 @@ from weightbus.control.security.curve_keys import CurveFiles, read_public, read_
 from weightbus.control.server.coordinator_process import Service
 from weightbus.control.server.settings import CoordinatorSettings
 
-from ..control.test_codec import TO_COORDINATOR
+from ..control.protocol.test_codec import TO_COORDINATOR
 from .mutations import Frames, Mutator
 
 CHANNEL: Final = Channel("policy")

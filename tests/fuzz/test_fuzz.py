@@ -13,7 +13,7 @@ import pytest
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.errors import Malformed
 
-from ..control.test_codec import TO_COORDINATOR
+from ..control.protocol.test_codec import TO_COORDINATOR
 from . import data_plane, live
 from .decoder import campaign
 from .hostile_agents import HostileAgents

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.dataplane.test_tiles import boxes, column, copies, fits, memory
+from tests.dataplane.copy.test_tiles import boxes, column, copies, fits, memory
 from tests.kit.waiting import until
 from weightbus.dataplane.copy.box_digests import BoxTable
 from weightbus.dataplane.copy.copy_table import CopyTable

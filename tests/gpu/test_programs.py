@@ -24,7 +24,7 @@ from weightbus.trainer_agent.demo import child_processes as processes
 from weightbus.trainer_agent.source import Staged
 
 from ..control.world import engine_info, trainer_info
-from ..engine_agent.test_validate import facts
+from ..engine_agent.engines.sglang.test_compatibility import facts
 
 
 class Fleet:

@@ -1,0 +1,428 @@
+"""Names, lives and connections: who is there."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from weightbus.control.machine.effects import AgentLeft, Evict, Refusal
+from weightbus.control.machine.events import MessageReceived, Peer, PeerLost, Principal, Tick
+from weightbus.control.machine.membership import Membership
+from weightbus.control.machine.states import RoundState
+from weightbus.control.protocol.enums import PROTOCOL, Code, EngineHealth, Role, Step
+from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.protocol.message_fields import Message
+from weightbus.control.protocol.messages import (
+    Bye,
+    GetStatus,
+    Heartbeat,
+    Hello,
+    Offered,
+    Publish,
+    Refused,
+    Sent,
+    Status,
+    Topology,
+    Transfer,
+    Welcome,
+)
+
+from ..world import CHANNEL, LIMITS, World, engine_info, trainer_info
+
+
+def refusals(world: World, name: str) -> list[Code]:
+    return [message.code for message in world.agents[name].got(Refused) if isinstance(message, Refused)]
+
+
+def answer(world: World, hello: Hello, peer: bytes = b"new", principal: Principal | None = None) -> Message:
+    event = MessageReceived(peer=Peer(peer), message=hello, principal=principal)
+    effects = world.machine.handle(event, world.now)
+    world.machine.check()
+    return next(e.message for e in effects if hasattr(e, "message") and isinstance(e.message, Welcome | Refused))
+
+
+def test_killed_agent_is_back_within_takeover() -> None:
+    """A new life is refused while the old one may be alive, told when to retry, and let in then."""
+    world = World()
+    engine = world.engine("e0")
+    engine.die()
+    world.now += 1.0
+    engine.live()
+    world.settle()
+    (refused,) = engine.got(Refused)
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.retry_after_s) == (Code.NAME_TAKEN, world.limits.takeover_s - 1.0)
+    world.advance(world.limits.takeover_s)
+    assert world.ready == ("e0",)
+    assert world.machine.members.get(engine.name).incarnation == "e0.2"  # type: ignore[union-attr]
+
+
+def test_dead_connection_frees_the_name_at_once() -> None:
+    """Where the connection is known to be gone nobody has to wait."""
+    world = World()
+    engine = world.engine("e0")
+    engine.die()
+    world.handle(PeerLost(peer=engine.peer))
+    engine.live()
+    world.settle()
+    assert refusals(world, "e0") == []
+    assert world.ready == ("e0",)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_where_an_agent_is_was_said_by_one_life_of_it(again: bool) -> None:
+    """A new connection changes nothing about it; another process may be on another GPU, and is asked anew."""
+    members = Membership(LIMITS)
+
+    def hello(incarnation: str) -> Hello:
+        return Hello(
+            request=RequestId("k"),
+            agent=AgentId("e0"),
+            role=Role.ENGINE,
+            channel=CHANNEL,
+            incarnation=Incarnation(incarnation),
+            engine=engine_info(),
+        )
+
+    where = Topology(request=RequestId("where"), address="10.0.0.1")
+    members.join(hello("first"), Peer(b"1"), 0.0).topology = where
+    members.disconnect(Peer(b"1"), 1.0)
+    back = members.join(hello("first" if again else "second"), Peer(b"2"), 2.0)
+    assert back.topology == (where if again else None)
+
+
+def test_two_live_processes_of_one_name() -> None:
+    """The one that is there stays; the other one never gets in while the first is well."""
+    world = World()
+    world.engine("e0")
+    for _ in range(5):
+        world.advance(1.0)
+        hello = Hello(
+            request=RequestId("r"),
+            agent=world.agents["e0"].name,
+            role=Role.ENGINE,
+            channel=CHANNEL,
+            incarnation="other",  # type: ignore[arg-type]
+            engine=engine_info(),
+        )
+        found = answer(world, hello)
+        assert isinstance(found, Refused)
+        assert found.code is Code.NAME_TAKEN
+
+
+def test_silent_agent_is_lost_and_seen_as_lost() -> None:
+    """After `silence_s` an engine is out of the ready list, and the status says since when and why."""
+    world = World()
+    world.engine("e0").die()
+    world.advance(world.limits.silence_s + 1)
+    view = world.machine.status(world.now).channels[CHANNEL].engines["e0"]
+    assert (view.state, view.ready, view.last_seen_s) == ("lost", False, None)
+    assert "silent for" in view.reason
+    assert [note.agent for note in world.observed if isinstance(note, AgentLeft)] == ["e0"]
+
+
+@pytest.mark.parametrize("back", [False, True])
+def test_an_engine_whose_connection_is_gone_is_lost_unless_it_comes_back(back: bool) -> None:
+    """A round does not wait `silence_s` for a killed agent; one that only lost its connection keeps its seat."""
+    world = World()
+    engine = world.engine("e0")
+    engine.alive = False
+    world.handle(PeerLost(peer=engine.peer))
+    assert world.ready == ("e0",)
+    world.now += world.limits.reconnect_s - 0.1
+    world.handle(Tick())
+    assert world.ready == ("e0",)
+    if back:
+        engine.connect()
+        world.settle()
+    world.now += 0.1
+    assert (world.machine.next_deadline() == world.now) is not back
+    world.handle(Tick())
+    assert world.ready == (("e0",) if back else ())
+
+
+def test_a_trainer_without_a_connection_keeps_its_lease() -> None:
+    """It may be busy assembling for longer than it takes to reconnect: only silence ends a lease."""
+    world = World()
+    trainer = world.trainer()
+    trainer.stop_before = Publish
+    trainer.acquire(1)
+    world.settle()
+    world.handle(PeerLost(peer=trainer.peer))
+    world.now += world.limits.reconnect_s + 0.1
+    world.handle(Tick())
+    assert world.machine.channels[CHANNEL].lease is not None
+    assert (world.machine.next_deadline() or 0.0) > world.now, "the coordinator would tick without end"
+
+
+def test_a_trainer_that_engines_stand_still_for_has_to_come_back_soon() -> None:
+    """Its connection is gone in the middle of a transfer: nobody waits until its lease has run out."""
+    world = World()
+    world.engine("e0")
+    trainer = world.trainer()
+    trainer.stop_before = Sent
+    trainer.acquire(1)
+    world.settle()
+    trainer.die()
+    world.handle(PeerLost(peer=trainer.peer))
+    began = world.now
+    world.advance_until(lambda: world.ready == ("e0",) or world.machine.channels[CHANNEL].round is None)
+    assert world.now - began < world.limits.reconnect_s + 2
+    assert world.machine.channels[CHANNEL].lease is None
+
+
+def test_a_trainer_whose_bytes_travel_has_to_come_back_as_soon() -> None:
+    """To an engine that says nothing, too: it stands still, and nobody knows for what."""
+    world = World()
+    engine, trainer = world.engine("e0"), world.trainer()
+    trainer.stop_before = Offered
+    trainer.acquire(1)
+    world.settle()
+    engine.deaf, trainer.deaf, trainer.stop_before = True, False, Sent
+    trainer.say(trainer.offering)
+    world.settle()
+    trainer.die()
+    world.handle(PeerLost(peer=trainer.peer))
+    began = world.now
+    world.advance_until(lambda: world.machine.channels[CHANNEL].lease is None)
+    assert world.now - began < world.limits.reconnect_s + 2
+
+
+def test_a_trainer_that_was_gone_before_its_bytes_were_needed_again_is_not_waited_for_longer() -> None:
+    """Its connection broke when it had sent all; then an engine has to be driven again, and stands still for it."""
+    world = World()
+    e0, e1, trainer = world.engine("e0"), world.engine("e1"), world.trainer()
+    e0.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
+    held: list[Message] = []
+    e1.script[Transfer] = held.append  # type: ignore[assignment]  # answers nothing yet
+    trainer.acquire(1)
+    world.settle()
+    trainer.alive = False
+    world.handle(PeerLost(peer=trainer.peer))
+    world.advance(2.0)
+    for answer in e1.answers(held[0]):
+        e1.say(answer)
+    world.settle()
+    round_ = world.machine.channels[CHANNEL].round
+    assert round_
+    assert round_.state is RoundState.OFFERING
+    began = world.now
+    world.advance_until(lambda: world.machine.channels[CHANNEL].lease is None, 30.0)
+    assert world.now - began < world.limits.reconnect_s + 1
+
+
+def test_bye_is_immediate_and_silent() -> None:
+    """Who leaves on purpose is gone at once, without an answer; its connection is forgotten."""
+    world = World()
+    engine = world.engine("e0")
+    effects = world.handle(MessageReceived(peer=engine.peer, message=Bye(reason="done")))
+    assert [e.peer for e in effects if isinstance(e, Evict)] == [engine.peer]
+    assert not [e for e in effects if hasattr(e, "message")]
+    assert world.ready == ()
+
+
+def test_reconnect_of_the_same_life_keeps_its_seat() -> None:
+    """A new connection of the same incarnation replaces the old one, at any time."""
+    world = World()
+    engine = world.engine("e0")
+    engine.connect()
+    world.settle()
+    assert refusals(world, "e0") == []
+    assert len(world.machine.members) == 1
+
+
+def test_an_agent_has_one_connection() -> None:
+    """The one that it came from before is closed: nothing is said on it any more, and nothing kept for it."""
+    world = World()
+    engine = world.engine("e0")
+    before = engine.peer
+    engine.connect()
+    (hello,) = [message for agent, message, _ in world.queue if agent is engine]
+    effects = world.handle(MessageReceived(peer=engine.peer, message=hello))
+    assert [each.peer for each in effects if isinstance(each, Evict)] == [before]
+    effects = world.handle(MessageReceived(peer=engine.peer, message=hello))
+    assert not [each for each in effects if isinstance(each, Evict)], "it said the same again where it is"
+
+
+@pytest.mark.parametrize("role", [Role.TRAINER, Role.ENGINE])
+def test_who_is_missed_again_has_no_longer_to_come_back(role: Role) -> None:
+    """It counts from when its connection was missed first, however often somebody begins to stand still for it."""
+    members = Membership(LIMITS)
+    name = AgentId("a")
+    hello = Hello(
+        request=RequestId("k"),
+        agent=name,
+        role=role,
+        channel=CHANNEL,
+        incarnation=Incarnation("first"),
+        engine=engine_info() if role is Role.ENGINE else None,
+        trainer=trainer_info() if role is Role.TRAINER else None,
+    )
+    members.join(hello, Peer(b"1"), 0.0)
+    members.disconnect(Peer(b"1"), 1.0)
+    members.expect(name, 1.0)
+    members.expect(name, 3.0)
+    assert members.next_deadline() == 1.0 + LIMITS.reconnect_s
+    assert members.lost(1.0 + LIMITS.reconnect_s - 0.1) == []
+    assert [agent.name for agent in members.lost(1.0 + LIMITS.reconnect_s)] == [name]
+
+
+URL = "http://10.0.0.7:30000"
+
+
+def ready_urls(world: World) -> tuple[str, ...]:
+    return world.machine.status(world.now).channels[CHANNEL].ready
+
+
+def test_two_agents_of_one_server() -> None:
+    """The second name is refused, loudly and for as long as the first is well; the ready list names the server once."""
+    world = World()
+    world.engine("e0", url=URL)
+    second = world.engine("e1", url=f"{URL}/")
+    for _ in range(5):
+        assert refusals(world, "e1")[-1] is Code.SERVER_TAKEN
+        assert ready_urls(world) == (URL,)
+        world.advance(3.0)
+    assert len(refusals(world, "e1")) > 3
+    assert len(world.machine.members) == 1
+    noted = [note for note in world.observed if isinstance(note, Refusal) and note.code is Code.SERVER_TAKEN]
+    assert {note.agent for note in noted} == {"e1"}
+    assert "'e0' of channel 'policy' answers for the server at" in noted[0].reason
+    assert "Stop one of the two" in noted[0].reason
+    assert second.pending
+    report = world.publish(world.trainer(), 1)
+    assert [each.engine for each in report.engines] == ["e0"]
+
+
+def test_a_server_is_one_agents_in_all_channels() -> None:
+    """Weights of two models in one server would be worse than two agents of one."""
+    world = World()
+    world.engine("e0", url=URL)
+    found = answer(world, msgspec.structs.replace(HELLO, channel=Channel("other"), engine=engine_info(url=URL)))
+    assert isinstance(found, Refused)
+    assert found.code is Code.SERVER_TAKEN
+
+
+def test_restarted_agent_of_a_server_is_not_its_own_rival() -> None:
+    """The same name comes back at once, in a new life too, where the old connection is known to be gone."""
+    world = World()
+    engine = world.engine("e0", url=URL)
+    engine.connect()
+    world.settle()
+    engine.die()
+    world.handle(PeerLost(peer=engine.peer))
+    engine.live()
+    world.settle()
+    assert refusals(world, "e0") == []
+    assert ready_urls(world) == (URL,)
+
+
+def test_new_name_for_a_server_when_the_old_one_is_lost() -> None:
+    """Told to come again until the old one is lost by silence; at once after `Bye`."""
+    world = World()
+    first = world.engine("e0", url=URL)
+    world.advance(1.0)
+    first.die()
+    second = world.engine("e1", url=URL)
+    (refused,) = second.got(Refused)
+    assert isinstance(refused, Refused)
+    assert refused.retry_after_s == world.limits.takeover_s
+    world.advance(world.limits.silence_s + 1)
+    assert world.ready == ("e1",)
+    world.handle(MessageReceived(peer=second.peer, message=Bye()))
+    world.engine("e2", url=URL)
+    assert refusals(world, "e2") == []
+    assert ready_urls(world) == (URL,)
+
+
+def test_connection_that_breaks_does_not_hand_the_server_over() -> None:
+    """Who may come back keeps its server; another name gets it once the old one is lost, and is not given it back."""
+    world = World()
+    first = world.engine("e0", url=URL)
+    world.handle(PeerLost(peer=first.peer))
+    world.engine("e1", url=URL)
+    assert refusals(world, "e1") == [Code.SERVER_TAKEN]
+    first.connect()
+    world.settle()
+    assert world.ready == ("e0",)
+    first.die()
+    world.handle(PeerLost(peer=first.peer))
+    world.advance(world.limits.reconnect_s + 1)
+    assert world.ready == ("e1",)
+    first.live()
+    world.settle()
+    assert refusals(world, "e0") == [Code.SERVER_TAKEN]
+    assert ready_urls(world) == (URL,)
+
+
+HELLO = Hello(
+    request=RequestId("r"),
+    agent="x",  # type: ignore[arg-type]
+    role=Role.ENGINE,
+    channel=CHANNEL,
+    incarnation="i",  # type: ignore[arg-type]
+    engine=engine_info(),
+)
+
+
+SOMEBODY_ELSE = Principal(AgentId("y"), Role.ENGINE, (CHANNEL,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "peer", "principal", "code"),
+    [
+        ({"protocol": PROTOCOL + 1}, b"new", None, Code.PROTOCOL_MISMATCH),
+        ({"engine": None}, b"new", None, Code.NOT_ALLOWED),
+        ({"trainer": trainer_info()}, b"new", None, Code.NOT_ALLOWED),
+        ({}, b"new", SOMEBODY_ELSE, Code.NOT_ALLOWED),
+        ({}, b"seat", None, Code.NOT_ALLOWED),
+        ({"agent": "e0", "incarnation": "e0.1", "channel": "other"}, b"seat", None, Code.NOT_ALLOWED),
+    ],
+)
+def test_hello_that_is_refused(
+    changes: dict[str, object], peer: bytes, principal: Principal | None, code: Code
+) -> None:
+    """Wrong protocol, wrong description, another's key, another's connection, another channel: refused, no change."""
+    world = World()
+    engine = world.engine("e0")
+    seat = engine.peer if peer == b"seat" else peer
+    found = answer(world, msgspec.structs.replace(HELLO, **changes), seat, principal)
+    assert isinstance(found, Refused)
+    assert found.code is code
+    assert world.ready == ("e0",)
+    assert len(world.machine.members) == 1
+
+
+def test_room_for_agents_and_channels_is_bounded() -> None:
+    """Names and channels cannot be made up without end."""
+    world = World(World().limits.__class__(max_agents=2, max_channels=1))
+    world.engine("e0")
+    world.engine("e1")
+    found = answer(world, HELLO)
+    assert isinstance(found, Refused)
+    world.agents["e1"].say(Bye())
+    world.settle()
+    found = answer(world, msgspec.structs.replace(HELLO, channel=Channel("second")))
+    assert isinstance(found, Refused)
+    assert "channels" in found.reason
+
+
+def test_stranger_is_told_to_say_hello() -> None:
+    """After a restart of the coordinator connections are strangers: their first message says so at once."""
+    world = World()
+    effects = world.machine.handle(MessageReceived(peer=Peer(b"?"), message=Heartbeat(seq=1)), 0.0)
+    (refused,) = [e.message for e in effects if hasattr(e, "message")]
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.request) == (Code.UNKNOWN_AGENT, "heartbeat")
+
+
+def test_observer_reads_status() -> None:
+    """Status is one JSON document, for any role."""
+    world = World()
+    world.engine("e0")
+    answer(world, msgspec.structs.replace(HELLO, role=Role.OBSERVER, engine=None))
+    effects = world.machine.handle(MessageReceived(peer=Peer(b"new"), message=GetStatus(request=RequestId("s"))), 0.0)
+    (sent,) = [e for e in effects if hasattr(e, "message")]
+    assert isinstance(sent.message, Status)
+    document = msgspec.json.decode(sent.blob)
+    assert document["channels"]["policy"]["ready"] == ["http://e0:30000"]

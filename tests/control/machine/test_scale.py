@@ -1,0 +1,317 @@
+"""What an answer costs does not depend on how many engines there are; what it really costs is `make bench-control`."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from weightbus.control.machine import channel, coordinator
+from weightbus.control.machine import engine_registry as fleet
+from weightbus.control.machine.effects import Acknowledge, SendTo
+from weightbus.control.machine.events import Burst, MessageReceived
+from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.pending_commands import Duties
+from weightbus.control.machine.reply_cache import GRANTS
+from weightbus.control.machine.round import Round
+from weightbus.control.machine.round_commands import Orders
+from weightbus.control.machine.route import Route
+from weightbus.control.machine.status import StatusView
+from weightbus.control.machine.waves import Capacity
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
+from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.messages import (
+    Abort,
+    Acquire,
+    Failed,
+    GetStatus,
+    Granted,
+    Heartbeat,
+    Prepare,
+    Prepared,
+    Publish,
+    Refused,
+    Send,
+    Sent,
+)
+from weightbus.control.server.status_snapshot import StatusDesk
+
+from ..world import CHANNEL, MANIFEST, World, digest, engine_info, table_of
+
+QUIET = StatusView(boot=1, read_only=False, stopping=False, agents=0, blob_bytes=0, channels={})
+
+
+def abort(epoch: int) -> Abort:
+    return Abort(channel=CHANNEL, epoch=epoch, reason="", deadline_s=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("engines", [4, 64])
+def test_an_answer_costs_the_same_in_a_large_fleet(monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
+    """In the middle of a phase an engine's answer makes the coordinator judge that engine at most, and no other."""
+    world = World()
+    late = [world.engine(f"e{number}") for number in range(engines)][1:]
+    for engine in late:
+        engine.ignore(Prepare)
+    trainer = world.trainer()
+    trainer.acquire(1)
+    world.settle()
+    prepared = [engine.got(Prepare)[0] for engine in late]
+    judged: Counter[str] = Counter()
+    real = fleet.readiness
+    monkeypatch.setattr(
+        fleet, "readiness", lambda engine, *rest: (judged.update([engine.name]), real(engine, *rest))[1]
+    )
+    monkeypatch.setattr(channel.Channel, "check", lambda _self: None)
+    told = late[0]
+    told.say(Prepared(request=told.key(), channel=CHANNEL, epoch=prepared[0].epoch, seconds=0.1))  # type: ignore[attr-defined]
+    world.settle()
+    assert set(judged) <= {told.name}
+    failed: dict[str, object] = {"step": Step.PREPARE, "health": EngineHealth.PENDING, "reason": "r"}
+    told.say(Failed(request=told.key(), channel=CHANNEL, epoch=prepared[0].epoch, **failed))  # type: ignore[arg-type,attr-defined]
+    world.settle()
+    assert set(judged) == {told.name}, "it is not ready any more"
+    assert not trainer.got(Send), "the phase was not to end here"
+
+
+@pytest.mark.parametrize("word", ["x", "\N{GREEK SMALL LETTER OMEGA}", "\N{SNAKE}"], ids=["ascii", "two bytes", "four"])
+def test_thousands_of_reasons_fit_into_one_message(word: str) -> None:
+    """A fleet as large as is let in fails with long reasons: its trainer is told all the same."""
+    names = [AgentId(f"{number:064d}") for number in range(Limits().max_agents)]
+    infos = {name: engine_info(name) for name in names}
+    routes = {name: Route(None, word * codec.MAX_PROSE) for name in names}
+    publish = Publish(
+        request=RequestId("r"),
+        channel=CHANNEL,
+        epoch=Epoch(1),
+        version=Version(1),
+        manifest=digest(MANIFEST),
+        table=digest(table_of(1)),
+        bytes=1,
+        buckets=1,
+    )
+    outside: dict[str, Any] = {"duties": Duties(1.0, 8.0), "story": deque(), "note": lambda _what: None}
+    round_ = Round(publish, AgentId("t"), routes, infos, Capacity(), limits=Limits(), now=0.0, **outside)
+    done = round_.done(1.0)
+    assert all(report.reason.startswith(word) for report in done.engines)
+    codec.TO_AGENT.encode(done)
+    why = dict.fromkeys(names, word * codec.MAX_PROSE)
+    codec.TO_AGENT.encode(Orders(publish, Limits()).withdraw(Epoch(1), why))
+    sent = Sent(request=RequestId("s"), channel=CHANNEL, epoch=Epoch(1), failed=why)
+    codec.TO_COORDINATOR.encode(sent)
+
+
+def test_a_fleet_of_long_names_fits_into_one_message() -> None:
+    """What names every engine that is let in can be sent, though pods are called what they are called."""
+    held = Held(version=Version(2**53), manifest=digest(MANIFEST), table=digest(table_of(1)))
+    names = [AgentId(f"{number:064d}") for number in range(Limits().max_agents)]
+    info = engine_info(
+        url=f"http://{'n' * 120}:30000", host="h" * 36, transports=tuple(TransportKind), live_digest="x" * 20, held=held
+    )
+    granted = Granted(
+        request=RequestId("r"),
+        channel=CHANNEL,
+        epoch=Epoch(1),
+        lease_s=10.0,
+        committed=held,
+        engines=dict.fromkeys(names, info),
+        routes=dict.fromkeys(names, TransportKind.DISTRIBUTED),
+    )
+    codec.TO_AGENT.encode(granted)
+
+
+def test_few_descriptions_of_the_fleet_are_kept() -> None:
+    """What every grant says of every engine does not pile up with the rounds; the newest grants are still repeated."""
+    world = World()
+    world.engine("e0")
+    trainer = world.trainer()
+    for version in range(1, 3 * GRANTS):
+        trainer.acquire(version)
+        world.settle()
+    asked = [message for message in trainer.said if isinstance(message, Acquire)]
+    kept = [message for message in asked if world.machine.replies.get(trainer.name, message)]
+    assert kept == asked[-GRANTS:]
+
+
+def test_a_status_that_no_message_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks is told where else to read it, instead of nothing."""
+    monkeypatch.setattr(coordinator, "MAX_ANSWER_BYTES", 10)
+    world = World()
+    trainer = world.trainer()
+    trainer.say(GetStatus(request=trainer.key()))
+    world.settle()
+    (refused,) = trainer.got(Refused)
+    assert isinstance(refused, Refused)
+    assert "HTTP" in refused.reason
+
+
+def test_what_many_are_told_alike_is_one_object() -> None:
+    """The bus encodes a command once because every engine gets the very same one."""
+    world = World()
+    engines = [world.engine(f"e{number}") for number in range(3)]
+    world.publish(world.trainer(), 1)
+    assert len({id(engine.got(Prepare)[0]) for engine in engines}) == 1
+
+
+def test_the_longest_due_goes_first() -> None:
+    """Duties come in the order in which they fell due; replaced and dropped ones never come."""
+    duties = Duties(1.0, 8.0)
+    for number, name in enumerate("abc"):
+        duties.assign(AgentId(name), abort(number + 1), 0.1 * number)
+    duties.assign(AgentId("a"), abort(9), 0.3)
+    duties.drop(AgentId("b"))
+    assert duties.next_deadline() == 0.2
+    assert [(*agents, command.epoch) for agents, command in duties.due(0.5)] == [("c", 3), ("a", 9)]
+    assert duties.due(1.4) == []
+    assert duties.next_deadline() == 1.5
+    assert [agents for agents, _ in duties.due(1.5)] == [("c",), ("a",)]
+    assert duties.next_deadline() == 3.5, "each waits twice as long as before"
+    duties.drop(AgentId("c"))
+    duties.drop(AgentId("a"))
+    assert duties.next_deadline() is None
+
+
+def test_only_the_newest_order_is_given() -> None:
+    """Of orders that replace each other before any was due, one is told, once; what was dropped is not."""
+    duties = Duties(1.0, 8.0)
+    for number, name in enumerate("aba"):
+        duties.assign(AgentId(name), abort(number + 1), 0.0)
+    duties.drop(AgentId("b"))
+    duties.assign(AgentId("c"), abort(4), 5.0)
+    assert [(*agents, command.epoch) for agents, command in duties.due(0.0)] == [("a", 3)]
+    assert duties.due(0.5) == []
+    assert [agents for agents, _ in duties.due(5.0)] == [("a",), ("c",)]
+
+
+def test_what_is_told_together_is_repeated_together() -> None:
+    """Thousands have one timer; who answered, or was told something else meanwhile, is not told again."""
+    duties = Duties(1.0, 8.0)
+    names = [AgentId(f"e{number}") for number in range(4)]
+    duties.assign_all(names, (abort(1),), 0.0)
+    assert [agents for agents, _ in duties.due(0.0)] == [tuple(names)]
+    duties.drop(names[0])
+    duties.assign(names[1], abort(2), 0.5)
+    assert [(agents, command.epoch) for agents, command in duties.due(1.0)] == [
+        (("e2", "e3"), 1),
+        (("e1",), 2),
+    ]
+    duties.drop(names[2])
+    duties.drop(names[3])
+    assert duties.next_deadline() == 2.0, "the one that was told something else"
+
+
+def test_what_follows_is_repeated_alone() -> None:
+    """Who has answered the first of two commands is told the second again, when it would have been told both."""
+    duties = Duties(1.0, 8.0)
+    for name in "abc":
+        duties.assign_all((AgentId(name),), (abort(1), abort(2)), 0.0)
+    assert [(*agents, command.epoch) for agents, command in duties.due(0.0)] == [
+        (name, epoch) for name in "abc" for epoch in (1, 2)
+    ]
+    for name in "ab":
+        duties.go_on(AgentId(name))
+    duties.drop(AgentId("b"))
+    assert duties.next_deadline() == 1.0
+    assert sorted((*agents, command.epoch) for agents, command in duties.due(1.0)) == [("a", 2), ("c", 1), ("c", 2)]
+    duties.go_on(AgentId("c"))
+    assert duties.next_deadline() == 3.0
+    assert sorted((*agents, command.epoch) for agents, command in duties.due(3.0)) == [("a", 2), ("c", 2)]
+    assert len(duties) == 2
+
+
+def test_who_goes_on_after_all_others_ended_is_still_told() -> None:
+    """A duty whose agents have all answered has no timer any more; one that comes to it gets a new one."""
+    duties = Duties(1.0, 8.0)
+    duties.assign_all([AgentId("a"), AgentId("b")], (abort(1), abort(2)), 1.0)
+    duties.go_on(AgentId("a"))
+    duties.drop(AgentId("a"))
+    assert duties.next_deadline() == 1.0
+    duties.go_on(AgentId("b"))
+    assert duties.next_deadline() == 1.0
+    assert [(*agents, command.epoch) for agents, command in duties.due(1.0)] == [("b", 2)]
+
+
+def test_what_many_answered_is_one_effect() -> None:
+    """Acknowledgements that follow one another are owed together, and in their place among everything else."""
+    world = World()
+    engines = [world.engine(f"e{number}") for number in range(3)]
+    for engine in engines:
+        engine.ignore(Prepare)
+    world.trainer().acquire(1)
+    world.settle()
+    told = [engine.got(Prepare)[0] for engine in engines]
+    answers = [
+        Prepared(request=engine.key(), channel=CHANNEL, epoch=command.epoch, seconds=0.1)  # type: ignore[attr-defined]
+        for engine, command in zip(engines, told, strict=True)
+    ]
+    said = [MessageReceived(engine.peer, answer) for engine, answer in zip(engines, answers, strict=True)]
+    effects = world.machine.handle(Burst(said), world.now)
+    owed = [effect.owed for effect in effects if isinstance(effect, Acknowledge)]
+    assert owed == [[(engine.peer, answer) for engine, answer in zip(engines, answers, strict=True)]]
+    assert isinstance(effects[0], Acknowledge), "before what follows from them"
+    between = MessageReceived(engines[1].peer, Heartbeat(seq=1))
+    kinds = [type(effect) for effect in world.machine.handle(Burst([said[0], between, said[2]]), world.now)]
+    assert kinds == [Acknowledge, SendTo, Acknowledge], "each in its place"
+
+
+def reader(desk: StatusDesk[StatusView], wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: found.append(desk.read(wake)))
+    thread.start()
+    return thread
+
+
+def test_the_status_is_written_for_readers_only() -> None:
+    """A loop that nobody asks writes nothing; who asks gets what is true after the question."""
+    written: list[float] = []
+    desk = StatusDesk(lambda now: (written.append(now), QUIET)[1])
+    desk.open()
+    for _ in range(100):
+        desk.serve()
+    assert len(written) == 1, "once, when it was made"
+    asked, found = threading.Event(), []
+    thread = reader(desk, asked.set, found)
+    assert asked.wait(30)
+    assert desk.due() is not None
+    while not found:
+        desk.serve()
+        thread.join(0.001)
+    assert found == [QUIET]
+    assert len(written) == 2
+    assert desk.due() is None
+
+
+def test_a_status_that_takes_long_is_written_seldom() -> None:
+    """However often somebody asks, the loop spends a tenth of its time on it."""
+    now = [0.0]
+
+    def slow(_at: float) -> StatusView:
+        now[0] += 0.03
+        return QUIET
+
+    desk = StatusDesk(slow, lambda: now[0])
+    desk.open()
+    writes = 0
+    while now[0] < 3.0:
+        desk._asked += 1
+        before = now[0]
+        desk.serve()
+        writes += now[0] != before
+        now[0] += 0.001
+    assert 8 <= writes <= 11
+
+
+def test_a_loop_that_is_over_keeps_nobody_waiting() -> None:
+    """Readers that wait when the loop ends get its last word."""
+    desk = StatusDesk(lambda _now: QUIET)
+    desk.open()
+    asked, found = threading.Event(), []
+    thread = reader(desk, asked.set, found)
+    assert asked.wait(30)
+    desk.close()
+    thread.join(30)
+    assert found == [QUIET]
+    assert desk.read(lambda: None) is QUIET

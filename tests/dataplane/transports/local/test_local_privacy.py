@@ -1,0 +1,187 @@
+"""IPC handles travel between processes of one user, over a socket of that user, or not at all.
+
+The tests of other users run as root and become `nobody` in a child; elsewhere they are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.transports.interface import Peer
+from weightbus.dataplane.transports.local.messages import Connection, Hello
+from weightbus.dataplane.transports.local.receiver import LocalReceiver
+from weightbus.dataplane.transports.local.sender import LocalSender, open_runtime_dir
+
+from ...loopback import LoopbackServer, make_manifest, make_session
+
+NOBODY = 65534
+SESSION = make_session(3, 1, make_manifest())
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="becoming another user needs root")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def sender(run: Path) -> Iterator[LocalSender]:
+    made = LocalSender(run, "c")
+    yield made
+    made.close()
+
+
+def as_nobody(action: Callable[[], object]) -> str:
+    """What `action` raised in a child of another user; empty when it returned."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            action()
+            status = 0
+        except BaseException as error:  # noqa: BLE001  told to the test
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
+            traceback.print_exc(file=sys.stderr)
+        os._exit(status)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as pipe:
+        text = pipe.read().decode()
+    _, status = os.waitpid(child, 0)
+    assert (status == 0) is (text == "")
+    return text
+
+
+def open_to_all(path: Path) -> None:
+    """Undo every right that files have: what is left is the check of the peer itself."""
+    for each in (path, *path.parents):
+        if each != Path("/"):
+            each.chmod(stat.S_IMODE(each.stat().st_mode) | 0o077)
+
+
+def test_the_socket_is_its_owners_alone(sender: LocalSender, run: Path) -> None:
+    """Folder 0700, socket 0600, both of this user."""
+    path = Path(sender.offer(SESSION, [Peer("e0", 1)]).address)
+    assert path.parent == run
+    assert stat.S_IMODE(run.lstat().st_mode) == 0o700
+    assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+    assert path.lstat().st_uid == run.lstat().st_uid == os.getuid()
+
+
+def test_a_folder_that_is_not_private_is_refused(run: Path, tmp_path: Path) -> None:
+    """Rights of others, a link to somewhere else, something that is no folder, another owner."""
+    run.mkdir(mode=0o700)
+    open_runtime_dir(run)
+    run.chmod(0o710)
+    with pytest.raises(Unsupported, match="mode 710"):
+        open_runtime_dir(run)
+    run.chmod(0o700)
+    (tmp_path / "link").symlink_to(run)
+    with pytest.raises(Unsupported, match="link"):
+        open_runtime_dir(tmp_path / "link")
+    if os.getuid() == 0:
+        os.chown(run, NOBODY, NOBODY)
+        with pytest.raises(Unsupported, match=f"user {NOBODY}"):
+            open_runtime_dir(run)
+
+
+def test_an_engine_speaks_to_no_socket_but_a_private_one(run: Path, tmp_path: Path) -> None:
+    """The path came over the network: links, open folders, open sockets and other files are not connected to."""
+    run.mkdir(mode=0o700)
+    path = run / "s.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        path.chmod(0o600)
+        Connection.connect(os.fspath(path), Deadline(30)).close()
+        (run / "link.sock").symlink_to(path)
+        (run / "file").touch(0o600)
+        (tmp_path / "linked").symlink_to(run)
+        for wrong in (run / "link.sock", run / "file", tmp_path / "linked" / "s.sock", run / "none"):
+            with pytest.raises(PeerLost, match="not one to be trusted"):
+                Connection.connect(os.fspath(wrong), Deadline(30))
+        path.chmod(0o666)
+        with pytest.raises(PeerLost, match="mode 666"):
+            Connection.connect(os.fspath(path), Deadline(30))
+        path.chmod(0o600)
+        run.chmod(0o755)
+        with pytest.raises(PeerLost, match="mode 755"):
+            Connection.connect(os.fspath(path), Deadline(30))
+
+
+def hello(path: str, *, look: bool) -> None:
+    """What an engine says first; `look` as our own receiver does, or not, as an attacker would."""
+    if look:
+        Connection.connect(path, Deadline(30)).close()
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
+        raw.settimeout(30)
+        raw.connect(path)
+        Connection(raw).send(Hello(channel="c", epoch=3, engine="e0"))
+
+
+@needs_root
+def test_another_user_does_not_reach_the_socket(sender: LocalSender) -> None:
+    """The folder keeps it out; if that were opened, the socket's own rights do."""
+    path = Path(sender.offer(SESSION, [Peer("e0", 1)]).address)
+    assert "Permission" in as_nobody(lambda: hello(os.fspath(path), look=False))
+    mode = path.lstat().st_mode
+    open_to_all(path.parent)
+    assert stat.S_IMODE(path.lstat().st_mode) == stat.S_IMODE(mode)
+    assert "Permission" in as_nobody(lambda: hello(os.fspath(path), look=False))
+
+
+@needs_root
+def test_another_user_that_reaches_the_socket_is_not_let_in(sender: LocalSender) -> None:
+    """With every right of the files given away, SO_PEERCRED still tells the sender who speaks."""
+    path = Path(sender.offer(SESSION, [Peer("e0", 1)]).address)
+    open_to_all(path)
+    assert as_nobody(lambda: hello(os.fspath(path), look=False)) == ""
+    with pytest.raises(TransferFailed, match="did not come"):
+        sender.ready(0.3)
+
+
+@needs_root
+def test_an_engine_takes_nothing_from_another_user(run: Path) -> None:
+    """A socket of somebody else, in a folder of ours or theirs, is not spoken to."""
+    run.mkdir(mode=0o700)
+    path = run / "s.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        path.chmod(0o600)
+        os.chown(path, NOBODY, NOBODY)
+        receiver = LocalReceiver(run)
+        with pytest.raises(PeerLost, match=f"user {NOBODY}"):
+            receiver.receive(SESSION, type("A", (), {"address": os.fspath(path)})(), "e0", 0, LoopbackServer(), 5.0)  # type: ignore[arg-type]  # only its path is read
+        receiver.shutdown()
+
+
+@needs_root
+def test_a_listener_of_another_user_is_found_out(run: Path) -> None:
+    """Even behind a socket file of ours: who listens is asked of the kernel."""
+    run.mkdir(mode=0o700)
+    path = run / "s.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
+        path.chmod(0o600)
+        os.seteuid(NOBODY)
+        try:
+            listener.listen()  # from now on the kernel calls it nobody's
+        finally:
+            os.seteuid(0)
+        with pytest.raises(PeerLost, match=f"user {NOBODY}"):
+            Connection.connect(os.fspath(path), Deadline(30))

@@ -1,0 +1,377 @@
+"""What SGLang would die of or swallow is refused first, with everything that is wrong in one message."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from weightbus.dataplane.quantize import hf_quantization_config as quantisation_config
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.engine_agent.engines.sglang import checkpoint_spec as checkpoint
+from weightbus.engine_agent.engines.sglang import compatibility as validate
+from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
+from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
+from weightbus.engine_agent.engines.sglang.server_identity import ServerFacts, facts_of
+from weightbus.engine_agent.errors import UnfitManifest
+
+from ....kit import tiny_model
+
+
+def facts(**changes: Any) -> ServerFacts:
+    """A plain server, changed."""
+    plain = ServerFacts(
+        identity="i",
+        version="0.5.23",
+        tp=1,
+        pp=1,
+        dp=1,
+        dp_attention=False,
+        device="cpu",
+        dtype="auto",
+        model_path="/m",
+        architectures=("Qwen3ForCausalLM",),
+        speculative="",
+        quantization="",
+        label="default",
+    )
+    return msgspec.structs.replace(plain, **changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The served checkpoint."""
+    return tiny_model.write(tmp_path_factory.mktemp("served") / "m", 1)
+
+
+def specs(folder: Path) -> list[TensorSpec]:
+    """All its tensors."""
+    found = checkpoint.expected(folder)
+    return [TensorSpec(name, found.dtypes.get(name, "bfloat16"), shape) for name, shape in found.shapes.items()]
+
+
+def check(tensors: list[TensorSpec], folder: Path, transport: str = "local", **changes: Any) -> None:
+    """Validate a manifest of `tensors`."""
+    manifest = Manifest.of("Qwen3ForCausalLM", tensors)
+    validate.check(manifest, facts(**changes), dialect_of("0.5.23"), checkpoint.expected(folder), transport)
+
+
+def test_the_served_set_fits(folder: Path) -> None:
+    """The checkpoint's own tensors are taken."""
+    check(specs(folder), folder)
+
+
+def test_a_missing_tensor_is_refused(folder: Path) -> None:
+    """SGLang would keep its old value and report success."""
+    with pytest.raises(UnfitManifest, match=r"1 tensors \(model\.norm\.weight\) missing"):
+        check([spec for spec in specs(folder) if spec.name != "model.norm.weight"], folder)
+
+
+def test_an_unknown_name_is_refused(folder: Path) -> None:
+    """SGLang would skip it and report success."""
+    with pytest.raises(UnfitManifest, match=r"model\.extra.*unknown"):
+        check([*specs(folder), TensorSpec("model.extra", "bfloat16", (1,))], folder)
+
+
+def test_a_wrong_shape_is_refused_and_named(folder: Path) -> None:
+    """SGLang would exit."""
+    changed = [TensorSpec(s.name, s.dtype, (65,)) if s.name == "model.norm.weight" else s for s in specs(folder)]
+    with pytest.raises(UnfitManifest, match=r"'model\.norm\.weight' has shape \(65,\), the server's has \(64,\)"):
+        check(changed, folder)
+
+
+def test_another_dtype_is_refused(folder: Path) -> None:
+    """SGLang would cast in silence, and digests of live weights would differ."""
+    changed = [TensorSpec(s.name, "float32", s.shape) for s in specs(folder)]
+    with pytest.raises(UnfitManifest, match=r"25 tensors.*dtype"):
+        check(changed, folder)
+
+
+def test_another_architecture_is_refused(folder: Path) -> None:
+    """Names can agree by accident."""
+    with pytest.raises(UnfitManifest, match="manifest is of Qwen3ForCausalLM, the server serves LlamaForCausalLM"):
+        check(specs(folder), folder, architectures=("LlamaForCausalLM",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "able"),
+    [({"dp": 2}, {"disk"}), ({"pp": 2}, {"local", "disk"}), ({"tp": 2}, {"local", "distributed", "disk"})],
+)
+def test_layouts_decide_transports(folder: Path, changes: dict[str, int], able: set[str]) -> None:
+    """Replicas answer tensors with HTTP 500, stages of a pipeline claim the same ranks of a group."""
+    for transport in ("local", "distributed", "disk"):
+        if transport in able:
+            check(specs(folder), folder, transport, **changes)
+        else:
+            with pytest.raises(UnfitManifest, match="cannot serve an engine with"):
+                check(specs(folder), folder, transport, **changes)
+
+
+@pytest.mark.parametrize("changes", [{"speculative": "EAGLE"}, {"quantization": "fp8"}])
+def test_servers_with_derived_weights_are_refused(folder: Path, changes: dict[str, str]) -> None:
+    """Draft models and quantised weights would not be what the table says."""
+    with pytest.raises(UnfitManifest):
+        check(specs(folder), folder, **changes)
+
+
+def test_a_server_with_a_draft_model_takes_direct_copies(folder: Path) -> None:
+    """They are the one transport that reaches and proves every model of a server."""
+    speculates = {"speculative": "EAGLE", "loaders": (LOADER,)}
+
+    check(specs(folder), folder, "direct", **speculates)
+    with pytest.raises(UnfitManifest, match="cannot prove what its draft model holds"):
+        check(specs(folder), folder, "local", **speculates)
+
+
+@pytest.mark.parametrize(
+    ("changes", "advice"),
+    [
+        ({"dp": 2}, "a sidecar each"),
+        ({"speculative": "EAGLE"}, f"--custom-weight-loader {LOADER}"),
+        ({"pp": 2}, "local and disk"),
+        ({"moves_experts": "--enable-eplb", "loaders": (LOADER,)}, "--init-expert-location"),
+    ],
+)
+def test_fewer_transports_come_with_advice(folder: Path, changes: dict[str, Any], advice: str) -> None:
+    """In the log of the sidecar, and in whatever it refuses."""
+    assert [advice in f"{found}: {needed}" for found, needed in validate.limits(facts(**changes))] == [True]
+    with pytest.raises(UnfitManifest, match=advice):
+        check(specs(folder), folder, "sends", **changes)
+    assert not list(validate.limits(facts(loaders=(LOADER,), dp_attention=True, tp=2)))
+
+
+def test_a_server_whose_environment_is_wrong_is_not_paused_for_direct_copies(folder: Path) -> None:
+    """Refused before, in the words that its workers would have in the pause; other transports serve it."""
+    wrong = {"misset": "WEIGHTBUS_WORKER_BRANCHES in the server's environment is 'many'", "loaders": (LOADER,)}
+    with pytest.raises(UnfitManifest, match=r"can: sends, local, distributed, disk; WEIGHTBUS_WORKER_BRANCHES.*'many'"):
+        check(specs(folder), folder, "direct", **wrong)
+    check(specs(folder), folder, "sends", **wrong)
+    assert {kind: why for kind, (why, _) in validate.lacking(facts(**wrong)).items()} == {"direct": wrong["misset"]}
+    speculates = facts(**wrong, speculative="EAGLE")
+    assert validate.transports_of(speculates) == ()
+    assert validate.lacking(speculates)["direct"][0] == wrong["misset"]
+    assert not any("'many'" in why for why, _ in validate.lacking(facts(**wrong, pp=2)).values()), (
+        "it is not that alone"
+    )
+
+
+@pytest.mark.parametrize("transport", ["direct", "sends"])
+@pytest.mark.parametrize(
+    ("said", "flag"),
+    [
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"elastic_ep_backend": "mooncake"}, "--elastic-ep-backend"),
+    ],
+)
+def test_what_was_recorded_of_experts_that_move_is_not_used(
+    folder: Path, transport: str, said: dict[str, object], flag: str
+) -> None:
+    """Refused by the flag. A server that loads by itself asks where they are; fixed places, redundant too, are kept."""
+    fixed = {"enable_eplb": False, "elastic_ep_backend": None, "ep_num_redundant_experts": 2}
+    moves = {"loaders": (LOADER,), "moves_experts": facts_of(said, {}, "http://127.0.0.1").moves_experts}
+
+    assert not facts_of(fixed, {}, "http://127.0.0.1").moves_experts
+    check(specs(folder), folder, transport, loaders=(LOADER,))
+    check(specs(folder), folder, "local", **moves)
+    with pytest.raises(UnfitManifest, match=rf"moves experts while it serves \({flag}\).*--init-expert-location"):
+        check(specs(folder), folder, transport, **moves)
+
+
+@pytest.mark.parametrize(("architecture", "tied"), [("qwen3", False), ("qwen3", True), ("llama", True)])
+def test_the_table_agrees_with_the_files(tmp_path: Path, architecture: tiny_model.Architecture, tied: bool) -> None:
+    """config.json alone tells the same names and shapes as the safetensors headers."""
+    made = tiny_model.write(tmp_path / "m", architecture=architecture, tied=tied)
+    by_header = checkpoint.expected(made)
+    (made / "model.safetensors").unlink()
+    by_table = checkpoint.expected(made)
+    table = {name: shape for name, shape in by_table.shapes.items() if name in by_header.shapes}
+    assert table == by_header.shapes
+    assert by_table.shapes.keys() - by_header.shapes.keys() <= by_table.optional
+
+
+def test_shards_are_read_by_their_index(folder: Path, tmp_path: Path) -> None:
+    """A shard that is missing makes the headers useless rather than half of an expectation."""
+    weights = tiny_model.tensors(json.loads((folder / "config.json").read_text()), 1)
+    names = list(weights)
+    parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for file, some in parts.items():
+        save_file({name: weights[name] for name in some}, tmp_path / file)
+    index = {"weight_map": {name: file for file, some in parts.items() for name in some}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["NewForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert checkpoint.expected(tmp_path).shapes.keys() == weights.keys()
+    (tmp_path / "b.safetensors").unlink()
+    with pytest.raises(UnfitManifest, match="nothing says which tensors"):
+        checkpoint.expected(tmp_path)
+
+
+def test_files_are_read_again_when_they_are_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand headers take as long as a version takes to move: the same ones are read once."""
+    made = tiny_model.write(tmp_path / "m", tied=False)
+    first = checkpoint.expected(made)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_headers", lambda _: pytest.fail("they are as they were"))
+        assert checkpoint.expected(made) == first
+
+    save_file({"new.weight": torch.zeros(2, 3)}, made / "model.safetensors")
+    assert checkpoint.expected(made).shapes == {"new.weight": (2, 3)}
+    (made / "config.json").write_text("{")
+    with pytest.raises(UnfitManifest, match=r"is not a model's config"):
+        checkpoint.expected(made)
+
+
+@pytest.mark.parametrize("how", ["written again", "put in its place"])
+def test_a_file_of_the_same_size_is_another_one(tmp_path: Path, how: str) -> None:
+    """By its time, or as another file with the same time, which a copied checkpoint has."""
+    made = tiny_model.write(tmp_path / "m", tied=False)
+    file = made / "model.safetensors"
+    save_file({"old.weight": torch.zeros(2, 3)}, file)
+    assert checkpoint.expected(made).shapes == {"old.weight": (2, 3)}
+    before, other = file.stat(), tmp_path / "other"
+    save_file({"new.weight": torch.zeros(2, 3)}, other)
+    if how == "written again":
+        file.write_bytes(other.read_bytes())
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1_000_000_000))
+    else:
+        os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+        other.replace(file)
+    after = file.stat()
+    same = [getattr(before, name) == getattr(after, name) for name in ("st_ino", "st_size", "st_mtime_ns")]
+    assert same == [how == "written again", True, how != "written again"]
+    assert checkpoint.expected(made).shapes == {"new.weight": (2, 3)}
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["from headers", "from the table"])
+def test_what_all_share_nobody_can_change(tmp_path: Path, files: bool) -> None:
+    """It is the answer to the next one who asks."""
+    made = tiny_model.write(tmp_path / "m")
+    if not files:
+        (made / "model.safetensors").unlink()
+    found = checkpoint.expected(made)
+    for mapping in (found.shapes, found.dtypes):
+        with pytest.raises(TypeError):
+            mapping["x"] = ()  # type: ignore[index]
+    assert checkpoint.expected(made) is found
+
+
+@pytest.mark.parametrize(
+    "index", ["{", "[]", "{}", '{"weight_map": ["a.safetensors"]}', '{"weight_map": {"a": 1}}', "\xff"]
+)
+def test_an_index_that_names_no_files_is_refused_with_advice(tmp_path: Path, index: str) -> None:
+    """It is a checkpoint that is half copied, or another file of that name."""
+    made = tiny_model.write(tmp_path / "m")
+    file = made / "model.safetensors.index.json"
+    file.write_bytes(index.encode("latin-1"))
+    with pytest.raises(
+        UnfitManifest, match=r"index\.json does not say in which files .*Put the checkpoint's own index"
+    ):
+        checkpoint.expected(made)
+    file.unlink()
+    assert checkpoint.expected(made).shapes
+
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True},
+        }
+    },
+}
+
+
+CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    },
+}
+
+
+def stored_quantised(folder: Path, config: dict[str, Any], module: str = "model.layers.0.mlp.up_proj") -> Path:
+    """A checkpoint of one weight, quantised as `config` says, and of one that is not."""
+    folder.mkdir()
+    content = {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(content))
+    weight = TensorSpec(f"{module}.weight", "bfloat16", (256, 256))
+    quantisation = quantisation_config.read(content)
+    assert quantisation is not None
+    scheme = quantisation.scheme_of(weight)
+    assert scheme is not None
+    tensors = {
+        spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+        for spec in (TensorSpec("model.norm.weight", "bfloat16", (256,)), *quantisation_config.outputs(weight, scheme))
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_a_quantised_checkpoint_names_its_tensors(tmp_path: Path) -> None:
+    """FP8 in blocks on a GPU is updated; weights that came unquantised are refused by name and dtype."""
+    folder = stored_quantised(tmp_path / "m", FP8)
+    check(specs(folder), folder, device="cuda")
+    check(specs(folder), folder, device="cuda", quantization="fp8")
+    plain = [spec for spec in specs(folder) if not spec.name.endswith("_scale_inv")]
+    with pytest.raises(UnfitManifest, match=r"weight_scale_inv\) missing"):
+        check(plain, folder, device="cuda")
+    cast = [TensorSpec(spec.name, "bfloat16", spec.shape) for spec in specs(folder)]
+    with pytest.raises(UnfitManifest, match=r"up_proj.weight.*not of the server's dtype"):
+        check(cast, folder, device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("config", "module", "changes", "said"),
+    [
+        (FP8, "a.up_proj", {"device": "cpu"}, "for its CPU"),
+        (FP8, "a.up_proj", {"quantization": "w8a8_fp8"}, "its checkpoint is fp8"),
+        (FP8, "a.up_proj", {"architectures": ("LlamaForCausalLM",)}, "drops scales"),
+        ({**FP8, "weight_block_size": None}, "a.up_proj", {}, r"fp8-tensor.*transposes.*weight_block_size"),
+        (CHANNELS, "a.up_proj", {}, r"fp8-channel.*transposes.*weight_block_size"),
+        ({**FP8, "quant_method": "mxfp8", "weight_block_size": [1, 32]}, "a.up_proj", {}, "mxfp8.*swizzles"),
+        (INT4, "a.up_proj", {}, "experts only"),
+    ],
+)
+def test_layouts_that_cannot_be_loaded_again(
+    tmp_path: Path, config: dict[str, Any], module: str, changes: dict[str, Any], said: str
+) -> None:
+    """What a server turned into another layout and cannot turn back is refused, with what to serve instead."""
+    folder = stored_quantised(tmp_path / "m", config, module)
+    with pytest.raises(UnfitManifest, match=said):
+        check(specs(folder), folder, **{"device": "cuda", **changes})
+
+
+def test_packed_experts_need_sessions(tmp_path: Path) -> None:
+    """Experts in INT4 are given back at the beginning of a session, so servers without sessions are refused."""
+    folder = stored_quantised(tmp_path / "m", INT4, "model.layers.0.mlp.experts.3.up_proj")
+    check(specs(folder), folder, device="cuda")
+    manifest = Manifest.of("Qwen3ForCausalLM", specs(folder))
+    with pytest.raises(UnfitManifest, match=r"0\.5\.21"):
+        validate.check(manifest, facts(device="cuda"), dialect_of("0.5.17"), checkpoint.expected(folder), "local")
+
+
+def test_quantised_checkpoints_that_do_not_tell(tmp_path: Path) -> None:
+    """Without files nothing says which tensors are quantised; an unknown scheme says what is known."""
+    folder = stored_quantised(tmp_path / "m", FP8)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(UnfitManifest, match="put them there"):
+        checkpoint.expected(folder)
+    config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "gguf"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnfitManifest, match=r"'gguf'.*known are"):
+        checkpoint.expected(folder)
+
+
+def test_a_checkpoint_out_of_sight_is_refused_with_advice(tmp_path: Path) -> None:
+    """Nothing is passed on unverified."""
+    with pytest.raises(UnfitManifest, match="--model-path"):
+        checkpoint.expected(tmp_path / "gone")

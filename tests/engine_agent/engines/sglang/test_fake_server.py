@@ -1,0 +1,247 @@
+"""The contract on the fake, for every dialect; and what the client makes of failures that only the fake can have."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weightbus.engine_agent.engines.sglang import sglang_server as sglang
+from weightbus.engine_agent.engines.sglang.http_client import Keys
+from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
+from weightbus.engine_agent.errors import AnotherLaunch, ServerRefused, ServerSilent, ServerUnreachable
+
+from ....kit import tiny_model
+from ....kit.fake_sglang import FakeSGLang
+from ...server_contract import Bench, ServerContract
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two sets of weights of one shape."""
+    folder = tmp_path_factory.mktemp("models")
+    return tiny_model.write(folder / "a", 1), tiny_model.write(folder / "b", 2)
+
+
+@pytest.fixture
+def fake(checkpoints: tuple[Path, Path]) -> Iterator[FakeSGLang]:
+    """A server with one rank."""
+    server = FakeSGLang(checkpoints[0]).start()
+    yield server
+    server.stop()
+
+
+def calls_of(server: SGLangServer) -> list[str]:
+    """Those that are made from now on, as they end."""
+    calls: list[str] = []
+
+    def note(call: str, _: float, *, failed: bool) -> None:
+        calls.append(f"{call} failed" if failed else call)
+
+    server.observe(note)
+    return calls
+
+
+@pytest.fixture(scope="module", params=[("0.5.11", 1), ("0.5.20", 2), ("0.5.23", 2)], ids=str)
+def bench(
+    request: pytest.FixtureRequest, checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    """A fake of some version and number of ranks."""
+    version, tp = request.param
+    server = FakeSGLang(checkpoints[0], version, tp).start()
+    made = Bench(server.url, *checkpoints, tmp_path_factory.mktemp("run"))
+    yield made
+    made.close()
+    server.stop()
+
+
+class TestFakeServer(ServerContract):
+    """The fake keeps the contract."""
+
+
+def test_a_restart_is_another_identity(fake: FakeSGLang) -> None:
+    """Launch weights under the old address are never taken for the old server."""
+    server = SGLangServer(fake.url)
+    first = server.connect(5)
+    fake.restart()
+    assert server.connect(5).identity != first.identity
+    server.close()
+
+
+def test_nothing_is_done_to_another_launch(
+    fake: FakeSGLang, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that was launched anew while nobody looked gets no label, no weights and no resume meant for the old."""
+    monkeypatch.setattr(sglang, "_LOOK_S", 0.0)  # this launch takes no time
+    server = SGLangServer(fake.url)
+    server.expect(server.connect(5).identity)
+    server.set_label("7", 5)
+    fake.restart()
+    for call in (
+        lambda: server.set_label("8", 5),
+        lambda: server.resume(5),
+        lambda: server.load_checkpoint(str(checkpoints[1]), 5),
+    ):
+        with pytest.raises(AnotherLaunch):
+            call()
+    assert fake.label == "default"
+    assert not server.touched
+    server.expect(server.connect(5).identity)
+    server.set_label("8", 5)
+    assert fake.label == "8"
+    server.close()
+
+
+def test_a_launch_is_looked_at_before_the_pause_and_not_again_at_once(
+    fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While requests wait, nothing is asked that was answered a moment ago; later it is asked again."""
+    server = SGLangServer(fake.url)
+    server.expect(server.connect(5).identity)
+    server.pause("in_place", 5)
+    calls: list[str] = []
+
+    def note(call: str, _: float, *, failed: bool) -> None:
+        assert not failed
+        calls.append(call)
+
+    server.observe(note)
+    server.set_label("7", 5)
+    server.resume(5)
+    assert calls == ["update_weight_version", "continue_generation"]
+    monkeypatch.setattr(sglang, "_LOOK_S", 0.0)
+    server.resume(5)
+    assert calls[2:] == ["model_info", "continue_generation"]
+    server.close()
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_a_launch_that_was_looked_at_ahead_is_paused_at_once(fake: FakeSGLang, *, other: bool) -> None:
+    """Another launch is paused all the same, but gets nothing that was meant for this one."""
+    server = SGLangServer(fake.url)
+    server.expect(server.connect(5).identity)
+    server.set_label("7", 5)
+    if other:
+        fake.restart()
+    server.expect("")
+    server.expect(server.facts.identity)
+    calls = calls_of(server)
+
+    server.look_ahead(5)
+    server.pause("in_place", 5)
+
+    assert calls == ["model_info", *(["model_info"] if other else []), "pause_generation"]
+    with pytest.raises(AnotherLaunch) if other else contextlib.nullcontext():
+        server.set_label("8", 5)
+    assert fake.label == ("default" if other else "8")
+    server.close()
+
+
+def test_a_look_of_long_ago_is_repeated_before_the_pause(fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round may be long prepared before it pauses anybody; what follows the pause must not have to look."""
+    server = SGLangServer(fake.url)
+    server.expect(server.connect(5).identity)
+    calls = calls_of(server)
+    server.look_ahead(5)
+    looked_at = server._looked_at
+    monkeypatch.setattr(server, "_looked_at", looked_at - sglang._LOOK_S * 3 / 4)
+
+    server.pause("in_place", 5)
+    server.resume(5)
+
+    assert calls == ["model_info", "model_info", "pause_generation", "continue_generation"]
+    server.close()
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract", "abort"])
+def test_a_pause_is_of_the_kind_that_was_asked_for(fake: FakeSGLang, mode: str) -> None:
+    """Requests that run are kept, computed again or ended: that is the channel's policy, and nobody else's."""
+    server = SGLangServer(fake.url)
+    server.connect(5)
+
+    server.pause(mode, 5)
+
+    assert fake.mode == mode
+    server.resume(5)
+    server.close()
+
+
+def test_a_server_that_cannot_be_looked_at_is_paused_all_the_same(fake: FakeSGLang) -> None:
+    """It may be one that must not generate; what changes it afterwards looks again."""
+    server = SGLangServer(fake.url)
+    server.expect(server.connect(5).identity)
+    calls = calls_of(server)
+    fake.inject("/model_info", "refuse")
+    server.pause("in_place", 5)
+    server.set_label("8", 5)
+    assert calls == ["model_info failed", "pause_generation", "model_info", "update_weight_version"]
+    server.close()
+
+
+def test_an_update_never_goes_on_in_the_session_of_another_agent(
+    fake: FakeSGLang, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """What a dead agent had loaded in it is closed off first; what comes is an update of its own."""
+    fake.session = True
+    bench = Bench(fake.url, *checkpoints, tmp_path)
+    calls = calls_of(bench.server)
+    bench.load(checkpoints[1])
+    bench.close()
+    assert [call for call in calls if "session" in call or "weight_update" in call] == [
+        "begin_weight_update failed",
+        "end_weight_update",
+        "begin_weight_update",
+        "end_weight_update",
+    ]
+
+
+def test_death_in_a_call_is_unreachable(fake: FakeSGLang) -> None:
+    """A connection that breaks before the answer: the weights count as touched."""
+    server = SGLangServer(fake.url)
+    server.connect(5)
+    fake.inject("/update_weights_from_disk", "die")
+    with pytest.raises(ServerUnreachable):
+        server.load_checkpoint("/x", 5)
+    assert server.touched
+    with pytest.raises(ServerUnreachable):
+        server.label(5)
+    server.close()
+
+
+def test_a_server_that_hangs_is_left_at_the_deadline(fake: FakeSGLang) -> None:
+    """No call outlives its own deadline."""
+    server = SGLangServer(fake.url)
+    server.connect(5)
+    fake.inject("/pause_generation", "hang")
+    with pytest.raises(ServerSilent, match=r"1\.0 s"):
+        server.pause("retract", 1.0)
+    server.close()
+
+
+def test_both_keys_are_used_where_they_belong(checkpoints: tuple[Path, Path]) -> None:
+    """With an admin key set, each kind of endpoint takes only its own key."""
+    fake = FakeSGLang(checkpoints[0], api_key="a", admin_key="b").start()
+    both, api_only = SGLangServer(fake.url, Keys("a", "b")), SGLangServer(fake.url, Keys("a"))
+    both.connect(5)
+    both.pause("retract", 5)
+    both.resume(5)
+    api_only.connect(5)
+    with pytest.raises(ServerRefused) as caught:
+        api_only.pause("retract", 5)
+    assert caught.value.status == 401
+    both.close()
+    api_only.close()
+    fake.stop()
+
+
+def test_flush_is_tried_again_until_requests_are_gone(fake: FakeSGLang) -> None:
+    """A refused flush is normal just after a pause; one that stays refused ends at the deadline."""
+    server = SGLangServer(fake.url)
+    server.connect(5)
+    fake.inject("/flush_cache", "refuse")
+    server.flush(5)
+    assert fake.calls.count("/flush_cache") == 2
+    fake.running = 1
+    with pytest.raises(ServerRefused):
+        server.flush(2.0)
+    server.close()

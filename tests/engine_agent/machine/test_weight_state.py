@@ -1,0 +1,170 @@
+"""The weights of a server: every event in every state, as the table says and as the promises demand."""
+
+from collections import deque
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from weightbus.control.machine.states import diagram
+from weightbus.control.protocol.enums import EngineHealth
+from weightbus.control.protocol.errors import IllegalMove, InvariantBroken
+from weightbus.control.protocol.ids import Digest, Version
+from weightbus.control.protocol.message_fields import Held
+from weightbus.engine_agent.machine.weight_state import (
+    GENERATES,
+    HEALTH,
+    MOVES,
+    TABLE,
+    Began,
+    Committed,
+    Doubted,
+    Keep,
+    Launched,
+    Proved,
+    Recognised,
+    Resumed,
+    Spared,
+    Stilled,
+    Touched,
+    WeightEvent,
+    Weights,
+    WeightState,
+)
+
+SEVEN = Held(version=Version(7), manifest=Digest("a" * 64), table=Digest("b" * 64))
+EVENTS: tuple[WeightEvent, ...] = (
+    Stilled(),
+    Doubted(),
+    Began(Version(8)),
+    Spared(),
+    Touched(),
+    Proved(SEVEN),
+    Resumed(ordered=True),
+    Committed(),
+)
+WAYS: dict[WeightState, tuple[WeightEvent, ...]] = {
+    WeightState.UNKNOWN: (Launched(fresh=False),),
+    WeightState.CLEAN: (Launched(fresh=True),),
+    WeightState.PAUSED: (Launched(fresh=True), Stilled()),
+    WeightState.STAGED: (Launched(fresh=True), Stilled(), Began(Version(7))),
+    WeightState.DIRTY: (Launched(fresh=True), Stilled(), Began(Version(7)), Touched()),
+    WeightState.LOADED: (Launched(fresh=True), Stilled(), Began(Version(7)), Touched(), Proved(SEVEN)),
+    WeightState.SERVING: (Launched(fresh=True), Stilled(), Began(Version(7)), Touched(), Proved(SEVEN), Committed()),
+}
+"""How a server comes to be in each state."""
+
+
+def weights(state: WeightState) -> Weights:
+    machine = Weights(deque(maxlen=32))
+    for event in WAYS[state]:
+        machine.handle(event, 1.0)
+        machine.check()
+    assert machine.state is state
+    return machine
+
+
+@pytest.mark.parametrize("state", WeightState)
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_every_event_in_every_state(state: WeightState, event: WeightEvent) -> None:
+    """What the table names is done, and leaves nothing that contradicts itself; what it does not name raises."""
+    machine = weights(state)
+    before = (machine.state, machine.held, machine.taking, machine.paused)
+    allowed = TABLE[type(event)].get(state, ())
+    if not allowed:
+        with pytest.raises(IllegalMove, match=f"{state.name}.* does not take {type(event).__name__}"):
+            machine.handle(event, 2.0)
+        assert (machine.state, machine.held, machine.taking, machine.paused) == before, "an illegal event changed it"
+        return
+    machine.handle(event, 2.0)
+    if not isinstance(event, Committed) or machine.held is not None:  # launch weights are nobody's version to commit
+        machine.check()
+    assert machine.state in allowed
+
+
+def test_every_event_has_a_row() -> None:
+    """An event that nobody decided about does not exist; those that begin anew are the only ones without a row."""
+    assert set(TABLE) | {Recognised, Launched} == set(get_args(WeightEvent))
+    assert {type(event) for event in EVENTS} == set(TABLE)
+    assert set(HEALTH) == set(WeightState)
+
+
+def test_dirty_is_left_by_a_proof_and_by_nothing_else() -> None:
+    """No way leads from DIRTY to a state that generates, but through LOADED."""
+    reached, ways = set[WeightState](), [WeightState.DIRTY]
+    while ways:
+        state = ways.pop()
+        if state in reached or state is WeightState.LOADED:
+            continue
+        reached.add(state)
+        ways += MOVES[state] - ({WeightState.UNKNOWN, WeightState.PAUSED} if state is WeightState.STAGED else set())
+    assert not reached & GENERATES
+    machine = weights(WeightState.DIRTY)
+    machine.handle(Began(Version(8)), 2.0)
+    machine.handle(Spared(), 3.0)
+    assert machine.state is WeightState.DIRTY, "what was spared goes back to what it was, and not to something better"
+
+
+@pytest.mark.parametrize(
+    "state", [each for each in WeightState if each not in {WeightState.STAGED, WeightState.SERVING}]
+)
+def test_what_was_spared_is_what_it_was(state: WeightState) -> None:
+    """A transfer that touched nothing leaves the version, the health and the record as they were."""
+    machine = weights(state)
+    if state is WeightState.CLEAN:
+        machine.handle(Stilled(), 2.0)
+    before = (machine.state, machine.held, machine.health)
+    assert machine.handle(Began(Version(9)), 3.0) in {(Keep(EngineHealth.DIRTY, None),), ()}
+    assert str(machine) == "STAGED(9)"
+    machine.handle(Spared(), 4.0)
+    machine.check()
+    assert (machine.state, machine.held, machine.health) == before
+
+
+def test_the_record_is_never_better_than_the_truth() -> None:
+    """Along a round, what is kept: dirty before the first byte, pending once proven, clean when it serves."""
+    machine = Weights(deque())
+    kept = [keep for event in WAYS[WeightState.SERVING] for keep in machine.handle(event, 1.0)]
+    assert kept == [
+        Keep(EngineHealth.DIRTY, None),
+        Keep(EngineHealth.PENDING, SEVEN),
+        Keep(EngineHealth.CLEAN, SEVEN),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("health", "held", "name"),
+    [
+        (EngineHealth.CLEAN, SEVEN, "CLEAN(7)"),
+        (EngineHealth.CLEAN, None, "CLEAN"),
+        (EngineHealth.PENDING, SEVEN, "LOADED(7)"),
+        (EngineHealth.PENDING, None, "UNKNOWN"),
+        (EngineHealth.DIRTY, None, "DIRTY"),
+    ],
+)
+def test_a_record_is_recognised(health: EngineHealth, held: Held | None, name: str) -> None:
+    """After a restart of the agent the server is what the record says, and nothing has to be written again."""
+    machine = weights(WeightState.DIRTY)
+    assert machine.handle(Recognised(health, held), 5.0) == ()
+    machine.check()
+    assert (str(machine), machine.paused) == (name, None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"paused": False}, {"held": SEVEN}, {"state": WeightState.PAUSED}, {"state": WeightState.LOADED}],
+    ids=str,
+)
+def test_a_contradiction_is_told_with_its_story(changes: dict[str, object]) -> None:
+    """`check` finds fields that cannot be true together, and its error says what happened before."""
+    machine = weights(WeightState.DIRTY)
+    for name, value in {"paused": None, **changes}.items():
+        setattr(machine, name, value)
+    with pytest.raises(InvariantBroken, match=r"(?s)weights in state .*recently:.*weights dirty after Touched"):
+        machine.check()
+
+
+def test_the_protocol_draws_this_table() -> None:
+    """The diagram in PROTOCOL.md is the table's."""
+    page = Path(__file__).parents[3] / "control" / "protocol" / "PROTOCOL.md"
+    assert f"```mermaid\n{diagram(MOVES)}\n```" in page.read_text(encoding="utf-8")

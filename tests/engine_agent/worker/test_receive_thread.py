@@ -1,0 +1,336 @@
+"""What a worker has taken beside its weights is put into place once, if nobody called it off. No group."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from math import isclose
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from weightbus.dataplane.copy.copy_table import AXES, CopyTable
+from weightbus.dataplane.errors import DeadlineExceeded, NoRoom, TransferFailed, TurnLate
+from weightbus.dataplane.processes import background_init as binding
+from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.frames import FrameListener
+from weightbus.dataplane.processes.thread_latency import INTERVAL_S
+from weightbus.dataplane.reshard.send_schedule import Messages
+from weightbus.dataplane.transports import worker_messages as wire
+from weightbus.dataplane.transports.sends.messages import Group
+from weightbus.dataplane.transports.sends.receive_queue import Inbox
+from weightbus.engine_agent.worker import receive_thread as taker
+from weightbus.engine_agent.worker.receive_thread import Taker
+
+from ...kit.waiting import until
+
+WAIT_S = 20.0
+GROUP = Group(store="tcp://127.0.0.1:9", name="g", size=2, rank=1, form_s=1.0, turn_s=1.0)
+SENT = 7
+"""What every byte of a version is."""
+
+
+class Passage:
+    """Stands for a group over which everything comes, or nothing."""
+
+    reason = ""
+    error: Exception | None = None
+    moves = False
+    """Receives begin before it fails."""
+    waits: threading.Event | None = None
+    """It goes on until it is called off; set once it has begun."""
+    reasons: ClassVar[list[str]] = []
+    """Why it was."""
+    seen: Callable[[], None] = staticmethod(lambda: None)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        pass
+
+    def run(
+        self, move: Callable[[Any], None], called_off: Callable[[], str], _beat: object, ready: Callable[[], Inbox]
+    ) -> float:
+        self.seen()
+        if self.error is not None:
+            raise self.error
+        if self.waits is not None:
+            self.waits.set()
+            self.reasons.append(until(called_off, "it to be called off", WAIT_S))
+        if self.moves:
+            ready()
+            move(Nobody())
+        if self.reason or self.waits is not None:
+            raise TransferFailed(self.reason)
+        for each in ready().memory:
+            each.fill_(SENT)
+        return 0.5
+
+
+class Nobody:
+    """An exchange in which all is there at once."""
+
+    def post(self, *_: object) -> Nobody:
+        return self
+
+    def wait(self, *_: object) -> None:
+        pass
+
+    def lane(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def settle(self) -> None:
+        pass
+
+
+class Sidecar:
+    """Speaks with the thread of a worker whose one parameter has 64 bytes."""
+
+    def __init__(self, folder: Path) -> None:
+        column = [np.array([value], np.int64) for value in (0, 0, 64, -1, 0, 0, 0)]
+        unpack = CopyTable.of_numbers(np.empty((0, 7 + 3 * AXES), np.int64))
+        self.parameter = torch.zeros(64, dtype=torch.uint8)
+        self._listener = FrameListener(folder / "w.sock")
+        expect = wire.Expect(
+            schedule="s", messages=Messages(*column).encode(), unpack=unpack.encode(), socket=str(folder / "w.sock")
+        )
+        self.taker = Taker(expect, 0, [self.parameter], torch.device("cpu"))
+        self._frames = self._listener.accept(Deadline(WAIT_S), "the worker's thread")
+        assert isinstance(self.hear(), wire.Expecting)
+
+    def hear(self) -> wire.ToSidecar:
+        return wire.hear_worker(self._frames, Deadline(WAIT_S), "the worker's thread")
+
+    def say(self, message: wire.ToWorker) -> None:
+        wire.say(self._frames, message, Deadline(WAIT_S))
+
+    def take(self, *, beside: bool = True) -> wire.ToSidecar:
+        """Have it take a version."""
+        self.say(wire.Take(group=GROUP, beside=beside))
+        return self.hear()
+
+    def close(self) -> None:
+        self._frames.close()
+        self._listener.close()
+        self.taker.close()
+
+
+@pytest.fixture
+def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sidecar]:
+    monkeypatch.setattr(taker, "Passage", Passage)
+    monkeypatch.setattr(taker, "_SOON_S", 0.0)
+    made = Sidecar(tmp_path)
+    yield made
+    made.close()
+
+
+def test_what_was_taken_is_put_into_place_once(sidecar: Sidecar) -> None:
+    """Not before the scheduler is told to, and not again."""
+    assert isinstance(sidecar.take(), wire.Taken)
+    assert not sidecar.parameter.any()
+    sidecar.taker.flip()
+    assert (sidecar.parameter == SENT).all()
+    with pytest.raises(TransferFailed, match="nothing was taken"):
+        sidecar.taker.flip()
+
+
+def test_a_version_that_was_called_off_is_not_put_into_place(sidecar: Sidecar) -> None:
+    """Another worker lost it after this one had all of its own."""
+    assert isinstance(sidecar.take(), wire.Taken)
+    sidecar.say(wire.Failed(reason="another worker has died"))
+    sidecar.say(wire.Weigh())
+    assert isinstance(sidecar.hear(), wire.Room)  # so it has heard what was said before
+    with pytest.raises(TransferFailed, match="nothing was taken"):
+        sidecar.taker.flip()
+    assert not sidecar.parameter.any()
+
+
+def test_a_version_that_was_called_off_leaves_its_memory_to_the_scheduler(sidecar: Sidecar) -> None:
+    """Nobody knows when the next one comes; and before that one the worker is asked whether there is room for it."""
+    assert isinstance(sidecar.take(), wire.Taken)
+    assert sidecar.taker._inbox is not None
+    assert sidecar.taker._inbox.memory
+    sidecar.say(wire.Failed(reason="another worker has died"))
+    sidecar.say(wire.Weigh())
+    assert isinstance(sidecar.hear(), wire.Room)
+    assert sidecar.taker._inbox.memory == ()
+    assert isinstance(sidecar.take(), wire.Taken)
+    sidecar.taker.flip()
+    assert (sidecar.parameter == SENT).all()
+
+
+def test_what_is_being_put_into_place_is_not_let_go_of(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer may be gone before the scheduler is through with it."""
+    flip = Inbox.flip
+
+    def called_off(inbox: Inbox) -> None:
+        sidecar.say(wire.Failed(reason="the sender is gone"))
+        sidecar.say(wire.Weigh())
+        assert isinstance(sidecar.hear(), wire.Room)
+        flip(inbox)
+
+    monkeypatch.setattr(Inbox, "flip", called_off)
+    assert isinstance(sidecar.take(), wire.Taken)
+    sidecar.taker.flip()
+    assert (sidecar.parameter == SENT).all()
+
+
+def test_a_version_that_fails_leaves_its_memory_to_the_scheduler(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what was taken before it cannot be put into place any more; the next one is taken again."""
+    assert isinstance(sidecar.take(), wire.Taken)
+    with monkeypatch.context() as patched:
+        patched.setattr(Passage, "reason", "a rank has died")
+        failed = sidecar.take()
+    assert isinstance(failed, wire.Failed)
+    assert (failed.reason, failed.touched) == ("TransferFailed: a rank has died", False)
+    assert sidecar.taker._inbox is not None
+    assert sidecar.taker._inbox.memory == ()
+    with pytest.raises(TransferFailed, match="nothing was taken"):
+        sidecar.taker.flip()
+    assert isinstance(sidecar.take(), wire.Taken)
+    sidecar.taker.flip()
+    assert (sidecar.parameter == SENT).all()
+
+
+@pytest.mark.parametrize(
+    ("error", "less"),
+    [(TurnLate("a peer", 1.0), True), (NoRoom("none"), True), (DeadlineExceeded("the group", 1.0), False)],
+    ids=["late", "no room", "not formed"],
+)
+def test_the_sidecar_hears_whether_less_at_a_time_may_do(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, error: Exception, *, less: bool
+) -> None:
+    """By what went wrong, and not by how it is worded."""
+    monkeypatch.setattr(Passage, "error", error)
+    failed = sidecar.take()
+    assert isinstance(failed, wire.Failed)
+    assert failed.less is less
+
+
+def test_a_thread_that_is_stuck_in_its_memory_is_left_with_it(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sidecar hears why, the scheduler is not held, and nothing is let go of that may be written yet."""
+    assert isinstance(sidecar.take(), wire.Taken)
+    sidecar.taker.flip()
+    begun, released, inbox = threading.Event(), threading.Event(), sidecar.taker._inbox
+    assert inbox is not None
+    attach, closed = Inbox.attach, list[str]()
+
+    def for_ever(of: Inbox) -> None:
+        begun.set()
+        attach(of)
+        assert released.wait(3 * WAIT_S)
+
+    monkeypatch.setattr(binding, "BOUND_S", 0.5)
+    monkeypatch.setattr(Inbox, "attach", for_ever)
+    monkeypatch.setattr(Inbox, "close", lambda _: closed.append("closed"))
+    failed = sidecar.take()
+    assert begun.is_set()
+    assert isinstance(failed, wire.Failed)
+    assert "bound to memory" in failed.reason
+    until(lambda: not sidecar.taker.alive, "the thread to end")
+    sidecar.taker.close()
+    assert inbox.memory, "it is the stuck thread's"
+    assert not closed
+    released.set()
+
+
+def test_parameters_that_nobody_wrote_were_not_touched(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this version, whatever became of the one before: an engine that holds what it held goes on serving it."""
+    sidecar.taker.standing.set()
+    monkeypatch.setattr(Passage, "reason", "a rank has died")
+    for moves, beside in ((True, False), (False, False), (True, False), (True, True)):
+        monkeypatch.setattr(Passage, "moves", moves)
+        failed = sidecar.take(beside=beside)
+        assert isinstance(failed, wire.Failed)
+        assert failed.touched is (moves and not beside)
+
+
+def test_a_scheduler_that_goes_on_breaks_off_what_is_received(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a reason that all members of the group hear: on a connection that it has closed it hears nothing more."""
+    begun, reasons = threading.Event(), list[str]()
+    monkeypatch.setattr(Passage, "waits", begun)
+    monkeypatch.setattr(Passage, "reasons", reasons)
+    sidecar.say(wire.Take(group=GROUP, beside=True))
+    assert begun.wait(WAIT_S)
+    sidecar.taker.close()
+    assert reasons == ["this worker has gone on"]
+    assert not sidecar.taker._thread.is_alive()
+    assert sidecar.taker._inbox is None
+
+
+def test_a_sidecar_that_goes_away_ends_what_is_received_and_the_thread(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would ever tell it to put anything into place; the scheduler is told that it is not alive."""
+    begun, reasons = threading.Event(), list[str]()
+    monkeypatch.setattr(Passage, "waits", begun)
+    monkeypatch.setattr(Passage, "reasons", reasons)
+    sidecar.say(wire.Take(group=GROUP, beside=True))
+    assert begun.wait(WAIT_S)
+    assert sidecar.taker.alive
+    sidecar._frames.close()
+    until(lambda: not sidecar.taker._thread.is_alive(), "the thread to end", WAIT_S)
+    (reason,) = reasons
+    assert reason.startswith("the sidecar is gone: ")
+    assert not sidecar.taker.alive
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_a_connection_that_is_closed_under_its_hands_is_no_failure(
+    sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, ours: bool
+) -> None:
+    """A sidecar that goes away leaves no traceback in the log of its server. What is nobody's doing does."""
+    made = sidecar.taker
+
+    def gone(_within_s: float) -> bool:
+        made._closed = ours
+        raise ValueError("file descriptor cannot be a negative integer (-1)")
+
+    monkeypatch.setattr(made._frames, "speaks", gone)
+    sidecar.say(wire.Weigh())
+    made._thread.join(WAIT_S)
+    assert not made._thread.is_alive()
+    assert ("failed unforeseen" in caplog.text) is not ours
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the slack of a thread is Linux's")
+def test_it_is_woken_in_time(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 us more for each of its waits is more than a message takes."""
+    found: list[Any] = []
+    monkeypatch.setattr(Passage, "seen", staticmethod(lambda: found.append(ctypes.CDLL(None).prctl(30, 0, 0, 0, 0))))
+    assert isinstance(sidecar.take(), wire.Taken)
+    assert found == [1]
+
+
+def test_it_gets_the_interpreter_from_the_first_word_on(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is asked for room is told next to take something: a scheduler that looks for requests holds up neither."""
+    usual, seen = sys.getswitchinterval(), list[float]()
+    free = taker.free_bytes
+    monkeypatch.setattr(taker, "_SOON_S", WAIT_S)
+    monkeypatch.setattr(taker, "free_bytes", lambda device: (seen.append(sys.getswitchinterval()), free(device))[1])
+    monkeypatch.setattr(wire, "hear_sidecar", heard(wire.hear_sidecar, seen))
+    sidecar.say(wire.Weigh())
+    assert isinstance(sidecar.hear(), wire.Room)
+    assert isinstance(sidecar.take(), wire.Taken)
+    assert seen == [pytest.approx(INTERVAL_S)] * 3
+    until(lambda: isclose(sys.getswitchinterval(), usual), "the usual interval")
+
+
+def heard(hear: Callable[..., wire.ToWorker], seen: list[float]) -> Callable[..., wire.ToWorker]:
+    """The same, and the interval at which threads take turns while something is heard."""
+
+    def watched(*arguments: Any) -> wire.ToWorker:
+        seen.append(sys.getswitchinterval())
+        return hear(*arguments)
+
+    return watched

@@ -1,0 +1,201 @@
+"""Parameters in pinned host memory: what is uploaded, when, and that nothing is read too early or written too late.
+
+The contract of a lane is checked by one that copies nothing before it is waited for; on a GPU by test_offloaded.py.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors.shards import Piece, Pieces, View
+from weightbus.trainer_agent.assembly.assembler import Assembler, Reach
+from weightbus.trainer_agent.assembly.gather_plan import plan
+from weightbus.trainer_agent.assembly.host_uploads import Cargo, HostLane, Lane, Span, cargo_of, copy_each
+
+from .test_assembler import CPU, SHAPES, Post, World, cut
+
+
+class LateLane:
+    """Copies at the last moment that is allowed, and objects to whoever does not wait."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        """Bytes of each cargo."""
+        self.places: list[int] = []
+        """... and the address where it begins."""
+        self.pending: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        self.reading: set[int] = set()
+        self.settled = True
+        """Nothing that was begun can read the parameters any more, whatever the order of the device."""
+
+    def copy(self, turn: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        assert turn not in self.reading, "the buffer is being read"
+        for target in targets:
+            target.view(torch.uint8).fill_(0xA5)  # whoever reads it now reads nonsense
+        self.pending[turn] = targets, sources
+        self.settled = False
+        self.begun.append(sum(target.nbytes for target in targets))
+        self.places.append(targets[0].data_ptr())
+
+    def arrived(self, turn: int) -> None:
+        copy_each(*self.pending.pop(turn))
+        self.reading.add(turn)
+
+    def used(self, turn: int) -> None:
+        self.reading.discard(turn)
+
+    def settle(self) -> None:
+        for turn in tuple(self.pending):
+            copy_each(*self.pending.pop(turn))
+        self.settled = True
+
+
+def far(lane: Lane, storages: set[int] | None = None) -> Reach:
+    """As if parameters lay in pinned host memory, and buckets did not; `storages` by the address of their memory."""
+
+    def away(tensor: torch.Tensor, _device: torch.device) -> bool:
+        return storages is None or tensor.data_ptr() in storages
+
+    return Reach(elsewhere=away, pinned=lambda tensor: away(tensor, CPU), lane=lambda _device: lane)
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.data(), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 1200), st.sampled_from([1, 40, 1 << 20]))
+def test_uploaded_pieces_give_the_same_bytes(
+    data: st.DataObject, dtype: str, bucket_bytes: int, straight_bytes: int
+) -> None:
+    """However tensors are cut and cast, whatever of them is on the device already, on every rank."""
+    world = World(dtype, data.draw(st.sampled_from(["float32", "bfloat16"])))
+    for name, shape in SHAPES.items():
+        for box in cut(Box.whole(shape), data):
+            rank = data.draw(st.integers(0, 2))
+            world.give(rank, name, box, shared=data.draw(st.booleans()))
+    if 0 not in world.rows:
+        world.rows[0] = []
+    manifest = Manifest.of("M", world.tensors, bucket_bytes)
+    plans = {rank: plan(manifest, world.pieces(), rank=rank, straight_bytes=straight_bytes) for rank in world.rows}
+    memory = {each.data_ptr() for storages in world.storages.values() for each in storages}
+    away = memory if data.draw(st.booleans()) else data.draw(st.sets(st.sampled_from(sorted(memory))))
+    lanes: list[LateLane] = []
+
+    def lane(_device: torch.device) -> Lane:
+        lanes.append(LateLane())
+        return lanes[-1]
+
+    world.check(manifest, plans, far(HostLane(), away)._replace(lane=lane))
+    assert not any(lane.pending or lane.reading for lane in lanes), "somebody still reads a buffer"
+    assert all(lane.settled for lane in lanes), "the device may still read the parameters"
+
+
+def offloaded(count: int = 5) -> tuple[Manifest, list[torch.Tensor], Pieces]:
+    """Tensors of one bucket each, trained in float32 around zero and served around one."""
+    specs = tuple(TensorSpec(f"t{index}", "bfloat16", (64, 8)) for index in range(count))
+    storages = [torch.full((64, 8), index - 1.0) for index in range(count)]
+    rows = [
+        Piece(spec.name, Box.whole(spec.shape), "float32", View(at, 0, (8, 1)), shift=1)
+        for at, spec in enumerate(specs)
+    ]
+    return Manifest.of("M", specs, 1024), storages, Pieces.of(specs, rows)
+
+
+def contents(assembler: Assembler, index: int) -> float:
+    out = torch.zeros(1024, dtype=torch.uint8)
+    assembler.run(index, out, CPU)
+    values = out.view(torch.bfloat16).unique()
+    assert len(values) == 1
+    return float(values)
+
+
+def test_the_next_bucket_is_on_its_way_while_one_is_used() -> None:
+    """One ahead and no further: two buffers. What travels is float32, as it lies; what arrives is bfloat16."""
+    manifest, storages, pieces = offloaded()
+    lane = LateLane()
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(lane))
+    for index in range(5):
+        assert contents(assembler, index) == index
+        assert lane.begun == [2048] * min(index + 2, 5)
+    assert len(set(lane.places)) == 2
+    assert all(one != other for one, other in pairwise(lane.places)), "it has to wait until the one before was read"
+
+
+def test_when_the_last_bucket_is_there_nobody_reads_the_parameters() -> None:
+    """Training goes on then."""
+    manifest, storages, pieces = offloaded()
+    lane = LateLane()
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(lane))
+    for index in range(4):
+        contents(assembler, index)
+    assert lane.pending
+    assert not lane.settled
+    contents(assembler, 4)
+    assert lane.settled
+
+
+@pytest.mark.parametrize("stopped_after", [0, 1, 3])
+def test_what_was_uploaded_for_a_pass_that_was_given_up_is_not_used(stopped_after: int) -> None:
+    """The weights have changed since: every pass begins anew."""
+    manifest, storages, pieces = offloaded()
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(LateLane()))
+    for turn in range(3):
+        last = 4 if turn == 2 else stopped_after
+        for index in range(last + 1):
+            assert contents(assembler, index) == index + 10 * turn
+        for storage in storages:
+            storage.add_(10)
+
+
+def test_parameters_that_come_back_are_not_uploaded() -> None:
+    """Where they are is asked for every pass: trainers offload between phases."""
+    manifest, storages, pieces = offloaded()
+    lane = LateLane()
+    there = {storage.data_ptr() for storage in storages}
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(lane, there))
+    for _ in range(2):
+        assert [contents(assembler, index) for index in range(5)] == [0, 1, 2, 3, 4]
+    assert len(lane.begun) == 10
+    away = [storage.data for storage in storages]  # kept, so that nothing else comes to lie there
+    for storage, was in zip(storages, away, strict=True):
+        storage.data = was.clone()  # as a trainer does that loads them back
+    assert [contents(assembler, index) for index in range(5)] == [0, 1, 2, 3, 4]
+    assert len(lane.begun) == 10
+
+
+def test_another_rank_sends_what_it_uploaded() -> None:
+    """Its parcels are made on the device, with its next one on the way."""
+    world = World("bfloat16")
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        world.give(index % 2, name, Box.whole(shape))
+    manifest = Manifest.of("M", world.tensors, 100)
+    plans = {rank: plan(manifest, world.pieces(), rank=rank, straight_bytes=1) for rank in (0, 1)}
+    lane = LateLane()
+    letters: dict[int, list[torch.Tensor]] = defaultdict(list)
+    assemblers = {
+        rank: Assembler(plans[rank], world.storages[rank], rank, None, Post(rank, letters), reach)
+        for rank, reach in ((0, Reach()), (1, far(lane)))
+    }
+    world.run(manifest, assemblers, letters)
+    assert len(lane.begun) == 3
+
+
+def test_a_run_that_would_be_mostly_waste_is_packed_on_the_host() -> None:
+    """A column of a wide parameter is not worth uploading all of it; the groups of a fused one are."""
+    spec = TensorSpec("w", "float32", (64, 4))
+    manifest = Manifest.of("M", [spec], 1 << 20)
+    wide = Pieces.of([spec], [Piece("w", Box.whole(spec.shape), "float32", View(0, 8, (32, 1)))])
+    ((parcel,),) = ([bucket[0]] for bucket in plan(manifest, wide, rank=0))
+    places = [place for message in parcel.messages for place in message.placements]
+    assert cargo_of(places, {0: 4}) is None
+    assert cargo_of(places, {}) == Cargo({}, 0)
+    close = Pieces.of([spec], [Piece("w", Box.whole(spec.shape), "float32", View(0, 8, (5, 1)))])
+    (bucket,) = plan(manifest, close, rank=0)
+    places = [place for message in bucket[0].messages for place in message.placements]
+    assert cargo_of(places, {0: 4}) == Cargo({0: Span(0, 8, 63 * 5 + 4, 0)}, 1280)

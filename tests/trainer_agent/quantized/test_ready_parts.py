@@ -1,0 +1,134 @@
+"""What a rank quantises is made part by part: what lies in a part is final when its mark is set."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from weightbus.dataplane.quantize.schemes import fp8_block
+from weightbus.dataplane.tensors.manifest import ITEM_BYTES
+from weightbus.dataplane.tensors.shards import DTYPES as DTYPE_NAMES
+from weightbus.trainer_agent.export.memory_export import Marking
+from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, Job, Place, Work
+from weightbus.trainer_agent.quantized.quantized_assembly import Standing
+from weightbus.trainer_agent.quantized.ready_parts import SHARES, Part, bytes_with_marks, marks_at, parts_of
+
+from ...kit.quantised_world import small, tensor_parallel
+from .test_quantised_memory import sources_of
+
+
+def job(weight: int, at: int, nbytes: int, *, held: bool = True) -> Job:
+    place = Place(True, at, "uint8", (nbytes,), (1,))
+    return Job(weight, (nbytes,), object() if held else None, (0, 0), (place,))  # type: ignore[arg-type]
+
+
+def work(*jobs: Job, more: int = 0) -> Work:
+    """Of jobs that lie one after another, and `more` bytes behind them."""
+    end = max((each.targets[0].offset + each.targets[0].shape[0] for each in jobs), default=0)
+    return Work((BucketWork((), jobs, (), ()),), None, end + more, 0)
+
+
+def test_parts_grow_with_what_a_reader_has_copied_meanwhile() -> None:
+    """Their ends are those of jobs, behind the shares of the bytes; the last one is all there is."""
+    many = work(*(job(number, 16 * number, 16) for number in range(64)))
+
+    assert parts_of(many) == (Part(4, 64), Part(8, 128), Part(16, 256), Part(32, 512), Part(64, 1024))
+    assert len(parts_of(many)) == len(SHARES) + 1
+    assert marks_at(many) == 1024
+    assert bytes_with_marks(many, parts_of(many)) == 1024 + 5 * 8
+
+
+@pytest.mark.parametrize(
+    ("made", "parts"),
+    [
+        (work(), ()),
+        (work(job(0, 0, 100)), (Part(1, 100),)),
+        (work(job(0, 0, 16), job(0, 16, 16), job(1, 32, 32)), (Part(2, 32), Part(3, 64))),
+        (work(job(0, 0, 16), job(1, 16, 16, held=False), more=32), (Part(1, 16), Part(2, 64))),
+        (work(job(0, 0, 16, held=False)), (Part(1, 16),)),
+        (work(more=48), (Part(0, 48),)),
+    ],
+    ids=["nothing", "one job", "a weight is in one part", "what is gathered is last", "all gathered", "shapes"],
+)
+def test_parts_of(made: Work, parts: tuple[Part, ...]) -> None:
+    """A job that is larger than a share makes a part, and no empty one."""
+    assert parts_of(made) == parts
+
+
+def test_marks_are_set_behind_what_they_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each mark all bytes up to the end of its part are final; before the first byte is written, no mark is there.
+
+    What others gather first, and numbers that are written once, are there at the last mark.
+    """
+    for world in (tensor_parallel(48), tensor_parallel(40)):
+        sources = sources_of(world, small(fp8_block((16, 16))))
+        for source in sorted(sources, key=lambda each: each.root):
+            standing = source._standing_now()
+            for _ in range(2):
+                check_round(monkeypatch, standing)
+
+
+def check_round(monkeypatch: pytest.MonkeyPatch, standing: Standing) -> None:
+    shown: list[tuple[list[int], torch.Tensor]] = []
+    mark = Standing._mark
+
+    def watched(self: Standing, part: int) -> None:
+        shown.append((self._marks.tolist(), self._arena.clone()))
+        mark(self, part)
+
+    begun: list[list[int]] = []
+    quantise = Standing._quantise
+
+    def first(self: Standing, index: int, out: torch.Tensor | None) -> None:
+        if not index:
+            begun.append(self._marks.tolist())
+        quantise(self, index, out)
+
+    with monkeypatch.context() as watching:
+        watching.setattr(Standing, "_mark", watched)
+        watching.setattr(Standing, "_quantise", first)
+        standing.make()
+    parts = standing.parts
+    if parts is None:
+        assert not shown
+        return
+    arena = standing._arena
+    assert len(shown) == len(parts.ends)
+    assert begun == [[0] * len(parts.ends)]
+    for part, (marks, then) in enumerate(shown):
+        assert marks == [standing.round] * part + [0] * (len(parts.ends) - part)
+        assert torch.equal(then[: parts.ends[part]], arena[: parts.ends[part]])
+    assert standing._marks.tolist() == [standing.round] * len(parts.ends)
+    assert all(a < b for a, b in zip(parts.ends, parts.ends[1:], strict=False))
+
+
+def test_every_result_lies_in_a_part() -> None:
+    """All that others read of the arena is in front of the last end, and the marks are behind it."""
+    for source in sources_of(tensor_parallel(48), small(fp8_block((16, 16)))):
+        assert isinstance(source, Marking)
+        source.make()
+        parts, standing = source.parts(), source._standing_now()
+        assert parts is not None
+        base = standing._work.base
+        memory = source.memory(made=True)
+        for row in range(len(standing.pieces)):
+            piece = standing.pieces.at(row)
+            if piece.view.storage < base:
+                continue
+            item = ITEM_BYTES[DTYPE_NAMES[piece.view.storage - base]]
+            span = sum((n - 1) * step for n, step in zip(piece.box.shape, piece.view.strides, strict=True)) + 1
+            assert (piece.view.offset + span) * item <= parts.ends[-1] <= parts.marks
+        assert parts.marks % 8 == 0
+        arena = memory[parts.storage]
+        assert parts.marks + 8 * len(parts.ends) <= arena.numel() * arena.element_size()
+
+
+def test_no_two_rounds_have_a_number_in_common() -> None:
+    """Nor have two trainers, of which one has the other's memory."""
+    first, second = (sources_of(tensor_parallel(48), small(fp8_block((16, 16))))[0] for _ in range(2))
+    numbers: list[int] = []
+    for source in (first, second, first):
+        source.make()
+        numbers.append(source.round)
+    assert len(set(numbers)) == 3
+    assert numbers[2] == numbers[0] + 1
