@@ -29,7 +29,7 @@ elif command -v docker-compose >/dev/null; then
 else
     skip "neither docker compose nor docker-compose is installed"
 fi
-"$PYTHON" -c 'import importlib.util as u, weightbus.control.cli.main; assert u.find_spec("sglang") and u.find_spec("megatron")' 2>/dev/null ||
+"$PYTHON" -c 'import importlib.util as u, weightbus.control.cli.entry_point; assert u.find_spec("sglang") and u.find_spec("megatron")' 2>/dev/null ||
     skip "$PYTHON lacks the project or SGLang; run: make env"
 
 work=$(mktemp -d)
@@ -170,7 +170,7 @@ for seed in 0 1 2 3 4 5; do "$PYTHON" tests/kit/tiny_model.py "$work/seed$seed" 
 background server "$PYTHON" -m weightbus.engine_agent.engines.sglang.cpu_server --model-path "$work/seed0" --port "$SERVER" \
     --skip-tokenizer-init --log-level warning
 start_sidecar() {
-    background sidecar "$PYTHON" -m weightbus.control.cli.main engine-agent --name e0 --channel e2e \
+    background sidecar "$PYTHON" -m weightbus.control.cli.entry_point engine-agent --name e0 --channel e2e \
         --server "http://127.0.0.1:$SERVER" --coordinator "tcp://127.0.0.1:$ROUTER" --keys "$work/agent-keys" \
         --http-port "$SIDE" --state-dir "$work/state"
 }

@@ -42,7 +42,10 @@ LOADS_CODE_UNLESS_TOLD = frozenset(("torch.load", "torch.serialization.load"))
 """They unpickle, but with ``weights_only=True``."""
 
 ALLOWED = {
-    ("control/cli/main.py", "import_module"),  # names of subcommands, from installed distributions, never from a wire
+    (
+        "control/cli/entry_point.py",
+        "import_module",
+    ),  # names of subcommands, from installed distributions, never from a wire
     ("dataplane/transports/sends/nixl_group.py", "import_module"),  # one library under three names, which are constants
     ("trainer_agent/__init__.py", "import_module"),  # this package's own modules, on their first use
 }

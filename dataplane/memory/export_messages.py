@@ -120,15 +120,6 @@ def _granted(region: int, memory: int, nbytes: int, raw_uuid: bytes, handle: byt
     return Granted(region, memory, nbytes, uuid, handle) if memory == CUDA else Granted(region, memory, nbytes)
 
 
-def peer_of(sock: socket.socket) -> int:
-    """PID of the other end. Raises `PeerLost` when it belongs to another user."""
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", raw)
-    if uid != os.getuid():
-        raise PeerLost(f"process {pid} belongs to user {uid}, expected {os.getuid()}: run both sides as one user")
-    return int(pid)
-
-
 def send(sock: socket.socket, packet: bytes, fds: Sequence[int] = ()) -> None:
     """Raises `PeerLost`."""
     try:

@@ -19,7 +19,7 @@ import torch
 from ..errors import NotExportable
 from . import export_messages as wire
 from .cuda_driver import Driver
-from .device_name import device_name
+from .device_identity import device_name
 from .export_map import Place, Region
 
 _SPARE_DESCRIPTORS: Final = 256

@@ -19,9 +19,8 @@ from typing import Final
 import torch
 
 from ..errors import PeerLost, TransferFailed, Unsupported
-from ..processes.host_identity import host_identity
-from ..transports.interface import Address
-from ..transports.local.sender import open_runtime_dir
+from ..processes.host_facts import host_identity
+from ..processes.unix_sockets import open_runtime_dir, peer_of
 from . import export_messages as wire
 from .export_map import ExportMap, Parts
 from .exportable_memory import Held, SharedMemory, memory_of
@@ -90,9 +89,9 @@ class RegionExporter:
         if self._memory is not None:
             self._memory.settle()
 
-    def address(self) -> Address:
+    def address(self) -> str:
         """The socket that readers connect to."""
-        return Address(os.fspath(self._path))
+        return os.fspath(self._path)
 
     def close(self) -> None:
         """Take no more readers and hang up on the present ones.
@@ -188,7 +187,7 @@ class RegionExporter:
         except OSError:  # it went away again, or we are closing
             return
         try:
-            wire.peer_of(reader)
+            peer_of(reader)
         except PeerLost:
             reader.close()
             return

@@ -14,23 +14,23 @@ import torch
 
 from ..errors import DeadlineExceeded, NotExportable, PeerLost, StaleSession, TransferFailed
 from ..processes.deadline import Deadline
-from ..transports.interface import Address
+from ..processes.unix_sockets import peer_of
 from . import export_messages as wire
 from .cuda_driver import Driver
-from .device_name import device_name
+from .device_identity import device_name
 
 _MakeStorage = Callable[[int, torch.device, int], torch.UntypedStorage]
 
 
 class RegionImporter:
-    """Implements `region.Importer`. Used from one thread at a time."""
+    """Implements the importing side. Used from one thread at a time."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         """`device` is the reader's; without one, only host memory can be opened."""
         self._device = device or torch.device("cpu")
         self._exporters: dict[int, _Exporter] = {}
 
-    def open(self, address: Address, holder: int, generation: int, regions: Sequence[int], deadline_s: float) -> None:
+    def open(self, address: str, holder: int, generation: int, regions: Sequence[int], deadline_s: float) -> None:
         """Open these regions of `holder`; what is open of this generation stays, older generations are closed."""
         known = self._exporters.get(holder)
         if known is None or known.generation != generation or known.address != address or known.dead():
@@ -75,7 +75,7 @@ class RegionImporter:
 class _Exporter:
     """One connection, which is the lease."""
 
-    def __init__(self, address: Address, generation: int, device: torch.device, deadline: Deadline) -> None:
+    def __init__(self, address: str, generation: int, device: torch.device, deadline: Deadline) -> None:
         self.address = address
         self.generation = generation
         self.regions: dict[int, torch.Tensor] = {}
@@ -88,13 +88,13 @@ class _Exporter:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.settimeout(deadline.check("an exporter"))
-            self._socket.connect(address.address)
-            pid = wire.peer_of(self._socket)
+            self._socket.connect(address)
+            pid = peer_of(self._socket)
             if pid and pid != os.getpid():  # 0: a process of another PID namespace, whose socket has to tell
                 self._pidfd = os.pidfd_open(pid)
         except OSError as error:
             self.close()
-            raise PeerLost(f"the exporter {address.address} does not answer: {error}") from error
+            raise PeerLost(f"the exporter {address} does not answer: {error}") from error
         except PeerLost:
             self.close()
             raise

@@ -12,8 +12,29 @@ import msgspec
 import torch
 
 from ..errors import NotExportable, TransferFailed
-from ..transports.interface import CudaMemory
-from .device_name import device_name
+from .device_identity import device_name
+
+
+class HostMemory(msgspec.Struct, frozen=True):
+    """Shared memory as torch's file_system sharing names it: what `rebuild_storage_filename` takes."""
+
+    manager: bytes
+    handle: bytes
+    nbytes: int
+
+
+class CudaMemory(msgspec.Struct, frozen=True):
+    """Device memory exported by CUDA IPC: what torch's `rebuild_cuda_tensor` takes, as plain fields."""
+
+    device_uuid: str
+    handle: bytes
+    storage_nbytes: int
+    storage_offset_bytes: int
+    ref_counter_handle: bytes
+    ref_counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
 
 _MAGIC: Final = b"WBM1"
 _HOST: Final = struct.Struct("<4sBxHQQ128s")

@@ -23,8 +23,8 @@ import torch
 
 from ..errors import DataplaneError, DeadlineExceeded
 from ..processes.deadline import Deadline
-from ..transports.interface import HostMemory
 from . import posix_shm as segments
+from .ipc_handles import HostMemory
 
 _HEADER_BYTES: Final = 4096
 """torch keeps 64 bytes before the data; a page leaves room for more."""

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Final, Self
 
 from ..errors import DeadlineExceeded, PeerLost, TransferFailed
-from ..memory.export_messages import peer_of
 from .deadline import Deadline
+from .unix_sockets import peer_of
 
 MAX_FRAME: Final = 512 * 1024 * 1024
 """A recording of a million copies takes a fifth of it."""

@@ -15,6 +15,7 @@ import socket
 from typing import Final
 from urllib.parse import urlsplit
 
+# torch.distributed has this name only where it was built with it, and type checkers do not see it there.
 from ..errors import DeadlineExceeded, Forged, PeerLost, TransferFailed
 from .deadline import Deadline
 from .frames import Frames
@@ -172,3 +173,8 @@ def address_towards(host: str, port: int) -> str:
     except OSError as error:
         raise PeerLost(f"there is no way to {host}: {error}") from error
     return found
+
+
+def new_token() -> str:
+    """A secret for one epoch."""
+    return secrets.token_hex(16)

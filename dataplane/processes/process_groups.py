@@ -14,7 +14,8 @@ import torch
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import DeadlineExceeded
+# torch.distributed has these names only where it was built with it, and type checkers do not see them there.
+from ..errors import DeadlineExceeded, Unsupported
 from . import torch_threads
 from .deadline import Deadline
 
@@ -119,3 +120,32 @@ def _environment(settings: Mapping[str, str]) -> Generator[None, None, None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+TAKEN_S: Final = 30.0
+"""How long one bucket may take, and what its bytes take at `_LEAST_BYTES_S`, where nobody else shows how long it takes.
+
+A server puts the bucket before it into place meanwhile, and compiles kernels for the first one.
+"""
+
+
+_LEAST_BYTES_S: Final = 26e6
+
+
+def backend_for(device: torch.device) -> str:
+    """``gloo`` or ``nccl``. Raises `Unsupported` when the environment would make NCCL hang."""
+    if device.type != "cuda":
+        return "gloo"
+    found = os.environ.get("NCCL_CUMEM_ENABLE")
+    if found != "0":
+        # SGLang sets 0 in its workers; with another value on this side the first broadcast hangs (seen on H200s).
+        raise Unsupported(
+            f"NCCL_CUMEM_ENABLE is {found!r} in the trainer, SGLang's workers run with '0' and the first "
+            "broadcast would hang: start the trainer with NCCL_CUMEM_ENABLE=0"
+        )
+    return "nccl"
+
+
+def taken_s(nbytes: int) -> float:
+    """How long a server may take for a bucket of `nbytes`: beyond that it stands still."""
+    return TAKEN_S + nbytes / _LEAST_BYTES_S

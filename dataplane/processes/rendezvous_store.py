@@ -7,13 +7,16 @@ import socket
 import threading
 from datetime import timedelta
 
+# torch.distributed has these names only where it was built with it, and type checkers do not see them there.
+from torch._C import _distributed_c10d as c10d
+
 # torch.distributed has this name only where it was built with it, and type checkers do not see it there.
 from torch._C._distributed_c10d import TCPStore
 
 from ..errors import DeadlineExceeded, PeerLost
 from . import torch_threads
 from .deadline import Deadline
-from .mac_frames import host_and_port
+from .mac_frames import host_and_port, listening_on
 
 
 def reach_store(address: str, deadline: Deadline) -> TCPStore:
@@ -53,3 +56,17 @@ def _knock(host: str, port: int, deadline: Deadline) -> None:
         raise DeadlineExceeded("the group's store", deadline.seconds) from error
     except OSError as error:
         raise PeerLost(f"the group's store at {host}:{port} does not answer: {error}") from error
+
+
+def serve_store(host: str) -> c10d.TCPStore:
+    """A rendezvous store on an ephemeral port of `host` alone. Raises `TransferFailed` where there can be none."""
+    listener = listening_on(host)
+    port: int = listener.getsockname()[1]
+    return c10d.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+
+
+def join_store(server: c10d.TCPStore) -> c10d.TCPStore:
+    """A client of `server`: it holds nothing open, so that the last reference to `server` ends the store for all."""
+    return c10d.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)

@@ -1,10 +1,10 @@
 """The arithmetic of every scheme with torch: the reference, and what runs on a CPU.
 
-The formats are those of the libraries that define them, bit for bit (tests/dataplane/quantize/test_quantize_tasks.py compares):
-compressed-tensors 0.18 (`calculate_qparams`, `quantize`, `pack_to_int32`) computed in float32, SGLang's
+The formats are those of the libraries that define them, bit for bit (tests/dataplane/quantize/test_quantize_tasks.py
+compares): compressed-tensors 0.18 (`calculate_qparams`, `quantize`, `pack_to_int32`) computed in float32, SGLang's
 `per_block_cast_to_fp8` for scales that are powers of two. Two bits differ: the sign of a zero, which compressed-tensors
-drops, and MXFP8's exponent where a block holds subnormal numbers alone, 1 here and 0 in SGLang. What becomes of a
-block with a NaN or an infinity, which those libraries leave open, is said in schemes.py.
+drops, and MXFP8's exponent where a block holds subnormal numbers alone, 1 here and 0 in SGLang. What becomes of a block
+with a NaN or an infinity, which those libraries leave open, is said in schemes.py.
 """
 
 from __future__ import annotations

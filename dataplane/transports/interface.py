@@ -25,6 +25,8 @@ import msgspec
 import torch
 
 from ..errors import TransferFailed
+from ..memory.ipc_handles import CudaMemory, HostMemory
+from ..processes.wire_message import WireMessage
 from ..tensors.manifest import BucketSpec, DigestTable, Manifest, TensorSpec
 from .broadcast_order import Sources
 
@@ -138,27 +140,6 @@ class Sender(Protocol):
     def close(self) -> None:
         """Let go of everything that belongs to this epoch. Never raises for a peer's sake."""
         ...
-
-
-class HostMemory(msgspec.Struct, frozen=True):
-    """Shared memory as torch's file_system sharing names it: what `rebuild_storage_filename` takes."""
-
-    manager: bytes
-    handle: bytes
-    nbytes: int
-
-
-class CudaMemory(msgspec.Struct, frozen=True):
-    """Device memory exported by CUDA IPC: what torch's `rebuild_cuda_tensor` takes, as plain fields."""
-
-    device_uuid: str
-    handle: bytes
-    storage_nbytes: int
-    storage_offset_bytes: int
-    ref_counter_handle: bytes
-    ref_counter_offset: int
-    event_handle: bytes
-    event_sync_required: bool
 
 
 class SharedBucket(msgspec.Struct, frozen=True):
@@ -363,3 +344,34 @@ class Stager(Minding, Protocol):
         False when the server has to stand still for it. Changes nothing that is served; raises `TransferFailed`.
         """
         ...
+
+
+class Exporting(WireMessage, frozen=True, omit_defaults=True, tag="Exporting"):
+    """One trainer rank: where its exporter listens, and which generation of its memory is current."""
+
+    holder: int
+    address: str
+    generation: int
+    round: int = 0
+    """What the marks of its parts have to show; 0 where it makes nothing."""
+
+
+class Group(WireMessage, frozen=True, tag="Group"):
+    """The group of this epoch."""
+
+    store: str
+    """``tcp://host:port``."""
+    name: str
+    size: int
+    rank: int
+    """Of the trainer's rank, or of the engine's first worker."""
+    form_s: float
+    turn_s: float
+    nixl: bool = False
+    """It reads with NIXL, and does not send over gloo or NCCL."""
+    stands: bool = False
+    """All have it from the last round. There is no store."""
+    keep_s: float = 0.0
+    """For how long it may be used again afterwards."""
+    ranks: int = 0
+    """How many of its members, the first ones, are ranks of the trainer; told where it forms early."""

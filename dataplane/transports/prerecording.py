@@ -21,6 +21,7 @@ from ..errors import DataplaneError, NotRecordable, TransferFailed
 from ..memory.export_map import ExportMap, Place, Region
 from ..processes.deadline import Deadline
 from ..processes.frames import FrameListener
+from ..processes.unix_sockets import open_runtime_dir
 from ..reshard.load_trace import Recording
 from ..reshard.reshard_plan import Reader, make_plan, staging_of
 from ..reshard.send_schedule import pair_bytes_of, schedule
@@ -28,7 +29,6 @@ from ..reshard.verification import make_proof
 from ..tensors.manifest import TensorSpec
 from . import worker_messages as worker_wire
 from .interface import EngineServer
-from .local.sender import open_runtime_dir
 from .prerecorded_traces import Ahead
 from .worker_exchange import RETURN_S, Workers
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
@@ -12,6 +10,7 @@ from typing import Final
 import torch
 
 from ..errors import Unsupported
+from ..processes.unix_sockets import default_runtime_dir
 from .direct.receiver import DirectReceiver
 from .direct.sender import DirectSender, Exposed
 from .interface import Receiver, Sender
@@ -20,12 +19,6 @@ from .local.sender import LocalSender
 from .prerecorded_traces import Ahead
 
 KINDS: Final = ("direct", "local", "sends", "distributed", "disk")
-
-
-def default_runtime_dir() -> Path:
-    """Where sockets go unless the settings say otherwise: short, and this user's alone."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base, "weightbus") if base else Path(tempfile.gettempdir(), f"weightbus-{os.getuid()}")
 
 
 def sender(

@@ -17,15 +17,14 @@ from ..errors import DataplaneError, DeadlineExceeded, NotRecordable, PeerLost, 
 from ..memory.export_map import MadeRegion
 from ..processes.deadline import Deadline
 from ..processes.frames import FrameListener, Frames, dead_among
-from ..processes.host_identity import host_identity
+from ..processes.host_facts import host_identity
 from ..reshard.load_trace import Recording
 from ..reshard.reshard_plan import Plan, Reader
 from ..reshard.send_schedule import Schedule
 from ..reshard.verification import RankProof, provable
 from ..tensors.manifest import TensorSpec
 from . import worker_messages as wire
-from .direct.messages import Exporting
-from .sends.messages import Group
+from .interface import Exporting, Group
 
 _LOOK_S: Final = 0.2
 """How often the server's call is looked at while workers are waited for."""

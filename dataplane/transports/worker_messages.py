@@ -37,7 +37,7 @@ from ..processes.deadline import Deadline
 from ..processes.frames import Frames
 from ..processes.wire_message import WireMessage, decode
 from ..tensors.manifest import TensorSpec
-from .sends.messages import Group
+from .interface import Group
 
 
 class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):

@@ -48,11 +48,10 @@ from weightbus.control.server.metrics import (
     Side,
 )
 from weightbus.dataplane.errors import Unsupported
-from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.processes.host_facts import host_identity
+from weightbus.dataplane.processes.unix_sockets import default_runtime_dir, open_runtime_dir
 from weightbus.dataplane.transports import registry as transports
 from weightbus.dataplane.transports.interface import Receiver
-from weightbus.dataplane.transports.local.sender import open_runtime_dir
-from weightbus.dataplane.transports.registry import default_runtime_dir
 
 from ..engines.sglang.compatibility import transports_of
 from ..engines.sglang.memory_occupation import Lending

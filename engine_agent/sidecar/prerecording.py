@@ -22,11 +22,13 @@ from typing import Final
 
 from weightbus.control.log import get_log
 from weightbus.dataplane.errors import DataplaneError, ManifestError
+from weightbus.dataplane.processes.unix_sockets import default_runtime_dir
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports import registry as transports
 from weightbus.dataplane.transports.prerecorded_traces import Ahead
 from weightbus.dataplane.transports.prerecording import Rehearsal
 
+from ..durable_file import write_durably
 from ..engines.sglang import checkpoint_spec as checkpoint
 from ..engines.sglang import compatibility as validate
 from ..engines.sglang.api_versions import Dialect
@@ -37,7 +39,6 @@ from ..errors import EngineAgentError, UnfitManifest
 from ..machine.operation_state import View
 from .memory_release import Noticed
 from .settings import EngineAgentSettings
-from .state_file import write_durably
 
 _RECORD_S: Final = 120.0
 """For all models of the server. A quantised model of 48 layers took 8 s."""
@@ -126,7 +127,7 @@ class Rehearsing:
         if not self._view().paused and not self._idle():
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
-        folder = self._settings.runtime_dir or transports.default_runtime_dir()
+        folder = self._settings.runtime_dir or default_runtime_dir()
         rehearsal = Rehearsal(folder, sent="sends" in ways, ahead=self.ahead)
         if not self._let_close(rehearsal):
             return None

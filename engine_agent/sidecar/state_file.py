@@ -1,10 +1,10 @@
 """Where an agent keeps what must survive its death: one small file per engine, replaced atomically."""
 
-import os
 from pathlib import Path
 
 import msgspec
 
+from ..durable_file import _write_fresh, write_durably
 from ..errors import StateInUse, StateUnreadable, StateUnwritable
 from ..machine.events import Record
 from .process_lock import Claim, ClaimHeld
@@ -54,23 +54,3 @@ class RecordFile:
     def write(self, record: Record) -> None:
         """Make `record` durable: when this returns, a crash of the machine does not undo it."""
         write_durably(self.path, msgspec.json.encode(record))
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Replace the file `path` in one step: when this returns, a crash of the machine does not undo it."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write_fresh(path, content).replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
-def _write_fresh(path: Path, content: bytes) -> Path:
-    fresh = path.parent / f"{path.name}.new"  # another one for each file: they are written by several threads
-    with fresh.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return fresh

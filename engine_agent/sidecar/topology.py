@@ -19,9 +19,9 @@ from weightbus.control.protocol.enums import Reach, TransportKind
 from weightbus.control.protocol.ids import RequestId
 from weightbus.control.protocol.message_fields import Lack, Nic, Place
 from weightbus.control.protocol.messages import Topology
-from weightbus.dataplane.memory.device_name import HOST_OF_NCCL, seat_on
+from weightbus.dataplane.memory.device_identity import HOST_OF_NCCL, seat_on
 from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed, seen_by
-from weightbus.dataplane.processes.host_identity import (
+from weightbus.dataplane.processes.host_facts import (
     files_identity,
     folder_identity,
     host_identity,

@@ -18,7 +18,7 @@ from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.copy.engine_selection import branches_asked, engine_for
 from weightbus.dataplane.copy.ready_flags import Marks, Needs, marks_in, needs_of, stages_of
 from weightbus.dataplane.errors import PeerLost, TransferFailed
-from weightbus.dataplane.memory.device_name import device_name, readable_peers, seat_here
+from weightbus.dataplane.memory.device_identity import device_name, readable_peers, seat_here
 from weightbus.dataplane.memory.export_map import MadeRegion
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.memory.tensor_bytes import bytes_of, sizes_of
@@ -26,7 +26,6 @@ from weightbus.dataplane.processes import torch_threads
 from weightbus.dataplane.reshard.load_trace import Constant, Recording
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports import worker_messages as wire
-from weightbus.dataplane.transports.interface import Address
 from weightbus.dataplane.transports.sends.group_forming import Forming
 from weightbus.dataplane.transports.sends.p2p_group import warm
 
@@ -268,7 +267,7 @@ class WorkerState:
         self._unbind()
         self._importer.keep({each.holder for each in exports})
         for each in exports:
-            self._importer.open(Address(each.address), each.holder, each.generation, each.regions, _OPEN_S)
+            self._importer.open(each.address, each.holder, each.generation, each.regions, _OPEN_S)
         sources = [self._importer.region(holder, region) for holder, region in plan.sources]
         targets = [bytes_of(tensor) for tensor in self._held.tensors]
         copies, staging = self._tables

@@ -116,7 +116,7 @@ class Coordinator:
         argv = [
             sys.executable,
             "-m",
-            "weightbus.control.cli.main",
+            "weightbus.control.cli.entry_point",
             "coordinator",
             f"--keys={keys}",
             "--log-format=json",
@@ -329,7 +329,7 @@ def _hello() -> Hello:
 
 def weightbus(*argv: str) -> None:
     """Run one command of the project's own."""
-    command = [sys.executable, "-m", "weightbus.control.cli.main", *argv]
+    command = [sys.executable, "-m", "weightbus.control.cli.entry_point", *argv]
     ended = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if ended.returncode:
         raise SystemExit(f"weightbus {argv[0]} ended with {ended.returncode}: {ended.stderr.strip()}")

@@ -46,7 +46,7 @@ class Coordinator:
         ports = [free_port() for _ in range(2)]
         self.endpoint, self.http = f"tcp://127.0.0.1:{ports[0]}", f"http://127.0.0.1:{ports[1]}"
         self._log = folder / f"{name}.log"
-        self._argv = [sys.executable, "-m", "weightbus.control.cli.main", "coordinator", "--insecure-loopback"]
+        self._argv = [sys.executable, "-m", "weightbus.control.cli.entry_point", "coordinator", "--insecure-loopback"]
         self._argv += [f"--store={store}", f"--name={name}", f"--leader-s={leader_s:g}"]
         self._argv += [f"--router-port={ports[0]}", f"--http-port={ports[1]}"]
         self._process: subprocess.Popen[bytes] | None = None

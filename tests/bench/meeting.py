@@ -16,8 +16,9 @@ import sys
 import time
 from collections.abc import Callable
 
-from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
-from weightbus.dataplane.transports.distributed.rendezvous_keys import Meeting, new_token
+from weightbus.dataplane.processes.mac_frames import new_token
+from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Meeting
 from weightbus.dataplane.transports.distributed.sender import BEHIND_S, WATCH_S
 
 

@@ -136,7 +136,7 @@ def run(rounds: int, folder: Path, release: str, hop_ms: float) -> dict[str, Any
     checkpoint = model.write_checkpoint(folder / "checkpoint")
     (folder / "run").mkdir(mode=0o700)
     bus, status = free_port(), free_port()
-    weightbus = [sys.executable, "-m", "weightbus.control.cli.main"]
+    weightbus = [sys.executable, "-m", "weightbus.control.cli.entry_point"]
     children: list[subprocess.Popen[bytes]] = []
     notes = folder / "notes"
 

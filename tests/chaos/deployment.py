@@ -89,7 +89,7 @@ class Deployment:
         self._bus, self._status = free_port(), free_port()
         self.journal = folder / "journal"
         self.journal.mkdir()
-        command = ["-m", "weightbus.control.cli.main"]
+        command = ["-m", "weightbus.control.cli.entry_point"]
         coordinator = [*command, "coordinator", "--insecure-loopback", f"--router-port={self._bus}"]
         coordinator += [f"--http-port={self._status}"]
         coordinator += [f"--journal={self.journal / 'journal.sqlite'}", "--heartbeat-s=0.5", "--silence-s=3"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from weightbus.control.cli import commands, plan_view, status_view
-from weightbus.control.cli import main as cli
+from weightbus.control.cli import entry_point as cli
 from weightbus.control.log import get_log
 from weightbus.control.machine import status
 from weightbus.control.protocol.enums import Role, TransportKind

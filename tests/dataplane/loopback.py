@@ -26,6 +26,7 @@ from torch.multiprocessing.reductions import rebuild_storage_filename
 
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.memory.ipc_handles import HostMemory
 from weightbus.dataplane.memory.staging_buffers import BucketPool
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
@@ -33,7 +34,7 @@ from weightbus.dataplane.transports import registry as transports
 from weightbus.dataplane.transports.broadcast_order import Sources
 from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
-from weightbus.dataplane.transports.interface import Address, HostMemory, Peer, Receiver, Sender, Session, SharedBucket
+from weightbus.dataplane.transports.interface import Address, Peer, Receiver, Sender, Session, SharedBucket
 
 if __package__:
     from .staged_sender import StagedSender

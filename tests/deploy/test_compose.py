@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import yaml
 
-from weightbus.control.cli import main as cli
+from weightbus.control.cli import entry_point as cli
 from weightbus.control.server.settings import CoordinatorSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -316,4 +316,4 @@ class Fleet:
 
 
 def _weightbus(command: str) -> list[str]:
-    return [sys.executable, "-m", "weightbus.control.cli.main", command]
+    return [sys.executable, "-m", "weightbus.control.cli.entry_point", command]

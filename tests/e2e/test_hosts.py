@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.skipif(bool(NONE), reason=NONE or "there are namespaces"),
 ]
 
-CLI = [sys.executable, "-m", "weightbus.control.cli.main"]
+CLI = [sys.executable, "-m", "weightbus.control.cli.entry_point"]
 LOADER = "weightbus.engine_agent.worker_loader.load"
 SERVER_PORT, STATUS_PORT, SIDECAR_PORT, RANKS_PORT = 30000, 5752, 5760, 29500
 

@@ -206,7 +206,7 @@ def carry_out(args: argparse.Namespace, struck: list[tuple[str, str, str]], tell
     import torch
 
     from tests.kit.ends import Ends
-    from weightbus.dataplane.transports.distributed.broadcast_group import backend_for
+    from weightbus.dataplane.processes.process_groups import backend_for
     from weightbus.dataplane.transports.sends import messages as sends_wire
     from weightbus.dataplane.transports.sends import sender as sends
     from weightbus.dataplane.transports.sends import worker_receivers as takers

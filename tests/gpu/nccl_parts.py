@@ -145,7 +145,7 @@ def speed(part: Part) -> None:
 
 def bare(device: str, nbytes: int) -> dict[str, Any]:
     """Seconds for a plain send of as many bytes to another process, and memory that an idle group of the two keeps."""
-    from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
+    from weightbus.dataplane.processes.rendezvous_store import serve_store
 
     store = serve_store("127.0.0.1")
     given = json.dumps({"device": device, "nbytes": nbytes, "port": store.port})

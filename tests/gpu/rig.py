@@ -267,7 +267,7 @@ def start_coordinator(programs: Any, work: Path) -> dict[str, Any]:
         [
             sys.executable,
             "-m",
-            "weightbus.control.cli.main",
+            "weightbus.control.cli.entry_point",
             "coordinator",
             f"--router-port={bus}",
             f"--http-port={status}",
@@ -284,7 +284,7 @@ def start_engine(programs: Any, device: str, work: Path, engine: Engine, layout:
     sidecar = [
         sys.executable,
         "-m",
-        "weightbus.control.cli.main",
+        "weightbus.control.cli.entry_point",
         "engine-agent",
         f"--name={engine.place}0",
         f"--channel={engine.channel}",

@@ -17,13 +17,10 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.process_groups import backend_for
+from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.dataplane.transports.distributed.broadcast_group import (
-    BroadcastGroup,
-    backend_for,
-    join_store,
-    serve_store,
-)
+from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
 from weightbus.dataplane.transports.interface import Address
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOAD_FORMAT
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer

@@ -14,7 +14,8 @@ pytestmark = pytest.mark.gpu
 
 STAGED = """
 import torch
-from weightbus.dataplane import handles, staging
+from weightbus.dataplane.memory import ipc_handles as handles
+from weightbus.dataplane.memory import staging_buffers as staging
 before = [torch.ones(1 << 26, dtype=torch.uint8, device="cuda") for _ in range(3)]
 del before  # free blocks of expandable segments, which a slot must not be made of
 pool = staging.BucketPool("cuda", 2, 1 << 25, "expandable")

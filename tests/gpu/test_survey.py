@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from weightbus.dataplane.memory.device_name import device_name, readable_peers
+from weightbus.dataplane.memory.device_identity import device_name, readable_peers
 from weightbus.dataplane.memory.gpu_topology import seen_by, seen_here
 
 pytestmark = pytest.mark.gpu

@@ -29,12 +29,12 @@ import rig
 from weightbus.dataplane.copy.engine_selection import engine_for
 from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
 from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.rendezvous_store import serve_store
 from weightbus.dataplane.reshard.load_trace import Recording, Target
 from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
 from weightbus.dataplane.reshard.send_schedule import schedule
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Piece, Pieces, View
-from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
 from weightbus.dataplane.transports.sends import receive_queue as inbox
 from weightbus.dataplane.transports.sends import send_queue as outbox
 from weightbus.dataplane.transports.sends.p2p_group import PairGroup

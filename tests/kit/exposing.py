@@ -10,7 +10,7 @@ import torch
 from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.importer import RegionImporter
-from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.reshard.load_trace import Cause, LoadedTensor, Recording
 from weightbus.dataplane.reshard.reshard_plan import Reader, make_plan, staging_of
 from weightbus.dataplane.tensors.manifest import Manifest

@@ -13,7 +13,7 @@ from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.protocol.errors import RequestRefused, WeightbusError
 from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
-from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
 from weightbus.dataplane.transports import registry as transports
 from weightbus.dataplane.transports.interface import Address, Session

@@ -18,10 +18,9 @@ from weightbus.dataplane.memory.export_map import Parts
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Piece, Pieces, View
-from weightbus.dataplane.transports.direct.messages import Exporting
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.direct.sender import DirectSender, Exposed
-from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Session
+from weightbus.dataplane.transports.interface import Address, Exporting, Peer, Receipt, Session
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
@@ -155,7 +154,7 @@ class Trainer:
         for rank, (exporter, shard) in enumerate(zip(self.exporters, self.shards, strict=True)):
             maps.append(exporter.export(list(shard.values())))
             parts.append(self.pieces(rank))
-            addresses.append(Exporting(holder=rank, address=exporter.address().address, generation=exporter.generation))
+            addresses.append(Exporting(holder=rank, address=exporter.address(), generation=exporter.generation))
         return Exposed(Pieces.join(parts), tuple(maps), tuple(addresses))
 
     def pieces(self, rank: int) -> Pieces:
@@ -228,7 +227,7 @@ class Maker(Trainer):
         maps, addresses = [], []
         for rank, (exporter, shard) in enumerate(zip(self.exporters, self.shards, strict=True)):
             maps.append(exporter.export(list(shard.values()), settled=False, parts=self.parts[rank]))
-            address, generation = exporter.address().address, exporter.generation
+            address, generation = exporter.address(), exporter.generation
             addresses.append(Exporting(holder=rank, address=address, generation=generation, round=self.round))
         return Exposed(Pieces.join([self.pieces(rank) for rank in range(2)]), tuple(maps), tuple(addresses))
 

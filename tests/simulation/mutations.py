@@ -595,8 +595,9 @@ MUTATIONS: Final = (
         "event.version != self.version or event.epoch < self.lease:",
     ),
     # To begin a round that nobody hears, or to settle who is deaf to a lease below what it has seen, costs a version or
-    # a heartbeat and breaks no promise: tests/control/machine/test_restored_journal.py finds both. It also finds what 2,000 of
-    # these storms are too few for (1200244 and 1400083 do): to list who has seen an epoch of which nobody knows.
+    # a heartbeat and breaks no promise: tests/control/machine/test_restored_journal.py finds both. It also finds what
+    # 2,000 of these storms are too few for (1200244 and 1400083 do): to list who has seen an epoch of which nobody
+    # knows.
     _set_back(
         "takes-what-an-engine-serves-for-what-it-held",
         "ready-is-ready",

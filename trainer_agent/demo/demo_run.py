@@ -184,7 +184,7 @@ class Demo:
         return f"tcp://{self._here}:{self._ports.router}"
 
     def _weightbus(self, name: str, *arguments: str, before: Sequence[str] = ()) -> None:
-        self._programs.start(name, [*before, sys.executable, "-m", "weightbus.control.cli.main", *arguments])
+        self._programs.start(name, [*before, sys.executable, "-m", "weightbus.control.cli.entry_point", *arguments])
 
     def _wait(self, url: str, deadline_s: float) -> None:
         """Until `url` answers 200. Raises as soon as any program ended, also while an answer is awaited."""

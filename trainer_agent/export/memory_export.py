@@ -31,9 +31,8 @@ from weightbus.dataplane.reshard.share_digester import PASS_BYTES, ShareDigest
 from weightbus.dataplane.tensors.boxes import Column
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Pieces
-from weightbus.dataplane.transports.direct.messages import Exporting
 from weightbus.dataplane.transports.direct.sender import Exposed
-from weightbus.dataplane.transports.interface import Address
+from weightbus.dataplane.transports.interface import Address, Exporting
 from weightbus.dataplane.transports.sends.rank_sender import RankSends
 
 from .derived_tensors import Mirror
@@ -374,7 +373,7 @@ class Exposure:
         return _Standing(
             unread=unread,
             layout=self._name,
-            address=exporter.address().address if exporter else "",
+            address=exporter.address() if exporter else "",
             generation=exporter.generation if exporter else 0,
             round=self._source.round if exports and exports.parts and isinstance(self._source, Marking) else 0,
         )

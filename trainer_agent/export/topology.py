@@ -13,9 +13,9 @@ from weightbus.control.protocol.enums import Reach, TransportKind
 from weightbus.control.protocol.ids import RequestId
 from weightbus.control.protocol.message_fields import Lack, Nic, Place
 from weightbus.control.protocol.messages import Topology
-from weightbus.dataplane.memory.device_name import device_name, seat_here
+from weightbus.dataplane.memory.device_identity import device_name, seat_here
 from weightbus.dataplane.memory.gpu_topology import SurveyFailed, seen_here
-from weightbus.dataplane.processes.host_identity import (
+from weightbus.dataplane.processes.host_facts import (
     files_identity,
     folder_identity,
     host_identity,

@@ -28,10 +28,11 @@ from weightbus.control.security.security_settings import curve_files
 from weightbus.control.security.signed_publications import seal_offer, seal_publication, seal_table
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory.staging_buffers import BucketPool
-from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.processes.host_facts import host_identity
+from weightbus.dataplane.processes.unix_sockets import default_runtime_dir
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.transports.interface import Sender
-from weightbus.dataplane.transports.registry import default_runtime_dir, sender
+from weightbus.dataplane.transports.registry import sender
 
 from ..checkpoints.archive import Archive, Policy, check_configs
 from ..export.memory_export import Exposable, Exposure

@@ -24,6 +24,7 @@ from ...processes.deadline import Deadline
 from ...processes.frames import Frames
 from ...processes.wire_message import WireMessage, decode
 from ...reshard.reshard_plan import Reader
+from ..interface import Exporting
 
 
 class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
@@ -34,16 +35,6 @@ class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
     engine: str
     group: str = ""
     """Of what is sent: the group that all of its workers still have."""
-
-
-class Exporting(WireMessage, frozen=True, omit_defaults=True, tag="Exporting"):
-    """One trainer rank: where its exporter listens, and which generation of its memory is current."""
-
-    holder: int
-    address: str
-    generation: int
-    round: int = 0
-    """What the marks of its parts have to show; 0 where it makes nothing."""
 
 
 class Welcome(WireMessage, frozen=True, tag="Welcome"):

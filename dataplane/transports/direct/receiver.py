@@ -32,6 +32,7 @@ from ...errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, 
 from ...memory.export_map import ExportMap, MadeRegion
 from ...processes.deadline import Deadline
 from ...processes.frames import FrameListener, Frames
+from ...processes.unix_sockets import open_runtime_dir
 from ...reshard.load_trace import Recording
 from ...reshard.reshard_plan import Plan, Reader, make_plan
 from ...reshard.verification import Proof
@@ -39,7 +40,6 @@ from ...tensors.manifest import DigestTable, Manifest
 from ...tensors.shards import Pieces
 from .. import worker_messages as worker_wire
 from ..interface import Address, EngineServer, Receipt, Session, Tabled
-from ..local.sender import open_runtime_dir
 from ..prerecorded_traces import Ahead
 from ..worker_exchange import RETURN_S, ReplayFailed, Workers, regions_read
 from . import messages as direct_wire

@@ -21,11 +21,11 @@ from ...memory.export_map import ExportMap
 from ...processes.connection_pool import Line, Lines
 from ...processes.deadline import Deadline
 from ...processes.frames import FrameListener
+from ...processes.unix_sockets import open_runtime_dir
 from ...reshard.load_trace import Recording
 from ...reshard.reshard_plan import make_plan
 from ...tensors.shards import Pieces
-from ..interface import JOIN_S, Address, Peer, Session, Slot, Tabled
-from ..local.sender import open_runtime_dir
+from ..interface import JOIN_S, Address, Exporting, Peer, Session, Slot, Tabled
 from . import messages as wire
 
 _REMEMBERED: Final = 4096
@@ -40,7 +40,7 @@ class Exposed:
     pieces: Pieces
     """Of all ranks, in the tensors of the manifest that is published."""
     exports: tuple[ExportMap, ...]
-    exporters: tuple[wire.Exporting, ...]
+    exporters: tuple[Exporting, ...]
 
     @cached_property
     def given(self) -> wire.Layout:
@@ -53,7 +53,7 @@ class Exposed:
         parts = (self.given.pieces, *self.given.exports)
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
-    def again(self, exporters: tuple[wire.Exporting, ...]) -> Exposed:
+    def again(self, exporters: tuple[Exporting, ...]) -> Exposed:
         """The same layout, in another generation or round."""
         found = replace(self, exporters=exporters)
         vars(found).update(given=self.given, layout=self.layout)  # which take as long as the layout is large

@@ -7,7 +7,6 @@ the backend object is built directly: the trainer's default group, its timeouts 
 
 from __future__ import annotations
 
-import os
 import time
 from datetime import timedelta
 from typing import Final, Protocol, cast
@@ -17,60 +16,21 @@ import torch
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
 
-from ...errors import DeadlineExceeded, TransferFailed, Unsupported
+from ...errors import DeadlineExceeded, TransferFailed
 from ...processes import process_groups as backends
 from ...processes.deadline import Deadline
-from ...processes.mac_frames import listening_on
+from ...processes.process_groups import taken_s
 from .source_watchdog import Connections, StandIn, connections_of
 
 ROOT: Final = 0
 """SGLang's workers broadcast from rank 0 of the group, always."""
 
-TAKEN_S: Final = 30.0
-"""How long one bucket may take, and what its bytes take at `_LEAST_BYTES_S`, where nobody else shows how long it takes.
-
-A server puts the bucket before it into place meanwhile, and compiles kernels for the first one.
-"""
-_LEAST_BYTES_S: Final = 26e6
 _POLL_S: Final = 0.001
-
-
-def backend_for(device: torch.device) -> str:
-    """``gloo`` or ``nccl``. Raises `Unsupported` when the environment would make NCCL hang."""
-    if device.type != "cuda":
-        return "gloo"
-    found = os.environ.get("NCCL_CUMEM_ENABLE")
-    if found != "0":
-        # SGLang sets 0 in its workers; with another value on this side the first broadcast hangs (seen on H200s).
-        raise Unsupported(
-            f"NCCL_CUMEM_ENABLE is {found!r} in the trainer, SGLang's workers run with '0' and the first "
-            "broadcast would hang: start the trainer with NCCL_CUMEM_ENABLE=0"
-        )
-    return "nccl"
-
-
-def serve_store(host: str) -> c10d.TCPStore:
-    """A rendezvous store on an ephemeral port of `host` alone. Raises `TransferFailed` where there can be none."""
-    listener = listening_on(host)
-    port: int = listener.getsockname()[1]
-    return c10d.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
-    )
-
-
-def join_store(server: c10d.TCPStore) -> c10d.TCPStore:
-    """A client of `server`: it holds nothing open, so that the last reference to `server` ends the store for all."""
-    return c10d.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)
 
 
 def to_be_taken(memory: torch.Tensor, deadline: Deadline) -> Deadline:
     """When a broadcast of `memory` has to have ended, whoever stands still."""
     return Deadline(min(deadline.left(), taken_s(memory.nbytes)))
-
-
-def taken_s(nbytes: int) -> float:
-    """How long a server may take for a bucket of `nbytes`: beyond that it stands still."""
-    return TAKEN_S + nbytes / _LEAST_BYTES_S
 
 
 class _Backend(backends.Receiving, Protocol):

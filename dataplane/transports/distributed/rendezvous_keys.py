@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import hmac
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -81,11 +80,6 @@ def holding(groups: Sequence[str], *, by_sidecar: bool = False) -> str:
 def settled(future: Future[_T], seconds: float) -> bool:
     """Wait up to `seconds`; whether it is done by then, well or not."""
     return bool(wait([future], seconds).done)
-
-
-def new_token() -> str:
-    """A secret for one epoch."""
-    return secrets.token_hex(16)
 
 
 class _Setting(Protocol):

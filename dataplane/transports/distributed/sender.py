@@ -30,12 +30,14 @@ from torch._C._distributed_c10d import TCPStore
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from ...processes import torch_threads
 from ...processes.deadline import Deadline
-from ...processes.mac_frames import bracketed
+from ...processes.mac_frames import bracketed, new_token
+from ...processes.process_groups import backend_for
+from ...processes.rendezvous_store import join_store, serve_store
 from ..broadcast_order import Groups, Sources
 from ..interface import JOIN_S, Address, Peer, Session, Slot
-from .broadcast_group import BroadcastGroup, backend_for, join_store, serve_store
+from .broadcast_group import BroadcastGroup
 from .engine_groups import STILL_FORMING_S, STILL_S, Behind, EngineGroups, StoodStill, Stragglers
-from .rendezvous_keys import BY_SIDECAR, POLL_S, Meeting, holding, new_token, settled, source_name
+from .rendezvous_keys import BY_SIDECAR, POLL_S, Meeting, holding, settled, source_name
 from .store_proxy import lead_nowhere
 
 _REASONS_S: Final = 0.3

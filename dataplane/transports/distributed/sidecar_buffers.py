@@ -11,10 +11,10 @@ import torch
 
 from ...errors import NotExportable, TransferFailed
 from ...memory import ipc_handles as handles
-from ...memory.device_name import device_name
+from ...memory.device_identity import device_name
+from ...memory.ipc_handles import CudaMemory, HostMemory
 from ...memory.staging_buffers import BucketPool
 from ...processes.deadline import Deadline
-from ..interface import CudaMemory, HostMemory
 
 SLOTS: Final = 2
 """One is received while the server loads the other."""

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 from ...errors import TransferFailed
 from ...processes import torch_threads
 from ...processes.mac_frames import family_of
-from .broadcast_group import serve_store
+from ...processes.rendezvous_store import serve_store
 
 _CONNECT_S: Final = 5.0
 _LINGER_S: Final = 120.0

@@ -7,7 +7,6 @@ names of the memory they lie in. Both ends insist on the same user id.
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import stat
 from pathlib import Path
@@ -16,8 +15,8 @@ from typing import Annotated, Final, Self
 import msgspec
 
 from ...errors import DeadlineExceeded, PeerLost
-from ...memory.export_messages import peer_of
 from ...processes.deadline import Deadline
+from ...processes.unix_sockets import not_private, peer_of
 from ...processes.wire_message import WireMessage, decode
 
 MAX_PACKET: Final = 16 * 1024
@@ -171,22 +170,3 @@ class Connection:
         with contextlib.suppress(OSError):  # the peer may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-
-def not_private(path: Path, kind: int) -> str:
-    """Why `path` is not a folder or socket (`kind`: S_IFDIR, S_IFSOCK) of ours alone; empty when it is.
-
-    Looks at the entry itself: a link is neither.
-    """
-    try:
-        found = path.lstat()
-    except OSError as error:
-        return f"{path} cannot be looked at: {error.strerror}"
-    if stat.S_IFMT(found.st_mode) != kind:
-        return f"{path} is a {stat.filemode(found.st_mode)}, expected a {stat.filemode(kind | 0o700)}"
-    if found.st_uid != os.getuid() or found.st_mode & 0o077:
-        return (
-            f"{path} belongs to user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}, "
-            f"expected user {os.getuid()} and no rights for others"
-        )
-    return ""

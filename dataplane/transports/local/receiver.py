@@ -19,10 +19,12 @@ from ...digest import tensor_digest as integrity
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
 from ...memory import ipc_handles as handles
 from ...memory import posix_shm as segments
+from ...memory.ipc_handles import CudaMemory, HostMemory
 from ...memory.torch_shared_memory import EngineMemory
 from ...processes.deadline import Deadline
-from ..distributed.broadcast_group import taken_s
-from ..interface import Address, CudaMemory, EngineServer, HostMemory, Receipt, Session, SharedBucket
+from ...processes.process_groups import taken_s
+from ...processes.unix_sockets import open_runtime_dir
+from ..interface import Address, EngineServer, Receipt, Session, SharedBucket
 from .messages import (
     BucketDone,
     BucketReady,
@@ -35,7 +37,6 @@ from .messages import (
     Welcome,
     failed,
 )
-from .sender import open_runtime_dir
 
 
 class LocalReceiver:

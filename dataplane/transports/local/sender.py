@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import selectors
 import socket
-import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
@@ -22,19 +21,9 @@ import torch
 
 from ...errors import PeerLost, TransferFailed, Unsupported
 from ...processes.deadline import Deadline
+from ...processes.unix_sockets import open_runtime_dir
 from ..interface import JOIN_S, Address, Peer, Session, Slot
-from .messages import (
-    BucketDone,
-    BucketReady,
-    Connection,
-    Failed,
-    Finished,
-    Hello,
-    Refused,
-    Welcome,
-    failed,
-    not_private,
-)
+from .messages import BucketDone, BucketReady, Connection, Failed, Finished, Hello, Refused, Welcome, failed
 
 _MAX_PATH: Final = 107
 """sun_path of a Unix socket, less its terminating zero."""
@@ -307,10 +296,3 @@ class LocalSender:
                 self._selector.unregister(receiver.pidfd)
             os.close(receiver.pidfd)
             receiver.pidfd = -1
-
-
-def open_runtime_dir(path: Path) -> None:
-    """Create `path` for this user alone. Raises `Unsupported` when others can enter it, or it is a link."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if reason := not_private(path, stat.S_IFDIR):
-        raise Unsupported(f"{reason}: choose another runtime_dir or correct it")

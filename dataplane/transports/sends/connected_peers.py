@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ...processes.connection_pool import Line
+from ..interface import Group
 from . import messages as wire
 
 
@@ -80,6 +81,6 @@ class End(Line):
         self.through = self.finished = False
 
 
-def seen_by(rank: int, group: wire.Group) -> wire.Group:
+def seen_by(rank: int, group: Group) -> Group:
     """The group, as its member of that rank is told of it."""
     return msgspec.structs.replace(group, rank=rank)

@@ -22,7 +22,7 @@ class Crowded(NamedTuple):
 def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) -> dict[str, Crowded]:
     """The engines whose GPUs are taken, by the trainer's ranks or by engines before them.
 
-    `ranks` and `engines` say which seat each rank and worker has (device_name.py); empty for who has none. Raises
+    `ranks` and `engines` say which seat each rank and worker has (device_identity.py); empty for who has none. Raises
     `TransferFailed` where two ranks have the same one.
     """
     holders: dict[str, str] = {}

@@ -18,7 +18,7 @@ from ...processes import torch_threads
 from ...processes.deadline import Deadline
 from ...processes.mac_frames import address_towards, host_and_port
 from ...processes.rendezvous_store import reach_store
-from .messages import Group
+from ..interface import Group
 from .nixl_group import NixlGroup
 from .p2p_group import NOBODY, PairGroup
 

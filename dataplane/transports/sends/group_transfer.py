@@ -20,9 +20,10 @@ import torch
 from ...errors import DataplaneError, NoRoom, PeerLost, TransferFailed
 from ...processes import torch_threads
 from ...processes.deadline import Deadline
+from ..interface import Group
 from .group_cache import Standing
 from .group_forming import join
-from .messages import BEAT_S, Group
+from .messages import BEAT_S
 from .nixl_group import NixlGroup
 from .p2p_group import NOBODY, PairGroup
 from .send_queue import Exchange

@@ -25,6 +25,7 @@ from ...processes.deadline import Deadline
 from ...processes.frames import Frames
 from ...processes.wire_message import WireMessage, decode
 from ..direct.messages import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
+from ..interface import Group
 
 
 class RankHello(WireMessage, frozen=True, tag="RankHello"):
@@ -39,27 +40,6 @@ class RankHello(WireMessage, frozen=True, tag="RankHello"):
     """Those that it still has."""
     seat: str = ""
     """By which a group over NCCL knows its GPU."""
-
-
-class Group(WireMessage, frozen=True, tag="Group"):
-    """The group of this epoch."""
-
-    store: str
-    """``tcp://host:port``."""
-    name: str
-    size: int
-    rank: int
-    """Of the trainer's rank, or of the engine's first worker."""
-    form_s: float
-    turn_s: float
-    nixl: bool = False
-    """It reads with NIXL, and does not send over gloo or NCCL."""
-    stands: bool = False
-    """All have it from the last round. There is no store."""
-    keep_s: float = 0.0
-    """For how long it may be used again afterwards."""
-    ranks: int = 0
-    """How many of its members, the first ones, are ranks of the trainer; told where it forms early."""
 
 
 class Invited(WireMessage, frozen=True, tag="Invited"):

@@ -16,7 +16,7 @@ import torch
 from ...copy.copy_table import CopyTable
 from ...copy.engine_selection import engine_for
 from ...errors import DataplaneError, NoRoom, PeerLost, TransferFailed, TurnLate
-from ...memory.device_name import device_name, seat_here
+from ...memory.device_identity import device_name, seat_here
 from ...processes.background_init import Binding
 from ...processes.deadline import Deadline
 from ...processes.mac_frames import SealedFrames

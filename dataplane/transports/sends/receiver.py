@@ -28,7 +28,7 @@ from ...tensors.manifest import Manifest
 from .. import worker_messages as worker_wire
 from ..direct.messages import Welcome
 from ..direct.receiver import Agreement, DirectReceiver, Layout, read_layout
-from ..interface import Address, EngineServer, Receipt, Session
+from ..interface import Address, EngineServer, Group, Receipt, Session
 from ..prerecorded_traces import Ahead
 from ..worker_exchange import ReplayFailed
 from . import messages as sends_wire
@@ -53,7 +53,7 @@ class SendsReceiver(DirectReceiver):
         self._schedules: tuple[str, tuple[Schedule, ...]] = ("", ())
         """With the plans that they were made from."""
         self._takers = Takers(runtime_dir)
-        self._early: sends_wire.Group | None = None
+        self._early: Group | None = None
         """The group that the workers may begin to join."""
         self._forming = ""
         """The one that they did begin to join."""

@@ -21,12 +21,12 @@ from ...errors import DataplaneError, PeerLost, TransferFailed
 from ...processes.connection_pool import Lines
 from ...processes.deadline import Deadline
 from ...processes.frames import Frames
-from ...processes.mac_frames import bracketed
+from ...processes.mac_frames import bracketed, new_token
+from ...processes.process_groups import backend_for
+from ...processes.rendezvous_store import serve_store
 from ...reshard.send_schedule import alone_bytes_on, pair_bytes_of
 from ..direct.sender import Exposed
-from ..distributed.broadcast_group import backend_for, serve_store
-from ..distributed.rendezvous_keys import new_token
-from ..interface import JOIN_S, Address, Peer, Session, Slot
+from ..interface import JOIN_S, Address, Group, Peer, Session, Slot
 from . import messages as wire
 from .acceptor import Doorman
 from .chunk_limit import Ceiling
@@ -72,7 +72,7 @@ class SendsSender:
         self._stood = Stood()
         self._formed = NOBODY
         """The group of this epoch."""
-        self._early: tuple[wire.Group, TCPStore] | None = None
+        self._early: tuple[Group, TCPStore] | None = None
         """One that may begin to form before it is known whether it will be used, and its store."""
         self._in_time: Deadline | None = None
         """Until when ranks may still join it, once workers have begun to: these wait for `form_s`, and no longer."""
@@ -400,7 +400,7 @@ class SendsSender:
             return False
         return True
 
-    def _foresee(self, hello: wire.ToSender) -> wire.Group | None:
+    def _foresee(self, hello: wire.ToSender) -> Group | None:
         """The group of a single engine, unless it has the last one still: its sidecar may have begun anew since."""
         alone = isinstance(hello, wire.Hello) and len(self._engines) == 1 and hello.group not in self._stood.names
         if self._nixl or not alone:
@@ -425,8 +425,8 @@ class SendsSender:
 
     def _group(
         self, size: int, rank: int, name: str, store: TCPStore | None, *, ranks: int = 0, stands: bool = False
-    ) -> wire.Group:
-        return wire.Group(
+    ) -> Group:
+        return Group(
             store=f"tcp://{bracketed(self._host)}:{store.port}" if store else "",
             name=name, size=size, rank=rank, form_s=self._form_s, turn_s=self._turn_s,
             nixl=self._nixl, stands=stands, ranks=ranks, keep_s=self._keep_s if self._stood.room else 0.0,

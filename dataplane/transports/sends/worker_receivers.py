@@ -20,12 +20,12 @@ import msgspec
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, WorkerDied
 from ...processes.deadline import Deadline
 from ...processes.frames import FrameListener, Frames, dead_among
+from ...processes.unix_sockets import open_runtime_dir
 from ...reshard.send_schedule import Schedule
 from .. import worker_messages as worker_wire
-from ..local.sender import open_runtime_dir
+from ..interface import Group
 from ..worker_exchange import Workers
 from . import messages as sends_wire
-from .messages import Group
 
 _LOOK_S: Final = 0.02
 _SAY_S: Final = 10.0

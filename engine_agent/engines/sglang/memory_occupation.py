@@ -15,8 +15,8 @@ from typing import Final
 
 import msgspec
 
+from ...durable_file import write_durably
 from ...errors import StateUnreadable
-from ...sidecar.state_file import write_durably
 
 WEIGHTS: Final = "weights"
 TAGS: Final = ("kv_cache", WEIGHTS, "cuda_graph")

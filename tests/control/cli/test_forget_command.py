@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.cli.main import main
+from weightbus.control.cli.entry_point import main
 from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.protocol.ids import Channel
 

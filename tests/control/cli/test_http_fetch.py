@@ -8,7 +8,7 @@ import pytest
 
 from tests.kit.trickle import trickling
 from weightbus.control.cli import http_fetch as page
-from weightbus.control.cli.main import main
+from weightbus.control.cli.entry_point import main
 from weightbus.control.cli.status_view import fetch
 from weightbus.control.protocol.errors import ConfigurationError, CoordinatorUnreachable
 

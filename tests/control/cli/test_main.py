@@ -21,10 +21,10 @@ import structlog
 from rich.console import Console
 
 from weightbus.control.cli import commands, status_view
-from weightbus.control.cli import main as cli
+from weightbus.control.cli import entry_point as cli
 from weightbus.control.cli import settings_loader as settings
 from weightbus.control.cli.deployment_keys import provision
-from weightbus.control.cli.main import BUILT_IN, GROUP, main
+from weightbus.control.cli.entry_point import BUILT_IN, GROUP, main
 from weightbus.control.machine import status
 from weightbus.control.protocol.errors import WeightbusError
 from weightbus.control.security.allow_list import read_trust
@@ -73,7 +73,7 @@ def test_table_is_the_one_of_the_distribution() -> None:
     """What a tree that is not installed knows is what pyproject.toml declares."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["entry-points"][GROUP] == BUILT_IN
-    assert project["scripts"]["weightbus"] == "weightbus.control.cli.main:main"
+    assert project["scripts"]["weightbus"] == "weightbus.control.cli.entry_point:main"
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +98,7 @@ def test_command_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, capsys: 
         main(["--help"])
     assert "not available: division" in capsys.readouterr().out
     monkeypatch.undo()
-    monkeypatch.setattr(cli, "table", lambda: {"odd": "weightbus.control.cli.main:GROUP"})
+    monkeypatch.setattr(cli, "table", lambda: {"odd": "weightbus.control.cli.entry_point:GROUP"})
     assert main(["odd"]) == 2
     assert "not a weightbus command" in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, quick_etcd_member
-from weightbus.control.cli.main import main
+from weightbus.control.cli.entry_point import main
 from weightbus.control.journal.election import Deposed, Election, Leader, Term
 from weightbus.control.journal.etcd_client import (
     Etcd,

@@ -1,4 +1,4 @@
-"""What is on the wire. Golden bytes pin every message; `python tests/control/protocol/test_codec.py --regen` writes them anew.
+"""What is on the wire. Golden bytes pin every message; run this file with ``--regen`` to write them anew.
 
 Do that only for a message that is new, or together with a raised `PROTOCOL`: bytes that change under the same number
 are misread by agents of yesterday.

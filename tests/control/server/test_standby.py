@@ -14,7 +14,7 @@ import structlog
 
 from weightbus.control.bus.dealer import DealerLink
 from weightbus.control.bus.rejections import REJECTED_KEY
-from weightbus.control.cli.main import main
+from weightbus.control.cli.entry_point import main
 from weightbus.control.journal.election import Election, Leader
 from weightbus.control.journal.etcd_client import EtcdUnavailable
 from weightbus.control.protocol.enums import Code, Role

@@ -151,7 +151,8 @@ def joined(tables: list[CopyTable]) -> CopyTable:
 KERNEL = """
 import numpy as np
 import torch
-from weightbus.dataplane import tiles, tiles_triton
+from weightbus.dataplane.copy import tiles
+from weightbus.dataplane.copy import tiles_triton
 from weightbus.dataplane.copy.copy_table import AXES
 
 random = np.random.default_rng(5)

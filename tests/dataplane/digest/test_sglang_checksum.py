@@ -121,7 +121,8 @@ def test_the_kernel_adds_what_numpy_adds() -> None:
     """Under Triton's interpreter, where there is no GPU: the same lanes from the same table."""
     program = """
 import numpy as np, torch
-from weightbus.dataplane import fmix, fmix_triton
+from weightbus.dataplane.digest import sglang_checksum as fmix
+from weightbus.dataplane.digest import sglang_checksum_triton as fmix_triton
 data = np.random.default_rng(1).integers(0, 256, 90_000, dtype=np.uint8)
 whole = fmix.segments(4, 40_000, 40_000, 1, word=100, tile=0)
 table = fmix.join([whole, fmix.segments(40_004, 400, 800, 60, word=3, tile=2)])

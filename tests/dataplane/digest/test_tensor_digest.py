@@ -140,7 +140,8 @@ def test_refuses_other_memory() -> None:
 
 KERNEL = """
 import torch
-from weightbus.dataplane import integrity, integrity_triton
+from weightbus.dataplane.digest import tensor_digest as integrity
+from weightbus.dataplane.digest import tensor_digest_triton as integrity_triton
 integrity_triton.SEGMENT_WORDS, integrity_triton.BLOCK = 64, 32
 from contextlib import nullcontext
 torch.cuda.device_of = lambda memory: nullcontext()

@@ -205,7 +205,7 @@ def test_another_users_reader_is_hung_up_on(exporter: RegionExporter, monkeypatc
     monkeypatch.setattr(os, "getuid", lambda: own + 1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.settimeout(OPEN_S)
-        stranger.connect(exporter.address().address)
+        stranger.connect(exporter.address())
 
         with contextlib.suppress(ConnectionError):  # it may have hung up by then
             stranger.send(wire.encode_ask(wire.Ask(1, (0,))))
@@ -222,7 +222,7 @@ def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImport
         from weightbus.dataplane.memory.exporter import RegionExporter
         exporter = RegionExporter(Path({str(tmp_path / "run")!r}), "c", 0)
         exporter.export([torch.full((8,), 5.0)])
-        print(exporter.address().address, flush=True)
+        print(exporter.address(), flush=True)
         sys.stdin.read()
     """)
     trainer = subprocess.Popen(
@@ -257,7 +257,7 @@ def test_an_exporter_that_died_is_noticed_while_its_child_lives(tmp_path: Path, 
         from weightbus.dataplane.memory.exporter import RegionExporter
         exporter = RegionExporter(Path({str(tmp_path / "run")!r}), "c", 0)
         exporter.export([torch.full((8,), 5.0)])
-        print(exporter.address().address, flush=True)
+        print(exporter.address(), flush=True)
         sys.stdin.readline()  # the connection is there
         if child := os.fork():
             print(child, flush=True)
@@ -289,7 +289,7 @@ def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
         import os, signal
         from weightbus.dataplane.memory.importer import RegionImporter
         from weightbus.dataplane.transports.interface import Address
-        RegionImporter().open(Address({exporter.address().address!r}), 0, 1, [0], 60.0)
+        RegionImporter().open({exporter.address()!r}, 0, 1, [0], 60.0)
         os.kill(os.getpid(), signal.SIGKILL)
     """)
 

@@ -17,8 +17,8 @@ from weightbus.dataplane.memory import ipc_handles as handles
 from weightbus.dataplane.memory import posix_shm as segments
 from weightbus.dataplane.memory import staging_buffers as staging
 from weightbus.dataplane.memory import torch_shared_memory as engine_memory
+from weightbus.dataplane.memory.ipc_handles import CudaMemory
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.transports.interface import CudaMemory
 
 CUDA = CudaMemory("GPU-0123-4567", b"\1c" + bytes(range(64)), 1 << 30, 512, b"/torch_1_2_3", 7, b"e" * 64, True)
 
@@ -67,7 +67,7 @@ def test_other_devices_are_refused() -> None:
 def test_dead_processes_leave_nothing() -> None:
     """A process that was killed leaves segments; the next one to start sweeps them up, and none that is in use."""
     program = (
-        "import os, signal; from weightbus.dataplane import segments; "
+        "import os, signal; from weightbus.dataplane.memory import posix_shm as segments; "
         "own = segments.Segment.create('victim', 64); print(own.name, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     own = segments.Segment.create("own", 64)

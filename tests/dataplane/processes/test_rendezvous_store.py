@@ -11,8 +11,7 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.processes import rendezvous_store as rendezvous
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import SealedListener, address_towards, family_of
-from weightbus.dataplane.processes.rendezvous_store import ask_for_names, reach_store
-from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
+from weightbus.dataplane.processes.rendezvous_store import ask_for_names, join_store, reach_store, serve_store
 from weightbus.dataplane.transports.registry import receiver
 
 

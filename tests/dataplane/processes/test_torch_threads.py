@@ -17,7 +17,7 @@ PROGRAM = textwrap.dedent(
     import threading
     from datetime import timedelta
     from torch._C._distributed_c10d import TCPStore
-    from weightbus.dataplane import torch_threads
+    from weightbus.dataplane.processes import torch_threads
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     begun = threading.Event()
@@ -44,7 +44,7 @@ def test_the_interpreter_waits_for_threads_that_are_in_torch() -> None:
 STUCK = textwrap.dedent(
     """
     import threading
-    from weightbus.dataplane import torch_threads
+    from weightbus.dataplane.processes import torch_threads
 
     torch_threads.PATIENCE_S = 0.5
     calls = torch_threads.Calls("stuck")

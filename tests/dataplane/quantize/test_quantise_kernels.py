@@ -18,11 +18,13 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from weightbus.dataplane import quantise_cuda, quantise_torch
+from weightbus.dataplane.quantize import quantize_cuda as quantise_cuda
+
+from weightbus.dataplane.quantize import quantize_torch as quantise_torch
 
 launch = quantise_cuda.launch
 quantise_cuda.launch = lambda kind, table: launch(kind, table, fast=False)  # NumPy has no fused multiply-add
-from weightbus.dataplane import integrity
+from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.quantize.schemes import fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
@@ -129,7 +131,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weightbus.dataplane import quantise_triton
+from weightbus.dataplane.quantize import quantize_triton as quantise_triton
 from weightbus.dataplane.quantize.quantize_cuda import Kind, kernels_of, tile_of
 
 CASES = [(SCHEMES[at], (2048, 768)) for at in (0, 2, 3, 6)] + [

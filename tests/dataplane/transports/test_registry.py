@@ -220,7 +220,7 @@ def test_what_was_loaded_is_not_imported_again() -> None:
     """A server stands still when its receiver is made. In a process of its own: this one has all modules."""
     code = """
 import sys
-from weightbus.dataplane import transports
+from weightbus.dataplane.transports import registry as transports
 transports.load(transports.KINDS)
 known = set(sys.modules)
 for kind in transports.KINDS:

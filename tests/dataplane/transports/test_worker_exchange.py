@@ -13,7 +13,7 @@ from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.frames import Frames
 from weightbus.dataplane.transports import worker_exchange as module
 from weightbus.dataplane.transports import worker_messages as wire
-from weightbus.dataplane.transports.direct.messages import Exporting
+from weightbus.dataplane.transports.interface import Exporting
 from weightbus.dataplane.transports.worker_exchange import Workers
 
 from ..reshard.test_send_schedule import model

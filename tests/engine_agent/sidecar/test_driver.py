@@ -163,7 +163,7 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int,
             Member(AgentId("trainer"), Role.TRAINER, everywhere),
         ],
     )
-    argv = [sys.executable, "-m", "weightbus.control.cli.main", "coordinator", f"--router-port={port}"]
+    argv = [sys.executable, "-m", "weightbus.control.cli.entry_point", "coordinator", f"--router-port={port}"]
     argv += [f"--keys={folder / 'keys'}"]
     argv += [f"--http-port={http}", f"--journal={folder / 'j.sqlite'}"]
     with (folder / "log").open("wb") as log:

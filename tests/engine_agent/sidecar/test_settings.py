@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from weightbus.control.cli.main import main
+from weightbus.control.cli.entry_point import main
 from weightbus.control.cli.settings_loader import load
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.engine_agent.engines.sglang.http_client import Keys

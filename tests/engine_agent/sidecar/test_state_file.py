@@ -7,10 +7,11 @@ import pytest
 from tests.kit.disk_calls import DiskCalls
 from weightbus.control.protocol.enums import EngineHealth
 from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.engine_agent.durable_file import write_durably
 from weightbus.engine_agent.errors import StateInUse, StateUnreadable, StateUnwritable
 from weightbus.engine_agent.machine.events import Record
 from weightbus.engine_agent.sidecar import state_file as record_file
-from weightbus.engine_agent.sidecar.state_file import RecordFile, write_durably
+from weightbus.engine_agent.sidecar.state_file import RecordFile
 
 
 def test_a_claim_leaves_the_record_as_it_is(tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ class Deployment:
 
     def explained(self) -> dict[str, list[str]]:
         """What ``weightbus plan --explain`` prints below its table, by engine."""
-        argv = [sys.executable, "-m", "weightbus.control.cli.main", "plan", f"--url={self.http}", "--explain"]
+        argv = [sys.executable, "-m", "weightbus.control.cli.entry_point", "plan", f"--url={self.http}", "--explain"]
         environment = {**os.environ, "COLUMNS": "300"}
         done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=60, env=environment)
         found: dict[str, list[str]] = {}

@@ -16,7 +16,7 @@ from weightbus.control.protocol.enums import Reach, TransportKind
 from weightbus.control.protocol.ids import RequestId
 from weightbus.control.protocol.message_fields import Place
 from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed, seen_by
-from weightbus.dataplane.processes.host_identity import host_identity, interfaces
+from weightbus.dataplane.processes.host_facts import host_identity, interfaces
 from weightbus.engine_agent.engines.sglang import server_identity as identity
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.server_identity import facts_of

@@ -30,10 +30,9 @@ from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import messages as direct_wire
 from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.direct import sender as direct
-from weightbus.dataplane.transports.direct.messages import Exporting
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.direct.sender import Exposed
-from weightbus.dataplane.transports.interface import Peer, Receipt
+from weightbus.dataplane.transports.interface import Exporting, Peer, Receipt
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker import worker_state

@@ -23,7 +23,7 @@ from weightbus.dataplane.processes.frames import FrameListener
 from weightbus.dataplane.processes.thread_latency import INTERVAL_S
 from weightbus.dataplane.reshard.send_schedule import Messages
 from weightbus.dataplane.transports import worker_messages as wire
-from weightbus.dataplane.transports.sends.messages import Group
+from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends.receive_queue import Inbox
 from weightbus.engine_agent.worker import receive_thread as taker
 from weightbus.engine_agent.worker.receive_thread import Taker

@@ -22,13 +22,12 @@ from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import host_and_port
 from weightbus.dataplane.processes.thread_latency import INTERVAL_S
 from weightbus.dataplane.reshard.reshard_plan import Plan, make_plan
-from weightbus.dataplane.transports.interface import Peer
+from weightbus.dataplane.transports.interface import Group, Peer
 from weightbus.dataplane.transports.sends import plan_agreement as agreed_plans
 from weightbus.dataplane.transports.sends import rank_sender as rank_sends
 from weightbus.dataplane.transports.sends import receiver as sends_receiver
 from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.dataplane.transports.sends.acceptor import GREETING_S
-from weightbus.dataplane.transports.sends.messages import Group
 from weightbus.dataplane.transports.sends.nixl_group import is_installed
 from weightbus.dataplane.transports.sends.receive_queue import Inbox
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import DataplaneError
-from weightbus.dataplane.memory.device_name import HOST_OF_NCCL, seat_here, seat_on
+from weightbus.dataplane.memory.device_identity import HOST_OF_NCCL, seat_here, seat_on
 from weightbus.dataplane.transports.interface import Peer, Receipt
 from weightbus.dataplane.transports.sends import group_cache as standing
 from weightbus.dataplane.transports.sends import rank_sender as rank_sends

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weightbus.control.cli.main import main
+from weightbus.control.cli.entry_point import main
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.quantize.quantize_torch import quantise

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.cli.main import main
+from weightbus.control.cli.entry_point import main
 from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
 from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES
 from weightbus.dataplane.transports.disk.saved_version import TABLE, place_of

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.cli.main import main
+from weightbus.control.cli.entry_point import main
 from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine.status import PastStatus
 from weightbus.dataplane.transports.disk.checkpoint_locks import Notes

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-COMMAND = [sys.executable, "-m", "weightbus.control.cli.main", "demo"]
+COMMAND = [sys.executable, "-m", "weightbus.control.cli.entry_point", "demo"]
 LAST_LINE = re.compile(
     r"demo: rounds=(\d+) engines=2 reward_first=(\d\.\d{3}) reward_last=(\d\.\d{3}) "
     r"mismatched_versions=(\d+) mixed=(\d+)( max_lag=(\d+) dropped=(\d+) sync_s=\d+\.\d async_s=\d+\.\d)?"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.cli.main import main
+from weightbus.control.cli.entry_point import main
 
 ROOT = Path(__file__).parents[3]
 

@@ -12,9 +12,9 @@ from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Reach, TransportKind
 from weightbus.control.protocol.ids import RequestId
 from weightbus.control.protocol.message_fields import Place
-from weightbus.dataplane.memory.device_name import HOST_OF_NCCL
+from weightbus.dataplane.memory.device_identity import HOST_OF_NCCL
 from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed
-from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.trainer_agent.export import topology as whereabouts
 from weightbus.trainer_agent.export.topology import place_of, topology_of
 from weightbus.trainer_agent.settings import TrainerSettings

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.control.cli.main import main
+from weightbus.control.cli.entry_point import main
 from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, Links, Trainer, Way, Where
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
@@ -309,7 +309,7 @@ def test_changes_are_calculated_and_not_told() -> None:
 def test_it_needs_no_torch() -> None:
     """A laptop with numpy answers: torch is not imported on the way."""
     program = (
-        "import sys; sys.modules['torch'] = None; from weightbus.control.cli.main import main;"
+        "import sys; sys.modules['torch'] = None; from weightbus.control.cli.entry_point import main;"
         f"sys.exit(main(['simulate-fleet', '--model', {MODEL!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

@@ -24,7 +24,7 @@ from weightbus.dataplane.copy.device_fence import DevicePoint
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.exportable_memory import HostMemory
 from weightbus.dataplane.memory.staging_buffers import BucketPool
-from weightbus.dataplane.processes.host_identity import host_identity
+from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.quantize.quantize_tasks import PreparedTasks, Task, TorchTasks
 from weightbus.dataplane.reshard.share_digester import ShareDigest
 from weightbus.dataplane.tensors.boxes import Box

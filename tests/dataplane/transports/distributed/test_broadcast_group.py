@@ -14,8 +14,9 @@ from torch._C import _distributed_c10d as c10d
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed, Unsupported
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.process_groups import backend_for
 from weightbus.dataplane.transports.distributed import broadcast_group
-from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup, backend_for
+from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
 from weightbus.dataplane.transports.distributed.source_watchdog import Connections
 
 

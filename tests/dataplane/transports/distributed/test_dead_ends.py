@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.processes import torch_threads
+from weightbus.dataplane.processes.rendezvous_store import serve_store
 from weightbus.dataplane.transports.distributed import store_proxy as relay
-from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
 from weightbus.dataplane.transports.distributed.receiver import DistributedReceiver
 from weightbus.dataplane.transports.distributed.store_proxy import lead_nowhere
 from weightbus.dataplane.transports.interface import Address, Peer

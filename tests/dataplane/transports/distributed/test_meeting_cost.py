@@ -16,13 +16,13 @@ from torch._C._distributed_c10d import Store
 from weightbus.dataplane.errors import DataplaneError, PeerLost
 from weightbus.dataplane.memory.staging_buffers import BucketPool
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.rendezvous_store import reach_store
+from weightbus.dataplane.processes.mac_frames import new_token
+from weightbus.dataplane.processes.rendezvous_store import join_store, reach_store, serve_store
 from weightbus.dataplane.transports.distributed import engine_groups
 from weightbus.dataplane.transports.distributed import rendezvous_keys as meeting_module
 from weightbus.dataplane.transports.distributed import sender as distributed
-from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
 from weightbus.dataplane.transports.distributed.engine_groups import StoodStill
-from weightbus.dataplane.transports.distributed.rendezvous_keys import Attendance, Meeting, holding, new_token
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Attendance, Meeting, holding
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.interface import Address, Peer
 

@@ -11,8 +11,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.errors import Forged, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
-from weightbus.dataplane.transports.distributed.rendezvous_keys import Attendance, Meeting, new_token, source_name
+from weightbus.dataplane.processes.mac_frames import new_token
+from weightbus.dataplane.processes.rendezvous_store import serve_store
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Attendance, Meeting, source_name
 
 EPOCH = 7
 

@@ -15,11 +15,12 @@ import torch
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
 from weightbus.dataplane.memory.staging_buffers import BucketPool
 from weightbus.dataplane.processes import rendezvous_store as rendezvous
+from weightbus.dataplane.processes.mac_frames import new_token
+from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.broadcast_order import Groups, Sources
 from weightbus.dataplane.transports.distributed import engine_groups, source_rank
-from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
-from weightbus.dataplane.transports.distributed.rendezvous_keys import Meeting, new_token, source_name
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Meeting, source_name
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Session

@@ -22,8 +22,9 @@ from weightbus.control.machine.limits import STAND_IN_S
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.staging_buffers import BucketPool
 from weightbus.dataplane.processes import process_groups as backends
+from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
-from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup, join_store, serve_store
+from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
 from weightbus.dataplane.transports.distributed.source_watchdog import Connections, StandIn, connections_of
 from weightbus.dataplane.transports.interface import Address, Peer
 
@@ -50,7 +51,7 @@ for line in sys.stdin:
 OTHER_RANK = """
 import datetime, sys
 from torch._C import _distributed_c10d as c10d
-from weightbus.dataplane import backends
+from weightbus.dataplane.processes import process_groups as backends
 host, port = sys.argv[1], int(sys.argv[2])
 store = c10d.TCPStore(host, port, is_master=False, wait_for_workers=False)
 group = backends.gloo(c10d.PrefixStore("group", store), host, 1, 2, datetime.timedelta(seconds=60))

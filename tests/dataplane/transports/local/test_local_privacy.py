@@ -17,10 +17,11 @@ import pytest
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
 from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.unix_sockets import open_runtime_dir
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.local.messages import Connection, Hello
 from weightbus.dataplane.transports.local.receiver import LocalReceiver
-from weightbus.dataplane.transports.local.sender import LocalSender, open_runtime_dir
+from weightbus.dataplane.transports.local.sender import LocalSender
 
 from ...loopback import LoopbackServer, make_manifest, make_session
 

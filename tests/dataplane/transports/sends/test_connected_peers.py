@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends.connected_peers import MOST_STOOD, Formed, Stood, seen_by
-from weightbus.dataplane.transports.sends.messages import Group
 
 
 def have(*names: str) -> Stood:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost
-from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
+from weightbus.dataplane.processes.rendezvous_store import serve_store
+from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import group_forming as joining
 from weightbus.dataplane.transports.sends.group_forming import Forming, join
-from weightbus.dataplane.transports.sends.messages import Group
 from weightbus.dataplane.transports.sends.nixl_group import NixlGroup
 from weightbus.dataplane.transports.sends.p2p_group import NOBODY, PairGroup
 

@@ -16,11 +16,11 @@ import torch
 
 from weightbus.dataplane.errors import DataplaneError, NoRoom, PeerLost, TransferFailed, TurnLate
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
+from weightbus.dataplane.processes.rendezvous_store import serve_store
+from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import group_transfer as passage
 from weightbus.dataplane.transports.sends.group_cache import Standing
 from weightbus.dataplane.transports.sends.group_transfer import Passage
-from weightbus.dataplane.transports.sends.messages import Group
 from weightbus.dataplane.transports.sends.nixl_group import NixlGroup
 from weightbus.dataplane.transports.sends.p2p_group import PairGroup, Parcel
 from weightbus.dataplane.transports.sends.send_queue import Exchange

@@ -12,7 +12,7 @@ import torch
 
 from weightbus.dataplane.errors import PeerLost, TurnLate
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
+from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.transports.sends.nixl_group import _MODULES, NixlGroup
 from weightbus.dataplane.transports.sends.p2p_group import Parcel
 

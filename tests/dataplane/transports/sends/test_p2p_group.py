@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFailed, TurnLate
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.transports.distributed.broadcast_group import join_store, serve_store
+from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.transports.sends.p2p_group import PairGroup, Parcel
 
 HOST = "127.0.0.1"

@@ -17,7 +17,7 @@ from weightbus.dataplane.processes import background_init as binding
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import SealedFrames
 from weightbus.dataplane.reshard.send_schedule import Messages
-from weightbus.dataplane.transports.interface import Address
+from weightbus.dataplane.transports.interface import Address, Group
 from weightbus.dataplane.transports.sends import messages as wire
 from weightbus.dataplane.transports.sends import rank_sender as rank_sends
 from weightbus.dataplane.transports.sends.rank_sender import RankSends
@@ -27,7 +27,7 @@ from ....kit.waiting import until
 
 WAIT_S = 20.0
 RANK = 3
-GROUP = wire.Group(store="tcp://127.0.0.1:9", name="g", size=9, rank=RANK, form_s=1.0, turn_s=1.0)
+GROUP = Group(store="tcp://127.0.0.1:9", name="g", size=9, rank=RANK, form_s=1.0, turn_s=1.0)
 NOTHING = Messages.decode(b"")
 ADDRESS = Address("127.0.0.1:9", token="t")
 

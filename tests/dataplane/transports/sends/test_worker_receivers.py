@@ -14,9 +14,9 @@ from weightbus.dataplane.errors import PeerLost
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.frames import FrameListener, Frames
 from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import messages as sends_wire
 from weightbus.dataplane.transports.sends import worker_receivers as takers
-from weightbus.dataplane.transports.sends.messages import Group
 from weightbus.dataplane.transports.sends.worker_receivers import Leader, NotTaken, Takers
 
 from ....kit.waiting import until

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from weightbus.dataplane.memory.ipc_handles import CudaMemory, HostMemory
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.transports.interface import CudaMemory, HostMemory, SharedBucket
+from weightbus.dataplane.transports.interface import SharedBucket
 from weightbus.engine_agent.engines.sglang.pickle_payload import serialized
 
 TENSORS = [TensorSpec("a", "float32", (2, 3)), TensorSpec("b", "bfloat16", (5,)), TensorSpec("c", "int8", ())]

@@ -15,8 +15,8 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.errors import TransferFailed
+from weightbus.dataplane.processes.rendezvous_store import serve_store
 from weightbus.dataplane.transports.distributed import store_proxy as relay_module
-from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
 from weightbus.dataplane.transports.distributed.store_proxy import Relay
 from weightbus.dataplane.transports.interface import Address
 from weightbus.engine_agent.engines.sglang import sglang_server as sglang
