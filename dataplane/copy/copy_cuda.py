@@ -14,8 +14,8 @@ import torch
 
 from ..errors import NoCopyEngines
 from ..tensors.boxes import Column
-from .box_digests import BoxTable
-from .copy_engine import Lanes, Ready, at_once
+from .box_digests import BoxTable, Lanes
+from .copy_engine import Ready, at_once
 from .copy_table import CopyTable
 from .copy_torch import TorchCopies
 from .memcpy_batch import CopyBatch

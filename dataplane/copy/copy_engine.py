@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..tensors.boxes import Column
-from .box_digests import BoxTable
+from .box_digests import BoxTable, Lanes
 from .copy_table import CopyTable
 
-Lanes = npt.NDArray[np.uint64]
 Ready = Callable[[int], None]
 """Called before the copies of a stage are launched, stage by stage: returns when all that they read is there."""
 

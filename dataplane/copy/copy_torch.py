@@ -12,8 +12,8 @@ import torch
 from ..digest.tensor_digest import mix
 from ..tensors.boxes import Column
 from ..tensors.shards import DTYPES
-from .box_digests import WORD_BYTES, BoxTable
-from .copy_engine import Lanes, PreparedCopies, Ready, at_once
+from .box_digests import WORD_BYTES, BoxTable, Lanes
+from .copy_engine import PreparedCopies, Ready, at_once
 from .copy_table import CopyTable
 from .staged_copies import StagedCopies, by_stage
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from weightbus.dataplane.copy.box_digests import BoxTable
-from weightbus.dataplane.copy.copy_engine import CopyEngine, Lanes
+from weightbus.dataplane.copy.box_digests import BoxTable, Lanes
+from weightbus.dataplane.copy.copy_engine import CopyEngine
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.tensor_bytes import bytes_of, sizes_of

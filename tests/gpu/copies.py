@@ -35,7 +35,6 @@ from weightbus.dataplane.digest.tensor_digest import digest_tensors, finish
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.tensors.shards import DTYPES
-from weightbus.dataplane.transports.interface import Address
 
 BF16 = DTYPES.index("bfloat16")
 ROUNDS = 12
@@ -108,7 +107,7 @@ def exported(nbytes: int, holder: torch.device, reader: torch.device) -> Iterato
             assert process.stdout is not None
             address, offset = process.stdout.readline().split()
             importer = RegionImporter(reader)
-            importer.open(Address(address), 0, 1, [0], 30.0)
+            importer.open(address, 0, 1, [0], 30.0)
             yield importer.region(0, 0)[int(offset) : int(offset) + nbytes + 8 * 4096]
             importer.close()
             process.kill()

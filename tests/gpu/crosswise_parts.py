@@ -18,7 +18,6 @@ from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.tensors.shards import DTYPES
-from weightbus.dataplane.transports.interface import Address
 
 BF16 = DTYPES.index("bfloat16")
 MEET_S = 40.0
@@ -102,7 +101,7 @@ class Side:
         other = json.loads((work / f"side-{1 - self.side}.json").read_text())
         self.importer = RegionImporter(self.device)
         regions = sorted({region for region, _ in other["places"]})
-        self.importer.open(Address(other["address"]), 0, other["generation"], regions, 30.0)
+        self.importer.open(other["address"], 0, other["generation"], regions, 30.0)
         found = [self.importer.region(0, region)[at : at + self.nbytes] for region, at in other["places"]]
         return found[0], found[1]
 

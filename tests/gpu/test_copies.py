@@ -24,7 +24,6 @@ from weightbus.dataplane.copy.engine_selection import engine_for
 from weightbus.dataplane.errors import PeerLost, StaleSession
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.tensors.shards import DTYPES
-from weightbus.dataplane.transports.interface import Address
 
 pytestmark = pytest.mark.gpu
 
@@ -149,7 +148,7 @@ def test_a_reader_sees_what_the_trainer_writes(trainer: Trainer) -> None:
     """In the trainer's own memory, on the same GPU and on a peer; another storage is another generation."""
     importer = RegionImporter(GPU)
     address, generation, offset, nbytes = trainer.ask("export")
-    importer.open(Address(address), 0, int(generation), [0], OPEN_S)
+    importer.open(address, 0, int(generation), [0], OPEN_S)
     assert importer.region(0, 0).numel() == int(nbytes)
     assert read(importer, offset) == 5.0
 
@@ -160,8 +159,8 @@ def test_a_reader_sees_what_the_trainer_writes(trainer: Trainer) -> None:
     assert int(newer) == int(generation) + 1
     importer.check()
     with pytest.raises(StaleSession):
-        importer.open(Address(address), 1, int(generation), [0], OPEN_S)
-    importer.open(Address(address), 0, int(newer), [0], OPEN_S)
+        importer.open(address, 1, int(generation), [0], OPEN_S)
+    importer.open(address, 0, int(newer), [0], OPEN_S)
     assert read(importer, offset) == 7.0
     importer.close()
 
@@ -171,7 +170,7 @@ def test_copy_engines_and_kernel_share_a_table(trainer: Trainer, branches: int) 
     """Long and short runs of a peer's memory, once and again; on the same GPU the kernel takes all of them."""
     importer = RegionImporter(GPU)
     address, generation, offset, _ = trainer.ask("export")
-    importer.open(Address(address), 0, int(generation), [0], OPEN_S)
+    importer.open(address, 0, int(generation), [0], OPEN_S)
     run = column(1 << 20, 100, 2 << 20, 64 << 10) // 2
     at, zero = int(offset) + 2 * (np.cumsum(run) - run), run * 0
     grid, steps = np.ones((4, 3), np.int64), np.zeros((4, 3), np.int64)
@@ -202,7 +201,7 @@ def test_memory_is_kept_until_readers_have_let_go(trainer: Trainer) -> None:
     """A trainer that closes and frees does not pull memory away from under a kernel."""
     importer = RegionImporter(GPU)
     address, generation, offset, _ = trainer.ask("export")
-    importer.open(Address(address), 0, int(generation), [0], OPEN_S)
+    importer.open(address, 0, int(generation), [0], OPEN_S)
 
     reserved, readers = trainer.ask("free")
 
@@ -224,7 +223,7 @@ def test_a_trainer_that_died_is_noticed(trainer: Trainer) -> None:
     """SIGKILL between two rounds."""
     importer = RegionImporter(GPU)
     address, generation, _, _ = trainer.ask("export")
-    importer.open(Address(address), 0, int(generation), [0], OPEN_S)
+    importer.open(address, 0, int(generation), [0], OPEN_S)
     importer.check()
 
     trainer.process.kill()

@@ -16,7 +16,6 @@ from weightbus.dataplane.reshard.reshard_plan import Reader, make_plan, staging_
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.tensors.shards import Pieces
 from weightbus.dataplane.transports.direct.sender import Exposed
-from weightbus.dataplane.transports.interface import Address
 from weightbus.trainer_agent.export.memory_export import Exposable, Exposure
 from weightbus.trainer_agent.source import Source
 
@@ -45,7 +44,7 @@ def read(exposed: Exposed, manifest: Manifest) -> dict[str, torch.Tensor]:
     for each in exposed.exporters:
         regions = [source.region for source in plan.sources if source.holder == each.holder]
         if regions:
-            importer.open(Address(each.address), each.holder, each.generation, regions, 30.0)
+            importer.open(each.address, each.holder, each.generation, regions, 30.0)
     buffer = torch.zeros(plan.staging_bytes, dtype=torch.uint8)
     sources = [importer.region(source.holder, source.region) for source in plan.sources]
     TorchEngine().copies(plan.staging, sources, [buffer]).run()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from weightbus.control.protocol.message_fields import Place
-from weightbus.dataplane.copy.copy_engine import Lanes
+from weightbus.dataplane.copy.box_digests import Lanes
 from weightbus.dataplane.copy.device_fence import DevicePoint
 from weightbus.dataplane.copy.engine_selection import engine_for
 from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportable, Unsupported

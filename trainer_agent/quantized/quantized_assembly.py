@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from weightbus.dataplane.copy.copy_engine import Lanes
+from weightbus.dataplane.copy.box_digests import Lanes
 from weightbus.dataplane.memory.export_map import Parts
 from weightbus.dataplane.memory.tensor_bytes import addresses_of
 from weightbus.dataplane.quantize.quantize_tasks import PreparedTasks, Sums, Task, prepare

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from weightbus.control.log import get_log
-from weightbus.dataplane.copy.copy_engine import Lanes
+from weightbus.dataplane.copy.box_digests import Lanes
 from weightbus.dataplane.memory.export_map import Parts
 from weightbus.dataplane.quantize.fused_digests import Summed
 from weightbus.dataplane.quantize.hf_quantization_config import Quantisation, outputs, read

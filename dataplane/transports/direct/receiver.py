@@ -27,7 +27,7 @@ from typing import Final
 
 import numpy as np
 
-from ...copy.copy_engine import Lanes
+from ...copy.box_digests import Lanes
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed, WorkerDied
 from ...memory.export_map import ExportMap, MadeRegion
 from ...processes.deadline import Deadline
@@ -54,7 +54,7 @@ _LEAST_BYTES_S: Final = 1e9
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ReadLayout:
     """What the trainer's ranks hold, as it was last heard."""
 
     digest: str
@@ -101,7 +101,7 @@ class DirectReceiver:
         self._connection: Frames | None = None
         self._listener: FrameListener | None = None
         self._workers = Workers()
-        self._layout: Layout | None = None
+        self._layout: ReadLayout | None = None
         self._made: dict[int, MadeRegion] = {}
         """By holder: what of `_layout` is made part by part."""
         self._recordings: dict[str, Recording] = {}
@@ -211,7 +211,7 @@ class DirectReceiver:
             direct_wire.say(connection, direct_wire.GiveLayout(), deadline)
             self._learn(read_layout(connection, layout, manifest, deadline))
 
-    def _learn(self, layout: Layout) -> None:
+    def _learn(self, layout: ReadLayout) -> None:
         self._layout = layout
         self._made = {each.holder: made for each in layout.exports if (made := each.made) is not None}
 
@@ -424,13 +424,13 @@ def _lanes(blob: bytes) -> Lanes:
     return found
 
 
-def read_layout(connection: Frames, layout: str, manifest: Manifest, deadline: Deadline) -> Layout:
+def read_layout(connection: Frames, layout: str, manifest: Manifest, deadline: Deadline) -> ReadLayout:
     """What was asked for. Raises `PeerLost`, `DeadlineExceeded`, `ManifestError`."""
     reply = direct_wire.hear_sender(connection, deadline, "the trainer's layout")
     if not isinstance(reply, direct_wire.Layout):
         raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
     exports = tuple(ExportMap.decode(each) for each in reply.exports)
-    return Layout(layout, Pieces.decode([reply.pieces], manifest.tensors), exports)
+    return ReadLayout(layout, Pieces.decode([reply.pieces], manifest.tensors), exports)
 
 
 def _hear_table(connection: Frames, session: Session, deadline: Deadline) -> Tabled:

@@ -27,7 +27,7 @@ from ...reshard.send_schedule import Schedule, schedule
 from ...tensors.manifest import Manifest
 from .. import worker_messages as worker_wire
 from ..direct.messages import Welcome
-from ..direct.receiver import Agreement, DirectReceiver, Layout, read_layout
+from ..direct.receiver import Agreement, DirectReceiver, read_layout
 from ..interface import Address, EngineServer, Group, Receipt, Session
 from ..prerecorded_traces import Ahead
 from ..worker_exchange import ReplayFailed

@@ -27,7 +27,6 @@ from weightbus.dataplane.memory import importer as exported
 from weightbus.dataplane.memory.export_map import ExportMap, MadeRegion, Parts, Place, Region
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter
-from weightbus.dataplane.transports.interface import Address
 
 OPEN_S = 60.0
 
@@ -229,7 +228,7 @@ def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImport
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert trainer.stdout is not None
-    importer.open(Address(trainer.stdout.readline().strip()), 0, 1, [0], OPEN_S)
+    importer.open(trainer.stdout.readline().strip(), 0, 1, [0], OPEN_S)
     importer.check()
 
     trainer.send_signal(signal.SIGKILL)
@@ -269,7 +268,7 @@ def test_an_exporter_that_died_is_noticed_while_its_child_lives(tmp_path: Path, 
     ) as trainer:
         assert trainer.stdin is not None
         assert trainer.stdout is not None
-        importer.open(Address(trainer.stdout.readline().strip()), 0, 1, [0], OPEN_S)
+        importer.open(trainer.stdout.readline().strip(), 0, 1, [0], OPEN_S)
         trainer.stdin.write("\n")
         trainer.stdin.flush()
         child = int(trainer.stdout.readline())
@@ -288,7 +287,6 @@ def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
     program = textwrap.dedent(f"""
         import os, signal
         from weightbus.dataplane.memory.importer import RegionImporter
-        from weightbus.dataplane.transports.interface import Address
         RegionImporter().open({exporter.address()!r}, 0, 1, [0], 60.0)
         os.kill(os.getpid(), signal.SIGKILL)
     """)

@@ -21,7 +21,6 @@ from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.coverage import prove
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Piece, Pieces, View
-from weightbus.dataplane.transports.interface import Address
 from weightbus.trainer_agent.export.memory_export import Exposure
 from weightbus.trainer_agent.publish.pipeline_broadcast import Layout
 from weightbus.trainer_agent.publish.rank_zero import lead
@@ -57,7 +56,7 @@ def test_the_live_parameters_are_what_is_read(source: HFModuleSource, exposure: 
     place = exposed.exports[0].places[piece.view.storage]
     (exporter,) = exposed.exporters
 
-    importer.open(Address(exporter.address), 0, exporter.generation, [place.region], 10.0)
+    importer.open(exporter.address, 0, exporter.generation, [place.region], 10.0)
     memory = importer.region(0, place.region)[place.offset :].view(torch.float32)
     seen = torch.as_strided(memory, (4, 3), piece.view.strides, piece.view.offset)
     source.memory()[0].data[0, 0] = 99.0

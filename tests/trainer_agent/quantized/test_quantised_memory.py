@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightbus.dataplane.copy.copy_engine import Lanes
+from weightbus.dataplane.copy.box_digests import Lanes
 from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.quantize.schemes import Scheme, fp8_block
