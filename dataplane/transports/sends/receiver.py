@@ -65,7 +65,7 @@ class SendsReceiver(DirectReceiver):
         """The sender of this channel and epoch, where a version could not be taken beside after all."""
         self._at_hand: tuple[Frames, Welcome] | None = None
         """The same, for the round that begins."""
-        self._reading: Future[Layout] | None = None
+        self._reading: Future[ReadLayout] | None = None
         """The trainer's layout, which was asked for."""
         self.mode = ""
         """How the last version was taken: ``beside`` or ``paused``; and why."""
