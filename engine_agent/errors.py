@@ -21,8 +21,8 @@ EngineAgentError
 
 from pathlib import Path
 
-from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.control.security.signed_publications import Doubt
+from weightbus.control.protocol import ConfigurationError
+from weightbus.control.security import Doubt
 from weightbus.dataplane.errors import TransferFailed
 
 

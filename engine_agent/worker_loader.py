@@ -3,6 +3,6 @@
 The loader itself is in the room `worker`.
 """
 
-from .worker.loader import load
+from .worker import load
 
 __all__ = ("load",)

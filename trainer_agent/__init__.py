@@ -14,49 +14,23 @@ quantised     another source's weights, quantised on their way; archive keeps ve
 The names below are loaded when they are asked for: the command line passes through here without torch.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Final
+from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .machine.publish_handle import PublishHandle as PublishHandle
-    from .machine.publish_report import PublishReport as PublishReport
-    from .publish.agent import TrainerAgent as TrainerAgent
+    from .machine import PublishHandle as PublishHandle, PublishReport as PublishReport
+    from .publish import TrainerAgent as TrainerAgent
     from .settings import TrainerSettings as TrainerSettings
     from .source import Source as Source
-    from .sources.exported import ExportedSource as ExportedSource
-    from .sources.exported import bridge_exporter as bridge_exporter
-    from .sources.fsdp import FSDPSource as FSDPSource
-    from .sources.full_tensor import FullTensorSource as FullTensorSource
-    from .sources.hf_module import HFModuleSource as HFModuleSource
-    from .sources.megatron.megatron_source import MegatronSource as MegatronSource
-    from .staleness import Lineage as Lineage
-    from .staleness import Staleness as Staleness
-
-_HOMES: Final = {
-    "ExportedSource": ".sources.exported",
-    "FSDPSource": ".sources.fsdp",
-    "FullTensorSource": ".sources.full_tensor",
-    "HFModuleSource": ".sources.hf_module",
-    "Lineage": ".staleness",
-    "MegatronSource": ".sources.megatron.megatron_source",
-    "PublishHandle": ".machine.publish_handle",
-    "PublishReport": ".machine.publish_report",
-    "Source": ".source",
-    "Staleness": ".staleness",
-    "TrainerAgent": ".publish.agent",
-    "TrainerSettings": ".settings",
-    "bridge_exporter": ".sources.exported",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(_HOMES[name], __name__), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *_HOMES]
+    from .sources import (
+        ExportedSource as ExportedSource,
+        FSDPSource as FSDPSource,
+        FullTensorSource as FullTensorSource,
+        HFModuleSource as HFModuleSource,
+        bridge_exporter as bridge_exporter,
+    )
+    from .sources.megatron import MegatronSource as MegatronSource
+    from .staleness import Lineage as Lineage, Staleness as Staleness
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

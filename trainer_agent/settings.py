@@ -10,15 +10,12 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from weightbus.control.machine.routing import PREFERRED
-from weightbus.control.protocol.enums import PauseMode, SlowEngines, TransportKind
-from weightbus.control.protocol.ids import NAME_PATTERN
-from weightbus.control.protocol.message_fields import Policy
-from weightbus.control.security.security_settings import InsecureLoopback, KeysFolder, check, check_endpoints
-from weightbus.dataplane.tensors.manifest import DEFAULT_BUCKET_BYTES
+from weightbus.control.machine import PREFERRED
+from weightbus.control.protocol import NAME_PATTERN, PauseMode, Policy, SlowEngines, TransportKind
+from weightbus.control.security import InsecureLoopback, KeysFolder, check, check_endpoints
+from weightbus.dataplane.tensors import DEFAULT_BUCKET_BYTES
 
-from .machine.publication import Limits
-from .machine.snapshot_queue import Memory, Overlap
+from .machine import Limits, Memory, Overlap
 
 SECTION: Final = "trainer"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_TRAINER_``."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors import Manifest, TensorSpec
 
 if TYPE_CHECKING:  # what reads configs of served models alone has no torch
     import torch

@@ -1,1 +1,28 @@
-"""bus: see FACES.md for the sentence that belongs here."""
+"""ZeroMQ: the coordinator's router, an agent's dealer, session and client, and the in-memory twin."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from .ack_batching import Receipts as Receipts
+    from .client import BusClient as BusClient, BusSettings as BusSettings, check_keys as check_keys
+    from .interface import (
+        CoordinatorBus as CoordinatorBus,
+        Delivery as Delivery,
+        Distrusted as Distrusted,
+        Incoming as Incoming,
+        Rejected as Rejected,
+        Throttled as Throttled,
+        TurnedAway as TurnedAway,
+    )
+    from .rejections import answer_to as answer_to, refusal_of as refusal_of
+    from .router import RouterBus as RouterBus, ServerKeys as ServerKeys, check_bind as check_bind
+    from .sockets import (
+        check_library as check_library,
+        libzmq_version as libzmq_version,
+        new_keypair as new_keypair,
+        public_of as public_of,
+    )
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

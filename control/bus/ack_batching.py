@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from ..machine.events import Peer
-from ..protocol.message_fields import Message
-from ..protocol.messages import Ack, Commit, Pause, Paused, Prepared, Request, Serving, Transfer, Transferred, Verified
+from ..machine import Peer
+from ..protocol import Ack, Commit, Message, Pause, Paused, Prepared, Request, Serving, Transfer, Transferred, Verified
 
 _COVERED: Final[Mapping[type[Message], frozenset[type[Message]]]] = {
     Pause: frozenset({Prepared}),

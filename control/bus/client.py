@@ -15,8 +15,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self, assert_never
@@ -24,32 +23,32 @@ from typing import Final, Self, assert_never
 import msgspec
 
 from ..log import get_log
-from ..protocol import codec
-from ..protocol.enums import MAX_PAGE_BYTES, Code
-from ..protocol.errors import (
+from ..protocol import (
+    MAX_PAGE_BYTES,
     BlobMismatch,
-    ClientClosed,
-    CoordinatorUnreachable,
-    NotWanted,
-    RequestRefused,
-    WeightbusError,
-)
-from ..protocol.ids import Digest, RequestId, Version
-from ..protocol.messages import (
     BlobPage,
     Bye,
+    ClientClosed,
+    Code,
+    CoordinatorUnreachable,
+    Digest,
     GetBlob,
     GetStatus,
     Heartbeat,
     Hello,
+    NotWanted,
     PutBlob,
+    RequestId,
+    RequestRefused,
     ToAgent,
     ToCoordinator,
     Topology,
+    Version,
+    WeightbusError,
     Welcome,
+    codec,
 )
-from ..security.curve_keys import CurveFiles
-from ..security.security_settings import curve_files
+from ..security import CurveFiles, curve_files
 from .bounded_set import Recent
 from .dealer import DealerLink
 from .interface import AgentLink

@@ -9,10 +9,8 @@ from urllib.parse import urlsplit
 
 import zmq
 
-from ..protocol import codec
-from ..protocol.errors import ConfigurationError, ProtocolError
-from ..protocol.messages import ToAgent, ToCoordinator
-from ..security.curve_keys import CurveFiles, KeyPair, read_public, read_secret
+from ..protocol import ConfigurationError, ProtocolError, ToAgent, ToCoordinator, codec
+from ..security import CurveFiles, KeyPair, read_public, read_secret
 from .session import split_endpoints
 from .sockets import Waker, burst, check_library, public_of, set_common
 

@@ -11,11 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..machine.events import MessageReceived, Peer
-from ..protocol import codec
-from ..protocol.errors import ProtocolError
-from ..protocol.message_fields import Message
-from ..protocol.messages import ToAgent, ToCoordinator
+from ..machine import MessageReceived, Peer
+from ..protocol import Message, ProtocolError, ToAgent, ToCoordinator, codec
 from .interface import Delivery, Rejected
 
 

@@ -12,10 +12,8 @@ from typing import Protocol
 
 import msgspec
 
-from ..machine.events import MessageReceived, Peer, Principal
-from ..protocol.errors import ProtocolError
-from ..protocol.ids import AgentId
-from ..protocol.messages import ToAgent, ToCoordinator
+from ..machine import MessageReceived, Peer, Principal
+from ..protocol import AgentId, ProtocolError, ToAgent, ToCoordinator
 
 
 class Delivery(enum.Enum):

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..machine.effects import Refusal
-from ..protocol.enums import Code
-from ..protocol.errors import WrongProtocol
-from ..protocol.ids import RequestId
-from ..protocol.messages import Refused
+from ..machine import Refusal
+from ..protocol import Code, Refused, RequestId, WrongProtocol
 from .interface import Rejected, Throttled, TurnedAway
 
 REJECTED_KEY: Final = RequestId("rejected")

@@ -37,13 +37,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.backend import Socket
 
-from ..machine.events import MessageReceived, Peer, Principal
-from ..protocol import codec
-from ..protocol.errors import ConfigurationError, Malformed, ProtocolError, WeightbusError
-from ..protocol.ids import AgentId
-from ..protocol.messages import ToAgent
-from ..security.allow_list import RELOAD_S, TRUST_FILE, TrustList, read_trust
-from ..security.curve_keys import COORDINATOR, KeyPair, check_public, read_secret
+from ..machine import MessageReceived, Peer, Principal
+from ..protocol import AgentId, ConfigurationError, Malformed, ProtocolError, ToAgent, WeightbusError, codec
+from ..security import COORDINATOR, RELOAD_S, TRUST_FILE, KeyPair, TrustList, check_public, read_secret, read_trust
 from .interface import Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
 from .rate_limit import PENANCE_S, RATE, Account, Pace, Throttle
 from .sockets import MAX_BURST, Waker, burst, check_library, explain_handshake, public_of, set_common

@@ -14,23 +14,28 @@ from typing import Final
 
 import msgspec
 
-from ..protocol.enums import Code
-from ..protocol.errors import CoordinatorUnreachable, ProtocolError, RequestRefused, WeightbusError, WrongProtocol
-from ..protocol.ids import RequestId, Version
-from ..protocol.messages import (
+from ..protocol import (
     Abort,
     Ack,
     Alive,
     BlobPage,
+    Code,
     Commit,
+    CoordinatorUnreachable,
     Granted,
     Pause,
+    ProtocolError,
     Refused,
+    RequestId,
+    RequestRefused,
     Status,
     ToAgent,
     ToCoordinator,
     Transfer,
+    Version,
+    WeightbusError,
     Welcome,
+    WrongProtocol,
 )
 from .ack_batching import acknowledges
 

@@ -9,9 +9,8 @@ from typing import Final
 
 import zmq
 
-from ..protocol import codec
-from ..protocol.errors import ConfigurationError
-from ..security.curve_keys import KeyPair
+from ..protocol import ConfigurationError, codec
+from ..security import KeyPair
 
 HWM: Final = 1000
 KEEPALIVE_IDLE_S: Final = 2

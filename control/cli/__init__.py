@@ -1,1 +1,12 @@
-"""cli: see FACES.md for the sentence that belongs here."""
+"""The command `weightbus`: its subcommands, and how settings are read. Top of the package."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from . import settings_loader as settings_loader
+    from .deployment_keys import Member as Member, provision as provision
+    from .entry_point import main as main
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

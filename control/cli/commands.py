@@ -13,17 +13,11 @@ import msgspec
 from msgspec import Meta
 from rich.console import Console
 
-from ..bus.router import check_bind
-from ..bus.sockets import libzmq_version
-from ..journal.etcd_client import parse_url, read_login
+from ..bus import check_bind, libzmq_version
+from ..journal import parse_url, read_login
 from ..log import get_log
-from ..machine import status as status_document
-from ..machine.limits import STAND_IN_S
-from ..server.candidate import Candidate
-from ..server.coordinator_process import Service, read_keys
-from ..server.event_loop import on_signals
-from ..server.metrics import configure_logging
-from ..server.settings import CoordinatorSettings, default_journal
+from ..machine import STAND_IN_S, status as status_document
+from ..server import Candidate, CoordinatorSettings, Service, configure_logging, default_journal, on_signals, read_keys
 from ..terminal_text import plain
 from . import status_view
 from .settings_command import SettingsCommand

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from ..bus.sockets import new_keypair, public_of
-from ..protocol.enums import Role
-from ..protocol.ids import AgentId, Channel
-from ..security.allow_list import TRUST_FILE, Entry, edited
-from ..security.curve_keys import AGENTS, COORDINATOR, read_public, read_signing_key, write_pair
+from ..bus import new_keypair, public_of
+from ..protocol import AgentId, Channel, Role
+from ..security import AGENTS, COORDINATOR, TRUST_FILE, Entry, edited, read_public, read_signing_key, write_pair
 
 
 class Member(msgspec.Struct, frozen=True):

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
-from ..protocol.errors import ConfigurationError
+from ..protocol import ConfigurationError
 from ..terminal_text import plain
 
 GROUP: Final = "weightbus.commands"

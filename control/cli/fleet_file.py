@@ -8,13 +8,9 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from ..machine.route import Ends
-from ..protocol.enums import TransportKind
-from ..protocol.errors import Malformed
-from ..protocol.ids import NAME_PATTERN, Count
-from ..protocol.message_fields import EngineInfo, Place, TrainerInfo
-from ..protocol.messages import Topology
-from ..server.transport_plan import ChannelPlan, PlanView, plans_of, trainer_plan
+from ..machine import Ends
+from ..protocol import NAME_PATTERN, Count, EngineInfo, Malformed, Place, Topology, TrainerInfo, TransportKind
+from ..server import ChannelPlan, PlanView, plans_of, trainer_plan
 
 _DEVICES: Final = ("cpu", "cuda")
 _WHAT: Final = "this does not describe a trainer and its engines"

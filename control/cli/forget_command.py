@@ -15,13 +15,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ..journal.election import Election, Leader, Term
-from ..journal.etcd_client import Etcd, StoreLogin, parse_url, read_login
-from ..journal.etcd_journal import EtcdJournal
-from ..journal.sqlite_journal import SqliteJournal
-from ..protocol.errors import ConfigurationError
-from ..protocol.ids import Channel
-from ..server.settings import default_journal
+from ..journal import Election, Etcd, EtcdJournal, Leader, SqliteJournal, StoreLogin, Term, parse_url, read_login
+from ..protocol import Channel, ConfigurationError
+from ..server import default_journal
 from .settings_command import SettingsCommand
 
 _FOLLOWS = (

@@ -13,13 +13,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..bus.sockets import check_library, new_keypair, public_of
-from ..protocol.enums import Role
-from ..protocol.errors import ConfigurationError
-from ..protocol.ids import AgentId, AgentName, Channel
-from ..security.allow_list import TRUST_FILE, Entry, describe, edited, explained, read_trust
-from ..security.curve_keys import AGENTS, COORDINATOR, write_pair
-from ..security.security_settings import KeysFolder, keys_folder
+from ..bus import check_library, new_keypair, public_of
+from ..protocol import AgentId, AgentName, Channel, ConfigurationError, Role
+from ..security import (
+    AGENTS,
+    COORDINATOR,
+    TRUST_FILE,
+    Entry,
+    KeysFolder,
+    describe,
+    edited,
+    explained,
+    keys_folder,
+    read_trust,
+    write_pair,
+)
 from .deployment_keys import Member, entry_of
 from .settings_command import SettingsCommand
 

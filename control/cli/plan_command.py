@@ -10,12 +10,10 @@ import msgspec
 from msgspec import Meta
 from rich.console import Console
 
-from ..protocol.errors import ConfigurationError, NoTrainer
-from ..server import transport_plan as plan_document
-from ..server.transport_plan import PlanView
+from ..protocol import ConfigurationError, NoTrainer
+from ..server import PlanView, transport_plan as plan_document
 from ..terminal_text import plain
-from . import fleet_file as imagined_fleet
-from . import plan_view, status_view
+from . import fleet_file as imagined_fleet, plan_view, status_view
 from .settings_command import SettingsCommand
 
 _URL: Final = "http://127.0.0.1:5752"

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..server.transport_plan import ChannelPlan, EnginePlan, PlanView, TrainerPlan
+from ..server import ChannelPlan, EnginePlan, PlanView, TrainerPlan
 from ..terminal_text import plain
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Union, cast, get_args, get_origin, get
 
 import msgspec
 
-from ..protocol.errors import ConfigurationError
+from ..protocol import ConfigurationError
 
 _TRUE: Final = frozenset({"true", "yes", "on", "1"})
 _FALSE: Final = frozenset({"false", "no", "off", "0"})

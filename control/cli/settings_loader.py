@@ -28,7 +28,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
-from ..protocol.errors import ConfigurationError
+from ..protocol import ConfigurationError
 from .settings_fields import Field, fields_of
 
 SECTIONS: Final = (

@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ..machine.status import ChannelView, EngineView, StatusView, parse
-from ..protocol.errors import ConfigurationError, CoordinatorUnreachable, WeightbusError
-from ..security.security_settings import check_url
+from ..machine import ChannelView, EngineView, StatusView, parse
+from ..protocol import ConfigurationError, CoordinatorUnreachable, WeightbusError
+from ..security import check_url
 from ..terminal_text import plain
 from .http_fetch import read_page
 

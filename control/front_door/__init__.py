@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from weightbus.trainer_agent import ExportedSource as ExportedSource
-    from weightbus.trainer_agent import FSDPSource as FSDPSource
-    from weightbus.trainer_agent import FullTensorSource as FullTensorSource
-    from weightbus.trainer_agent import HFModuleSource as HFModuleSource
-    from weightbus.trainer_agent import Lineage as Lineage
-    from weightbus.trainer_agent import MegatronSource as MegatronSource
-    from weightbus.trainer_agent import PublishHandle as PublishHandle
-    from weightbus.trainer_agent import PublishReport as PublishReport
-    from weightbus.trainer_agent import Source as Source
-    from weightbus.trainer_agent import Staleness as Staleness
-    from weightbus.trainer_agent import TrainerAgent as TrainerAgent
-    from weightbus.trainer_agent import TrainerSettings as TrainerSettings
-    from weightbus.trainer_agent import bridge_exporter as bridge_exporter
+    from weightbus.trainer_agent import (
+        ExportedSource as ExportedSource,
+        FSDPSource as FSDPSource,
+        FullTensorSource as FullTensorSource,
+        HFModuleSource as HFModuleSource,
+        Lineage as Lineage,
+        MegatronSource as MegatronSource,
+        PublishHandle as PublishHandle,
+        PublishReport as PublishReport,
+        Source as Source,
+        Staleness as Staleness,
+        TrainerAgent as TrainerAgent,
+        TrainerSettings as TrainerSettings,
+        bridge_exporter as bridge_exporter,
+    )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from ..log import get_log
-from ..protocol.errors import WeightbusError
+from ..protocol import WeightbusError
 from .etcd_client import Etcd, EtcdUnavailable, KeyValue, created_at, put, read
 
 _log = get_log(__name__)

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from ..protocol.errors import ConfigurationError, WeightbusError
+from ..protocol import ConfigurationError, WeightbusError
 
 CONNECT_S: Final = 1.0
 """How long one member may take to accept a connection before the next is tried."""

@@ -17,12 +17,32 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from ..machine.effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
-from ..machine.reply_cache import ANSWERS, Ending, Past, Restored, ending, remembered
-from ..protocol.errors import JournalCorrupt, JournalError, JournalUnwritable, NotNewer
-from ..protocol.ids import Channel, Epoch, RequestId
-from ..protocol.message_fields import Held
-from ..protocol.messages import RoundDone
+from ..machine import (
+    ANSWERS,
+    AnyRecord,
+    ChannelForgotten,
+    Committed,
+    Ending,
+    EpochRaised,
+    EpochTaken,
+    Past,
+    Probe,
+    Restored,
+    RoundClosed,
+    ending,
+    remembered,
+)
+from ..protocol import (
+    Channel,
+    Epoch,
+    Held,
+    JournalCorrupt,
+    JournalError,
+    JournalUnwritable,
+    NotNewer,
+    RequestId,
+    RoundDone,
+)
 from .election import Term
 from .etcd_client import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
 from .sqlite_journal import stride

@@ -14,7 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
-from ..protocol.errors import JournalCorrupt, JournalError
+from ..protocol import JournalCorrupt, JournalError
 
 RESTORE: Final = "restore it from a backup; beginning anew would forget which version is committed"
 _ELSEWHERE: Final = "or name another file with --journal"

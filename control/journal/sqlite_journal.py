@@ -21,12 +21,34 @@ from typing import Final, Protocol, cast
 import msgspec
 
 from ..log import get_log
-from ..machine.effects import AnyRecord, ChannelForgotten, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
-from ..machine.reply_cache import ANSWERS, HISTORY, Ending, Past, Restored, ending, remembered
-from ..protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
-from ..protocol.ids import Channel, Digest, Epoch, RequestId, Version
-from ..protocol.message_fields import Held
-from ..protocol.messages import RoundDone
+from ..machine import (
+    ANSWERS,
+    HISTORY,
+    AnyRecord,
+    ChannelForgotten,
+    Committed,
+    Ending,
+    EpochRaised,
+    EpochTaken,
+    Past,
+    Probe,
+    Restored,
+    RoundClosed,
+    ending,
+    remembered,
+)
+from ..protocol import (
+    Channel,
+    Digest,
+    Epoch,
+    Held,
+    JournalCorrupt,
+    JournalError,
+    JournalUnwritable,
+    RequestId,
+    RoundDone,
+    Version,
+)
 from .sqlite_file import RESTORE, advice_on, keep_private, log_of, look
 
 SCHEMA: Final = 3

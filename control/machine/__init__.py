@@ -1,1 +1,89 @@
-"""machine: see FACES.md for the sentence that belongs here."""
+"""What the coordinator decides: `handle(event, now) -> effects`, pure."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from . import routing as routing, status as status
+    from .channel import Channel as Channel, Publisher as Publisher
+    from .coordinator import Coordinator as Coordinator
+    from .effect_queue import HEARTBEAT_KEY as HEARTBEAT_KEY
+    from .effects import (
+        Acknowledge as Acknowledge,
+        AgentJoined as AgentJoined,
+        AgentLeft as AgentLeft,
+        AnyEffect as AnyEffect,
+        AnyObservation as AnyObservation,
+        AnyRecord as AnyRecord,
+        ChannelForgotten as ChannelForgotten,
+        Committed as Committed,
+        EngineAhead as EngineAhead,
+        EngineFailed as EngineFailed,
+        EpochRaised as EpochRaised,
+        EpochTaken as EpochTaken,
+        Evict as Evict,
+        JournalChanged as JournalChanged,
+        LeaseEnded as LeaseEnded,
+        LeaseGranted as LeaseGranted,
+        Observe as Observe,
+        Persist as Persist,
+        Probe as Probe,
+        ReadinessChanged as ReadinessChanged,
+        Redriven as Redriven,
+        Refusal as Refusal,
+        RoundClosed as RoundClosed,
+        RoundEnded as RoundEnded,
+        RoundReadiness as RoundReadiness,
+        SendTo as SendTo,
+        SendToAll as SendToAll,
+        StateEntered as StateEntered,
+    )
+    from .engine_record import Engine as Engine
+    from .events import (
+        ANY_CHANNEL as ANY_CHANNEL,
+        AnyEvent as AnyEvent,
+        Burst as Burst,
+        MessageReceived as MessageReceived,
+        Peer as Peer,
+        PeerLost as PeerLost,
+        Persisted as Persisted,
+        PersistFailed as PersistFailed,
+        Principal as Principal,
+        StopRequested as StopRequested,
+        Tick as Tick,
+        TrustLost as TrustLost,
+        Unsent as Unsent,
+    )
+    from .limits import STAND_IN_S as STAND_IN_S, Limits as Limits, earlier as earlier
+    from .membership import Agent as Agent, Membership as Membership
+    from .reply_cache import (
+        ANSWERS as ANSWERS,
+        HISTORY as HISTORY,
+        Ending as Ending,
+        Past as Past,
+        Restored as Restored,
+        ending as ending,
+        remembered as remembered,
+    )
+    from .route import Ends as Ends, Route as Route
+    from .routing import (
+        IN_PLACE as IN_PLACE,
+        PREFERRED as PREFERRED,
+        Router as Router,
+        choose as choose,
+        spread as spread,
+    )
+    from .states import EnginePhase as EnginePhase, RoundState as RoundState
+    from .status import (
+        LENT as LENT,
+        ChannelView as ChannelView,
+        EngineView as EngineView,
+        PastStatus as PastStatus,
+        StandbyView as StandbyView,
+        StatusView as StatusView,
+        parse as parse,
+        refuse_standby as refuse_standby,
+    )
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from ..protocol.enums import PROTOCOL, Code, Role
-from ..protocol.ids import Channel
-from ..protocol.messages import (
+from ..protocol import (
+    PROTOCOL,
     Abandon,
     Acquire,
     Bye,
+    Channel,
+    Code,
     Failed,
     GetBlob,
     GetStatus,
@@ -22,6 +23,7 @@ from ..protocol.messages import (
     Publish,
     PutBlob,
     Release,
+    Role,
     Sent,
     Serving,
     ToCoordinator,

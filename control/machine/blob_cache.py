@@ -10,8 +10,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import Final
 
-from ..protocol.enums import MAX_PAGE_BYTES, MAX_PAGES, Code
-from ..protocol.errors import InvariantBroken
+from ..protocol import MAX_PAGE_BYTES, MAX_PAGES, Code, InvariantBroken
 from .reply_cache import YES, Verdict
 
 MAX_BLOBS: Final = 4096

@@ -14,17 +14,21 @@ from typing import Final
 
 import msgspec
 
-from ..protocol.enums import Code, EngineHealth, PauseMode
-from ..protocol.errors import InvariantBroken
-from ..protocol.ids import AgentId, Epoch, Incarnation, Version
-from ..protocol.ids import Channel as ChannelId
-from ..protocol.message_fields import Held, TrainerInfo
-from ..protocol.messages import (
+from ..protocol import (
     Abandon,
     Acquire,
+    AgentId,
+    Channel as ChannelId,
+    Code,
+    EngineHealth,
     EngineMessage,
+    Epoch,
     Heartbeat,
+    Held,
+    Incarnation,
+    InvariantBroken,
     Offered,
+    PauseMode,
     Publish,
     Release,
     RoundDone,
@@ -33,6 +37,8 @@ from ..protocol.messages import (
     ToAgent,
     ToEngine,
     Topology,
+    TrainerInfo,
+    Version,
 )
 from .effect_queue import RECORDS, ChannelRecord, Out, Tell, together
 from .effects import AnyObservation, Committed, EngineAhead, EpochRaised, EpochTaken, RoundClosed, RoundEnded

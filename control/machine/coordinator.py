@@ -18,16 +18,15 @@ from typing import Final, assert_never
 
 import msgspec
 
-from ..protocol.codec import MAX_ANSWER_BYTES
-from ..protocol.enums import Code, Role
-from ..protocol.errors import InvariantBroken
-from ..protocol.ids import AgentId
-from ..protocol.ids import Channel as ChannelId
-from ..protocol.messages import (
+from ..protocol import (
+    MAX_ANSWER_BYTES,
     Abandon,
     Acquire,
+    AgentId,
     BlobPage,
     Bye,
+    Channel as ChannelId,
+    Code,
     EngineMessage,
     Failed,
     GetBlob,
@@ -35,12 +34,14 @@ from ..protocol.messages import (
     Granted,
     Heartbeat,
     Hello,
+    InvariantBroken,
     Offered,
     Paused,
     Prepared,
     Publish,
     PutBlob,
     Release,
+    Role,
     Sent,
     Serving,
     Status,

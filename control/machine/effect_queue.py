@@ -11,11 +11,26 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ..protocol.enums import Code
-from ..protocol.errors import IllegalMove, InvariantBroken
-from ..protocol.ids import AgentId, Channel, RequestId
-from ..protocol.messages import Abandon, Ack, Bye, Heartbeat, Offered, Publish, Refused, Release, Request, Sent, ToAgent
-from ..protocol.messages import ToCoordinator as Message
+from ..protocol import (
+    Abandon,
+    Ack,
+    AgentId,
+    Bye,
+    Channel,
+    Code,
+    Heartbeat,
+    IllegalMove,
+    InvariantBroken,
+    Offered,
+    Publish,
+    Refused,
+    Release,
+    Request,
+    RequestId,
+    Sent,
+    ToAgent,
+    ToCoordinator as Message,
+)
 from .effects import (
     Acknowledge,
     AnyEffect,

@@ -9,9 +9,20 @@ from __future__ import annotations
 
 import msgspec
 
-from ..protocol.enums import Code, Outcome, Role
-from ..protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from ..protocol.messages import Request, RoundDone, ToAgent
+from ..protocol import (
+    AgentId,
+    Channel,
+    Code,
+    Digest,
+    Epoch,
+    Outcome,
+    Request,
+    RequestId,
+    Role,
+    RoundDone,
+    ToAgent,
+    Version,
+)
 from .events import Peer, Token
 from .states import RoundState
 

@@ -12,10 +12,21 @@ from typing import Final
 
 import msgspec
 
-from ..protocol.enums import Code, EngineHealth, TransportKind
-from ..protocol.ids import AgentId, Epoch, Incarnation, Version
-from ..protocol.message_fields import EngineInfo, Held
-from ..protocol.messages import EngineMessage, Failed, Serving, Topology
+from ..protocol import (
+    AgentId,
+    Code,
+    EngineHealth,
+    EngineInfo,
+    EngineMessage,
+    Epoch,
+    Failed,
+    Held,
+    Incarnation,
+    Serving,
+    Topology,
+    TransportKind,
+    Version,
+)
 from .membership import Agent
 from .participant import Member
 from .reply_cache import YES, Verdict

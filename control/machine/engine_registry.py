@@ -9,10 +9,23 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from typing import Final
 
-from ..protocol.enums import EngineHealth, Step
-from ..protocol.ids import AgentId, Channel, Epoch
-from ..protocol.message_fields import EngineInfo, Held, Policy, TrainerInfo
-from ..protocol.messages import Abort, Commit, EngineMessage, Failed, Serving, Topology
+from ..protocol import (
+    Abort,
+    AgentId,
+    Channel,
+    Commit,
+    EngineHealth,
+    EngineInfo,
+    EngineMessage,
+    Epoch,
+    Failed,
+    Held,
+    Policy,
+    Serving,
+    Step,
+    Topology,
+    TrainerInfo,
+)
 from .effects import ReadinessChanged, RoundReadiness
 from .engine_record import GENERATES, Engine, Window, readiness
 from .limits import Limits

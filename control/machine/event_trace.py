@@ -6,8 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ..protocol.ids import AgentId
-from ..protocol.messages import Abandon, Acquire, EngineMessage, Offered, Publish, Release, Sent
+from ..protocol import Abandon, Acquire, AgentId, EngineMessage, Offered, Publish, Release, Sent
 
 STORY: Final = 64
 """Recent events that an error carries."""

@@ -10,9 +10,7 @@ from typing import Final, NewType
 
 import msgspec
 
-from ..protocol.enums import Role
-from ..protocol.ids import AgentId, Channel
-from ..protocol.messages import ToAgent, ToCoordinator
+from ..protocol import AgentId, Channel, Role, ToAgent, ToCoordinator
 
 Peer = NewType("Peer", bytes)
 """One connection, by the id that the ROUTER gave it. A reconnected agent has a new one."""

@@ -11,11 +11,19 @@ from typing import Final
 
 import msgspec
 
-from ..protocol.enums import Code
-from ..protocol.errors import InvariantBroken
-from ..protocol.ids import AgentId, Channel, Epoch, Incarnation, Version
-from ..protocol.message_fields import EngineInfo, Held
-from ..protocol.messages import Acquire, Granted
+from ..protocol import (
+    Acquire,
+    AgentId,
+    Channel,
+    Code,
+    EngineInfo,
+    Epoch,
+    Granted,
+    Held,
+    Incarnation,
+    InvariantBroken,
+    Version,
+)
 from .effects import EpochTaken, LeaseEnded, LeaseGranted
 from .limits import Limits
 from .membership import Agent

@@ -16,11 +16,18 @@ from itertools import takewhile
 
 import msgspec
 
-from ..protocol.enums import Code, Role
-from ..protocol.errors import InvariantBroken
-from ..protocol.ids import AgentId, Channel, Incarnation
-from ..protocol.message_fields import EngineInfo, TrainerInfo
-from ..protocol.messages import Hello, Topology
+from ..protocol import (
+    AgentId,
+    Channel,
+    Code,
+    EngineInfo,
+    Hello,
+    Incarnation,
+    InvariantBroken,
+    Role,
+    Topology,
+    TrainerInfo,
+)
 from .events import Peer, Principal
 from .limits import Limits, earlier
 from .reply_cache import YES, Verdict

@@ -6,10 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ..protocol.codec import brief
-from ..protocol.enums import Outcome, TransportKind
-from ..protocol.ids import AgentId, Epoch, Version
-from ..protocol.message_fields import EngineInfo, EngineReport
+from ..protocol import AgentId, EngineInfo, EngineReport, Epoch, Outcome, TransportKind, Version, brief
 from .states import EnginePhase
 
 _DOWN: Final = frozenset({EnginePhase.RESUMING, EnginePhase.LEAVING, EnginePhase.QUARANTINED})

@@ -10,19 +10,24 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, assert_never
 
-from ..protocol.enums import EngineHealth, Step, TransportKind
-from ..protocol.ids import AgentId, Digest, Epoch
-from ..protocol.message_fields import EngineInfo, Offer
-from ..protocol.messages import (
+from ..protocol import (
+    AgentId,
+    Digest,
+    EngineHealth,
+    EngineInfo,
     EngineMessage,
+    Epoch,
     Failed,
+    Offer,
     Paused,
     Prepared,
     Publish,
     Send,
     Serving,
+    Step,
     ToEngine,
     Transferred,
+    TransportKind,
     Verified,
     Withdraw,
 )

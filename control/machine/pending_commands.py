@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..protocol.ids import AgentId
-from ..protocol.messages import ToEngine, ToTrainer
+from ..protocol import AgentId, ToEngine, ToTrainer
 
 Command = ToEngine | ToTrainer
 

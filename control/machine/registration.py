@@ -5,10 +5,7 @@ Whatever happens to an agent returns the channel that it concerned, if it did: t
 
 from __future__ import annotations
 
-from ..protocol.enums import Code, Role
-from ..protocol.ids import AgentId
-from ..protocol.ids import Channel as ChannelId
-from ..protocol.messages import Alive, Heartbeat, Hello, Topology, Welcome
+from ..protocol import AgentId, Alive, Channel as ChannelId, Code, Heartbeat, Hello, Role, Topology, Welcome
 from .authorization import may_join
 from .channel import Channel
 from .effect_queue import Outbox

@@ -9,10 +9,25 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ..protocol.enums import Code, Outcome
-from ..protocol.ids import AgentId, Epoch, RequestId, Version
-from ..protocol.message_fields import EngineReport, Held
-from ..protocol.messages import Abandon, Ack, Acquire, Granted, Offered, Publish, Release, RoundDone, Sent
+from ..protocol import (
+    Abandon,
+    Ack,
+    Acquire,
+    AgentId,
+    Code,
+    EngineReport,
+    Epoch,
+    Granted,
+    Held,
+    Offered,
+    Outcome,
+    Publish,
+    Release,
+    RequestId,
+    RoundDone,
+    Sent,
+    Version,
+)
 from .effects import Committed, RoundClosed
 
 Keyed = Acquire | Release | Publish | Offered | Sent | Abandon

@@ -15,11 +15,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import assert_never
 
-from ..protocol.codec import clip
-from ..protocol.enums import Outcome, SlowEngines
-from ..protocol.ids import AgentId, Channel, Digest, Epoch, Version
-from ..protocol.message_fields import EngineInfo, Held, Offer
-from ..protocol.messages import EngineMessage, Publish, RoundDone
+from ..protocol import (
+    AgentId,
+    Channel,
+    Digest,
+    EngineInfo,
+    EngineMessage,
+    Epoch,
+    Held,
+    Offer,
+    Outcome,
+    Publish,
+    RoundDone,
+    SlowEngines,
+    Version,
+    clip,
+)
 from .effects import AnyObservation, Committed, EpochTaken, Redriven, RoundClosed, StateEntered
 from .limits import Limits
 from .participant import Member

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from ..protocol.codec import brief
-from ..protocol.enums import TransportKind
-from ..protocol.ids import Digest, Epoch
-from ..protocol.message_fields import Offer, Receiver
-from ..protocol.messages import Abort, Commit, Pause, Prepare, Publish, Send, ToEngine, Transfer, Withdraw
+from ..protocol import (
+    Abort,
+    Commit,
+    Digest,
+    Epoch,
+    Offer,
+    Pause,
+    Prepare,
+    Publish,
+    Receiver,
+    Send,
+    ToEngine,
+    Transfer,
+    TransportKind,
+    Withdraw,
+    brief,
+)
 from .limits import Limits
 from .participant import Member
 

@@ -11,10 +11,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ..protocol.enums import TransportKind
-from ..protocol.ids import AgentId
-from ..protocol.message_fields import EngineInfo, TrainerInfo
-from ..protocol.messages import Topology
+from ..protocol import AgentId, EngineInfo, Topology, TrainerInfo, TransportKind
 
 
 class Ends(msgspec.Struct, frozen=True):

@@ -17,10 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ..protocol.enums import Reach, TransportKind
-from ..protocol.ids import AgentId
-from ..protocol.message_fields import Place
-from ..protocol.messages import Topology
+from ..protocol import AgentId, Place, Reach, Topology, TransportKind
 from .route import Ends, Objection, Route
 
 PREFERRED: Final = (

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeVar
 
-from ..protocol.errors import IllegalMove
+from ..protocol import IllegalMove
 
 
 class RoundState(enum.StrEnum):

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Set as AbstractSet
 from typing import Final
 
 import msgspec
 
-from ..protocol.enums import EngineHealth, TransportKind
-from ..protocol.errors import Malformed, StandsBy
-from ..protocol.ids import AgentId, Version
-from ..protocol.message_fields import Held
+from ..protocol import AgentId, EngineHealth, Held, Malformed, StandsBy, TransportKind, Version
 from .channel import Channel
 from .engine_record import Engine, readiness
 from .membership import Membership

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from ..protocol.ids import AgentId
+from ..protocol import AgentId
 
 
 class Capacity(NamedTuple):

@@ -30,11 +30,18 @@ import msgspec
 from msgspec import Meta
 
 from ..log import get_log
-from ..machine.events import ANY_CHANNEL, Principal
-from ..protocol.enums import Role
-from ..protocol.errors import ConfigurationError, PeerKeyError
-from ..protocol.ids import NAME_PATTERN, AgentId, AgentName, Channel
-from ..protocol.signatures import PUBLIC_PATTERN, SigningKey
+from ..machine import ANY_CHANNEL, Principal
+from ..protocol import (
+    NAME_PATTERN,
+    PUBLIC_PATTERN,
+    AgentId,
+    AgentName,
+    Channel,
+    ConfigurationError,
+    PeerKeyError,
+    Role,
+    SigningKey,
+)
 
 TRUST_FILE: Final = "trust.toml"
 RELOAD_S: Final = 0.25

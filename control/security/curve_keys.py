@@ -23,9 +23,7 @@ from typing import Final
 
 import msgspec
 
-from ..protocol.errors import PeerKeyError
-from ..protocol.ids import NAME_PATTERN
-from ..protocol.signatures import PUBLIC_PATTERN, signing_key_of
+from ..protocol import NAME_PATTERN, PUBLIC_PATTERN, PeerKeyError, signing_key_of
 
 COORDINATOR: Final = "coordinator"
 AGENTS: Final = "agents"

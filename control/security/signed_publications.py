@@ -24,11 +24,21 @@ from typing import Final
 
 import msgspec
 
-from ..protocol.enums import Role
-from ..protocol.ids import AgentId, Channel, Digest, Epoch
-from ..protocol.message_fields import Held, Offer, Seal
-from ..protocol.messages import Prepare, Publish, Transfer
-from ..protocol.signatures import sign, signed_by
+from ..protocol import (
+    AgentId,
+    Channel,
+    Digest,
+    Epoch,
+    Held,
+    Offer,
+    Prepare,
+    Publish,
+    Role,
+    Seal,
+    Transfer,
+    sign,
+    signed_by,
+)
 from .allow_list import Entry
 
 _DOMAIN: Final = "weightbus publication 1"

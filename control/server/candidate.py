@@ -8,13 +8,11 @@ from typing import Final
 
 import msgspec
 
-from ..bus.router import ServerKeys
-from ..journal.election import Deposed, Election, Leader, Term
-from ..journal.etcd_client import Etcd, parse_url, read_login
-from ..journal.etcd_journal import EtcdJournal
+from ..bus import ServerKeys
+from ..journal import Deposed, Election, Etcd, EtcdJournal, Leader, Term, parse_url, read_login
 from ..log import get_log
-from ..protocol.errors import JournalUnwritable
-from ..security.security_settings import keys_folder
+from ..protocol import JournalUnwritable
+from ..security import keys_folder
 from .coordinator_process import Service
 from .settings import CoordinatorSettings
 from .standby import Ports, Standby

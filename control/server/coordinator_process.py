@@ -7,10 +7,10 @@ import threading
 import time
 from typing import Final
 
-from ..bus.router import RouterBus, ServerKeys
-from ..journal.sqlite_journal import Journal, SqliteJournal
+from ..bus import RouterBus, ServerKeys
+from ..journal import Journal, SqliteJournal
 from ..log import get_log
-from ..security.security_settings import keys_folder
+from ..security import keys_folder
 from .event_loop import Server
 from .http_server import HttpPort, Readiness
 from .metrics import Meters, Side

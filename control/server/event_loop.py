@@ -15,41 +15,47 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final, assert_never
 
-from ..bus.ack_batching import Receipts
-from ..bus.interface import CoordinatorBus, Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
-from ..bus.rejections import answer_to, refusal_of
-from ..journal.sqlite_journal import Journal
-from ..machine import status
-from ..machine.coordinator import Coordinator
-from ..machine.effects import (
+from ..bus import (
+    CoordinatorBus,
+    Delivery,
+    Distrusted,
+    Incoming,
+    Receipts,
+    Rejected,
+    Throttled,
+    TurnedAway,
+    answer_to,
+    refusal_of,
+)
+from ..journal import Journal
+from ..machine import (
     Acknowledge,
     AnyEffect,
-    AnyObservation,
-    Evict,
-    Observe,
-    Persist,
-    Refusal,
-    SendTo,
-    SendToAll,
-)
-from ..machine.events import (
     AnyEvent,
+    AnyObservation,
     Burst,
+    Coordinator,
+    Evict,
+    Limits,
     MessageReceived,
+    Observe,
     Peer,
     PeerLost,
+    Persist,
     Persisted,
     PersistFailed,
+    Refusal,
+    Router,
+    SendTo,
+    SendToAll,
     StopRequested,
     Tick,
     TrustLost,
     Unsent,
+    earlier,
+    status,
 )
-from ..machine.limits import Limits, earlier
-from ..machine.routing import Router
-from ..protocol.enums import Code
-from ..protocol.errors import JournalCorrupt, JournalUnwritable, NotNewer, ProtocolError
-from ..protocol.messages import Alive, ToAgent
+from ..protocol import Alive, Code, JournalCorrupt, JournalUnwritable, NotNewer, ProtocolError, ToAgent
 from . import transport_plan as plan_document
 from .status_snapshot import StatusDesk
 

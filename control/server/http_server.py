@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from ..log import get_log
-from ..protocol.errors import ConfigurationError
+from ..protocol import ConfigurationError
 
 REQUEST_TIMEOUT_S: Final = 5.0
 """How long a client may take to say what it wants."""

@@ -17,7 +17,7 @@ import msgspec
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
-from ..protocol.errors import InvariantBroken
+from ..protocol import InvariantBroken
 from ..terminal_text import plain
 
 

@@ -12,32 +12,31 @@ from typing import Final, assert_never, get_args
 
 import msgspec
 
-from ..journal.sqlite_journal import Journal
+from ..journal import Journal
 from ..log import get_log
-from ..machine.effects import (
+from ..machine import (
     AgentJoined,
     AgentLeft,
     AnyObservation,
     AnyRecord,
+    ChannelView,
     EngineAhead,
     EngineFailed,
+    EnginePhase,
     JournalChanged,
     LeaseEnded,
     LeaseGranted,
     ReadinessChanged,
     Redriven,
     Refusal,
+    Restored,
     RoundEnded,
     RoundReadiness,
+    RoundState,
     StateEntered,
+    StatusView,
 )
-from ..machine.reply_cache import Restored
-from ..machine.states import EnginePhase, RoundState
-from ..machine.status import ChannelView, StatusView
-from ..protocol.enums import Code, Outcome, Role
-from ..protocol.ids import AgentId, Channel
-from ..protocol.message_fields import EngineReport
-from ..protocol.messages import EngineMessage
+from ..protocol import AgentId, Channel, Code, EngineMessage, EngineReport, Outcome, Role
 from . import metrics as telemetry
 from .metrics import Meters
 

@@ -10,10 +10,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from ..journal.etcd_client import StoreLogin
-from ..machine.limits import Limits
-from ..security import security_settings as security
-from ..security.security_settings import InsecureLoopback, KeysFolder, state_folder
+from ..journal import StoreLogin
+from ..machine import Limits
+from ..security import InsecureLoopback, KeysFolder, security_settings as security, state_folder
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound

@@ -9,18 +9,11 @@ from typing import Final, assert_never
 
 import msgspec
 
-from ..bus.interface import Distrusted, Incoming, Rejected, Throttled, TurnedAway
-from ..bus.rejections import answer_to, refusal_of
-from ..bus.router import RouterBus, ServerKeys
-from ..journal.election import Election, Leader, Term
-from ..journal.etcd_client import EtcdUnavailable
+from ..bus import Distrusted, Incoming, Rejected, RouterBus, ServerKeys, Throttled, TurnedAway, answer_to, refusal_of
+from ..journal import Election, EtcdUnavailable, Leader, Term
 from ..log import get_log
-from ..machine.effect_queue import HEARTBEAT_KEY
-from ..machine.effects import Refusal
-from ..machine.events import MessageReceived
-from ..machine.status import StandbyView
-from ..protocol.enums import Code
-from ..protocol.messages import Bye, Heartbeat, Refused, ToCoordinator
+from ..machine import HEARTBEAT_KEY, MessageReceived, Refusal, StandbyView
+from ..protocol import Bye, Code, Heartbeat, Refused, ToCoordinator
 from .http_server import HttpPort, Readiness
 from .metrics import Meters, Side
 from .reporter import Reporter

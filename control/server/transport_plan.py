@@ -11,16 +11,20 @@ from typing import Final
 
 import msgspec
 
-from ..machine.channel import Channel, Publisher
-from ..machine.engine_record import Engine
-from ..machine.membership import Agent, Membership
-from ..machine.route import Ends, Route
-from ..machine.routing import IN_PLACE, choose, spread
-from ..machine.status import refuse_standby
-from ..protocol.enums import TransportKind
-from ..protocol.errors import Malformed
-from ..protocol.message_fields import EngineInfo, Place, TrainerInfo
-from ..protocol.messages import Topology
+from ..machine import (
+    IN_PLACE,
+    Agent,
+    Channel,
+    Ends,
+    Engine,
+    Membership,
+    Publisher,
+    Route,
+    choose,
+    refuse_standby,
+    spread,
+)
+from ..protocol import EngineInfo, Malformed, Place, Topology, TrainerInfo, TransportKind
 
 _ENCODER: Final = msgspec.json.Encoder()
 

@@ -26,9 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ManifestError
-from ..tensors.boxes import Column
-from ..tensors.grids import Grids, collapse
-from ..tensors.shards import Pieces, served_dtypes, served_strides, side_by_side
+from ..tensors import Column, Grids, Pieces, collapse, served_dtypes, served_strides, side_by_side
 from .copy_table import AXES, ITEM_SIZES, refuse_endless
 
 WORD_BYTES: Final = 8

@@ -16,9 +16,7 @@ import torch
 
 from ..digest import tensor_digest as integrity
 from ..errors import DigestMismatch
-from ..tensors.boxes import Column
-from ..tensors.manifest import TensorSpec
-from ..tensors.shards import DTYPES, Pieces, packed_strides, served_dtypes
+from ..tensors import DTYPES, Column, Pieces, TensorSpec, packed_strides, served_dtypes
 from .copy_rows import Side, rows_of
 from .copy_table import ITEM_SIZES, CopyTable
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import NoCopyEngines
-from ..tensors.boxes import Column
+from ..tensors import Column
 from .box_digests import BoxTable, Lanes
 from .copy_engine import Ready, at_once
 from .copy_table import CopyTable

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ..tensors.boxes import Column
+from ..tensors import Column
 from .box_digests import BoxTable, Lanes
 from .copy_table import CopyTable
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..tensors.boxes import Column, widen
-from ..tensors.grids import collapse
-from ..tensors.shards import Pieces, order_of, side_by_side
+from ..tensors import Column, Pieces, collapse, order_of, side_by_side, widen
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 
 

@@ -23,9 +23,7 @@ from typing import Final
 import numpy as np
 
 from ..errors import ManifestError
-from ..tensors.boxes import Column, all_in_order
-from ..tensors.manifest import ITEM_BYTES
-from ..tensors.shards import DTYPES
+from ..tensors import DTYPES, ITEM_BYTES, Column, all_in_order
 
 AXES: Final = 3
 """Axes of a grid, besides the run itself."""

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..digest.tensor_digest import mix
-from ..tensors.boxes import Column
-from ..tensors.shards import DTYPES
+from ..digest import mix
+from ..tensors import DTYPES, Column
 from .box_digests import WORD_BYTES, BoxTable, Lanes
 from .copy_engine import PreparedCopies, Ready, at_once
 from .copy_table import CopyTable

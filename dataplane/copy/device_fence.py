@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from ..processes.deadline import Deadline
+from ..processes import Deadline
 
 _LOOK_S: Final = 0.0005
 

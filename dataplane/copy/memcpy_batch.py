@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import NoCopyEngines
-from ..memory.cuda_driver import error_name
+from ..memory import error_name
 from .memcpy_runs import SHARES, CopyRuns, calls_of
 
 _IN_STREAM_ORDER: Final = 1

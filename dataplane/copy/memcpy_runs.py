@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..tensors.boxes import Column
+from ..tensors import Column
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 
 LEAST_RUN: Final = 1024 * 1024

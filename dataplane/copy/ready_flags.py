@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from ..errors import ManifestError, StaleSession
-from ..memory.export_map import MARK_BYTES, MadeRegion
-from ..processes.deadline import Deadline
-from ..tensors.boxes import Column
+from ..memory import MARK_BYTES, MadeRegion
+from ..processes import Deadline
+from ..tensors import Column
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 
 _LOOK_S: Final = 0.0001

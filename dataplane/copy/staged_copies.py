@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from ..tensors.boxes import Column
+from ..tensors import Column
 from .copy_engine import PreparedCopies, Ready, at_once
 from .copy_table import CopyTable
 

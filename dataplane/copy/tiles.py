@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import torch
 
-from ..tensors.boxes import Column
+from ..tensors import Column
 from .box_digests import WORD_BYTES, BoxTable
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 

@@ -1,1 +1,23 @@
-"""digest: see FACES.md for the sentence that belongs here."""
+"""Checksums of tensors, and those that SGLang gives of its own parameters (with the layout they are taken over)."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from . import (
+        sglang_checksum as sglang_checksum,
+        sglang_checksum_triton as sglang_checksum_triton,
+        tensor_digest as tensor_digest,
+    )
+    from .sglang_layout import Box as Box, ServedParameter as ServedParameter, served_layout as served_layout
+    from .tensor_digest import (
+        ALGORITHM as ALGORITHM,
+        DIGEST_BYTES as DIGEST_BYTES,
+        LANE_B as LANE_B,
+        PHI as PHI,
+        check as check,
+        mix as mix,
+    )
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

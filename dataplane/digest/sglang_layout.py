@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from ..tensors.manifest import ITEM_BYTES, TensorSpec
+from ..tensors import ITEM_BYTES, TensorSpec
 
 
 class Box(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ManifestError
-from ..tensors.boxes import Column
+from ..tensors import Column
 
 
 class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

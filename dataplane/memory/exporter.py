@@ -19,8 +19,7 @@ from typing import Final
 import torch
 
 from ..errors import PeerLost, TransferFailed, Unsupported
-from ..processes.host_facts import host_identity
-from ..processes.unix_sockets import open_runtime_dir, peer_of
+from ..processes import host_identity, open_runtime_dir, peer_of
 from . import export_messages as wire
 from .export_map import ExportMap, Parts
 from .exportable_memory import Held, SharedMemory, memory_of

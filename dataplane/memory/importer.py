@@ -13,8 +13,7 @@ from typing import cast
 import torch
 
 from ..errors import DeadlineExceeded, NotExportable, PeerLost, StaleSession, TransferFailed
-from ..processes.deadline import Deadline
-from ..processes.unix_sockets import peer_of
+from ..processes import Deadline, peer_of
 from . import export_messages as wire
 from .cuda_driver import Driver
 from .device_identity import device_name

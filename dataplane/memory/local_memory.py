@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import Unsupported
-from ..processes.host_facts import host_identity
+from ..processes import host_identity
 from .device_identity import device_name
 from .export_map import ExportMap, Place, Region
 from .tensor_bytes import addresses_of

@@ -13,8 +13,7 @@ from typing import Final
 import torch
 
 from ..errors import NotExportable
-from . import ipc_handles as handles
-from . import posix_shm as segments
+from . import ipc_handles as handles, posix_shm as segments
 
 _GENERATIONS: Final = itertools.count(1)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from ..tensors.boxes import Column
+from ..tensors import Column
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Final
 import torch
 
 from ..errors import DataplaneError, DeadlineExceeded
-from ..processes.deadline import Deadline
+from ..processes import Deadline
 from . import posix_shm as segments
 from .ipc_handles import HostMemory
 

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..tensors.boxes import Box, Column, intersect, volumes
-from ..tensors.shards import Pieces
+from ..tensors import Box, Column, Pieces, intersect, volumes
 from .schemes import Element, Scheme
 
 WORD: Final = 8

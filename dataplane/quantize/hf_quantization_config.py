@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from ..tensors.manifest import TensorSpec
+from ..tensors import TensorSpec
 from .schemes import Scheme, UnknownScheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
 
 _KNOWN: Final = (

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from ..digest.tensor_digest import LANE_B, PHI
+from ..digest import LANE_B, PHI
 from .schemes import PACKED, Element, Scaling, Scheme
 
 E4M3_MAX: Final = 448.0

@@ -32,8 +32,7 @@ from typing import Final
 import msgspec
 
 from ..errors import DataplaneError
-from ..tensors.boxes import Box
-from ..tensors.manifest import TensorSpec
+from ..tensors import Box, TensorSpec
 
 PACKED: Final = 8
 """Elements of four bits in an int32, the first in the lowest bits."""

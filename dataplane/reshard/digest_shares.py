@@ -15,15 +15,23 @@ from typing import Final
 
 import numpy as np
 
-from ..copy.box_digests import BoxTable, Lanes, odd_boxes, table_of
-from ..copy.box_packing import Packed, digest_of, packed, parts_of, put_together
-from ..copy.copy_table import ITEM_SIZES, CopyTable
+from ..copy import (
+    ITEM_SIZES,
+    BoxTable,
+    CopyTable,
+    Lanes,
+    Packed,
+    digest_of,
+    odd_boxes,
+    packed,
+    parts_of,
+    put_together,
+    table_of,
+)
 from ..digest import tensor_digest as integrity
 from ..errors import ManifestError, Unsupported
-from ..quantize.fused_digests import complete
-from ..tensors.boxes import Column
-from ..tensors.coverage import in_turn, prove
-from ..tensors.shards import Pieces, packed_strides, served_dtypes
+from ..quantize import complete
+from ..tensors import Column, Pieces, in_turn, packed_strides, prove, served_dtypes
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
 """What ranks send each other in each round. Beyond, assembling buckets is no slower."""

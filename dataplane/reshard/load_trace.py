@@ -22,9 +22,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ManifestError
-from ..tensors.boxes import Box, Column
-from ..tensors.manifest import ITEM_BYTES, TensorSpec
-from ..tensors.shards import Pieces, places_in
+from ..tensors import ITEM_BYTES, Box, Column, Pieces, TensorSpec, places_in
 
 _SHOWN: Final = 4
 """Names of a list in an account."""

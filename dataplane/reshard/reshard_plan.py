@@ -15,14 +15,22 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ..copy.copy_rows import Side, joined, rows_of
-from ..copy.copy_table import CopyTable
+from ..copy import CopyTable, Side, joined, rows_of
 from ..errors import CoverageError, ManifestError
-from ..memory.export_map import ExportMap
-from ..tensors.boxes import Boxes, Column, intersect, volumes
-from ..tensors.coverage import in_turn
-from ..tensors.manifest import TensorSpec
-from ..tensors.shards import DTYPES, Piece, Pieces, served_dtypes, whole
+from ..memory import ExportMap
+from ..tensors import (
+    DTYPES,
+    Boxes,
+    Column,
+    Piece,
+    Pieces,
+    TensorSpec,
+    in_turn,
+    intersect,
+    served_dtypes,
+    volumes,
+    whole,
+)
 from .load_trace import Recording
 
 _ALIGNMENT: Final = 16

@@ -21,9 +21,9 @@ from typing import Final
 
 import numpy as np
 
-from ..copy.copy_table import AXES, ITEM_SIZES, CopyTable
+from ..copy import AXES, ITEM_SIZES, CopyTable
 from ..errors import ManifestError
-from ..tensors.boxes import Column
+from ..tensors import Column
 from .reshard_plan import Plan
 
 STAGING_BYTES: Final = 256 * 1024 * 1024

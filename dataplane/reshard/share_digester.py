@@ -9,9 +9,8 @@ from typing import Final
 import numpy as np
 import torch
 
-from ..copy.box_digests import Lanes
-from ..copy.copy_engine import CopyEngine, PreparedCopies, PreparedDigest
-from ..memory.tensor_bytes import bytes_of, sizes_of
+from ..copy import CopyEngine, Lanes, PreparedCopies, PreparedDigest
+from ..memory import bytes_of, sizes_of
 from .digest_shares import Share
 
 PASS_BYTES: Final = 256 * 1024 * 1024

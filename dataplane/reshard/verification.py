@@ -21,14 +21,22 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..copy.box_digests import BoxTable, Lanes, odd_boxes, table_of
-from ..copy.box_packing import digest_of, packed, parts_of, put_together
-from ..copy.copy_table import CopyTable
+from ..copy import BoxTable, CopyTable, Lanes, digest_of, odd_boxes, packed, parts_of, put_together, table_of
 from ..digest import tensor_digest as integrity
 from ..errors import DigestMismatch, NotRecordable
-from ..tensors.boxes import Box, Boxes, Column, doubly_held, intersect, volumes
-from ..tensors.manifest import DigestTable, TensorSpec
-from ..tensors.shards import DTYPES, Pieces, served_dtypes
+from ..tensors import (
+    DTYPES,
+    Box,
+    Boxes,
+    Column,
+    DigestTable,
+    Pieces,
+    TensorSpec,
+    doubly_held,
+    intersect,
+    served_dtypes,
+    volumes,
+)
 from .load_trace import Cause, LoadedTensor, Recording
 from .reshard_plan import staging_of
 

@@ -1,1 +1,49 @@
-"""transports: see FACES.md for the sentence that belongs here."""
+"""Transports: the interface of one, the registry, and what several share (worker exchange, order of broadcasts)."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from . import registry as registry, worker_messages as worker_messages
+    from .broadcast_order import (
+        EnginePart as EnginePart,
+        Groups as Groups,
+        Sources as Sources,
+        cut as cut,
+        own_group as own_group,
+    )
+    from .interface import (
+        JOIN_S as JOIN_S,
+        Address as Address,
+        Dividing as Dividing,
+        EngineServer as EngineServer,
+        Exporting as Exporting,
+        Group as Group,
+        Minding as Minding,
+        Peer as Peer,
+        Receipt as Receipt,
+        Receiver as Receiver,
+        Remarking as Remarking,
+        Returning as Returning,
+        Sender as Sender,
+        Session as Session,
+        SharedBucket as SharedBucket,
+        Sized as Sized,
+        Slot as Slot,
+        Stager as Stager,
+        Tabled as Tabled,
+        Tabling as Tabling,
+        Timed as Timed,
+    )
+    from .prerecorded_traces import Ahead as Ahead
+    from .prerecording import Rehearsal as Rehearsal
+    from .registry import sender as sender
+    from .worker_exchange import (
+        RETURN_S as RETURN_S,
+        ReplayFailed as ReplayFailed,
+        Workers as Workers,
+        regions_read as regions_read,
+    )
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -20,7 +20,7 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from ..errors import TransferFailed
-from ..tensors.manifest import DEFAULT_BUCKET_BYTES, BucketSpec, Manifest, TensorSpec
+from ..tensors import DEFAULT_BUCKET_BYTES, BucketSpec, Manifest, TensorSpec
 
 _SEVERAL: Final = "{"
 """How the announcement of several groups begins; names do not."""

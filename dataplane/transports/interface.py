@@ -25,9 +25,9 @@ import msgspec
 import torch
 
 from ..errors import TransferFailed
-from ..memory.ipc_handles import CudaMemory, HostMemory
-from ..processes.wire_message import WireMessage
-from ..tensors.manifest import BucketSpec, DigestTable, Manifest, TensorSpec
+from ..memory import CudaMemory, HostMemory
+from ..processes import WireMessage
+from ..tensors import BucketSpec, DigestTable, Manifest, TensorSpec
 from .broadcast_order import Sources
 
 JOIN_S: Final = 15.0

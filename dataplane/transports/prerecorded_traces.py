@@ -11,10 +11,8 @@ from operator import is_
 from typing import Final
 
 from ..errors import ManifestError
-from ..reshard.load_trace import Recording
-from ..reshard.verification import Proof, make_proof
-from ..tensors.manifest import TensorSpec
-from ..tensors.shards import places_in
+from ..reshard import Proof, Recording, make_proof
+from ..tensors import TensorSpec, places_in
 
 _MOST: Final = 4
 """Models of one server: the one that it serves, and its draft models."""

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -18,15 +17,10 @@ from typing import Final
 import numpy as np
 
 from ..errors import DataplaneError, NotRecordable, TransferFailed
-from ..memory.export_map import ExportMap, Place, Region
-from ..processes.deadline import Deadline
-from ..processes.frames import FrameListener
-from ..processes.unix_sockets import open_runtime_dir
-from ..reshard.load_trace import Recording
-from ..reshard.reshard_plan import Reader, make_plan, staging_of
-from ..reshard.send_schedule import pair_bytes_of, schedule
-from ..reshard.verification import make_proof
-from ..tensors.manifest import TensorSpec
+from ..memory import ExportMap, Place, Region
+from ..processes import Deadline, FrameListener, open_runtime_dir
+from ..reshard import Reader, Recording, make_plan, make_proof, pair_bytes_of, schedule, staging_of
+from ..tensors import TensorSpec
 from . import worker_messages as worker_wire
 from .interface import EngineServer
 from .prerecorded_traces import Ahead

@@ -10,12 +10,10 @@ from typing import Final
 import torch
 
 from ..errors import Unsupported
-from ..processes.unix_sockets import default_runtime_dir
-from .direct.receiver import DirectReceiver
-from .direct.sender import DirectSender, Exposed
+from ..processes import default_runtime_dir
+from .direct import DirectReceiver, DirectSender, Exposed
 from .interface import Receiver, Sender
-from .local.receiver import LocalReceiver
-from .local.sender import LocalSender
+from .local import LocalReceiver, LocalSender
 from .prerecorded_traces import Ahead
 
 KINDS: Final = ("direct", "local", "sends", "distributed", "disk")
@@ -51,7 +49,7 @@ def sender(
         case "local":
             return LocalSender(runtime_dir or default_runtime_dir(), channel)
         case "sends":
-            from .sends.sender import SendsSender  # noqa: PLC0415  costs the import of torch.distributed
+            from .sends import SendsSender  # noqa: PLC0415  costs the import of torch.distributed
 
             if describe is None:
                 raise Unsupported(
@@ -59,11 +57,11 @@ def sender(
                 )
             return SendsSender(host, channel, torch.device(device), describe, nixl=nixl, keep_s=keep_groups_s)
         case "distributed":
-            from .distributed.sender import DistributedSender  # noqa: PLC0415  costs the import of torch.distributed
+            from .distributed import DistributedSender  # noqa: PLC0415  costs the import of torch.distributed
 
             return DistributedSender(host, channel, torch.device(device))
         case "disk":
-            from .disk.checkpoint_transport import DiskSender  # noqa: PLC0415  beside its sibling
+            from .disk import DiskSender  # noqa: PLC0415  beside its sibling
 
             if checkpoint_dir is None:
                 raise Unsupported("the disk transport needs checkpoint_dir, a folder that trainer and engines both see")
@@ -91,17 +89,17 @@ def receiver(
         case "local":
             return LocalReceiver(runtime_dir or default_runtime_dir())
         case "sends":
-            from .sends.receiver import SendsReceiver  # noqa: PLC0415  costs the import of torch.distributed
+            from .sends import SendsReceiver  # noqa: PLC0415  costs the import of torch.distributed
 
             return SendsReceiver(runtime_dir or default_runtime_dir(), ahead, beside=beside)
         case "distributed":
-            from ..processes.rendezvous_store import ask_for_names  # noqa: PLC0415  the same
-            from .distributed.receiver import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
+            from ..processes import ask_for_names  # noqa: PLC0415  the same
+            from .distributed import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
 
             ask_for_names()
             return DistributedReceiver(runtime_dir or default_runtime_dir(), hands_on=hands_on)
         case "disk":
-            from .disk.checkpoint_transport import DiskReceiver  # noqa: PLC0415  beside its sibling
+            from .disk import DiskReceiver  # noqa: PLC0415  beside its sibling
 
             return DiskReceiver()
         case _:

@@ -14,15 +14,10 @@ from typing import Final
 import msgspec
 
 from ..errors import DataplaneError, DeadlineExceeded, NotRecordable, PeerLost, TransferFailed
-from ..memory.export_map import MadeRegion
-from ..processes.deadline import Deadline
-from ..processes.frames import FrameListener, Frames, dead_among
-from ..processes.host_facts import host_identity
-from ..reshard.load_trace import Recording
-from ..reshard.reshard_plan import Plan, Reader
-from ..reshard.send_schedule import Schedule
-from ..reshard.verification import RankProof, provable
-from ..tensors.manifest import TensorSpec
+from ..memory import MadeRegion
+from ..processes import Deadline, FrameListener, Frames, dead_among, host_identity
+from ..reshard import Plan, RankProof, Reader, Recording, Schedule, provable
+from ..tensors import TensorSpec
 from . import worker_messages as wire
 from .interface import Exporting, Group
 

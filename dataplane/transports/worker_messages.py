@@ -32,11 +32,9 @@ from typing import Final
 
 import msgspec
 
-from ..memory.export_map import MadeRegion
-from ..processes.deadline import Deadline
-from ..processes.frames import Frames
-from ..processes.wire_message import WireMessage, decode
-from ..tensors.manifest import TensorSpec
+from ..memory import MadeRegion
+from ..processes import Deadline, Frames, WireMessage, decode
+from ..tensors import TensorSpec
 from .interface import Group
 
 

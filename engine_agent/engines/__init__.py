@@ -1,1 +1,1 @@
-"""engines: see FACES.md for the sentence that belongs here."""
+"""Engines that can be served from: the interface of an engine, and a folder for each kind."""

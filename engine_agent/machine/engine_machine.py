@@ -15,11 +15,24 @@ expects.
 from collections import deque
 from typing import Final, assert_never
 
-from weightbus.control.protocol.enums import EngineHealth, PauseMode, Step
-from weightbus.control.protocol.errors import InvariantBroken
-from weightbus.control.protocol.ids import Channel, Digest, Epoch, Version
-from weightbus.control.protocol.message_fields import Held
-from weightbus.control.protocol.messages import Abort, Commit, Pause, Prepare, ToEngine, Transfer, Welcome
+from weightbus.control.protocol import (
+    Abort,
+    Channel,
+    Commit,
+    Digest,
+    EngineHealth,
+    Epoch,
+    Held,
+    InvariantBroken,
+    Pause,
+    PauseMode,
+    Prepare,
+    Step,
+    ToEngine,
+    Transfer,
+    Version,
+    Welcome,
+)
 
 from . import weight_state as w
 from .events import (

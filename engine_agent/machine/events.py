@@ -5,9 +5,7 @@ Plain values. Times are monotonic seconds, given from outside.
 
 import msgspec
 
-from weightbus.control.protocol.enums import EngineHealth
-from weightbus.control.protocol.message_fields import Held
-from weightbus.control.protocol.messages import EngineMessage, Prepare, ToEngine, Transfer, Welcome
+from weightbus.control.protocol import EngineHealth, EngineMessage, Held, Prepare, ToEngine, Transfer, Welcome
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,10 +4,18 @@ from typing import Final
 
 import msgspec
 
-from weightbus.control.protocol.enums import EngineHealth, PauseMode, Step
-from weightbus.control.protocol.ids import Digest, Epoch, Version
-from weightbus.control.protocol.message_fields import Held
-from weightbus.control.protocol.messages import Pause, ToEngine, Transfer
+from weightbus.control.protocol import (
+    Digest,
+    EngineHealth,
+    Epoch,
+    Held,
+    Pause,
+    PauseMode,
+    Step,
+    ToEngine,
+    Transfer,
+    Version,
+)
 
 from .events import (
     Broken,

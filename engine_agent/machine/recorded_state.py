@@ -7,9 +7,7 @@ when it does. Should nothing come of it, the record is of a worse state than the
 
 import msgspec
 
-from weightbus.control.protocol.enums import EngineHealth
-from weightbus.control.protocol.ids import Epoch
-from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol import EngineHealth, Epoch, Held
 
 from .events import Record, Remember
 

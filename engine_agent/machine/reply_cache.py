@@ -2,20 +2,24 @@
 
 from typing import Final
 
-from weightbus.control.protocol.enums import EngineHealth, Step
-from weightbus.control.protocol.ids import Channel, Epoch, RequestId, Version
-from weightbus.control.protocol.messages import (
+from weightbus.control.protocol import (
+    Channel,
+    EngineHealth,
     EngineMessage,
+    Epoch,
     Failed,
     Pause,
     Paused,
     Prepare,
     Prepared,
+    RequestId,
     Serving,
+    Step,
     ToEngine,
     Transfer,
     Transferred,
     Verified,
+    Version,
 )
 
 from .events import Answer, Proven, Received

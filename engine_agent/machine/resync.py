@@ -13,10 +13,21 @@ from __future__ import annotations
 import enum
 from typing import Final
 
-from weightbus.control.protocol.enums import PauseMode, Step, TransportKind
-from weightbus.control.protocol.ids import Channel, Epoch
-from weightbus.control.protocol.message_fields import Held, Offer, Policy
-from weightbus.control.protocol.messages import Abort, Pause, Prepare, ToEngine, Transfer
+from weightbus.control.protocol import (
+    Abort,
+    Channel,
+    Epoch,
+    Held,
+    Offer,
+    Pause,
+    PauseMode,
+    Policy,
+    Prepare,
+    Step,
+    ToEngine,
+    Transfer,
+    TransportKind,
+)
 
 from .operation_state import View
 

@@ -15,10 +15,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from weightbus.control.protocol.enums import EngineHealth
-from weightbus.control.protocol.errors import IllegalMove, InvariantBroken
-from weightbus.control.protocol.ids import Version
-from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol import EngineHealth, Held, IllegalMove, InvariantBroken, Version
 
 
 class WeightState(enum.StrEnum):

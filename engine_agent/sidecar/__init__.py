@@ -1,1 +1,1 @@
-"""sidecar: see FACES.md for the sentence that belongs here."""
+"""The sidecar process: driver, threads, records on disk, monitoring."""

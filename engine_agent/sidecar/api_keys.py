@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ..engines.sglang.http_client import Keys
+from ..engines.sglang import Keys
 from ..errors import KeyFileUnusable
 from .settings import EngineAgentSettings
 

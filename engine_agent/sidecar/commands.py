@@ -9,7 +9,7 @@ from rich.console import Console
 
 from weightbus.control.cli import settings_loader as settings
 from weightbus.control.log import get_log
-from weightbus.control.server.metrics import configure_logging
+from weightbus.control.server import configure_logging
 
 from .api_keys import read_keys
 from .key_checks import check_trust

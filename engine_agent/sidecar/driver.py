@@ -17,51 +17,51 @@ from typing import Final, assert_never
 
 import msgspec
 
-from weightbus.control.bus.client import BusClient, BusSettings
+from weightbus.control.bus import BusClient, BusSettings
 from weightbus.control.log import get_log
-from weightbus.control.protocol.enums import EngineHealth, Role
-from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
-from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.protocol.message_fields import EngineInfo, Place
-from weightbus.control.protocol.messages import (
+from weightbus.control.protocol import (
     Abort,
+    AgentId,
+    Channel,
     Commit,
+    CoordinatorUnreachable,
+    EngineHealth,
+    EngineInfo,
     Heartbeat,
     Hello,
+    Incarnation,
     Pause,
+    Place,
     Prepare,
+    RequestId,
+    RequestRefused,
+    Role,
     Topology,
     Transfer,
     Welcome,
 )
-from weightbus.control.security.allow_list import TrustList
-from weightbus.control.security.security_settings import curve_files, trust_file
-from weightbus.control.server.http_server import HttpPort, Readiness
-from weightbus.control.server.metrics import (
+from weightbus.control.security import TrustList, curve_files, trust_file
+from weightbus.control.server import (
     SERVER_PAUSED,
     SERVER_UP,
     SIDECAR_CONNECTED,
     SIDECAR_HEALTH,
     SIDECAR_VERSION,
     SIDECAR_WEIGHTS,
+    HttpPort,
     Meters,
+    Readiness,
     Side,
 )
 from weightbus.dataplane.errors import Unsupported
-from weightbus.dataplane.processes.host_facts import host_identity
-from weightbus.dataplane.processes.unix_sockets import default_runtime_dir, open_runtime_dir
-from weightbus.dataplane.transports import registry as transports
-from weightbus.dataplane.transports.interface import Receiver
+from weightbus.dataplane.processes import default_runtime_dir, host_identity, open_runtime_dir
+from weightbus.dataplane.transports import Receiver, registry as transports
 
-from ..engines.sglang.compatibility import transports_of
-from ..engines.sglang.memory_occupation import Lending
-from ..engines.sglang.preflight import tell
-from ..engines.sglang.server_identity import layout_of
-from ..engines.sglang.sglang_server import SGLangServer
+from ..engines.sglang import Lending, SGLangServer, layout_of, tell, transports_of
 from ..errors import EngineAgentError, ServerInUse
-from ..machine.engine_machine import Application
-from ..machine.events import (
+from ..machine import (
     Answer,
+    Application,
     Cancel,
     Commanded,
     Effect,
@@ -74,10 +74,10 @@ from ..machine.events import (
     Result,
     Run,
     Ticked,
+    View,
+    WeightState,
     Welcomed,
 )
-from ..machine.operation_state import View
-from ..machine.weight_state import WeightState
 from .api_keys import read_keys
 from .effect_dispatcher import Dispatcher
 from .file_resync import SavedVersions

@@ -6,8 +6,7 @@ Owns no thread and no socket, so that the simulator runs this very class.
 from collections.abc import Callable
 from typing import Final
 
-from ..machine.engine_machine import Application
-from ..machine.events import Broken, Effect, Event, Operated, Receive, Record, Remember, Run
+from ..machine import Application, Broken, Effect, Event, Operated, Receive, Record, Remember, Run
 
 
 class Dispatcher:

@@ -7,16 +7,12 @@ from functools import partial
 from typing import Final, Protocol
 
 from weightbus.control.log import get_log
-from weightbus.control.machine.status import parse
-from weightbus.control.protocol.errors import ConfigurationError, WeightbusError
-from weightbus.control.protocol.ids import Digest, Version
-from weightbus.control.protocol.message_fields import Held
-from weightbus.control.protocol.messages import ToEngine
+from weightbus.control.machine import parse
+from weightbus.control.protocol import ConfigurationError, Digest, Held, ToEngine, Version, WeightbusError
 from weightbus.dataplane.processes import torch_threads
-from weightbus.dataplane.transports.disk.saved_version import SavedVersion, place_of
+from weightbus.dataplane.transports.disk import SavedVersion, place_of
 
-from ..machine.operation_state import View
-from ..machine.resync import CatchUp
+from ..machine import CatchUp, View
 from .operation_executor import Worker
 from .settings import EngineAgentSettings
 

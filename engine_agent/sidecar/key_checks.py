@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from weightbus.control.bus.client import check_keys
-from weightbus.control.security.allow_list import read_trust
-from weightbus.control.security.security_settings import trust_file
+from weightbus.control.bus import check_keys
+from weightbus.control.security import read_trust, trust_file
 
 from .settings import EngineAgentSettings
 

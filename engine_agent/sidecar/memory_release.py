@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, TimeoutError as FutureTimeout
 from typing import Final
 
 import msgspec
 
-from weightbus.control.server.http_server import Readiness
+from weightbus.control.server import Readiness
 
-from ..engines.sglang.sglang_server import SGLangServer
+from ..engines.sglang import SGLangServer
 from ..errors import EngineAgentError, NothingToGive
-from ..machine.events import Record, ServerFound
-from ..machine.operation_state import View
+from ..machine import Record, ServerFound, View
 
 _GIVE_S: Final = 60.0
 """Requests are ended first, and a large memory takes a while to unmap."""

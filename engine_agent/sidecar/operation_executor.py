@@ -13,14 +13,19 @@ from typing import Final, Protocol
 import msgspec
 
 from weightbus.control.log import get_log
-from weightbus.control.protocol.enums import TransportKind
-from weightbus.control.protocol.errors import WeightbusError
-from weightbus.control.protocol.ids import AgentId, Digest
-from weightbus.control.protocol.message_fields import Held, Offer
-from weightbus.control.protocol.messages import Prepare, Publish, Transfer
-from weightbus.control.security.allow_list import TrustList
-from weightbus.control.security.signed_publications import Doubt, doubt, doubt_offer, doubt_table
-from weightbus.control.server.metrics import (
+from weightbus.control.protocol import (
+    AgentId,
+    Digest,
+    Held,
+    Offer,
+    Prepare,
+    Publish,
+    Transfer,
+    TransportKind,
+    WeightbusError,
+)
+from weightbus.control.security import Doubt, TrustList, doubt, doubt_offer, doubt_table
+from weightbus.control.server import (
     CALL_FAILURES,
     CALL_SECONDS,
     PUBLICATIONS_REFUSED,
@@ -29,9 +34,9 @@ from weightbus.control.server.metrics import (
     Meters,
 )
 from weightbus.dataplane.errors import DataplaneError, NotRecordable, TransferFailed
-from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
-from weightbus.dataplane.transports.disk.saved_version import SavedReceiver, SavedVersion
-from weightbus.dataplane.transports.interface import (
+from weightbus.dataplane.tensors import DigestTable, Manifest
+from weightbus.dataplane.transports import (
+    RETURN_S,
     Address,
     Receiver,
     Remarking,
@@ -42,15 +47,21 @@ from weightbus.dataplane.transports.interface import (
     Tabled,
     Timed,
 )
-from weightbus.dataplane.transports.worker_exchange import RETURN_S
+from weightbus.dataplane.transports.disk import SavedReceiver, SavedVersion
 
-from ..engines.sglang import checkpoint_spec as checkpoint
-from ..engines.sglang import compatibility as validate
-from ..engines.sglang.sglang_server import CALL_S, SGLangServer
-from ..engines.sglang.worker_health import VERIFY_S, Vitals, proof_s
+from ..engines.sglang import (
+    CALL_S,
+    VERIFY_S,
+    SGLangServer,
+    Vitals,
+    checkpoint_spec as checkpoint,
+    compatibility as validate,
+    proof_s,
+)
 from ..errors import CalledOff, Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
 from ..gc_pause import resting
-from ..machine.events import (
+from ..machine import (
+    SAVED,
     Broken,
     Finished,
     Label,
@@ -65,7 +76,6 @@ from ..machine.events import (
     Validate,
     Verify,
 )
-from ..machine.resync import SAVED
 from .settings import Proof
 
 _ALIVE_S: Final = 5.0

@@ -22,21 +22,21 @@ from typing import Final
 
 from weightbus.control.log import get_log
 from weightbus.dataplane.errors import DataplaneError, ManifestError
-from weightbus.dataplane.processes.unix_sockets import default_runtime_dir
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.transports import registry as transports
-from weightbus.dataplane.transports.prerecorded_traces import Ahead
-from weightbus.dataplane.transports.prerecording import Rehearsal
+from weightbus.dataplane.processes import default_runtime_dir
+from weightbus.dataplane.tensors import Manifest, TensorSpec
+from weightbus.dataplane.transports import Ahead, Rehearsal, registry as transports
 
 from ..durable_file import write_durably
-from ..engines.sglang import checkpoint_spec as checkpoint
-from ..engines.sglang import compatibility as validate
-from ..engines.sglang.api_versions import Dialect
-from ..engines.sglang.checkpoint_spec import Expected
-from ..engines.sglang.server_identity import ServerFacts
-from ..engines.sglang.sglang_server import SGLangServer
+from ..engines.sglang import (
+    Dialect,
+    Expected,
+    ServerFacts,
+    SGLangServer,
+    checkpoint_spec as checkpoint,
+    compatibility as validate,
+)
 from ..errors import EngineAgentError, UnfitManifest
-from ..machine.operation_state import View
+from ..machine import View
 from .memory_release import Noticed
 from .settings import EngineAgentSettings
 

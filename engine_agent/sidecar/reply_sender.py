@@ -10,10 +10,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, NoReturn
 
-from weightbus.control.bus.client import BusClient
+from weightbus.control.bus import BusClient
 from weightbus.control.log import get_log
-from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
-from weightbus.control.protocol.messages import EngineMessage, ToAgent
+from weightbus.control.protocol import (
+    ClientClosed,
+    CoordinatorUnreachable,
+    EngineMessage,
+    RequestRefused,
+    ToAgent,
+    WeightbusError,
+)
 
 _ANSWER_S: Final = 5.0
 _AGAIN_S: Final = 0.1

@@ -10,10 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ..engines.sglang.server_identity import ServerFacts, start_time, workers_of
-from ..engines.sglang.sglang_server import SGLangServer
+from ..engines.sglang import ServerFacts, SGLangServer, start_time, workers_of
 from ..errors import ServerError, ServerSilent
-from ..machine.events import ServerFound, ServerGone
+from ..machine import ServerFound, ServerGone
 
 PATIENCE: Final = 3
 """Polls without an answer, or broken connections, before the server counts as gone."""

@@ -7,17 +7,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from weightbus.control.protocol.enums import TransportKind
-from weightbus.control.protocol.ids import NAME_PATTERN
-from weightbus.control.security.security_settings import (
-    InsecureLoopback,
-    KeysFolder,
-    check,
-    check_endpoints,
-    check_url,
-    state_folder,
-)
-from weightbus.control.server.settings import LogFormat, LogLevel
+from weightbus.control.protocol import NAME_PATTERN, TransportKind
+from weightbus.control.security import InsecureLoopback, KeysFolder, check, check_endpoints, check_url, state_folder
+from weightbus.control.server import LogFormat, LogLevel
 
 SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""

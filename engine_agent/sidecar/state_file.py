@@ -6,7 +6,7 @@ import msgspec
 
 from ..durable_file import _write_fresh, write_durably
 from ..errors import StateInUse, StateUnreadable, StateUnwritable
-from ..machine.events import Record
+from ..machine import Record
 from .process_lock import Claim, ClaimHeld
 
 

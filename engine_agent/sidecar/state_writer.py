@@ -13,7 +13,7 @@ from typing import Final
 
 from weightbus.control.log import get_log
 
-from ..machine.events import Record
+from ..machine import Record
 
 CLOSE_S: Final = 10.0
 _LOG: Final = get_log(__name__)

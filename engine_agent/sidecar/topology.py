@@ -14,23 +14,12 @@ from pathlib import Path
 from typing import Final
 
 from weightbus.control.log import get_log
-from weightbus.control.machine.routing import PREFERRED
-from weightbus.control.protocol.enums import Reach, TransportKind
-from weightbus.control.protocol.ids import RequestId
-from weightbus.control.protocol.message_fields import Lack, Nic, Place
-from weightbus.control.protocol.messages import Topology
-from weightbus.dataplane.memory.device_identity import HOST_OF_NCCL, seat_on
-from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed, seen_by
-from weightbus.dataplane.processes.host_facts import (
-    files_identity,
-    folder_identity,
-    host_identity,
-    interfaces,
-    network_identity,
-)
+from weightbus.control.machine import PREFERRED
+from weightbus.control.protocol import Lack, Nic, Place, Reach, RequestId, Topology, TransportKind
+from weightbus.dataplane.memory import HOST_OF_NCCL, Gpu, SurveyFailed, seat_on, seen_by
+from weightbus.dataplane.processes import files_identity, folder_identity, host_identity, interfaces, network_identity
 
-from ..engines.sglang.compatibility import lacking
-from ..engines.sglang.server_identity import ServerFacts, environment_of
+from ..engines.sglang import ServerFacts, environment_of, lacking
 
 _PROC: Final = Path("/proc")
 _ALONE: Final = "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"

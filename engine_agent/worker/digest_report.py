@@ -11,12 +11,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from weightbus.dataplane.copy.box_digests import BoxTable, Lanes
-from weightbus.dataplane.copy.copy_engine import CopyEngine
-from weightbus.dataplane.copy.copy_table import CopyTable
+from weightbus.dataplane.copy import BoxTable, CopyEngine, CopyTable, Lanes
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.tensor_bytes import bytes_of, sizes_of
-from weightbus.dataplane.tensors.shards import DTYPES
+from weightbus.dataplane.memory import bytes_of, sizes_of
+from weightbus.dataplane.tensors import DTYPES
 from weightbus.dataplane.transports import worker_messages as wire
 
 from .model_tensors import ModelTensors

@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from weightbus.dataplane.reshard.load_trace import Cause
-from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.reshard import Cause
+from weightbus.dataplane.tensors import TensorSpec
 
 from .memory_origins import Memory, Origin, ReadsValues, Write, calculated, constant, identity_of, window_of
 from .phantom_tensors import HollowTensors

@@ -9,10 +9,18 @@ from math import prod
 
 import numpy as np
 
-from weightbus.dataplane.reshard.load_trace import Cause, Constant, LoadedTensor, Patch, Recording, Target
-from weightbus.dataplane.tensors.boxes import Box, Boxes, doubly_held, subtract_all
-from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.reshard import Cause, Constant, LoadedTensor, Patch, Recording, Target
+from weightbus.dataplane.tensors import (
+    Box,
+    Boxes,
+    Piece,
+    Pieces,
+    TensorSpec,
+    View,
+    contiguous_strides,
+    doubly_held,
+    subtract_all,
+)
 
 from .dispatch_mode import Tracer
 from .memory_origins import Memory, Origin, Write, identity_of, window_of

@@ -16,8 +16,8 @@ from typing import Final, TypeAlias
 import torch
 
 from weightbus.dataplane.errors import NotRecordable
-from weightbus.dataplane.reshard.load_trace import Cause, LoadedTensor, Recording
-from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.reshard import Cause, LoadedTensor, Recording
+from weightbus.dataplane.tensors import TensorSpec
 
 from .dispatch_mode import Tracer, traced
 from .load_trace_builder import Findings

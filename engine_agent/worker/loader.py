@@ -19,8 +19,7 @@ from typing import Final
 import torch
 
 from weightbus.dataplane.errors import DataplaneError, NotRecordable, PeerLost
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.frames import Frames
+from weightbus.dataplane.processes import Deadline, Frames
 from weightbus.dataplane.transports import worker_messages as wire
 
 from ..gc_pause import resting

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from weightbus.dataplane.reshard.load_trace import Cause
+from weightbus.dataplane.reshard import Cause
 
 from .view_composition import Move, Scattered, Window, compose
 

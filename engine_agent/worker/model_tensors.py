@@ -7,8 +7,8 @@ from typing import Final, Protocol, TypeAlias, cast
 
 import torch
 
-from weightbus.dataplane.reshard.load_trace import Target
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES
+from weightbus.dataplane.reshard import Target
+from weightbus.dataplane.tensors import ITEM_BYTES
 
 from .memory_origins import Memory, Number, identity_of, window_of
 

@@ -15,20 +15,12 @@ from typing import Final
 
 import torch
 
-from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.copy.engine_selection import engine_for
+from weightbus.dataplane.copy import CopyTable, engine_for
 from weightbus.dataplane.errors import DataplaneError, NoRoom, TransferFailed, TurnLate
-from weightbus.dataplane.processes.background_init import Binding
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.frames import Frames
-from weightbus.dataplane.processes.thread_latency import prompt, without_slack
-from weightbus.dataplane.reshard.send_schedule import Messages
+from weightbus.dataplane.processes import Binding, Deadline, Frames, prompt, without_slack
+from weightbus.dataplane.reshard import Messages
 from weightbus.dataplane.transports import worker_messages as wire
-from weightbus.dataplane.transports.sends.group_cache import Standing
-from weightbus.dataplane.transports.sends.group_forming import Forming
-from weightbus.dataplane.transports.sends.group_transfer import Passage
-from weightbus.dataplane.transports.sends.receive_queue import Inbox, beside_bytes
-from weightbus.dataplane.transports.sends.send_queue import Exchange
+from weightbus.dataplane.transports.sends import Exchange, Forming, Inbox, Passage, Standing, beside_bytes
 
 _CONNECT_S: Final = 30.0
 _SAY_S: Final = 30.0

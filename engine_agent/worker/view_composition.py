@@ -17,7 +17,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import Final
 
-from weightbus.dataplane.tensors.boxes import Box
+from weightbus.dataplane.tensors import Box
 
 MOST_BOXES: Final = 8192
 """Boxes that one copy may fall into. Beyond, moving the tensor whole is cheaper than describing its parts."""

@@ -13,21 +13,33 @@ from typing import cast
 
 import torch
 
-from weightbus.dataplane.copy.copy_engine import PreparedCopies, Ready
-from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.copy.engine_selection import branches_asked, engine_for
-from weightbus.dataplane.copy.ready_flags import Marks, Needs, marks_in, needs_of, stages_of
+from weightbus.dataplane.copy import (
+    CopyTable,
+    Marks,
+    Needs,
+    PreparedCopies,
+    Ready,
+    branches_asked,
+    engine_for,
+    marks_in,
+    needs_of,
+    stages_of,
+)
 from weightbus.dataplane.errors import PeerLost, TransferFailed
-from weightbus.dataplane.memory.device_identity import device_name, readable_peers, seat_here
-from weightbus.dataplane.memory.export_map import MadeRegion
-from weightbus.dataplane.memory.importer import RegionImporter
-from weightbus.dataplane.memory.tensor_bytes import bytes_of, sizes_of
+from weightbus.dataplane.memory import (
+    MadeRegion,
+    RegionImporter,
+    bytes_of,
+    device_name,
+    readable_peers,
+    seat_here,
+    sizes_of,
+)
 from weightbus.dataplane.processes import torch_threads
-from weightbus.dataplane.reshard.load_trace import Constant, Recording
-from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.reshard import Constant, Recording
+from weightbus.dataplane.tensors import TensorSpec
 from weightbus.dataplane.transports import worker_messages as wire
-from weightbus.dataplane.transports.sends.group_forming import Forming
-from weightbus.dataplane.transports.sends.p2p_group import warm
+from weightbus.dataplane.transports.sends import Forming, warm
 
 from .digest_report import Evidence
 from .load_tracer import NamedTensors, record

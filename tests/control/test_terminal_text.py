@@ -11,12 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import structlog
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 from rich.console import Console, RenderableType
 
-from weightbus.control.cli import commands, plan_view, status_view
-from weightbus.control.cli import entry_point as cli
+from weightbus.control.cli import commands, entry_point as cli, plan_view, status_view
 from weightbus.control.log import get_log
 from weightbus.control.machine import status
 from weightbus.control.protocol.enums import Role, TransportKind

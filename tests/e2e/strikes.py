@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from tests.chaos.failpoints import POINTS as CHAOS
-from tests.chaos.failpoints import Gate, Point, arm, install
+from tests.chaos.failpoints import POINTS as CHAOS, Gate, Point, arm, install
 
 _PAIR_GROUP = "weightbus.dataplane.transports.sends.p2p_group:PairGroup."
 _SENDER = "weightbus.dataplane.transports.distributed.sender:DistributedSender."

@@ -41,8 +41,7 @@ from weightbus.dataplane.transports.distributed.source_rank import SourceSession
 from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.dataplane.transports.sends.p2p_group import PairGroup
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
-from weightbus.trainer_agent.demo import megatron_model as model
+from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, megatron_model as model
 from weightbus.trainer_agent.publish.publisher_context import Progress
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 

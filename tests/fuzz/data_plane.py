@@ -18,12 +18,10 @@ import numpy as np
 from weightbus.dataplane.copy.box_digests import BoxTable
 from weightbus.dataplane.copy.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.errors import DataplaneError
-from weightbus.dataplane.memory import export_messages as export_wire
-from weightbus.dataplane.memory import ipc_handles as handles
+from weightbus.dataplane.memory import export_messages as export_wire, ipc_handles as handles
 from weightbus.dataplane.memory.export_map import ExportMap, MadeRegion, Parts, Place, Region
 from weightbus.dataplane.processes import wire_message
-from weightbus.dataplane.reshard.load_trace import Cause, Constant, LoadedTensor, Patch, Recording
-from weightbus.dataplane.reshard.load_trace import Target as Recorded
+from weightbus.dataplane.reshard.load_trace import Cause, Constant, LoadedTensor, Patch, Recording, Target as Recorded
 from weightbus.dataplane.reshard.reshard_plan import Reader
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import DigestTable, LiveDigests, Manifest, TensorSpec

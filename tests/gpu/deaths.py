@@ -207,9 +207,7 @@ def carry_out(args: argparse.Namespace, struck: list[tuple[str, str, str]], tell
 
     from tests.kit.ends import Ends
     from weightbus.dataplane.processes.process_groups import backend_for
-    from weightbus.dataplane.transports.sends import messages as sends_wire
-    from weightbus.dataplane.transports.sends import sender as sends
-    from weightbus.dataplane.transports.sends import worker_receivers as takers
+    from weightbus.dataplane.transports.sends import messages as sends_wire, sender as sends, worker_receivers as takers
 
     backend_for(torch.device("cuda"))  # raises where the environment would make NCCL hang: in a dry run, too
     sends.pair_bytes_of = lambda *_: 256

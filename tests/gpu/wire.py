@@ -35,8 +35,7 @@ from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
 from weightbus.dataplane.reshard.send_schedule import schedule
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Piece, Pieces, View
-from weightbus.dataplane.transports.sends import receive_queue as inbox
-from weightbus.dataplane.transports.sends import send_queue as outbox
+from weightbus.dataplane.transports.sends import receive_queue as inbox, send_queue as outbox
 from weightbus.dataplane.transports.sends.p2p_group import PairGroup
 
 SHAPE = (768, 2048)

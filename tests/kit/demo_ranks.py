@@ -17,8 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
 from megatron_ranks import export
 
-from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
-from weightbus.trainer_agent.demo import toy_task as task
+from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, toy_task as task
 from weightbus.trainer_agent.demo.learner import Learner, join
 from weightbus.trainer_agent.demo.settings import Trainer
 from weightbus.trainer_agent.sources.megatron.cpu_emulation import install

@@ -149,8 +149,7 @@ def build(family: str, hf: Mapping[str, Any], layout: Layout, **changes: object)
 
 def _chunk(family: str, hf: Mapping[str, Any], layout: Layout, config: Any, vp_stage: int | None) -> nn.Module:
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt import gpt_layer_specs as specs
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs as specs
 
     text = hf.get("text_config", hf)
     if config.experimental_attention_variant if hasattr(config, "experimental_attention_variant") else None:

@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 import torch
 import torch.distributed as dist
 
-from weightbus.dataplane.memory.tensor_bytes import addresses_of
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES, Manifest, TensorSpec
+from weightbus.dataplane.memory import addresses_of
+from weightbus.dataplane.tensors import ITEM_BYTES, Manifest, TensorSpec
 
 from ..source import AssemblyFailed, LayoutMismatch
 from .gather_plan import BucketPlan, Message, Parcel, Placement

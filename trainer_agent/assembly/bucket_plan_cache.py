@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.dataplane.tensors import Manifest
 
 T = TypeVar("T")
 

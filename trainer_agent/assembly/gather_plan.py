@@ -19,10 +19,15 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from weightbus.dataplane.tensors import coverage as cover
-from weightbus.dataplane.tensors.boxes import Column
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES, Manifest
-from weightbus.dataplane.tensors.shards import Piece, Pieces, contiguous_strides
+from weightbus.dataplane.tensors import (
+    ITEM_BYTES,
+    Column,
+    Manifest,
+    Piece,
+    Pieces,
+    contiguous_strides,
+    coverage as cover,
+)
 
 STRAIGHT_BYTES: Final = 1 << 20
 """Shorter runs go loose: a message of its own costs more than copying so little."""

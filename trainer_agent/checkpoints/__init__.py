@@ -1,1 +1,33 @@
-"""checkpoints: see FACES.md for the sentence that belongs here."""
+"""Checkpoints on disk: kept versions, finished checkpoints as a source, which folder to publish when."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from . import checkpoint_folder as checkpoint_folder
+    from .archive import Archive as Archive, Policy as Policy, Saving as Saving, check_configs as check_configs
+    from .archived_version import KeptFiles as KeptFiles, check_notes as check_notes, kept_in as kept_in
+    from .checkpoint_source import (
+        Checkpoint as Checkpoint,
+        CheckpointSource as CheckpointSource,
+        CorruptCheckpoint as CorruptCheckpoint,
+        open_checkpoint as open_checkpoint,
+        staging_device as staging_device,
+    )
+    from .watch_machine import (
+        Effect as Effect,
+        Ended as Ended,
+        Inspect as Inspect,
+        Inspected as Inspected,
+        Late as Late,
+        Limits as Limits,
+        Listed as Listed,
+        Publish as Publish,
+        Reject as Reject,
+        Skip as Skip,
+        Verdict as Verdict,
+        Watching as Watching,
+    )
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

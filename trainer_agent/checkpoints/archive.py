@@ -26,15 +26,13 @@ import msgspec
 import torch
 
 from weightbus.control.log import get_log
-from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.protocol import ConfigurationError
 from weightbus.dataplane.processes import torch_threads
-from weightbus.dataplane.quantize.hf_quantization_config import read
-from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
-from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES, CheckpointWriter
-from weightbus.dataplane.transports.disk.saved_version import leaving, place_of
+from weightbus.dataplane.quantize import read
+from weightbus.dataplane.tensors import Manifest
+from weightbus.dataplane.transports.disk import NOTES, CheckpointWriter, Notes, leaving, place_of
 
-from ..machine.errors import BadCheckpoint
+from ..machine import BadCheckpoint
 from .checkpoint_folder import read_config
 
 _NAME: Final = re.compile(r"checkpoint-(\d+)")

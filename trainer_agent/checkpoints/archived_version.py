@@ -10,14 +10,12 @@ from typing import Any
 import msgspec
 import torch
 
-from weightbus.dataplane.digest.tensor_digest import ALGORITHM, DIGEST_BYTES, check
+from weightbus.dataplane.digest import ALGORITHM, DIGEST_BYTES, check
 from weightbus.dataplane.errors import DigestMismatch, ManifestError
-from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
-from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES
-from weightbus.dataplane.transports.disk.saved_version import SavedVersion, place_of
+from weightbus.dataplane.tensors import DigestTable, Manifest, TensorSpec
+from weightbus.dataplane.transports.disk import NOTES, Notes, SavedVersion, place_of
 
-from ..machine.errors import BadCheckpoint
+from ..machine import BadCheckpoint
 from .checkpoint_source import Checkpoint, CorruptCheckpoint
 
 

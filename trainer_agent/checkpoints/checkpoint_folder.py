@@ -17,11 +17,11 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from weightbus.control.protocol.ids import MAX_VERSION
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES, TensorSpec
-from weightbus.dataplane.transports.disk.safetensors_file import DTYPES
+from weightbus.control.protocol import MAX_VERSION
+from weightbus.dataplane.tensors import ITEM_BYTES, TensorSpec
+from weightbus.dataplane.transports.disk import DTYPES
 
-from ..machine.errors import BadCheckpoint, UnfinishedCheckpoint
+from ..machine import BadCheckpoint, UnfinishedCheckpoint
 from .watch_machine import Folder
 
 LATEST: Final = "latest_checkpointed_iteration.txt"

@@ -10,10 +10,10 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.control.protocol import ConfigurationError
+from weightbus.dataplane.tensors import Manifest, TensorSpec
 
-from ..machine.errors import BadCheckpoint, UnfinishedCheckpoint
+from ..machine import BadCheckpoint, UnfinishedCheckpoint
 from ..source import AssemblyFailed, LayoutMismatch
 from . import checkpoint_folder as folders
 from .checkpoint_folder import Place

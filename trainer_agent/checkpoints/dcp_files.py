@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors import TensorSpec
 
-from ..assembly.assembler import DTYPES
-from ..machine.errors import BadCheckpoint, UnfinishedCheckpoint
+from ..assembly import DTYPES
+from ..machine import BadCheckpoint, UnfinishedCheckpoint
 from ..source import AssemblyFailed
-from ..sources.checkpoint_conversion import Slice, slices, stored_tensors
+from ..sources import Slice, slices, stored_tensors
 from . import dcp_names
 from .checkpoint_folder import fingerprint
 from .checkpoint_source import CorruptCheckpoint, changed

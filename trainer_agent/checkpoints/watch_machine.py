@@ -15,7 +15,7 @@ from typing import assert_never
 
 import msgspec
 
-from weightbus.control.protocol.ids import MAX_VERSION
+from weightbus.control.protocol import MAX_VERSION
 
 
 class Folder(msgspec.Struct, frozen=True):

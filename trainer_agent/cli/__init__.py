@@ -1,1 +1,1 @@
-"""cli: see FACES.md for the sentence that belongs here."""
+"""`weightbus trainer-agent` (a watched folder) and `weightbus rollback`, with their settings."""

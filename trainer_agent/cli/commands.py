@@ -7,9 +7,9 @@ from types import FrameType
 
 from rich.console import Console
 
-from weightbus.control.bus.client import check_keys
+from weightbus.control.bus import check_keys
 from weightbus.control.cli import settings_loader as settings
-from weightbus.control.server.metrics import configure_logging
+from weightbus.control.server import configure_logging
 
 from ..settings import TrainerSettings
 from . import rollback_settings

@@ -12,15 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from weightbus.control.machine.status import PastStatus
-from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.dataplane.transports.disk.saved_version import SavedVersion
+from weightbus.control.machine import PastStatus
+from weightbus.control.protocol import ConfigurationError
+from weightbus.dataplane.transports.disk import SavedVersion
 
-from ..checkpoints.archived_version import KeptFiles, check_notes, kept_in
-from ..checkpoints.checkpoint_source import Checkpoint, CheckpointSource, open_checkpoint, staging_device
-from ..machine.errors import BadCheckpoint, RollbackRefused
-from ..machine.publish_report import PublishReport
-from ..publish.agent import TrainerAgent
+from ..checkpoints import Checkpoint, CheckpointSource, KeptFiles, check_notes, kept_in, open_checkpoint, staging_device
+from ..machine import BadCheckpoint, PublishReport, RollbackRefused
+from ..publish import TrainerAgent
 from .rollback_settings import RollbackSettings
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from weightbus.control.server.settings import LogFormat, LogLevel
+from weightbus.control.server import LogFormat, LogLevel
 
 from ..settings import TrainerSettings, check_device
 from .watch_settings import check_prefix

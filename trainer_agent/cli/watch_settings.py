@@ -9,9 +9,9 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from weightbus.control.server.settings import LogFormat, LogLevel
+from weightbus.control.server import LogFormat, LogLevel
 
-from ..checkpoints.watch_machine import Limits as WatchLimits
+from ..checkpoints import Limits as WatchLimits
 from ..settings import TrainerSettings, Wait, check_device
 
 SECTION: Final = "watch"

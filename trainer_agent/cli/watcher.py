@@ -11,21 +11,23 @@ from typing import assert_never
 import msgspec
 
 from weightbus.control.log import get_log
-from weightbus.control.protocol.enums import Code
-from weightbus.control.protocol.errors import WeightbusError
-from weightbus.control.server.http_server import HttpPort, Readiness
-from weightbus.control.server.metrics import CHECKPOINTS, LOOKS_FAILED, PUBLISH_SECONDS, PUBLISHED_VERSION, Meters, Side
+from weightbus.control.protocol import Code, WeightbusError
+from weightbus.control.server import (
+    CHECKPOINTS,
+    LOOKS_FAILED,
+    PUBLISH_SECONDS,
+    PUBLISHED_VERSION,
+    HttpPort,
+    Meters,
+    Readiness,
+    Side,
+)
 from weightbus.dataplane.errors import DataplaneError
 
-from ..checkpoints import checkpoint_folder as folders
-from ..checkpoints.checkpoint_source import (
+from ..checkpoints import (
     Checkpoint,
     CheckpointSource,
     CorruptCheckpoint,
-    open_checkpoint,
-    staging_device,
-)
-from ..checkpoints.watch_machine import (
     Effect,
     Ended,
     Inspect,
@@ -37,9 +39,12 @@ from ..checkpoints.watch_machine import (
     Skip,
     Verdict,
     Watching,
+    checkpoint_folder as folders,
+    open_checkpoint,
+    staging_device,
 )
-from ..machine.errors import BadCheckpoint, ConnectFailed, PublishFailed, PublishRefused, UnfinishedCheckpoint
-from ..publish.agent import TrainerAgent
+from ..machine import BadCheckpoint, ConnectFailed, PublishFailed, PublishRefused, UnfinishedCheckpoint
+from ..publish import TrainerAgent
 from ..source import SourceError
 from .watch_settings import WatchSettings
 

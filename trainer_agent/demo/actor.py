@@ -16,10 +16,9 @@ from typing import Final
 import msgspec
 import torch
 
-from ..machine.publish_report import PublishReport
+from ..machine import PublishReport
 from ..staleness import Lineage, Staleness, Verdict
-from . import round_records as records
-from . import toy_task as task
+from . import round_records as records, toy_task as task
 from .program_arguments import Plan
 from .rollout_client import LAUNCH_LABEL, Fleet, Response
 

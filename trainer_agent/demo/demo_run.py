@@ -20,9 +20,8 @@ from typing import Final
 import httpx
 import msgspec
 
-from weightbus.control.cli.deployment_keys import Member, provision
-from weightbus.control.protocol.enums import Role, TransportKind
-from weightbus.control.protocol.ids import AgentId, Channel
+from weightbus.control.cli import Member, provision
+from weightbus.control.protocol import AgentId, Channel, Role, TransportKind
 from weightbus.control.terminal_text import plain
 
 from . import initial_checkpoint as checkpoint

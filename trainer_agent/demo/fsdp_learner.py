@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from ..sources.fsdp import FSDPSource
+from ..sources import FSDPSource
 from .toy_task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
 
 # A torchvision that was made for CUDA does not import beside a torch for the CPU, and a text model needs none.

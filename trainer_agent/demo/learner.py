@@ -24,7 +24,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 
-from ..sources.megatron.megatron_source import MegatronSource
+from ..sources.megatron import MegatronSource
 from . import initial_checkpoint as checkpoint
 from .initial_checkpoint import TINY, Shape
 from .megatron_model import build, load

@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch.nn import functional
 
-from ..sources.megatron.cpu_emulation import CONFIG
+from ..sources.megatron import CONFIG
 from .initial_checkpoint import Shape
 
 

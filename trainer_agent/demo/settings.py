@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol import TransportKind
 
 SECTION: Final = "demo"
 ENGINES: Final = 2

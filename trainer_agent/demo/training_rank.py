@@ -21,8 +21,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..machine.publish_handle import PublishHandle
-from ..publish.agent import TrainerAgent
+from ..machine import PublishHandle
+from ..publish import TrainerAgent
 from ..source import Source
 from . import toy_task as task
 from .actor import WIDTH, Actor, Batch
@@ -57,7 +57,7 @@ def start(plan: Plan) -> Learner:
 
         dist.init_process_group("gloo", timeout=deadline)
         return FSDPLearner(Path(plan.checkpoint))
-    from ..sources.megatron.cpu_emulation import install  # noqa: PLC0415
+    from ..sources.megatron import install  # noqa: PLC0415
 
     logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns of every GPU feature that is off
     install()

@@ -1,1 +1,11 @@
-"""export: see FACES.md for the sentence that belongs here."""
+"""Memory of all ranks, offered to direct and sends; where the ranks are."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from .memory_export import Exposable as Exposable, Exposure as Exposure
+    from .topology import place_of as place_of, topology_of as topology_of
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

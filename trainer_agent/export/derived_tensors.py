@@ -12,8 +12,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from weightbus.dataplane.copy.copy_table import ITEM_SIZES
-from weightbus.dataplane.tensors.shards import DTYPES, Pieces, packed_strides, served_dtypes
+from weightbus.dataplane.copy import ITEM_SIZES
+from weightbus.dataplane.tensors import DTYPES, Pieces, packed_strides, served_dtypes
 
 
 class Mirror:

@@ -16,24 +16,17 @@ import msgspec
 import numpy as np
 import torch
 
-from weightbus.control.protocol.message_fields import Place
-from weightbus.dataplane.copy.box_digests import Lanes
-from weightbus.dataplane.copy.device_fence import DevicePoint
-from weightbus.dataplane.copy.engine_selection import engine_for
+from weightbus.control.protocol import Place
+from weightbus.dataplane.copy import DevicePoint, Lanes, engine_for
 from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportable, Unsupported
-from weightbus.dataplane.memory.export_map import ExportMap, Parts
-from weightbus.dataplane.memory.exporter import RegionExporter
-from weightbus.dataplane.memory.local_memory import OwnMemory
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.quantize.fused_digests import Summed
-from weightbus.dataplane.reshard.digest_shares import Division, Share, divide
-from weightbus.dataplane.reshard.share_digester import PASS_BYTES, ShareDigest
-from weightbus.dataplane.tensors.boxes import Column
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
-from weightbus.dataplane.transports.direct.sender import Exposed
-from weightbus.dataplane.transports.interface import Address, Exporting
-from weightbus.dataplane.transports.sends.rank_sender import RankSends
+from weightbus.dataplane.memory import ExportMap, OwnMemory, Parts, RegionExporter
+from weightbus.dataplane.processes import Deadline
+from weightbus.dataplane.quantize import Summed
+from weightbus.dataplane.reshard import PASS_BYTES, Division, Share, ShareDigest, divide
+from weightbus.dataplane.tensors import Column, Manifest, Pieces, TensorSpec
+from weightbus.dataplane.transports import Address, Exporting
+from weightbus.dataplane.transports.direct import Exposed
+from weightbus.dataplane.transports.sends import RankSends
 
 from .derived_tensors import Mirror
 from .topology import place_of

@@ -8,20 +8,10 @@ from typing import Final
 import msgspec
 import torch
 
-from weightbus.control.machine.routing import IN_PLACE, PREFERRED
-from weightbus.control.protocol.enums import Reach, TransportKind
-from weightbus.control.protocol.ids import RequestId
-from weightbus.control.protocol.message_fields import Lack, Nic, Place
-from weightbus.control.protocol.messages import Topology
-from weightbus.dataplane.memory.device_identity import device_name, seat_here
-from weightbus.dataplane.memory.gpu_topology import SurveyFailed, seen_here
-from weightbus.dataplane.processes.host_facts import (
-    files_identity,
-    folder_identity,
-    host_identity,
-    interfaces,
-    network_identity,
-)
+from weightbus.control.machine import IN_PLACE, PREFERRED
+from weightbus.control.protocol import Lack, Nic, Place, Reach, RequestId, Topology, TransportKind
+from weightbus.dataplane.memory import SurveyFailed, device_name, seat_here, seen_here
+from weightbus.dataplane.processes import files_identity, folder_identity, host_identity, interfaces, network_identity
 
 from ..settings import TrainerSettings
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from weightbus.dataplane.tensors.boxes import Column
+from weightbus.dataplane.tensors import Column
 
 from . import calibration as figures
 from .calibration import Figure

@@ -15,11 +15,9 @@ from typing import Final
 
 import numpy as np
 
-from weightbus.dataplane.tensors.boxes import Box, Boxes, Column
-from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors import Box, Boxes, Column, TensorSpec
 
-from ..sources.megatron.hf_model import Model
-from ..sources.megatron.parameter_mapping import Cut, Fusion, Heads, Norm, Rule, Share
+from ..sources.megatron import Cut, Fusion, Heads, Model, Norm, Rule, Share
 from .fleet import Engines, FleetError
 from .tensor_blocks import AXES, Block, Tensors
 

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.protocol import ConfigurationError
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Rate = Annotated[float, Meta(ge=1e-3, le=1e6)]

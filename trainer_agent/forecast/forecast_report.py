@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol import TransportKind
 from weightbus.control.terminal_text import plain
 
 from . import calibration as figures

@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
-from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.protocol import ConfigurationError
 
 from .fleet import Count, Engines, Fleet, FleetError, Links, Rate, Trainer, Way, Where
 

@@ -12,13 +12,13 @@ from typing import Final
 
 import numpy as np
 
-from weightbus.dataplane.tensors.boxes import Column
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES, TensorSpec
+from weightbus.dataplane.tensors import ITEM_BYTES, Column, TensorSpec
 
 from ..source import LayoutMismatch, UnsupportedModel
-from ..sources.megatron.hf_model import (
+from ..sources.megatron import (
     Model,
     Place,
+    Rule,
     body,
     decoder_layer,
     head,
@@ -26,7 +26,6 @@ from ..sources.megatron.hf_model import (
     prediction_parts,
     served_tensors,
 )
-from ..sources.megatron.parameter_mapping import Rule
 from .fleet import FleetError
 
 MOST_TENSORS: Final = 1 << 20

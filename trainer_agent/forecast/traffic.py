@@ -12,10 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weightbus.dataplane.tensors.boxes import Boxes, Column, intersect, volumes
-from weightbus.dataplane.tensors.coverage import weights
-from weightbus.dataplane.tensors.load_balancing import Sets, deal, numbered, ragged
-from weightbus.dataplane.tensors.shards import order_of, served_sizes, side_by_side
+from weightbus.dataplane.tensors import (
+    Boxes,
+    Column,
+    Sets,
+    deal,
+    intersect,
+    numbered,
+    order_of,
+    ragged,
+    served_sizes,
+    side_by_side,
+    volumes,
+    weights,
+)
 
 from .engine_shards import Needs
 from .fleet import FleetError, Ground, Placed, Way

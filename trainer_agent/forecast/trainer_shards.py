@@ -15,11 +15,9 @@ from typing import Final
 
 import numpy as np
 
-from weightbus.dataplane.tensors.boxes import Box, Boxes, Column
-from weightbus.dataplane.tensors.shards import contiguous_strides
+from weightbus.dataplane.tensors import Box, Boxes, Column, contiguous_strides
 
-from ..sources.megatron.hf_model import Model
-from ..sources.megatron.parameter_mapping import Cut, Fusion, Local, Norm, Rule, Share, pieces_of
+from ..sources.megatron import Cut, Fusion, Local, Model, Norm, Rule, Share, pieces_of
 from .fleet import FleetError, Trainer
 from .tensor_blocks import AXES, Block, Tensors
 

@@ -1,1 +1,25 @@
-"""machine: see FACES.md for the sentence that belongs here."""
+"""What a publication decides and how it ends, pure: machine, snapshot queue, report, handle, errors."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from . import publication as publication
+    from .errors import (
+        AgentClosed as AgentClosed,
+        BadCheckpoint as BadCheckpoint,
+        ConnectFailed as ConnectFailed,
+        PublishFailed as PublishFailed,
+        PublishRefused as PublishRefused,
+        RollbackRefused as RollbackRefused,
+        TooFarAhead as TooFarAhead,
+        UnfinishedCheckpoint as UnfinishedCheckpoint,
+        raise_for as raise_for,
+    )
+    from .publication import Ending as Ending, Limits as Limits, Verdict as Verdict
+    from .publish_handle import PublishHandle as PublishHandle
+    from .publish_report import Mode as Mode, PublishReport as PublishReport, Stopwatch as Stopwatch
+    from .snapshot_queue import Backlog as Backlog, Claim as Claim, Memory as Memory, Overlap as Overlap
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -24,8 +24,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from weightbus.control.protocol.enums import Code
-from weightbus.control.protocol.errors import WeightbusError
+from weightbus.control.protocol import Code, WeightbusError
 
 from .publication import Ending, Verdict
 from .publish_report import PublishReport

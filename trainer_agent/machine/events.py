@@ -9,8 +9,7 @@ import enum
 
 import msgspec
 
-from weightbus.control.protocol.enums import Code, Outcome
-from weightbus.control.protocol.message_fields import EngineReport, Held, Receiver
+from weightbus.control.protocol import Code, EngineReport, Held, Outcome, Receiver
 
 
 class Ending(enum.StrEnum):

@@ -27,9 +27,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from weightbus.control.protocol.enums import Code, Outcome
-from weightbus.control.protocol.errors import IllegalMove, InvariantBroken
-from weightbus.control.protocol.message_fields import Held, Receiver
+from weightbus.control.protocol import Code, Held, IllegalMove, InvariantBroken, Outcome, Receiver
 
 from .events import (
     Accepted,

@@ -10,8 +10,7 @@ from typing import Final, Self
 
 import msgspec
 
-from weightbus.control.protocol.enums import Outcome
-from weightbus.control.protocol.message_fields import EngineReport
+from weightbus.control.protocol import EngineReport, Outcome
 from weightbus.control.terminal_text import plain
 
 PHASES: Final = (

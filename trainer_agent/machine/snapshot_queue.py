@@ -16,7 +16,7 @@ from collections import deque
 
 import msgspec
 
-from weightbus.control.protocol.errors import InvariantBroken
+from weightbus.control.protocol import InvariantBroken
 
 
 class Overlap(enum.StrEnum):

@@ -20,19 +20,25 @@ from typing import Literal, Self, overload
 
 from weightbus.control.cli import settings_loader as settings_file
 from weightbus.control.log import get_log
-from weightbus.control.machine.status import PastStatus
-from weightbus.control.protocol.enums import Outcome, TransportKind
-from weightbus.control.protocol.ids import MAX_VERSION
+from weightbus.control.machine import PastStatus
+from weightbus.control.protocol import MAX_VERSION, Outcome, TransportKind
 from weightbus.dataplane.errors import NotExportable
-from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.dataplane.transports.interface import Address
+from weightbus.dataplane.tensors import Manifest
+from weightbus.dataplane.transports import Address
 
-from ..export.memory_export import Exposure
-from ..machine.errors import AgentClosed, ConnectFailed, TooFarAhead, raise_for
-from ..machine.publication import Ending, Verdict
-from ..machine.publish_handle import PublishHandle
-from ..machine.publish_report import Mode, PublishReport
-from ..quantized.quantized_source import as_served
+from ..export import Exposure
+from ..machine import (
+    AgentClosed,
+    ConnectFailed,
+    Ending,
+    Mode,
+    PublishHandle,
+    PublishReport,
+    TooFarAhead,
+    Verdict,
+    raise_for,
+)
+from ..quantized import as_served
 from ..settings import SECTION, TrainerSettings
 from ..source import Source, SourceError
 from .background_publisher import End

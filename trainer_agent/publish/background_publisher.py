@@ -16,9 +16,7 @@ import torch
 
 from weightbus.control.log import get_log
 
-from ..machine.publication import Ending, Verdict
-from ..machine.publish_report import Mode, PublishReport
-from ..machine.snapshot_queue import Backlog, Claim, Overlap
+from ..machine import Backlog, Claim, Ending, Mode, Overlap, PublishReport, Verdict
 from .snapshot import Store
 
 _log = get_log(__name__)

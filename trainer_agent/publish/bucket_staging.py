@@ -11,19 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from weightbus.control.log import get_log
-from weightbus.control.machine import routing
-from weightbus.control.machine.route import Ends
-from weightbus.control.protocol.enums import TransportKind
-from weightbus.control.protocol.message_fields import EngineInfo, Offer, Receiver, TrainerInfo
+from weightbus.control.machine import Ends, routing
+from weightbus.control.protocol import EngineInfo, Offer, Receiver, TrainerInfo, TransportKind
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import NotExportable
-from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
-from weightbus.dataplane.transports.broadcast_order import Sources
-from weightbus.dataplane.transports.interface import Address, Slot
+from weightbus.dataplane.tensors import DigestTable, Manifest
+from weightbus.dataplane.transports import Address, Slot, Sources
 
-from ..checkpoints.archive import Saving
-from ..export.memory_export import Exposure
-from ..machine.publish_report import Stopwatch
+from ..checkpoints import Saving
+from ..export import Exposure
+from ..machine import Stopwatch
 from ..source import Source, SourceError
 from . import rank_commands as orders
 from .expected_digests import LiveDigester, LivePlan, Want, layouts_wanted

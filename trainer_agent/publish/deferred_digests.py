@@ -11,16 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from weightbus.control.log import get_log
-from weightbus.control.protocol.enums import TransportKind
-from weightbus.control.protocol.errors import WeightbusError
-from weightbus.control.protocol.message_fields import Receiver
-from weightbus.control.protocol.messages import Granted
+from weightbus.control.protocol import Granted, Receiver, TransportKind, WeightbusError
 from weightbus.dataplane.errors import DeadlineExceeded
-from weightbus.dataplane.tensors.manifest import DigestTable
-from weightbus.dataplane.transports.interface import Peer, Sender, Tabling
+from weightbus.dataplane.tensors import DigestTable
+from weightbus.dataplane.transports import Peer, Sender, Tabling
 
-from ..machine.publication import Ending, Verdict
-from ..machine.publish_report import Mode, Stopwatch
+from ..machine import Ending, Mode, Stopwatch, Verdict
 from .bucket_staging import Staging
 from .publisher_context import Bus, Outfit
 

@@ -19,12 +19,10 @@ from typing import Final
 import torch
 
 from weightbus.control.log import get_log
-from weightbus.control.machine.routing import IN_PLACE
-from weightbus.control.protocol.enums import TransportKind
-from weightbus.control.protocol.message_fields import Offer
+from weightbus.control.machine import IN_PLACE
+from weightbus.control.protocol import Offer, TransportKind
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
-from weightbus.dataplane.transports.broadcast_order import Sources
-from weightbus.dataplane.transports.interface import Address, Dividing, Peer, Sender, Session, Slot, Tabled, Tabling
+from weightbus.dataplane.transports import Address, Dividing, Peer, Sender, Session, Slot, Sources, Tabled, Tabling
 
 _OFFER_S: Final = 30.0
 """Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""

@@ -16,21 +16,27 @@ import msgspec
 
 from weightbus.control import protocol as m
 from weightbus.control.log import get_log
-from weightbus.control.machine.routing import IN_PLACE
-from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
-from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.machine import IN_PLACE
+from weightbus.control.protocol import (
+    AgentId,
+    Channel,
+    ClientClosed,
+    CoordinatorUnreachable,
+    Digest,
+    Epoch,
+    RequestId,
+    RequestRefused,
+    Version,
+)
 from weightbus.dataplane.errors import DataplaneError, Unsupported
-from weightbus.dataplane.tensors.manifest import DigestTable
-from weightbus.dataplane.transports.disk import saved_version
-from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
-from weightbus.dataplane.transports.interface import Dividing, Peer, Session, Tabled
+from weightbus.dataplane.tensors import DigestTable
+from weightbus.dataplane.transports import Dividing, Peer, Session, Tabled
+from weightbus.dataplane.transports.disk import Notes, saved_version
 
-from ..checkpoints.archive import Saving
-from ..machine import publication as p
-from ..machine.publish_report import Mode, PublishReport, Stopwatch
+from ..checkpoints import Saving
+from ..machine import Mode, PublishReport, Stopwatch, publication as p
 from ..source import SourceError
-from . import deferred_digests as open_table
-from . import rank_commands as orders
+from . import deferred_digests as open_table, rank_commands as orders
 from .bucket_staging import WeightsDiffer
 from .delivery import Delivery
 from .publisher_context import Outfit, Progress

@@ -18,10 +18,9 @@ import numpy.typing as npt
 import torch
 
 from weightbus.control.log import get_log
-from weightbus.control.protocol.message_fields import EngineInfo
-from weightbus.dataplane.digest import sglang_checksum as fmix
-from weightbus.dataplane.digest.sglang_layout import Box, ServedParameter, served_layout
-from weightbus.dataplane.tensors.manifest import LiveDigests, Manifest, TensorSpec
+from weightbus.control.protocol import EngineInfo
+from weightbus.dataplane.digest import Box, ServedParameter, served_layout, sglang_checksum as fmix
+from weightbus.dataplane.tensors import LiveDigests, Manifest, TensorSpec
 
 from .expected_sglang_checksums import FmixDigester, FmixLayout, names_of
 

@@ -12,9 +12,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
-from weightbus.dataplane.digest import sglang_checksum as fmix
-from weightbus.dataplane.digest.sglang_layout import Box, ServedParameter
-from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.dataplane.digest import Box, ServedParameter, sglang_checksum as fmix
+from weightbus.dataplane.tensors import Manifest
 
 
 class FmixLayout:

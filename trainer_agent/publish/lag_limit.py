@@ -15,8 +15,8 @@ from typing import Final, Protocol
 import msgspec
 
 from weightbus.control.log import get_log
-from weightbus.control.machine.status import LENT, ChannelView, parse
-from weightbus.control.protocol.errors import CoordinatorUnreachable, Malformed, RequestRefused
+from weightbus.control.machine import LENT, ChannelView, parse
+from weightbus.control.protocol import CoordinatorUnreachable, Malformed, RequestRefused
 
 from ..settings import TrainerSettings
 from .background_publisher import Background

@@ -17,16 +17,14 @@ from typing import Final, NamedTuple, Self, assert_never
 import msgspec
 import torch
 
-from weightbus.control.protocol.enums import TransportKind
-from weightbus.control.protocol.message_fields import Offer, Place
+from weightbus.control.protocol import Offer, Place, TransportKind
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.tensors.manifest import BucketSpec, LiveDigests, Manifest
-from weightbus.dataplane.transports.broadcast_order import Sources, cut
-from weightbus.dataplane.transports.distributed.source_rank import SourceRank
-from weightbus.dataplane.transports.interface import Address, Slot
+from weightbus.dataplane.tensors import BucketSpec, LiveDigests, Manifest
+from weightbus.dataplane.transports import Address, Slot, Sources, cut
+from weightbus.dataplane.transports.distributed import SourceRank
 
-from ..export.topology import place_of
-from ..machine.publish_report import Stopwatch
+from ..export import place_of
+from ..machine import Stopwatch
 from ..settings import TrainerSettings
 from ..source import AssemblyFailed, Source, Staged, head_dim_of
 from . import rank_commands as orders

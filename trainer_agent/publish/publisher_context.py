@@ -8,11 +8,11 @@ from typing import Protocol
 import msgspec
 
 from weightbus.control import protocol as m
-from weightbus.control.protocol.ids import Digest, Epoch, RequestId
-from weightbus.dataplane.transports.interface import Sender
+from weightbus.control.protocol import Digest, Epoch, RequestId
+from weightbus.dataplane.transports import Sender
 
-from ..checkpoints.archive import Archive
-from ..machine.publish_report import Mode
+from ..checkpoints import Archive
+from ..machine import Mode
 from ..settings import TrainerSettings
 from . import rank_commands as orders
 from .bucket_staging import Staging

@@ -11,8 +11,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from ..machine.publication import Verdict
-from ..machine.publish_report import PublishReport
+from ..machine import PublishReport, Verdict
 from ..source import Source
 
 

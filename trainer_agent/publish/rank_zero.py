@@ -14,33 +14,38 @@ from typing import Final
 
 import torch
 
-from weightbus.control.bus.client import BusClient, BusSettings
+from weightbus.control.bus import BusClient, BusSettings
 from weightbus.control.log import get_log
-from weightbus.control.machine.routing import IN_PLACE
-from weightbus.control.machine.status import PastStatus, parse
-from weightbus.control.protocol.enums import Outcome, Role, TransportKind
-from weightbus.control.protocol.errors import ConfigurationError, WeightbusError
-from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId
-from weightbus.control.protocol.message_fields import Held, Offer, TrainerInfo
-from weightbus.control.protocol.messages import Hello, Publish
-from weightbus.control.security.curve_keys import CurveFiles, read_secret
-from weightbus.control.security.security_settings import curve_files
-from weightbus.control.security.signed_publications import seal_offer, seal_publication, seal_table
+from weightbus.control.machine import IN_PLACE, PastStatus, parse
+from weightbus.control.protocol import (
+    AgentId,
+    Channel,
+    ConfigurationError,
+    Digest,
+    Epoch,
+    Held,
+    Hello,
+    Incarnation,
+    Offer,
+    Outcome,
+    Publish,
+    RequestId,
+    Role,
+    TrainerInfo,
+    TransportKind,
+    WeightbusError,
+)
+from weightbus.control.security import CurveFiles, curve_files, read_secret, seal_offer, seal_publication, seal_table
 from weightbus.dataplane.errors import NotExportable
-from weightbus.dataplane.memory.staging_buffers import BucketPool
-from weightbus.dataplane.processes.host_facts import host_identity
-from weightbus.dataplane.processes.unix_sockets import default_runtime_dir
-from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.dataplane.transports.interface import Sender
-from weightbus.dataplane.transports.registry import sender
+from weightbus.dataplane.memory import BucketPool
+from weightbus.dataplane.processes import default_runtime_dir, host_identity
+from weightbus.dataplane.tensors import Manifest
+from weightbus.dataplane.transports import Sender, sender
 
-from ..checkpoints.archive import Archive, Policy, check_configs
-from ..export.memory_export import Exposable, Exposure
-from ..export.topology import place_of, topology_of
-from ..machine.publication import Ending, Verdict
-from ..machine.publish_report import Mode, PublishReport, Stopwatch
-from ..machine.snapshot_queue import Claim
-from ..quantized.quantized_source import KnowsServed
+from ..checkpoints import Archive, Policy, check_configs
+from ..export import Exposable, Exposure, place_of, topology_of
+from ..machine import Claim, Ending, Mode, PublishReport, Stopwatch, Verdict
+from ..quantized import KnowsServed
 from ..settings import SendsOver, TrainerSettings
 from ..source import Source, SourceError, head_dim_of
 from .background_publisher import Background, End

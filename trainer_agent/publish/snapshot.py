@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors import Manifest, TensorSpec
 
-from ..machine.snapshot_queue import Memory
+from ..machine import Memory
 from ..source import Source
 
 

@@ -7,11 +7,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from weightbus.control.log import get_log
-from weightbus.control.machine.status import LENT, ChannelView, parse
-from weightbus.control.protocol.errors import WeightbusError
+from weightbus.control.machine import LENT, ChannelView, parse
+from weightbus.control.protocol import WeightbusError
 
-from ..machine.publication import Ending, Verdict
-from ..machine.publish_report import Mode, PublishReport
+from ..machine import Ending, Mode, PublishReport, Verdict
 from ..source import Source
 from .background_publisher import End
 from .bucket_staging import Pool, Staging

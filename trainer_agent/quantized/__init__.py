@@ -1,1 +1,10 @@
-"""quantized: see FACES.md for the sentence that belongs here."""
+"""A source whose weights are quantized before they leave."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from .quantized_source import KnowsServed as KnowsServed, as_served as as_served
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

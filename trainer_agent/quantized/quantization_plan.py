@@ -22,12 +22,20 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from weightbus.dataplane.quantize.fused_digests import Words, words_of
-from weightbus.dataplane.quantize.schemes import Part, Scheme
-from weightbus.dataplane.tensors import coverage as cover
-from weightbus.dataplane.tensors.boxes import Box
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES, BucketSpec, Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import DTYPES, Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.quantize import Part, Scheme, Words, words_of
+from weightbus.dataplane.tensors import (
+    DTYPES,
+    ITEM_BYTES,
+    Box,
+    BucketSpec,
+    Manifest,
+    Piece,
+    Pieces,
+    TensorSpec,
+    View,
+    contiguous_strides,
+    coverage as cover,
+)
 
 _ALIGNMENT: Final = 16
 

@@ -16,18 +16,13 @@ import msgspec
 import numpy as np
 import torch
 
-from weightbus.dataplane.copy.box_digests import Lanes
-from weightbus.dataplane.memory.export_map import Parts
-from weightbus.dataplane.memory.tensor_bytes import addresses_of
-from weightbus.dataplane.quantize.quantize_tasks import PreparedTasks, Sums, Task, prepare
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES, Manifest
-from weightbus.dataplane.tensors.shards import DTYPES as DTYPE_NAMES
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.copy import Lanes
+from weightbus.dataplane.memory import Parts, addresses_of
+from weightbus.dataplane.quantize import PreparedTasks, Sums, Task, prepare
+from weightbus.dataplane.tensors import DTYPES as DTYPE_NAMES, ITEM_BYTES, Manifest, Pieces
 
-from ..assembly.assembler import DTYPES, Assembler, Exchange, Reach
-from ..assembly.gather_plan import plan
-from ..assembly.host_uploads import pinned
-from ..export.memory_export import Exposable
+from ..assembly import DTYPES, Assembler, Exchange, Reach, pinned, plan
+from ..export import Exposable
 from ..source import Source
 from .quantization_plan import Division, Job, Place, Weight, Work
 from .quantized_uploads import WeightUploads

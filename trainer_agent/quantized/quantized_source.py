@@ -21,19 +21,14 @@ import numpy as np
 import torch
 
 from weightbus.control.log import get_log
-from weightbus.dataplane.copy.box_digests import Lanes
-from weightbus.dataplane.memory.export_map import Parts
-from weightbus.dataplane.quantize.fused_digests import Summed
-from weightbus.dataplane.quantize.hf_quantization_config import Quantisation, outputs, read
-from weightbus.dataplane.quantize.quantize_cuda import tile_of
-from weightbus.dataplane.quantize.schemes import UnknownScheme
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.copy import Lanes
+from weightbus.dataplane.memory import Parts
+from weightbus.dataplane.quantize import Quantisation, Summed, UnknownScheme, outputs, read, tile_of
+from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
 
-from ..assembly.assembler import check_manifest
-from ..assembly.bucket_plan_cache import Planned
+from ..assembly import Planned, check_manifest
 from ..checkpoints import checkpoint_folder as folders
-from ..machine.errors import UnfinishedCheckpoint
+from ..machine import UnfinishedCheckpoint
 from ..settings import TrainerSettings
 from ..source import Source, Staged, UnsupportedModel
 from .quantization_plan import Division, Weight

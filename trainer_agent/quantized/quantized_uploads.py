@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..assembly.assembler import Reach
-from ..assembly.gather_plan import Placement
-from ..assembly.host_uploads import Cargo, Uploads, cargo_of
+from ..assembly import Cargo, Placement, Reach, Uploads, cargo_of
 from .quantization_plan import Job, Work
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from weightbus.dataplane.memory.export_map import MARK_BYTES
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES
+from weightbus.dataplane.memory import MARK_BYTES
+from weightbus.dataplane.tensors import ITEM_BYTES
 
 from .quantization_plan import Job, Work
 

@@ -13,8 +13,7 @@ from math import prod
 
 import msgspec
 
-from weightbus.dataplane.tensors.boxes import Box
-from weightbus.dataplane.tensors.shards import Piece, View
+from weightbus.dataplane.tensors import Box, Piece, View
 
 from ..source import UnsupportedModel
 from .checkpoint_conversion import Axis, Slice

@@ -6,15 +6,14 @@ served twice, and engines would verify the result as what was meant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Set as AbstractSet
 from typing import Final, NamedTuple
 
 import torch
 
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES, TensorSpec
+from weightbus.dataplane.tensors import ITEM_BYTES, TensorSpec
 
-from ..assembly.assembler import objection
+from ..assembly import objection
 from ..source import (
     AssemblyFailed,
     LayoutMismatch,

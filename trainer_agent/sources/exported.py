@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
 
-from ..assembly.assembler import DTYPES, check_manifest
+from ..assembly import DTYPES, check_manifest
 from ..source import SourceError
 from .collective_errors import together
 from .export_passes import Listing, Pass, guarded, listed

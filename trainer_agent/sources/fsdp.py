@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
 
-from ..assembly.assembler import Assembler, Exchange, check_manifest
-from ..assembly.gather_plan import BucketPlan, plan
+from ..assembly import Assembler, BucketPlan, Exchange, check_manifest, plan
 from ..source import SourceError
 from .collective_errors import together, together_check
 from .module_shards import Held, describe, device_of

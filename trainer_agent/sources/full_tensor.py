@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
+from weightbus.dataplane.tensors import Manifest, TensorSpec
 
-from ..assembly.assembler import DTYPES, check_manifest
+from ..assembly import DTYPES, check_manifest
 from ..source import AssemblyFailed, SourceError, UnsupportedModel, check_manifestable
 from .checkpoint_conversion import architecture, head_dim, revert, stored_tensors
 from .collective_errors import together

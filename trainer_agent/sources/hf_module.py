@@ -11,11 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
 
-from ..assembly.assembler import Assembler, check_manifest
-from ..assembly.gather_plan import plan
+from ..assembly import Assembler, check_manifest, plan
 from .module_shards import describe
 
 

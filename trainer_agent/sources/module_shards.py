@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from weightbus.dataplane.tensors.manifest import ITEM_BYTES, TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces
+from weightbus.dataplane.tensors import ITEM_BYTES, Piece, Pieces, TensorSpec
 
-from ..assembly.assembler import objection
+from ..assembly import objection
 from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_manifestable, check_served
 from .checkpoint_conversion import Slice, architecture, head_dim, slices, stored_tensors, unwrapped
 from .dtensor_shards import Cut, Local, pieces_of, runs_of

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from weightbus.dataplane.memory.cuda_driver import Driver
+from weightbus.dataplane.memory import Driver
 
 from ..source import LayoutMismatch
 

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.tensors import coverage as cover
-from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors import Pieces, TensorSpec, coverage as cover
 
 from ..source import RanksDisagree
 

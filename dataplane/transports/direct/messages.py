@@ -20,11 +20,9 @@ from typing import Final
 
 import msgspec
 
-from ...processes.deadline import Deadline
-from ...processes.frames import Frames
-from ...processes.wire_message import WireMessage, decode
-from ...reshard.reshard_plan import Reader
-from ..interface import Exporting
+from ...processes import Deadline, Frames, WireMessage, decode
+from ...reshard import Reader
+from .. import Exporting
 
 
 class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):

@@ -18,8 +18,7 @@ import itertools
 import os
 import time
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,21 +26,25 @@ from typing import Final
 
 import numpy as np
 
-from ...copy.box_digests import Lanes
+from ...copy import Lanes
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed, WorkerDied
-from ...memory.export_map import ExportMap, MadeRegion
-from ...processes.deadline import Deadline
-from ...processes.frames import FrameListener, Frames
-from ...processes.unix_sockets import open_runtime_dir
-from ...reshard.load_trace import Recording
-from ...reshard.reshard_plan import Plan, Reader, make_plan
-from ...reshard.verification import Proof
-from ...tensors.manifest import DigestTable, Manifest
-from ...tensors.shards import Pieces
-from .. import worker_messages as worker_wire
-from ..interface import Address, EngineServer, Receipt, Session, Tabled
-from ..prerecorded_traces import Ahead
-from ..worker_exchange import RETURN_S, ReplayFailed, Workers, regions_read
+from ...memory import ExportMap, MadeRegion
+from ...processes import Deadline, FrameListener, Frames, open_runtime_dir
+from ...reshard import Plan, Proof, Reader, Recording, make_plan
+from ...tensors import DigestTable, Manifest, Pieces
+from .. import (
+    RETURN_S,
+    Address,
+    Ahead,
+    EngineServer,
+    Receipt,
+    ReplayFailed,
+    Session,
+    Tabled,
+    Workers,
+    regions_read,
+    worker_messages as worker_wire,
+)
 from . import messages as direct_wire
 from .messages import Welcome
 

@@ -17,15 +17,11 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import DataplaneError, DeadlineExceeded, TransferFailed
-from ...memory.export_map import ExportMap
-from ...processes.connection_pool import Line, Lines
-from ...processes.deadline import Deadline
-from ...processes.frames import FrameListener
-from ...processes.unix_sockets import open_runtime_dir
-from ...reshard.load_trace import Recording
-from ...reshard.reshard_plan import make_plan
-from ...tensors.shards import Pieces
-from ..interface import JOIN_S, Address, Exporting, Peer, Session, Slot, Tabled
+from ...memory import ExportMap
+from ...processes import Deadline, FrameListener, Line, Lines, open_runtime_dir
+from ...reshard import Recording, make_plan
+from ...tensors import Pieces
+from .. import JOIN_S, Address, Exporting, Peer, Session, Slot, Tabled
 from . import messages as wire
 
 _REMEMBERED: Final = 4096

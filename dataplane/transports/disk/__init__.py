@@ -1,1 +1,20 @@
-"""disk: see FACES.md for the sentence that belongs here."""
+"""Checkpoints on a file system that both sides see."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from . import saved_version as saved_version
+    from .checkpoint_locks import Notes as Notes
+    from .checkpoint_transport import DiskReceiver as DiskReceiver, DiskSender as DiskSender
+    from .checkpoint_writer import NOTES as NOTES, CheckpointWriter as CheckpointWriter
+    from .safetensors_file import DTYPES as DTYPES
+    from .saved_version import (
+        SavedReceiver as SavedReceiver,
+        SavedVersion as SavedVersion,
+        leaving as leaving,
+        place_of as place_of,
+    )
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

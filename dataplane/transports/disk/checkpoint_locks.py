@@ -20,7 +20,7 @@ from typing import Final, Literal
 import msgspec
 
 from ...errors import PeerLost, StaleSession, TransferFailed, Unsupported
-from ...processes.deadline import Deadline
+from ...processes import Deadline
 
 POLL_S: Final = 0.02
 _SENDER: Final = "sender.json"

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 import torch
 
-from ...tensors.manifest import Manifest
+from ...tensors import Manifest
 from . import safetensors_file
 from .checkpoint_locks import Notes
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ...errors import TransferFailed
-from ...tensors.manifest import Manifest
+from ...tensors import Manifest
 
 DTYPES: Final[dict[str, str]] = {
     "float64": "F64",

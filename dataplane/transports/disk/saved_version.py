@@ -23,9 +23,9 @@ from typing import Final
 import msgspec
 
 from ...errors import TransferFailed
-from ...processes.deadline import Deadline
-from ...tensors.manifest import blob_digest
-from ..interface import Address, EngineServer, Receipt, Session
+from ...processes import Deadline
+from ...tensors import blob_digest
+from .. import Address, EngineServer, Receipt, Session
 from .checkpoint_locks import Notes
 from .checkpoint_transport import check_tensors
 from .checkpoint_writer import NOTES

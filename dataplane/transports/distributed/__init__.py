@@ -1,1 +1,13 @@
-"""distributed: see FACES.md for the sentence that belongs here."""
+"""Buckets broadcast in groups of trainer ranks and engine ranks."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from .receiver import DistributedReceiver as DistributedReceiver
+    from .sender import DistributedSender as DistributedSender
+    from .source_rank import SourceRank as SourceRank
+    from .store_proxy import Relay as Relay
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -17,9 +17,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from ...errors import DeadlineExceeded, TransferFailed
-from ...processes import process_groups as backends
-from ...processes.deadline import Deadline
-from ...processes.process_groups import taken_s
+from ...processes import Deadline, process_groups as backends, taken_s
 from .source_watchdog import Connections, StandIn, connections_of
 
 ROOT: Final = 0

@@ -43,9 +43,7 @@ from typing import Final, Protocol, TypeVar, cast
 from torch._C._distributed_c10d import Store
 
 from ...errors import Forged, PeerLost, StaleSession, TransferFailed
-from ...processes import torch_threads
-from ...processes.deadline import Deadline
-from ...processes.rendezvous_store import reach_store
+from ...processes import Deadline, reach_store, torch_threads
 
 POLL_S: Final = 0.02
 _EPOCH: Final = "weightbus/epoch"

@@ -14,9 +14,8 @@ from typing import Final
 import msgspec
 
 from ...errors import TransferFailed
-from ...processes.deadline import Deadline
-from ..broadcast_order import EnginePart, Groups
-from ..interface import Address, EngineServer, Receipt, Session
+from ...processes import Deadline
+from .. import Address, EnginePart, EngineServer, Groups, Receipt, Session
 from .rendezvous_keys import POLL_S, Attendance, holding, settled
 
 _RETURN_S: Final = 1.0

@@ -10,11 +10,8 @@ from typing import Final, Protocol
 import torch
 
 from ...errors import NotExportable, TransferFailed
-from ...memory import ipc_handles as handles
-from ...memory.device_identity import device_name
-from ...memory.ipc_handles import CudaMemory, HostMemory
-from ...memory.staging_buffers import BucketPool
-from ...processes.deadline import Deadline
+from ...memory import BucketPool, CudaMemory, HostMemory, device_name, ipc_handles as handles
+from ...processes import Deadline
 
 SLOTS: Final = 2
 """One is received while the server loads the other."""

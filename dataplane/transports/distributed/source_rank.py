@@ -18,13 +18,8 @@ from typing import Final, TypeAlias, TypeVar
 import torch
 
 from ...errors import DataplaneError, PeerLost, TransferFailed
-from ...processes import torch_threads
-from ...processes.deadline import Deadline
-from ...processes.mac_frames import address_towards, host_and_port
-from ...processes.process_groups import backend_for
-from ...processes.rendezvous_store import reach_store
-from ..broadcast_order import Groups, Sources
-from ..interface import Address
+from ...processes import Deadline, address_towards, backend_for, host_and_port, reach_store, torch_threads
+from .. import Address, Groups, Sources
 from .broadcast_group import BroadcastGroup
 from .engine_groups import EngineGroups, StoodStill, break_when_formed
 from .rendezvous_keys import POLL_S, Attendance, settled, source_name

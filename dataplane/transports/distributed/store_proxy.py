@@ -22,9 +22,7 @@ from typing import Final
 from torch._C._distributed_c10d import TCPStore
 
 from ...errors import TransferFailed
-from ...processes import torch_threads
-from ...processes.mac_frames import family_of
-from ...processes.rendezvous_store import serve_store
+from ...processes import family_of, serve_store, torch_threads
 
 _CONNECT_S: Final = 5.0
 _LINGER_S: Final = 120.0

@@ -1,1 +1,11 @@
-"""local: see FACES.md for the sentence that belongs here."""
+"""Buckets in shared memory or on a GPU of the same host."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from .receiver import LocalReceiver as LocalReceiver
+    from .sender import LocalSender as LocalSender
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -15,9 +15,7 @@ from typing import Annotated, Final, Self
 import msgspec
 
 from ...errors import DeadlineExceeded, PeerLost
-from ...processes.deadline import Deadline
-from ...processes.unix_sockets import not_private, peer_of
-from ...processes.wire_message import WireMessage, decode
+from ...processes import Deadline, WireMessage, decode, not_private, peer_of
 
 MAX_PACKET: Final = 16 * 1024
 _Text = Annotated[str, msgspec.Meta(max_length=2048)]

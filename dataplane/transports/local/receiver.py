@@ -8,8 +8,7 @@ allocation themselves, and nothing here has looked at it (`Receipt.checked` says
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout, wait
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +16,9 @@ import numpy.typing as npt
 
 from ...digest import tensor_digest as integrity
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
-from ...memory import ipc_handles as handles
-from ...memory import posix_shm as segments
-from ...memory.ipc_handles import CudaMemory, HostMemory
-from ...memory.torch_shared_memory import EngineMemory
-from ...processes.deadline import Deadline
-from ...processes.process_groups import taken_s
-from ...processes.unix_sockets import open_runtime_dir
-from ..interface import Address, EngineServer, Receipt, Session, SharedBucket
+from ...memory import CudaMemory, EngineMemory, HostMemory, ipc_handles as handles, posix_shm as segments
+from ...processes import Deadline, open_runtime_dir, taken_s
+from .. import Address, EngineServer, Receipt, Session, SharedBucket
 from .messages import (
     BucketDone,
     BucketReady,

@@ -20,9 +20,8 @@ from typing import Final
 import torch
 
 from ...errors import PeerLost, TransferFailed, Unsupported
-from ...processes.deadline import Deadline
-from ...processes.unix_sockets import open_runtime_dir
-from ..interface import JOIN_S, Address, Peer, Session, Slot
+from ...processes import Deadline, open_runtime_dir
+from .. import JOIN_S, Address, Peer, Session, Slot
 from .messages import BucketDone, BucketReady, Connection, Failed, Finished, Hello, Refused, Welcome, failed
 
 _MAX_PATH: Final = 107

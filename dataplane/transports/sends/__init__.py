@@ -1,1 +1,19 @@
-"""sends: see FACES.md for the sentence that belongs here."""
+"""Trainer ranks send each engine worker what it stores (gloo, NCCL, NIXL). Stands on direct."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from . import nixl_group as nixl_group
+    from .group_cache import Standing as Standing
+    from .group_forming import Forming as Forming
+    from .group_transfer import Passage as Passage
+    from .p2p_group import warm as warm
+    from .rank_sender import RankSends as RankSends
+    from .receive_queue import Inbox as Inbox, beside_bytes as beside_bytes
+    from .receiver import SendsReceiver as SendsReceiver
+    from .send_queue import Exchange as Exchange
+    from .sender import SendsSender as SendsSender
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

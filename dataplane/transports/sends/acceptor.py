@@ -14,8 +14,7 @@ import time
 from typing import Final
 
 from ...errors import DataplaneError, DeadlineExceeded
-from ...processes.deadline import Deadline
-from ...processes.mac_frames import SealedFrames, SealedListener
+from ...processes import Deadline, SealedFrames, SealedListener
 from . import messages as wire
 
 GREETING_S: Final = 2.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ...reshard.send_schedule import MIN_PAIR_BYTES
+from ...reshard import MIN_PAIR_BYTES
 
 LESS: Final = 8
 """By how much turns shrink, and grow: every try costs a version one attempt."""

@@ -7,8 +7,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ...processes.connection_pool import Line
-from ..interface import Group
+from ...processes import Line
+from .. import Group
 from . import messages as wire
 
 

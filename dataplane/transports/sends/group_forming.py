@@ -14,11 +14,8 @@ from typing import Final
 import torch
 
 from ...errors import DeadlineExceeded, PeerLost, TransferFailed
-from ...processes import torch_threads
-from ...processes.deadline import Deadline
-from ...processes.mac_frames import address_towards, host_and_port
-from ...processes.rendezvous_store import reach_store
-from ..interface import Group
+from ...processes import Deadline, address_towards, host_and_port, reach_store, torch_threads
+from .. import Group
 from .nixl_group import NixlGroup
 from .p2p_group import NOBODY, PairGroup
 

@@ -18,9 +18,8 @@ import msgspec
 import torch
 
 from ...errors import DataplaneError, NoRoom, PeerLost, TransferFailed
-from ...processes import torch_threads
-from ...processes.deadline import Deadline
-from ..interface import Group
+from ...processes import Deadline, torch_threads
+from .. import Group
 from .group_cache import Standing
 from .group_forming import join
 from .messages import BEAT_S

@@ -21,11 +21,9 @@ from typing import Final
 
 import msgspec
 
-from ...processes.deadline import Deadline
-from ...processes.frames import Frames
-from ...processes.wire_message import WireMessage, decode
-from ..direct.messages import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
-from ..interface import Group
+from ...processes import Deadline, Frames, WireMessage, decode
+from .. import Group
+from ..direct import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
 
 
 class RankHello(WireMessage, frozen=True, tag="RankHello"):

@@ -24,7 +24,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, TurnLate, Unsupported
-from ...processes.deadline import Deadline
+from ...processes import Deadline
 from .copy_stream import OwnStream
 from .p2p_group import MOVED, NOBODY, Parcel
 

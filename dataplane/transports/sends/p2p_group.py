@@ -22,8 +22,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from ...errors import DeadlineExceeded, PeerLost, TransferFailed, TurnLate
-from ...processes import process_groups as backends
-from ...processes.deadline import Deadline
+from ...processes import Deadline, process_groups as backends
 from .copy_stream import OwnStream
 
 _POLL_S: Final = 0.00005

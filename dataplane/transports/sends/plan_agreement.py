@@ -17,11 +17,8 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ...errors import ManifestError, TransferFailed
-from ...reshard.load_trace import Recording
-from ...reshard.reshard_plan import Plan, distances, make_plan
-from ...reshard.send_schedule import Messages, Schedule, schedule
-from ..direct import messages as direct_wire
-from ..direct.sender import Exposed
+from ...reshard import Messages, Plan, Recording, Schedule, distances, make_plan, schedule
+from ..direct import Exposed, messages as direct_wire
 from . import messages as wire
 
 KEPT: Final = 16

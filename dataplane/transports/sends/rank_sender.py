@@ -13,15 +13,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ...copy.copy_table import CopyTable
-from ...copy.engine_selection import engine_for
+from ...copy import CopyTable, engine_for
 from ...errors import DataplaneError, NoRoom, PeerLost, TransferFailed, TurnLate
-from ...memory.device_identity import device_name, seat_here
-from ...processes.background_init import Binding
-from ...processes.deadline import Deadline
-from ...processes.mac_frames import SealedFrames
-from ...reshard.send_schedule import Messages
-from ..interface import Address
+from ...memory import device_name, seat_here
+from ...processes import Binding, Deadline, SealedFrames
+from ...reshard import Messages
+from .. import Address
 from . import messages as wire
 from .group_cache import Standing
 from .group_forming import Forming

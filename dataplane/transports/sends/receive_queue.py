@@ -16,15 +16,12 @@ from typing import Final
 import numpy as np
 import torch
 
-from ...copy.copy_engine import CopyEngine, PreparedCopies
-from ...copy.copy_table import AXES, CopyTable
-from ...copy.device_fence import DevicePoint
+from ...copy import AXES, CopyEngine, CopyTable, DevicePoint, PreparedCopies
 from ...errors import TransferFailed
-from ...memory.tensor_bytes import sizes_of
-from ...processes.deadline import Deadline
-from ...reshard.send_schedule import NOWHERE, Messages
-from ...tensors.boxes import Column
-from ...tensors.shards import DTYPES
+from ...memory import sizes_of
+from ...processes import Deadline
+from ...reshard import NOWHERE, Messages
+from ...tensors import DTYPES, Column
 from .p2p_group import Parcel, Posted
 from .send_queue import UNDER_WAY, Exchange, shared_out
 

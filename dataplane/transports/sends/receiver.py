@@ -17,20 +17,13 @@ from typing import Final
 
 import msgspec
 
-from ...copy.copy_table import CopyTable
+from ...copy import CopyTable
 from ...errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported, WorkerDied
-from ...processes.deadline import Deadline
-from ...processes.frames import Frames
-from ...processes.mac_frames import SealedFrames
-from ...reshard.reshard_plan import Plan, Reader
-from ...reshard.send_schedule import Schedule, schedule
-from ...tensors.manifest import Manifest
-from .. import worker_messages as worker_wire
-from ..direct.messages import Welcome
-from ..direct.receiver import Agreement, DirectReceiver, read_layout
-from ..interface import Address, EngineServer, Group, Receipt, Session
-from ..prerecorded_traces import Ahead
-from ..worker_exchange import ReplayFailed
+from ...processes import Deadline, Frames, SealedFrames
+from ...reshard import Plan, Reader, Schedule, schedule
+from ...tensors import Manifest
+from .. import Address, Ahead, EngineServer, Group, Receipt, ReplayFailed, Session, worker_messages as worker_wire
+from ..direct import Agreement, DirectReceiver, ReadLayout, Welcome, read_layout
 from . import messages as sends_wire
 from .worker_receivers import Leader, NotTaken, StandsStill, Takers
 

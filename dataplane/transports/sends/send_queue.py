@@ -11,13 +11,11 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from ...copy.copy_engine import CopyEngine, PreparedCopies
-from ...copy.copy_table import CopyTable
-from ...copy.device_fence import DevicePoint
-from ...memory.tensor_bytes import sizes_of
-from ...processes.deadline import Deadline
-from ...reshard.send_schedule import NOWHERE, Messages
-from ...tensors.boxes import Column
+from ...copy import CopyEngine, CopyTable, DevicePoint, PreparedCopies
+from ...memory import sizes_of
+from ...processes import Deadline
+from ...reshard import NOWHERE, Messages
+from ...tensors import Column
 from .p2p_group import Parcel, Posted
 
 UNDER_WAY: Final = 2

@@ -18,15 +18,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ...errors import DataplaneError, PeerLost, TransferFailed
-from ...processes.connection_pool import Lines
-from ...processes.deadline import Deadline
-from ...processes.frames import Frames
-from ...processes.mac_frames import bracketed, new_token
-from ...processes.process_groups import backend_for
-from ...processes.rendezvous_store import serve_store
-from ...reshard.send_schedule import alone_bytes_on, pair_bytes_of
-from ..direct.sender import Exposed
-from ..interface import JOIN_S, Address, Group, Peer, Session, Slot
+from ...processes import Deadline, Frames, Lines, backend_for, bracketed, new_token, serve_store
+from ...reshard import alone_bytes_on, pair_bytes_of
+from .. import JOIN_S, Address, Group, Peer, Session, Slot
+from ..direct import Exposed
 from . import messages as wire
 from .acceptor import Doorman
 from .chunk_limit import Ceiling

@@ -18,13 +18,9 @@ from typing import Final
 import msgspec
 
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, WorkerDied
-from ...processes.deadline import Deadline
-from ...processes.frames import FrameListener, Frames, dead_among
-from ...processes.unix_sockets import open_runtime_dir
-from ...reshard.send_schedule import Schedule
-from .. import worker_messages as worker_wire
-from ..interface import Group
-from ..worker_exchange import Workers
+from ...processes import Deadline, FrameListener, Frames, dead_among, open_runtime_dir
+from ...reshard import Schedule
+from .. import Group, Workers, worker_messages as worker_wire
 from . import messages as sends_wire
 
 _LOOK_S: Final = 0.02

@@ -14,9 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from weightbus.dataplane.quantize import hf_quantization_config as quantisation_config
-from weightbus.dataplane.quantize.hf_quantization_config import Quantisation
-from weightbus.dataplane.quantize.schemes import UnknownScheme
+from weightbus.dataplane.quantize import Quantisation, UnknownScheme, hf_quantization_config as quantisation_config
 
 from ...errors import UnfitManifest
 

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from weightbus.dataplane.tensors.manifest import Manifest
+from weightbus.dataplane.tensors import Manifest
 
 from ...errors import UnfitManifest
 from .api_versions import Dialect

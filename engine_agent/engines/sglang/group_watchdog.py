@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from weightbus.control.log import get_log
-from weightbus.control.machine.limits import STAND_IN_S
+from weightbus.control.machine import STAND_IN_S
 
 from .http_client import Keys
 

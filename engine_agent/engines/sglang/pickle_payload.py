@@ -21,8 +21,8 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-from weightbus.dataplane.memory.ipc_handles import CudaMemory, HostMemory
-from weightbus.dataplane.transports.interface import SharedBucket
+from weightbus.dataplane.memory import CudaMemory, HostMemory
+from weightbus.dataplane.transports import SharedBucket
 
 LOAD_FORMAT: Final = "flattened_bucket"
 

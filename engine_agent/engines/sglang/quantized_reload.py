@@ -18,8 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from weightbus.dataplane.quantize.hf_quantization_config import Quantisation
-from weightbus.dataplane.quantize.schemes import Element, Scheme
+from weightbus.dataplane.quantize import Element, Quantisation, Scheme
 
 from .api_versions import Dialect
 from .server_identity import ServerFacts

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from weightbus.dataplane.copy.engine_selection import branches_asked
+from weightbus.dataplane.copy import branches_asked
 from weightbus.dataplane.errors import Unsupported
 
 _PROC: Final = Path("/proc")

@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 
-from weightbus.dataplane.processes.mac_frames import bracketed, host_and_port
-from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports.distributed.store_proxy import Relay
-from weightbus.dataplane.transports.interface import Address, SharedBucket
+from weightbus.dataplane.processes import bracketed, host_and_port
+from weightbus.dataplane.tensors import TensorSpec
+from weightbus.dataplane.transports import Address, SharedBucket
+from weightbus.dataplane.transports.distributed import Relay
 
 from ...errors import AnotherLaunch, NothingToGive, ServerError, ServerRefused, ServerSilent
 from .api_versions import Dialect, dialect_of

@@ -8,7 +8,7 @@ import time
 from typing import Final
 
 from weightbus.dataplane.errors import DeadlineExceeded, TransferFailed, WorkerDied
-from weightbus.dataplane.transports.interface import Minding, Receiver
+from weightbus.dataplane.transports import Minding, Receiver
 
 from ...errors import ServerError, ServerSilent
 from .sglang_server import SGLangServer

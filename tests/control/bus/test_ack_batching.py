@@ -9,8 +9,7 @@ import pytest
 from weightbus.control.bus.ack_batching import HOLD_S, PROMPT_S, Receipts, acknowledges
 from weightbus.control.machine.events import Peer
 from weightbus.control.protocol.enums import EngineHealth, PauseMode, Step, TransportKind
-from weightbus.control.protocol.message_fields import Message, Policy
-from weightbus.control.protocol.message_fields import Offer as Bytes
+from weightbus.control.protocol.message_fields import Message, Offer as Bytes, Policy
 from weightbus.control.protocol.messages import (
     Abort,
     Ack,

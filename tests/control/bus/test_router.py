@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from weightbus.control.bus import router as bus_module
-from weightbus.control.bus import sockets
+from weightbus.control.bus import router as bus_module, sockets
 from weightbus.control.bus.dealer import DealerLink
 from weightbus.control.bus.interface import Delivery, Distrusted, Rejected, Throttled, TurnedAway
 from weightbus.control.bus.rate_limit import Throttle

@@ -20,9 +20,7 @@ import pytest
 import structlog
 from rich.console import Console
 
-from weightbus.control.cli import commands, status_view
-from weightbus.control.cli import entry_point as cli
-from weightbus.control.cli import settings_loader as settings
+from weightbus.control.cli import commands, entry_point as cli, settings_loader as settings, status_view
 from weightbus.control.cli.deployment_keys import provision
 from weightbus.control.cli.entry_point import BUILT_IN, GROUP, main
 from weightbus.control.machine import status

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weightbus.control.machine.blob_cache import MAX_BLOBS, Blobs
 from weightbus.control.protocol.enums import MAX_PAGE_BYTES, MAX_PAGES, Code

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from structlog.testing import capture_logs
 
 from weightbus.control.machine.effects import Committed, EpochTaken, Redriven, RoundEnded

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.control.machine import blob_cache as blobs
-from weightbus.control.machine import routing
+from weightbus.control.machine import blob_cache as blobs, routing
 from weightbus.control.machine.limits import Limits
 from weightbus.control.server.metrics import Meters, Side
 from weightbus.control.server.reporter import Reporter

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.control.machine import channel, coordinator
-from weightbus.control.machine import engine_registry as fleet
+from weightbus.control.machine import channel, coordinator, engine_registry as fleet
 from weightbus.control.machine.effects import Acknowledge, SendTo
 from weightbus.control.machine.events import Burst, MessageReceived
 from weightbus.control.machine.limits import Limits

@@ -14,8 +14,7 @@ from typing import cast
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.control import protocol as m
 from weightbus.control.protocol import codec

@@ -6,8 +6,7 @@ import hashlib
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weightbus.control.bus.sockets import new_keypair
 from weightbus.control.protocol.enums import PauseMode, Role, TransportKind

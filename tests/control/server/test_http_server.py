@@ -10,8 +10,7 @@ import pytest
 import structlog
 
 from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.control.server import http_server as http_module
-from weightbus.control.server import metrics as telemetry
+from weightbus.control.server import http_server as http_module, metrics as telemetry
 from weightbus.control.server.http_server import HttpPort, Readiness
 from weightbus.control.server.metrics import Meters, Side
 

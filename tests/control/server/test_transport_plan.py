@@ -10,8 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from weightbus.control.cli import fleet_file as imagined_fleet
-from weightbus.control.cli import plan_view
+from weightbus.control.cli import fleet_file as imagined_fleet, plan_view
 from weightbus.control.cli.entry_point import main
 from weightbus.control.machine.routing import PREFERRED
 from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind

@@ -7,8 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy import memcpy_runs as module
 from weightbus.dataplane.copy.copy_table import CopyTable

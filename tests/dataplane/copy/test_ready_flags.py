@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy import ready_flags as module
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable

@@ -12,8 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy import tiles as module
 from weightbus.dataplane.copy.box_digests import BoxTable

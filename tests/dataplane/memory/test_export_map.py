@@ -17,13 +17,10 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weightbus.dataplane.errors import ManifestError, NotExportable, PeerLost, StaleSession, TransferFailed
-from weightbus.dataplane.memory import export_messages as wire
-from weightbus.dataplane.memory import exporter as exporter_module
-from weightbus.dataplane.memory import importer as exported
+from weightbus.dataplane.memory import export_messages as wire, exporter as exporter_module, importer as exported
 from weightbus.dataplane.memory.export_map import ExportMap, MadeRegion, Parts, Place, Region
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter

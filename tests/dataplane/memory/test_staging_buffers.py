@@ -13,10 +13,12 @@ import torch
 from torch.multiprocessing import reductions
 
 from weightbus.dataplane.errors import NotExportable, OutOfSharedMemory, TransferFailed
-from weightbus.dataplane.memory import ipc_handles as handles
-from weightbus.dataplane.memory import posix_shm as segments
-from weightbus.dataplane.memory import staging_buffers as staging
-from weightbus.dataplane.memory import torch_shared_memory as engine_memory
+from weightbus.dataplane.memory import (
+    ipc_handles as handles,
+    posix_shm as segments,
+    staging_buffers as staging,
+    torch_shared_memory as engine_memory,
+)
 from weightbus.dataplane.memory.ipc_handles import CudaMemory
 from weightbus.dataplane.processes.deadline import Deadline
 

@@ -8,8 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.quantize.fused_digests import complete, words_of

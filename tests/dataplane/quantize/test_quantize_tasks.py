@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from weightbus.dataplane.quantize.quantize_tasks import Task, prepare
 from weightbus.dataplane.quantize.schemes import (

@@ -7,8 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.digest import tensor_digest as integrity

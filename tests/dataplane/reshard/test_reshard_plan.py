@@ -10,8 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.box_digests import odd_boxes, table_of
 from weightbus.dataplane.copy.copy_table import CopyTable

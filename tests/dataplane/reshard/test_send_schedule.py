@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchEngine

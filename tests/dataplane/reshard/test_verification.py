@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import DigestMismatch

@@ -3,8 +3,7 @@
 from itertools import product
 
 import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weightbus.dataplane.tensors import boxes as boxes_module
 from weightbus.dataplane.tensors.boxes import Box, Boxes, doubly_held, intersect, subtract_all, volumes

@@ -6,8 +6,7 @@ from typing import Final
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.tensors.manifest import ITEM_BYTES, BucketSpec, Manifest, TensorSpec

@@ -9,8 +9,7 @@ from random import Random
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.errors import CoverageError, ManifestError
 from weightbus.dataplane.tensors import coverage as cover

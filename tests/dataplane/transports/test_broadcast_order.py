@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec

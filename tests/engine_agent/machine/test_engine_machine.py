@@ -1,8 +1,7 @@
 """The engine's machine: no answer from mixed weights, whatever fails and in whatever order."""
 
 import pytest
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
+from hypothesis import settings as hypothesis_settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weightbus.control import protocol as m

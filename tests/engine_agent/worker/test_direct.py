@@ -27,15 +27,12 @@ from weightbus.dataplane.reshard.reshard_plan import Plan
 from weightbus.dataplane.reshard.verification import Proof
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports import worker_messages as worker_wire
-from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.direct import receiver as direct_receiver
-from weightbus.dataplane.transports.direct import sender as direct
+from weightbus.dataplane.transports.direct import messages as direct_wire, receiver as direct_receiver, sender as direct
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.direct.sender import Exposed
 from weightbus.dataplane.transports.interface import Exporting, Peer, Receipt
 from weightbus.dataplane.transports.worker_exchange import Workers
-from weightbus.engine_agent.worker import loader as worker_loader
-from weightbus.engine_agent.worker import worker_state
+from weightbus.engine_agent.worker import loader as worker_loader, worker_state
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
 from weightbus.engine_agent.worker.worker_state import WorkerState

@@ -22,8 +22,7 @@ import torch
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, StaleSession, TransferFailed
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.frames import FrameListener
-from weightbus.dataplane.transports import worker_exchange as workers
-from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports import worker_exchange as workers, worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.interface import Peer

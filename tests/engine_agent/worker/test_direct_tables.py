@@ -21,8 +21,7 @@ from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.frames import Frames
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Pieces
-from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.direct import sender as direct
+from weightbus.dataplane.transports.direct import messages as direct_wire, sender as direct
 from weightbus.dataplane.transports.direct.sender import DirectSender, Exposed
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Session, Tabled, Tabling
 from weightbus.engine_agent.worker import loader as worker_loader

@@ -13,8 +13,7 @@ import torch
 
 from weightbus.dataplane.errors import DigestMismatch, TransferFailed
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports import prerecorded_traces as ahead
-from weightbus.dataplane.transports import prerecording as rehearsal
+from weightbus.dataplane.transports import prerecorded_traces as ahead, prerecording as rehearsal
 from weightbus.dataplane.transports.prerecording import Rehearsal
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import worker_state

@@ -23,10 +23,12 @@ from weightbus.dataplane.processes.mac_frames import host_and_port
 from weightbus.dataplane.processes.thread_latency import INTERVAL_S
 from weightbus.dataplane.reshard.reshard_plan import Plan, make_plan
 from weightbus.dataplane.transports.interface import Group, Peer
-from weightbus.dataplane.transports.sends import plan_agreement as agreed_plans
-from weightbus.dataplane.transports.sends import rank_sender as rank_sends
-from weightbus.dataplane.transports.sends import receiver as sends_receiver
-from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends import (
+    plan_agreement as agreed_plans,
+    rank_sender as rank_sends,
+    receiver as sends_receiver,
+    sender as sends,
+)
 from weightbus.dataplane.transports.sends.acceptor import GREETING_S
 from weightbus.dataplane.transports.sends.nixl_group import is_installed
 from weightbus.dataplane.transports.sends.receive_queue import Inbox
@@ -34,9 +36,7 @@ from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.dataplane.transports.sends.send_queue import Outbox
 from weightbus.dataplane.transports.sends.worker_receivers import Leader, NotTaken
 from weightbus.dataplane.transports.worker_exchange import Workers
-from weightbus.engine_agent.worker import loader as worker_loader
-from weightbus.engine_agent.worker import receive_thread as taker
-from weightbus.engine_agent.worker import worker_state
+from weightbus.engine_agent.worker import loader as worker_loader, receive_thread as taker, worker_state
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 from ...kit.toy_direct import WAIT_S, holds

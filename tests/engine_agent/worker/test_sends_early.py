@@ -13,12 +13,10 @@ import pytest
 from weightbus.dataplane.errors import DataplaneError, PeerLost, TransferFailed
 from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.interface import Peer
-from weightbus.dataplane.transports.sends import group_cache as standing
-from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends import group_cache as standing, sender as sends
 from weightbus.dataplane.transports.sends.p2p_group import PairGroup
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
-from weightbus.engine_agent.worker import loader as worker_loader
-from weightbus.engine_agent.worker import receive_thread as taker
+from weightbus.engine_agent.worker import loader as worker_loader, receive_thread as taker
 
 from ...kit.toy_direct import WAIT_S, Server, holds
 from ...kit.toy_sends import SendsWorld

@@ -24,10 +24,12 @@ from weightbus.dataplane.errors import DataplaneError, TransferFailed, WorkerDie
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import SealedFrames
 from weightbus.dataplane.transports.interface import Peer, Receipt
-from weightbus.dataplane.transports.sends import messages as sends_wire
-from weightbus.dataplane.transports.sends import receiver as sends_receiver
-from weightbus.dataplane.transports.sends import sender as sends
-from weightbus.dataplane.transports.sends import worker_receivers as takers
+from weightbus.dataplane.transports.sends import (
+    messages as sends_wire,
+    receiver as sends_receiver,
+    sender as sends,
+    worker_receivers as takers,
+)
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.dataplane.transports.sends.worker_receivers import StandsStill
 from weightbus.engine_agent.worker.model_tensors import ModelTensors

@@ -9,8 +9,7 @@ import pytest
 
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.transports.interface import Peer
-from weightbus.dataplane.transports.sends import nixl_group
-from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends import nixl_group, sender as sends
 from weightbus.dataplane.transports.sends.send_queue import Outbox
 
 from ...kit.fake_nixl import FakeNixl

@@ -16,11 +16,9 @@ import torch
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.memory.device_identity import HOST_OF_NCCL, seat_here, seat_on
 from weightbus.dataplane.transports.interface import Peer, Receipt
-from weightbus.dataplane.transports.sends import group_cache as standing
-from weightbus.dataplane.transports.sends import rank_sender as rank_sends
+from weightbus.dataplane.transports.sends import group_cache as standing, rank_sender as rank_sends
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
-from weightbus.engine_agent.worker import loader as worker_loader
-from weightbus.engine_agent.worker import worker_state
+from weightbus.engine_agent.worker import loader as worker_loader, worker_state
 
 from ...kit.toy_direct import WAIT_S, Server, holds
 from ...kit.toy_sends import SendsWorld, formed_groups

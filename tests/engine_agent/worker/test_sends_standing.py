@@ -14,9 +14,7 @@ import torch
 from weightbus.dataplane.errors import DataplaneError, DigestMismatch, TransferFailed
 from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.interface import Peer
-from weightbus.dataplane.transports.sends import group_cache as standing
-from weightbus.dataplane.transports.sends import rank_sender as rank_sends
-from weightbus.dataplane.transports.sends import sender as sends
+from weightbus.dataplane.transports.sends import group_cache as standing, rank_sender as rank_sends, sender as sends
 from weightbus.dataplane.transports.sends.rank_sender import RankSends
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.engine_agent.worker import loader as worker_loader

@@ -16,9 +16,11 @@ import torch
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.transports.interface import Peer
-from weightbus.dataplane.transports.sends import chunk_limit as turn_ceiling
-from weightbus.dataplane.transports.sends import sender as sends
-from weightbus.dataplane.transports.sends import worker_receivers as takers
+from weightbus.dataplane.transports.sends import (
+    chunk_limit as turn_ceiling,
+    sender as sends,
+    worker_receivers as takers,
+)
 from weightbus.dataplane.transports.sends.chunk_limit import LESS, Ceiling
 from weightbus.dataplane.transports.sends.p2p_group import PairGroup, Parcel, Posted
 

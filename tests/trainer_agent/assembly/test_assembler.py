@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.boxes import Box

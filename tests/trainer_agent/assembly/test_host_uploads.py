@@ -11,8 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from safetensors import safe_open
 
 from weightbus.control.cli.entry_point import main

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
 from weightbus.dataplane.memory.export_map import ExportMap, Place, Region

@@ -1,8 +1,7 @@
 """The order of snapshots: every buffer in one place, rounds one after another, nothing newer overtaken by older."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightbus.control.protocol.errors import InvariantBroken

@@ -35,8 +35,7 @@ from weightbus.trainer_agent.export.memory_export import Exposure
 from weightbus.trainer_agent.machine.errors import PublishFailed
 from weightbus.trainer_agent.machine.publication import Ending, Verdict
 from weightbus.trainer_agent.machine.publish_report import Mode, PublishReport
-from weightbus.trainer_agent.publish import deferred_digests as open_table
-from weightbus.trainer_agent.publish import rank_commands as orders
+from weightbus.trainer_agent.publish import deferred_digests as open_table, rank_commands as orders
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.publish.bucket_staging import InPlace, Staging
 from weightbus.trainer_agent.publish.publisher_context import Outfit

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.box_digests import Lanes
 from weightbus.dataplane.copy.copy_torch import TorchEngine

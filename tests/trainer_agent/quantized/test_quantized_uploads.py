@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.quantize.quantize_tasks import TorchTasks
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from weightbus.trainer_agent.source import UnsupportedModel

@@ -1,1 +1,31 @@
-"""megatron: see FACES.md for the sentence that belongs here."""
+"""The Megatron-core source, its family tables, and the HF model it is compared with."""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from .cpu_emulation import CONFIG as CONFIG, install as install
+    from .hf_model import (
+        Model as Model,
+        Place as Place,
+        body as body,
+        decoder_layer as decoder_layer,
+        head as head,
+        prediction_layer as prediction_layer,
+        prediction_parts as prediction_parts,
+        served_tensors as served_tensors,
+    )
+    from .megatron_source import MegatronSource as MegatronSource
+    from .parameter_mapping import (
+        Cut as Cut,
+        Fusion as Fusion,
+        Heads as Heads,
+        Local as Local,
+        Norm as Norm,
+        Rule as Rule,
+        Share as Share,
+        pieces_of as pieces_of,
+    )
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

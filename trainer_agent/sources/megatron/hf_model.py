@@ -11,7 +11,7 @@ from typing import Final, NamedTuple, cast
 
 import msgspec
 
-from weightbus.dataplane.tensors.manifest import TensorSpec
+from weightbus.dataplane.tensors import TensorSpec
 
 from ...source import SERVED, LayoutMismatch, UnsupportedModel
 from .hf_compute_settings import Word, words_of

@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors import Pieces
 
 from ...source import LayoutMismatch, RanksDisagree
-from ..rank_layout import Roster, Stage
+from .. import Roster, Stage
 
 _ADVICE: Final = "build the model with its own specs and stages, and change no layer_number afterwards"
 

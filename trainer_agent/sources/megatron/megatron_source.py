@@ -26,16 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
 
-from ...assembly.assembler import Assembler, Exchange, check_manifest
-from ...assembly.bucket_plan_cache import Planned
-from ...assembly.gather_plan import plan
+from ...assembly import Assembler, Exchange, Planned, check_manifest, plan
 from ...source import SourceError
-from ..collective_errors import together, together_check
-from ..rank_group import Ranks
-from ..rank_layout import Roster, settle
+from .. import Ranks, Roster, settle, together, together_check
 from .layer_order import check_order, roots_of
 from .local_shards import Description, describe, folder_of
 from .model_chunks import chunks_of, lagging_wrappers

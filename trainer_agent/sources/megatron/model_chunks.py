@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...assembly.assembler import objection
+from ...assembly import objection
 from ...source import LayoutMismatch, UnknownParameter, UnsupportedModel
-from ..rank_layout import Stage
+from .. import Stage
 from .config_checks import check_axes, check_config, check_tied
 from .hf_model import Model
 from .layer_order import check_numbers, check_part

@@ -21,12 +21,10 @@ from typing import Final
 
 import msgspec
 
-from weightbus.dataplane.tensors.boxes import Box
-from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, View
+from weightbus.dataplane.tensors import Box, Piece, TensorSpec, View
 
 from ...source import LayoutMismatch
-from ..row_runs import Run, extent, in_sequence, stretch
+from .. import Run, extent, in_sequence, stretch
 
 
 class Norm(enum.Enum):

@@ -18,9 +18,11 @@ from weightbus.dataplane.memory.staging_buffers import BucketPool
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import new_token
 from weightbus.dataplane.processes.rendezvous_store import join_store, reach_store, serve_store
-from weightbus.dataplane.transports.distributed import engine_groups
-from weightbus.dataplane.transports.distributed import rendezvous_keys as meeting_module
-from weightbus.dataplane.transports.distributed import sender as distributed
+from weightbus.dataplane.transports.distributed import (
+    engine_groups,
+    rendezvous_keys as meeting_module,
+    sender as distributed,
+)
 from weightbus.dataplane.transports.distributed.engine_groups import StoodStill
 from weightbus.dataplane.transports.distributed.rendezvous_keys import Attendance, Meeting, holding
 from weightbus.dataplane.transports.distributed.sender import DistributedSender

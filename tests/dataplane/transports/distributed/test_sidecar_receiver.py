@@ -16,11 +16,13 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.staging_buffers import BucketPool
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.dataplane.transports.distributed import engine_groups
-from weightbus.dataplane.transports.distributed import rendezvous_keys as meeting
-from weightbus.dataplane.transports.distributed import sender as distributed
-from weightbus.dataplane.transports.distributed import sidecar_buffers as handing_memory
-from weightbus.dataplane.transports.distributed import sidecar_receiver as handing_receiver
+from weightbus.dataplane.transports.distributed import (
+    engine_groups,
+    rendezvous_keys as meeting,
+    sender as distributed,
+    sidecar_buffers as handing_memory,
+    sidecar_receiver as handing_receiver,
+)
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
 from weightbus.dataplane.transports.distributed.receiver import DistributedReceiver
 from weightbus.dataplane.transports.distributed.sender import DistributedSender

@@ -17,8 +17,7 @@ from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Piece, Pieces, View, whole
 from weightbus.dataplane.transports.direct.messages import Proposal
 from weightbus.dataplane.transports.direct.sender import Exposed
-from weightbus.dataplane.transports.sends import messages as wire
-from weightbus.dataplane.transports.sends import plan_agreement as agreed_plans
+from weightbus.dataplane.transports.sends import messages as wire, plan_agreement as agreed_plans
 from weightbus.dataplane.transports.sends.plan_agreement import AgreedPlans
 
 CUT = 1 << 20, 1 << 16

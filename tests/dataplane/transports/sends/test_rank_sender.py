@@ -18,8 +18,7 @@ from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import SealedFrames
 from weightbus.dataplane.reshard.send_schedule import Messages
 from weightbus.dataplane.transports.interface import Address, Group
-from weightbus.dataplane.transports.sends import messages as wire
-from weightbus.dataplane.transports.sends import rank_sender as rank_sends
+from weightbus.dataplane.transports.sends import messages as wire, rank_sender as rank_sends
 from weightbus.dataplane.transports.sends.rank_sender import RankSends
 from weightbus.dataplane.transports.sends.send_queue import Outbox
 

@@ -15,8 +15,7 @@ from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.frames import FrameListener, Frames
 from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.interface import Group
-from weightbus.dataplane.transports.sends import messages as sends_wire
-from weightbus.dataplane.transports.sends import worker_receivers as takers
+from weightbus.dataplane.transports.sends import messages as sends_wire, worker_receivers as takers
 from weightbus.dataplane.transports.sends.worker_receivers import Leader, NotTaken, Takers
 
 from ....kit.waiting import until

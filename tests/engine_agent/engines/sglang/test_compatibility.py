@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 
 from weightbus.dataplane.quantize import hf_quantization_config as quantisation_config
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.engine_agent.engines.sglang import checkpoint_spec as checkpoint
-from weightbus.engine_agent.engines.sglang import compatibility as validate
+from weightbus.engine_agent.engines.sglang import checkpoint_spec as checkpoint, compatibility as validate
 from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.server_identity import ServerFacts, facts_of

@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.shards import Piece, contiguous_strides
