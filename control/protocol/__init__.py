@@ -1,5 +1,6 @@
 """What travels between agents and coordinator: messages, their encoding, ids, errors, Ed25519 signatures."""
 
+from . import codec as codec
 from .codec import (
     CARRIES_BLOB as CARRIES_BLOB,
     MAGIC as MAGIC,

@@ -7,22 +7,15 @@ from weightbus.lazy_face import lazy_face
 if TYPE_CHECKING:
     from . import registry as registry, worker_messages as worker_messages
     from .broadcast_order import (
-        EnginePart as EnginePart,
-        Groups as Groups,
         Sources as Sources,
         cut as cut,
-        own_group as own_group,
     )
     from .interface import (
-        JOIN_S as JOIN_S,
         Address as Address,
         Dividing as Dividing,
-        EngineServer as EngineServer,
         Exporting as Exporting,
-        Group as Group,
         Minding as Minding,
         Peer as Peer,
-        Receipt as Receipt,
         Receiver as Receiver,
         Remarking as Remarking,
         Returning as Returning,
@@ -41,9 +34,6 @@ if TYPE_CHECKING:
     from .registry import sender as sender
     from .worker_exchange import (
         RETURN_S as RETURN_S,
-        ReplayFailed as ReplayFailed,
-        Workers as Workers,
-        regions_read as regions_read,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

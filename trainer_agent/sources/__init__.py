@@ -6,14 +6,9 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from .checkpoint_conversion import Slice as Slice, slices as slices, stored_tensors as stored_tensors
-    from .collective_errors import together as together, together_check as together_check
     from .exported import ExportedSource as ExportedSource, bridge_exporter as bridge_exporter
     from .fsdp import FSDPSource as FSDPSource
     from .full_tensor import FullTensorSource as FullTensorSource
     from .hf_module import HFModuleSource as HFModuleSource
-    from .parameter_identity import Kept as Kept
-    from .rank_group import Ranks as Ranks
-    from .rank_layout import Roster as Roster, Stage as Stage, settle as settle
-    from .row_runs import Run as Run, extent as extent, in_sequence as in_sequence, stretch as stretch
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -22,7 +22,7 @@ import msgspec
 
 from ...processes import Deadline, Frames, WireMessage, decode
 from ...reshard import Reader
-from .. import Exporting
+from ..interface import Exporting
 
 
 class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):

@@ -32,19 +32,10 @@ from ...memory import ExportMap, MadeRegion
 from ...processes import Deadline, FrameListener, Frames, open_runtime_dir
 from ...reshard import Plan, Proof, Reader, Recording, make_plan
 from ...tensors import DigestTable, Manifest, Pieces
-from .. import (
-    RETURN_S,
-    Address,
-    Ahead,
-    EngineServer,
-    Receipt,
-    ReplayFailed,
-    Session,
-    Tabled,
-    Workers,
-    regions_read,
-    worker_messages as worker_wire,
-)
+from .. import worker_messages as worker_wire
+from ..interface import Address, EngineServer, Receipt, Session, Tabled
+from ..prerecorded_traces import Ahead
+from ..worker_exchange import RETURN_S, ReplayFailed, Workers, regions_read
 from . import messages as direct_wire
 from .messages import Welcome
 

@@ -21,7 +21,7 @@ from ...memory import ExportMap
 from ...processes import Deadline, FrameListener, Line, Lines, open_runtime_dir
 from ...reshard import Recording, make_plan
 from ...tensors import Pieces
-from .. import JOIN_S, Address, Exporting, Peer, Session, Slot, Tabled
+from ..interface import JOIN_S, Address, Exporting, Peer, Session, Slot, Tabled
 from . import messages as wire
 
 _REMEMBERED: Final = 4096

@@ -24,7 +24,7 @@ import msgspec
 from ...digest import tensor_digest as integrity
 from ...errors import PeerLost, TransferFailed, Unsupported
 from ...processes import Deadline
-from .. import JOIN_S, Address, EngineServer, Peer, Receipt, Session, Slot
+from ..interface import JOIN_S, Address, EngineServer, Peer, Receipt, Session, Slot
 from . import safetensors_file
 from .checkpoint_locks import POLL_S, Notes, Reader, SessionFolder
 from .checkpoint_writer import NOTES, CheckpointWriter

@@ -25,7 +25,7 @@ import msgspec
 from ...errors import TransferFailed
 from ...processes import Deadline
 from ...tensors import blob_digest
-from .. import Address, EngineServer, Receipt, Session
+from ..interface import Address, EngineServer, Receipt, Session
 from .checkpoint_locks import Notes
 from .checkpoint_transport import check_tensors
 from .checkpoint_writer import NOTES

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from ...errors import TransferFailed
 from ...processes import Deadline, torch_threads
-from .. import Groups, own_group
+from ..broadcast_order import Groups, own_group
 from .broadcast_group import BroadcastGroup, to_be_taken
 from .source_watchdog import StandIn
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .. import Address, EngineServer, Receipt, Session
+from ..interface import Address, EngineServer, Receipt, Session
 from .server_receiver import JoiningReceiver
 from .sidecar_receiver import HandingReceiver
 

@@ -29,7 +29,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from ...processes import Deadline, backend_for, bracketed, join_store, new_token, serve_store, torch_threads
-from .. import JOIN_S, Address, Groups, Peer, Session, Slot, Sources
+from ..broadcast_order import Groups, Sources
+from ..interface import JOIN_S, Address, Peer, Session, Slot
 from .broadcast_group import BroadcastGroup
 from .engine_groups import STILL_FORMING_S, STILL_S, Behind, EngineGroups, StoodStill, Stragglers
 from .rendezvous_keys import BY_SIDECAR, POLL_S, Meeting, holding, settled, source_name

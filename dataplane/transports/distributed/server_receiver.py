@@ -15,7 +15,8 @@ import msgspec
 
 from ...errors import TransferFailed
 from ...processes import Deadline
-from .. import Address, EnginePart, EngineServer, Groups, Receipt, Session
+from ..broadcast_order import EnginePart, Groups
+from ..interface import Address, EngineServer, Receipt, Session
 from .rendezvous_keys import POLL_S, Attendance, holding, settled
 
 _RETURN_S: Final = 1.0

@@ -24,7 +24,8 @@ from ...digest import tensor_digest as integrity
 from ...errors import TransferFailed
 from ...memory import EngineMemory
 from ...processes import Deadline, address_towards, host_and_port, open_runtime_dir, reach_store, torch_threads
-from .. import Address, EnginePart, EngineServer, Groups, Receipt, Session, SharedBucket
+from ..broadcast_order import EnginePart, Groups
+from ..interface import Address, EngineServer, Receipt, Session, SharedBucket
 from .broadcast_group import BroadcastGroup
 from .engine_groups import break_off, break_when_formed
 from .rendezvous_keys import POLL_S, Attendance, holding, settled

@@ -19,7 +19,8 @@ import torch
 
 from ...errors import DataplaneError, PeerLost, TransferFailed
 from ...processes import Deadline, address_towards, backend_for, host_and_port, reach_store, torch_threads
-from .. import Address, Groups, Sources
+from ..broadcast_order import Groups, Sources
+from ..interface import Address
 from .broadcast_group import BroadcastGroup
 from .engine_groups import EngineGroups, StoodStill, break_when_formed
 from .rendezvous_keys import POLL_S, Attendance, settled, source_name

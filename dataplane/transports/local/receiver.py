@@ -18,7 +18,7 @@ from ...digest import tensor_digest as integrity
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
 from ...memory import CudaMemory, EngineMemory, HostMemory, ipc_handles as handles, posix_shm as segments
 from ...processes import Deadline, open_runtime_dir, taken_s
-from .. import Address, EngineServer, Receipt, Session, SharedBucket
+from ..interface import Address, EngineServer, Receipt, Session, SharedBucket
 from .messages import (
     BucketDone,
     BucketReady,

@@ -21,7 +21,7 @@ import torch
 
 from ...errors import PeerLost, TransferFailed, Unsupported
 from ...processes import Deadline, open_runtime_dir
-from .. import JOIN_S, Address, Peer, Session, Slot
+from ..interface import JOIN_S, Address, Peer, Session, Slot
 from .messages import BucketDone, BucketReady, Connection, Failed, Finished, Hello, Refused, Welcome, failed
 
 _MAX_PATH: Final = 107

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from ...processes import Line
-from .. import Group
+from ..interface import Group
 from . import messages as wire
 
 

@@ -15,7 +15,7 @@ import torch
 
 from ...errors import DeadlineExceeded, PeerLost, TransferFailed
 from ...processes import Deadline, address_towards, host_and_port, reach_store, torch_threads
-from .. import Group
+from ..interface import Group
 from .nixl_group import NixlGroup
 from .p2p_group import NOBODY, PairGroup
 

@@ -19,7 +19,7 @@ import torch
 
 from ...errors import DataplaneError, NoRoom, PeerLost, TransferFailed
 from ...processes import Deadline, torch_threads
-from .. import Group
+from ..interface import Group
 from .group_cache import Standing
 from .group_forming import join
 from .messages import BEAT_S

@@ -22,8 +22,8 @@ from typing import Final
 import msgspec
 
 from ...processes import Deadline, Frames, WireMessage, decode
-from .. import Group
 from ..direct import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
+from ..interface import Group
 
 
 class RankHello(WireMessage, frozen=True, tag="RankHello"):

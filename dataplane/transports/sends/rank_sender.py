@@ -18,7 +18,7 @@ from ...errors import DataplaneError, NoRoom, PeerLost, TransferFailed, TurnLate
 from ...memory import device_name, seat_here
 from ...processes import Binding, Deadline, SealedFrames
 from ...reshard import Messages
-from .. import Address
+from ..interface import Address
 from . import messages as wire
 from .group_cache import Standing
 from .group_forming import Forming

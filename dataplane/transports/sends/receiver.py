@@ -22,8 +22,11 @@ from ...errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Un
 from ...processes import Deadline, Frames, SealedFrames
 from ...reshard import Plan, Reader, Schedule, schedule
 from ...tensors import Manifest
-from .. import Address, Ahead, EngineServer, Group, Receipt, ReplayFailed, Session, worker_messages as worker_wire
+from .. import worker_messages as worker_wire
 from ..direct import Agreement, DirectReceiver, ReadLayout, Welcome, read_layout
+from ..interface import Address, EngineServer, Group, Receipt, Session
+from ..prerecorded_traces import Ahead
+from ..worker_exchange import ReplayFailed
 from . import messages as sends_wire
 from .worker_receivers import Leader, NotTaken, StandsStill, Takers
 

@@ -20,8 +20,8 @@ from torch._C._distributed_c10d import TCPStore
 from ...errors import DataplaneError, PeerLost, TransferFailed
 from ...processes import Deadline, Frames, Lines, backend_for, bracketed, new_token, serve_store
 from ...reshard import alone_bytes_on, pair_bytes_of
-from .. import JOIN_S, Address, Group, Peer, Session, Slot
 from ..direct import Exposed
+from ..interface import JOIN_S, Address, Group, Peer, Session, Slot
 from . import messages as wire
 from .acceptor import Doorman
 from .chunk_limit import Ceiling

@@ -20,7 +20,9 @@ import msgspec
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, WorkerDied
 from ...processes import Deadline, FrameListener, Frames, dead_among, open_runtime_dir
 from ...reshard import Schedule
-from .. import Group, Workers, worker_messages as worker_wire
+from .. import worker_messages as worker_wire
+from ..interface import Group
+from ..worker_exchange import Workers
 from . import messages as sends_wire
 
 _LOOK_S: Final = 0.02

@@ -16,7 +16,7 @@ import numpy as np
 from weightbus.dataplane.tensors import Pieces
 
 from ...source import LayoutMismatch, RanksDisagree
-from .. import Roster, Stage
+from ..rank_layout import Roster, Stage
 
 _ADVICE: Final = "build the model with its own specs and stages, and change no layer_number afterwards"
 

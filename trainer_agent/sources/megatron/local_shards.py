@@ -14,7 +14,8 @@ from torch import nn
 from weightbus.dataplane.tensors import Piece, Pieces, TensorSpec
 
 from ...source import LayoutMismatch, UnsupportedModel, check_served
-from .. import Kept, Stage
+from ..parameter_identity import Kept
+from ..rank_layout import Stage
 from .hf_model import Model, served_tensors
 from .model_chunks import Chunk, chunks_of
 from .parameter_mapping import Fusion, Local, pieces_of

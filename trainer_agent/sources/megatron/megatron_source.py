@@ -30,7 +30,9 @@ from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
 
 from ...assembly import Assembler, Exchange, Planned, check_manifest, plan
 from ...source import SourceError
-from .. import Ranks, Roster, settle, together, together_check
+from ..collective_errors import together, together_check
+from ..rank_group import Ranks
+from ..rank_layout import Roster, settle
 from .layer_order import check_order, roots_of
 from .local_shards import Description, describe, folder_of
 from .model_chunks import chunks_of, lagging_wrappers

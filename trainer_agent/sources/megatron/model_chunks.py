@@ -16,7 +16,7 @@ from torch import nn
 
 from ...assembly import objection
 from ...source import LayoutMismatch, UnknownParameter, UnsupportedModel
-from .. import Stage
+from ..rank_layout import Stage
 from .config_checks import check_axes, check_config, check_tied
 from .hf_model import Model
 from .layer_order import check_numbers, check_part

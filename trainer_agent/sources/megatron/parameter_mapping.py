@@ -24,7 +24,7 @@ import msgspec
 from weightbus.dataplane.tensors import Box, Piece, TensorSpec, View
 
 from ...source import LayoutMismatch
-from .. import Run, extent, in_sequence, stretch
+from ..row_runs import Run, extent, in_sequence, stretch
 
 
 class Norm(enum.Enum):
