@@ -9,7 +9,7 @@ from pathlib import Path
 def write_durably(path: Path, content: bytes) -> None:
     """Replace the file `path` in one step: when this returns, a crash of the machine does not undo it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _write_fresh(path, content).replace(path)
+    write_fresh(path, content).replace(path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -17,7 +17,7 @@ def write_durably(path: Path, content: bytes) -> None:
         os.close(folder)
 
 
-def _write_fresh(path: Path, content: bytes) -> Path:
+def write_fresh(path: Path, content: bytes) -> Path:
     fresh = path.parent / f"{path.name}.new"  # another one for each file: they are written by several threads
     with fresh.open("wb") as file:
         file.write(content)

@@ -41,7 +41,7 @@ class UnknownDialect(EngineAgentError):
         )
 
 
-class Distrusted(EngineAgentError):
+class NotTrusted(EngineAgentError):
     """No trainer that this engine trusts has published that, or not as what follows the version it serves."""
 
     def __init__(self, version: int, doubt: Doubt) -> None:
@@ -126,7 +126,7 @@ class ServerSilent(ServerError):
     """No answer within the deadline. What was asked may still be carried out."""
 
 
-class AnotherLaunch(ServerError):
+class AnotherGeneration(ServerError):
     """The server was launched anew since the operation began. Nothing was asked of the new one."""
 
     def __init__(self, call: str) -> None:

@@ -31,8 +31,8 @@ def of_module(module: object) -> list[type[msgspec.Struct]]:
 
 WIRES: dict[str, list[type[msgspec.Struct]]] = {
     "control": list(messages.Message.__subclasses__()),
-    "journal": list(effects.Record.__subclasses__()),
-    "rank_commands": list(orders.Order.__subclasses__()),
+    "journal": list(effects.JournalRecord.__subclasses__()),
+    "rank_commands": list(orders.RankCommand.__subclasses__()),
     "worker": of_module(worker_wire),
     "local": of_module(local_wire),
     "sends": of_module(sends_wire),

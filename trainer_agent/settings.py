@@ -15,7 +15,7 @@ from weightbus.control.protocol import NAME_PATTERN, PauseMode, Policy, SlowEngi
 from weightbus.control.security import InsecureLoopback, KeysFolder, check, check_endpoints
 from weightbus.dataplane.tensors import DEFAULT_BUCKET_BYTES
 
-from .machine import Limits, Memory, Overlap
+from .machine import Overlap, PublishLimits, SnapshotMemory
 
 SECTION: Final = "trainer"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_TRAINER_``."""
@@ -56,7 +56,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         int, Meta(description="staging buckets; a model that fits is assembled once a round", ge=1, le=64)
     ] = 2
     snapshots: Annotated[int, Meta(description="snapshots kept at most, each as large as the model", ge=1, le=8)] = 2
-    snapshot_memory: Annotated[Memory, Meta(description="where snapshots lie, on the root rank")] = Memory.HOST
+    snapshot_memory: Annotated[SnapshotMemory, Meta(description="where snapshots lie, on the root rank")] = (
+        SnapshotMemory.HOST
+    )
     overlap: Annotated[Overlap, Meta(description="a snapshot waits for earlier ones, or replaces those not begun")] = (
         Overlap.WAIT
     )
@@ -176,9 +178,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             max_lag=self.max_lag or 0,
         )
 
-    def limits(self) -> Limits:
+    def limits(self) -> PublishLimits:
         """What the publication machine is told about time."""
-        return Limits(
+        return PublishLimits(
             acquire_s=self.acquire_timeout_s,
             round_s=self.round_timeout_s,
             abandon_s=self.abandon_timeout_s,

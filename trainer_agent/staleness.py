@@ -23,7 +23,7 @@ class UnknownLineage(ValueError):
     """An answer that does not say which weights wrote it, or contradicts itself."""
 
 
-class Span(msgspec.Struct, frozen=True):
+class VersionSpan(msgspec.Struct, frozen=True):
     """Output tokens `start` to `end`, exclusive, of one version."""
 
     version: int | None
@@ -46,7 +46,7 @@ class _Meta(msgspec.Struct, frozen=True):
 class Lineage(msgspec.Struct, frozen=True):
     """The versions of one response."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[VersionSpan, ...]
     """In order, without gaps; empty for a response without tokens."""
     exact: bool
     """False when only the version at the end is known: a server before 0.5.19."""
@@ -65,7 +65,7 @@ class Lineage(msgspec.Struct, frozen=True):
         if meta.weight_versions is None:
             if meta.weight_version is None:
                 raise UnknownLineage("meta_info names no weight_version: ask an SGLang server, 0.5.11 or later")
-            spans = (Span(_number(meta.weight_version), 0, tokens),) if tokens else ()
+            spans = (VersionSpan(_number(meta.weight_version), 0, tokens),) if tokens else ()
             return cls(spans, exact=False)
         runs = [run for run in meta.weight_versions if run.start < run.end]
         ends = [0, *(run.end for run in runs)]
@@ -75,7 +75,7 @@ class Lineage(msgspec.Struct, frozen=True):
         last = meta.weight_versions[-1].version if meta.weight_versions else meta.weight_version
         if meta.weight_version not in (None, last):
             raise UnknownLineage(f"weight_version is {meta.weight_version!r}, the last of weight_versions is {last!r}")
-        return cls(tuple(Span(_number(run.version), run.start, run.end) for run in runs), exact=True)
+        return cls(tuple(VersionSpan(_number(run.version), run.start, run.end) for run in runs), exact=True)
 
     def by_token(self) -> list[int | None]:
         """The version of each output token."""
@@ -109,7 +109,7 @@ class Mixed(enum.StrEnum):
     DROP = "drop"
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class StalenessVerdict(msgspec.Struct, frozen=True):
     """Whether to learn from a response."""
 
     keep: bool
@@ -135,7 +135,7 @@ class Staleness(msgspec.Struct, frozen=True):
         if self.max_lag < 0:
             raise ValueError(f"max_lag = {self.max_lag}: 0 or more is expected")
 
-    def judge(self, lineage: Lineage, current: int) -> Verdict:
+    def judge(self, lineage: Lineage, current: int) -> StalenessVerdict:
         """What to do with a response when `current` is the version in training.
 
         Tokens of a version above it do not count: the channel went back from that since.
@@ -148,14 +148,14 @@ class Staleness(msgspec.Struct, frozen=True):
             return _dropped(size, f"versions {_names(lineage.versions)} wrote it")
         fresh = [self._fresh(span.version, current) for span in lineage.spans]
         if all(fresh):
-            return Verdict(keep=True, mask=(True,) * size)
+            return StalenessVerdict(keep=True, mask=(True,) * size)
         reason = self._reason(
             [span.version for span, good in zip(lineage.spans, fresh, strict=True) if not good], current
         )
         if mixed is not Mixed.MASK or not any(fresh):
             return _dropped(size, reason)
         mask = tuple(good for span, good in zip(lineage.spans, fresh, strict=True) for _ in range(span.start, span.end))
-        return Verdict(keep=True, mask=mask, reason=reason)
+        return StalenessVerdict(keep=True, mask=mask, reason=reason)
 
     def _fresh(self, version: int | None, current: int) -> bool:
         if version is None:
@@ -173,8 +173,8 @@ class Staleness(msgspec.Struct, frozen=True):
         return "; ".join(said)
 
 
-def _dropped(size: int, reason: str) -> Verdict:
-    return Verdict(keep=False, mask=(False,) * size, reason=reason)
+def _dropped(size: int, reason: str) -> StalenessVerdict:
+    return StalenessVerdict(keep=False, mask=(False,) * size, reason=reason)
 
 
 def _names(versions: Sequence[int | None]) -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .ack_batching import Receipts as Receipts
+    from .ack_batching import AckBatcher as AckBatcher
     from .client import BusClient as BusClient, BusSettings as BusSettings, check_keys as check_keys
     from .interface import (
         CoordinatorBus as CoordinatorBus,

@@ -39,7 +39,7 @@ def acknowledges(command: Message, answer: Message) -> bool:
     return bool(answered <= told)
 
 
-class Receipts:
+class AckBatcher:
     """What is owed to whom. Those of one connection leave in the order in which they became due."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ K = TypeVar("K", bound=Hashable)
 MOST: Final = 256
 
 
-class Recent(Generic[K]):
+class BoundedSet(Generic[K]):
     """The last that were added. Whatever is not in it any more only costs what it would have saved."""
 
     def __init__(self, most: int = MOST) -> None:

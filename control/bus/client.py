@@ -49,10 +49,11 @@ from ..protocol import (
     codec,
 )
 from ..security import CurveFiles, curve_files
-from .bounded_set import Recent
+from .bounded_set import BoundedSet
 from .dealer import DealerLink
 from .interface import AgentLink
 from .session import (
+    AgentSession,
     Asked,
     Connect,
     Deliver,
@@ -67,7 +68,6 @@ from .session import (
     Resolve,
     SayAlive,
     SayHello,
-    Session,
     Ticked,
     Timing,
     Transmit,
@@ -138,7 +138,7 @@ class BusClient:
         self._link: AgentLink = link or DealerLink(settings.endpoint, settings.curve)
         self._keys = os.urandom(8).hex()
         self._counter = itertools.count(1)
-        self._session = Session(settings.endpoint, self._keys, settings.timing, time.monotonic())
+        self._session = AgentSession(settings.endpoint, self._keys, settings.timing, time.monotonic())
         self._submitted: queue.SimpleQueue[Asked | ToCoordinator | _Locate] = queue.SimpleQueue()
         self._futures: dict[RequestId, Future[_Answered]] = {}
         self._inbox: deque[ToAgent] = deque()
@@ -148,7 +148,7 @@ class BusClient:
         self._over: WeightbusError | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weightbus-client", daemon=True)
-        self._known = Recent[Digest]()
+        self._known = BoundedSet[Digest]()
         self._cache: OrderedDict[Digest, bytes] = OrderedDict()
 
     # -- life ----------------------------------------------------------------------------------------------------------

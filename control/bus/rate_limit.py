@@ -20,7 +20,7 @@ REMEMBERED: Final = 8_192
 nothing for them."""
 
 
-class Pace(enum.Enum):
+class RateLimit(enum.Enum):
     """What is done with one message."""
 
     TAKEN = "taken"
@@ -31,7 +31,7 @@ class Pace(enum.Enum):
     DROPPED = "dropped"
 
 
-_TAKEN: Final = Pace.TAKEN
+_TAKEN: Final = RateLimit.TAKEN
 """A name of its own: members of an enum are looked up through their class, which takes as long as all the rest."""
 
 
@@ -46,7 +46,7 @@ class Account:
         self._dropped = 0
         """Since it began to flood."""
 
-    def pace(self, now: float) -> Pace:
+    def pace(self, now: float) -> RateLimit:
         """Count one message at `now`, and say what becomes of it."""
         until = self.until
         if until < now:  # nearly always
@@ -60,10 +60,10 @@ class Account:
         self._dropped += 1
         if self._dropped >= self._patience:
             self.until = now + self._room_s + PENANCE_S
-        return {1: Pace.SLOWED, self._patience: Pace.CUT}.get(self._dropped, Pace.DROPPED)
+        return {1: RateLimit.SLOWED, self._patience: RateLimit.CUT}.get(self._dropped, RateLimit.DROPPED)
 
 
-class Throttle:
+class RateLimiter:
     """An account for each speaker."""
 
     def __init__(self, rate: float = RATE, burst: int = BURST, patience: int = PATIENCE) -> None:

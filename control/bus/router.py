@@ -41,7 +41,7 @@ from ..machine import MessageReceived, Peer, Principal
 from ..protocol import AgentId, ConfigurationError, Malformed, ProtocolError, ToAgent, WeightbusError, codec
 from ..security import COORDINATOR, RELOAD_S, TRUST_FILE, KeyPair, TrustList, check_public, read_secret, read_trust
 from .interface import Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
-from .rate_limit import PENANCE_S, RATE, Account, Pace, Throttle
+from .rate_limit import PENANCE_S, RATE, Account, RateLimit, RateLimiter
 from .sockets import MAX_BURST, Waker, burst, check_library, explain_handshake, public_of, set_common
 
 _FAILED_HANDSHAKES: Final = (
@@ -110,7 +110,7 @@ class RouterBus:
         """What became of connections so far. One that libzmq drops without a word is accepted and closed, no more."""
         self.throttled: Counter[AgentId] = Counter()
         """Messages that were dropped because their agent said too much, by the name of its key."""
-        self._throttle = Throttle()
+        self._throttle = RateLimiter()
         self._queues: dict[Peer, _Queue] = {}
         self._speakers: dict[Peer, _Speaker] = {}
         """By connection. A key never changes under a connection, and the ROUTER uses no name twice."""
@@ -191,7 +191,7 @@ class RouterBus:
         """What has arrived, but not more than a poll may take."""
         receive_peer, receive_frame = self._receive_peer, self._receive_frame
         speakers, now, read = self._speakers, time.monotonic(), codec.TO_COORDINATOR.read_one
-        checked, taken = self._keys is not None, Pace.TAKEN
+        checked, taken = self._keys is not None, RateLimit.TAKEN
         self._more = False
         for _ in range(MAX_BURST):
             if self._skipping and not self._skip():
@@ -239,13 +239,13 @@ class RouterBus:
                 return True
         return False
 
-    def _throttled(self, speaker: _Speaker, pace: Pace) -> Iterator[Throttled]:
+    def _throttled(self, speaker: _Speaker, pace: RateLimit) -> Iterator[Throttled]:
         """A message that is dropped unread: counted, and told of when it begins and when it gets worse."""
         agent = speaker.principal.name if speaker.principal else AgentId("?")
         self.throttled[agent] += 1
-        if pace is Pace.SLOWED:
+        if pace is RateLimit.SLOWED:
             yield Throttled(agent, f"says more than {RATE:.0f} messages a second: what is above is dropped")
-        elif pace is Pace.CUT:
+        elif pace is RateLimit.CUT:
             yield Throttled(agent, f"goes on flooding: not listened to before it was quiet for {PENANCE_S:.0f} s")
 
     def _note_speaker(self, peer: Peer, frame: zmq.Frame, now: float) -> _Speaker:

@@ -177,7 +177,7 @@ class _Pending(msgspec.Struct):
     backoff_s: float
 
 
-class Session:
+class AgentSession:
     """One agent's conversation. Drive it from one thread."""
 
     def __init__(self, endpoint: str, keys: str, timing: Timing, now: float) -> None:

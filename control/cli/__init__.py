@@ -6,7 +6,7 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import settings_loader as settings_loader
-    from .deployment_keys import Member as Member, provision as provision
+    from .deployment_keys import KeyOwner as KeyOwner, provision as provision
     from .entry_point import main as main
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

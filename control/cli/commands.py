@@ -17,7 +17,15 @@ from ..bus import check_bind, libzmq_version
 from ..journal import parse_url, read_login
 from ..log import get_log
 from ..machine import STAND_IN_S, status as status_document
-from ..server import Candidate, CoordinatorSettings, Service, configure_logging, default_journal, on_signals, read_keys
+from ..server import (
+    Candidate,
+    CoordinatorProcess,
+    CoordinatorSettings,
+    configure_logging,
+    default_journal,
+    on_signals,
+    read_keys,
+)
 from ..terminal_text import plain
 from . import status_view
 from .settings_command import SettingsCommand
@@ -49,7 +57,7 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
         configure_logging(given.log_level.value, given.log_format.value)
         allow_connections()
         collect_seldom()
-        service = Candidate(given) if given.store else Service(given)
+        service = Candidate(given) if given.store else CoordinatorProcess(given)
         _warn(given)  # before anything is served, or a store is waited for
         on_signals(service.stop, service.look_again)
         service.run()

@@ -9,10 +9,10 @@ import msgspec
 
 from ..bus import new_keypair, public_of
 from ..protocol import AgentId, Channel, Role
-from ..security import AGENTS, COORDINATOR, TRUST_FILE, Entry, edited, read_public, read_signing_key, write_pair
+from ..security import AGENTS, COORDINATOR, TRUST_FILE, TrustEntry, edited, read_public, read_signing_key, write_pair
 
 
-class Member(msgspec.Struct, frozen=True):
+class KeyOwner(msgspec.Struct, frozen=True):
     """One agent, and what it is to be trusted with."""
 
     name: AgentId
@@ -20,7 +20,7 @@ class Member(msgspec.Struct, frozen=True):
     channels: tuple[Channel, ...]
 
 
-def provision(folder: Path, members: Iterable[Member]) -> None:
+def provision(folder: Path, members: Iterable[KeyOwner]) -> None:
     """Make the pairs that are missing in `folder`, and trust `members`. Twice is the same as once."""
     write_pair(folder, COORDINATOR, new_keypair, public_of)
     with edited(folder / TRUST_FILE) as agents:
@@ -29,7 +29,7 @@ def provision(folder: Path, members: Iterable[Member]) -> None:
             agents[member.name] = entry_of(folder, member)
 
 
-def entry_of(folder: Path, member: Member) -> Entry:
+def entry_of(folder: Path, member: KeyOwner) -> TrustEntry:
     """What the allow-list says of `member`, with the key in `folder`. Raises `PeerKeyError`, `ValidationError`."""
     fields = {
         "role": member.role,
@@ -37,4 +37,4 @@ def entry_of(folder: Path, member: Member) -> Entry:
         "key": read_public(folder / AGENTS / f"{member.name}.pub"),
         "signing_key": read_signing_key(folder / AGENTS / f"{member.name}.pub"),
     }
-    return msgspec.convert(fields, Entry)
+    return msgspec.convert(fields, TrustEntry)

@@ -8,8 +8,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from ..machine import Ends
-from ..protocol import NAME_PATTERN, Count, EngineInfo, Malformed, Place, Topology, TrainerInfo, TransportKind
+from ..machine import TransferEnds
+from ..protocol import NAME_PATTERN, Count, EngineInfo, Malformed, ProcessLocation, Topology, TrainerInfo, TransportKind
 from ..server import ChannelPlan, PlanView, plans_of, trainer_plan
 
 _DEVICES: Final = ("cpu", "cuda")
@@ -47,7 +47,7 @@ def imagine(document: bytes) -> PlanView:
         wrong += [f"engine {name!r}: {why}" for why in _engine_problems(name, end)]
     if wrong:
         raise Malformed(f"no fleet can be as this one: {'; '.join(wrong)}")
-    ends = {name: Ends(fleet.trainer, each.info, fleet.topology, each.topology) for name, each in found.items()}
+    ends = {name: TransferEnds(fleet.trainer, each.info, fleet.topology, each.topology) for name, each in found.items()}
     trainer = trainer_plan("trainer", fleet.trainer, fleet.topology, here=False)
     return PlanView({"imagined": ChannelPlan(trainer=trainer, engines=plans_of(ends, fleet.bytes))})
 
@@ -65,7 +65,7 @@ def _known(kind: type[Imagined | End]) -> str:
     """The fields that there are."""
     own: dict[str, type[msgspec.Struct]] = {"": kind}
     own |= {"trainer": TrainerInfo} if kind is Imagined else {"info": EngineInfo}
-    own |= {"topology": Topology, "places": Place}
+    own |= {"topology": Topology, "places": ProcessLocation}
     return "; ".join(f"{name}: ".removeprefix(": ") + ", ".join(each.__struct_fields__) for name, each in own.items())
 
 
@@ -96,7 +96,7 @@ def _end_problems(device: str, transports: Sequence[TransportKind]) -> Iterator[
         yield f"transports names one twice: {', '.join(transports)}"
 
 
-def _place_problems(places: Sequence[Place], most: int, said: str) -> Iterator[str]:
+def _place_problems(places: Sequence[ProcessLocation], most: int, said: str) -> Iterator[str]:
     ranks = [place.rank for place in places]
     if len(set(ranks)) != len(ranks):
         yield f"places names a rank twice: {', '.join(map(str, ranks))}"

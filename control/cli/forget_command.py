@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from ..journal import Election, Etcd, EtcdJournal, Leader, SqliteJournal, StoreLogin, Term, parse_url, read_login
+from ..journal import Election, Etcd, EtcdJournal, LeaderRecord, SqliteJournal, StoreLogin, Term, parse_url, read_login
 from ..protocol import Channel, ConfigurationError
 from ..server import default_journal
 from .settings_command import SettingsCommand
@@ -85,7 +85,7 @@ def _of_file(path: Path) -> SqliteJournal:
 def _of_store(given: ForgetSettings, opened: ExitStack) -> EtcdJournal:
     url = parse_url(given.store)
     etcd = opened.enter_context(closing(Etcd(url.members, _CALL_S, read_login(given.store_login_file))))
-    found = Election(etcd, url.prefix, Leader("forget-channel", ""), _LEASE_S).stand()
+    found = Election(etcd, url.prefix, LeaderRecord("forget-channel", ""), _LEASE_S).stand()
     if not isinstance(found, Term):
         raise ConfigurationError(f"{found.name} leads at {given.store}: stop all its coordinators first")
     opened.callback(found.resign)

@@ -19,8 +19,8 @@ from ..security import (
     AGENTS,
     COORDINATOR,
     TRUST_FILE,
-    Entry,
     KeysFolder,
+    TrustEntry,
     describe,
     edited,
     explained,
@@ -28,7 +28,7 @@ from ..security import (
     read_trust,
     write_pair,
 )
-from .deployment_keys import Member, entry_of
+from .deployment_keys import KeyOwner, entry_of
 from .settings_command import SettingsCommand
 
 
@@ -148,7 +148,7 @@ class TrustCommand(SettingsCommand[TrustSettings]):
         return self._names
 
 
-def _entry(given: TrustSettings, name: str) -> Entry:
+def _entry(given: TrustSettings, name: str) -> TrustEntry:
     if given.role is None or not given.channels:
         raise ConfigurationError(
             "`weightbus trust add` needs --role and --channels: a key is trusted with nothing else"
@@ -157,14 +157,14 @@ def _entry(given: TrustSettings, name: str) -> Entry:
         agent = msgspec.convert(name, AgentName)
     except msgspec.ValidationError as problem:  # before a file of that name is looked for
         raise ConfigurationError(f"{name!r}: {explained(problem)}") from problem
-    member = Member(agent, given.role, tuple(map(Channel, given.channels)))
+    member = KeyOwner(agent, given.role, tuple(map(Channel, given.channels)))
     try:
         return entry_of(keys_folder(given.keys), member)
     except msgspec.ValidationError as problem:
         raise ConfigurationError(f"channels = {', '.join(given.channels)}: {explained(problem)}") from problem
 
 
-def _require_same_roles(before: Mapping[str, Entry], entries: Mapping[str, Entry]) -> None:
+def _require_same_roles(before: Mapping[str, TrustEntry], entries: Mapping[str, TrustEntry]) -> None:
     """Who is taken for something else is likely to be a typing error, and would get other rights by it."""
     for name, entry in entries.items():
         if name in before and before[name].role is not entry.role:
@@ -174,13 +174,13 @@ def _require_same_roles(before: Mapping[str, Entry], entries: Mapping[str, Entry
             )
 
 
-def _outcome(before: Entry | None, entry: Entry) -> str:
+def _outcome(before: TrustEntry | None, entry: TrustEntry) -> str:
     if before is None:
         return "trusted"
     return "kept" if before == entry else "changed"
 
 
-def _show(agents: Mapping[AgentId, Entry]) -> None:
+def _show(agents: Mapping[AgentId, TrustEntry]) -> None:
     table = Table("agent", "role", "channels", "key", box=None, pad_edge=False)
     for row in describe(agents):
         table.add_row(*map(Text, row))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .election import Deposed as Deposed, Election as Election, Leader as Leader, Term as Term
+    from .election import Deposed as Deposed, Election as Election, LeaderRecord as LeaderRecord, Term as Term
     from .etcd_client import (
         Etcd as Etcd,
         EtcdUnavailable as EtcdUnavailable,

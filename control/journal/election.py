@@ -32,7 +32,7 @@ class Deposed(WeightbusError):
         super().__init__(f"this coordinator leads no more: {reason}; it stands by again")
 
 
-class Leader(msgspec.Struct, frozen=True):
+class LeaderRecord(msgspec.Struct, frozen=True):
     """Who leads, as its key says it."""
 
     name: str = ""
@@ -108,7 +108,7 @@ class Election:
     """Stands for election under one prefix."""
 
     def __init__(
-        self, etcd: Etcd, prefix: str, me: Leader, ttl_s: float, clock: Callable[[], float] = time.monotonic
+        self, etcd: Etcd, prefix: str, me: LeaderRecord, ttl_s: float, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._etcd = etcd
         self._key = f"{prefix}/leader"
@@ -116,7 +116,7 @@ class Election:
         self._ttl_s = ttl_s
         self._clock = clock
 
-    def stand(self) -> Term | Leader:
+    def stand(self) -> Term | LeaderRecord:
         """Lead, if nobody does; otherwise say who. Raises `EtcdUnavailable`."""
         found = self._etcd.txn([created_at(self._key, 0)], [], [read(self._key)])
         if not found.succeeded:
@@ -139,10 +139,10 @@ class Election:
         )
 
 
-def _leader(found: tuple[KeyValue, ...]) -> Leader:
+def _leader(found: tuple[KeyValue, ...]) -> LeaderRecord:
     if not found:
-        return Leader()
+        return LeaderRecord()
     try:
-        return msgspec.json.decode(found[0].content, type=Leader)
+        return msgspec.json.decode(found[0].content, type=LeaderRecord)
     except ValueError:  # whoever wrote it has the key: nobody else leads before it is gone
-        return Leader(name="whoever wrote the leader's key, which is unreadable")
+        return LeaderRecord(name="whoever wrote the leader's key, which is unreadable")

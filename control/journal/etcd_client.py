@@ -150,7 +150,7 @@ class _KeptAlive(msgspec.Struct, frozen=True):
     result: _Lease = _Lease()
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class TxnResult(msgspec.Struct, frozen=True):
     """What a transaction found."""
 
     succeeded: bool
@@ -202,12 +202,12 @@ class Etcd:
         self._connection: http.client.HTTPConnection | None = None
         self._lock = threading.Lock()
 
-    def txn(self, conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> Outcome:
+    def txn(self, conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> TxnResult:
         """Carry out `then` if all `conditions` hold, else `otherwise`; at once, or not at all."""
         body: Json = {"compare": list(conditions), "success": list(then), "failure": list(otherwise)}
         answer = self._call("/v3/kv/txn", body, _Committed)
         ranged = [each.response_range.kvs for each in answer.responses if each.response_range]
-        return Outcome(answer.succeeded, int(answer.header.revision), tuple(kv for kvs in ranged for kv in kvs))
+        return TxnResult(answer.succeeded, int(answer.header.revision), tuple(kv for kvs in ranged for kv in kvs))
 
     def under(self, prefix: str) -> tuple[KeyValue, ...]:
         """Every key that begins with `prefix`, as of the newest revision."""

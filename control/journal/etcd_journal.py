@@ -22,20 +22,20 @@ from ..machine import (
     AnyRecord,
     ChannelForgotten,
     Committed,
-    Ending,
     EpochRaised,
     EpochTaken,
-    Past,
+    PastVersion,
     Probe,
     Restored,
     RoundClosed,
+    RoundReply,
     ending,
     remembered,
 )
 from ..protocol import (
     Channel,
     Epoch,
-    Held,
+    HeldVersion,
     JournalCorrupt,
     JournalError,
     JournalUnwritable,
@@ -65,9 +65,9 @@ class _Meta(msgspec.Struct, frozen=True):
 
 class _Row(msgspec.Struct, frozen=True):
     epoch: Epoch = Epoch(0)
-    committed: Held | None = None
+    committed: HeldVersion | None = None
     committed_epoch: Epoch = Epoch(0)
-    history: tuple[Past, ...] = ()
+    history: tuple[PastVersion, ...] = ()
 
 
 class _Reply(msgspec.Struct, frozen=True):
@@ -78,8 +78,8 @@ class _Reply(msgspec.Struct, frozen=True):
     closed: bool = True
 
     @property
-    def ending(self) -> Ending:
-        return Ending(self.done, self.question, self.closed)
+    def ending(self) -> RoundReply:
+        return RoundReply(self.done, self.question, self.closed)
 
 
 class EtcdJournal:
@@ -100,7 +100,7 @@ class EtcdJournal:
         """Channels in which a commit turned out to have come true that its writer was told had failed."""
         self._replies: dict[Channel, deque[str]] = {}
         """Keys of the answers that are kept, by channel, the oldest first."""
-        self._answers: dict[Channel, dict[RequestId, Ending]] = {}
+        self._answers: dict[Channel, dict[RequestId, RoundReply]] = {}
         self._nobodys: list[str] = []
         """Keys of answers of channels that were forgotten."""
         self._meta = _Meta()
@@ -237,7 +237,7 @@ class EtcdJournal:
         if row.epoch < record.epoch or not (newer or same):
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
             raise JournalCorrupt(self._where, problem, "this is a bug: keep the store and report it")
-        held = Held(version=record.version, manifest=record.manifest, table=record.table)
+        held = HeldVersion(version=record.version, manifest=record.manifest, table=record.table)
         history = remembered(row.history, record)
         return msgspec.structs.replace(row, committed=held, committed_epoch=record.epoch, history=history)
 

@@ -27,13 +27,13 @@ from ..machine import (
     AnyRecord,
     ChannelForgotten,
     Committed,
-    Ending,
     EpochRaised,
     EpochTaken,
-    Past,
+    PastVersion,
     Probe,
     Restored,
     RoundClosed,
+    RoundReply,
     ending,
     remembered,
 )
@@ -41,7 +41,7 @@ from ..protocol import (
     Channel,
     Digest,
     Epoch,
-    Held,
+    HeldVersion,
     JournalCorrupt,
     JournalError,
     JournalUnwritable,
@@ -319,7 +319,7 @@ class SqliteJournal:
 
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written. Raises `JournalCorrupt`."""
-        answers: dict[str, dict[RequestId, Ending]] = {}
+        answers: dict[str, dict[RequestId, RoundReply]] = {}
         rows = self._db.execute(
             "SELECT request, channel, answer, question, closed FROM (SELECT *, rowid AS number, row_number() OVER"
             " (PARTITION BY channel ORDER BY rowid DESC) AS place FROM reply) WHERE place <= ? ORDER BY number",
@@ -327,7 +327,7 @@ class SqliteJournal:
         )
         for request, channel, answer, question, closed in rows:
             try:
-                known = Ending(_DECODE_ANSWER.decode(answer), question, closed=bool(closed))
+                known = RoundReply(_DECODE_ANSWER.decode(answer), question, closed=bool(closed))
                 answers.setdefault(channel, {})[RequestId(request)] = known
             except ValueError as error:
                 raise JournalCorrupt(
@@ -344,18 +344,18 @@ class SqliteJournal:
             for row in rows
         }
 
-    def _history(self) -> dict[Channel, tuple[Past, ...]]:
-        found: dict[Channel, tuple[Past, ...]] = {}
+    def _history(self) -> dict[Channel, tuple[PastVersion, ...]]:
+        found: dict[Channel, tuple[PastVersion, ...]] = {}
         for channel, version, epoch, rollback in self._db.execute(
             "SELECT channel, version, epoch, rollback FROM past ORDER BY id"
         ):
-            past = Past(Version(version), Epoch(epoch), bool(rollback))
+            past = PastVersion(Version(version), Epoch(epoch), bool(rollback))
             found[Channel(channel)] = remembered(found.get(Channel(channel), ()), past)
         return found
 
-    def _audited_commits(self) -> dict[Channel, tuple[Past, ...]]:
+    def _audited_commits(self) -> dict[Channel, tuple[PastVersion, ...]]:
         """What an older release has committed, by its audit trail. A line that is unreadable is only history."""
-        found: dict[Channel, tuple[Past, ...]] = {}
+        found: dict[Channel, tuple[PastVersion, ...]] = {}
         newest = self._db.execute(
             'SELECT record, channel FROM event WHERE record LIKE \'{"record":"Committed"%\''
             ' OR record LIKE \'{"record":"ChannelForgotten"%\' ORDER BY id'
@@ -366,7 +366,7 @@ class SqliteJournal:
                 continue
             with contextlib.suppress(ValueError):
                 commit = _DECODE_COMMIT.decode(line)
-                past = Past(commit.version, commit.epoch, commit.rollback)
+                past = PastVersion(commit.version, commit.epoch, commit.rollback)
                 found[commit.channel] = remembered(found.get(commit.channel, ()), past)
         return found
 
@@ -389,9 +389,9 @@ class SqliteJournal:
         if changed != 1:
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
             raise JournalCorrupt(self._path, problem, "this is a bug: keep the file and report it")
-        self._note_past(record.channel, Past(record.version, record.epoch, record.rollback))
+        self._note_past(record.channel, PastVersion(record.version, record.epoch, record.rollback))
 
-    def _note_past(self, channel: Channel, past: Past) -> None:
+    def _note_past(self, channel: Channel, past: PastVersion) -> None:
         row = (channel, past.version, past.epoch, past.rollback)
         self._db.execute("INSERT INTO past (channel, version, epoch, rollback) VALUES (?, ?, ?, ?)", row)
         self._keep_newest("past", channel, HISTORY)
@@ -459,9 +459,9 @@ _TAKEN: Final = "put both files back with the coordinator stopped, or restore th
 _Row = tuple[str, int, int | None, int | None, str | None, str | None]
 
 
-def _restored(row: _Row, answers: Mapping[RequestId, Ending]) -> Restored:
+def _restored(row: _Row, answers: Mapping[RequestId, RoundReply]) -> Restored:
     _, epoch, version, committed_epoch, manifest, table = row
     held = None
     if version is not None and manifest is not None and table is not None:
-        held = Held(version=Version(version), manifest=Digest(manifest), table=Digest(table))
+        held = HeldVersion(version=Version(version), manifest=Digest(manifest), table=Digest(table))
     return Restored(epoch=Epoch(epoch), committed=held, committed_epoch=Epoch(committed_epoch or 0), answers=answers)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         Persist as Persist,
         Probe as Probe,
         ReadinessChanged as ReadinessChanged,
-        Redriven as Redriven,
         Refusal as Refusal,
         RoundClosed as RoundClosed,
         RoundEnded as RoundEnded,
@@ -38,15 +37,16 @@ if TYPE_CHECKING:
         SendTo as SendTo,
         SendToAll as SendToAll,
         StateEntered as StateEntered,
+        TransferRetried as TransferRetried,
     )
-    from .engine_record import Engine as Engine
+    from .engine_record import EngineRecord as EngineRecord
     from .events import (
         ANY_CHANNEL as ANY_CHANNEL,
         AnyEvent as AnyEvent,
         Burst as Burst,
+        ConnectionLost as ConnectionLost,
         MessageReceived as MessageReceived,
         Peer as Peer,
-        PeerLost as PeerLost,
         Persisted as Persisted,
         PersistFailed as PersistFailed,
         Principal as Principal,
@@ -60,13 +60,13 @@ if TYPE_CHECKING:
     from .reply_cache import (
         ANSWERS as ANSWERS,
         HISTORY as HISTORY,
-        Ending as Ending,
-        Past as Past,
+        PastVersion as PastVersion,
         Restored as Restored,
+        RoundReply as RoundReply,
         ending as ending,
         remembered as remembered,
     )
-    from .route import Ends as Ends, Route as Route
+    from .route import Route as Route, TransferEnds as TransferEnds
     from .routing import (
         IN_PLACE as IN_PLACE,
         PREFERRED as PREFERRED,

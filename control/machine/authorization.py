@@ -33,7 +33,7 @@ from ..protocol import (
 )
 from .events import Principal
 from .membership import Agent
-from .reply_cache import YES, Verdict
+from .reply_cache import YES, Decision
 
 _ANY: Final = frozenset(Role)
 _TRAINER: Final = frozenset({Role.TRAINER})
@@ -62,7 +62,7 @@ ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
 """Who may say what. A message type without a row fails a test."""
 
 
-def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -> Verdict:
+def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -> Decision:
     """Whether `message` is for the role of `agent`, and about its own channel.
 
     Where keys are used, `principal` is whom this very message's connection belongs to, as the allow-list is now: its
@@ -72,13 +72,13 @@ def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -
     if principal is agent.principal and agent.role in ALLOWED[type(message)] and channel == agent.channel:
         return YES
     if reason := _not_of_the_seat(agent, principal):
-        return Verdict(Code.NOT_ALLOWED, reason)
+        return Decision(Code.NOT_ALLOWED, reason)
     if agent.role not in ALLOWED[type(message)]:
-        return Verdict(Code.NOT_ALLOWED, f"not for the role {agent.role.value}")
+        return Decision(Code.NOT_ALLOWED, f"not for the role {agent.role.value}")
     if channel != agent.channel:
-        return Verdict(Code.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {channel!r}")
+        return Decision(Code.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {channel!r}")
     if principal and not principal.covers(channel):
-        return Verdict(Code.NOT_ALLOWED, f"{agent.name}'s key is not trusted in channel {channel!r}")
+        return Decision(Code.NOT_ALLOWED, f"{agent.name}'s key is not trusted in channel {channel!r}")
     return YES
 
 
@@ -95,7 +95,7 @@ def _not_of_the_seat(agent: Agent, principal: Principal | None) -> str:
 
 def may_join(
     message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None, *, keyed: bool = False
-) -> Verdict:
+) -> Decision:
     """What speaks against a `Hello` by itself.
 
     `principal` is whom the connection's key belongs to, `seated` who sits on the connection, `known` who has the name;
@@ -104,10 +104,10 @@ def may_join(
     if message.protocol != PROTOCOL:
         older = "agent" if message.protocol < PROTOCOL else "coordinator"
         reason = f"found protocol {message.protocol}, expected {PROTOCOL}: upgrade the {older}"
-        return Verdict(Code.PROTOCOL_MISMATCH, reason)
+        return Decision(Code.PROTOCOL_MISMATCH, reason)
     if keyed and not principal:
-        return Verdict(Code.NOT_ALLOWED, f"{message.agent!r} came without a key that is trusted")
-    return Verdict(Code.NOT_ALLOWED, reason) if (reason := _objection(message, principal, seated, known)) else YES
+        return Decision(Code.NOT_ALLOWED, f"{message.agent!r} came without a key that is trusted")
+    return Decision(Code.NOT_ALLOWED, reason) if (reason := _objection(message, principal, seated, known)) else YES
 
 
 def _objection(message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None) -> str:

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 from typing import Final
 
 from ..protocol import MAX_PAGE_BYTES, MAX_PAGES, Code, InvariantBroken
-from .reply_cache import YES, Verdict
+from .reply_cache import YES, Decision
 
 MAX_BLOBS: Final = 4096
 MAX_UPLOADS: Final = 128
 """Whole blobs and unfinished uploads: bytes alone do not bound them, because pages may be empty."""
 
 
-class Blobs:
+class BlobCache:
     """A content-addressed store of at most `limit_bytes`, unfinished uploads included."""
 
     def __init__(self, limit_bytes: int) -> None:
@@ -37,7 +37,7 @@ class Blobs:
         """Memory taken by blobs and unfinished uploads."""
         return self._held_bytes
 
-    def put(self, digest: str, page: int, pages: int, data: bytes) -> Verdict:
+    def put(self, digest: str, page: int, pages: int, data: bytes) -> Decision:
         """Take one page; the last one to arrive completes the blob, which must hash to `digest`."""
         if digest in self._whole:
             self._touch(digest)
@@ -57,7 +57,7 @@ class Blobs:
         self._forget_partial(digest)
         found = hashlib.sha256(blob).hexdigest()
         if found != digest:
-            return Verdict(Code.BAD_BLOB, f"the {pages} pages hash to {found}, sent under {digest}; send all again")
+            return Decision(Code.BAD_BLOB, f"the {pages} pages hash to {found}, sent under {digest}; send all again")
         if len(self._whole) >= MAX_BLOBS and (oldest := next(filter(self._is_free, self._whole), None)):
             self._held_bytes -= len(self._whole.pop(oldest))
         self._whole[digest] = blob
@@ -79,16 +79,16 @@ class Blobs:
         """Keep exactly these; anything else may be dropped for room."""
         self._pinned = frozenset(digests)
 
-    def _refusal(self, digest: str, page: int, pages: int, data: bytes) -> Verdict | None:
+    def _refusal(self, digest: str, page: int, pages: int, data: bytes) -> Decision | None:
         if not 1 <= pages <= MAX_PAGES or page >= pages:
-            return Verdict(Code.BAD_BLOB, f"page {page} of {pages}: pages count from 0, at most {MAX_PAGES}")
+            return Decision(Code.BAD_BLOB, f"page {page} of {pages}: pages count from 0, at most {MAX_PAGES}")
         if len(data) > MAX_PAGE_BYTES:
-            return Verdict(Code.BAD_BLOB, f"page {page} has {len(data)} bytes, at most {MAX_PAGE_BYTES} are allowed")
+            return Decision(Code.BAD_BLOB, f"page {page} has {len(data)} bytes, at most {MAX_PAGE_BYTES} are allowed")
         if self._pages.get(digest, pages) != pages:
             self._forget_partial(digest)  # a publisher that cuts otherwise begins anew
         if not self._room_for(len(data), digest):
             reason = f"the store holds {self._held_bytes} of {self._limit_bytes} bytes, all of them in use"
-            return Verdict(Code.NOT_ALLOWED, f"{reason}; raise blob_bytes", 5.0)
+            return Decision(Code.NOT_ALLOWED, f"{reason}; raise blob_bytes", 5.0)
         return None
 
     def _room_for(self, size: int, digest: str) -> bool:

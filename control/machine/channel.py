@@ -1,8 +1,8 @@
 """One channel: its committed version, its lease, its round and its engines. Pure.
 
-Takes what agents say, the journal's answers and the time to whom they concern: its `Tenure`, its `Round` or its
-`Fleet`. What it wants sent, written down or noted it leaves in `out`, in order; after a record nothing follows until
-the record is durable.
+Takes what agents say, the journal's answers and the time to whom they concern: its `LeaseHolder`, its `Round` or its
+`EngineRegistry`. What it wants sent, written down or noted it leaves in `out`, in order; after a record nothing follows
+until the record is durable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..protocol import (
     EngineMessage,
     Epoch,
     Heartbeat,
-    Held,
+    HeldVersion,
     Incarnation,
     InvariantBroken,
     Offered,
@@ -42,15 +42,25 @@ from ..protocol import (
 )
 from .effect_queue import RECORDS, ChannelRecord, Out, Tell, together
 from .effects import AnyObservation, Committed, EngineAhead, EpochRaised, EpochTaken, RoundClosed, RoundEnded
-from .engine_record import Engine, Window, readiness
-from .engine_registry import Fleet
+from .engine_record import EngineRecord, VersionWindow, readiness
+from .engine_registry import EngineRegistry
 from .event_trace import STORY
-from .lease import Lease, Tenure, may_acquire, may_use
+from .lease import Lease, LeaseHolder, may_acquire, may_use
 from .limits import Limits, earlier
 from .membership import Agent
-from .participant import Member
-from .pending_commands import Duties
-from .reply_cache import YES, Answers, Past, Restored, Verdict, already_committed, ending, never_begun, remembered
+from .participant import Participant
+from .pending_commands import PendingCommands
+from .reply_cache import (
+    YES,
+    Decision,
+    PastVersion,
+    Restored,
+    RoundReplies,
+    already_committed,
+    ending,
+    never_begun,
+    remembered,
+)
 from .round import Round
 from .route import Route, Routing, open_routes
 from .states import SETTLED, EnginePhase, RoundState
@@ -83,29 +93,29 @@ class Standing:
         """`stride`: by so much an epoch is taken above what another life of the coordinator may have given out."""
         self.name = name
         self.epoch: Epoch = restored.epoch
-        self.window = Window(restored.committed)
+        self.window = VersionWindow(restored.committed)
         self.committed_epoch: Epoch = restored.committed_epoch
-        self.history: tuple[Past, ...] = restored.history
+        self.history: tuple[PastVersion, ...] = restored.history
         self.round: Round | None = None
         self.publisher: Publisher | None = None
         self.out: list[Out] = []
         self.story: deque[object] = deque(maxlen=STORY)
         self._stride = stride
         self._limits = limits
-        self._duties = Duties(limits.retry_s, limits.retry_max_s)
-        self._answers = Answers(restored.answers)
-        self._tenure = Tenure(name, limits, self.story)
-        self._fleet = Fleet(name, limits, routing, self._duties)
-        self.engines: Mapping[AgentId, Engine] = self._fleet.engines
+        self._duties = PendingCommands(limits.retry_s, limits.retry_max_s)
+        self._answers = RoundReplies(restored.answers)
+        self._tenure = LeaseHolder(name, limits, self.story)
+        self._fleet = EngineRegistry(name, limits, routing, self._duties)
+        self.engines: Mapping[AgentId, EngineRecord] = self._fleet.engines
         self._raise_at = 0.0
         """From when on what an engine says may raise the epoch once more."""
         self._turns: tuple[AgentId, ...] = ()
         """The order in which engines had their turns last."""
-        self._outlook: tuple[Round | None, Window] = (None, Window())
+        self._outlook: tuple[Round | None, VersionWindow] = (None, VersionWindow())
         """By what all engines were last judged together."""
 
     @property
-    def committed(self) -> Held | None:
+    def committed(self) -> HeldVersion | None:
         """The version that is durable."""
         return self.window.committed
 
@@ -139,12 +149,12 @@ class Standing:
         member = self.round.members.get(name) if self.round else None
         return member.phase if member else None
 
-    def window_of(self, name: AgentId) -> Window:
+    def window_of(self, name: AgentId) -> VersionWindow:
         """What an engine may serve."""
         return self.window_of_waiting if self.phase(name) is EnginePhase.PREPARED else self.window
 
     @property
-    def window_of_waiting(self) -> Window:
+    def window_of_waiting(self) -> VersionWindow:
         """What who is prepared may serve: also the version before, while it waits for its turn in a round."""
         round_ = self.round
         takes_turns = round_ is not None and round_.durable and not round_.publish.catch_up
@@ -173,7 +183,7 @@ class Standing:
 
     # -- for who decides --------------------------------------------------------------------------------------------
 
-    def _settling_epoch(self, engine: Engine) -> Epoch:
+    def _settling_epoch(self, engine: EngineRecord) -> Epoch:
         """Under which an engine outside a round is told what to do: the highest that any engine can have seen.
 
         Not that of a lease under which nothing was published yet: what is answered to it late would be taken for an
@@ -196,42 +206,42 @@ class Standing:
         since = [past for past in self.history if past.epoch >= done.epoch]
         return len(since) == 1 and since[0].version == done.version
 
-    def _not_newer(self, version: Version) -> Verdict:
+    def _not_newer(self, version: Version) -> Decision:
         found = self.committed.version if self.committed else None
-        return Verdict(
+        return Decision(
             Code.VERSION_NOT_NEWER,
             f"found version {version}, committed is {found}: publish a higher one, or say rollback",
         )
 
-    def _may_begin(self, message: Publish, missing: str, routes: Mapping[AgentId, Route]) -> Verdict:  # noqa: PLR0911  # a list of reasons
+    def _may_begin(self, message: Publish, missing: str, routes: Mapping[AgentId, Route]) -> Decision:  # noqa: PLR0911  # a list of reasons
         if self.round:
-            return Verdict(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
+            return Decision(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
         if message.rollback and not (self.lease and self.lease.rollback):
-            return Verdict(Code.NOT_ALLOWED, "this lease was acquired without rollback: acquire again, with it")
+            return Decision(Code.NOT_ALLOWED, "this lease was acquired without rollback: acquire again, with it")
         older = self.committed and message.version <= self.committed.version
         if older and not (message.rollback or message.catch_up):
             return self._not_newer(message.version)
         if missing:
             return _unknown(missing)
         if reason := self._all_deaf_to(message.epoch):
-            return Verdict(Code.STALE_EPOCH, reason)
+            return Decision(Code.STALE_EPOCH, reason)
         if not (message.table or any(each.transport for each in routes.values())):
-            return Verdict(Code.NOT_ALLOWED, "no engine is here to which an open table could be given: name it")
+            return Decision(Code.NOT_ALLOWED, "no engine is here to which an open table could be given: name it")
         reason = _contradicts(message, is_committed=self._is_committed(message))
-        return Verdict(Code.NOT_ALLOWED, reason) if reason else YES
+        return Decision(Code.NOT_ALLOWED, reason) if reason else YES
 
     def _all_deaf_to(self, epoch: Epoch) -> str:
         """Why no engine would hear a round of `epoch`; empty where one may."""
         seen = [engine.seen for engine in self.engines.values() if engine.alive]
         return f"{ahead(min(seen), epoch)}: acquire again" if seen and min(seen) > epoch else ""
 
-    def _may_be_sent(self, message: Sent, missing: str) -> Verdict:
+    def _may_be_sent(self, message: Sent, missing: str) -> Decision:
         """Whether what `message` says of the table agrees with what was said before."""
         known = self.round.table if self.round else ""
         if not (message.table or known):
-            return Verdict(Code.NOT_ALLOWED, "the table was left open and is not known yet: name it")
+            return Decision(Code.NOT_ALLOWED, "the table was left open and is not known yet: name it")
         if known and message.table not in ("", known):
-            return Verdict(Code.NOT_ALLOWED, f"found table {message.table[:12]}, expected {known[:12]} as said before")
+            return Decision(Code.NOT_ALLOWED, f"found table {message.table[:12]}, expected {known[:12]} as said before")
         return _unknown(missing) if missing else YES
 
     def _routes(
@@ -265,8 +275,8 @@ def ahead(seen: Epoch, epoch: Epoch) -> str:
     return f"has seen epoch {seen}, this is {epoch}: an older journal was restored, or one begun anew"
 
 
-def _unknown(blob: str) -> Verdict:
-    return Verdict(Code.UNKNOWN_BLOB, f"blob {blob} is not here: put it, then ask again")
+def _unknown(blob: str) -> Decision:
+    return Decision(Code.UNKNOWN_BLOB, f"blob {blob} is not here: put it, then ask again")
 
 
 LEAP: Final = 2**24
@@ -278,7 +288,7 @@ class Channel(Standing):
 
     # -- trainers ---------------------------------------------------------------------------------------------------
 
-    def acquire(self, agent: Agent, message: Acquire, now: float) -> Verdict:
+    def acquire(self, agent: Agent, message: Acquire, now: float) -> Decision:
         """Ask for the lease. When nothing speaks against it, the answer follows once the epoch is durable."""
         verdict = may_acquire(
             self.lease,
@@ -295,16 +305,16 @@ class Channel(Standing):
         self.out.append(self._tenure.ask(agent, message, Epoch(self.epoch + (1 if self.epoch else self._stride))))
         return YES
 
-    def release(self, agent: Agent, message: Release) -> Verdict:
+    def release(self, agent: Agent, message: Release) -> Decision:
         """Give back a lease under which nothing was published."""
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
         if verdict.ok and self.round:
-            return Verdict(Code.NOT_ALLOWED, "a round is running under this lease: send Abandon instead")
+            return Decision(Code.NOT_ALLOWED, "a round is running under this lease: send Abandon instead")
         if verdict.ok:
             self._end_lease("released")
         return verdict
 
-    def publish(self, agent: Agent, message: Publish, missing: str, now: float) -> Verdict:
+    def publish(self, agent: Agent, message: Publish, missing: str, now: float) -> Decision:
         """Begin the round. `missing` names a blob that has to be put first."""
         engines = self._fleet.behind(self.committed) if message.catch_up else self._fleet.infos()
         lacked = message.catch_up and engines and not (self.round and self.round.publish.request == message.request)
@@ -354,7 +364,7 @@ class Channel(Standing):
         if done:
             self.out.append(Tell((agent.name,), done))
 
-    def transferring(self, agent: Agent, message: Offered | Sent, missing: str, now: float) -> Verdict:
+    def transferring(self, agent: Agent, message: Offered | Sent, missing: str, now: float) -> Decision:
         """The trainer's half of the transports stands, or is over. `missing` names a blob that has to be put first."""
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
         if not verdict.ok or self.round is None:
@@ -362,14 +372,14 @@ class Channel(Standing):
         if isinstance(message, Offered):
             self.round.offered(message.epoch, message.offers, message.failed, now)
         elif self.round.state in (RoundState.PREPARING, RoundState.OFFERING):
-            return Verdict(Code.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
+            return Decision(Code.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
         else:
             verdict = self._may_be_sent(message, missing)
             if verdict.ok:
                 self.round.sent(message.epoch, message.table, message.failed, message.spared, now)
         return verdict
 
-    def abandon(self, agent: Agent, message: Abandon, now: float) -> Verdict:
+    def abandon(self, agent: Agent, message: Abandon, now: float) -> Decision:
         """The trainer cannot go on. It may not know of a re-drive yet, so any epoch of its lease will do."""
         lease = self.lease
         epoch = lease.epoch if lease and lease.first_epoch <= message.epoch <= lease.epoch else message.epoch
@@ -451,7 +461,7 @@ class Channel(Standing):
             self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
         return True
 
-    def _saw(self, engine: Engine, epoch: Epoch, now: float) -> bool:
+    def _saw(self, engine: EngineRecord, epoch: Epoch, now: float) -> bool:
         """It says which epoch it has seen. The channel's is to be far above that, durably, step by step."""
         engine.seen = epoch
         moved = self._heed(engine, now)
@@ -462,7 +472,7 @@ class Channel(Standing):
         self.out.append(EpochRaised(channel=self.name, epoch=above, engine=engine.name))
         return True
 
-    def _heed(self, engine: Engine, now: float) -> bool:
+    def _heed(self, engine: EngineRecord, now: float) -> bool:
         """An engine is deaf to all below the epoch that it has seen: no round waits for it, and it is settled above.
 
         Returns whether anything came of it.
@@ -484,16 +494,16 @@ class Channel(Standing):
             self.round.lost(name, reason)
         self._duties.drop(name)
 
-    def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Verdict:
+    def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Decision:
         """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
         engine, round_, epoch = self.engines[name], self.round, message.epoch
         if epoch > self.epoch:
-            return Verdict(Code.NOT_ALLOWED, f"epoch {epoch} was never taken; the highest is {self.epoch}")
+            return Decision(Code.NOT_ALLOWED, f"epoch {epoch} was never taken; the highest is {self.epoch}")
         member = round_.members.get(name) if round_ is not None else None
         if round_ is None or member is None or member.phase in SETTLED:
             return self._take_late(engine, message)
         if epoch != member.epoch:
-            return Verdict(Code.STALE_EPOCH, f"found epoch {epoch}, expected {member.epoch}")
+            return Decision(Code.STALE_EPOCH, f"found epoch {epoch}, expected {member.epoch}")
         round_.answered(member, message, now)
         if engine.absorb(message, member, self.window.committed):
             self._fleet.touch(name)
@@ -538,7 +548,7 @@ class Channel(Standing):
                     )
                 if self.round:
                     self.round.replaced = self.committed
-                committed = Held(version=record.version, manifest=record.manifest, table=record.table)
+                committed = HeldVersion(version=record.version, manifest=record.manifest, table=record.table)
                 max_lag = self.round.publish.policy.max_lag if self.round else 0
                 self.window = self.window.after(committed, max_lag, rollback=record.rollback)
                 self.committed_epoch = record.epoch
@@ -595,7 +605,7 @@ class Channel(Standing):
         before, self._outlook = self._outlook, (round_, window)
         if (before[0] is not None and before[0] is not round_) or before[1] is not window:
             self._fleet.touch_all()  # a round that begins changes nothing for those who take part
-        members: Mapping[AgentId, Member] = round_.members if round_ else {}
+        members: Mapping[AgentId, Participant] = round_.members if round_ else {}
         self.out += self._fleet.readiness_changes(members, window, self.window_of_waiting)
         due = self._duties.due(now)
         if not (self.out or due or wanted):
@@ -620,7 +630,7 @@ class Channel(Standing):
         round_ = self.round
         if round_ is None:
             raise InvariantBroken("a round was closed that is not there", self.story)
-        of = Held(version=round_.version, manifest=round_.publish.manifest, table=round_.table)
+        of = HeldVersion(version=round_.version, manifest=round_.publish.manifest, table=round_.table)
         self._fleet.left_by(round_.members.values(), of)
         self.round = None
         self._answers.remember(record.request, ending(record))
@@ -630,7 +640,7 @@ class Channel(Standing):
         self.out.append(Tell((round_.holder,), record.done))
         self._fleet.settle_idle(self.epoch, self.committed, now)
 
-    def _take_late(self, engine: Engine, message: EngineMessage) -> Verdict:
+    def _take_late(self, engine: EngineRecord, message: EngineMessage) -> Decision:
         """The answer of an engine that no round waits for."""
         if self._fleet.answered(engine, message, self.committed):
             self._fleet.touch(engine.name)
@@ -638,4 +648,4 @@ class Channel(Standing):
             return YES
         if message.epoch == engine.last_epoch:
             return YES  # a repetition of what was answered in time
-        return Verdict(Code.STALE_EPOCH, f"no round of epoch {message.epoch} is running; the highest was {self.epoch}")
+        return Decision(Code.STALE_EPOCH, f"no round of epoch {message.epoch} is running; the highest was {self.epoch}")

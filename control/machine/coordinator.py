@@ -52,17 +52,17 @@ from ..protocol import (
 )
 from . import status
 from .authorization import may_say
-from .blob_cache import Blobs
+from .blob_cache import BlobCache
 from .channel import Channel
-from .effect_queue import RECORDS, Outbox, Pen, Tell
+from .effect_queue import RECORDS, EffectQueue, JournalWriter, Tell
 from .effects import AnyEffect, ChannelForgotten, Probe, ReadinessChanged, RoundReadiness, StateEntered
-from .event_trace import Said
+from .event_trace import TracedMessage
 from .events import (
     AnyEvent,
     Burst,
+    ConnectionLost,
     MessageReceived,
     Peer,
-    PeerLost,
     Persisted,
     PersistFailed,
     StopRequested,
@@ -70,11 +70,11 @@ from .events import (
     TrustLost,
     Unsent,
 )
-from .lease import Late
+from .lease import LateGrant
 from .limits import Limits, earlier
 from .membership import Agent, Membership
-from .registration import Attendance
-from .reply_cache import YES, Keyed, Restored, Verdict
+from .registration import Registration
+from .reply_cache import YES, Decision, Keyed, Restored
 from .route import Routing
 from .states import RoundState
 
@@ -114,7 +114,7 @@ class Coordinator:
         self.boot = boot
         self.limits = limits
         self.members = Membership(limits)
-        self.blobs = Blobs(limits.blob_bytes)
+        self.blobs = BlobCache(limits.blob_bytes)
         self.channels = {
             name: Channel(name, limits, routing, known, stride=stride) for name, known in (restored or {}).items()
         }
@@ -122,10 +122,10 @@ class Coordinator:
         self._waiting: deque[_Work] = deque()
         self._stirred: dict[ChannelId, Channel] = {}
         """Of which something is to be noted when the event is over."""
-        self._out = Outbox(limits.answers)
+        self._out = EffectQueue(limits.answers)
         self.replies = self._out.replies
-        self._pen = Pen(self._out, limits.probe_s)
-        self._attendance = Attendance(
+        self._pen = JournalWriter(self._out, limits.probe_s)
+        self._attendance = Registration(
             boot, limits, routing, self.channels, self.members, out=self._out, stride=stride, keyed=keyed
         )
 
@@ -199,7 +199,7 @@ class Coordinator:
         match work:
             case MessageReceived():
                 self._received(work, now)
-            case PeerLost():
+            case ConnectionLost():
                 self._attendance.disconnected(work.peer, now)
             case Unsent():
                 self._unsent(work, now)
@@ -228,7 +228,7 @@ class Coordinator:
         for out in channel.flush(now):
             if isinstance(out, Tell):
                 self._out.tell(self.members.peers(out.agents), out.message)
-            elif isinstance(out, Late):
+            elif isinstance(out, LateGrant):
                 self._answer_late(out)
             elif isinstance(out, RECORDS):
                 self._pen.write(out, channel.name)
@@ -239,7 +239,7 @@ class Coordinator:
                     channel.story.append(out)
                 self._out.observe(out)
 
-    def _answer_late(self, late: Late) -> None:
+    def _answer_late(self, late: LateGrant) -> None:
         if isinstance(late.answer, Granted):
             self.replies.remember(late.agent, late.question, late.answer)
             self._out.tell(self.members.peers((late.agent,)), late.answer)
@@ -280,7 +280,7 @@ class Coordinator:
         agent = self.members.heard(peer, now)
         if agent is None:
             if not isinstance(message, Bye):
-                self._out.refuse(peer, "?", message, Verdict(Code.UNKNOWN_AGENT, "say Hello first"))
+                self._out.refuse(peer, "?", message, Decision(Code.UNKNOWN_AGENT, "say Hello first"))
             return
         verdict = may_say(agent, message, event.principal)
         if verdict.code is not None:
@@ -333,7 +333,7 @@ class Coordinator:
         found = self.blobs.page(message.digest, message.page)
         if found is None:
             reason = f"page {message.page} of blob {message.digest[:12]} is not here"
-            self._out.refuse(peer, agent.name, message, Verdict(Code.UNKNOWN_BLOB, reason))
+            self._out.refuse(peer, agent.name, message, Decision(Code.UNKNOWN_BLOB, reason))
             return
         blob, pages = found
         answer = BlobPage(request=message.request, digest=message.digest, page=message.page, pages=pages)
@@ -343,14 +343,14 @@ class Coordinator:
         document = status.encode(self.status(now))
         if len(document) > MAX_ANSWER_BYTES:
             reason = f"the status takes {len(document)} bytes, a message {MAX_ANSWER_BYTES}: read it over HTTP"
-            self._out.refuse(peer, agent.name, message, Verdict(Code.NOT_ALLOWED, reason))
+            self._out.refuse(peer, agent.name, message, Decision(Code.NOT_ALLOWED, reason))
             return
         self._out.send(peer, Status(request=message.request), document)
 
     def _from_engine(self, agent: Agent, message: EngineMessage, peer: Peer, now: float) -> None:
         channel = self.channels[agent.channel]
         verdict = channel.engine_answered(agent.name, message, now)
-        channel.story.append(Said(now, agent.name, message))
+        channel.story.append(TracedMessage(now, agent.name, message))
         if verdict.code is None:
             self._out.acknowledge(peer, message)
         else:
@@ -360,21 +360,21 @@ class Coordinator:
     def _from_trainer(self, agent: Agent, message: Keyed, peer: Peer, now: float) -> None:
         channel = self.channels[agent.channel]
         known = self.replies.get(agent.name, message)
-        if isinstance(known, Verdict):
+        if isinstance(known, Decision):
             self._out.refuse(peer, agent.name, message, known)
         elif known:
             self._out.send(peer, known)
             if isinstance(message, Publish):
                 channel.repeat_done(agent, message)
         else:
-            channel.story.append(Said(now, agent.name, message))
+            channel.story.append(TracedMessage(now, agent.name, message))
             verdict = self._ask(channel, agent, message, now)
             if not verdict.ok or not isinstance(message, Acquire):
                 self._out.answer(peer, agent.name, message, verdict)
         self.blobs.pin(digest for channel in self.channels.values() for digest in channel.pinned())
         self._flush(channel, now)
 
-    def _ask(self, channel: Channel, agent: Agent, message: Keyed, now: float) -> Verdict:
+    def _ask(self, channel: Channel, agent: Agent, message: Keyed, now: float) -> Decision:
         match message:
             case Acquire():
                 return self._closed() or channel.acquire(agent, message, now)
@@ -396,10 +396,10 @@ class Coordinator:
         """The first of these blobs that is not here; empty when all are. One without a name is not asked for."""
         return next((digest for digest in digests if digest and digest not in self.blobs), "")
 
-    def _closed(self) -> Verdict | None:
+    def _closed(self) -> Decision | None:
         """Why nothing new may begin; None when it may."""
         if self.stopping:
-            return Verdict(Code.SHUTTING_DOWN, "the coordinator is stopping", 5.0)
+            return Decision(Code.SHUTTING_DOWN, "the coordinator is stopping", 5.0)
         if self.read_only:
-            return Verdict(Code.READ_ONLY, "the journal cannot be written; is the disk full?", self.limits.probe_s)
+            return Decision(Code.READ_ONLY, "the journal cannot be written; is the disk full?", self.limits.probe_s)
         return None

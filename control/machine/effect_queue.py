@@ -50,9 +50,9 @@ from .effects import (
     SendToAll,
 )
 from .events import Peer, Persisted, PersistFailed, Token
-from .lease import Late
+from .lease import LateGrant
 from .pending_commands import Command
-from .reply_cache import Replies, Verdict
+from .reply_cache import Decision, ReplyCache
 
 HEARTBEAT_KEY: Final = RequestId("heartbeat")
 """Heartbeats carry no key; this one stands in the `Refused` that tells a stranger to say `Hello`."""
@@ -61,12 +61,12 @@ _REMEMBERED: Final = (Publish, Release, Offered, Sent, Abandon)
 """As tuples, made once: a union in the middle of a function is made anew with every message."""
 
 
-class Outbox:
+class EffectQueue:
     """The effects of one event after the other."""
 
     def __init__(self, answers: int) -> None:
         """`answers` are remembered by request key."""
-        self.replies = Replies(answers)
+        self.replies = ReplyCache(answers)
         self._effects: list[AnyEffect] = []
         self._owed: list[tuple[Peer, Request]] | None = None
         """Of the last effect, if it is an `Acknowledge`."""
@@ -106,7 +106,7 @@ class Outbox:
         """For logs and metrics."""
         self._add(Observe(what))
 
-    def answer(self, peer: Peer, agent: AgentId, message: Message, verdict: Verdict) -> None:
+    def answer(self, peer: Peer, agent: AgentId, message: Message, verdict: Decision) -> None:
         """An `Ack`, or a refusal with its reason."""
         if verdict.code is not None:
             self.refuse(peer, agent, message, verdict)
@@ -122,7 +122,7 @@ class Outbox:
             self._effects.append(Acknowledge(self._owed))
         self._owed.append((peer, message))
 
-    def refuse(self, peer: Peer, agent: str, message: Message, verdict: Verdict) -> None:
+    def refuse(self, peer: Peer, agent: str, message: Message, verdict: Decision) -> None:
         """A refusal changed nothing and is not remembered."""
         code = verdict.code or Code.NOT_ALLOWED
         request = HEARTBEAT_KEY if isinstance(message, _KEYLESS) else message.request
@@ -130,7 +130,7 @@ class Outbox:
         self.observe(Refusal(agent=agent, message=message.kind, code=code, reason=verdict.reason))
 
 
-class Written(NamedTuple):
+class WriteResult(NamedTuple):
     """How a write went."""
 
     record: AnyRecord
@@ -141,14 +141,14 @@ class Written(NamedTuple):
     """Whether it may be so later."""
 
 
-class Pen:
+class JournalWriter:
     """Asks the driver to write, and takes its answers: one record at a time, and whether the journal takes any.
 
     While `writing` is set, the coordinator takes up nothing new: whatever an answer or a command depends on is durable
     before it leaves.
     """
 
-    def __init__(self, out: Outbox, probe_s: float) -> None:
+    def __init__(self, out: EffectQueue, probe_s: float) -> None:
         self.writing: tuple[Persist, Channel | None] | None = None
         self.read_only = False
         self.probe_at: float | None = None
@@ -166,7 +166,7 @@ class Pen:
         self.writing = (persist, channel)
         self._out.persist(persist)
 
-    def written(self, event: Persisted | PersistFailed, now: float) -> Written:
+    def written(self, event: Persisted | PersistFailed, now: float) -> WriteResult:
         """The driver says how it went. Raises `IllegalMove` on a token not given out."""
         if self.writing is None or self.writing[0].token != event.token:
             expected = self.writing[0].token if self.writing else "none"
@@ -178,7 +178,7 @@ class Pen:
             self.read_only = again
             self._out.observe(JournalChanged(writable=not again, reason=failed or ""))
         self.probe_at = now + self._probe_s if self.read_only else None
-        return Written(persist.record, channel, failed, again)
+        return WriteResult(persist.record, channel, failed, again)
 
     def tick(self, now: float) -> None:
         """Time has passed: try again whether the journal takes a record."""
@@ -195,7 +195,7 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 ChannelRecord = EpochTaken | EpochRaised | Committed | RoundClosed
-Out = Tell | Late | ChannelRecord | AnyObservation
+Out = Tell | LateGrant | ChannelRecord | AnyObservation
 RECORDS: Final = (EpochTaken, EpochRaised, Committed, RoundClosed)
 
 

@@ -29,11 +29,11 @@ from .states import RoundState
 # -- records: what survives a restart -------------------------------------------------------------------------------
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
+class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
     """Root of what is made durable. Writing the same record twice is the same as writing it once."""
 
 
-class EpochTaken(Record, frozen=True, tag="EpochTaken"):
+class EpochTaken(JournalRecord, frozen=True, tag="EpochTaken"):
     """`epoch` belongs to `holder` from now on; every lower one is refused for ever."""
 
     channel: Channel
@@ -46,7 +46,7 @@ class EpochTaken(Record, frozen=True, tag="EpochTaken"):
     """Under this lease the channel may go back to a lower version."""
 
 
-class EpochRaised(Record, frozen=True, tag="EpochRaised"):
+class EpochRaised(JournalRecord, frozen=True, tag="EpochRaised"):
     """An engine has seen an epoch that this journal did not know of: `epoch`, and the next one, are far above it."""
 
     channel: Channel
@@ -55,7 +55,7 @@ class EpochRaised(Record, frozen=True, tag="EpochRaised"):
     """Who said so."""
 
 
-class Committed(Record, frozen=True, tag="Committed"):
+class Committed(JournalRecord, frozen=True, tag="Committed"):
     """`version` is what the channel serves from now on."""
 
     channel: Channel
@@ -75,7 +75,7 @@ class Committed(Record, frozen=True, tag="Committed"):
     """The trainer asked for it although the channel had this version, or a higher one, already."""
 
 
-class RoundClosed(Record, frozen=True, tag="RoundClosed"):
+class RoundClosed(JournalRecord, frozen=True, tag="RoundClosed"):
     """How a round ended: the answer that the same `Publish` gets from now on. Replaces that of its `Committed`."""
 
     request: RequestId
@@ -84,13 +84,13 @@ class RoundClosed(Record, frozen=True, tag="RoundClosed"):
     """Of the `Publish` (`answers.question`)."""
 
 
-class ChannelForgotten(Record, frozen=True, tag="ChannelForgotten"):
+class ChannelForgotten(JournalRecord, frozen=True, tag="ChannelForgotten"):
     """Nothing is known of `channel` any more: somebody in charge said so, while no coordinator ran."""
 
     channel: Channel
 
 
-class Probe(Record, frozen=True, tag="Probe"):
+class Probe(JournalRecord, frozen=True, tag="Probe"):
     """Nothing new; shows whether the journal takes writes again."""
 
 
@@ -179,7 +179,7 @@ class EngineFailed(Observation, frozen=True, tag="engine_failed"):
     reason: str
 
 
-class Redriven(Observation, frozen=True, tag="redriven"):
+class TransferRetried(Observation, frozen=True, tag="redriven"):
     """These engines are sent everything again under a new epoch."""
 
     channel: Channel
@@ -239,7 +239,7 @@ AnyObservation = (
     | EngineAhead
     | StateEntered
     | EngineFailed
-    | Redriven
+    | TransferRetried
     | RoundEnded
     | ReadinessChanged
     | RoundReadiness

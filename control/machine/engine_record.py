@@ -20,7 +20,7 @@ from ..protocol import (
     EngineMessage,
     Epoch,
     Failed,
-    Held,
+    HeldVersion,
     Incarnation,
     Serving,
     Topology,
@@ -28,8 +28,8 @@ from ..protocol import (
     Version,
 )
 from .membership import Agent
-from .participant import Member
-from .reply_cache import YES, Verdict
+from .participant import Participant
+from .reply_cache import YES, Decision
 from .states import EnginePhase
 
 GENERATES: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT})
@@ -38,38 +38,38 @@ _LEFT: Final = EnginePhase.LEFT
 _CLEAN: Final = EngineHealth.CLEAN
 """Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
 _STRANGE: Final = "serves another version than it was known to hold"
-_IN_ROUND: Final[Mapping[EnginePhase | None, Verdict]] = {
-    phase: Verdict(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
+_IN_ROUND: Final[Mapping[EnginePhase | None, Decision]] = {
+    phase: Decision(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
 }
 
 
-class Window(msgspec.Struct, frozen=True):
+class VersionWindow(msgspec.Struct, frozen=True):
     """What engines of a channel may serve."""
 
-    committed: Held | None = None
+    committed: HeldVersion | None = None
     max_lag: int = 0
     """Of the round that committed it. A coordinator that was restarted allows nothing but the committed version."""
-    past: tuple[Held | None, ...] = ()
+    past: tuple[HeldVersion | None, ...] = ()
     """Those committed before it that are not too far behind, newest first; None for the weights of a launch."""
 
-    def after(self, held: Held, max_lag: int, *, rollback: bool) -> Window:
+    def after(self, held: HeldVersion, max_lag: int, *, rollback: bool) -> VersionWindow:
         """Once `held` is committed. A channel that goes back breaks with what it had."""
         before = () if rollback or self.committed is None else (self.committed, *self.past)
         past = tuple(each for each in before if each and 0 < held.version - each.version <= max_lag)
-        return Window(held, max_lag, past)
+        return VersionWindow(held, max_lag, past)
 
-    def also(self, held: Held | None) -> Window:
+    def also(self, held: HeldVersion | None) -> VersionWindow:
         """For an engine that may serve `held` too, for as long as it waits for its turn."""
         return msgspec.structs.replace(self, past=(*self.past, held))
 
-    def allows(self, held: Held | None) -> bool:
+    def allows(self, held: HeldVersion | None) -> bool:
         """Whether requests may be answered from `held`; None stands for the weights of a launch.
 
         Before anything is committed those may. A version that the channel does not know may not, whoever claims it.
         """
         return held == self.committed or held in self.past
 
-    def against(self, held: Held | None) -> str:
+    def against(self, held: HeldVersion | None) -> str:
         """Why not, for people."""
         found = f"version {held.version}" if held else "the weights of its launch"
         if self.committed is None:
@@ -78,14 +78,14 @@ class Window(msgspec.Struct, frozen=True):
         return f"holds {found}, committed is {self.committed.version}{allowed}"
 
 
-class Engine(msgspec.Struct, kw_only=True):
+class EngineRecord(msgspec.Struct, kw_only=True):
     """One engine of a channel."""
 
     name: AgentId
     incarnation: Incarnation
     info: EngineInfo
     health: EngineHealth
-    held: Held | None
+    held: HeldVersion | None
     serving: bool = False
     """It said so, and nothing since speaks against it."""
     strange: bool = False
@@ -106,7 +106,7 @@ class Engine(msgspec.Struct, kw_only=True):
     took_by: TransportKind | None = None
     """How it got the version that it took last, in this life of agent and coordinator."""
     took_s: float = 0.0
-    fell: Held | None = None
+    fell: HeldVersion | None = None
     """With which version it served no more, though it had been made to stand still for nothing else."""
     owes: bool = False
     """A round ended without its answer, and it has said nothing since."""
@@ -114,11 +114,11 @@ class Engine(msgspec.Struct, kw_only=True):
     """`as_info`, as it was asked for last."""
     lent: bool = False
     """It has given its weights' memory back, and has not taken it again."""
-    lent_at: Held | None = None
+    lent_at: HeldVersion | None = None
     """What was committed when it said so: it is not brought that, only what is committed later."""
 
     @classmethod
-    def of(cls, agent: Agent) -> Engine:
+    def of(cls, agent: Agent) -> EngineRecord:
         """An engine as it described itself."""
         if agent.engine is None:
             raise ValueError(f"{agent.name} is no engine")
@@ -147,17 +147,17 @@ class Engine(msgspec.Struct, kw_only=True):
             known = self.today = msgspec.structs.replace(self.info, health=self.health, held=self.held, lent=self.lent)
         return known
 
-    def lends(self, committed: Held | None, *, lent: bool) -> None:
+    def lends(self, committed: HeldVersion | None, *, lent: bool) -> None:
         """It said whether its memory is given back; `committed` is what the channel is at."""
         if lent and not self.lent:
             self.lent_at = committed
         self.lent = lent
 
-    def waits(self, committed: Held | None) -> bool:
+    def waits(self, committed: HeldVersion | None) -> bool:
         """Its memory is somebody else's until another version than `committed` comes."""
         return self.lent and self.lent_at == committed
 
-    def absorb(self, message: EngineMessage, member: Member, committed: Held | None) -> bool:
+    def absorb(self, message: EngineMessage, member: Participant, committed: HeldVersion | None) -> bool:
         """Take over what an answer to a round says of the engine. Returns whether it may have changed its readiness."""
         phase, health, serving = member.phase, self.health, self.serving
         if phase is _SERVING:
@@ -181,17 +181,17 @@ class Engine(msgspec.Struct, kw_only=True):
         self.strange = version != (self.held.version if self.held else None)
 
 
-def readiness(engine: Engine, phase: EnginePhase | None, window: Window) -> Verdict:
+def readiness(engine: EngineRecord, phase: EnginePhase | None, window: VersionWindow) -> Decision:
     """Whether requests may be sent to the engine, and why not."""
     if not engine.alive:
-        return Verdict(Code.NOT_ALLOWED, engine.reason or "not here")
+        return Decision(Code.NOT_ALLOWED, engine.reason or "not here")
     if engine.health is not _CLEAN:
-        return Verdict(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
+        return Decision(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
     if phase not in GENERATES:
         return _IN_ROUND[phase]
     if not window.allows(engine.held):
-        return Verdict(Code.NOT_ALLOWED, window.against(engine.held))
+        return Decision(Code.NOT_ALLOWED, window.against(engine.held))
     if not engine.serving or engine.strange:
         reason = _STRANGE if engine.strange else engine.reason or "has not said yet that it serves"
-        return Verdict(Code.NOT_ALLOWED, reason)
+        return Decision(Code.NOT_ALLOWED, reason)
     return YES

@@ -19,7 +19,7 @@ from ..protocol import (
     EngineMessage,
     Epoch,
     Failed,
-    Held,
+    HeldVersion,
     Policy,
     Serving,
     Step,
@@ -27,23 +27,23 @@ from ..protocol import (
     TrainerInfo,
 )
 from .effects import ReadinessChanged, RoundReadiness
-from .engine_record import GENERATES, Engine, Window, readiness
+from .engine_record import GENERATES, EngineRecord, VersionWindow, readiness
 from .limits import Limits
 from .membership import Agent
-from .participant import Member
-from .pending_commands import Duties
-from .route import Ends, Route, Routing
+from .participant import Participant
+from .pending_commands import PendingCommands
+from .route import Route, Routing, TransferEnds
 from .states import SETTLED, EnginePhase
 from .waves import Capacity
 
 _PREPARED: Final = EnginePhase.PREPARED
 
 
-class Fleet:
+class EngineRegistry:
     """The engines of a channel. What it tells them goes to `duties`."""
 
-    def __init__(self, channel: Channel, limits: Limits, routing: Routing, duties: Duties) -> None:
-        self.engines: dict[AgentId, Engine] = {}
+    def __init__(self, channel: Channel, limits: Limits, routing: Routing, duties: PendingCommands) -> None:
+        self.engines: dict[AgentId, EngineRecord] = {}
         self._channel = channel
         self._limits = limits
         self._routing = routing
@@ -56,7 +56,7 @@ class Fleet:
         """The engines that are here, as they are today."""
         return {engine.name: engine.as_info() for engine in self.engines.values() if engine.alive}
 
-    def behind(self, committed: Held | None) -> dict[AgentId, EngineInfo]:
+    def behind(self, committed: HeldVersion | None) -> dict[AgentId, EngineInfo]:
         """The engines that are here, do not hold the committed version, and have memory for it.
 
         Those that fell with it come first: whoever serves is not risked before them.
@@ -70,8 +70,8 @@ class Fleet:
         return dict(sorted(lacking.items(), key=lambda each: known[each[0]].fell != committed))
 
     def capacity(
-        self, committed: Held | None, among: Container[AgentId], routes: Mapping[AgentId, Route], policy: Policy, *,
-        catch_up: bool,
+        self, committed: HeldVersion | None, among: Container[AgentId], routes: Mapping[AgentId, Route], policy: Policy,
+        *, catch_up: bool,
     ) -> Capacity:  # fmt: skip
         """Who of `among` is missed where a round makes it stop; in a catch-up also who fell with what it brings.
 
@@ -96,7 +96,7 @@ class Fleet:
         """How each engine that is here, or is `among` these, gets a version of `trainer`, which told `topology`."""
         return self._routing(
             {
-                engine.name: Ends(trainer, engine.info, topology, engine.topology, snapshot)
+                engine.name: TransferEnds(trainer, engine.info, topology, engine.topology, snapshot)
                 for engine in self.engines.values()
                 if engine.alive and (among is None or engine.name in among)
             }
@@ -107,13 +107,13 @@ class Fleet:
         if engine := self.engines.get(name):
             engine.topology = topology
 
-    def holders(self, committed: Held | None) -> tuple[AgentId, ...]:
+    def holders(self, committed: HeldVersion | None) -> tuple[AgentId, ...]:
         """The engines that are here and hold the committed version."""
         return tuple(each.name for each in self.engines.values() if each.alive and _holds(each, committed))
 
-    def joined(self, agent: Agent) -> Engine:
+    def joined(self, agent: Agent) -> EngineRecord:
         """An engine said `Hello`: what was known under its name is forgotten."""
-        engine = self.engines[agent.name] = Engine.of(agent)
+        engine = self.engines[agent.name] = EngineRecord.of(agent)
         self.touch(agent.name)
         return engine
 
@@ -129,7 +129,7 @@ class Fleet:
             del self.engines[engine.name]
             self._ready.pop(engine.name, None)
 
-    def settle(self, engine: Engine, epoch: Epoch, committed: Held | None, now: float) -> None:
+    def settle(self, engine: EngineRecord, epoch: Epoch, committed: HeldVersion | None, now: float) -> None:
         """Tell an engine outside a round what to do: serve the committed version if it holds it, else its old one.
 
         Where no epoch was ever taken, nothing can be told to one that is clean: it serves if nobody ever told it
@@ -155,7 +155,7 @@ class Fleet:
             abort = Abort(channel=self._channel, epoch=epoch, reason=reason, deadline_s=self._limits.abort_s)
             self._duties.assign(engine.name, abort, now)
 
-    def left_by(self, members: Iterable[Member], of: Held) -> None:
+    def left_by(self, members: Iterable[Participant], of: HeldVersion) -> None:
         """A round of `of` closed. Those of its engines that had not come to an end do not serve."""
         for member in members:
             if (engine := self.engines.get(member.name)) is None:
@@ -166,21 +166,21 @@ class Fleet:
             if member.fallen:
                 engine.fell = of
 
-    def settle_idle(self, epoch: Epoch, committed: Held | None, now: float) -> None:
+    def settle_idle(self, epoch: Epoch, committed: HeldVersion | None, now: float) -> None:
         """Engines that hold the committed version and do not serve it, though nothing was asked of them, are to."""
         for engine in self.engines.values():
             idle = engine.alive and not engine.serving and self._duties.get(engine.name) is None
             if idle and _holds(engine, committed):
                 self.settle(engine, epoch, committed, now)
 
-    def overtaken(self, epoch: Epoch, committed: Held, now: float) -> None:
+    def overtaken(self, epoch: Epoch, committed: HeldVersion, now: float) -> None:
         """Another version was committed: nobody outside of its round is told any more to serve the one before it."""
         for name, duty in self._duties.all():
             other = isinstance(duty, Commit) and (duty.version, duty.table) != (committed.version, committed.table)
             if other and (engine := self.engines.get(name)):
                 self.settle(engine, epoch, committed, now)
 
-    def answered(self, engine: Engine, message: EngineMessage, committed: Held | None) -> bool:
+    def answered(self, engine: EngineRecord, message: EngineMessage, committed: HeldVersion | None) -> bool:
         """Take an answer to what `settle` or a closed round asked. Returns whether it was one."""
         duty = self._duties.get(engine.name)
         if duty is None or duty.epoch != message.epoch:
@@ -220,7 +220,7 @@ class Fleet:
         self._touched.update(dict.fromkeys(self.engines))
 
     def readiness_changes(
-        self, members: Mapping[AgentId, Member], window: Window, waiting: Window
+        self, members: Mapping[AgentId, Participant], window: VersionWindow, waiting: VersionWindow
     ) -> list[ReadinessChanged | RoundReadiness]:
         """Who became ready, or ceased to be, among those that were touched since the last call.
 
@@ -259,10 +259,10 @@ class Fleet:
         return self._ready.get(name, False)
 
 
-def _serves(engine: Engine, committed: Held | None) -> bool:
+def _serves(engine: EngineRecord, committed: HeldVersion | None) -> bool:
     """Requests may be sent to it, or might if it were not behind: not where it has the weights of its launch only."""
     return engine.health is EngineHealth.CLEAN and (engine.held is not None or committed is None)
 
 
-def _holds(engine: Engine, committed: Held | None) -> bool:
+def _holds(engine: EngineRecord, committed: HeldVersion | None) -> bool:
     return committed is not None and engine.held == committed

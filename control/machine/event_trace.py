@@ -12,7 +12,7 @@ STORY: Final = 64
 """Recent events that an error carries."""
 
 
-class Said(msgspec.Struct, frozen=True):
+class TracedMessage(msgspec.Struct, frozen=True):
     """A line of the story. Thousands are written for each that is read."""
 
     at: float

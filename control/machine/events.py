@@ -58,7 +58,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
     """Root of the other events."""
 
 
-class PeerLost(Event, frozen=True):
+class ConnectionLost(Event, frozen=True):
     """A connection is gone, or takes no more messages. Its agent may come back on another one."""
 
     peer: Peer
@@ -102,4 +102,6 @@ class StopRequested(Event, frozen=True):
     """Grant nothing more and bring running rounds to an end; `Coordinator.stopped` says when that is so."""
 
 
-AnyEvent = MessageReceived | Burst | PeerLost | Unsent | TrustLost | Tick | Persisted | PersistFailed | StopRequested
+AnyEvent = (
+    MessageReceived | Burst | ConnectionLost | Unsent | TrustLost | Tick | Persisted | PersistFailed | StopRequested
+)

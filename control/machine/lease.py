@@ -19,7 +19,7 @@ from ..protocol import (
     EngineInfo,
     Epoch,
     Granted,
-    Held,
+    HeldVersion,
     Incarnation,
     InvariantBroken,
     Version,
@@ -27,7 +27,7 @@ from ..protocol import (
 from .effects import EpochTaken, LeaseEnded, LeaseGranted
 from .limits import Limits
 from .membership import Agent
-from .reply_cache import YES, Verdict
+from .reply_cache import YES, Decision
 from .route import Route, may_leave_open
 from .states import BEFORE_COMMIT, RoundState
 
@@ -64,7 +64,7 @@ def may_acquire(
     round_: RoundState | None,
     now: float,
     lease_s: float,
-) -> Verdict:
+) -> Decision:
     """Whether `agent` may take the channel. Its own unused lease does not stand in its way; a running round does.
 
     `round_` is the state of that. One that can only come to its end is waited for, whosever it is.
@@ -73,43 +73,43 @@ def may_acquire(
     if lease is None and not in_round:
         return YES
     if lease is None:
-        return Verdict(Code.LEASE_HELD, "the last round is still coming to its end", 1.0)
+        return Decision(Code.LEASE_HELD, "the last round is still coming to its end", 1.0)
     mine = lease.holder == agent and lease.incarnation == incarnation
     if mine and not in_round:
         return YES
     if mine and round_ not in BEFORE_COMMIT:
-        return Verdict(Code.LEASE_HELD, f"your round at epoch {lease.epoch} is still coming to its end", _ENDING_S)
+        return Decision(Code.LEASE_HELD, f"your round at epoch {lease.epoch} is still coming to its end", _ENDING_S)
     if mine:
-        return Verdict(
+        return Decision(
             Code.NOT_ALLOWED, f"your round at epoch {lease.epoch} is running: wait for RoundDone or Abandon it"
         )
     remaining = max(0.0, lease.expires_at(lease_s) - now)
     reason = f"{lease.holder} holds the channel at epoch {lease.epoch} for version {lease.version}"
-    return Verdict(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))
+    return Decision(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))
 
 
-def may_use(lease: Lease | None, agent: AgentId, incarnation: Incarnation, epoch: Epoch, highest: Epoch) -> Verdict:
+def may_use(lease: Lease | None, agent: AgentId, incarnation: Incarnation, epoch: Epoch, highest: Epoch) -> Decision:
     """Whether `agent` may act under `epoch`, where `highest` is the highest epoch ever taken in the channel."""
     if epoch > highest:
-        return Verdict(Code.NOT_ALLOWED, f"epoch {epoch} was never granted; the highest is {highest}")
+        return Decision(Code.NOT_ALLOWED, f"epoch {epoch} was never granted; the highest is {highest}")
     if lease is None:
-        return Verdict(Code.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")
+        return Decision(Code.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")
     if lease.holder != agent or lease.incarnation != incarnation:
-        return Verdict(Code.STALE_EPOCH, f"{lease.holder} has been granted epoch {lease.epoch} since; acquire again")
+        return Decision(Code.STALE_EPOCH, f"{lease.holder} has been granted epoch {lease.epoch} since; acquire again")
     if epoch != lease.epoch:
-        return Verdict(Code.STALE_EPOCH, f"found epoch {epoch}, expected {lease.epoch}; acquire again")
+        return Decision(Code.STALE_EPOCH, f"found epoch {epoch}, expected {lease.epoch}; acquire again")
     return YES
 
 
-class Late(msgspec.Struct, frozen=True):
+class LateGrant(msgspec.Struct, frozen=True):
     """The answer to a request that had to wait for the journal."""
 
     agent: AgentId
     question: Acquire
-    answer: Granted | Verdict
+    answer: Granted | Decision
 
 
-class Tenure:
+class LeaseHolder:
     """Who holds the channel, and who waits for an epoch to become durable."""
 
     def __init__(self, channel: Channel, limits: Limits, story: Sequence[object]) -> None:
@@ -133,11 +133,11 @@ class Tenure:
     def grant(
         self,
         record: EpochTaken,
-        committed: Held | None,
+        committed: HeldVersion | None,
         engines: Mapping[AgentId, EngineInfo],
         routes: Callable[[Agent], Mapping[AgentId, Route]],
         now: float,
-    ) -> tuple[LeaseEnded | Late | LeaseGranted, ...]:
+    ) -> tuple[LeaseEnded | LateGrant | LeaseGranted, ...]:
         """The epoch is durable: the lease is that of whoever asked. `routes` are told to who said where it is."""
         if self._asked is None:
             raise InvariantBroken(f"epoch {record.epoch} is durable, but nobody asked for it", self._story)
@@ -166,15 +166,15 @@ class Tenure:
             may_leave_open=may_leave_open(told.values()),
         )
         note = LeaseGranted(channel=self._channel, holder=agent.name, epoch=record.epoch, version=message.version)
-        return (*ended, Late(agent.name, message, granted), note)
+        return (*ended, LateGrant(agent.name, message, granted), note)
 
-    def refuse(self, reason: str) -> tuple[Late, ...]:
+    def refuse(self, reason: str) -> tuple[LateGrant, ...]:
         """The epoch could not be written: whoever asked is told to come again."""
         asked, self._asked = self._asked, None
         if asked is None:
             return ()
         agent, message = asked
-        return (Late(agent.name, message, Verdict(Code.READ_ONLY, reason, retry_after_s=2.0)),)
+        return (LateGrant(agent.name, message, Decision(Code.READ_ONLY, reason, retry_after_s=2.0)),)
 
     def redriven(self, epoch: Epoch) -> None:
         """The lease goes on under a higher epoch."""

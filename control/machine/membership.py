@@ -30,7 +30,7 @@ from ..protocol import (
 )
 from .events import Peer, Principal
 from .limits import Limits, earlier
-from .reply_cache import YES, Verdict
+from .reply_cache import YES, Decision
 
 
 class Agent(msgspec.Struct, kw_only=True):
@@ -62,15 +62,15 @@ class Membership:
         self._away: dict[AgentId, float] = {}
         """Engines without a connection, and since when; the longest first."""
 
-    def verdict(self, hello: Hello, peer: Peer, now: float) -> Verdict:
+    def verdict(self, hello: Hello, peer: Peer, now: float) -> Decision:
         """Whether this `Hello` may have the name, and the server, that it asks for."""
         name = self._name_verdict(hello, peer, now)
         return self._server_verdict(hello, now) if name.ok else name
 
-    def _name_verdict(self, hello: Hello, peer: Peer, now: float) -> Verdict:
+    def _name_verdict(self, hello: Hello, peer: Peer, now: float) -> Decision:
         known = self._agents.get(hello.agent)
         if known is None and len(self._agents) >= self._limits.max_agents:
-            return Verdict(Code.NOT_ALLOWED, f"{len(self._agents)} agents are here, no more are taken", 10.0)
+            return Decision(Code.NOT_ALLOWED, f"{len(self._agents)} agents are here, no more are taken", 10.0)
         if known is None or known.incarnation == hello.incarnation or known.peer in (None, peer):
             return YES
         silent_s = now - known.heard_at
@@ -78,9 +78,9 @@ class Membership:
             return YES
         found = f"another process, {known.incarnation}, answered to {hello.agent!r} {silent_s:.1f} s ago"
         reason = f"{found}: give this one another name, or stop the other"
-        return Verdict(Code.NAME_TAKEN, reason, self._limits.takeover_s - silent_s)
+        return Decision(Code.NAME_TAKEN, reason, self._limits.takeover_s - silent_s)
 
-    def _server_verdict(self, hello: Hello, now: float) -> Verdict:
+    def _server_verdict(self, hello: Hello, now: float) -> Decision:
         holder = self._by_server.get(_server(hello.engine))
         if holder is None or holder == hello.agent or hello.engine is None:
             return YES
@@ -90,7 +90,7 @@ class Membership:
             f"{found}, last heard of {now - rival.heard_at:.1f} s ago: one server, one agent. Stop one of the two; if"
             " they are different servers, tell each agent with --url where clients reach its own"
         )
-        return Verdict(Code.SERVER_TAKEN, reason, self._limits.takeover_s)
+        return Decision(Code.SERVER_TAKEN, reason, self._limits.takeover_s)
 
     def join(self, hello: Hello, peer: Peer, now: float, principal: Principal | None = None) -> Agent:
         """Seat the agent of `hello` on `peer`; `principal`, if there are keys, was found to be allowed to say it."""

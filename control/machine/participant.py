@@ -12,7 +12,7 @@ from .states import EnginePhase
 _DOWN: Final = frozenset({EnginePhase.RESUMING, EnginePhase.LEAVING, EnginePhase.QUARANTINED})
 
 
-class Member(msgspec.Struct, kw_only=True):
+class Participant(msgspec.Struct, kw_only=True):
     """One engine of the round."""
 
     name: AgentId

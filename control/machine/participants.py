@@ -13,12 +13,12 @@ from typing import Final, assert_never
 from ..protocol import (
     AgentId,
     Digest,
+    Endpoint,
     EngineHealth,
     EngineInfo,
     EngineMessage,
     Epoch,
     Failed,
-    Offer,
     Paused,
     Prepared,
     Publish,
@@ -34,9 +34,9 @@ from ..protocol import (
 from .effects import AnyObservation, EngineFailed
 from .engine_record import GENERATES
 from .limits import Limits
-from .participant import Member
-from .pending_commands import Duties
-from .round_commands import Orders
+from .participant import Participant
+from .pending_commands import PendingCommands
+from .round_commands import RoundCommands
 from .route import Route
 from .states import ENGINE_MOVES, SETTLED, EnginePhase, move
 from .waves import Capacity
@@ -69,7 +69,7 @@ _STILL: Final = frozenset(EnginePhase) - GENERATES - SETTLED
 _OWES: Final = "has not answered what it was told when an earlier round ended: it takes no part before it has"
 
 
-class Cohort:
+class Participants:
     """The members of one round. What it tells them goes to `duties`, what it observes to `note`."""
 
     def __init__(
@@ -80,18 +80,18 @@ class Cohort:
         capacity: Capacity,
         *,
         limits: Limits,
-        duties: Duties,
+        duties: PendingCommands,
         story: deque[object],
         note: Callable[[AnyObservation], None],
     ) -> None:
-        self.members: dict[AgentId, Member] = {}
+        self.members: dict[AgentId, Participant] = {}
         self.table: Digest = publish.table
         """Of the version; empty while it is open."""
         self._publish = publish
         self._most, self._down = publish.policy.max_paused, capacity.down
         self._limits = limits
         self._duties = duties
-        self._orders = Orders(publish, limits)
+        self._orders = RoundCommands(publish, limits)
         self._story = story
         self._note = note
         self._invited: frozenset[AgentId] = frozenset()
@@ -99,7 +99,7 @@ class Cohort:
         self._out: dict[str, str] = {}
         """Those of them that will take nothing, or not all, and why."""
         self._out_told = 0
-        self._held_back: Mapping[TransportKind | None, Offer] = {}
+        self._held_back: Mapping[TransportKind | None, Endpoint] = {}
         """What those are told of next that wait for all to stand still."""
         self._overdue: set[AgentId] = set()
         """Told to resume or leave, and not waited for any more."""
@@ -110,7 +110,7 @@ class Cohort:
         for name, info in engines.items():
             transport = routes[name].transport
             phase = _PREPARING if transport else _LEFT
-            self.members[name] = Member(
+            self.members[name] = Participant(
                 name=name,
                 info=info,
                 phase=EnginePhase.QUARANTINED if name in capacity.owing else phase,
@@ -138,11 +138,11 @@ class Cohort:
         moved, self._moved = self._moved, {}
         return moved
 
-    def within(self, *phases: EnginePhase) -> list[Member]:
+    def within(self, *phases: EnginePhase) -> list[Participant]:
         """The members that stand in one of `phases`."""
         return [member for member in self.members.values() if member.phase in phases]
 
-    def invited(self, *phases: EnginePhase) -> list[Member]:
+    def invited(self, *phases: EnginePhase) -> list[Participant]:
         """Those of the last `Send` that stand in one of `phases`."""
         return [member for member in self.within(*phases) if member.name in self._invited]
 
@@ -234,7 +234,7 @@ class Cohort:
         self._out_told = len(self._out)
         return self._orders.withdraw(epoch, self._out)
 
-    def transfer(self, epoch: Epoch, offers: tuple[Offer, ...], failed: Mapping[str, str], now: float) -> None:
+    def transfer(self, epoch: Epoch, offers: tuple[Endpoint, ...], failed: Mapping[str, str], now: float) -> None:
         """Stop the engines of the last `Send` and tell them where their tensors are; those without an offer leave.
 
         Both at once: whoever stands still need not ask what for. Only where the round comes to nothing without several
@@ -242,8 +242,8 @@ class Cohort:
         then, the others go on with what they served. `failed` is the trainer's account of the offers that it could not
         make.
         """
-        by_kind: Mapping[TransportKind | None, Offer] = {offer.transport: offer for offer in offers}
-        orders, paused = self._orders, list[Member]()
+        by_kind: Mapping[TransportKind | None, Endpoint] = {offer.transport: offer for offer in offers}
+        orders, paused = self._orders, list[Participant]()
         for member in self.invited(EnginePhase.PREPARED, EnginePhase.BROKEN):
             if member.transport not in by_kind:
                 why = failed.get(member.name)
@@ -284,7 +284,7 @@ class Cohort:
                 member.reason = f"the trainer could not serve it: {failed[member.name]}"
                 self._doubted[member.name] = now + self._limits.grace_s
 
-    def drive_again(self) -> list[Member]:
+    def drive_again(self) -> list[Participant]:
         """The broken engines that are to be sent everything again. Each has its own `Policy.redrives`.
 
         Who was spared pays nothing for it: whoever was at fault does, and is out of it when it cannot. When nobody of
@@ -306,16 +306,18 @@ class Cohort:
             self._move(member, _RESUMING)
         self._tell(members, lambda member: (self._orders.commit(member, self.table),), now)
 
-    def leave(self, member: Member, reason: str, now: float, told: str = "") -> None:
+    def leave(self, member: Participant, reason: str, now: float, told: str = "") -> None:
         """Take an engine out of the round: it resumes if it is clean, and stays paused otherwise."""
         if reason and reason != member.reason:
             self._note_failure(member, reason)
         self._move(member, EnginePhase.LEAVING)
         self._duties.assign(member.name, self._orders.abort(member, told or reason), now)
 
-    def _tell(self, members: Sequence[Member], orders: Callable[[Member], tuple[ToEngine, ...]], now: float) -> None:
+    def _tell(
+        self, members: Sequence[Participant], orders: Callable[[Participant], tuple[ToEngine, ...]], now: float
+    ) -> None:
         """To all of the same epoch, transport and place in its group the same, at once."""
-        alike: dict[tuple[Epoch, TransportKind | None, int], list[Member]] = {}
+        alike: dict[tuple[Epoch, TransportKind | None, int], list[Participant]] = {}
         for member in members:
             alike.setdefault((member.epoch, member.transport, member.rank_offset), []).append(member)
         for each in alike.values():
@@ -323,7 +325,7 @@ class Cohort:
 
     # -- what happens to them ---------------------------------------------------------------------------------------
 
-    def answered(self, member: Member, message: EngineMessage, now: float) -> None:
+    def answered(self, member: Participant, message: EngineMessage, now: float) -> None:
         """A member answered at its current epoch. Answers that come too late change nothing."""
         match message:
             case Prepared():
@@ -351,7 +353,7 @@ class Cohort:
             self._move(member, EnginePhase.LOST)
             self._duties.drop(name)
 
-    def unsent(self, member: Member, reason: str, now: float) -> None:
+    def unsent(self, member: Participant, reason: str, now: float) -> None:
         """It cannot be told what comes next. Who cannot be told to end it either is left as it is."""
         if member.phase in (_RESUMING, EnginePhase.LEAVING):
             self._note_failure(member, reason)
@@ -371,7 +373,7 @@ class Cohort:
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def _step(self, member: Member, found: EnginePhase, wanted: EnginePhase, clock: str, seconds: float) -> bool:
+    def _step(self, member: Participant, found: EnginePhase, wanted: EnginePhase, clock: str, seconds: float) -> bool:
         if member.phase is not found:
             return False
         self._move(member, wanted)
@@ -379,7 +381,7 @@ class Cohort:
         self._duties.drop(member.name)
         return True
 
-    def _paused(self, member: Member, message: Paused) -> None:
+    def _paused(self, member: Participant, message: Paused) -> None:
         if member.phase is EnginePhase.PAUSING:
             member.seconds["pause"] = message.seconds
             if self._held_back:
@@ -388,13 +390,13 @@ class Cohort:
             else:
                 self._stands(member)
 
-    def _stands(self, member: Member) -> None:
+    def _stands(self, member: Participant) -> None:
         """It generates nothing, as it says, or as what it says implies: its `Pause` may have got lost."""
         if member.phase is EnginePhase.PAUSING:
             self._move(member, EnginePhase.TRANSFERRING)
             self._duties.go_on(member.name)
 
-    def _verified(self, member: Member, message: Verified) -> None:
+    def _verified(self, member: Participant, message: Verified) -> None:
         self._stands(member)
         if member.phase not in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
             return
@@ -408,12 +410,12 @@ class Cohort:
         member.verified_by = message.verified_by
         self._duties.drop(member.name)
 
-    def _holds_another(self, member: Member, version: int, table: str) -> None:
+    def _holds_another(self, member: Participant, version: int, table: str) -> None:
         """Than the one that the trainer published."""
         expected = f"{self._publish.version}, {self.table[:12] or 'whose table follows'}"
         self._break(member, f"verified version {version}, table {table[:12]}; expected {expected}")
 
-    def _serving(self, member: Member, message: Serving, now: float) -> None:
+    def _serving(self, member: Participant, message: Serving, now: float) -> None:
         if member.phase is _RESUMING:
             if message.version == self._publish.version:
                 self._move(member, _SERVING)
@@ -430,7 +432,7 @@ class Cohort:
         member.seconds["resume"], member.seconds["paused"] = message.seconds, message.paused_s
         self._duties.drop(member.name)
 
-    def _failed(self, member: Member, message: Failed, now: float) -> None:
+    def _failed(self, member: Participant, message: Failed, now: float) -> None:
         reason = f"{message.step.value}: {message.reason}"
         if member.phase in SETTLED:
             return
@@ -453,12 +455,12 @@ class Cohort:
 
     # -- small things -----------------------------------------------------------------------------------------------
 
-    def _break(self, member: Member, reason: str) -> None:
+    def _break(self, member: Participant, reason: str) -> None:
         self._note_failure(member, reason)
         self._move(member, EnginePhase.BROKEN)
         self._duties.drop(member.name)
 
-    def _move(self, member: Member, phase: EnginePhase) -> None:
+    def _move(self, member: Participant, phase: EnginePhase) -> None:
         left = member.phase
         if phase not in ENGINE_MOVES[left]:
             move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)  # raises
@@ -474,7 +476,7 @@ class Cohort:
         if self._doubted and phase is not EnginePhase.TRANSFERRING:
             self._doubted.pop(member.name, None)  # it spoke for itself, or left
 
-    def _note_failure(self, member: Member, reason: str) -> None:
+    def _note_failure(self, member: Participant, reason: str) -> None:
         member.reason = reason
         failed = EngineFailed(
             channel=self._publish.channel,

@@ -13,7 +13,7 @@ from ..protocol import AgentId, ToEngine, ToTrainer
 Command = ToEngine | ToTrainer
 
 
-class Duty(msgspec.Struct, eq=False):
+class PendingCommand(msgspec.Struct, eq=False):
     """What agents that were told it together have not answered: a command, and perhaps one to be carried out after it.
 
     They are told it again together, so thousands have one duty and one timer. Whose duty it is not any more, because it
@@ -25,11 +25,11 @@ class Duty(msgspec.Struct, eq=False):
     due_at: float
     agents: list[AgentId]
     """Empty once nobody is left and no timer waits for it."""
-    rest: Duty | None = None
+    rest: PendingCommand | None = None
     """Of those that have answered the first of two commands since they were told."""
 
 
-class Duties:
+class PendingCommands:
     """Commands without an answer. Assigning a new one replaces the last.
 
     Who is due next is read from a heap of duties: neither a command to thousands nor an answer of one of them looks at
@@ -39,10 +39,10 @@ class Duties:
     def __init__(self, retry_s: float, retry_max_s: float) -> None:
         self._retry_s = retry_s
         self._retry_max_s = retry_max_s
-        self._of: dict[AgentId, Duty] = {}
-        self._timers: list[tuple[float, int, Duty]] = []
+        self._of: dict[AgentId, PendingCommand] = {}
+        self._timers: list[tuple[float, int, PendingCommand]] = []
         """When they are due; of those due at the same time the one with the lower turn goes first."""
-        self._fresh: list[Duty] = []
+        self._fresh: list[PendingCommand] = []
         """Told for the first time, which is mostly at once, without passing through the heap."""
         self._turns = itertools.count()
 
@@ -52,7 +52,7 @@ class Duties:
 
     def assign_all(self, agents: Sequence[AgentId], commands: tuple[Command, ...], now: float) -> None:
         """The same of all of these, and of one command or two: the second is told at once behind the first."""
-        duty = Duty(commands, self._retry_s, now, list(agents))
+        duty = PendingCommand(commands, self._retry_s, now, list(agents))
         self._of.update(dict.fromkeys(agents, duty))
         self._fresh.append(duty)
 
@@ -72,7 +72,7 @@ class Duties:
             return
         rest = duty.rest
         if rest is None or not rest.agents:
-            rest = duty.rest = Duty(duty.commands[1:], duty.wait_s, duty.due_at, [])
+            rest = duty.rest = PendingCommand(duty.commands[1:], duty.wait_s, duty.due_at, [])
             self._wait_for(rest)
         rest.agents.append(agent)
         self._of[agent] = rest
@@ -91,7 +91,7 @@ class Duties:
 
     def due(self, now: float) -> list[tuple[tuple[AgentId, ...], Command]]:
         """What is to be sent now, the longest due first; each waits twice as long before the next time."""
-        ready: list[Duty] = []
+        ready: list[PendingCommand] = []
         while self._timers and self._timers[0][0] <= now:
             ready.append(heapq.heappop(self._timers)[2])
         fresh, self._fresh = self._fresh, []
@@ -121,7 +121,7 @@ class Duties:
     def __len__(self) -> int:
         return len(self._of)
 
-    def _tell(self, duty: Duty, now: float) -> list[tuple[tuple[AgentId, ...], Command]]:
+    def _tell(self, duty: PendingCommand, now: float) -> list[tuple[tuple[AgentId, ...], Command]]:
         of = self._of
         duty.agents = [agent for agent in duty.agents if of.get(agent) is duty]
         if not duty.agents:
@@ -132,5 +132,5 @@ class Duties:
         agents = tuple(duty.agents)
         return [(agents, command) for command in duty.commands]
 
-    def _wait_for(self, duty: Duty) -> None:
+    def _wait_for(self, duty: PendingCommand) -> None:
         heapq.heappush(self._timers, (duty.due_at, next(self._turns), duty))

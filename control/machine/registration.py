@@ -8,16 +8,16 @@ from __future__ import annotations
 from ..protocol import AgentId, Alive, Channel as ChannelId, Code, Heartbeat, Hello, Role, Topology, Welcome
 from .authorization import may_join
 from .channel import Channel
-from .effect_queue import Outbox
+from .effect_queue import EffectQueue
 from .effects import AgentJoined, AgentLeft
 from .events import MessageReceived, Peer, TrustLost
 from .limits import Limits
 from .membership import Agent, Membership
-from .reply_cache import Restored, Verdict
+from .reply_cache import Decision, Restored
 from .route import Routing
 
 
-class Attendance:
+class Registration:
     """The members, and the channels that they bring with them."""
 
     def __init__(
@@ -28,7 +28,7 @@ class Attendance:
         channels: dict[ChannelId, Channel],
         members: Membership,
         *,
-        out: Outbox,
+        out: EffectQueue,
         stride: int,
         keyed: bool,
     ) -> None:
@@ -38,13 +38,13 @@ class Attendance:
 
     # -- who comes --------------------------------------------------------------------------------------------------
 
-    def may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Verdict:
+    def may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Decision:
         """Whether an agent is taken in; `before` is who has its name."""
         verdict = may_join(message, event.principal, self._members.on(event.peer), before, keyed=self._keyed)
         if verdict.ok and message.channel not in self._channels and len(self._channels) >= self._limits.max_channels:
             found = f"{len(self._channels)} channels are known, max_channels = {self._limits.max_channels}"
             advice = "raise it, or have one forgotten that is not needed any more: `weightbus forget-channel NAME`"
-            verdict = Verdict(Code.NOT_ALLOWED, f"{found}: {advice}")
+            verdict = Decision(Code.NOT_ALLOWED, f"{found}: {advice}")
         return self._members.verdict(message, event.peer, now) if verdict.ok else verdict
 
     def welcome(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Channel:

@@ -18,7 +18,7 @@ from ..protocol import (
     EngineReport,
     Epoch,
     Granted,
-    Held,
+    HeldVersion,
     Offered,
     Outcome,
     Publish,
@@ -46,7 +46,7 @@ _NOT_CLOSED: Final = "was committed; the coordinator ended before the round did,
 _ENCODE: Final = msgspec.msgpack.Encoder()
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class Decision(msgspec.Struct, frozen=True):
     """An answer and why. `code` is set when the answer is no."""
 
     code: Code | None
@@ -59,7 +59,7 @@ class Verdict(msgspec.Struct, frozen=True):
         return self.code is None
 
 
-YES = Verdict(None)
+YES = Decision(None)
 
 
 class _Reply(NamedTuple):
@@ -69,7 +69,7 @@ class _Reply(NamedTuple):
     reply: Ack | Granted
 
 
-class Replies:
+class ReplyCache:
     """What requests were answered, by who asked and under which key: asked again, the same is said again."""
 
     def __init__(self, limit: int) -> None:
@@ -77,7 +77,7 @@ class Replies:
         self._by_key: OrderedDict[tuple[AgentId, RequestId], _Reply] = OrderedDict()
         self._grants: deque[tuple[AgentId, RequestId]] = deque()
 
-    def get(self, agent: AgentId, message: Keyed) -> Ack | Granted | Verdict | None:
+    def get(self, agent: AgentId, message: Keyed) -> Ack | Granted | Decision | None:
         """What `agent` was told, unless that was too long ago; or why its key is not for this question."""
         known = self._by_key.get((agent, message.request))
         if known is None:
@@ -109,13 +109,13 @@ def question(message: Keyed) -> str:
     return _digest(message).hex()
 
 
-def other_question(message: Keyed, before: str) -> Verdict:
+def other_question(message: Keyed, before: str) -> Decision:
     """For a key that was used already."""
     reason = f"key {message.request} was used for another {before}: every question has a key of its own"
-    return Verdict(Code.NOT_ALLOWED, reason)
+    return Decision(Code.NOT_ALLOWED, reason)
 
 
-class Ending(msgspec.Struct, frozen=True):
+class RoundReply(msgspec.Struct, frozen=True):
     """How the round of a `Publish` ended, as it is remembered under the key of that."""
 
     done: RoundDone
@@ -125,19 +125,19 @@ class Ending(msgspec.Struct, frozen=True):
     """Otherwise all that is known is that its version became durable: `done` names no engines."""
 
 
-class Answers:
+class RoundReplies:
     """How rounds ended, by the key of their `Publish`, the oldest forgotten first."""
 
-    def __init__(self, restored: Mapping[RequestId, Ending]) -> None:
+    def __init__(self, restored: Mapping[RequestId, RoundReply]) -> None:
         self.last: RoundDone | None = None
         """The round that ended last, in this life of the coordinator."""
         self._by_request = dict(restored)
 
-    def get(self, request: RequestId) -> Ending | None:
+    def get(self, request: RequestId) -> RoundReply | None:
         """How the round of `request` ended, if it did."""
         return self._by_request.get(request)
 
-    def contradicts(self, message: Publish) -> Verdict | None:
+    def contradicts(self, message: Publish) -> Decision | None:
         """Why the round of this key was not this one's; None when it was, or when there was none."""
         known = self._by_request.get(message.request)
         if known is None:
@@ -147,7 +147,7 @@ class Answers:
             return None
         return other_question(message, "Publish")
 
-    def remember(self, request: RequestId, ending: Ending) -> None:
+    def remember(self, request: RequestId, ending: RoundReply) -> None:
         """The round of `request` ended like this."""
         self.last = ending.done
         self._by_request[request] = ending
@@ -183,7 +183,7 @@ def never_begun(version: Version, message: Abandon) -> RoundDone:
     )
 
 
-class Past(msgspec.Struct, frozen=True):
+class PastVersion(msgspec.Struct, frozen=True):
     """A version that was committed, now or once."""
 
     version: Version
@@ -196,23 +196,23 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     """What the journal knows of a channel."""
 
     epoch: Epoch = Epoch(0)
-    committed: Held | None = None
+    committed: HeldVersion | None = None
     committed_epoch: Epoch = Epoch(0)
-    answers: Mapping[RequestId, Ending] = {}
-    history: tuple[Past, ...] = ()
+    answers: Mapping[RequestId, RoundReply] = {}
+    history: tuple[PastVersion, ...] = ()
     """What was committed, oldest first; the last `HISTORY`."""
 
 
-def remembered(history: tuple[Past, ...], commit: Committed | Past) -> tuple[Past, ...]:
+def remembered(history: tuple[PastVersion, ...], commit: Committed | PastVersion) -> tuple[PastVersion, ...]:
     """`history` with `commit`, which may be in it already: a record may be written twice."""
-    past = Past(commit.version, commit.epoch, commit.rollback)
+    past = PastVersion(commit.version, commit.epoch, commit.rollback)
     return history if history[-1:] == (past,) else (*history, past)[-HISTORY:]
 
 
-def ending(record: Committed | RoundClosed) -> Ending:
+def ending(record: Committed | RoundClosed) -> RoundReply:
     """What the `Publish` of `record` is answered once that is durable, unless a later record says more."""
     if isinstance(record, RoundClosed):
-        return Ending(record.done, record.question)
+        return RoundReply(record.done, record.question)
     done = RoundDone(
         channel=record.channel,
         epoch=record.announced,
@@ -222,4 +222,4 @@ def ending(record: Committed | RoundClosed) -> Ending:
         engines=(),
         seconds={"total": 0.0},
     )
-    return Ending(done, record.question, closed=False)
+    return RoundReply(done, record.question, closed=False)

@@ -1,7 +1,7 @@
 """One round: a version on its way into the engines of a channel, or back out of them. Pure.
 
-The round decides when everybody may go on; what concerns one engine alone is decided in its `Cohort`. It sends nothing
-by itself: commands go to `Duties`, which repeats them until they are answered.
+The round decides when everybody may go on; what concerns one engine alone is decided in its `Participants`. It sends
+nothing by itself: commands go to `PendingCommands`, which repeats them until they are answered.
 
 What happens to it is noted when it happens; what follows from that is found in one place, `decide`, asked once for all
 that came together. That goes on as long as nothing has to be waited for, and ends with a record when one has to be
@@ -19,11 +19,11 @@ from ..protocol import (
     AgentId,
     Channel,
     Digest,
+    Endpoint,
     EngineInfo,
     EngineMessage,
     Epoch,
-    Held,
-    Offer,
+    HeldVersion,
     Outcome,
     Publish,
     RoundDone,
@@ -31,11 +31,11 @@ from ..protocol import (
     Version,
     clip,
 )
-from .effects import AnyObservation, Committed, EpochTaken, Redriven, RoundClosed, StateEntered
+from .effects import AnyObservation, Committed, EpochTaken, RoundClosed, StateEntered, TransferRetried
 from .limits import Limits
-from .participant import Member
-from .participants import HOPEFUL, SERVING_ON, STANDING, Cohort
-from .pending_commands import Duties
+from .participant import Participant
+from .participants import HOPEFUL, SERVING_ON, STANDING, Participants
+from .pending_commands import PendingCommands
 from .reply_cache import question
 from .route import Route
 from .states import BEFORE_COMMIT, CLOCK, ROUND_MOVES, SENDING, THROUGH, EnginePhase, RoundState, move
@@ -54,7 +54,7 @@ class Round:
         capacity: Capacity,
         *,
         limits: Limits,
-        duties: Duties,
+        duties: PendingCommands,
         story: deque[object],
         note: Callable[[AnyObservation], None],
         now: float,
@@ -66,12 +66,14 @@ class Round:
         self.epoch: Epoch = publish.epoch
         self.state = RoundState.IDLE
         self.reason = ""
-        self.replaced: Held | None = None
+        self.replaced: HeldVersion | None = None
         """What was committed before the version was."""
         self._limits = limits
         self._duties = duties
-        self._cohort = Cohort(publish, routes, engines, capacity, limits=limits, duties=duties, story=story, note=note)
-        self.members: Mapping[AgentId, Member] = self._cohort.members
+        self._cohort = Participants(
+            publish, routes, engines, capacity, limits=limits, duties=duties, story=story, note=note
+        )
+        self.members: Mapping[AgentId, Participant] = self._cohort.members
         self._story = story
         self._note = note
         self._began_at = now
@@ -94,11 +96,11 @@ class Round:
         self._enter(RoundState.PREPARING, now, self._limits.prepare_s + self._limits.grace_s)
         self._cohort.prepare(now)
 
-    def answered(self, member: Member, message: EngineMessage, now: float) -> None:
+    def answered(self, member: Participant, message: EngineMessage, now: float) -> None:
         """An engine of the round answered at its current epoch. Answers that come too late change nothing."""
         self._cohort.answered(member, message, now)
 
-    def offered(self, epoch: Epoch, offers: tuple[Offer, ...], failed: Mapping[str, str], now: float) -> None:
+    def offered(self, epoch: Epoch, offers: tuple[Endpoint, ...], failed: Mapping[str, str], now: float) -> None:
         """The trainer's half stands: the engines of the last `Send` may come. `failed` says why some may not."""
         if self.state is not RoundState.OFFERING or epoch != self.epoch:
             return
@@ -122,7 +124,7 @@ class Round:
         """An engine is gone, or another incarnation has its name. It no longer holds up the round."""
         self._cohort.lost(name, reason)
 
-    def unsent(self, member: Member, epoch: Epoch, reason: str, now: float) -> None:
+    def unsent(self, member: Participant, epoch: Epoch, reason: str, now: float) -> None:
         """A member cannot be told a command of `epoch`."""
         if epoch == member.epoch:
             self._cohort.unsent(member, reason, now)
@@ -152,7 +154,7 @@ class Round:
         self.epoch = epoch
         broken = tuple(member.name for member in self._cohort.within(EnginePhase.BROKEN))
         if broken:
-            self._note(Redriven(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
+            self._note(TransferRetried(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
         self._offer(now)
 
     def epoch_refused(self, reason: str) -> None:
@@ -512,7 +514,7 @@ class Round:
 
 
 def contradictions(
-    cohort: Cohort, state: RoundState, epoch: Epoch, version: Version, *, durable: bool
+    cohort: Participants, state: RoundState, epoch: Epoch, version: Version, *, durable: bool
 ) -> tuple[str, ...]:
     """What is wrong with a round that is in `state`, if anything."""
     wrong = list(cohort.check())

@@ -1,4 +1,4 @@
-"""What a round tells its agents, built from the `Publish` that began it. Pure; `Duties` repeats it."""
+"""What a round tells its agents, built from the `Publish` that began it. Pure; `PendingCommands` repeats it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from ..protocol import (
     Abort,
     Commit,
     Digest,
+    Endpoint,
     Epoch,
-    Offer,
     Pause,
     Prepare,
     Publish,
-    Receiver,
+    ReceivingEngine,
     Send,
     ToEngine,
     Transfer,
@@ -22,10 +22,10 @@ from ..protocol import (
     brief,
 )
 from .limits import Limits
-from .participant import Member
+from .participant import Participant
 
 
-class Orders:
+class RoundCommands:
     """The commands of one round. What several engines are told alike is one object: the bus encodes it once."""
 
     def __init__(self, publish: Publish, limits: Limits) -> None:
@@ -33,7 +33,7 @@ class Orders:
         self._limits = limits
         self._given: dict[tuple[object, ...], ToEngine] = {}
 
-    def prepare(self, member: Member) -> ToEngine:
+    def prepare(self, member: Participant) -> ToEngine:
         """Compare the manifest with the server."""
         return self._once(
             (Prepare, member.epoch, member.transport),
@@ -51,7 +51,7 @@ class Orders:
             ),
         )
 
-    def pause(self, member: Member) -> ToEngine:
+    def pause(self, member: Participant) -> ToEngine:
         """Stop generating."""
         return self._once(
             (Pause, member.epoch),
@@ -64,9 +64,9 @@ class Orders:
             ),
         )
 
-    def send(self, epoch: Epoch, members: Sequence[Member]) -> Send:
+    def send(self, epoch: Epoch, members: Sequence[Participant]) -> Send:
         """Open the transports for `members`, whose ranks in a collective group are counted here: 0 is the trainer's."""
-        receivers: list[Receiver] = []
+        receivers: list[ReceivingEngine] = []
         rank = 1
         for member in members:
             if member.transport is TransportKind.DISTRIBUTED:
@@ -74,7 +74,7 @@ class Orders:
                 rank += member.info.tp
             transport = member.transport or TransportKind.DISK
             told = not self._publish.table or transport is TransportKind.DISTRIBUTED
-            receiver = Receiver(
+            receiver = ReceivingEngine(
                 engine=member.name,
                 transport=transport,
                 tp=member.info.tp,
@@ -95,7 +95,7 @@ class Orders:
         engines = {name: brief(reason, len(out)) for name, reason in out.items()}
         return Withdraw(channel=self._publish.channel, epoch=epoch, engines=engines)
 
-    def transfer(self, member: Member, offer: Offer) -> ToEngine:
+    def transfer(self, member: Participant, offer: Endpoint) -> ToEngine:
         """Take the tensors."""
         return self._once(
             (Transfer, member.epoch, offer.transport, member.rank_offset),
@@ -111,7 +111,7 @@ class Orders:
             ),
         )
 
-    def commit(self, member: Member, table: Digest) -> ToEngine:
+    def commit(self, member: Participant, table: Digest) -> ToEngine:
         """The version is durable: serve it."""
         return self._once(
             (Commit, member.epoch),
@@ -125,7 +125,7 @@ class Orders:
             ),
         )
 
-    def abort(self, member: Member, reason: str) -> ToEngine:
+    def abort(self, member: Participant, reason: str) -> ToEngine:
         """Stop what the round began."""
         channel, deadline_s = self._publish.channel, self._limits.abort_s
         return self._once(

@@ -14,7 +14,7 @@ import msgspec
 from ..protocol import AgentId, EngineInfo, Topology, TrainerInfo, TransportKind
 
 
-class Ends(msgspec.Struct, frozen=True):
+class TransferEnds(msgspec.Struct, frozen=True):
     """A trainer and an engine, with what each has told of where it is."""
 
     trainer: TrainerInfo
@@ -47,14 +47,14 @@ class Route(msgspec.Struct, frozen=True):
     shares: bool = False
     """A worker is on a GPU of the trainer's, as far as is known."""
     awaits: bool = False
-    """`Ends.await_tables`: a fact, and no choice."""
+    """`TransferEnds.await_tables`: a fact, and no choice."""
     hurdles: dict[TransportKind, Objection] = {}
     """What speaks against those that would have been taken before it, fastest first."""
     gpus: tuple[str, ...] = ()
     """Those that its workers have in the group of `transport`, where it is one, as far as is known."""
 
 
-Routing = Callable[[Mapping[AgentId, Ends]], Mapping[AgentId, Route]]
+Routing = Callable[[Mapping[AgentId, TransferEnds]], Mapping[AgentId, Route]]
 """Chooses for engines that are served together, in the order in which they are preferred. Each gets its route."""
 
 

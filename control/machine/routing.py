@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ..protocol import AgentId, Place, Reach, Topology, TransportKind
-from .route import Ends, Objection, Route
+from ..protocol import AgentId, ProcessLocation, Reach, Topology, TransportKind
+from .route import Objection, Route, TransferEnds
 
 PREFERRED: Final = (
     TransportKind.DIRECT,
@@ -47,13 +47,13 @@ class Router:
     """
 
     def __init__(self) -> None:
-        self._asked: tuple[tuple[AgentId, Ends], ...] = ()
+        self._asked: tuple[tuple[AgentId, TransferEnds], ...] = ()
         self._routes: Mapping[AgentId, Route] = {}
         """Of those together, as they were asked for last; their order counts."""
-        self._chosen: dict[AgentId, tuple[Ends, Route]] = {}
+        self._chosen: dict[AgentId, tuple[TransferEnds, Route]] = {}
         """Of each engine, whoever else is served."""
 
-    def __call__(self, fleet: Mapping[AgentId, Ends]) -> Mapping[AgentId, Route]:
+    def __call__(self, fleet: Mapping[AgentId, TransferEnds]) -> Mapping[AgentId, Route]:
         """The routes of engines that are served together."""
         asked = tuple(fleet.items())
         if asked != self._asked:
@@ -67,7 +67,7 @@ class Router:
         return self._routes
 
 
-def choose(ends: Ends) -> Route:
+def choose(ends: TransferEnds) -> Route:
     """The trainer's first preference that can serve the engine, whoever else is served."""
     objections: dict[TransportKind, Objection] = {}
     for kind in ends.trainer.transports:
@@ -78,7 +78,7 @@ def choose(ends: Ends) -> Route:
     return _route(None, ends, objections)
 
 
-def spread(chosen: Mapping[_Name, tuple[Ends, Route]]) -> dict[_Name, Route]:
+def spread(chosen: Mapping[_Name, tuple[TransferEnds, Route]]) -> dict[_Name, Route]:
     """The routes of engines that are served together, in the order in which they are preferred.
 
     Of engines on one GPU only the first is in a group. The next ones take what needs none; where nothing else is there,
@@ -97,7 +97,7 @@ def spread(chosen: Mapping[_Name, tuple[Ends, Route]]) -> dict[_Name, Route]:
     return routes
 
 
-def _beside(holder: str, gpu: str, kind: TransportKind, ends: Ends, route: Route) -> Route:
+def _beside(holder: str, gpu: str, kind: TransportKind, ends: TransferEnds, route: Route) -> Route:
     """For an engine on a GPU that `holder` has in the group of `kind`."""
     crowded = Objection(
         f"engine {holder} is on GPU {gpu} too, and NCCL takes no two ranks on one", "serve on GPUs of its own"
@@ -110,7 +110,7 @@ def _beside(holder: str, gpu: str, kind: TransportKind, ends: Ends, route: Route
     )
 
 
-def _route(chosen: TransportKind | None, ends: Ends, objections: Mapping[TransportKind, Objection]) -> Route:
+def _route(chosen: TransportKind | None, ends: TransferEnds, objections: Mapping[TransportKind, Objection]) -> Route:
     hurdles = dict(_hurdles(chosen, ends, objections))
     said = "; ".join(f"{kind.value}: {each.found}" for kind, each in objections.items())
     if chosen is None:
@@ -120,7 +120,7 @@ def _route(chosen: TransportKind | None, ends: Ends, objections: Mapping[Transpo
     return Route(chosen, reason, _shares(ends), ends.await_tables, hurdles, gpus if chosen in GROUPS else ())
 
 
-def objection(kind: TransportKind, ends: Ends) -> Objection | None:
+def objection(kind: TransportKind, ends: TransferEnds) -> Objection | None:
     """Why `kind` cannot serve the engine; None when nothing is known to speak against it."""
     for rule in _RULES[kind]:
         if found := rule(ends):
@@ -129,7 +129,7 @@ def objection(kind: TransportKind, ends: Ends) -> Objection | None:
 
 
 def _hurdles(
-    chosen: TransportKind | None, ends: Ends, objections: Mapping[TransportKind, Objection]
+    chosen: TransportKind | None, ends: TransferEnds, objections: Mapping[TransportKind, Objection]
 ) -> Iterator[tuple[TransportKind, Objection]]:
     for kind in PREFERRED:
         if kind is chosen:
@@ -142,7 +142,7 @@ def _hurdles(
             yield kind, Objection("the trainer prefers another", "put it first in the trainer's setting transport")
 
 
-def _not_offered(kind: TransportKind, ends: Ends) -> Objection:
+def _not_offered(kind: TransportKind, ends: TransferEnds) -> Objection:
     """By the trainer."""
     told = ends.from_trainer.lacking.get(kind) if ends.from_trainer else None
     return Objection(f"trainer: {told.found}", told.needed) if told else Objection("the trainer does not offer it")
@@ -150,11 +150,11 @@ def _not_offered(kind: TransportKind, ends: Ends) -> Objection:
 
 # -- objections --------------------------------------------------------------------------------------------------------
 
-_Rule = Callable[[Ends], Objection | None]
+_Rule = Callable[[TransferEnds], Objection | None]
 
 
 def _engine_offers(kind: TransportKind) -> _Rule:
-    def rule(ends: Ends) -> Objection | None:
+    def rule(ends: TransferEnds) -> Objection | None:
         told = ends.from_engine.lacking.get(kind) if ends.from_engine else None
         if kind in ends.engine.transports and told is None:
             return None
@@ -164,26 +164,26 @@ def _engine_offers(kind: TransportKind) -> _Rule:
     return rule
 
 
-def _one_replica(ends: Ends) -> Objection | None:
+def _one_replica(ends: TransferEnds) -> Objection | None:
     dp = ends.engine.dp
     return Objection(f"dp={dp}: only disk reaches every replica", "serve each replica by itself") if dp > 1 else None
 
 
 def _one_stage(reason: str) -> _Rule:
-    def rule(ends: Ends) -> Objection | None:
+    def rule(ends: TransferEnds) -> Objection | None:
         pp = ends.engine.pp
         return Objection(f"pp={pp}: {reason}", "serve without pipeline stages (--pp-size 1)") if pp > 1 else None
 
     return rule
 
 
-def _nobody_trains_on(ends: Ends) -> Objection | None:
+def _nobody_trains_on(ends: TransferEnds) -> Objection | None:
     if not ends.snapshot:
         return None
     return Objection("the version is a snapshot, and its memory is trained on", 'publish with mode = "live"')
 
 
-def _one_host(ends: Ends) -> Objection | None:
+def _one_host(ends: TransferEnds) -> Objection | None:
     if ends.trainer.host != ends.engine.host:
         return Objection("trainer and engine are on different hosts", "serve on the trainer's host")
     trainer, engine = _of(ends.from_trainer), _of(ends.from_engine)
@@ -195,21 +195,21 @@ def _one_host(ends: Ends) -> Objection | None:
     return None
 
 
-def _all_ranks_here(ends: Ends) -> Objection | None:
+def _all_ranks_here(ends: TransferEnds) -> Objection | None:
     elsewhere = [place.rank for place in _of(ends.from_trainer).places if place.host != ends.engine.host]
     if not elsewhere:
         return None
     return Objection(f"{_ranks(elsewhere)} of the trainer on another host", "serve on the host of all ranks")
 
 
-def _opens_device_memory(ends: Ends) -> Objection | None:
+def _opens_device_memory(ends: TransferEnds) -> Objection | None:
     if (ends.trainer.device, ends.engine.device) != ("cuda", "cpu"):
         return None
     return Objection("an engine without a GPU cannot open the trainer's device memory")
 
 
 def _one_device_kind(reason: str) -> _Rule:
-    def rule(ends: Ends) -> Objection | None:
+    def rule(ends: TransferEnds) -> Objection | None:
         if ends.trainer.device == ends.engine.device:
             return None
         return Objection(f"trainer on {ends.trainer.device}, engine on {ends.engine.device}: {reason}")
@@ -220,7 +220,7 @@ def _one_device_kind(reason: str) -> _Rule:
 def _reads(*, all_ranks: bool) -> _Rule:
     """Every worker's GPU reads the memory of the root's, or of all ranks'."""
 
-    def rule(ends: Ends) -> Objection | None:
+    def rule(ends: TransferEnds) -> Objection | None:
         if ends.engine.device != "cuda":
             return None
         for worker, rank in product(_of(ends.from_engine).places, _sources(ends, all_ranks=all_ranks)):
@@ -232,7 +232,7 @@ def _reads(*, all_ranks: bool) -> _Rule:
     return rule
 
 
-def _reaches(worker: Place, rank: Place) -> Reach | Objection | None:
+def _reaches(worker: ProcessLocation, rank: ProcessLocation) -> Reach | Objection | None:
     """How the GPU of `worker` reaches that of `rank`; None when nobody knows."""
     if worker.device == rank.device:
         return Reach.NVLINK  # its own memory, which is nearer still
@@ -254,7 +254,7 @@ def _reaches(worker: Place, rank: Place) -> Reach | Objection | None:
 def _no_shared_gpu(*, all_ranks: bool) -> _Rule:
     """A communicator of NCCL has no two ranks on one GPU."""
 
-    def rule(ends: Ends) -> Objection | None:
+    def rule(ends: TransferEnds) -> Objection | None:
         workers: dict[str, int] = {}
         for worker in _of(ends.from_engine).places:
             if _seat(worker) in workers:
@@ -285,7 +285,7 @@ def _no_shared_gpu(*, all_ranks: bool) -> _Rule:
     return rule
 
 
-def _address_leads_here(ends: Ends) -> Objection | None:
+def _address_leads_here(ends: TransferEnds) -> Objection | None:
     """A loopback address leads nowhere but in its own network namespace."""
     trainer, engine = _of(ends.from_trainer), _of(ends.from_engine)
     if not trainer.address or not _is_loopback(trainer.address):
@@ -341,7 +341,7 @@ _RULES: Final[Mapping[TransportKind, tuple[_Rule, ...]]] = {
 # -- merits ------------------------------------------------------------------------------------------------------------
 
 
-def _merit(kind: TransportKind, ends: Ends) -> str:
+def _merit(kind: TransportKind, ends: TransferEnds) -> str:
     """What speaks for it, in a few words."""
     match kind:
         case TransportKind.DIRECT:
@@ -357,12 +357,12 @@ def _merit(kind: TransportKind, ends: Ends) -> str:
             return "a checkpoint in a folder that both see"
 
 
-def _shares(ends: Ends) -> bool:
+def _shares(ends: TransferEnds) -> bool:
     workers = {place.device for place in _of(ends.from_engine).places if place.device != "cpu"}
     return any(place.device in workers for place in _of(ends.from_trainer).places)
 
 
-def _links(ends: Ends) -> str:
+def _links(ends: TransferEnds) -> str:
     if ends.engine.device != "cuda":
         return ""
     pairs = list(product(_of(ends.from_engine).places, _sources(ends, all_ranks=True)))
@@ -390,7 +390,7 @@ def _differ(one: str, other: str) -> bool:
     return bool(one and other and one != other)
 
 
-def _seat(place: Place) -> str:
+def _seat(place: ProcessLocation) -> str:
     return place.seat or place.device
 
 
@@ -398,7 +398,7 @@ def _of(topology: Topology | None) -> Topology:
     return topology or _NOWHERE
 
 
-def _sources(ends: Ends, *, all_ranks: bool) -> tuple[Place, ...]:
+def _sources(ends: TransferEnds, *, all_ranks: bool) -> tuple[ProcessLocation, ...]:
     places = _of(ends.from_trainer).places
     return places if all_ranks else places[:1]
 

@@ -8,9 +8,9 @@ from typing import Final
 
 import msgspec
 
-from ..protocol import AgentId, EngineHealth, Held, Malformed, StandsBy, TransportKind, Version
+from ..protocol import AgentId, EngineHealth, HeldVersion, Malformed, StandsBy, TransportKind, Version
 from .channel import Channel
-from .engine_record import Engine, readiness
+from .engine_record import EngineRecord, readiness
 from .membership import Membership
 from .states import RoundState
 
@@ -182,11 +182,11 @@ def _channel(channel: Channel, members: Membership, lease_s: float, now: float) 
     )
 
 
-def _held(held: Held | None, epoch: int) -> HeldStatus | None:
+def _held(held: HeldVersion | None, epoch: int) -> HeldStatus | None:
     return HeldStatus(held.version, held.manifest, held.table, epoch) if held else None
 
 
-def _was_committed(held: Held, committed: Held | None, past: AbstractSet[Version]) -> bool:
+def _was_committed(held: HeldVersion, committed: HeldVersion | None, past: AbstractSet[Version]) -> bool:
     """Whether a channel with this history knows what an engine says it holds. Only the newest tables are remembered."""
     if committed is None:
         return False
@@ -196,7 +196,7 @@ def _was_committed(held: Held, committed: Held | None, past: AbstractSet[Version
 
 
 def _engine(
-    engine: Engine, channel: Channel, past: AbstractSet[Version], members: Membership, now: float
+    engine: EngineRecord, channel: Channel, past: AbstractSet[Version], members: Membership, now: float
 ) -> EngineView:
     """`past`: what was committed in the channel, as far as is remembered."""
     verdict = readiness(engine, channel.phase(engine.name), channel.window_of(engine.name))
@@ -223,7 +223,7 @@ def _engine(
     )
 
 
-def _state(engine: Engine, channel: Channel) -> str:
+def _state(engine: EngineRecord, channel: Channel) -> str:
     phase = channel.phase(engine.name)
     if not engine.alive:
         return "lost"

@@ -58,7 +58,7 @@ _TAG: Final = msgspec.msgpack.Decoder(_Tag)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-class Wire(Generic[M]):
+class MessageCodec(Generic[M]):
     """One direction of the control plane: the union of messages that travel in it, and their frames."""
 
     def __init__(self, mark: bytes, union: object, most: int = MAX_FRAME_BYTES) -> None:
@@ -189,7 +189,7 @@ def _cut_prose(message: M) -> M:
     return msgspec.structs.replace(message, **changes) if changes else message
 
 
-TO_COORDINATOR: Final[Wire[ToCoordinator]] = Wire(b">", ToCoordinator)
+TO_COORDINATOR: Final[MessageCodec[ToCoordinator]] = MessageCodec(b">", ToCoordinator)
 """What agents send."""
-TO_AGENT: Final[Wire[ToAgent]] = Wire(b"<", ToAgent, MAX_ANSWER_BYTES)
+TO_AGENT: Final[MessageCodec[ToAgent]] = MessageCodec(b"<", ToAgent, MAX_ANSWER_BYTES)
 """What the coordinator sends to one agent."""

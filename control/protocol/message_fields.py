@@ -32,7 +32,7 @@ class Fragment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     """Root of structures that travel inside messages."""
 
 
-class Held(Fragment, frozen=True):
+class HeldVersion(Fragment, frozen=True):
     """A version an engine holds, complete and verified."""
 
     version: VersionNumber
@@ -58,7 +58,7 @@ class EngineInfo(Fragment, frozen=True):
     live_digest: Text = ""
     """Algorithm by which the server reports the digest of its live parameters; empty when it cannot."""
     health: EngineHealth = EngineHealth.CLEAN
-    held: Held | None = None
+    held: HeldVersion | None = None
     lent: bool = False
     """The server has given its weights' memory back."""
 
@@ -73,7 +73,7 @@ class TrainerInfo(Fragment, frozen=True):
     """In order of preference."""
 
 
-class Place(Fragment, frozen=True):
+class ProcessLocation(Fragment, frozen=True):
     """Where one process keeps weights: a rank of a trainer, or a worker of a server."""
 
     rank: Count
@@ -86,7 +86,7 @@ class Place(Fragment, frozen=True):
     """By which a group over NCCL knows its GPU; empty: by its uuid."""
 
 
-class Nic(Fragment, frozen=True):
+class NetworkInterface(Fragment, frozen=True):
     """A network interface by which others may come."""
 
     name: Text
@@ -95,7 +95,7 @@ class Nic(Fragment, frozen=True):
     """Megabits a second, as its driver says; 0 where that is not known."""
 
 
-class Lack(Fragment, frozen=True):
+class MissingTransport(Fragment, frozen=True):
     """Why an agent does not offer a transport."""
 
     found: Text
@@ -103,14 +103,14 @@ class Lack(Fragment, frozen=True):
     """What would change that; empty where nothing would."""
 
 
-class Seal(Fragment, frozen=True):
+class PublicationSignature(Fragment, frozen=True):
     """Who says that a version is to be published, and after which.
 
     signed_publications.py says what exactly is signed.
     """
 
     signer: AgentName
-    previous: Held | None
+    previous: HeldVersion | None
     """What was committed when the lease was granted: the link before this one in the channel's chain."""
     signature: Signature
     """Ed25519, in hexadecimal."""
@@ -144,7 +144,7 @@ class Policy(Fragment, frozen=True):
     """Versions that an engine which a round left behind may be behind the committed one and still get requests."""
 
 
-class Receiver(Fragment, frozen=True):
+class ReceivingEngine(Fragment, frozen=True):
     """One engine that takes part in a transfer, and how its tensors travel."""
 
     engine: AgentName
@@ -156,7 +156,7 @@ class Receiver(Fragment, frozen=True):
     group with that rank. Said where the table is open, and of those that are broadcast to."""
 
 
-class Offer(Fragment, frozen=True):
+class Endpoint(Fragment, frozen=True):
     """Where one transport's tensors can be had in one epoch. Only the data plane reads `address`."""
 
     transport: TransportKind

@@ -66,17 +66,17 @@ from .ids import (
     VersionNumber,
 )
 from .message_fields import (
+    Endpoint,
     EngineInfo,
     EngineReport,
-    Held,
-    Lack,
+    HeldVersion,
     Message,
-    Nic,
-    Offer,
-    Place,
+    MissingTransport,
+    NetworkInterface,
     Policy,
-    Receiver,
-    Seal,
+    ProcessLocation,
+    PublicationSignature,
+    ReceivingEngine,
     TrainerInfo,
 )
 
@@ -103,7 +103,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     """0: no answer is wanted."""
     epoch: EpochNumber = 0  # type: ignore[assignment]  # a plain default for "no epoch seen"
     health: EngineHealth | None = None
-    held: Held | None = None
+    held: HeldVersion | None = None
     lent: bool = False
     """The server has given its weights' memory back."""
 
@@ -124,10 +124,10 @@ class Topology(Message, frozen=True, tag="Topology"):
     """Identity of the folder in which its sockets lie: other mount namespaces of the host may see it too."""
     address: Text = ""
     """Where engines are told to come to (trainers)."""
-    places: tuple[Place, ...] = ()
+    places: tuple[ProcessLocation, ...] = ()
     """By rank; the first one is the root of a trainer."""
-    nics: tuple[Nic, ...] = ()
-    lacking: dict[TransportKind, Lack] = {}  # noqa: RUF012  # msgspec gives each its own
+    nics: tuple[NetworkInterface, ...] = ()
+    lacking: dict[TransportKind, MissingTransport] = {}  # noqa: RUF012  # msgspec gives each its own
     """Transports that it does not offer."""
     takes: dict[TransportKind, Count] = {}  # noqa: RUF012  # msgspec gives each its own
     """Bytes of a version that the worker with most of them takes, of transports by which one came (engines)."""
@@ -208,7 +208,7 @@ class Publish(Message, frozen=True, kw_only=True, tag="Publish"):
     hold them. Everybody else goes on as if nothing was."""
     stood_s: Seconds = 0.0
     """How long training stood still since its last publication, because engines were too far behind. A metric."""
-    seal: Seal | None = None
+    seal: PublicationSignature | None = None
     """Null where no keys are used. Carried on in `Prepare`, as it is."""
 
 
@@ -218,7 +218,7 @@ class Offered(Message, frozen=True, tag="Offered"):
     request: RequestKey
     channel: ChannelName
     epoch: EpochNumber
-    offers: tuple[Offer, ...]
+    offers: tuple[Endpoint, ...]
     failed: dict[str, Text] = {}  # noqa: RUF012  # msgspec gives each its own
     """Engines whose transport could not be opened, with the reason: nothing is offered to them."""
 
@@ -326,7 +326,7 @@ class Welcome(Message, frozen=True, tag="Welcome"):
     """Grows by one with every start of the coordinator."""
     epoch: EpochNumber
     """Highest epoch granted so far in the channel."""
-    committed: Held | None
+    committed: HeldVersion | None
     heartbeat_s: Seconds
     silence_s: Seconds
     """After this long without a message the other side is taken for dead."""
@@ -386,7 +386,7 @@ class Granted(Message, frozen=True, tag="Granted"):
     channel: ChannelName
     epoch: EpochNumber
     lease_s: Seconds
-    committed: Held | None
+    committed: HeldVersion | None
     engines: dict[str, EngineInfo]
     routes: dict[str, TransportKind] = {}  # noqa: RUF012  # msgspec gives each its own
     """By which transport each engine would take a live version now. Only for trainers that told their `Topology`."""
@@ -404,7 +404,7 @@ class Send(Message, frozen=True, tag="Send"):
     channel: ChannelName
     epoch: EpochNumber
     version: VersionNumber
-    receivers: tuple[Receiver, ...]
+    receivers: tuple[ReceivingEngine, ...]
     deadline_s: Seconds
 
 
@@ -451,7 +451,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag="Prepare"):
     deadline_s: Seconds
     rollback: bool = False
     """The channel goes back: this version may be at or below the one that is served."""
-    seal: Seal | None = None
+    seal: PublicationSignature | None = None
     """The trainer's, of the `Publish` that began the round: its epoch, version, manifest and table are signed."""
 
 
@@ -474,7 +474,7 @@ class Transfer(Message, frozen=True, kw_only=True, tag="Transfer"):
     manifest: BlobDigest
     table: TableDigest = Digest("")
     """As in the `Prepare`. Left open, the sender gives it, with the trainer's signature, and it is believed by that."""
-    offer: Offer
+    offer: Endpoint
     rank_offset: Count
     """Distributed: the collective rank of this engine's first worker."""
     deadline_s: Seconds

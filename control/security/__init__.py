@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .allow_list import (
         RELOAD_S as RELOAD_S,
         TRUST_FILE as TRUST_FILE,
-        Entry as Entry,
+        TrustEntry as TrustEntry,
         TrustList as TrustList,
         describe as describe,
         edited as edited,

@@ -57,7 +57,7 @@ _MEND: Final = (
 )
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TrustEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one agent is trusted with."""
 
     role: Role
@@ -74,7 +74,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Trust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole list, as it was read."""
 
-    agents: dict[AgentName, Entry] = {}
+    agents: dict[AgentName, TrustEntry] = {}
 
     def principals(self) -> dict[str, Principal]:
         """Who is behind each key. Raises `ValueError` when two agents share one."""
@@ -130,7 +130,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 @contextmanager
-def edited(path: Path) -> Generator[dict[str, Entry]]:
+def edited(path: Path) -> Generator[dict[str, TrustEntry]]:
     """The entries by name, to be changed inside; written back, at once and whole, if they were.
 
     Two that edit at the same time wait for each other. Raises `ConfigurationError`, and changes nothing, when the list
@@ -149,7 +149,7 @@ def edited(path: Path) -> Generator[dict[str, Entry]]:
         os.close(lock)
 
 
-def render(agents: Mapping[str, Entry]) -> str:
+def render(agents: Mapping[str, TrustEntry]) -> str:
     """The file that says so. Nothing in an entry needs escaping: all fields are bounded by patterns."""
     return _HEAD + ("".join(_block(name, agents[name]) for name in sorted(agents)) or "\n[agents]\n")
 
@@ -163,7 +163,7 @@ def _usable(path: Path, text: str) -> str:
     return text
 
 
-def _block(name: str, entry: Entry) -> str:
+def _block(name: str, entry: TrustEntry) -> str:
     channels = ", ".join(f'"{channel}"' for channel in entry.channels)
     lines = [f'[agents."{name}"]', f'role = "{entry.role.value}"', f"channels = [{channels}]"]
     return "\n".join(["", *lines, f'key = "{entry.key}"', f'signing_key = "{entry.signing_key}"', ""])
@@ -209,7 +209,7 @@ class TrustList:
                 self._follow()
             return self._principals
 
-    def agents(self) -> Mapping[AgentId, Entry]:
+    def agents(self) -> Mapping[AgentId, TrustEntry]:
         """What each agent is trusted with, by name, as the file is now."""
         self.principals(fresh=True)
         return self._trust.agents
@@ -245,6 +245,6 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
     return (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
 
 
-def describe(agents: Mapping[AgentId, Entry]) -> list[tuple[str, str, str, str]]:
+def describe(agents: Mapping[AgentId, TrustEntry]) -> list[tuple[str, str, str, str]]:
     """Rows for people: name, role, channels, key."""
     return [(name, entry.role.value, ", ".join(entry.channels), entry.key) for name, entry in sorted(agents.items())]

@@ -53,7 +53,7 @@ class CurveFiles(msgspec.Struct, frozen=True):
         return cls(folder / AGENTS / f"{agent}.key", folder / f"{COORDINATOR}.pub")
 
 
-class Written(enum.Enum):
+class WrittenKeys(enum.Enum):
     """What `write_pair` found to do."""
 
     CREATED = "created"
@@ -63,7 +63,7 @@ class Written(enum.Enum):
     """Only the secret was there; its public half was written beside it."""
 
 
-def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: Callable[[str], str]) -> Written:
+def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: Callable[[str], str]) -> WrittenKeys:
     """Write ``NAME.key`` (0600) and ``NAME.pub``. Nothing that exists is ever overwritten."""
     if not re.match(NAME_PATTERN, name):
         raise PeerKeyError(folder / name, "not a name", f"names match {NAME_PATTERN}")
@@ -73,9 +73,9 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
         public = public_of(secret)
         if not public_path.exists():
             _write_public(public_path, name, KeyPair(public, secret))
-            return Written.COMPLETED
+            return WrittenKeys.COMPLETED
         check_public(public_path, secret_path, public)
-        return Written.KEPT
+        return WrittenKeys.KEPT
     if public_path.exists():
         advice = f"its secret may be on another machine; remove {public_path.name} to make a new pair"
         raise PeerKeyError(secret_path, f"missing, though {public_path.name} exists", advice)
@@ -87,7 +87,7 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
     comment = f"# weightbus secret key of {name}. Only for that machine; never in an image or an environment variable."
     _write_new(secret_path, f"{comment}\n{pair.secret}\n", 0o600)
     _write_public(public_path, name, pair)
-    return Written.CREATED
+    return WrittenKeys.CREATED
 
 
 def check_public(path: Path, secret_path: Path, expected: str) -> None:

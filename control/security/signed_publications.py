@@ -28,18 +28,18 @@ from ..protocol import (
     AgentId,
     Channel,
     Digest,
+    Endpoint,
     Epoch,
-    Held,
-    Offer,
+    HeldVersion,
     Prepare,
+    PublicationSignature,
     Publish,
     Role,
-    Seal,
     Transfer,
     sign,
     signed_by,
 )
-from .allow_list import Entry
+from .allow_list import TrustEntry
 
 _DOMAIN: Final = "weightbus publication 1"
 _OFFER_DOMAIN: Final = "weightbus offer 1"
@@ -71,9 +71,9 @@ class Doubt(msgspec.Struct, frozen=True):
     reason: str
 
 
-def seal_publication(message: Publish, signer: AgentId, secret: str, previous: Held | None) -> Publish:
+def seal_publication(message: Publish, signer: AgentId, secret: str, previous: HeldVersion | None) -> Publish:
     """`message` with the seal of `signer`, to whom `previous` was named as committed when the lease was granted."""
-    bare = Seal(signer=signer, previous=previous, signature="0" * 128)
+    bare = PublicationSignature(signer=signer, previous=previous, signature="0" * 128)
     sealed = msgspec.structs.replace(bare, signature=sign(secret, _statement(message, bare)))
     return msgspec.structs.replace(message, seal=sealed)
 
@@ -85,7 +85,7 @@ def seal_table(message: Publish, table: Digest, secret: str) -> str:
 
 
 def doubt_table(
-    message: Prepare | None, table: Digest, signature: str, trusted: Mapping[AgentId, Entry]
+    message: Prepare | None, table: Digest, signature: str, trusted: Mapping[AgentId, TrustEntry]
 ) -> Doubt | None:
     """What speaks against `table`, which `message`, believed already, left open, and which came with `signature`."""
     if message is None or message.seal is None:
@@ -100,7 +100,7 @@ def doubt_table(
     return None
 
 
-def doubt(message: Prepare, serving: Held | None, trusted: Mapping[AgentId, Entry]) -> Doubt | None:
+def doubt(message: Prepare, serving: HeldVersion | None, trusted: Mapping[AgentId, TrustEntry]) -> Doubt | None:
     """What speaks against `message` for an engine that serves `serving`; None when it is to be believed."""
     seal = message.seal
     if seal is None:
@@ -113,12 +113,12 @@ def doubt(message: Prepare, serving: Held | None, trusted: Mapping[AgentId, Entr
     return _broken_chain(seal.previous, message, serving)
 
 
-def seal_offer(offer: Offer, channel: Channel, epoch: Epoch, secret: str) -> Offer:
+def seal_offer(offer: Endpoint, channel: Channel, epoch: Epoch, secret: str) -> Endpoint:
     """`offer` with the signature of whoever holds `secret`, for one epoch."""
     return msgspec.structs.replace(offer, signature=sign(secret, _offer_statement(offer, channel, epoch)))
 
 
-def doubt_offer(message: Transfer, signer: AgentId | None, trusted: Mapping[AgentId, Entry]) -> Doubt | None:
+def doubt_offer(message: Transfer, signer: AgentId | None, trusted: Mapping[AgentId, TrustEntry]) -> Doubt | None:
     """What speaks against taking the bytes from where `message` says; `signer` is who signed what was prepared."""
     entry = _trainer(signer, message.channel, trusted)
     if isinstance(entry, Doubt):
@@ -130,7 +130,7 @@ def doubt_offer(message: Transfer, signer: AgentId | None, trusted: Mapping[Agen
     return None
 
 
-def _trainer(signer: AgentId | None, channel: Channel, trusted: Mapping[AgentId, Entry]) -> Entry | Doubt:
+def _trainer(signer: AgentId | None, channel: Channel, trusted: Mapping[AgentId, TrustEntry]) -> TrustEntry | Doubt:
     """Asked for every signature: the list may have changed since the last one."""
     entry = trusted.get(signer) if signer is not None else None
     if entry is None or entry.role is not Role.TRAINER or not entry.covers(channel):
@@ -139,13 +139,13 @@ def _trainer(signer: AgentId | None, channel: Channel, trusted: Mapping[AgentId,
     return entry
 
 
-def _offer_statement(offer: Offer, channel: Channel, epoch: Epoch) -> bytes:
+def _offer_statement(offer: Endpoint, channel: Channel, epoch: Epoch) -> bytes:
     """All of it, whatever fields an offer may get."""
     bare = msgspec.structs.replace(offer, signature=None)
     return _PACK((_OFFER_DOMAIN, channel, epoch, msgspec.structs.astuple(bare)))
 
 
-def _broken_chain(previous: Held | None, message: Prepare, serving: Held | None) -> Doubt | None:
+def _broken_chain(previous: HeldVersion | None, message: Prepare, serving: HeldVersion | None) -> Doubt | None:
     if serving is None:
         return None
     found = previous.version if previous else None
@@ -158,7 +158,7 @@ def _broken_chain(previous: Held | None, message: Prepare, serving: Held | None)
     return None
 
 
-def _statement(message: Publish | Prepare, seal: Seal) -> bytes:
+def _statement(message: Publish | Prepare, seal: PublicationSignature) -> bytes:
     """The bytes that are signed. A list of a fixed length, so that nothing can be read as something else."""
     before = seal.previous
     return _PACK(

@@ -7,7 +7,7 @@ from weightbus.lazy_face import lazy_face
 if TYPE_CHECKING:
     from . import transport_plan as transport_plan
     from .candidate import Candidate as Candidate
-    from .coordinator_process import Service as Service, read_keys as read_keys
+    from .coordinator_process import CoordinatorProcess as CoordinatorProcess, read_keys as read_keys
     from .event_loop import on_signals as on_signals
     from .http_server import HttpPort as HttpPort, Readiness as Readiness
     from .metrics import (
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         SIDECAR_WEIGHTS as SIDECAR_WEIGHTS,
         STEP_FAILURES as STEP_FAILURES,
         STEP_SECONDS as STEP_SECONDS,
-        Meters as Meters,
+        Metrics as Metrics,
         Side as Side,
         configure_logging as configure_logging,
     )

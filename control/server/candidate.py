@@ -9,13 +9,13 @@ from typing import Final
 import msgspec
 
 from ..bus import ServerKeys
-from ..journal import Deposed, Election, Etcd, EtcdJournal, Leader, Term, parse_url, read_login
+from ..journal import Deposed, Election, Etcd, EtcdJournal, LeaderRecord, Term, parse_url, read_login
 from ..log import get_log
 from ..protocol import JournalUnwritable
 from ..security import keys_folder
-from .coordinator_process import Service
+from .coordinator_process import CoordinatorProcess
 from .settings import CoordinatorSettings
-from .standby import Ports, Standby
+from .standby import Standby, StandbyPorts
 
 DEADLINE: Final = 0.4
 """A call to the store may take this share of the leader's lease: a lost answer must not cost the lease."""
@@ -32,7 +32,7 @@ class Candidate:
         self._log = get_log(__name__)
         self._name = settings.name or socket.gethostname()
         self._stop = threading.Event()
-        self._acting: Standby | Service = Standby(settings, self._keys)
+        self._acting: Standby | CoordinatorProcess = Standby(settings, self._keys)
 
     def run(self) -> None:
         """Stand by and lead by turns. Raises what broke either."""
@@ -68,7 +68,7 @@ class Candidate:
         try:
             # a connection of its own: a slow write must not hold up the renewal of the lease
             journal = EtcdJournal(self._connect(), self._store.prefix, term)
-            service = Service(settings, journal)
+            service = CoordinatorProcess(settings, journal)
         except BaseException:
             term.resign()
             raise
@@ -80,12 +80,12 @@ class Candidate:
     def _connect(self) -> Etcd:
         return Etcd(self._store.members, self._settings.leader_s * DEADLINE, self._login)
 
-    def _election(self, etcd: Etcd, ports: Ports) -> Election:
+    def _election(self, etcd: Etcd, ports: StandbyPorts) -> Election:
         host = f"[{self._settings.bind}]" if ":" in self._settings.bind else self._settings.bind
         endpoint = self._settings.advertise or f"tcp://{host}:{ports.router}"
-        return Election(etcd, self._store.prefix, Leader(self._name, endpoint), self._settings.leader_s)
+        return Election(etcd, self._store.prefix, LeaderRecord(self._name, endpoint), self._settings.leader_s)
 
 
-def _at(settings: CoordinatorSettings, ports: Ports) -> CoordinatorSettings:
+def _at(settings: CoordinatorSettings, ports: StandbyPorts) -> CoordinatorSettings:
     """The settings with the ports that were found: both roles answer at the same ones."""
     return msgspec.structs.replace(settings, router_port=ports.router, http_port=ports.http)

@@ -11,9 +11,9 @@ from ..bus import RouterBus, ServerKeys
 from ..journal import Journal, SqliteJournal
 from ..log import get_log
 from ..security import keys_folder
-from .event_loop import Server
+from .event_loop import EventLoop
 from .http_server import HttpPort, Readiness
-from .metrics import Meters, Side
+from .metrics import Metrics, Side
 from .reporter import Reporter, TimedJournal
 from .settings import CoordinatorSettings
 
@@ -26,13 +26,13 @@ def read_keys(settings: CoordinatorSettings) -> ServerKeys | None:
     return None if settings.insecure_loopback else ServerKeys.read(keys_folder(settings.keys))
 
 
-class Service:
+class CoordinatorProcess:
     """One coordinator. Everything is bound and open once constructed; `run` serves until `stop`."""
 
     def __init__(self, settings: CoordinatorSettings, journal: Journal | None = None) -> None:
         """Without `journal` the one of the settings; what is given is closed here too."""
         keys = read_keys(settings)
-        meters = Meters(Side.COORDINATOR)
+        meters = Metrics(Side.COORDINATOR)
         reporter = Reporter(meters)
         showing = threading.Lock()
         with contextlib.ExitStack() as undo:
@@ -49,7 +49,7 @@ class Service:
                     reporter.count_throttled(bus.throttled)
 
             timed = TimedJournal(journal, meters)
-            self.server = Server(bus, timed, settings.limits(), observe=reporter.observe, keyed=keys is not None)
+            self.server = EventLoop(bus, timed, settings.limits(), observe=reporter.observe, keyed=keys is not None)
             self.http = HttpPort(
                 settings.http_bind,
                 settings.http_port,

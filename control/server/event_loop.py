@@ -16,11 +16,11 @@ from types import FrameType
 from typing import Final, assert_never
 
 from ..bus import (
+    AckBatcher,
     CoordinatorBus,
     Delivery,
     Distrusted,
     Incoming,
-    Receipts,
     Rejected,
     Throttled,
     TurnedAway,
@@ -34,13 +34,13 @@ from ..machine import (
     AnyEvent,
     AnyObservation,
     Burst,
+    ConnectionLost,
     Coordinator,
     Evict,
     Limits,
     MessageReceived,
     Observe,
     Peer,
-    PeerLost,
     Persist,
     Persisted,
     PersistFailed,
@@ -57,7 +57,7 @@ from ..machine import (
 )
 from ..protocol import Alive, Code, JournalCorrupt, JournalUnwritable, NotNewer, ProtocolError, ToAgent
 from . import transport_plan as plan_document
-from .status_snapshot import StatusDesk
+from .status_snapshot import StatusSnapshots
 
 IDLE_S: Final = 1.0
 """The loop looks around at least so often; nothing depends on it."""
@@ -77,7 +77,7 @@ FAREWELL_S: Final = 0.2
 """How long strangers are still answered before the sockets close."""
 
 
-class Server:
+class EventLoop:
     """Drives one `Coordinator`. `run` blocks; `stop` and `status` may be called from anywhere."""
 
     def __init__(
@@ -99,11 +99,11 @@ class Server:
         self._observe = observe
         self._clock = clock
         self._events: deque[AnyEvent] = deque()
-        self._receipts = Receipts()
+        self._receipts = AckBatcher()
         self._stop = threading.Event()
         self._stop_by: float | None = None
-        self._desk = StatusDesk(self.machine.status, clock)
-        self._plan_desk = StatusDesk(self._plan, clock)
+        self._desk = StatusSnapshots(self.machine.status, clock)
+        self._plan_desk = StatusSnapshots(self._plan, clock)
         self._desks = (self._desk, self._plan_desk)
         self._came_at = clock()
         """When something last came in."""
@@ -246,7 +246,7 @@ class Server:
             first, last = self._ended
             self._ended = (last, last) if last > first else None
             silent = self.machine.members.silent_since(first)
-            self._events.extend(PeerLost(peer=peer) for peer in self._bus.send_to_all(silent, _NOTHING))
+            self._events.extend(ConnectionLost(peer=peer) for peer in self._bus.send_to_all(silent, _NOTHING))
 
     def _persist(self, effect: Persist) -> None:
         try:
@@ -267,7 +267,7 @@ class Server:
         except ProtocolError as error:
             self._unsent(peers, message, error)
         else:
-            self._events.extend(PeerLost(peer=peer) for peer in gone)
+            self._events.extend(ConnectionLost(peer=peer) for peer in gone)
 
     def _acknowledge(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
         """An `Ack` leaves before whatever else its agent is told, in one packet with it."""
@@ -282,7 +282,7 @@ class Server:
             self._unsent((peer,), message, error)
             return
         if delivery is Delivery.GONE:
-            self._events.append(PeerLost(peer=peer))
+            self._events.append(ConnectionLost(peer=peer))
 
     def _unsent(self, peers: tuple[Peer, ...], message: ToAgent, error: ProtocolError) -> None:
         reason = f"could not be sent: {error}"

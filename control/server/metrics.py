@@ -21,7 +21,7 @@ from ..protocol import InvariantBroken
 from ..terminal_text import plain
 
 
-class Kind(enum.StrEnum):
+class MetricKind(enum.StrEnum):
     """Prometheus types."""
 
     GAUGE = "gauge"
@@ -41,7 +41,7 @@ class Metric(msgspec.Struct, frozen=True):
     """One metric, as it is exposed."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     side: Side
     labels: tuple[str, ...]
     help: str
@@ -51,14 +51,14 @@ METRICS: list[Metric] = []
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
-def _declare(side: Side, kind: Kind, name: str, labels: str, meaning: str) -> Metric:
+def _declare(side: Side, kind: MetricKind, name: str, labels: str, meaning: str) -> Metric:
     metric = Metric(f"weightbus_{name}", kind, side, tuple(labels.split()), meaning)
     METRICS.append(metric)
     return metric
 
 
 _C, _E, _T = Side.COORDINATOR, Side.ENGINE, Side.TRAINER
-_GAUGE, _COUNTER, _HISTOGRAM = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
+_GAUGE, _COUNTER, _HISTOGRAM = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.HISTOGRAM
 
 COMMITTED_VERSION = _declare(_C, _GAUGE, "committed_version", "channel", "version that is durable; it never goes back")
 ENGINE_VERSION = _declare(
@@ -145,45 +145,47 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client 
 """A series more for each counter and histogram, of when it was made, which nobody asked for."""
 
 
-class Meters:
+class Metrics:
     """The metrics of one process, in a registry of their own. Safe to use from any thread."""
 
     def __init__(self, side: Side) -> None:
         self.registry = CollectorRegistry()
         self._side = side
         self._shown: dict[str, frozenset[tuple[str, ...]]] = {}
-        self._gauges = {m.name: self._gauge(m) for m in METRICS if m.side is side and m.kind is Kind.GAUGE}
-        self._counters = {m.name: self._counter(m) for m in METRICS if m.side is side and m.kind is Kind.COUNTER}
-        self._histograms = {m.name: self._histogram(m) for m in METRICS if m.side is side and m.kind is Kind.HISTOGRAM}
+        self._gauges = {m.name: self._gauge(m) for m in METRICS if m.side is side and m.kind is MetricKind.GAUGE}
+        self._counters = {m.name: self._counter(m) for m in METRICS if m.side is side and m.kind is MetricKind.COUNTER}
+        self._histograms = {
+            m.name: self._histogram(m) for m in METRICS if m.side is side and m.kind is MetricKind.HISTOGRAM
+        }
 
     def set(self, metric: Metric, value: float, **labels: str) -> None:
         """A gauge's value from now on."""
-        gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
+        gauge = self._gauges.get(metric.name) or self._misused(metric, MetricKind.GAUGE)
         (gauge.labels(**labels) if labels else gauge).set(value)
 
     def live(self, metric: Metric, value: Callable[[], float]) -> None:
         """A gauge without labels that is asked for whenever somebody reads it, on the reader's thread."""
-        gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
+        gauge = self._gauges.get(metric.name) or self._misused(metric, MetricKind.GAUGE)
         gauge.set_function(value)
 
     def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
         """Raise a counter."""
-        counter = self._counters.get(metric.name) or self._misused(metric, Kind.COUNTER)
+        counter = self._counters.get(metric.name) or self._misused(metric, MetricKind.COUNTER)
         (counter.labels(**labels) if labels else counter).inc(amount)
 
     def forget(self, metric: Metric, *labels: str) -> None:
         """Do not show a counter for these label values any more, in the order of `Metric.labels`."""
-        counter = self._counters.get(metric.name) or self._misused(metric, Kind.COUNTER)
+        counter = self._counters.get(metric.name) or self._misused(metric, MetricKind.COUNTER)
         counter.remove(*labels)
 
     def observe(self, metric: Metric, value: float, **labels: str) -> None:
         """One more sample of a histogram."""
-        histogram = self._histograms.get(metric.name) or self._misused(metric, Kind.HISTOGRAM)
+        histogram = self._histograms.get(metric.name) or self._misused(metric, MetricKind.HISTOGRAM)
         (histogram.labels(**labels) if labels else histogram).observe(value)
 
     def replace(self, metric: Metric, values: Mapping[tuple[str, ...], float]) -> None:
         """Set a gauge for exactly these label values, in the order of `Metric.labels`; forget those of before."""
-        gauge = self._gauges.get(metric.name) or self._misused(metric, Kind.GAUGE)
+        gauge = self._gauges.get(metric.name) or self._misused(metric, MetricKind.GAUGE)
         for labels, value in values.items():
             gauge.labels(*labels).set(value)
         for labels in self._shown.get(metric.name, frozenset()) - values.keys():
@@ -199,7 +201,7 @@ class Meters:
     def _histogram(self, metric: Metric) -> Histogram:
         return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=_SECONDS)
 
-    def _misused(self, metric: Metric, used_as: Kind) -> Never:
+    def _misused(self, metric: Metric, used_as: MetricKind) -> Never:
         raise InvariantBroken(
             f"{metric.name} is a {metric.kind} of the {metric.side}, used as {used_as} of {self._side}"
         )

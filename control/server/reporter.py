@@ -27,7 +27,6 @@ from ..machine import (
     LeaseEnded,
     LeaseGranted,
     ReadinessChanged,
-    Redriven,
     Refusal,
     Restored,
     RoundEnded,
@@ -35,10 +34,11 @@ from ..machine import (
     RoundState,
     StateEntered,
     StatusView,
+    TransferRetried,
 )
 from ..protocol import AgentId, Channel, Code, EngineMessage, EngineReport, Outcome, Role
 from . import metrics as telemetry
-from .metrics import Meters
+from .metrics import Metrics
 
 _ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD, Code.NOT_LEADER})
 """Refusals that are part of a healthy exchange."""
@@ -49,7 +49,7 @@ REFUSALS_LOGGED: Final = 20
 _QUARANTINED: Final = frozenset({"dirty", "pending"})
 
 
-class Throttle:
+class LogLimiter:
     """Lets so many pass each second, and counts the rest."""
 
     def __init__(self, a_second: int) -> None:
@@ -77,7 +77,7 @@ class Throttle:
 class Reporter:
     """One coordinator's. `observe` is called on the thread of its loop, `show` on that of whoever reads the metrics."""
 
-    def __init__(self, meters: Meters, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, meters: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._meters = meters
         self._clock = clock
         self._log = get_log(__name__)
@@ -86,7 +86,7 @@ class Reporter:
         self._throttled: Counter[AgentId] = Counter()
         self._counted: set[tuple[str, str, str]] = set()
         """Labels of `telemetry.ENGINE_ROUNDS`."""
-        self._refusals = Throttle(REFUSALS_LOGGED)
+        self._refusals = LogLimiter(REFUSALS_LOGGED)
         meters.set(telemetry.JOURNAL_WRITABLE, 1)
 
     def observe(self, what: AnyObservation) -> None:  # noqa: C901  # one case per kind
@@ -113,7 +113,7 @@ class Reporter:
             case EngineAhead():
                 self._meters.add(telemetry.EPOCHS_RAISED, channel=what.channel)
                 self._say("warning", what)
-            case EngineFailed() | Redriven():
+            case EngineFailed() | TransferRetried():
                 self._say("warning", what)
             case ReadinessChanged() | LeaseGranted() | LeaseEnded():
                 self._say("info", what)
@@ -222,7 +222,7 @@ class Reporter:
 class TimedJournal:
     """A journal that notes how long its writes take."""
 
-    def __init__(self, journal: Journal, meters: Meters, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, journal: Journal, meters: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
         self._journal = journal
         self._meters = meters
         self._clock = clock

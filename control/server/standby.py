@@ -10,12 +10,12 @@ from typing import Final, assert_never
 import msgspec
 
 from ..bus import Distrusted, Incoming, Rejected, RouterBus, ServerKeys, Throttled, TurnedAway, answer_to, refusal_of
-from ..journal import Election, EtcdUnavailable, Leader, Term
+from ..journal import Election, EtcdUnavailable, LeaderRecord, Term
 from ..log import get_log
 from ..machine import HEARTBEAT_KEY, MessageReceived, Refusal, StandbyView
 from ..protocol import Bye, Code, Heartbeat, Refused, ToCoordinator
 from .http_server import HttpPort, Readiness
-from .metrics import Meters, Side
+from .metrics import Metrics, Side
 from .reporter import Reporter
 from .settings import CoordinatorSettings
 
@@ -25,7 +25,7 @@ RETRY_S: Final = 0.5
 """When a refused agent may ask again, if nobody is known to lead."""
 
 
-class Ports(msgspec.Struct, frozen=True):
+class StandbyPorts(msgspec.Struct, frozen=True):
     """Where this coordinator is reached, in either role."""
 
     router: int
@@ -38,12 +38,12 @@ class Standby:
     def __init__(self, settings: CoordinatorSettings, keys: ServerKeys | None) -> None:
         self._log = get_log(__name__)
         self._stop = threading.Event()
-        self._leader: Leader | None = None
+        self._leader: LeaderRecord | None = None
         self._problem = "nobody was asked yet"
         with contextlib.ExitStack() as undo:
             self._bus = RouterBus(settings.bind, settings.router_port, keys)
             undo.callback(self._bus.close)
-            meters = Meters(Side.COORDINATOR)
+            meters = Metrics(Side.COORDINATOR)
             self._reporter = Reporter(meters)
             http = HttpPort(
                 settings.http_bind,
@@ -57,7 +57,7 @@ class Standby:
             undo.callback(http.stop)
             self._undo = undo.pop_all()
         self._http = http
-        self.ports = Ports(self._bus.router_port, http.port)
+        self.ports = StandbyPorts(self._bus.router_port, http.port)
 
     def run(self, election: Election) -> Term | None:
         """Refuse agents until elected; None if stopped before. The ports are free afterwards."""
@@ -136,5 +136,5 @@ class Standby:
         return f"{self._leader.name} leads, at {self._leader.endpoint}" if self._leader else "nobody leads yet"
 
     def _status(self) -> bytes:
-        leader = self._leader or Leader()
+        leader = self._leader or LeaderRecord()
         return msgspec.json.encode(StandbyView(stands_by=True, leader=leader.name, endpoint=leader.endpoint))

@@ -15,16 +15,16 @@ from ..machine import (
     IN_PLACE,
     Agent,
     Channel,
-    Ends,
-    Engine,
+    EngineRecord,
     Membership,
     Publisher,
     Route,
+    TransferEnds,
     choose,
     refuse_standby,
     spread,
 )
-from ..protocol import EngineInfo, Malformed, Place, Topology, TrainerInfo, TransportKind
+from ..protocol import EngineInfo, Malformed, ProcessLocation, Topology, TrainerInfo, TransportKind
 
 _ENCODER: Final = msgspec.json.Encoder()
 
@@ -119,7 +119,7 @@ def _channel(channel: Channel, members: Membership) -> ChannelPlan:
     name, here, info, topology = trainer
     size = publisher.bytes if publisher else None
     alive = {str(name): engine for name, engine in channel.engines.items() if engine.alive}
-    ends = {name: Ends(info, engine.info, topology, engine.topology) for name, engine in alive.items()}
+    ends = {name: TransferEnds(info, engine.info, topology, engine.topology) for name, engine in alive.items()}
     engines = plans_of(ends, size, alive)
     view = trainer_plan(name, info, topology, here=here)
     if publisher is not None:
@@ -152,14 +152,16 @@ def _trainer(
 
 
 def plans_of(
-    fleet: Mapping[str, Ends], version_bytes: int | None, engines: Mapping[str, Engine] = MappingProxyType({})
+    fleet: Mapping[str, TransferEnds],
+    version_bytes: int | None,
+    engines: Mapping[str, EngineRecord] = MappingProxyType({}),
 ) -> dict[str, EnginePlan]:
     """The choice for engines that are served together. `version_bytes` of the model, where that is known."""
     routes = spread({name: (ends, choose(ends)) for name, ends in fleet.items()})
     return {name: _plan_of(ends, routes[name], version_bytes, engines.get(name)) for name, ends in fleet.items()}
 
 
-def _plan_of(ends: Ends, route: Route, version_bytes: int | None, engine: Engine | None) -> EnginePlan:
+def _plan_of(ends: TransferEnds, route: Route, version_bytes: int | None, engine: EngineRecord | None) -> EnginePlan:
     places = ends.from_engine.places if ends.from_engine else ()
     taken, taken_why = _bytes(route, ends.engine, ends.from_engine, version_bytes)
     return EnginePlan(
@@ -191,5 +193,5 @@ def _bytes(
     return version_bytes, "every worker is given the whole version"
 
 
-def _devices(places: Iterable[Place]) -> tuple[str, ...]:
+def _devices(places: Iterable[ProcessLocation]) -> tuple[str, ...]:
     return tuple(place.device for place in places)

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
         PreparedDigest as PreparedDigest,
         Ready as Ready,
     )
-    from .copy_rows import Side as Side, joined as joined, rows_of as rows_of
+    from .copy_rows import RowSide as RowSide, joined as joined, rows_of as rows_of
     from .copy_table import AXES as AXES, ITEM_SIZES as ITEM_SIZES, CopyTable as CopyTable
-    from .device_fence import DevicePoint as DevicePoint
+    from .device_fence import DeviceFence as DeviceFence
     from .engine_selection import branches_asked as branches_asked, engine_for as engine_for
     from .ready_flags import (
-        Marks as Marks,
         Needs as Needs,
+        ReadyFlags as ReadyFlags,
         marks_in as marks_in,
         needs_of as needs_of,
         stages_of as stages_of,

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ManifestError
-from ..tensors import Column, Grids, Pieces, collapse, served_dtypes, served_strides, side_by_side
+from ..tensors import Column, Grids, Shards, collapse, served_dtypes, served_strides, side_by_side
 from .copy_table import AXES, ITEM_SIZES, refuse_endless
 
 WORD_BYTES: Final = 8
@@ -114,7 +114,7 @@ class BoxTable:
             raise ManifestError(f"digest row {row} reaches bytes {first[row]}..{last[row]} outside of its region")
 
 
-def odd_boxes(pieces: Pieces) -> Column:
+def odd_boxes(pieces: Shards) -> Column:
     """(odd,): rows of pieces that do not consist of whole words of the packed tensor, or do not hold its bytes.
 
     A piece that is cast or shifted holds other bytes than the tensor that is served.
@@ -126,7 +126,7 @@ def odd_boxes(pieces: Pieces) -> Column:
 
 
 def table_of(
-    pieces: Pieces, region: Column, at: Column, group: Column | None = None, groups: int | None = None
+    pieces: Shards, region: Column, at: Column, group: Column | None = None, groups: int | None = None
 ) -> BoxTable:
     """Digest rows of `pieces`, none of which may be odd.
 
@@ -155,13 +155,13 @@ def table_of(
     )
 
 
-def _grids(pieces: Pieces) -> tuple[Grids, Column]:
+def _grids(pieces: Shards) -> tuple[Grids, Column]:
     """The grids of all pieces, steps in elements: in memory, and in the packed tensor; and bytes of an element."""
     grids = collapse(pieces.boxes.extents, (pieces.stride, served_strides(pieces)), AXES + 1)
     return grids, ITEM_SIZES[pieces.dtype[grids.row]]
 
 
-def _whole_words(pieces: Pieces, grids: Grids, item: Column) -> npt.NDArray[np.bool_]:
+def _whole_words(pieces: Shards, grids: Grids, item: Column) -> npt.NDArray[np.bool_]:
     """(grids,): grids whose runs all begin and end on a word of the packed tensor."""
     packed = grids.steps[1]
     first = np.sum(pieces.boxes.start * served_strides(pieces), axis=1)[grids.row] + grids.shift[1]

@@ -16,8 +16,8 @@ import torch
 
 from ..digest import tensor_digest as integrity
 from ..errors import DigestMismatch
-from ..tensors import DTYPES, Column, Pieces, TensorSpec, packed_strides, served_dtypes
-from .copy_rows import Side, rows_of
+from ..tensors import DTYPES, Column, Shards, TensorSpec, packed_strides, served_dtypes
+from .copy_rows import RowSide, rows_of
 from .copy_table import ITEM_SIZES, CopyTable
 
 _ALIGNMENT: Final = 16
@@ -31,13 +31,13 @@ class Packed:
 
     copies: CopyTable
     """From where the boxes lie; target region 0 is the buffer."""
-    boxes: Pieces
+    boxes: Shards
     """As they lie in the buffer. `offset` counts bytes: boxes of several dtypes are in it."""
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PackedPart:
     """One box of a tensor."""
 
     who: str
@@ -46,30 +46,30 @@ class Part:
     """(*shape of the box, bytes of an element)."""
 
 
-def packed(pieces: Pieces, region: Column, begin: Column) -> Packed:
+def packed(pieces: Shards, region: Column, begin: Column) -> Packed:
     """Copy every box behind the one before it. `region` and `begin`, (pieces,), say where its local tensor begins."""
     served = served_dtypes(pieces)
     nbytes = pieces.boxes.sizes * ITEM_SIZES[served]
     room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     places = np.cumsum(room) - room
     strides = packed_strides(pieces.boxes.extents)
-    here = Side(np.zeros(len(pieces), np.int64), places, served, strides)
-    copies = rows_of(pieces.boxes.extents, Side.of(pieces, region, begin), here)
+    here = RowSide(np.zeros(len(pieces), np.int64), places, served, strides)
+    copies = rows_of(pieces.boxes.extents, RowSide.of(pieces, region, begin), here)
     boxes = replace(pieces, offset=places, dtype=served, stride=strides)
     return Packed(copies, boxes, int((places + nbytes).max()) if len(pieces) else 0)
 
 
-def parts_of(boxes: Pieces, index: int, buffer: bytes, who: str) -> Iterator[Part]:
+def parts_of(boxes: Shards, index: int, buffer: bytes, who: str) -> Iterator[PackedPart]:
     """What of tensor `index` lies in a buffer that was packed as `boxes`."""
     item = int(ITEM_SIZES[DTYPES.index(boxes.tensors[index].dtype)])
     for row in np.flatnonzero(boxes.boxes.space == index).tolist():
         piece = boxes.at(row)
         cut = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
         data = np.frombuffer(buffer, np.uint8, piece.box.size * item, piece.view.offset)
-        yield Part(who, cut, data.reshape(*piece.box.shape, item))
+        yield PackedPart(who, cut, data.reshape(*piece.box.shape, item))
 
 
-def put_together(spec: TensorSpec, parts: Sequence[Part]) -> Bytes:
+def put_together(spec: TensorSpec, parts: Sequence[PackedPart]) -> Bytes:
     """The packed bytes of a tensor. Raises `DigestMismatch` when two parts do not say the same of one element."""
     item = int(ITEM_SIZES[DTYPES.index(spec.dtype)])
     whole = np.zeros((*spec.shape, item), np.uint8)

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..tensors import Column, Pieces, collapse, order_of, side_by_side, widen
+from ..tensors import Column, Shards, collapse, order_of, side_by_side, widen
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class RowSide:
     """One side of copies: where each box begins, and how it lies."""
 
     region: Column
@@ -26,12 +26,12 @@ class Side:
     """(copies, axes): elements."""
 
     @classmethod
-    def of(cls, pieces: Pieces, region: Column, begin: Column) -> Side:
+    def of(cls, pieces: Shards, region: Column, begin: Column) -> RowSide:
         """The boxes of `pieces`; `region` and `begin`, (pieces,), say where each one's local tensor begins."""
         return cls(region, begin + pieces.offset * ITEM_SIZES[pieces.dtype], pieces.dtype, pieces.stride)
 
 
-def rows_of(extent: Column, source: Side, target: Side) -> CopyTable:
+def rows_of(extent: Column, source: RowSide, target: RowSide) -> CopyTable:
     """Rows that copy boxes of `extent`, (copies, axes), each from its place at the source to that at the target."""
     # Axes in the order in which they lie at the target, so that those can be joined that a transposed tensor swaps.
     distance = np.where(extent > 1, -target.stride, np.iinfo(np.int64).min)

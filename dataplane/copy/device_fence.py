@@ -12,7 +12,7 @@ from ..processes import Deadline
 _LOOK_S: Final = 0.0005
 
 
-class DevicePoint:
+class DeviceFence:
     """Behind all that the current stream of `device` was given when this was made."""
 
     def __init__(self, device: torch.device) -> None:

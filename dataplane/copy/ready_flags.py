@@ -68,7 +68,7 @@ def marks_in(region: torch.Tensor, made: MadeRegion) -> torch.Tensor:
     return region[made.marks : end].view(torch.int64)
 
 
-class Marks:
+class ReadyFlags:
     """The marks of all holders that a reader reads of. Used from one thread."""
 
     def __init__(self, marks: Mapping[int, torch.Tensor], alive: Callable[[], None]) -> None:

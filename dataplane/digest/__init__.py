@@ -10,7 +10,11 @@ if TYPE_CHECKING:
         sglang_checksum_triton as sglang_checksum_triton,
         tensor_digest as tensor_digest,
     )
-    from .sglang_layout import Box as Box, ServedParameter as ServedParameter, served_layout as served_layout
+    from .sglang_layout import (
+        ParameterBox as ParameterBox,
+        ServedParameter as ServedParameter,
+        served_layout as served_layout,
+    )
     from .tensor_digest import (
         ALGORITHM as ALGORITHM,
         DIGEST_BYTES as DIGEST_BYTES,

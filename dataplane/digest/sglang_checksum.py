@@ -33,7 +33,7 @@ Words = npt.NDArray[np.uint32]
 Table = npt.NDArray[np.int64]
 
 
-class Lanes:
+class ChecksumLanes:
     """Where every parameter's tiles begin in one array of lanes, and how the lanes become checksums.
 
     Args:

@@ -19,7 +19,7 @@ import msgspec
 from ..tensors import ITEM_BYTES, TensorSpec
 
 
-class Box(msgspec.Struct, frozen=True):
+class ParameterBox(msgspec.Struct, frozen=True):
     """A rectangular part of one tensor, packed in row-major order."""
 
     tensor: int
@@ -33,7 +33,7 @@ class ServedParameter(msgspec.Struct, frozen=True):
 
     name: str
     rank: int
-    boxes: tuple[Box, ...]
+    boxes: tuple[ParameterBox, ...]
     zero_bytes: int = 0
     """Zeros behind the last box: rows that pad the vocabulary."""
 
@@ -93,15 +93,15 @@ class _Named:
             raise _UnknownLayoutError(name)
         return self.tensors[self.index[name]].shape
 
-    def cut(self, name: str, dim: int, begin: int, end: int) -> Box:
+    def cut(self, name: str, dim: int, begin: int, end: int) -> ParameterBox:
         """The whole tensor but for `dim`, which runs from `begin` to `end`."""
         shape = self.shape(name)
         if len(shape) <= dim:
             raise _UnknownLayoutError(name)
         start = tuple(begin if at == dim else 0 for at in range(len(shape)))
-        return Box(self.index[name], start, (*shape[:dim], end - begin, *shape[dim + 1 :]))
+        return ParameterBox(self.index[name], start, (*shape[:dim], end - begin, *shape[dim + 1 :]))
 
-    def share(self, name: str, dim: int, rank: int, parts: int) -> Box:
+    def share(self, name: str, dim: int, rank: int, parts: int) -> ParameterBox:
         """Part `rank` of `parts` equal ones along `dim`."""
         shape = self.shape(name)
         if len(shape) <= dim or shape[dim] % parts:
@@ -109,7 +109,7 @@ class _Named:
         size = shape[dim] // parts
         return self.cut(name, dim, rank * size, (rank + 1) * size)
 
-    def shares(self, names: Sequence[str], rank: int) -> tuple[Box, ...]:
+    def shares(self, names: Sequence[str], rank: int) -> tuple[ParameterBox, ...]:
         """Rows of `rank` of each of several tensors."""
         return tuple(self.share(name, 0, rank, self.tp) for name in names)
 
@@ -124,7 +124,7 @@ def _parameters(named: _Named) -> list[ServedParameter]:
     return [parameter for ranks in found.values() for parameter in ranks]
 
 
-def _served(name: str, rank: int, boxes: Callable[[int], tuple[Box, ...]], named: _Named) -> ServedParameter:
+def _served(name: str, rank: int, boxes: Callable[[int], tuple[ParameterBox, ...]], named: _Named) -> ServedParameter:
     if name not in _VOCABULARY:
         return ServedParameter(name, rank, boxes(rank))
     (box,) = boxes(rank)
@@ -134,7 +134,7 @@ def _served(name: str, rank: int, boxes: Callable[[int], tuple[Box, ...]], named
     return ServedParameter(name, rank, (box,) if box.size[0] else (), missing * row_bytes)
 
 
-def _rule(name: str, named: _Named) -> tuple[str, Callable[[int], tuple[Box, ...]]]:
+def _rule(name: str, named: _Named) -> tuple[str, Callable[[int], tuple[ParameterBox, ...]]]:
     """The engine's name of the parameter that holds tensor `name`, and its boxes by rank."""
     if name in _VOCABULARY:
         return name, lambda rank: (_vocabulary_box(name, named, rank),)
@@ -184,7 +184,7 @@ def _vocabulary_rows(vocabulary: int, tp: int) -> int:
     return -(-vocabulary // unit) * unit // tp
 
 
-def _vocabulary_box(name: str, named: _Named, rank: int) -> Box:
+def _vocabulary_box(name: str, named: _Named, rank: int) -> ParameterBox:
     """The rows of the vocabulary that stand on `rank`; none when it holds padding only."""
     shape = named.shape(name)
     if len(shape) != 2:

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     )
     from .export_map import (
         MARK_BYTES as MARK_BYTES,
+        ExportedPlace as ExportedPlace,
         ExportMap as ExportMap,
         MadeRegion as MadeRegion,
         Parts as Parts,
-        Place as Place,
         Region as Region,
     )
     from .exporter import RegionExporter as RegionExporter

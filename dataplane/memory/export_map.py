@@ -30,7 +30,7 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``cpu``, or the GPU's uuid: a device index means another GPU in another process."""
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+class ExportedPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Where a local tensor begins."""
 
     region: int
@@ -65,7 +65,7 @@ class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     host: str
     """`host.host_identity` of the process."""
     regions: tuple[Region, ...]
-    places: tuple[Place, ...]
+    places: tuple[ExportedPlace, ...]
     """By the number that pieces give a local tensor as `storage`."""
     parts: Parts | None = None
     """What of it is made part by part, if anything is. All else is there when it is offered."""

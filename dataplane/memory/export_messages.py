@@ -43,7 +43,7 @@ class Ask(msgspec.Struct, frozen=True):
     regions: tuple[int, ...]
 
 
-class Granted(msgspec.Struct, frozen=True):
+class GrantedRegions(msgspec.Struct, frozen=True):
     """Exporter: how one region is opened. `handle` is a cudaIpcMemHandle_t of the GPU `uuid`; empty in host memory."""
 
     region: int
@@ -57,7 +57,7 @@ class Grant(msgspec.Struct, frozen=True):
     """Exporter: all that was asked for."""
 
     generation: int
-    regions: tuple[Granted, ...]
+    regions: tuple[GrantedRegions, ...]
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -112,12 +112,16 @@ def _head(packet: bytes) -> tuple[int, int, int]:
     return int(kind), int(count), int(generation)
 
 
-def _granted(region: int, memory: int, nbytes: int, raw_uuid: bytes, handle: bytes) -> Granted:
+def _granted(region: int, memory: int, nbytes: int, raw_uuid: bytes, handle: bytes) -> GrantedRegions:
     uuid = raw_uuid.rstrip(b"\0").decode("ascii", "replace")
     known = memory == HOST or (memory == CUDA and _UUID.match(uuid) is not None)
     if not known or not 0 < nbytes <= _MAX_BYTES:
         raise TransferFailed(f"region {region} of {nbytes} bytes, memory {memory} of {uuid!r}, is out of bounds")
-    return Granted(region, memory, nbytes, uuid, handle) if memory == CUDA else Granted(region, memory, nbytes)
+    return (
+        GrantedRegions(region, memory, nbytes, uuid, handle)
+        if memory == CUDA
+        else GrantedRegions(region, memory, nbytes)
+    )
 
 
 def send(sock: socket.socket, packet: bytes, fds: Sequence[int] = ()) -> None:

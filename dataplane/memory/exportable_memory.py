@@ -20,13 +20,13 @@ from ..errors import NotExportable
 from . import export_messages as wire
 from .cuda_driver import Driver
 from .device_identity import device_name
-from .export_map import Place, Region
+from .export_map import ExportedPlace, Region
 
 _SPARE_DESCRIPTORS: Final = 256
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class ExportedStorage:
     """One region, and what keeps it from being freed."""
 
     region: Region
@@ -45,8 +45,8 @@ class SharedMemory(Protocol):
     """What a reader has mapped stays readable when the exporter lets go of it."""
 
     def share(
-        self, tensors: Sequence[torch.Tensor], known: Mapping[int, Held]
-    ) -> tuple[dict[int, Held], tuple[Place, ...]]:
+        self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedStorage]
+    ) -> tuple[dict[int, ExportedStorage], tuple[ExportedPlace, ...]]:
         """The regions of `tensors` by identity, those in `known` as they are, and where each tensor begins.
 
         An identity is never given to another region. Raises `NotExportable`.
@@ -65,23 +65,23 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> SharedMemory:
         raise NotExportable(f"one rank's tensors are on {sorted(map(str, devices))}, expected one device")
     device = next(iter(devices), torch.device("cpu"))
     if device.type == "cpu":
-        return HostMemory()
+        return ExportableHostMemory()
     if device.type == "cuda":
-        return DeviceMemory(device)
+        return ExportableDeviceMemory(device)
     raise NotExportable(f"memory of {device} cannot be opened by other processes: let it be published from host memory")
 
 
-class HostMemory:
+class ExportableHostMemory:
     """Implements `SharedMemory`: a region for each storage."""
 
     outlives = True
 
     def share(
-        self, tensors: Sequence[torch.Tensor], known: Mapping[int, Held]
-    ) -> tuple[dict[int, Held], tuple[Place, ...]]:
+        self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedStorage]
+    ) -> tuple[dict[int, ExportedStorage], tuple[ExportedPlace, ...]]:
         """Move storages into shared memory, where they are."""
-        held: dict[int, Held] = {}
-        places: list[Place] = []
+        held: dict[int, ExportedStorage] = {}
+        places: list[ExportedPlace] = []
         numbers: dict[int, int] = {}
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -90,14 +90,14 @@ class HostMemory:
             if identity not in held:
                 held[identity] = known.get(identity) or _share(tensor.untyped_storage())
             number = numbers.setdefault(identity, len(numbers))
-            places.append(Place(number, int(tensor.storage_offset()) * tensor.element_size()))
+            places.append(ExportedPlace(number, int(tensor.storage_offset()) * tensor.element_size()))
         return held, tuple(places)
 
     def settle(self) -> None:
         """Nothing is written behind a CPU's back."""
 
 
-class DeviceMemory:
+class ExportableDeviceMemory:
     """Implements `SharedMemory`: a region for each allocation of one GPU."""
 
     outlives = False
@@ -108,11 +108,11 @@ class DeviceMemory:
         self._uuid = device_name(device)
 
     def share(
-        self, tensors: Sequence[torch.Tensor], known: Mapping[int, Held]
-    ) -> tuple[dict[int, Held], tuple[Place, ...]]:
+        self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedStorage]
+    ) -> tuple[dict[int, ExportedStorage], tuple[ExportedPlace, ...]]:
         """Name the allocations that the tensors lie in."""
-        held: dict[int, Held] = {}
-        places: list[Place] = []
+        held: dict[int, ExportedStorage] = {}
+        places: list[ExportedPlace] = []
         numbers: dict[int, int] = {}
         storages: dict[int, list[torch.UntypedStorage]] = {}
         self.settle()
@@ -123,7 +123,7 @@ class DeviceMemory:
                 allocation = self._driver.allocation(tensor.data_ptr())
                 identity = allocation.identity
                 if identity not in held:
-                    held[identity] = known.get(identity) or Held(
+                    held[identity] = known.get(identity) or ExportedStorage(
                         Region(allocation.nbytes, self._uuid),
                         wire.CUDA,
                         [],
@@ -132,7 +132,7 @@ class DeviceMemory:
                     )
                 storages.setdefault(identity, []).append(tensor.untyped_storage())
                 number = numbers.setdefault(identity, len(numbers))
-                places.append(Place(number, tensor.data_ptr() - allocation.base))
+                places.append(ExportedPlace(number, tensor.data_ptr() - allocation.base))
         for identity, each in storages.items():
             held[identity].storages = each
         return held, tuple(places)
@@ -142,7 +142,7 @@ class DeviceMemory:
         torch.cuda.synchronize(self._device)
 
 
-def _share(storage: torch.UntypedStorage) -> Held:
+def _share(storage: torch.UntypedStorage) -> ExportedStorage:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -154,4 +154,4 @@ def _share(storage: torch.UntypedStorage) -> Held:
             f"torch cannot move {storage.nbytes()} bytes into shared memory ({error}): enlarge /dev/shm "
             f"(docker: --shm-size) or the limit of open files (now {hard}, {_SPARE_DESCRIPTORS} of them for other uses)"
         ) from error
-    return Held(Region(nbytes, "cpu"), wire.HOST, [storage], fd=fd)
+    return ExportedStorage(Region(nbytes, "cpu"), wire.HOST, [storage], fd=fd)

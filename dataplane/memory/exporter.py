@@ -22,7 +22,7 @@ from ..errors import PeerLost, TransferFailed, Unsupported
 from ..processes import host_identity, open_runtime_dir, peer_of
 from . import export_messages as wire
 from .export_map import ExportMap, Parts
-from .exportable_memory import Held, SharedMemory, memory_of
+from .exportable_memory import ExportedStorage, SharedMemory, memory_of
 from .tensor_bytes import addresses_of
 
 _MAX_PATH: Final = 107
@@ -39,11 +39,11 @@ class RegionExporter:
         self._holder = holder
         self._generation = 0
         self._memory: SharedMemory | None = None
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, ExportedStorage] = {}
         self._map: ExportMap | None = None
         self._pointers: list[int] = []
         self._lock = threading.Lock()
-        self._leases: dict[socket.socket, list[Held]] = {}
+        self._leases: dict[socket.socket, list[ExportedStorage]] = {}
         self._listener: socket.socket | None = None
         self._wake: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -217,7 +217,7 @@ class RegionExporter:
             return wire.send(reader, wire.encode_refuse(wire.Refuse(generation, reason)))
         asked = [held[number] for number in ask.regions]
         records = tuple(
-            wire.Granted(number, each.kind, each.region.nbytes, each.uuid, each.handle)
+            wire.GrantedRegions(number, each.kind, each.region.nbytes, each.uuid, each.handle)
             for number, each in zip(ask.regions, asked, strict=True)
         )
         packet = wire.encode_grant(wire.Grant(generation, records))

@@ -129,7 +129,7 @@ class _Exporter:
                 if each.uuid != device_name(self._device):
                     self.remote.add(each.region)
 
-    def _opened(self, granted: wire.Granted) -> torch.Tensor:
+    def _opened(self, granted: wire.GrantedRegions) -> torch.Tensor:
         """A GPU's memory, opened for the reader's own device: a kernel on another one would fault on it."""
         if self._device.type != "cuda":
             raise TransferFailed("the exporter's memory is on a GPU, and this worker has none")

@@ -6,8 +6,8 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import process_groups as process_groups, torch_threads as torch_threads
-    from .background_init import Binding as Binding
-    from .connection_pool import Line as Line, Lines as Lines
+    from .background_init import BackgroundInit as BackgroundInit
+    from .connection_pool import ConnectionPool as ConnectionPool, PooledConnection as PooledConnection
     from .deadline import Deadline as Deadline
     from .frames import FrameListener as FrameListener, Frames as Frames, dead_among as dead_among
     from .host_facts import (
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         network_identity as network_identity,
     )
     from .mac_frames import (
-        SealedFrames as SealedFrames,
-        SealedListener as SealedListener,
+        MacFrames as MacFrames,
+        MacListener as MacListener,
         address_towards as address_towards,
         bracketed as bracketed,
         family_of as family_of,

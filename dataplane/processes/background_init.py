@@ -19,7 +19,7 @@ _LOG: Final = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-class Binding(Generic[_T]):
+class BackgroundInit(Generic[_T]):
     """Begun when it is made."""
 
     def __init__(self, make: Callable[[], _T], late: Callable[[], None] = lambda: None) -> None:

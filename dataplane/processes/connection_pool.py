@@ -26,7 +26,7 @@ _CLOSED: Final = (ValueError, LookupError, RuntimeError, OSError)
 """What a selector or a queue raises that another thread closes meanwhile."""
 
 
-class Line:
+class PooledConnection:
     """Somebody that is connected, or is to be."""
 
     def __init__(self, name: str) -> None:
@@ -49,10 +49,10 @@ class Watched(Protocol):
         ...
 
 
-L = TypeVar("L", bound=Line)
+L = TypeVar("L", bound=PooledConnection)
 
 
-class Lines(Generic[L]):
+class ConnectionPool(Generic[L]):
     """Of one session. Used from one thread; `end` from any, and then `let_go` and `close`."""
 
     def __init__(self, heard: Callable[[L, bytes], None], lost: Callable[[L, str], None]) -> None:
@@ -135,7 +135,7 @@ class Lines(Generic[L]):
         try:
             self._lose_the_late()
             for key, events in self._selector.select(timeout_s):
-                if not isinstance(key.data, Line):
+                if not isinstance(key.data, PooledConnection):
                     key.data()
                     continue
                 line: L = key.data  # type: ignore[assignment]  # those that were taken
@@ -222,10 +222,10 @@ class Lines(Generic[L]):
                 self._lost(line, f"it has not said within {PACKET_S:.1f} s who it is")
 
 
-def _late(line: Line) -> bool:
+def _late(line: PooledConnection) -> bool:
     """With what it has to read, or to say first."""
     return time.monotonic() - line.moved_at > PACKET_S
 
 
-def _wanted(line: Line) -> int:
+def _wanted(line: PooledConnection) -> int:
     return selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unread else 0)

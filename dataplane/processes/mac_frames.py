@@ -25,7 +25,7 @@ _MAC_BYTES: Final = 32
 _GREETING: Final = b"weightbus"
 
 
-class SealedFrames(Frames):
+class MacFrames(Frames):
     """One end of a TCP connection."""
 
     def __init__(self, sock: socket.socket, token: str, *, listening: bool) -> None:
@@ -38,7 +38,7 @@ class SealedFrames(Frames):
         self._sent = self._heard = 0
 
     @classmethod
-    def reach(cls, address: str, token: str, deadline: Deadline) -> SealedFrames:
+    def reach(cls, address: str, token: str, deadline: Deadline) -> MacFrames:
         """Connect to ``tcp://host:port``. Raises `PeerLost`, `TransferFailed` for what is no such address."""
         where = host_and_port(address)
         try:
@@ -104,7 +104,7 @@ class SealedFrames(Frames):
         return hmac.new(self._key, head + message, hashlib.sha256).digest()
 
 
-class SealedListener:
+class MacListener:
     """A TCP port of one address of this host."""
 
     def __init__(self, host: str, token: str) -> None:
@@ -112,7 +112,7 @@ class SealedListener:
         self._socket = listening_on(host)
         self.address = f"tcp://{bracketed(host)}:{self._socket.getsockname()[1]}"
 
-    def take(self, deadline: Deadline) -> SealedFrames:
+    def take(self, deadline: Deadline) -> MacFrames:
         """The next connection, still to be greeted. Raises `DeadlineExceeded`, `PeerLost`."""
         try:
             self._socket.settimeout(deadline.check("somebody"))
@@ -122,7 +122,7 @@ class SealedListener:
         except OSError as error:
             raise PeerLost("the port was closed") from error
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return SealedFrames(sock, self._token, listening=True)
+        return MacFrames(sock, self._token, listening=True)
 
     def close(self) -> None:
         """Twice is fine."""

@@ -63,7 +63,7 @@ def gloo(store: c10d.Store, host: str, rank: int, size: int, timeout: timedelta)
     return make(store, rank, size, options)
 
 
-class Ending(Protocol):
+class GroupEnding(Protocol):
     """What torch's stubs leave out of ProcessGroupNCCL."""
 
     def abort(self) -> None:
@@ -92,7 +92,7 @@ def nccl(store: c10d.Store, rank: int, size: int, deadline: Deadline) -> object:
         _MAKING.release()
 
 
-def abort_nccl(backend: Ending, seconds: float = _ABORT_S) -> None:
+def abort_nccl(backend: GroupEnding, seconds: float = _ABORT_S) -> None:
     """Break a group off, and wait for that so long: what NCCL does there may take as long as the driver likes."""
     aside(backend.abort).join(seconds)
 

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from ..tensors import Box, Column, Pieces, intersect, volumes
+from ..tensors import Box, Column, Shards, intersect, volumes
 from .schemes import Element, Scheme
 
 WORD: Final = 8
@@ -36,7 +36,7 @@ class Words(NamedTuple):
 class Summed:
     """What one rank has the sums of."""
 
-    pieces: Pieces
+    pieces: Shards
     """All that is in them."""
     tensor: Column
     """(sums,): the tensor that each is of, all different."""
@@ -57,7 +57,7 @@ def words_of(scheme: Scheme, box: Box, shape: Sequence[int]) -> Words | None:
     return Words((box.start[0] * columns + box.start[1]) // WORD, columns // WORD)
 
 
-def complete(chosen: Pieces, summed: Pieces) -> Column:
+def complete(chosen: Shards, summed: Shards) -> Column:
     """The tensors of which `summed`, disjoint pieces of one rank, are exactly what falls to it in `chosen`; ascending.
 
     Both are of the same tensors, in the same order.

@@ -105,18 +105,18 @@ class _Compressed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     packed_modules_mapping: dict[str, list[str]] | None = None
 
 
-class Rule(msgspec.Struct, frozen=True):
+class QuantizationRule(msgspec.Struct, frozen=True):
     """A scheme, and the modules that it is meant for: names, ``re:`` patterns, or a class of modules."""
 
     targets: tuple[str, ...]
     scheme: Scheme
 
 
-class Quantisation(msgspec.Struct, frozen=True):
+class Quantization(msgspec.Struct, frozen=True):
     """What a ``quantization_config`` says."""
 
     method: str
-    rules: tuple[Rule, ...]
+    rules: tuple[QuantizationRule, ...]
     ignored: tuple[str, ...]
     """Modules that stay as they are."""
 
@@ -229,7 +229,7 @@ class Quantisation(msgspec.Struct, frozen=True):
 _KEYS: Final = ("quantization_config", "compression_config")
 
 
-def read(config: Mapping[str, Any]) -> Quantisation | None:
+def read(config: Mapping[str, Any]) -> Quantization | None:
     """What ``config.json`` says about quantisation; None for a checkpoint that is not quantised.
 
     Raises `UnknownScheme` for what is not understood.
@@ -266,7 +266,7 @@ def outputs(weight: TensorSpec, scheme: Scheme) -> tuple[TensorSpec, ...]:
     return tuple(TensorSpec(f"{module}.{part.suffix}", part.dtype, part.shape) for part in scheme.parts(weight))
 
 
-def _parse(found: object) -> Quantisation:
+def _parse(found: object) -> Quantization:
     if not isinstance(found, Mapping):
         raise UnknownScheme(f"quantization_config is a {type(found).__name__}, expected a JSON object")
     method = str(found.get("quant_method", "compressed-tensors" if "config_groups" in found else ""))  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
@@ -282,7 +282,7 @@ def _parse(found: object) -> Quantisation:
     raise UnknownScheme(f"the served checkpoint is quantised as {method!r}; {_KNOWN}: {_ADVICE}")
 
 
-def _fp8(config: _Fp8) -> Quantisation:
+def _fp8(config: _Fp8) -> Quantization:
     blocks = config.weight_block_size
     if config.quant_method == "mxfp8":
         scheme = mxfp8()
@@ -297,10 +297,10 @@ def _fp8(config: _Fp8) -> Quantisation:
     else:
         scheme = fp8_block(blocks, power_of_two=config.scale_fmt == "ue8m0")
     ignored = (*(config.modules_to_not_convert or ()), *(config.ignored_layers or ()))
-    return Quantisation(config.quant_method, (Rule(("Linear",), scheme),), ignored)
+    return Quantization(config.quant_method, (QuantizationRule(("Linear",), scheme),), ignored)
 
 
-def _compressed(config: _Compressed) -> Quantisation:
+def _compressed(config: _Compressed) -> Quantization:
     for name, value in (("kv_cache_scheme", config.kv_cache_scheme), ("transform_config", config.transform_config)):
         if value:
             raise UnknownScheme(
@@ -311,7 +311,7 @@ def _compressed(config: _Compressed) -> Quantisation:
     if not config.config_groups:
         raise UnknownScheme(f"compressed-tensors without config_groups says nothing of its weights: {_ADVICE}")
     rules = tuple(
-        Rule(tuple(group.targets), _scheme(name, group, group.format or config.format))
+        QuantizationRule(tuple(group.targets), _scheme(name, group, group.format or config.format))
         for name, group in config.config_groups.items()
     )
     for pattern in (*(config.ignore or ()), *(target for rule in rules for target in rule.targets)):
@@ -319,7 +319,7 @@ def _compressed(config: _Compressed) -> Quantisation:
     for name, group in config.config_groups.items():
         if not group.targets or not all(group.targets):
             raise UnknownScheme(f"{name} has targets {group.targets}, expected is which modules it is of: {_ADVICE}")
-    return Quantisation("compressed-tensors", rules, tuple(config.ignore or ()))
+    return Quantization("compressed-tensors", rules, tuple(config.ignore or ()))
 
 
 def _check_pattern(target: str) -> None:

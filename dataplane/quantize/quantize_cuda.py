@@ -36,14 +36,14 @@ _REGISTERS: Final = 80
 multiprocessor; 64 are too few (`by_registers` of tests/gpu/quantised.py)."""
 
 
-class Shape(NamedTuple):
+class TaskShape(NamedTuple):
     """How the weights of a scheme are cut into tiles: at most so many rows and columns."""
 
     rows: int
     columns: int
 
 
-class Kind(NamedTuple):
+class TaskKind(NamedTuple):
     """What tiles of one launch have in common."""
 
     scheme: Scheme
@@ -52,7 +52,7 @@ class Kind(NamedTuple):
     scale: torch.dtype
     aligned: bool
     """Addresses and steps are multiples of 16 bytes, widths of 16 elements."""
-    tile: Shape
+    tile: TaskShape
     summed: bool = False
     """What is stored is summed up."""
 
@@ -65,7 +65,7 @@ class CudaTasks:
         device = tasks[0].weight.device if tasks else torch.device("cpu")
         self._largest = torch.zeros(len(tasks), dtype=torch.int32, device=device)
         """By task with one scale: the largest magnitude."""
-        kinds: dict[Kind, list[Table]] = defaultdict(list)
+        kinds: dict[TaskKind, list[Table]] = defaultdict(list)
         for number, task in enumerate(tasks):
             tile = tile_of(task.scheme, task.weight.shape)
             if tile is None or not _readable(task.weight) or not _summable(task):
@@ -95,21 +95,21 @@ class CudaTasks:
             run(task)
 
 
-def tile_of(scheme: Scheme, shape: Sequence[int]) -> Shape | None:
+def tile_of(scheme: Scheme, shape: Sequence[int]) -> TaskShape | None:
     """The tile for weights of `shape`; None for what no kernel does: a block that does not fit one program."""
     rows, columns = (size or extent for size, extent in zip(scheme.block, shape, strict=True))
     wide = _power(columns)
     if scheme.element is Element.INT4:
         if _several(scheme):
-            return Shape(_INT4_TILE // TILE, TILE)
+            return TaskShape(_INT4_TILE // TILE, TILE)
         down = max(1 if scheme.symmetric else 8, min(TILE, _INT4_TILE // wide))
-        return Shape(down, columns) if down * wide <= _MOST_OF_ROWS else None
+        return TaskShape(down, columns) if down * wide <= _MOST_OF_ROWS else None
     if scheme.scale_dtype == "uint8" or scheme.flat is not None:
-        return Shape(TILE, TILE)
-    return Shape(rows, columns) if _power(rows) * wide <= (_MOST if rows > 1 else _MOST_OF_ROWS) else None
+        return TaskShape(TILE, TILE)
+    return TaskShape(rows, columns) if _power(rows) * wide <= (_MOST if rows > 1 else _MOST_OF_ROWS) else None
 
 
-def launch(kind: Kind, table: torch.Tensor, *, fast: bool = True, registers: int = _REGISTERS) -> None:
+def launch(kind: TaskKind, table: torch.Tensor, *, fast: bool = True, registers: int = _REGISTERS) -> None:
     """Quantise every tile of `table`, (tiles, 9) int64 on the device, on the current stream."""
     from . import quantize_triton as kernels  # noqa: PLC0415  Triton is there where a GPU is
 
@@ -118,7 +118,7 @@ def launch(kind: Kind, table: torch.Tensor, *, fast: bool = True, registers: int
 
 
 def kernels_of(
-    kind: Kind, *, fast: bool = True, registers: int = _REGISTERS
+    kind: TaskKind, *, fast: bool = True, registers: int = _REGISTERS
 ) -> tuple[tuple[str, dict[str, object]], ...]:
     """The kernels for tiles of a kind, one behind the other, and their constants.
 
@@ -168,7 +168,7 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _tiles(task: Task, tile: Shape) -> tuple[Kind, Table]:
+def _tiles(task: Task, tile: TaskShape) -> tuple[TaskKind, Table]:
     """The rows of one task."""
     rows, columns = task.weight.shape
     down, across = np.arange(0, rows, tile.rows), np.arange(0, columns, tile.columns)
@@ -191,7 +191,7 @@ def _tiles(task: Task, tile: Shape) -> tuple[Kind, Table]:
         table[:, 6] = task.sums.lanes.data_ptr() + task.sums.number * _LANES_BYTES
         table[:, 7] = (task.sums.step << 32) + task.sums.at + top * task.sums.step + left // WORD
     dtypes = (task.weight.dtype, task.served, task.outs[1].dtype)
-    return Kind(task.scheme, *dtypes, aligned, tile, task.sums is not None), table
+    return TaskKind(task.scheme, *dtypes, aligned, tile, task.sums is not None), table
 
 
 def _readable(weight: torch.Tensor) -> bool:

@@ -60,7 +60,7 @@ class Scaling(enum.Enum):
     """The same but where the magnitude is 1.75 times a power of two: there one more."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class QuantizedPart(msgspec.Struct, frozen=True):
     """One of the tensors that a weight becomes."""
 
     suffix: str
@@ -111,20 +111,20 @@ class Scheme(msgspec.Struct, frozen=True):
             return f"its {shape[0]} rows do not fill words of {PACKED} zero points"
         return ""
 
-    def parts(self, spec: TensorSpec) -> tuple[Part, ...]:
+    def parts(self, spec: TensorSpec) -> tuple[QuantizedPart, ...]:
         """What the weight `spec` becomes, in the order in which `quantise` gives it: elements, scales, the rest."""
         rows, columns = self._block(spec.shape)
         grid = (-(-spec.shape[0] // rows), -(-spec.shape[1] // columns))
-        scale = Part(
+        scale = QuantizedPart(
             self.scale, self.scale_dtype or spec.dtype, grid if self.flat is None else self.flat, (rows, columns)
         )
         if self.element is Element.E4M3:
-            return (Part(self.weight, Element.E4M3.value, spec.shape, (1, 1)), scale)
-        packed = Part(self.weight, "int32", (spec.shape[0], spec.shape[1] // PACKED), (1, PACKED))
-        shape = Part("weight_shape", "int64", (2,), (0, 0))
+            return (QuantizedPart(self.weight, Element.E4M3.value, spec.shape, (1, 1)), scale)
+        packed = QuantizedPart(self.weight, "int32", (spec.shape[0], spec.shape[1] // PACKED), (1, PACKED))
+        shape = QuantizedPart("weight_shape", "int64", (2,), (0, 0))
         if self.symmetric:
             return (packed, scale, shape)
-        zero = Part("weight_zero_point", "int32", (grid[0] // PACKED, grid[1]), (PACKED * rows, columns))
+        zero = QuantizedPart("weight_zero_point", "int32", (grid[0] // PACKED, grid[1]), (PACKED * rows, columns))
         return (packed, scale, zero, shape)
 
     def grain(self, shape: Sequence[int]) -> tuple[int, int]:

@@ -5,18 +5,18 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .digest_shares import Division as Division, Share as Share, divide as divide
+    from .digest_shares import DigestDivision as DigestDivision, DigestShare as DigestShare, divide as divide
     from .load_trace import (
         Cause as Cause,
         Constant as Constant,
         LoadedTensor as LoadedTensor,
+        LoadTrace as LoadTrace,
         Patch as Patch,
-        Recording as Recording,
         Target as Target,
     )
     from .reshard_plan import (
-        Plan as Plan,
-        Reader as Reader,
+        PlanReader as PlanReader,
+        ReshardPlan as ReshardPlan,
         distances as distances,
         make_plan as make_plan,
         staging_of as staging_of,
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
         schedule as schedule,
     )
     from .share_digester import PASS_BYTES as PASS_BYTES, ShareDigest as ShareDigest
-    from .verification import Proof as Proof, RankProof as RankProof, make_proof as make_proof, provable as provable
+    from .verification import (
+        RankVerification as RankVerification,
+        Verification as Verification,
+        make_proof as make_proof,
+        provable as provable,
+    )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -31,7 +31,7 @@ from ..copy import (
 from ..digest import tensor_digest as integrity
 from ..errors import ManifestError, Unsupported
 from ..quantize import complete
-from ..tensors import Column, Pieces, in_turn, packed_strides, prove, served_dtypes
+from ..tensors import Column, Shards, in_turn, packed_strides, prove, served_dtypes
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
 """What ranks send each other in each round. Beyond, assembling buckets is no slower."""
@@ -41,7 +41,7 @@ _NONE: Final = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
+class DigestPass:
     """Boxes that are cast into a buffer, and digested there."""
 
     copies: CopyTable
@@ -50,32 +50,32 @@ class Pass:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class DigestShare:
     """What falls to one rank. Regions are its local tensors, by `storage`; those of passes are the buffer."""
 
     tensors: Column
     """The tensors that it gives sums of, ascending."""
     in_place: BoxTable
-    passes: tuple[Pass, ...]
+    passes: tuple[DigestPass, ...]
     odd: Packed
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class DigestDivision:
     """Who digests what, of all ranks. Every rank works it out for itself from the same pieces."""
 
-    chosen: Pieces
+    chosen: Shards
     odd: Column
     """(odd,): tensors that are put together."""
 
-    def known(self, rank: int, summed: Pieces) -> Column:
+    def known(self, rank: int, summed: Shards) -> Column:
         """The tensors of which `rank` need not read what falls to it: it has just summed up all of that.
 
         `summed` are disjoint pieces of that rank, of the same tensors.
         """
         return np.setdiff1d(complete(self.chosen.held_by(rank), summed), self.odd)
 
-    def share(self, rank: int, pass_bytes: int, known: Column = _NONE) -> Share:
+    def share(self, rank: int, pass_bytes: int, known: Column = _NONE) -> DigestShare:
         """What falls to `rank`; it casts about `pass_bytes` at a time, and does not read what it has of `known`."""
         mine = self.chosen.held_by(rank)
         apart = np.isin(mine.boxes.space, self.odd)
@@ -83,7 +83,7 @@ class Division:
         even = mine.take(np.flatnonzero(~apart & ~cast & ~np.isin(mine.boxes.space, known)))
         wide = mine.take(np.flatnonzero(cast))
         odd = mine.take(np.flatnonzero(apart))
-        return Share(
+        return DigestShare(
             tensors=np.unique(mine.boxes.space[~apart]),
             in_place=table_of(even, even.storage, np.zeros(len(even), np.int64)),
             passes=tuple(_pass(part) for part in _batches(wide, pass_bytes)),
@@ -91,7 +91,7 @@ class Division:
         )
 
     def digests(self, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> bytes:
-        """The digest of every tensor, from each rank's sums of its `Share.tensors` and its odd bytes.
+        """The digest of every tensor, from each rank's sums of its `DigestShare.tensors` and its odd bytes.
 
         Raises `ManifestError` when a rank gave sums of other tensors than fell to it.
         """
@@ -120,7 +120,7 @@ class Division:
         ranks: list[int] = np.unique(self.chosen.holder).tolist()
         return {rank: np.unique(self.chosen.boxes.space[even & (self.chosen.holder == rank)]) for rank in ranks}
 
-    def _put_together(self, index: int, packs: Sequence[Pieces], odd: Sequence[bytes]) -> bytes:
+    def _put_together(self, index: int, packs: Sequence[Shards], odd: Sequence[bytes]) -> bytes:
         parts = [
             part
             for rank, (pack, blob) in enumerate(zip(packs, odd, strict=True))
@@ -128,13 +128,13 @@ class Division:
         ]
         return digest_of(put_together(self.chosen.tensors[index], parts))
 
-    def _odd_of(self, rank: int) -> Pieces:
+    def _odd_of(self, rank: int) -> Shards:
         mine = self.chosen.held_by(rank)
         mine = mine.take(np.flatnonzero(np.isin(mine.boxes.space, self.odd)))
         return packed(mine, mine.storage, np.zeros(len(mine), np.int64)).boxes
 
 
-def divide(pieces: Pieces) -> Division:
+def divide(pieces: Shards) -> DigestDivision:
     """Share out the digesting of `pieces`, which are those of all ranks, replicas included, and without shifts.
 
     Raises `CoverageError` unless they make up every tensor, and `Unsupported` when too much of the model lies in boxes
@@ -154,18 +154,18 @@ def divide(pieces: Pieces) -> Division:
             f"{nbytes} bytes of {len(odd)} tensors ({chosen.tensors[indexes[0]].name} ..) lie in boxes that are no"
             " multiple of 8 bytes, and cannot be digested where they lie"
         )
-    return Division(chosen, odd)
+    return DigestDivision(chosen, odd)
 
 
-def _batches(pieces: Pieces, nbytes: int) -> list[Pieces]:
+def _batches(pieces: Shards, nbytes: int) -> list[Shards]:
     """The pieces, in their order, as many at a time as fill `nbytes`; a larger one has a batch of its own."""
     ends = np.cumsum(pieces.boxes.sizes * ITEM_SIZES[served_dtypes(pieces)])
     batch = (ends - 1) // nbytes
     return [pieces.take(np.flatnonzero(batch == number)) for number in np.unique(batch).tolist()]
 
 
-def _pass(pieces: Pieces) -> Pass:
+def _pass(pieces: Shards) -> DigestPass:
     begin = np.zeros(len(pieces), np.int64)
     cast = packed(pieces, pieces.storage, begin)
     lying = replace(cast.boxes, offset=begin)
-    return Pass(cast.copies, table_of(lying, begin, cast.boxes.offset), cast.nbytes)
+    return DigestPass(cast.copies, table_of(lying, begin, cast.boxes.offset), cast.nbytes)

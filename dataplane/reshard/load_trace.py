@@ -1,7 +1,7 @@
 """What an engine's own loader does with the tensors it is given, as data: recorded once, replayed as copies.
 
-One `Recording` speaks of one worker of one server: which part of which served tensor ends up where in its parameters.
-The copies are `Pieces`, the same description that trainers give of theirs, so that a planner only has to intersect the
+One `LoadTrace` speaks of one worker of one server: which part of which served tensor ends up where in its parameters.
+The copies are `Shards`, the same description that trainers give of theirs, so that a planner only has to intersect the
 two. Whatever the loader does beyond copying is in one of the lists, by name and with the reason; a tensor or an element
 of a parameter that stands in none of them and in no copy does not exist (engine_agent/worker/load_tracer.py proves it).
 
@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ManifestError
-from ..tensors import ITEM_BYTES, Box, Column, Pieces, TensorSpec, places_in
+from ..tensors import ITEM_BYTES, Box, Column, Shards, TensorSpec, places_in
 
 _SHOWN: Final = 4
 """Names of a list in an account."""
@@ -89,12 +89,12 @@ class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, eq=False)
-class Recording:
+class LoadTrace:
     """What the loader of one worker does. `copies.storage` numbers `targets`, `copies.holder` is the worker's rank."""
 
     rank: int
     targets: tuple[Target, ...]
-    copies: Pieces
+    copies: Shards
     """Disjoint in the targets. A piece's dtype is what is stored: another one than the tensor's is a cast."""
     loaded: tuple[LoadedTensor, ...] = ()
     """Not copies: staged whole, given to the engine's loader, its post-load step run once."""
@@ -136,7 +136,7 @@ class Recording:
         ]
         return "; ".join(told)
 
-    def reordered(self, tensors: Sequence[TensorSpec]) -> Recording | None:
+    def reordered(self, tensors: Sequence[TensorSpec]) -> LoadTrace | None:
         """The same for a loader that is offered these tensors; None when they are others, or their order may matter.
 
         It matters where something is written twice: what is offered last stays.
@@ -150,7 +150,7 @@ class Recording:
         except ManifestError:
             return None
 
-    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Recording:
+    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> LoadTrace:
         """The same with the tensors in the order of `tensors`; `places`, (tensors,), says where each of them is."""
         moved: list[int] = places.tolist()
         loaded = [msgspec.structs.replace(each, tensor=moved[each.tensor]) for each in self.loaded]
@@ -162,7 +162,7 @@ class Recording:
             dropped=tuple(sorted(moved[index] for index in self.dropped)),
         )
 
-    def same(self, other: Recording) -> bool:
+    def same(self, other: LoadTrace) -> bool:
         """Whether both say the same of the same tensors. Their digests say so too, once they are made."""
         mine, others = [
             (each.rank, each.targets, each.loaded, each.unread, each.dropped, each.constants, each.unwritten,
@@ -186,14 +186,14 @@ class Recording:
         )  # fmt: skip
 
     @classmethod
-    def decode(cls, blob: bytes, tensors: Sequence[TensorSpec]) -> Recording:
+    def decode(cls, blob: bytes, tensors: Sequence[TensorSpec]) -> LoadTrace:
         """Read and check what `encode` wrote of these tensors. Raises `ManifestError` on anything else."""
         try:
             wire = _DECODER.decode(blob)
         except (ValueError, RecursionError) as error:
             raise ManifestError(f"not a recording: {error}") from error
         recording = cls(
-            wire.rank, wire.targets, Pieces.decode([wire.copies], tensors), wire.loaded, wire.unread, wire.dropped,
+            wire.rank, wire.targets, Shards.decode([wire.copies], tensors), wire.loaded, wire.unread, wire.dropped,
             wire.constants, wire.unwritten, wire.rewritten,
         )  # fmt: skip
         recording.check()

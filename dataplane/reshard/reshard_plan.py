@@ -15,15 +15,15 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ..copy import CopyTable, Side, joined, rows_of
+from ..copy import CopyTable, RowSide, joined, rows_of
 from ..errors import CoverageError, ManifestError
 from ..memory import ExportMap
 from ..tensors import (
     DTYPES,
     Boxes,
     Column,
-    Piece,
-    Pieces,
+    Shard,
+    Shards,
     TensorSpec,
     in_turn,
     intersect,
@@ -31,7 +31,7 @@ from ..tensors import (
     volumes,
     whole,
 )
-from .load_trace import Recording
+from .load_trace import LoadTrace
 
 _ALIGNMENT: Final = 16
 _FAR: Final = 2
@@ -39,7 +39,7 @@ _UNREACHABLE: Final = 3
 """Other hosts are not read. What is sent may come from them."""
 
 
-class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlanReader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The worker that a plan is for, as far as the choice among replicas asks."""
 
     rank: int
@@ -52,7 +52,7 @@ class Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """It reads nothing: what it needs is sent to it, from wherever that is."""
 
 
-class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ShardHolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One region that a plan reads: source region number `index` of its tables."""
 
     holder: int
@@ -60,13 +60,13 @@ class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ReshardPlan:
     """What one worker does in every round."""
 
-    reader: Reader
+    reader: PlanReader
     recording: str
     """Digest of the recording that it was made for."""
-    sources: tuple[Source, ...]
+    sources: tuple[ShardHolder, ...]
     """The regions to open. `copies.source` and `staging.source` number these."""
     copies: CopyTable
     """Into the recording's targets."""
@@ -87,7 +87,7 @@ class Plan:
         return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (*parts, *rows))).hexdigest()
 
 
-def make_plan(pieces: Pieces, exports: Sequence[ExportMap], recording: Recording, reader: Reader) -> Plan:
+def make_plan(pieces: Shards, exports: Sequence[ExportMap], recording: LoadTrace, reader: PlanReader) -> ReshardPlan:
     """The copies of one worker.
 
     `pieces` are those of all holders, replicas included, with `holder` naming an entry of `exports`. Every element of
@@ -108,7 +108,7 @@ def make_plan(pieces: Pieces, exports: Sequence[ExportMap], recording: Recording
     to_buffer = _table(staging, chosen, regions, begin=staging.storage)
     both = np.concatenate([copies.source, to_buffer.source])
     used, numbers = np.unique(both, return_inverse=True)
-    return Plan(
+    return ReshardPlan(
         reader=reader,
         recording=recording.digest(),
         sources=regions.sources(used),
@@ -139,32 +139,32 @@ class _Regions:
         self._region = np.concatenate([pair[0] for pair in columns]) if columns else np.empty(0, np.int64)
         self._offset = np.concatenate([pair[1] for pair in columns]) if columns else np.empty(0, np.int64)
 
-    def of(self, pieces: Pieces) -> tuple[Column, Column]:
+    def of(self, pieces: Shards) -> tuple[Column, Column]:
         """(pieces,), (pieces,): region and byte at which each piece's local tensor begins."""
         if bool((pieces.storage >= self._places[pieces.holder]).any()):
             raise ManifestError("a piece lies in a local tensor that its holder does not export")
         at = self._first_place[pieces.holder] + pieces.storage
         return self._region[at], self._offset[at]
 
-    def sources(self, numbers: Column) -> tuple[Source, ...]:
+    def sources(self, numbers: Column) -> tuple[ShardHolder, ...]:
         """Regions by their numbers."""
         which = np.searchsorted(self._ends, numbers, side="right")
         holder = np.array([each.holder for each in self._exports], np.int64)[which]
         first = self._ends - np.array([len(each.regions) for each in self._exports], np.int64)
-        return tuple(map(Source, holder.tolist(), (numbers - first[which]).tolist()))
+        return tuple(map(ShardHolder, holder.tolist(), (numbers - first[which]).tolist()))
 
 
-def staging_of(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Pieces, int]:
+def staging_of(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Shards, int]:
     """Whole tensors in one buffer; `storage` is the byte at which each begins."""
-    pieces: list[Piece] = []
+    pieces: list[Shard] = []
     at = 0
     for index in staged:
         pieces.append(whole(tensors[index], tensors[index].dtype, at))
         at += -(-tensors[index].nbytes // _ALIGNMENT) * _ALIGNMENT
-    return Pieces.of(tensors, pieces), at
+    return Shards.of(tensors, pieces), at
 
 
-def distances(exports: Sequence[ExportMap], reader: Reader) -> tuple[int, ...]:
+def distances(exports: Sequence[ExportMap], reader: PlanReader) -> tuple[int, ...]:
     """How far each holder is from the reader. Readers of one rank with the same ones have plans of the same copies."""
     far = [_UNREACHABLE] * (max((each.holder for each in exports), default=0) + 1)
     for each in exports:
@@ -172,7 +172,7 @@ def distances(exports: Sequence[ExportMap], reader: Reader) -> tuple[int, ...]:
     return tuple(far)
 
 
-def _chosen(pieces: Pieces, exports: Sequence[ExportMap], reader: Reader, wanted: Column) -> Pieces:
+def _chosen(pieces: Shards, exports: Sequence[ExportMap], reader: PlanReader, wanted: Column) -> Shards:
     """Of what the reader can reach, every element once. `wanted`, (tensors,), are how many elements it reads."""
     far = np.array(distances(exports, reader), np.int64)
     holders = int(pieces.holder.max()) + 1 if len(pieces) else 0
@@ -180,7 +180,7 @@ def _chosen(pieces: Pieces, exports: Sequence[ExportMap], reader: Reader, wanted
     return in_turn(pieces.take(np.flatnonzero(far[pieces.holder] < _UNREACHABLE)), reader.rank, far, wanted)
 
 
-def _distance(export: ExportMap, reader: Reader) -> int:
+def _distance(export: ExportMap, reader: PlanReader) -> int:
     """0 for the reader's own device, 1 for one that it reads directly, more for one that sends."""
     devices = {region.device for region in export.regions}
     if not devices:
@@ -193,7 +193,7 @@ def _distance(export: ExportMap, reader: Reader) -> int:
     return 1 if devices <= {reader.device, *reader.peers} else beyond
 
 
-def _table(wanted: Pieces, chosen: Pieces, regions: _Regions, begin: Column | None = None) -> CopyTable:
+def _table(wanted: Shards, chosen: Shards, regions: _Regions, begin: Column | None = None) -> CopyTable:
     """Copies into `wanted`. A target's region is its `storage`, or region 0 from byte `begin` on, (wanted,)."""
     rows, others, common = intersect(wanted.boxes, chosen.boxes)
     _prove(wanted, rows, common)
@@ -201,11 +201,11 @@ def _table(wanted: Pieces, chosen: Pieces, regions: _Regions, begin: Column | No
     _check_dtypes(source, target)
     region, at = regions.of(source)
     zeros = np.zeros(len(rows), np.int64)
-    there = Side.of(target, target.storage, zeros) if begin is None else Side.of(target, zeros, begin[rows])
-    return rows_of(common.extents, Side.of(source, region, at), there)
+    there = RowSide.of(target, target.storage, zeros) if begin is None else RowSide.of(target, zeros, begin[rows])
+    return rows_of(common.extents, RowSide.of(source, region, at), there)
 
 
-def _prove(wanted: Pieces, rows: Column, common: Boxes) -> None:
+def _prove(wanted: Shards, rows: Column, common: Boxes) -> None:
     """Raise `CoverageError` unless every element of every wanted box is found. What was chosen is disjoint."""
     found = np.zeros(len(wanted), np.int64)
     np.add.at(found, rows, common.sizes)
@@ -218,7 +218,7 @@ def _prove(wanted: Pieces, rows: Column, common: Boxes) -> None:
         )
 
 
-def _check_dtypes(source: Pieces, target: Pieces) -> None:
+def _check_dtypes(source: Shards, target: Shards) -> None:
     """A copy converts at most once, and ends as the stock path would: by way of the served dtype."""
     served = served_dtypes(source)
     odd = np.flatnonzero((source.shift != 0) | ((source.dtype != served) & (target.dtype != served)))

@@ -24,7 +24,7 @@ import numpy as np
 from ..copy import AXES, ITEM_SIZES, CopyTable
 from ..errors import ManifestError
 from ..tensors import Column
-from .reshard_plan import Plan
+from .reshard_plan import ReshardPlan
 
 STAGING_BYTES: Final = 256 * 1024 * 1024
 """What all pairs of one rank may stage in a turn, where the group is not so large that `MIN_PAIR_BYTES` is more. Two
@@ -159,7 +159,7 @@ class Schedule:
         parts = (self.plan.encode(), self.messages.encode(), self.pack.encode(), self.unpack.encode())
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
-    def of_holder(self, holder: int, plan: Plan) -> tuple[Messages, CopyTable]:
+    def of_holder(self, holder: int, plan: ReshardPlan) -> tuple[Messages, CopyTable]:
         """What one trainer rank does: its messages and their packing, sources numbered as the regions of its own."""
         region = np.array([source.region for source in plan.sources], np.int64)
         rows = np.flatnonzero(self.messages.holder == holder)
@@ -172,7 +172,7 @@ class Schedule:
         return replace(mine, source=at_home), replace(pack, source=region[pack.source], target=number[pack.target])
 
 
-def schedule(plan: Plan, targets: int, pair_bytes: int, alone_bytes: int = ALONE_BYTES) -> Schedule:
+def schedule(plan: ReshardPlan, targets: int, pair_bytes: int, alone_bytes: int = ALONE_BYTES) -> Schedule:
     """The messages of a plan, for a recording of `targets` targets. Its buffer is target number `targets`."""
     to_buffer = replace(plan.staging, target=plan.staging.target + targets)
     holder = np.array([source.holder for source in plan.sources], np.int64)

@@ -11,7 +11,7 @@ import torch
 
 from ..copy import CopyEngine, Lanes, PreparedCopies, PreparedDigest
 from ..memory import bytes_of, sizes_of
-from .digest_shares import Share
+from .digest_shares import DigestShare
 
 PASS_BYTES: Final = 256 * 1024 * 1024
 """Of the buffer that masters of another dtype are cast into, a part at a time."""
@@ -26,7 +26,9 @@ class _Bound:
 class ShareDigest:
     """One rank's share bound to its memory, which must stay where it is."""
 
-    def __init__(self, share: Share, tensors: Sequence[torch.Tensor], device: torch.device, engine: CopyEngine) -> None:
+    def __init__(
+        self, share: DigestShare, tensors: Sequence[torch.Tensor], device: torch.device, engine: CopyEngine
+    ) -> None:
         """`tensors` are what pieces number as `storage`."""
         regions = [bytes_of(tensor) for tensor in tensors]
         sizes = sizes_of(regions)

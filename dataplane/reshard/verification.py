@@ -30,14 +30,14 @@ from ..tensors import (
     Boxes,
     Column,
     DigestTable,
-    Pieces,
+    Shards,
     TensorSpec,
     doubly_held,
     intersect,
     served_dtypes,
     volumes,
 )
-from .load_trace import Cause, LoadedTensor, Recording
+from .load_trace import Cause, LoadedTensor, LoadTrace
 from .reshard_plan import staging_of
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
@@ -53,7 +53,7 @@ _WIDER: Final = {
 
 
 @dataclass(frozen=True, eq=False)
-class RankProof:
+class RankVerification:
     """What one worker reports, and how to read it."""
 
     table: BoxTable
@@ -62,22 +62,22 @@ class RankProof:
     """(instances,): the atom that each is."""
     odd: CopyTable
     """Target regions to one buffer, in the served dtype."""
-    odd_pieces: Pieces
+    odd_pieces: Shards
     """The boxes in that buffer, packed one after another; `offset` counts bytes."""
     odd_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
-class Proof:
+class Verification:
     """For all workers of one engine."""
 
     tensors: tuple[TensorSpec, ...]
     atoms: Boxes
-    ranks: tuple[RankProof, ...]
+    ranks: tuple[RankVerification, ...]
     odd: tuple[int, ...]
     """Tensors that are put together from what was read back."""
 
-    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Proof:
+    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Verification:
         """The same of the same tensors in another order; `places`, (tensors,), says where in it each of them is."""
         return replace(
             self,
@@ -186,7 +186,7 @@ class _Reading:
         return np.frombuffer(digests, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[self.proven].tobytes()
 
 
-def _reading(proof: Proof) -> _Reading:
+def _reading(proof: Verification) -> _Reading:
     atom = np.concatenate([rank.atom for rank in proof.ranks])
     first = np.full(len(proof.atoms), len(atom), np.int64)
     np.minimum.at(first, atom, np.arange(len(atom)))
@@ -197,7 +197,7 @@ def _reading(proof: Proof) -> _Reading:
     return _Reading(again, first[atom[again]], first[order], begins, None if everything else proven)
 
 
-def provable(recording: Recording) -> Recording:
+def provable(recording: LoadTrace) -> LoadTrace:
     """The recording, with tensors whose cast loses bits sent through the engine's loader.
 
     What is stored of them says nothing about the bits that were lost; the staged tensor does.
@@ -216,7 +216,7 @@ def provable(recording: Recording) -> Recording:
     return replace(recording, copies=copies.take(kept), loaded=tuple(loaded[index] for index in sorted(loaded)))
 
 
-def make_proof(recordings: Sequence[Recording]) -> Proof:
+def make_proof(recordings: Sequence[LoadTrace]) -> Verification:
     """What the workers with these recordings, in the order of their ranks, report. Raises `NotRecordable`."""
     tensors = recordings[0].tensors
     held = [_held(recording) for recording in recordings]
@@ -235,13 +235,13 @@ def make_proof(recordings: Sequence[Recording]) -> Proof:
             f"{max(rank.odd_bytes for rank in ranks)} bytes of {len(odd)} tensors ({names} ..) lie in boxes that are "
             "no multiple of 8 bytes and cannot be digested in place: let this engine take the local transport"
         )
-    return Proof(tensors, atoms, ranks, tuple(odd.tolist()))
+    return Verification(tensors, atoms, ranks, tuple(odd.tolist()))
 
 
-def _held(recording: Recording) -> tuple[Pieces, Column, Column]:
+def _held(recording: LoadTrace) -> tuple[Shards, Column, Column]:
     """Everything that a worker holds of the served tensors: its copies, and whole staged tensors behind its targets."""
     staging, _ = staging_of(recording.tensors, recording.staged)
-    pieces = Pieces.join((recording.copies, replace(staging, storage=np.zeros(len(staging), np.int64))))
+    pieces = Shards.join((recording.copies, replace(staging, storage=np.zeros(len(staging), np.int64))))
     region = np.concatenate([recording.copies.storage, np.full(len(staging), len(recording.targets))])
     begin = np.concatenate([np.zeros(len(recording.copies), np.int64), staging.storage])
     return pieces, region, begin
@@ -306,10 +306,10 @@ def _complete(tensors: Sequence[TensorSpec], atoms: Boxes, odd: Column, held: Se
 
 
 def _rank_proof(  # noqa: PLR0917 - everything that is known of one worker
-    pieces: Pieces, region: Column, begin: Column, even: Column, atoms: Boxes, odd: Column
-) -> RankProof:
+    pieces: Shards, region: Column, begin: Column, even: Column, atoms: Boxes, odd: Column
+) -> RankVerification:
     rows, which, common = intersect(pieces.boxes.take(even), atoms)
     instances = pieces.within(common, even[rows])
     table = table_of(instances, region[even[rows]], begin[even[rows]], np.arange(len(rows)), len(rows))
     read = packed(pieces.take(odd), region[odd], begin[odd])
-    return RankProof(table, which, read.copies, read.boxes, read.nbytes)
+    return RankVerification(table, which, read.copies, read.boxes, read.nbytes)

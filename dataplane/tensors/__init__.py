@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     )
     from .shards import (
         DTYPES as DTYPES,
-        Piece as Piece,
-        Pieces as Pieces,
-        View as View,
+        Shard as Shard,
+        Shards as Shards,
+        ShardView as ShardView,
         contiguous_strides as contiguous_strides,
         order_of as order_of,
         packed_strides as packed_strides,

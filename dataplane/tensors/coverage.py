@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import CoverageError
 from .boxes import Box, Boxes, Column, doubly_held, intersect, subtract_all, volumes
 from .load_balancing import Sets, deal, numbered, ragged
-from .shards import Pieces, order_of, served_sizes, side_by_side
+from .shards import Shards, order_of, served_sizes, side_by_side
 
 _SHOWN: Final = 3
 _FRACTION_BITS: Final = 16
@@ -20,7 +20,7 @@ _MIXED: Final = ((32, 0x9E3779B97F4A7C15), (30, 0xBF58476D1CE4E5B9), (27, 0x94D0
 """Shifts and factors of splitmix64."""
 
 
-def once(pieces: Pieces) -> Pieces:
+def once(pieces: Shards) -> Shards:
     """Every element from one holder: of what several hold, the lowest one's.
 
     Copies of a whole piece are dropped; where pieces overlap otherwise, those of higher holders are cut.
@@ -31,7 +31,7 @@ def once(pieces: Pieces) -> Pieces:
     return _apart(pieces.take(np.sort(order[first])))
 
 
-def _apart(distinct: Pieces) -> Pieces:
+def _apart(distinct: Shards) -> Shards:
     """`once`, of pieces of which no two are the same box."""
     rows, others, _ = intersect(distinct.boxes, distinct.boxes)
     earlier = (distinct.holder[others] < distinct.holder[rows]) | (
@@ -40,7 +40,7 @@ def _apart(distinct: Pieces) -> Pieces:
     return _cut(distinct, rows[earlier], others[earlier]) if earlier.any() else distinct
 
 
-def in_turn(pieces: Pieces, first: int = 0, distance: Column | None = None, wanted: Column | None = None) -> Pieces:
+def in_turn(pieces: Shards, first: int = 0, distance: Column | None = None, wanted: Column | None = None) -> Shards:
     """Every element from one holder: of what several hold, the nearest one's; equally near ones give as many bytes.
 
     Who gives what of equal ones is another for each `first`: not all readers begin with the same one. `distance`,
@@ -87,7 +87,7 @@ def weights(boxes: Boxes, elements: Column, item: Column, wanted: Column | None 
     return found
 
 
-def merge(pieces: Pieces) -> Pieces:
+def merge(pieces: Shards) -> Shards:
     """Join neighbours that are neighbours in memory too, until none are left. Elements and their places stay."""
     before = -1
     while len(pieces) != before:
@@ -97,7 +97,7 @@ def merge(pieces: Pieces) -> Pieces:
     return pieces
 
 
-def prove(pieces: Pieces) -> None:
+def prove(pieces: Shards) -> None:
     """Raise `CoverageError` unless every element of every tensor is in exactly one piece.
 
     No two pieces overlap, and together they have as many elements as the tensor: so none is missing.
@@ -117,7 +117,7 @@ def prove(pieces: Pieces) -> None:
         raise CoverageError(pieces.tensors[first].name, f"{_hole(pieces, first)} is held by no rank{more}")
 
 
-def _hole(pieces: Pieces, index: int) -> str:
+def _hole(pieces: Shards, index: int) -> str:
     """A part of tensor `index` that no piece holds."""
     shape = pieces.tensors[index].shape
     mine = [pieces.boxes.at(row) for row in np.flatnonzero(pieces.boxes.space == index).tolist()]
@@ -141,7 +141,7 @@ def _begins(table: Column) -> Column:
     return begins
 
 
-def _merge_along(pieces: Pieces, axis: int) -> Pieces:
+def _merge_along(pieces: Shards, axis: int) -> Shards:
     """Join runs of pieces that continue each other along one axis."""
     boxes = pieces.boxes
     # What neighbours share: all but the place on the axis, with the element at its index 0 at the same place.
@@ -163,7 +163,7 @@ def _merge_along(pieces: Pieces, axis: int) -> Pieces:
     return replace(joined, boxes=replace(joined.boxes, stop=ends))
 
 
-def _cut(pieces: Pieces, rows: Column, others: Column) -> Pieces:
+def _cut(pieces: Shards, rows: Column, others: Column) -> Shards:
     """Take out of each piece of `rows` what the piece of `others` in the same place holds. Few do, in any layout."""
     taken: dict[int, list[Box]] = {}
     for row, other in zip(rows.tolist(), others.tolist(), strict=True):
@@ -175,4 +175,4 @@ def _cut(pieces: Pieces, rows: Column, others: Column) -> Pieces:
     starts = np.array([part.start for _, part in parts], np.int64).reshape(len(parts), axes)
     stops = np.array([part.stop for _, part in parts], np.int64).reshape(len(parts), axes)
     remains = pieces.within(Boxes(pieces.boxes.space[chosen], starts, stops), chosen)
-    return Pieces.join((untouched, remains))
+    return Shards.join((untouched, remains))

@@ -4,7 +4,7 @@ One description for every path: assembling whole tensors, writing files, and cop
 box of a tensor and a strided view of one local tensor of its holder, element by element the same. Fused, cut, padded,
 replicated and transposed parameters are all sets of pieces; nothing else about a training framework is known here.
 
-`Piece` is one, for building and for reading. `Pieces` are many, as columns: what ranks exchange and planners work on
+`Shard` is one, for building and for reading. `Shards` are many, as columns: what ranks exchange and planners work on
 (coverage.py: which of them to read, joined, and the proof that they are a model).
 
     tensors     what is described: names, dtypes in which they are served, shapes
@@ -41,7 +41,7 @@ _MAX_AXES: Final = 8
 _MOST_KEY: Final = 1 << 62
 
 
-class View(msgspec.Struct, frozen=True):
+class ShardView(msgspec.Struct, frozen=True):
     """Where the elements of a box are: `offset` and `strides` in elements of local tensor `storage`."""
 
     storage: int
@@ -49,18 +49,18 @@ class View(msgspec.Struct, frozen=True):
     strides: tuple[int, ...]
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Shard(msgspec.Struct, frozen=True):
     """A box of one served tensor, and the local memory that holds it in `dtype`."""
 
     tensor: str
     box: Box
     dtype: str
-    view: View
+    view: ShardView
     shift: int = 0
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class Shards:
     """Many pieces of many holders as columns; the module says what each column is."""
 
     tensors: tuple[TensorSpec, ...]
@@ -76,7 +76,7 @@ class Pieces:
         return len(self.boxes)
 
     @classmethod
-    def of(cls, tensors: Sequence[TensorSpec], pieces: Iterable[Piece], holder: int = 0) -> Pieces:
+    def of(cls, tensors: Sequence[TensorSpec], pieces: Iterable[Shard], holder: int = 0) -> Shards:
         """The pieces of one holder. Raises `ManifestError` for one that names no tensor or lies outside of its own."""
         pieces = tuple(pieces)
         number = {spec.name: index for index, spec in enumerate(tensors)} if pieces else {}
@@ -96,7 +96,7 @@ class Pieces:
         )
 
     @classmethod
-    def join(cls, parts: Sequence[Pieces]) -> Pieces:
+    def join(cls, parts: Sequence[Shards]) -> Shards:
         """All pieces of all parts, in order. Raises `ManifestError` unless they describe the same tensors."""
         first = parts[0]
         if any(part.tensors != first.tensors for part in parts):
@@ -118,7 +118,7 @@ class Pieces:
             shift=np.concatenate([part.shift for part in parts]),
         )
 
-    def take(self, rows: Column) -> Pieces:
+    def take(self, rows: Column) -> Shards:
         """The pieces of these rows, in their order."""
         if all_in_order(rows, len(self)):
             return self
@@ -133,34 +133,34 @@ class Pieces:
             shift=self.shift[rows],
         )
 
-    def at(self, index: int) -> Piece:
+    def at(self, index: int) -> Shard:
         """One of them."""
         spec = self.tensors[int(self.boxes.space[index])]
         axes = len(spec.shape)
         box = self.boxes.at(index)
-        return Piece(
+        return Shard(
             spec.name,
             Box(box.start[:axes], box.stop[:axes]),
             DTYPES[int(self.dtype[index])],
-            View(int(self.storage[index]), int(self.offset[index]), tuple(self.stride[index, :axes].tolist())),
+            ShardView(int(self.storage[index]), int(self.offset[index]), tuple(self.stride[index, :axes].tolist())),
             int(self.shift[index]),
         )
 
-    def held_by(self, holder: int) -> Pieces:
+    def held_by(self, holder: int) -> Shards:
         """The pieces of one holder."""
         return self.take(np.flatnonzero(self.holder == holder))
 
-    def within(self, boxes: Boxes, rows: Column) -> Pieces:
+    def within(self, boxes: Boxes, rows: Column) -> Shards:
         """The parts `boxes` of the pieces of `rows`, one each; every box must lie inside of its piece."""
         whole = self.take(rows)
         moved = np.sum((boxes.start - whole.boxes.start) * whole.stride, axis=1)
         return replace(whole, boxes=boxes, offset=whole.offset + moved)
 
-    def ordered(self, tensors: Sequence[TensorSpec]) -> Pieces:
+    def ordered(self, tensors: Sequence[TensorSpec]) -> Shards:
         """The same pieces, with the tensors in the order of `tensors`. Raises `ManifestError` if those are others."""
         return self.renumbered(tensors, places_in(tensors, self.tensors))
 
-    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Pieces:
+    def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Shards:
         """`ordered`, where `places`, (tensors,), says which of `tensors` each tensor is."""
         return replace(self, tensors=tuple(tensors), boxes=replace(self.boxes, space=places[self.boxes.space]))
 
@@ -170,7 +170,7 @@ class Pieces:
         return _ENCODER.encode(_Wire(_about(self.tensors).digest, self.boxes.start.shape[1], numbers))
 
     @classmethod
-    def decode(cls, blobs: Sequence[bytes], tensors: Sequence[TensorSpec]) -> Pieces:
+    def decode(cls, blobs: Sequence[bytes], tensors: Sequence[TensorSpec]) -> Shards:
         """What several holders encoded, all together. Raises `ManifestError` unless it describes these tensors."""
         described = tuple(tensors)
         pieces = cls.join([_decode(blob, described) for blob in blobs])
@@ -264,9 +264,9 @@ def _fixed(column: Column) -> Column:
     return column
 
 
-def whole(spec: TensorSpec, dtype: str, storage: int) -> Piece:
+def whole(spec: TensorSpec, dtype: str, storage: int) -> Shard:
     """All of a tensor, contiguous in local tensor `storage`."""
-    return Piece(spec.name, Box.whole(spec.shape), dtype, View(storage, 0, contiguous_strides(spec.shape)))
+    return Shard(spec.name, Box.whole(spec.shape), dtype, ShardView(storage, 0, contiguous_strides(spec.shape)))
 
 
 def places_in(tensors: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> Column:
@@ -293,7 +293,7 @@ def packed_strides(extents: Column) -> Column:
     return strides
 
 
-def served_dtypes(pieces: Pieces) -> Column:
+def served_dtypes(pieces: Shards) -> Column:
     """(pieces,): the dtype in which each piece's tensor is served."""
     return _about(pieces.tensors).dtypes[pieces.boxes.space]
 
@@ -303,7 +303,7 @@ def served_sizes(tensors: tuple[TensorSpec, ...]) -> tuple[Column, Column]:
     return _about(tensors).sizes
 
 
-def served_strides(pieces: Pieces) -> Column:
+def served_strides(pieces: Shards) -> Column:
     """(pieces, axes): elements between neighbours along each axis of each piece's tensor, packed."""
     extents = widen(_about(pieces.tensors).shapes, pieces.boxes.start.shape[1], 1)
     return packed_strides(extents)[pieces.boxes.space]
@@ -346,7 +346,7 @@ def _keys(table: Column) -> list[Column]:
     return found
 
 
-def _decode(blob: bytes, tensors: tuple[TensorSpec, ...]) -> Pieces:
+def _decode(blob: bytes, tensors: tuple[TensorSpec, ...]) -> Shards:
     try:
         wire = _DECODER.decode(blob)
     except (ValueError, RecursionError) as error:
@@ -359,10 +359,10 @@ def _decode(blob: bytes, tensors: tuple[TensorSpec, ...]) -> Pieces:
     table = np.frombuffer(wire.numbers, "<i8").astype(np.int64, copy=False).reshape(-1, width)  # `join` copies it
     start, stop, stride = (table[:, 6 + axes * part : 6 + axes * (part + 1)] for part in range(3))
     holder, storage, dtype, offset, shift = (table[:, column] for column in range(1, 6))
-    return Pieces(tensors, Boxes(table[:, 0], start, stop), holder, storage, dtype, offset, stride, shift)
+    return Shards(tensors, Boxes(table[:, 0], start, stop), holder, storage, dtype, offset, stride, shift)
 
 
-def _row(piece: Piece, number: Mapping[str, int], tensors: Sequence[TensorSpec], axes: int) -> tuple[int, ...]:
+def _row(piece: Shard, number: Mapping[str, int], tensors: Sequence[TensorSpec], axes: int) -> tuple[int, ...]:
     index = number.get(piece.tensor)
     if index is None:
         raise ManifestError(f"a piece of {piece.tensor!r}, which is not served")

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         Remarking as Remarking,
         Returning as Returning,
         Sender as Sender,
-        Session as Session,
         SharedBucket as SharedBucket,
         Sized as Sized,
         Slot as Slot,
@@ -28,9 +27,10 @@ if TYPE_CHECKING:
         Tabled as Tabled,
         Tabling as Tabling,
         Timed as Timed,
+        TransferSession as TransferSession,
     )
-    from .prerecorded_traces import Ahead as Ahead
-    from .prerecording import Rehearsal as Rehearsal
+    from .prerecorded_traces import PrerecordedTraces as PrerecordedTraces
+    from .prerecording import Prerecording as Prerecording
     from .registry import sender as sender
     from .worker_exchange import (
         RETURN_S as RETURN_S,

@@ -137,7 +137,7 @@ def own_group(name: str, rank_offset: int) -> str:
     return f"{name}-at{rank_offset}"
 
 
-class Groups(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class GroupSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What receivers are told: the groups of a session, and which of them each bucket comes by."""
 
     names: tuple[str, ...]

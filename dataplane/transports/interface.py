@@ -36,7 +36,7 @@ come by then is lost, and the others, paused for this round, do not wait for it 
 own silence_s, so that a lost message has been sent again."""
 
 
-class Session(msgspec.Struct, frozen=True):
+class TransferSession(msgspec.Struct, frozen=True):
     """What both sides of a transfer agree on before a byte moves."""
 
     channel: str
@@ -107,7 +107,7 @@ class Sender(Protocol):
         """Those of `failed` that were well, and to which nothing was sent: a collective that another one has ended."""
         ...
 
-    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         """Open this half for `peers` and say where. Returns at once; receivers may come from now on."""
         ...
 
@@ -302,7 +302,13 @@ class Receiver(Protocol):
         ...
 
     def receive(  # noqa: PLR0917 - the session, where, who, and how long, in the order of the call
-        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+        self,
+        session: TransferSession,
+        address: Address,
+        engine: str,
+        rank_offset: int,
+        server: EngineServer,
+        deadline_s: float,
     ) -> Receipt:
         """Take every bucket and load it into `server`. Raises `TransferFailed`."""
         ...
@@ -338,7 +344,7 @@ class Stager(Minding, Protocol):
         """There is a plan for it, and room."""
         ...
 
-    def stage(self, session: Session, address: Address, engine: str, deadline_s: float) -> bool:
+    def stage(self, session: TransferSession, address: Address, engine: str, deadline_s: float) -> bool:
         """Take it while the server generates; `receive` of the same session puts it into place.
 
         False when the server has to stand still for it. Changes nothing that is served; raises `TransferFailed`.

@@ -11,28 +11,28 @@ from operator import is_
 from typing import Final
 
 from ..errors import ManifestError
-from ..reshard import Proof, Recording, make_proof
+from ..reshard import LoadTrace, Verification, make_proof
 from ..tensors import TensorSpec, places_in
 
 _MOST: Final = 4
 """Models of one server: the one that it serves, and its draft models."""
 
 
-class Ahead:
+class PrerecordedTraces:
     """Of one server. Used from one thread."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[tuple[Recording, ...], Proof]] = []
+        self._kept: list[tuple[tuple[LoadTrace, ...], Verification]] = []
 
-    def keep(self, recordings: Sequence[Recording], proof: Proof) -> None:
+    def keep(self, recordings: Sequence[LoadTrace], proof: Verification) -> None:
         """The recordings of all workers of one model, and what they will report of it."""
         self._kept = [*self._kept, (tuple(recordings), proof)][-_MOST:]
 
-    def recordings(self, tensors: tuple[TensorSpec, ...]) -> dict[str, Recording]:
+    def recordings(self, tensors: tuple[TensorSpec, ...]) -> dict[str, LoadTrace]:
         """By digest, those of just these tensors in this order."""
         return {each.digest(): each for known, _ in self._kept for each in known if each.tensors == tensors}
 
-    def proof(self, recordings: Sequence[Recording]) -> Proof:
+    def proof(self, recordings: Sequence[LoadTrace]) -> Verification:
         """What the workers with these recordings report. Raises `NotRecordable`."""
         tensors = recordings[0].tensors
         for known, proof in self._kept:

@@ -17,13 +17,13 @@ from typing import Final
 import numpy as np
 
 from ..errors import DataplaneError, NotRecordable, TransferFailed
-from ..memory import ExportMap, Place, Region
+from ..memory import ExportedPlace, ExportMap, Region
 from ..processes import Deadline, FrameListener, open_runtime_dir
-from ..reshard import Reader, Recording, make_plan, make_proof, pair_bytes_of, schedule, staging_of
+from ..reshard import LoadTrace, PlanReader, make_plan, make_proof, pair_bytes_of, schedule, staging_of
 from ..tensors import TensorSpec
 from . import worker_messages as worker_wire
 from .interface import EngineServer
-from .prerecorded_traces import Ahead
+from .prerecorded_traces import PrerecordedTraces
 from .worker_exchange import RETURN_S, Workers
 
 _LAYOUT: Final = "rehearsed"
@@ -32,13 +32,13 @@ _COMING_S: Final = 15.0
 """For the server to call our loader. A worker imports it then, for the first time."""
 
 
-class Rehearsal:
+class Prerecording:
     """One. `close` may be called from another thread, and ends it."""
 
-    def __init__(self, runtime_dir: Path, *, sent: bool = False, ahead: Ahead | None = None) -> None:
+    def __init__(self, runtime_dir: Path, *, sent: bool = False, ahead: PrerecordedTraces | None = None) -> None:
         """`sent`: versions may be sent to the workers. What is worked out is kept in `ahead`."""
         self._runtime_dir = runtime_dir
-        self._ahead = ahead if ahead is not None else Ahead()
+        self._ahead = ahead if ahead is not None else PrerecordedTraces()
         self._sent = sent
         self.unproven = ""
         """Why nothing but the recording is there ahead; empty where the rest is, too."""
@@ -66,7 +66,7 @@ class Rehearsal:
         call = caller.submit(server.load_direct, os.fspath(listener.path), deadline.left())
         self._coming = Deadline(_COMING_S)
         models = 0
-        first: list[Recording] = []
+        first: list[LoadTrace] = []
         try:
             for model in itertools.count() if server.drafts else (0,):
                 if not self._workers.gather(listener, call, server.tp, model == 0, deadline, self._wait):
@@ -93,7 +93,7 @@ class Rehearsal:
             self._plan(first[0])
         return models
 
-    def _prove(self, recordings: Sequence[Recording], deadline: Deadline) -> None:
+    def _prove(self, recordings: Sequence[LoadTrace], deadline: Deadline) -> None:
         """Whatever speaks against it is found again in the first round, and is that round's."""
         try:
             needed = [staging_of(recording.tensors, recording.staged)[1] for recording in recordings]
@@ -103,7 +103,7 @@ class Rehearsal:
         except (NotRecordable, TransferFailed) as error:
             self.unproven = str(error)
 
-    def _plan(self, recording: Recording) -> None:
+    def _plan(self, recording: LoadTrace) -> None:
         """The server is back: it stands still for nothing that needs no worker."""
         try:
             _plan_once(recording)
@@ -127,14 +127,14 @@ class Rehearsal:
         self._coming.check("the server to call our loader: it has requests")
 
 
-def _plan_once(recording: Recording) -> None:
+def _plan_once(recording: LoadTrace) -> None:
     """Plan for a trainer that holds each tensor whole: the first plan of a process takes twice as long as others."""
     tensors = recording.tensors
     whole, nbytes = staging_of(tensors, range(len(tensors)))
-    places = tuple(Place(0, at) for at in whole.storage.tolist())
+    places = tuple(ExportedPlace(0, at) for at in whole.storage.tolist())
     pieces = replace(whole, storage=np.arange(len(whole)))
     export = ExportMap(0, "", (Region(nbytes, "cpu"),), places)
-    plan = make_plan(pieces, [export], recording, Reader(recording.rank, "", "cpu"))
+    plan = make_plan(pieces, [export], recording, PlanReader(recording.rank, "", "cpu"))
     schedule(plan, len(recording.targets), pair_bytes_of(1)).digest()
 
 

@@ -11,10 +11,10 @@ import torch
 
 from ..errors import Unsupported
 from ..processes import default_runtime_dir
-from .direct import DirectReceiver, DirectSender, Exposed
+from .direct import DirectReceiver, DirectSender, ExportedWeights
 from .interface import Receiver, Sender
 from .local import LocalReceiver, LocalSender
-from .prerecorded_traces import Ahead
+from .prerecorded_traces import PrerecordedTraces
 
 KINDS: Final = ("direct", "local", "sends", "distributed", "disk")
 
@@ -28,8 +28,8 @@ def sender(
     host: str = "127.0.0.1",
     checkpoint_dir: Path | None = None,
     hf_config_dir: Path | None = None,
-    expose: Callable[[], Exposed] | None = None,
-    describe: Callable[[], Exposed] | None = None,
+    expose: Callable[[], ExportedWeights] | None = None,
+    describe: Callable[[], ExportedWeights] | None = None,
     nixl: bool = False,
     keep_groups_s: float = 900.0,
 ) -> Sender:
@@ -76,7 +76,7 @@ def receiver(
     runtime_dir: Path | None = None,
     beside: bool = True,
     hands_on: bool = True,
-    ahead: Ahead | None = None,
+    ahead: PrerecordedTraces | None = None,
 ) -> Receiver:
     """The engine agent's half of transport `kind`; keep it from round to round, it owns what outlives them.
 

@@ -16,7 +16,7 @@ import msgspec
 from ..errors import DataplaneError, DeadlineExceeded, NotRecordable, PeerLost, TransferFailed
 from ..memory import MadeRegion
 from ..processes import Deadline, FrameListener, Frames, dead_among, host_identity
-from ..reshard import Plan, RankProof, Reader, Recording, Schedule, provable
+from ..reshard import LoadTrace, PlanReader, RankVerification, ReshardPlan, Schedule, provable
 from ..tensors import TensorSpec
 from . import worker_messages as wire
 from .interface import Exporting, Group
@@ -90,10 +90,10 @@ class Workers:
         return True
 
     @property
-    def readers(self) -> tuple[Reader, ...]:
+    def readers(self) -> tuple[PlanReader, ...]:
         """As plans know them."""
         return tuple(
-            Reader(worker.hello.rank, host_identity(), worker.hello.device, worker.hello.peers)
+            PlanReader(worker.hello.rank, host_identity(), worker.hello.device, worker.hello.peers)
             for worker in self._workers
         )
 
@@ -103,7 +103,7 @@ class Workers:
         return tuple(worker.hello.seat for worker in self._workers)
 
     def ask_to_record(
-        self, layout: str, tensors: tuple[TensorSpec, ...], known: Mapping[str, Recording], deadline: Deadline
+        self, layout: str, tensors: tuple[TensorSpec, ...], known: Mapping[str, LoadTrace], deadline: Deadline
     ) -> Sequence[int]:
         """Have whoever has no recording of this layout that is `known` make one; which of them, for `recorded`."""
         without = [
@@ -112,7 +112,7 @@ class Workers:
             if not _recorded(worker.hello, layout, tensors, known.get(worker.hello.recording))
         ]
         for number in without:
-            wire.say(self._workers[number].frames, wire.Record(layout=layout, tensors=tensors), deadline)
+            wire.say(self._workers[number].frames, wire.RecordTrace(layout=layout, tensors=tensors), deadline)
         return without
 
     @property
@@ -122,16 +122,16 @@ class Workers:
 
     def recorded(
         self, without: Sequence[int], tensors: tuple[TensorSpec, ...], deadline: Deadline
-    ) -> dict[str, Recording]:
+    ) -> dict[str, LoadTrace]:
         """What those have recorded who were asked to, by digest. Raises `NotRecordable`, `TransferFailed`."""
-        made: dict[str, Recording] = {}
+        made: dict[str, LoadTrace] = {}
         for worker in [self._workers[number] for number in without]:
             reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
             if isinstance(reply, wire.Failed) and reply.unrecordable:
                 raise NotRecordable(f"worker {worker.hello.rank}: {reply.reason}")
-            if not isinstance(reply, wire.Recorded):
+            if not isinstance(reply, wire.TraceRecorded):
                 raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {_said(reply)}")
-            recording = provable(Recording.decode(reply.recording, tensors))
+            recording = provable(LoadTrace.decode(reply.recording, tensors))
             digest = recording.digest()
             made[digest] = recording
             # Whoever records has let go of its plan, also where the same one will be made again.
@@ -139,7 +139,11 @@ class Workers:
         return made
 
     def ask_to_adopt(
-        self, digests: Sequence[str], plans: Sequence[Plan], proofs: Sequence[RankProof], deadline: Deadline
+        self,
+        digests: Sequence[str],
+        plans: Sequence[ReshardPlan],
+        proofs: Sequence[RankVerification],
+        deadline: Deadline,
     ) -> Sequence[int]:
         """Give each worker its plan, unless it has that one; who got one, for `adopted`. All of them bind at a time."""
         new = [number for number, worker in enumerate(self._workers) if worker.hello.plan != digests[number]]
@@ -163,7 +167,7 @@ class Workers:
         return True
 
     def prove(
-        self, proofs: Sequence[RankProof], staging_bytes: Sequence[int], deadline: Deadline, *, sent: bool
+        self, proofs: Sequence[RankVerification], staging_bytes: Sequence[int], deadline: Deadline, *, sent: bool
     ) -> None:
         """Have each worker bind what it will report, before there is a plan. Raises `TransferFailed`."""
         for worker, proof, nbytes in zip(self._workers, proofs, staging_bytes, strict=True):
@@ -178,7 +182,7 @@ class Workers:
         made: Mapping[int, MadeRegion],
         reads: Sequence[Mapping[int, tuple[int, ...]]],
         deadline: Deadline,
-    ) -> list[wire.Replayed]:
+    ) -> list[wire.PlanExecuted]:
         """All copy at a time, of what holders have `made` each part once it is there.
 
         `reads` is `regions_read` of each worker's plan.
@@ -188,7 +192,7 @@ class Workers:
             of = [each for each in exporters if each.holder in regions]
             read = [(each, _exports(each, made.get(each.holder), regions[each.holder])) for each in of]
             rounds = tuple(each.round for each, _ in read)
-            replay = wire.Replay(epoch=epoch, version=version, exports=tuple(exports for _, exports in read))
+            replay = wire.ExecutePlan(epoch=epoch, version=version, exports=tuple(exports for _, exports in read))
             if any(rounds):  # a loader that is older than marks understands the rest
                 left = deadline.left()
                 replay = msgspec.structs.replace(replay, rounds=rounds, within_s=max(left / 2, left - _ANSWER_S))
@@ -218,7 +222,7 @@ class Workers:
         told = [(worker, f"worker {worker.hello.rank} to take its {what}") for worker in workers]
         replies = [wire.hear_worker(worker.frames, deadline, waiting_for) for worker, waiting_for in told]
         for worker, reply in zip(workers, replies, strict=True):
-            if not isinstance(reply, wire.Adopted):
+            if not isinstance(reply, wire.PlanInstalled):
                 raise TransferFailed(f"worker {worker.hello.rank} did not take its {what}: {_said(reply)}")
 
     @property
@@ -226,28 +230,28 @@ class Workers:
         """Digests of those that they have."""
         return tuple(worker.hello.plan for worker in self._workers)
 
-    def flip(self, epoch: int, version: int, deadline: Deadline, pulse: Callable[[], None]) -> list[wire.Replayed]:
+    def flip(self, epoch: int, version: int, deadline: Deadline, pulse: Callable[[], None]) -> list[wire.PlanExecuted]:
         """All put what they were sent into place. Raises `ReplayFailed` when all have answered and one did not.
 
         `pulse` is called meanwhile, and may raise.
         """
         for worker in self._workers:
-            wire.say(worker.frames, wire.Flip(epoch=epoch, version=version), deadline)
+            wire.say(worker.frames, wire.Swap(epoch=epoch, version=version), deadline)
         return self._replayed(deadline, pulse)
 
-    def _replayed(self, deadline: Deadline, pulse: Callable[[], None] | None) -> list[wire.Replayed]:
+    def _replayed(self, deadline: Deadline, pulse: Callable[[], None] | None) -> list[wire.PlanExecuted]:
         replies: list[wire.ToSidecar] = []
         for worker in self._workers:
             while pulse is not None and not worker.frames.speaks(_LOOK_S):
                 deadline.check(f"worker {worker.hello.rank} to copy")
                 pulse()
             replies.append(wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy"))
-        replayed = [reply for reply in replies if isinstance(reply, wire.Replayed)]
+        replayed = [reply for reply in replies if isinstance(reply, wire.PlanExecuted)]
         if len(replayed) < len(replies):
             reasons = "; ".join(
                 f"worker {worker.hello.rank} could not copy: {_said(reply)}"
                 for worker, reply in zip(self._workers, replies, strict=True)
-                if not isinstance(reply, wire.Replayed)
+                if not isinstance(reply, wire.PlanExecuted)
             )
             wrote = any(not isinstance(reply, wire.Failed) or reply.touched for reply in replies)
             raise ReplayFailed(reasons, wrote)
@@ -273,8 +277,8 @@ class Workers:
         self._workers = []
 
 
-def _adopt(digest: str, plan: Plan, proof: RankProof) -> wire.Adopt:
-    return wire.Adopt(
+def _adopt(digest: str, plan: ReshardPlan, proof: RankVerification) -> wire.InstallPlan:
+    return wire.InstallPlan(
         plan=digest,
         recording=plan.recording,
         sources=tuple((source.holder, source.region) for source in plan.sources),
@@ -285,7 +289,7 @@ def _adopt(digest: str, plan: Plan, proof: RankProof) -> wire.Adopt:
     )
 
 
-def _prove(proof: RankProof, staging_bytes: int) -> wire.Prove:
+def _prove(proof: RankVerification, staging_bytes: int) -> wire.Prove:
     return wire.Prove(
         proof=proof.table.encode(),
         groups=proof.table.groups,
@@ -295,12 +299,12 @@ def _prove(proof: RankProof, staging_bytes: int) -> wire.Prove:
     )
 
 
-def _recorded(hello: wire.Hello, layout: str, tensors: tuple[TensorSpec, ...], recording: Recording | None) -> bool:
+def _recorded(hello: wire.Hello, layout: str, tensors: tuple[TensorSpec, ...], recording: LoadTrace | None) -> bool:
     """Whether the worker has `recording`, and it is of this layout, or of one with these tensors."""
     return recording is not None and (hello.layout == layout or recording.tensors == tensors)
 
 
-def regions_read(plan: Plan) -> dict[int, tuple[int, ...]]:
+def regions_read(plan: ReshardPlan) -> dict[int, tuple[int, ...]]:
     """By holder: what a plan reads of it. Takes as long as there are regions, and is the same in every round."""
     found: dict[int, list[int]] = {}
     for source in plan.sources:

@@ -15,8 +15,9 @@ from the call at `Done`. Only what a worker does not know yet is sent: a steady 
       Replayed ----------------->
              <-------------------  Done
 
-Where weights are sent (sender.py), `Form` may come first, and `Expect` follows `Adopt`; the worker answers on a
-connection of a thread of its own, which stays open between rounds and hears `Take`. Then `Flip` stands for `Replay`.
+Where weights are sent (sender.py), `Form` may come first, and `Expect` follows `InstallPlan`; the worker answers on a
+connection of a thread of its own, which stays open between rounds and hears `Take`. Then `Swap` stands for
+`ExecutePlan`.
 
     worker's thread              sidecar
       Expecting ---------------->
@@ -55,15 +56,15 @@ class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
     """By which a group over NCCL knows its GPU."""
 
 
-class Record(WireMessage, frozen=True, tag="Record"):
+class RecordTrace(WireMessage, frozen=True, tag="Record"):
     """Sidecar: run the loader once on these tensors, and say what it does."""
 
     layout: str
     tensors: tuple[TensorSpec, ...]
 
 
-class Recorded(WireMessage, frozen=True, tag="Recorded"):
-    """Worker: `Recording.encode`."""
+class TraceRecorded(WireMessage, frozen=True, tag="Recorded"):
+    """Worker: `LoadTrace.encode`."""
 
     recording: bytes
     seconds: float
@@ -100,7 +101,7 @@ class Prove(WireMessage, frozen=True, omit_defaults=True, tag="Prove"):
     """It may be sent to: what a first group takes longer for is done beside."""
 
 
-class Adopt(WireMessage, frozen=True, tag="Adopt"):
+class InstallPlan(WireMessage, frozen=True, tag="Adopt"):
     """Sidecar: what to do in every round from now on.
 
     The tables are those of reshard_plan.py and verification.py, encoded.
@@ -117,13 +118,13 @@ class Adopt(WireMessage, frozen=True, tag="Adopt"):
     prove: Prove
 
 
-class Adopted(WireMessage, frozen=True, tag="Adopted"):
+class PlanInstalled(WireMessage, frozen=True, tag="Adopted"):
     """Worker: everything is bound."""
 
     seconds: float
 
 
-class Replay(WireMessage, frozen=True, omit_defaults=True, tag="Replay"):
+class ExecutePlan(WireMessage, frozen=True, omit_defaults=True, tag="Replay"):
     """Sidecar: copy, then say what the engine holds."""
 
     epoch: int
@@ -135,7 +136,7 @@ class Replay(WireMessage, frozen=True, omit_defaults=True, tag="Replay"):
     """How long they may be waited for."""
 
 
-class Replayed(WireMessage, frozen=True, omit_defaults=True, tag="Replayed"):
+class PlanExecuted(WireMessage, frozen=True, omit_defaults=True, tag="Replayed"):
     """Worker: done. Lanes are of its groups, as little-endian uint64; `odd` are the bytes that were read back."""
 
     lanes: bytes
@@ -197,7 +198,7 @@ class Taken(WireMessage, frozen=True, tag="Taken"):
     nbytes: int
 
 
-class Flip(WireMessage, frozen=True, tag="Flip"):
+class Swap(WireMessage, frozen=True, tag="Flip"):
     """Sidecar: put what was taken into place, then say what the engine holds."""
 
     epoch: int
@@ -219,8 +220,8 @@ class Failed(WireMessage, frozen=True, omit_defaults=True, tag="Failed"):
     """A worker had no memory or not the time for what it is sent at once: less at a time may do."""
 
 
-ToWorker = Record | Form | Prove | Adopt | Expect | Replay | Flip | Weigh | Take | Done | Failed
-ToSidecar = Hello | Recorded | Adopted | Replayed | Expecting | Room | Moving | Taken | Failed
+ToWorker = RecordTrace | Form | Prove | InstallPlan | Expect | ExecutePlan | Swap | Weigh | Take | Done | Failed
+ToSidecar = Hello | TraceRecorded | PlanInstalled | PlanExecuted | Expecting | Room | Moving | Taken | Failed
 
 _ENCODER: Final = msgspec.msgpack.Encoder()
 _TO_WORKER: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)

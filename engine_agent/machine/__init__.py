@@ -5,39 +5,39 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .engine_machine import Application as Application
+    from .engine_machine import EngineMachine as EngineMachine
     from .events import (
         Answer as Answer,
-        Broken as Broken,
         Cancel as Cancel,
         Commanded as Commanded,
         Effect as Effect,
         Event as Event,
-        Finished as Finished,
         ForgetAnswers as ForgetAnswers,
         Label as Label,
         Note as Note,
         Operated as Operated,
         Operation as Operation,
+        OperationDone as OperationDone,
+        OperationFailed as OperationFailed,
         PauseServer as PauseServer,
         Proven as Proven,
         Receive as Receive,
+        ReceiveBeside as ReceiveBeside,
         Received as Received,
-        Record as Record,
-        Release as Release,
+        ReleaseServer as ReleaseServer,
         Remember as Remember,
         Result as Result,
-        Run as Run,
+        RunOperation as RunOperation,
         ServerFound as ServerFound,
         ServerGone as ServerGone,
-        Stage as Stage,
-        Ticked as Ticked,
+        StateRecord as StateRecord,
+        TimePassed as TimePassed,
         Validate as Validate,
         Verify as Verify,
         Welcomed as Welcomed,
     )
-    from .operation_state import View as View
-    from .resync import SAVED as SAVED, CatchUp as CatchUp
+    from .operation_state import ServerView as ServerView
+    from .resync import SAVED as SAVED, Resync as Resync
     from .weight_state import WeightState as WeightState
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

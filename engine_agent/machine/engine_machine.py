@@ -22,7 +22,7 @@ from weightbus.control.protocol import (
     Digest,
     EngineHealth,
     Epoch,
-    Held,
+    HeldVersion,
     InvariantBroken,
     Pause,
     PauseMode,
@@ -37,74 +37,84 @@ from weightbus.control.protocol import (
 from . import weight_state as w
 from .events import (
     Answer,
-    Broken,
     Cancel,
     Commanded,
     Effect,
     Event,
-    Finished,
     ForgetAnswers,
     Label,
     Note,
     Operated,
     Operation,
+    OperationDone,
+    OperationFailed,
     PauseServer,
     Proven,
     Receive,
+    ReceiveBeside,
     Received,
-    Record,
-    Release,
+    ReleaseServer,
     Remember,
     Result,
-    Run,
+    RunOperation,
     ServerFound,
     ServerGone,
-    Stage,
-    Ticked,
+    StateRecord,
+    TimePassed,
     Validate,
     Verify,
     Welcomed,
 )
-from .operation_state import HOLD_S, STEP_OF, Beside, Running, View, Waiting, filled_in, told, view_of
-from .pause_lease import Mandate
-from .recorded_state import Ledger
-from .reply_cache import Answers
+from .operation_state import (
+    HOLD_S,
+    STEP_OF,
+    DoubleBuffering,
+    QueuedCommands,
+    RunningOperation,
+    ServerView,
+    filled_in,
+    told,
+    view_of,
+)
+from .pause_lease import PauseLease
+from .recorded_state import RecordedState
+from .reply_cache import PendingReplies
 
 STORY: Final = 48
 """Recent events that an error carries."""
 
 
-class Application:
+class EngineMachine:
     """The machine of one engine. Drive it from one thread."""
 
-    def __init__(self, channel: Channel, incarnation: str, record: Record | None) -> None:
+    def __init__(self, channel: Channel, incarnation: str, record: StateRecord | None) -> None:
         self.story: deque[str] = deque(maxlen=STORY)
         self.weights = w.Weights(self.story)
         self.up = False
         self.epoch = Epoch(record.epoch if record else 0)
         self.identity = ""
         self.reason = "the server has not answered yet"
-        self._ledger = Ledger(record)
+        self._ledger = RecordedState(record)
         self._prepared: tuple[Version, Digest, Digest] | None = None
         """What was last found to fit, and to come from a trainer: nothing else is taken."""
-        self._beside = Beside()
+        self._beside = DoubleBuffering()
         self._checkpoint = ""
         self._labelled: Version | None = None
         """The version that the server is labelled with ahead of its commit."""
-        self._running: Running | None = None
-        self._waiting = Waiting()
-        self._answers = Answers(channel, incarnation)
+        self._running: RunningOperation | None = None
+        self._waiting = QueuedCommands()
+        self._answers = PendingReplies(channel, incarnation)
         self._reached: Step | None = None
         """The last step of the round that was answered: what has failed when the server is lost before the next."""
         self._numbers = 0
-        self.mandate = Mandate()
+        self.mandate = PauseLease()
         self._paused_at: float | None = None
 
     # -- the door -----------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
         """Take `event`, which happened at `now`, and say what is to be done about it, in order."""
-        if not isinstance(event, Ticked):
+        if not isinstance(event, TimePassed):
             self.story.append(f"{now:.3f} {told(event)}")
         match event:
             case Commanded():
@@ -117,7 +127,7 @@ class Application:
                 effects = self._found(event, now)
             case ServerGone():
                 effects = self._gone(event.reason)
-            case Ticked():
+            case TimePassed():
                 effects = self._tick(event.heard_at, now)
             case _:
                 assert_never(event)
@@ -129,7 +139,7 @@ class Application:
         return self.weights.health
 
     @property
-    def held(self) -> Held | None:
+    def held(self) -> HeldVersion | None:
         """The version that the server holds whole."""
         return self.weights.held
 
@@ -138,7 +148,7 @@ class Application:
         """Whether the server generates nothing; null: not known."""
         return self.weights.paused
 
-    def view(self) -> View:
+    def view(self) -> ServerView:
         """What may be said of the engine now. A server that does not answer holds nothing that counts."""
         return view_of(
             self.weights, self._running, up=self.up, reached=self._reached, epoch=self.epoch, reason=self.reason
@@ -184,7 +194,7 @@ class Application:
             case _:
                 assert_never(message)
 
-    def _wait(self, message: ToEngine, running: Running) -> tuple[Effect, ...]:
+    def _wait(self, message: ToEngine, running: RunningOperation) -> tuple[Effect, ...]:
         """Something runs. The same command again needs nothing; another one is next, and may shorten what runs."""
         served = running.command
         if served is not None and served.epoch == message.epoch:
@@ -220,13 +230,13 @@ class Application:
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
         if self._beside.may(self.weights):
-            return self._run(Stage(command, self._checkpoint), command, now)
+            return self._run(ReceiveBeside(command, self._checkpoint), command, now)
         if self.paused is not True and self._answers.gave(Pause, command.epoch):
             return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
         if self.paused is not True:
             return self._run(PauseServer(self._beside.mode, HOLD_S), command, now)  # what was to stop it got lost
         known = self._ledger.took(self.epoch)
-        dirty = self._learn(w.Began(command.version), now)
+        dirty = self._learn(w.TransferBegan(command.version), now)
         self._reached, self.reason, self._labelled = Step.PAUSE, f"began to take version {command.version}", None
         return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))
 
@@ -244,7 +254,7 @@ class Application:
         if self.health is EngineHealth.CLEAN and self.paused is False:
             return (self._serving(command, 0.0, now),)
         labelled = self._labelled == command.version
-        return self._run(Release(command.version, command.flush, command.deadline_s, labelled), command, now)
+        return self._run(ReleaseServer(command.version, command.flush, command.deadline_s, labelled), command, now)
 
     def _abort(self, command: Abort, now: float) -> tuple[Effect, ...]:
         """Also where nothing was paused: that the server serves is said when it has just answered, not from memory."""
@@ -252,15 +262,15 @@ class Application:
         self._reached = None
         if not self.up or self.health is not EngineHealth.CLEAN:
             return self._fail(command, Step.RESUME, self.reason)
-        return self._run(Release(None, False, command.deadline_s, look=self.mandate.doubted), command, now)
+        return self._run(ReleaseServer(None, False, command.deadline_s, look=self.mandate.doubted), command, now)
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
     def _run(self, operation: Operation, command: ToEngine | None, now: float) -> tuple[Effect, ...]:
         self._numbers += 1
-        self._running = Running(self._numbers, operation, command, now, self.identity)
+        self._running = RunningOperation(self._numbers, operation, command, now, self.identity)
         ahead = self._arm() if isinstance(operation, PauseServer) and isinstance(command, Transfer) else ()
-        return (Run(self._numbers, operation, self.identity), *ahead)
+        return (RunOperation(self._numbers, operation, self.identity), *ahead)
 
     def _operated(self, event: Operated, now: float) -> tuple[Effect, ...]:
         running = self._running
@@ -275,27 +285,27 @@ class Application:
             effects = (*effects, *self._command(waiting, now))
         return effects
 
-    def _outlived(self, running: Running, result: Result, now: float) -> tuple[Effect, ...]:
+    def _outlived(self, running: RunningOperation, result: Result, now: float) -> tuple[Effect, ...]:
         """The server was launched again meanwhile, on the same address: the calls may have met either of the two."""
-        effects: tuple[Effect, ...] = self._learn(w.Doubted(), now)
-        untouched = isinstance(result, Broken) and not result.touched
+        effects: tuple[Effect, ...] = self._learn(w.WeightsDoubted(), now)
+        untouched = isinstance(result, OperationFailed) and not result.touched
         if isinstance(running.operation, Receive) and not untouched:
-            effects = (*effects, *self._learn(w.Touched(), now))
+            effects = (*effects, *self._learn(w.WeightsDirtied(), now))
         if running.command is None:
             return effects
         return (*effects, *self._fail(running.command, STEP_OF[type(running.operation)], self.reason))
 
     def _settle(  # noqa: PLR0911  one line for each operation
-        self, running: Running, result: Result, now: float
+        self, running: RunningOperation, result: Result, now: float
     ) -> tuple[Effect, ...]:
         command, seconds = running.command, now - running.started
-        self.mandate.doubted |= isinstance(result, Broken)
+        self.mandate.doubted |= isinstance(result, OperationFailed)
         match running.operation:
             case Validate():
                 return self._validated(command, result, seconds)
             case PauseServer():
                 return self._pausing_ended(command, result, seconds, now)
-            case Stage():
+            case ReceiveBeside():
                 return self._staging_ended(running.operation.command, result, now)
             case Receive():
                 return self._receiving_ended(running.operation.command, result, seconds, now)
@@ -303,23 +313,23 @@ class Application:
                 return self._verifying_ended(running.operation.command, result, seconds, now)
             case Label(version):
                 return self._labelling_ended(version, result)
-            case Release():
+            case ReleaseServer():
                 return self._releasing_ended(running.operation, command, result, seconds, now)
 
     def _validated(self, command: ToEngine | None, result: Result, seconds: float) -> tuple[Effect, ...]:
         assert isinstance(command, Prepare)
-        if isinstance(result, Broken):
+        if isinstance(result, OperationFailed):
             return self._fail(command, Step.PREPARE, result.reason)
         self._prepared = (command.version, command.manifest, command.table)
-        self._beside.able = isinstance(result, Finished) and result.beside
+        self._beside.able = isinstance(result, OperationDone) and result.beside
         self._reached = Step.PREPARE
         return (self._answers.prepared(command, seconds),)
 
     def _pausing_ended(
         self, command: ToEngine | None, result: Result, seconds: float, now: float
     ) -> tuple[Effect, ...]:
-        if isinstance(result, Broken):
-            doubted = self._learn(w.Doubted(), now)  # it may have happened all the same
+        if isinstance(result, OperationFailed):
+            doubted = self._learn(w.WeightsDoubted(), now)  # it may have happened all the same
             if command is None:
                 return (*doubted, Note("pause_failed", result.reason))
             self._waiting.forget_transfer(command.epoch)
@@ -327,7 +337,7 @@ class Application:
             return (*doubted, *self._fail(command, step, result.reason))
         if self.paused is not True:
             self._paused_at = now
-        stilled = self._learn(w.Stilled(), now)
+        stilled = self._learn(w.ServerPaused(), now)
         if command is None:
             return (*stilled, Note("server_held_back", self.reason))
         self.mandate.quiet_since, self._reached = now, Step.PAUSE
@@ -337,7 +347,7 @@ class Application:
 
     def _staging_ended(self, command: Transfer, result: Result, now: float) -> tuple[Effect, ...]:
         """Nothing that is served has changed. Whether it was taken or has to be taken now, the server stands for it."""
-        if isinstance(result, Broken):
+        if isinstance(result, OperationFailed):
             return self._fail(command, Step.TRANSFER, result.reason)
         return self._unless_unwanted(command) or self._run(PauseServer(self._beside.mode, HOLD_S), command, now)
 
@@ -348,13 +358,17 @@ class Application:
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received) or not (command.table or result.table):
-            reason = result.reason if isinstance(result, Broken) else "the transfer ended without a receipt or a table"
-            if isinstance(result, Broken) and not result.touched:
+            reason = (
+                result.reason
+                if isinstance(result, OperationFailed)
+                else "the transfer ended without a receipt or a table"
+            )
+            if isinstance(result, OperationFailed) and not result.touched:
                 self.reason = reason
-                return (*self._learn(w.Spared(), now), *self._fail(command, Step.TRANSFER, reason))
+                return (*self._learn(w.WeightsUntouched(), now), *self._fail(command, Step.TRANSFER, reason))
             self.reason = f"version {command.version} was not taken completely: {reason}"
-            return (*self._learn(w.Touched(), now), *self._fail(command, Step.TRANSFER, reason))
-        command, arrived = filled_in(command, result), self._learn(w.Touched(), now)
+            return (*self._learn(w.WeightsDirtied(), now), *self._fail(command, Step.TRANSFER, reason))
+        command, arrived = filled_in(command, result), self._learn(w.WeightsDirtied(), now)
         transferred = self._answers.transferred(command, result, seconds)
         if result.verified_by:
             return (*arrived, transferred, *self._proven(command, Proven(result.verified_by), 0.0, now))
@@ -362,14 +376,14 @@ class Application:
 
     def _verifying_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Proven):
-            reason = result.reason if isinstance(result, Broken) else "the check ended without a proof"
+            reason = result.reason if isinstance(result, OperationFailed) else "the check ended without a proof"
             self.reason = f"version {command.version} was not proven: {reason}"
             return self._fail(command, Step.VERIFY, reason)
         return self._proven(command, result, seconds, now)
 
     def _proven(self, command: Transfer, result: Proven, seconds: float, now: float) -> tuple[Effect, ...]:
-        held = Held(version=command.version, manifest=command.manifest, table=command.table)
-        loaded = self._learn(w.Proved(held), now)
+        held = HeldVersion(version=command.version, manifest=command.manifest, table=command.table)
+        loaded = self._learn(w.VersionVerified(held), now)
         self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
         # Requests wait. While the coordinator commits, the server gets its label, and the true state is written.
         label = self._run(Label(command.version, HOLD_S), None, now)
@@ -377,22 +391,22 @@ class Application:
 
     def _labelling_ended(self, version: int, result: Result) -> tuple[Effect, ...]:
         """Without a label by now, the server gets it before it is resumed."""
-        if isinstance(result, Broken):
+        if isinstance(result, OperationFailed):
             return (Note("label_failed", result.reason),)
         self._labelled = Version(version)
         return ()
 
     def _releasing_ended(
-        self, release: Release, command: ToEngine | None, result: Result, seconds: float, now: float
+        self, release: ReleaseServer, command: ToEngine | None, result: Result, seconds: float, now: float
     ) -> tuple[Effect, ...]:
-        if isinstance(result, Broken):
-            doubted = self._learn(w.Doubted(), now)  # it may happen all the same, or later
+        if isinstance(result, OperationFailed):
+            doubted = self._learn(w.WeightsDoubted(), now)  # it may happen all the same, or later
             if command is None:
                 return (*doubted, Note("resume_failed", result.reason))
             return (*doubted, *self._fail(command, Step.RESUME, result.reason))
         self._reached, self.reason = None, ""
         self.mandate.doubted &= not release.look
-        freed = w.Resumed(ordered=command is not None) if release.version is None else w.Committed()
+        freed = w.ServerResumed(ordered=command is not None) if release.version is None else w.VersionCommitted()
         kept = self._learn(freed, now)
         if command is None:
             return (*kept, Note("resumed_by_itself", f"nothing heard for {self.mandate.lease_s:g} s"))
@@ -454,7 +468,7 @@ class Application:
         record = self._ledger.record
         if known == event.identity and record is not None:
             self.mandate.ours = record.health is not EngineHealth.PENDING  # which needs no round to be written
-            known_again = self._learn(w.Recognised(record.health, record.held), now)
+            known_again = self._learn(w.ServerRecognized(record.health, record.held), now)
             self._checkpoint = record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
             return (*known_again, Note("server_recognised", self.health.value))
@@ -464,7 +478,7 @@ class Application:
         """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
         self._checkpoint, self.mandate.ours = (event.undefined and self._checkpoint) or event.checkpoint, False
         updated = event.undefined or self._ledger.record is not None or self.epoch > 0 or event.label.isdigit()
-        kept = self._learn(w.Launched(fresh=not updated), now)
+        kept = self._learn(w.ServerLaunched(fresh=not updated), now)
         if not updated:
             self.reason = ""
             return (*kept, Note("server_found", event.identity))
@@ -492,7 +506,9 @@ class Application:
         if self._running is not None and self._running.ending:
             return (Cancel(self._running.number),)
         clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
-        return self._unasked(Release(None, False, HOLD_S), now) if clean and self.mandate.over(heard_at, now) else ()
+        return (
+            self._unasked(ReleaseServer(None, False, HOLD_S), now) if clean and self.mandate.over(heard_at, now) else ()
+        )
 
     def _hold(self, now: float) -> tuple[Effect, ...]:
         """A server that must not generate is paused, whatever happened to it."""

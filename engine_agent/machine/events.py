@@ -5,16 +5,16 @@ Plain values. Times are monotonic seconds, given from outside.
 
 import msgspec
 
-from weightbus.control.protocol import EngineHealth, EngineMessage, Held, Prepare, ToEngine, Transfer, Welcome
+from weightbus.control.protocol import EngineHealth, EngineMessage, HeldVersion, Prepare, ToEngine, Transfer, Welcome
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What must be known of a server after the agent was killed. Kept in the state folder."""
 
     identity: str
     """Of the launch it speaks of; for any other launch it says only that there was one."""
     health: EngineHealth
-    held: Held | None = None
+    held: HeldVersion | None = None
     epoch: int = 0
     checkpoint: str = ""
     """Folder the server was launched with; after a load from disk the server itself names another."""
@@ -40,7 +40,7 @@ class Validate(_Operation, frozen=True, tag="validate"):
 
     command: Prepare
     checkpoint: str
-    serving: Held | None = None
+    serving: HeldVersion | None = None
     """The committed version that the server holds now: what is offered must follow it."""
 
 
@@ -51,7 +51,7 @@ class PauseServer(_Operation, frozen=True, tag="pauseserver"):
     deadline_s: float
 
 
-class Stage(_Operation, frozen=True, tag="stage"):
+class ReceiveBeside(_Operation, frozen=True, tag="stage"):
     """Take the version beside the weights that are served, while the server generates. Changes nothing."""
 
     command: Transfer
@@ -59,7 +59,7 @@ class Stage(_Operation, frozen=True, tag="stage"):
 
 
 class Receive(_Operation, frozen=True, tag="receive"):
-    """Take every bucket and load it; or put into place what `Stage` took."""
+    """Take every bucket and load it; or put into place what `ReceiveBeside` took."""
 
     command: Transfer
     checkpoint: str
@@ -80,7 +80,7 @@ class Label(_Operation, frozen=True, tag="label"):
     deadline_s: float
 
 
-class Release(_Operation, frozen=True, tag="release"):
+class ReleaseServer(_Operation, frozen=True, tag="release"):
     """Label the server with `version` (null: leave its label), flush if asked, and let it generate."""
 
     version: int | None
@@ -92,12 +92,12 @@ class Release(_Operation, frozen=True, tag="release"):
     """Something failed, and the server may be why: see it generate before it is said to."""
 
 
-Operation = Validate | PauseServer | Stage | Receive | Verify | Label | Release
+Operation = Validate | PauseServer | ReceiveBeside | Receive | Verify | Label | ReleaseServer
 
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
-class Finished(msgspec.Struct, frozen=True):
+class OperationDone(msgspec.Struct, frozen=True):
     """It worked."""
 
     beside: bool = False
@@ -122,14 +122,14 @@ class Proven(msgspec.Struct, frozen=True):
     verified_by: str
 
 
-class Broken(msgspec.Struct, frozen=True):
+class OperationFailed(msgspec.Struct, frozen=True):
     """It did not work. `touched`: weights may have changed."""
 
     reason: str
     touched: bool = False
 
 
-Result = Finished | Received | Proven | Broken
+Result = OperationDone | Received | Proven | OperationFailed
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
@@ -174,13 +174,13 @@ class ServerGone(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Ticked(msgspec.Struct, frozen=True):
+class TimePassed(msgspec.Struct, frozen=True):
     """Time passed. `heard_at` is when the coordinator was last heard of, in whatever words."""
 
     heard_at: float
 
 
-Event = Commanded | Welcomed | Operated | ServerFound | ServerGone | Ticked
+Event = Commanded | Welcomed | Operated | ServerFound | ServerGone | TimePassed
 
 # -- effects, carried out in this order -------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ Event = Commanded | Welcomed | Operated | ServerFound | ServerGone | Ticked
 class Remember(msgspec.Struct, frozen=True):
     """Make `record` durable before anything that follows."""
 
-    record: Record
+    record: StateRecord
     late: bool = False
     """... or at the same time: nothing that follows depends on it."""
 
@@ -203,7 +203,7 @@ class ForgetAnswers(msgspec.Struct, frozen=True):
     """Another boot of the coordinator: stop repeating what was said to the one before."""
 
 
-class Run(msgspec.Struct, frozen=True):
+class RunOperation(msgspec.Struct, frozen=True):
     """Give the worker an operation."""
 
     number: int
@@ -225,4 +225,4 @@ class Note(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-Effect = Remember | Answer | ForgetAnswers | Run | Cancel | Note
+Effect = Remember | Answer | ForgetAnswers | RunOperation | Cancel | Note

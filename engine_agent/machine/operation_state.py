@@ -8,7 +8,7 @@ from weightbus.control.protocol import (
     Digest,
     EngineHealth,
     Epoch,
-    Held,
+    HeldVersion,
     Pause,
     PauseMode,
     Step,
@@ -18,19 +18,19 @@ from weightbus.control.protocol import (
 )
 
 from .events import (
-    Broken,
     Commanded,
     Event,
     Label,
     Operated,
     Operation,
+    OperationFailed,
     PauseServer,
     Receive,
+    ReceiveBeside,
     Received,
-    Release,
+    ReleaseServer,
     ServerFound,
     ServerGone,
-    Stage,
     Validate,
     Verify,
     name_of,
@@ -45,16 +45,16 @@ UNSETTLED_S: Final = 10.0
 STEP_OF: Final[dict[type[Operation], Step]] = {
     Validate: Step.PREPARE,
     PauseServer: Step.PAUSE,
-    Stage: Step.TRANSFER,
+    ReceiveBeside: Step.TRANSFER,
     Receive: Step.TRANSFER,
     Verify: Step.VERIFY,
     Label: Step.RESUME,
-    Release: Step.RESUME,
+    ReleaseServer: Step.RESUME,
 }
 """The step that has failed when an operation breaks."""
 
 
-class Running(msgspec.Struct):
+class RunningOperation(msgspec.Struct):
     """The one operation that the worker is at."""
 
     number: int
@@ -71,12 +71,12 @@ class Running(msgspec.Struct):
 _ARRIVING: Final = frozenset({name_of(Receive), name_of(Verify)})
 
 
-class View(msgspec.Struct, frozen=True):
+class ServerView(msgspec.Struct, frozen=True):
     """What others may know: heartbeats, the HTTP port, the log."""
 
     up: bool
     health: EngineHealth
-    held: Held | None
+    held: HeldVersion | None
     paused: bool
     weights: WeightState
     version: Version | None
@@ -96,13 +96,13 @@ class View(msgspec.Struct, frozen=True):
 
 
 def view_of(
-    weights: Weights, running: Running | None, *, up: bool, reached: Step | None, epoch: Epoch, reason: str
-) -> View:
+    weights: Weights, running: RunningOperation | None, *, up: bool, reached: Step | None, epoch: Epoch, reason: str
+) -> ServerView:
     """What may be said of the engine now. A server that does not answer holds nothing that counts."""
     health, held = weights.health, weights.held
     if not up and health is not EngineHealth.DIRTY:
         health, held = EngineHealth.PENDING, None
-    return View(
+    return ServerView(
         up=up,
         health=health,
         held=held,
@@ -116,7 +116,7 @@ def view_of(
     )
 
 
-class Waiting:
+class QueuedCommands:
     """What was told while something runs: the newest command, or a `Pause` and the `Transfer` that follows it."""
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Waiting:
         self._commands = tuple(each for each in self._commands if each.epoch > epoch or not isinstance(each, Transfer))
 
 
-class Beside:
+class DoubleBuffering:
     """Whether the version that was prepared can be taken beside what is served."""
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ def told(event: Event) -> str:
         case Commanded(message):
             return f"told {message.kind} of epoch {message.epoch}"
         case Operated(number, result):
-            broken = f": {result.reason}" if isinstance(result, Broken) else ""
+            broken = f": {result.reason}" if isinstance(result, OperationFailed) else ""
             return f"operation {number} ended, {type(result).__name__}{broken}"
         case ServerFound(identity, label):
             return f"the server is {identity}, labelled {label!r}"

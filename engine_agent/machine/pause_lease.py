@@ -6,7 +6,7 @@ _PATIENCE_S = 1.0
 """Between two tries."""
 
 
-class Mandate:
+class PauseLease:
     """Of one launch of the server."""
 
     def __init__(self) -> None:

@@ -7,15 +7,15 @@ when it does. Should nothing come of it, the record is of a worse state than the
 
 import msgspec
 
-from weightbus.control.protocol import EngineHealth, Epoch, Held
+from weightbus.control.protocol import EngineHealth, Epoch, HeldVersion
 
-from .events import Record, Remember
+from .events import Remember, StateRecord
 
 
-class Ledger:
+class RecordedState:
     """Makes the records of one engine."""
 
-    def __init__(self, record: Record | None) -> None:
+    def __init__(self, record: StateRecord | None) -> None:
         """`record`: what an earlier agent left."""
         self.record = record
         """As last written, or about to be."""
@@ -27,7 +27,9 @@ class Ledger:
         """Of the launch that the record speaks of."""
         return self.record.identity if self.record else ""
 
-    def remember(self, identity: str, health: EngineHealth, held: Held | None, epoch: Epoch, folder: str) -> Remember:
+    def remember(
+        self, identity: str, health: EngineHealth, held: HeldVersion | None, epoch: Epoch, folder: str
+    ) -> Remember:
         """Write what is true now.
 
         That a version waits for its commit, or has just got it, may be written late: nothing depends on it, and until
@@ -35,7 +37,7 @@ class Ledger:
         """
         self.ahead = False
         before = self.record
-        self.record = Record(identity=identity, health=health, held=held, epoch=epoch, checkpoint=folder)
+        self.record = StateRecord(identity=identity, health=health, held=held, epoch=epoch, checkpoint=folder)
         waited = before == msgspec.structs.replace(self.record, health=EngineHealth.PENDING)
         return Remember(self.record, late=held is not None and (health is not EngineHealth.CLEAN or waited))
 

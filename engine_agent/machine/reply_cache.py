@@ -27,7 +27,7 @@ from .events import Answer, Proven, Received
 _REASON: Final = 2000
 
 
-class Answers:
+class PendingReplies:
     """Makes the answers of one engine, each under a key of its own, and remembers those to the current epoch."""
 
     def __init__(self, channel: Channel, incarnation: str) -> None:

@@ -16,9 +16,9 @@ from typing import Final
 from weightbus.control.protocol import (
     Abort,
     Channel,
+    Endpoint,
     Epoch,
-    Held,
-    Offer,
+    HeldVersion,
     Pause,
     PauseMode,
     Policy,
@@ -29,7 +29,7 @@ from weightbus.control.protocol import (
     TransportKind,
 )
 
-from .operation_state import View
+from .operation_state import ServerView
 
 STEP_S: Final = 120.0
 """For each step but the load."""
@@ -39,10 +39,10 @@ AGAIN_S: Final = 60.0
 _SETTLE_S: Final = 2.0
 """How long nothing is done and nothing reached before a step counts as failed."""
 SAVED: Final = "saved"
-"""`Offer.group` of what lies in files already."""
+"""`Endpoint.group` of what lies in files already."""
 
 
-class Stage(enum.Enum):
+class ResyncStage(enum.Enum):
     """How far it is."""
 
     WATCHING = "watching"
@@ -54,27 +54,27 @@ class Stage(enum.Enum):
     TAKING = "taking"
 
 
-class CatchUp:
+class Resync:
     """One engine's. Drive it from one thread."""
 
     def __init__(self, channel: str, after_s: float) -> None:
         """`after_s` is how long a round is waited for."""
-        self.stage = Stage.WATCHING
+        self.stage = ResyncStage.WATCHING
         self._channel = Channel(channel)
         self._after_s = after_s
         self._lacking_since: float | None = None
         self._not_before = float("-inf")
         self._epoch = Epoch(0)
-        self._held: Held | None = None
+        self._held: HeldVersion | None = None
         self._folder = ""
         self._until = 0.0
         self._idle_since: float | None = None
         self._known: int | None = None
         """The newest version that was there while the server had its memory: that is not worth taking it back."""
 
-    def looks(self, view: View, committed: int | None, now: float) -> bool:
+    def looks(self, view: ServerView, committed: int | None, now: float) -> bool:
         """Whether to look for the committed version now. `found` or `missed` follows."""
-        if self.stage is not Stage.WATCHING:
+        if self.stage is not ResyncStage.WATCHING:
             return False
         if self._known is None or not view.lent:
             there = (committed, view.held.version if view.held else None)
@@ -86,20 +86,20 @@ class CatchUp:
             self._lacking_since = now
         if now < max(self._lacking_since + self._after_s, self._not_before):
             return False
-        self.stage = Stage.LOOKING
+        self.stage = ResyncStage.LOOKING
         return True
 
     def missed(self, now: float) -> None:
         """It is not there."""
         self._end(now, self._after_s)
 
-    def found(self, held: Held, folder: str, view: View, now: float) -> ToEngine | None:
+    def found(self, held: HeldVersion, folder: str, view: ServerView, now: float) -> ToEngine | None:
         """The committed version lies in `folder`."""
         if not self._lacks(view, held.version):
             self._end(now, 0.0)
             return None
         self._held, self._folder, self._epoch = held, folder, view.epoch
-        self._go(Stage.PREPARING, now, STEP_S)
+        self._go(ResyncStage.PREPARING, now, STEP_S)
         return Prepare(
             channel=self._channel,
             epoch=self._epoch,
@@ -111,9 +111,9 @@ class CatchUp:
             deadline_s=STEP_S,
         )
 
-    def step(self, view: View, now: float) -> ToEngine | None:
+    def step(self, view: ServerView, now: float) -> ToEngine | None:
         """The next command, if it is time for one."""
-        if self.stage in (Stage.WATCHING, Stage.LOOKING):
+        if self.stage in (ResyncStage.WATCHING, ResyncStage.LOOKING):
             return None
         if view.epoch != self._epoch or not view.up:
             self._end(now, AGAIN_S)  # a round of the coordinator, or another server
@@ -132,7 +132,7 @@ class CatchUp:
             return self._give_up(now)
         return self._give_up(now) if now > self._until else None
 
-    def _lacks(self, view: View, committed: int | None) -> bool:
+    def _lacks(self, view: ServerView, committed: int | None) -> bool:
         """It is not in a round, nothing runs on it, and it holds something older than what is committed, or nothing.
 
         A server that has given its memory back generates nothing before a version that was not there then.
@@ -145,19 +145,19 @@ class CatchUp:
 
     def _next(self, now: float) -> ToEngine:
         assert self._held is not None
-        if self.stage is Stage.PREPARING:
-            self._go(Stage.PAUSING, now, STEP_S)
+        if self.stage is ResyncStage.PREPARING:
+            self._go(ResyncStage.PAUSING, now, STEP_S)
             return Pause(
                 channel=self._channel, epoch=self._epoch, mode=PauseMode.RETRACT, lease_s=LOAD_S, deadline_s=STEP_S
             )
-        self._go(Stage.TAKING, now, LOAD_S)
+        self._go(ResyncStage.TAKING, now, LOAD_S)
         return Transfer(
             channel=self._channel,
             epoch=self._epoch,
             version=self._held.version,
             manifest=self._held.manifest,
             table=self._held.table,
-            offer=Offer(transport=TransportKind.DISK, address=self._folder, group=SAVED),
+            offer=Endpoint(transport=TransportKind.DISK, address=self._folder, group=SAVED),
             rank_offset=0,
             deadline_s=LOAD_S,
         )
@@ -168,11 +168,11 @@ class CatchUp:
             channel=self._channel, epoch=self._epoch, reason="the saved version was not loaded", deadline_s=STEP_S
         )
 
-    def _go(self, stage: Stage, now: float, limit_s: float) -> None:
+    def _go(self, stage: ResyncStage, now: float, limit_s: float) -> None:
         self.stage, self._until, self._idle_since = stage, now + limit_s, None
 
     def _end(self, now: float, wait_s: float) -> None:
-        self.stage, self._not_before = Stage.WATCHING, now + wait_s
+        self.stage, self._not_before = ResyncStage.WATCHING, now + wait_s
 
 
-_REACHED: Final = {Stage.PREPARING: Step.PREPARE, Stage.PAUSING: Step.PAUSE}
+_REACHED: Final = {ResyncStage.PREPARING: Step.PREPARE, ResyncStage.PAUSING: Step.PAUSE}

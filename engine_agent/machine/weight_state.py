@@ -15,7 +15,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from weightbus.control.protocol import EngineHealth, Held, IllegalMove, InvariantBroken, Version
+from weightbus.control.protocol import EngineHealth, HeldVersion, IllegalMove, InvariantBroken, Version
 
 
 class WeightState(enum.StrEnum):
@@ -53,77 +53,91 @@ GENERATES: Final = frozenset({WeightState.CLEAN, WeightState.SERVING})
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
-class Recognised(msgspec.Struct, frozen=True):
+class ServerRecognized(msgspec.Struct, frozen=True):
     """The record speaks of this very launch."""
 
     health: EngineHealth
-    held: Held | None
+    held: HeldVersion | None
 
 
-class Launched(msgspec.Struct, frozen=True):
+class ServerLaunched(msgspec.Struct, frozen=True):
     """Another launch. `fresh`: nobody can have updated its weights, so they are the ones it was launched with."""
 
     fresh: bool
 
 
-class Stilled(msgspec.Struct, frozen=True):
+class ServerPaused(msgspec.Struct, frozen=True):
     """The server answered that it is paused."""
 
 
-class Doubted(msgspec.Struct, frozen=True):
+class WeightsDoubted(msgspec.Struct, frozen=True):
     """A call was lost: whether the server generates is not known any more."""
 
 
-class Began(msgspec.Struct, frozen=True):
+class TransferBegan(msgspec.Struct, frozen=True):
     """`version` is about to be taken."""
 
     version: Version
 
 
-class Spared(msgspec.Struct, frozen=True):
+class WeightsUntouched(msgspec.Struct, frozen=True):
     """It came to nothing before the server was asked to change anything."""
 
 
-class Touched(msgspec.Struct, frozen=True):
+class WeightsDirtied(msgspec.Struct, frozen=True):
     """Something of it, or all of it, has reached the server."""
 
 
-class Proved(msgspec.Struct, frozen=True):
+class VersionVerified(msgspec.Struct, frozen=True):
     """The server holds exactly `held`."""
 
-    held: Held
+    held: HeldVersion
 
 
-class Resumed(msgspec.Struct, frozen=True):
+class ServerResumed(msgspec.Struct, frozen=True):
     """The server generates again, with the label it had."""
 
     ordered: bool
     """By the coordinator. Worth a record even when nothing else changed: the order's epoch is in it."""
 
 
-class Committed(msgspec.Struct, frozen=True):
+class VersionCommitted(msgspec.Struct, frozen=True):
     """The version that is held is committed, the server labelled with it, and it generates."""
 
 
-WeightEvent = Recognised | Launched | Stilled | Doubted | Began | Spared | Touched | Proved | Resumed | Committed
+WeightEvent = (
+    ServerRecognized
+    | ServerLaunched
+    | ServerPaused
+    | WeightsDoubted
+    | TransferBegan
+    | WeightsUntouched
+    | WeightsDirtied
+    | VersionVerified
+    | ServerResumed
+    | VersionCommitted
+)
 
 _U, _C, _P = WeightState.UNKNOWN, WeightState.CLEAN, WeightState.PAUSED
 _T, _D, _L, _S = WeightState.STAGED, WeightState.DIRTY, WeightState.LOADED, WeightState.SERVING
 
 TABLE: Final[Mapping[type[WeightEvent], Mapping[WeightState, tuple[WeightState, ...]]]] = {
-    Stilled: {_U: (_U,), _C: (_P,), _P: (_P,), _D: (_D,), _L: (_L,), _S: (_P,)},
-    Doubted: {_U: (_U,), _C: (_C,), _P: (_C,), _T: (_T,), _D: (_D,), _L: (_L,), _S: (_S,)},
-    Began: {_U: (_T,), _P: (_T,), _D: (_T,), _L: (_T,)},
-    Spared: {_T: (_U, _P, _D, _L)},
-    Touched: {_T: (_D,), _D: (_D,), _U: (_D,)},
-    Proved: {_D: (_L,)},
-    Resumed: {_C: (_C,), _P: (_C,), _S: (_C,)},
-    Committed: {_C: (_S,), _P: (_S,), _L: (_S,), _S: (_S,)},
+    ServerPaused: {_U: (_U,), _C: (_P,), _P: (_P,), _D: (_D,), _L: (_L,), _S: (_P,)},
+    WeightsDoubted: {_U: (_U,), _C: (_C,), _P: (_C,), _T: (_T,), _D: (_D,), _L: (_L,), _S: (_S,)},
+    TransferBegan: {_U: (_T,), _P: (_T,), _D: (_T,), _L: (_T,)},
+    WeightsUntouched: {_T: (_U, _P, _D, _L)},
+    WeightsDirtied: {_T: (_D,), _D: (_D,), _U: (_D,)},
+    VersionVerified: {_D: (_L,)},
+    ServerResumed: {_C: (_C,), _P: (_C,), _S: (_C,)},
+    VersionCommitted: {_C: (_S,), _P: (_S,), _L: (_S,), _S: (_S,)},
 }
-"""Event -> state -> state. `Spared` goes back to where `Began` came from. `Touched` in UNKNOWN: a transfer that was
-meant for an earlier launch may have met this one. DIRTY is left by a complete, proven transfer, and by nothing else.
+"""Event -> state -> state.
 
-`Recognised` and `Launched` are not in it: another launch of the server is another server, and begins anew."""
+`WeightsUntouched` goes back to where `TransferBegan` came from. `WeightsDirtied` in UNKNOWN: a transfer that was meant
+for an earlier launch may have met this one. DIRTY is left by a complete, proven transfer, and by nothing else.
+
+`ServerRecognized` and `ServerLaunched` are not in it: another launch of the server is another server, and begins
+anew."""
 
 MOVES: Final[Mapping[WeightState, frozenset[WeightState]]] = {
     state: frozenset(to for row in TABLE.values() for to in row.get(state, ()) if to is not state)
@@ -136,7 +150,7 @@ class Keep(msgspec.Struct, frozen=True):
     """Make this durable before anything that follows."""
 
     health: EngineHealth
-    held: Held | None
+    held: HeldVersion | None
 
 
 class Weights:
@@ -145,14 +159,14 @@ class Weights:
     def __init__(self, story: deque[str]) -> None:
         """`story` takes a line for every move, and goes into the errors."""
         self.state = WeightState.UNKNOWN
-        self.held: Held | None = None
+        self.held: HeldVersion | None = None
         """What is held whole; null while nothing is, and for the weights of a launch."""
         self.taking: Version | None = None
         """The version that is on its way in."""
         self.paused: bool | None = None
         """Null: not known; somebody before us may have paused it."""
         self._story = story
-        self._before: tuple[WeightState, Held | None] = (self.state, None)
+        self._before: tuple[WeightState, HeldVersion | None] = (self.state, None)
         """What it was before the version that is being taken."""
 
     @property
@@ -167,30 +181,30 @@ class Weights:
 
     def handle(self, event: WeightEvent, now: float) -> tuple[Keep, ...]:
         """Take `event`, which happened at `now`. Raises `IllegalMove` on one that the state does not know."""
-        if isinstance(event, Recognised | Launched):
+        if isinstance(event, ServerRecognized | ServerLaunched):
             return self._begin(event, now)
         before = (self.state, self.held)
         self._go(event, now)
         match event:
-            case Stilled():
+            case ServerPaused():
                 self.paused = True
-            case Doubted():
+            case WeightsDoubted():
                 self.paused = None
-            case Began():
+            case TransferBegan():
                 self._before, self.held, self.taking = before, None, event.version
-            case Spared():
+            case WeightsUntouched():
                 self.held, self.taking = self._before[1], None
-            case Touched():
+            case WeightsDirtied():
                 self.held = None
-            case Proved():
+            case VersionVerified():
                 self.held, self.taking = event.held, None
-            case Resumed() | Committed():
+            case ServerResumed() | VersionCommitted():
                 self.paused = False
             case _:
                 assert_never(event)
-        ordered = isinstance(event, Resumed) and event.ordered
+        ordered = isinstance(event, ServerResumed) and event.ordered
         changed = (self.health, self.held) != (HEALTH[before[0]], before[1])
-        return (Keep(self.health, self.held),) if ordered or changed or isinstance(event, Committed) else ()
+        return (Keep(self.health, self.held),) if ordered or changed or isinstance(event, VersionCommitted) else ()
 
     def check(self) -> None:
         """Raise `InvariantBroken` when fields contradict each other."""
@@ -211,20 +225,20 @@ class Weights:
         }
         return tuple(what for what, wrong in found.items() if wrong)
 
-    def _begin(self, event: Recognised | Launched, now: float) -> tuple[Keep, ...]:
+    def _begin(self, event: ServerRecognized | ServerLaunched, now: float) -> tuple[Keep, ...]:
         """A server that was not known before. What is known from its record need not be written again."""
         self.paused, self.taking, self.held = None, None, None
-        if isinstance(event, Launched):
+        if isinstance(event, ServerLaunched):
             self.state = WeightState.CLEAN if event.fresh else WeightState.UNKNOWN
         else:
             self.state = _AS_RECORDED[event.health, event.held is not None]
             self.held = None if self.state is WeightState.DIRTY else event.held
         self._story.append(f"{now:.3f} weights begin anew: {self}")
-        return (Keep(self.health, None),) if event == Launched(fresh=False) else ()
+        return (Keep(self.health, None),) if event == ServerLaunched(fresh=False) else ()
 
     def _go(self, event: WeightEvent, now: float) -> None:
         choice = TABLE[type(event)].get(self.state, ())
-        wanted = self._before[0] if isinstance(event, Spared) else next(iter(choice), None)
+        wanted = self._before[0] if isinstance(event, WeightsUntouched) else next(iter(choice), None)
         if wanted is None or wanted not in choice:
             raise IllegalMove("weights", str(self), type(event).__name__, tuple(self._story))
         if wanted is not self.state:

@@ -13,7 +13,7 @@ from .settings import EngineAgentSettings
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 
-class Exposed(msgspec.Struct, frozen=True):
+class ExposedSecret(msgspec.Struct, frozen=True):
     """A key file that others than its owner can read."""
 
     setting: str
@@ -26,9 +26,9 @@ class Exposed(msgspec.Struct, frozen=True):
         return f"others may read it (mode {self.mode:04o}): chmod 600 {self.path}"
 
 
-def read_keys(settings: EngineAgentSettings) -> tuple[Keys, tuple[Exposed, ...]]:
+def read_keys(settings: EngineAgentSettings) -> tuple[Keys, tuple[ExposedSecret, ...]]:
     """The keys, and which of their files others can read. Raises `KeyFileUnusable`."""
-    exposed: list[Exposed] = []
+    exposed: list[ExposedSecret] = []
     keys = Keys(
         api=_key("api_key_file", settings.api_key_file, settings.api_key, exposed),
         admin=_key("admin_api_key_file", settings.admin_api_key_file, settings.admin_api_key, exposed),
@@ -36,7 +36,7 @@ def read_keys(settings: EngineAgentSettings) -> tuple[Keys, tuple[Exposed, ...]]
     return keys, tuple(exposed)
 
 
-def _key(setting: str, path: Path | None, given: str, exposed: list[Exposed]) -> str:
+def _key(setting: str, path: Path | None, given: str, exposed: list[ExposedSecret]) -> str:
     if path is None:
         return given
     try:
@@ -49,5 +49,5 @@ def _key(setting: str, path: Path | None, given: str, exposed: list[Exposed]) ->
     if len(words) != 1:
         raise KeyFileUnusable(setting, path, f"holds {len(words)} words" if words else "is empty")
     if mode & _OTHERS:
-        exposed.append(Exposed(setting, path, mode))
+        exposed.append(ExposedSecret(setting, path, mode))
     return words[0]

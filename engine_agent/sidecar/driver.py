@@ -31,8 +31,8 @@ from weightbus.control.protocol import (
     Hello,
     Incarnation,
     Pause,
-    Place,
     Prepare,
+    ProcessLocation,
     RequestId,
     RequestRefused,
     Role,
@@ -49,7 +49,7 @@ from weightbus.control.server import (
     SIDECAR_VERSION,
     SIDECAR_WEIGHTS,
     HttpPort,
-    Meters,
+    Metrics,
     Readiness,
     Side,
 )
@@ -57,14 +57,14 @@ from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.processes import default_runtime_dir, host_identity, open_runtime_dir
 from weightbus.dataplane.transports import Receiver, registry as transports
 
-from ..engines.sglang import Lending, SGLangServer, layout_of, tell, transports_of
+from ..engines.sglang import MemoryOccupation, SGLangServer, layout_of, tell, transports_of
 from ..errors import EngineAgentError, ServerInUse
 from ..machine import (
     Answer,
-    Application,
     Cancel,
     Commanded,
     Effect,
+    EngineMachine,
     Event,
     ForgetAnswers,
     Note,
@@ -72,25 +72,25 @@ from ..machine import (
     Operation,
     Remember,
     Result,
-    Run,
-    Ticked,
-    View,
+    RunOperation,
+    ServerView,
+    TimePassed,
     WeightState,
     Welcomed,
 )
 from .api_keys import read_keys
-from .effect_dispatcher import Dispatcher
-from .file_resync import SavedVersions
+from .effect_dispatcher import EffectDispatcher
+from .file_resync import FileResync
 from .key_checks import check_trust
-from .memory_release import Giving, Noticed
-from .operation_executor import Worker
-from .prerecording import Rehearsing
-from .process_lock import ClaimHeld, server_claim
-from .reply_sender import Speaker
-from .server_monitor import Watch
+from .memory_release import MemoryRelease, Noticed
+from .operation_executor import OperationExecutor
+from .prerecording import Prerecorder
+from .process_lock import LockHeld, server_claim
+from .reply_sender import ReplySender
+from .server_monitor import ServerMonitor
 from .settings import EngineAgentSettings
-from .state_file import RecordFile
-from .state_writer import LateRecords
+from .state_file import StateFile
+from .state_writer import StateWriter
 from .topology import opened_by, places_of, places_on, topology_of
 
 TICK_S: Final = 0.5
@@ -99,7 +99,7 @@ _SAY_FIRST_S: Final = 0.001
 """What an operation has found is said before its thread looks ahead: threads of one process wait for each other."""
 
 
-def _level(view: View) -> int:
+def _level(view: ServerView) -> int:
     """Of a change of health: every round makes a server dirty and clean again, which is worth one line."""
     if view.health is EngineHealth.CLEAN:
         return logging.INFO
@@ -121,15 +121,15 @@ class EngineAgent:
 
     def __init__(self, settings: EngineAgentSettings) -> None:
         self.settings = settings
-        self.meters = Meters(Side.ENGINE)
+        self.meters = Metrics(Side.ENGINE)
         self._incarnation = Incarnation(os.urandom(8).hex())
-        self._records = RecordFile(settings.state_dir, settings.name)
+        self._records = StateFile(settings.state_dir, settings.name)
         self._records.claim()
         self._claim = server_claim(settings.runtime_dir or default_runtime_dir(), settings.server, settings.name)
         keys, exposed = read_keys(settings)
-        lending = Lending(settings.state_dir / f"{settings.name}.memory.json")
+        lending = MemoryOccupation(settings.state_dir / f"{settings.name}.memory.json")
         self._server = SGLangServer(settings.server, keys, settings.dialect, lending)
-        self._worker = Worker(
+        self._worker = OperationExecutor(
             settings.name,
             self._server,
             self._receiver,
@@ -140,22 +140,26 @@ class EngineAgent:
         )
         self._server.observe(self._worker.called)
         self.meters.live(SIDECAR_CONNECTED, self._connected)
-        self._machine = Application(Channel(settings.channel), self._incarnation, self._records.read())
-        self._late = LateRecords(self._records.write)
-        self._dispatcher = Dispatcher(self._machine, self._late.now, self._carry_out, self._post, self._late.later)
+        self._machine = EngineMachine(Channel(settings.channel), self._incarnation, self._records.read())
+        self._late = StateWriter(self._records.write)
+        self._dispatcher = EffectDispatcher(
+            self._machine, self._late.now, self._carry_out, self._post, self._late.later
+        )
         self._view = self._machine.view()
         self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
-        self._operations: queue.SimpleQueue[Run | Callable[[], None] | None] = queue.SimpleQueue()
-        self._speaker = Speaker(lambda: self._bus, settings.name)
-        self._watch = Watch(self._server, self._events.put, settings.poll_s)
-        self._saved = SavedVersions(settings, self._worker)
-        self._giving = Giving(self._server, self._events.put, self._records.read)
-        self._rehearsal = Rehearsing(settings, self._server, lambda: self._view, self._events.put, self._worker.foresee)
+        self._operations: queue.SimpleQueue[RunOperation | Callable[[], None] | None] = queue.SimpleQueue()
+        self._speaker = ReplySender(lambda: self._bus, settings.name)
+        self._watch = ServerMonitor(self._server, self._events.put, settings.poll_s)
+        self._saved = FileResync(settings, self._worker)
+        self._giving = MemoryRelease(self._server, self._events.put, self._records.read)
+        self._rehearsal = Prerecorder(
+            settings, self._server, lambda: self._view, self._events.put, self._worker.foresee
+        )
         self._bus: BusClient | None = None
         self.http_port = 0
         """Where the HTTP port listens, once `run` has opened it."""
         self._described: tuple[str, ...] = ()
-        self._place: tuple[str, tuple[Place, ...]] = ("", ())
+        self._place: tuple[str, tuple[ProcessLocation, ...]] = ("", ())
         """Of which launch, and where its workers are."""
         self._around: tuple[object, ...] = ()
         self._stopping = threading.Event()
@@ -202,7 +206,7 @@ class EngineAgent:
         try:
             open_runtime_dir(self._claim.path.parent)
             self._claim.take()
-        except ClaimHeld as held:
+        except LockHeld as held:
             raise ServerInUse(self.settings.server, held.holder) from held
         except (OSError, Unsupported) as error:
             # Only the local transport needs the folder, and says so when it is asked for.
@@ -311,7 +315,7 @@ class EngineAgent:
         if (lost := self._late.failure()) is not None:
             self._dispatcher.lost(*lost)
         self._dispatcher.retry()
-        self._dispatch(Ticked(self._heard_at()))
+        self._dispatch(TimePassed(self._heard_at()))
         if (bus := self._bus) is not None and (command := self._saved.next(self._view, bus, time.monotonic())):
             self._dispatch(Commanded(command))
 
@@ -337,7 +341,7 @@ class EngineAgent:
                 self._speaker.say(effect.message)
             case ForgetAnswers():
                 self._speaker.forget()
-            case Run():
+            case RunOperation():
                 self._operations.put(effect)
             case Cancel():
                 self._worker.cancel(effect.number)
@@ -346,7 +350,7 @@ class EngineAgent:
             case _:
                 assert_never(effect)
 
-    def _show(self, view: View) -> None:
+    def _show(self, view: ServerView) -> None:
         before, self._view = self._view, view
         if view == before:
             return
@@ -396,7 +400,7 @@ class EngineAgent:
             done = None
             if run is None:
                 return
-            if not isinstance(run, Run):
+            if not isinstance(run, RunOperation):
                 run()
                 continue
             result = self._worker.perform(run.operation, run.identity, run.number)

@@ -6,26 +6,36 @@ Owns no thread and no socket, so that the simulator runs this very class.
 from collections.abc import Callable
 from typing import Final
 
-from ..machine import Application, Broken, Effect, Event, Operated, Receive, Record, Remember, Run
+from ..machine import (
+    Effect,
+    EngineMachine,
+    Event,
+    Operated,
+    OperationFailed,
+    Receive,
+    Remember,
+    RunOperation,
+    StateRecord,
+)
 
 
-class Dispatcher:
+class EffectDispatcher:
     """Gives events to one machine and carries its effects out. Drive it from one thread."""
 
     def __init__(
         self,
-        machine: Application,
-        write: Callable[[Record], None],
+        machine: EngineMachine,
+        write: Callable[[StateRecord], None],
         carry_out: Callable[[Effect], None],
         post: Callable[[Event], None],
-        write_late: Callable[[Record], None] | None = None,
+        write_late: Callable[[StateRecord], None] | None = None,
     ) -> None:
         """`write` makes a record durable or raises `OSError`; `post` gives back an event for the next turn.
 
         `write_late` begins to write one that nothing depends on; should it fail, `lost` is to be told.
         """
         self.machine: Final = machine
-        self.unsaved: Record | None = None
+        self.unsaved: StateRecord | None = None
         """A record that could not be written yet."""
         self.problem = ""
         """Why."""
@@ -43,13 +53,15 @@ class Dispatcher:
                 self._write_late(effect.record)
             elif isinstance(effect, Remember):
                 self._remember(effect.record)
-            elif self.unsaved is not None and isinstance(effect, Run) and isinstance(effect.operation, Receive):
+            elif (
+                self.unsaved is not None and isinstance(effect, RunOperation) and isinstance(effect.operation, Receive)
+            ):
                 # Nobody would know after a crash that the weights are mixed: the transfer does not begin.
-                self._post(Operated(effect.number, Broken(self.problem)))
+                self._post(Operated(effect.number, OperationFailed(self.problem)))
             else:
                 self._carry_out(effect)
 
-    def lost(self, record: Record, error: OSError) -> None:
+    def lost(self, record: StateRecord, error: OSError) -> None:
         """`record` could not be written late, and no newer one was since."""
         self.unsaved = record
         self.problem = f"the record cannot be written: {error.strerror or error}"
@@ -59,7 +71,7 @@ class Dispatcher:
         if self.unsaved is not None:
             self._remember(self.unsaved)
 
-    def _remember(self, record: Record) -> None:
+    def _remember(self, record: StateRecord) -> None:
         """Write it; if that is impossible, keep it for `retry`.
 
         A record that stays behind is of a worse state than the true one, but for the one before a transfer.

@@ -8,12 +8,12 @@ from typing import Final, Protocol
 
 from weightbus.control.log import get_log
 from weightbus.control.machine import parse
-from weightbus.control.protocol import ConfigurationError, Digest, Held, ToEngine, Version, WeightbusError
+from weightbus.control.protocol import ConfigurationError, Digest, HeldVersion, ToEngine, Version, WeightbusError
 from weightbus.dataplane.processes import torch_threads
 from weightbus.dataplane.transports.disk import SavedVersion, place_of
 
-from ..machine import CatchUp, View
-from .operation_executor import Worker
+from ..machine import Resync, ServerView
+from .operation_executor import OperationExecutor
 from .settings import EngineAgentSettings
 
 _STATUS_S: Final = 10.0
@@ -21,7 +21,7 @@ _STATUS_S: Final = 10.0
 _log = get_log(__name__)
 
 
-class Coordinator(Protocol):
+class ResyncCoordinator(Protocol):
     """What is asked of control's `BusClient`."""
 
     @property
@@ -34,10 +34,10 @@ class Coordinator(Protocol):
         ...
 
 
-class SavedVersions:
+class FileResync:
     """One agent's. `next` is called by its main thread, again and again."""
 
-    def __init__(self, settings: EngineAgentSettings, worker: Worker) -> None:
+    def __init__(self, settings: EngineAgentSettings, worker: OperationExecutor) -> None:
         """Raises `ConfigurationError` when `saved_dir` is no folder. One that is missing may still come."""
         self._root = settings.saved_dir
         if self._root is not None and not self._root.is_dir():
@@ -47,13 +47,13 @@ class SavedVersions:
             _log.warning("saved_dir_missing", folder=str(self._root), reason=reason)
         self._channel = settings.channel
         self._worker = worker
-        self._machine = CatchUp(settings.channel, settings.saved_after_s)
+        self._machine = Resync(settings.channel, settings.saved_after_s)
         self._calls = torch_threads.Calls("saved-versions")
         self._look: Future[SavedVersion | None] | None = None
         self._said = ""
         """The table of the version that was said not to be there."""
 
-    def next(self, view: View, coordinator: Coordinator, now: float) -> ToEngine | None:
+    def next(self, view: ServerView, coordinator: ResyncCoordinator, now: float) -> ToEngine | None:
         """What the machine of the engine is to be told now, as if the coordinator had said it."""
         if self._root is None:
             return None
@@ -68,7 +68,7 @@ class SavedVersions:
         """Stop looking. A file system that hangs keeps that thread, and nobody waits for it."""
         self._calls.give_up()
 
-    def _looked(self, look: Future[SavedVersion | None], view: View, now: float) -> ToEngine | None:
+    def _looked(self, look: Future[SavedVersion | None], view: ServerView, now: float) -> ToEngine | None:
         self._look = None
         found = look.result()
         if found is None:
@@ -76,13 +76,13 @@ class SavedVersions:
             return None
         self._worker.saved = found
         notes = found.notes
-        held = Held(version=Version(notes.version), manifest=Digest(notes.manifest), table=Digest(notes.table))
+        held = HeldVersion(version=Version(notes.version), manifest=Digest(notes.manifest), table=Digest(notes.table))
         command = self._machine.found(held, str(found.path), view, now)
         if command is not None:
             _log.info("loading_saved_version", version=notes.version, folder=str(found.path))
         return command
 
-    def _search(self, coordinator: Coordinator) -> SavedVersion | None:
+    def _search(self, coordinator: ResyncCoordinator) -> SavedVersion | None:
         """The committed version, if it is there as it was committed."""
         assert self._root is not None
         try:

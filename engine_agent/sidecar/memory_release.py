@@ -13,7 +13,7 @@ from weightbus.control.server import Readiness
 
 from ..engines.sglang import SGLangServer
 from ..errors import EngineAgentError, NothingToGive
-from ..machine import Record, ServerFound, View
+from ..machine import ServerFound, ServerView, StateRecord
 
 _GIVE_S: Final = 60.0
 """Requests are ended first, and a large memory takes a while to unmap."""
@@ -26,14 +26,14 @@ class Noticed(msgspec.Struct, frozen=True):
     event: threading.Event = msgspec.field(default_factory=threading.Event)
 
 
-class Giving:
+class MemoryRelease:
     """For one server."""
 
     def __init__(
         self,
         server: SGLangServer,
         post: Callable[[ServerFound | Noticed], None],
-        recorded: Callable[[], Record | None],
+        recorded: Callable[[], StateRecord | None],
     ) -> None:
         """`post` puts what is found before the machine; `recorded` reads what is on the disk."""
         self._server, self._post, self._recorded = server, post, recorded
@@ -44,7 +44,7 @@ class Giving:
         """The weights' memory is given back, or about to be: nobody but a new version asks for it."""
         return self._begun or self._server.lent_weights
 
-    def ask(self, view: View, queue: Callable[[Callable[[], None]], None]) -> Readiness:
+    def ask(self, view: ServerView, queue: Callable[[Callable[[], None]], None]) -> Readiness:
         """Have `queue` bring the order to the worker, and wait for its end. On a thread of the HTTP port."""
         if not view.up or view.doing or view.reached is not None:
             return Readiness(False, f"not now: {view.reason or view.doing or 'a round is under way'}")

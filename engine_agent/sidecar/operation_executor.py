@@ -1,7 +1,7 @@
 """Carries out the machine's operations on the server, one at a time, and says how each ended.
 
-Decides nothing about rounds. Whatever goes wrong becomes a `Broken` with the reason: an exception here must not end the
-agent, because only the agent knows that a server must stay paused.
+Decides nothing about rounds. Whatever goes wrong becomes a `OperationFailed` with the reason: an exception here must
+not end the agent, because only the agent knows that a server must stay paused.
 """
 
 import os
@@ -16,8 +16,8 @@ from weightbus.control.log import get_log
 from weightbus.control.protocol import (
     AgentId,
     Digest,
-    Held,
-    Offer,
+    Endpoint,
+    HeldVersion,
     Prepare,
     Publish,
     Transfer,
@@ -31,7 +31,7 @@ from weightbus.control.server import (
     PUBLICATIONS_REFUSED,
     STEP_FAILURES,
     STEP_SECONDS,
-    Meters,
+    Metrics,
 )
 from weightbus.dataplane.errors import DataplaneError, NotRecordable, TransferFailed
 from weightbus.dataplane.tensors import DigestTable, Manifest
@@ -41,11 +41,11 @@ from weightbus.dataplane.transports import (
     Receiver,
     Remarking,
     Returning,
-    Session,
     Sized,
     Stager,
     Tabled,
     Timed,
+    TransferSession,
 )
 from weightbus.dataplane.transports.disk import SavedReceiver, SavedVersion
 
@@ -53,30 +53,30 @@ from ..engines.sglang import (
     CALL_S,
     VERIFY_S,
     SGLangServer,
-    Vitals,
+    WorkerHealth,
     checkpoint_spec as checkpoint,
     compatibility as validate,
     proof_s,
 )
-from ..errors import CalledOff, Distrusted, EngineAgentError, ServerError, UnfitManifest, WrongWeights
+from ..errors import CalledOff, EngineAgentError, NotTrusted, ServerError, UnfitManifest, WrongWeights
 from ..gc_pause import resting
 from ..machine import (
     SAVED,
-    Broken,
-    Finished,
     Label,
     Operation,
+    OperationDone,
+    OperationFailed,
     PauseServer,
     Proven,
     Receive,
+    ReceiveBeside,
     Received,
-    Release,
+    ReleaseServer,
     Result,
-    Stage,
     Validate,
     Verify,
 )
-from .settings import Proof
+from .settings import VerificationMode
 
 _ALIVE_S: Final = 5.0
 """For a call that is answered without the scheduler."""
@@ -90,7 +90,7 @@ LIVE_ON_GPU: Final = "sglang-fmix32-8"
 _log = get_log(__name__)
 
 
-class Blobs(Protocol):
+class BlobSource(Protocol):
     """Where manifests and digest tables come from."""
 
     def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = ...) -> bytes:
@@ -98,7 +98,7 @@ class Blobs(Protocol):
         ...
 
 
-class Worker:
+class OperationExecutor:
     """Uses one server and one receiver per transport. `perform` is called from one thread, `cancel` from any."""
 
     def __init__(
@@ -107,13 +107,13 @@ class Worker:
         server: SGLangServer,
         receivers: Callable[[str], Receiver],
         checkpoint_dir: Path | None,
-        meters: Meters,
+        meters: Metrics,
         *,
-        proof: Proof = Proof.REQUIRED,
+        proof: VerificationMode = VerificationMode.REQUIRED,
         trust: TrustList | None = None,
     ) -> None:
         """Without `trust` nothing needs a signature."""
-        self.blobs: Blobs | None = None
+        self.blobs: BlobSource | None = None
         self.saved: SavedVersion | None = None
         """A version that lies in files, and may be asked for by its own commands (resync.py)."""
         self._name = name
@@ -141,7 +141,7 @@ class Worker:
         self._returning: tuple[Returning, str] | None = None
         """Who took the last version, and of which launch: its server may still have to return from the call."""
         self._remark = ""
-        self._vitals = Vitals(server)
+        self._vitals = WorkerHealth(server)
         self.copied: Manifest | None = None
         """Of the last version that was copied straight into the parameters and is served."""
         self._copied: Manifest | None = None
@@ -158,14 +158,14 @@ class Worker:
             if isinstance(error, NotRecordable):
                 self._server.unrecordable(str(error))
             self._vitals.learn(error, identity)
-            result = Broken(str(error) or type(error).__name__, self._touched(operation))
+            result = OperationFailed(str(error) or type(error).__name__, self._touched(operation))
         except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("operation_failed_unforeseen", operation=step)
-            result = Broken(f"{type(error).__name__}: {error}", self._touched(operation))
+            result = OperationFailed(f"{type(error).__name__}: {error}", self._touched(operation))
         self._meters.observe(STEP_SECONDS, time.monotonic() - started, step=step)
-        if isinstance(result, Broken):
+        if isinstance(result, OperationFailed):
             self._meters.add(STEP_FAILURES, step=step)
-        elif isinstance(operation, PauseServer | Receive | Release):
+        elif isinstance(operation, PauseServer | Receive | ReleaseServer):
             self._vitals.moved(identity)
         return result
 
@@ -175,7 +175,7 @@ class Worker:
 
     def look_ahead(self, operation: Operation, result: Result) -> None:
         """What a pause that follows `operation` would have to ask first is asked while nobody waits. Never raises."""
-        if not isinstance(operation, Validate) or isinstance(result, Broken):
+        if not isinstance(operation, Validate) or isinstance(result, OperationFailed):
             return
         try:
             self._server.look_ahead()
@@ -211,7 +211,7 @@ class Worker:
         return isinstance(operation, Receive) and (self._server.touched or (active is not None and active.touched))
 
     def _perform(self, operation: Operation) -> Result:
-        self._vitals.require(self._launch, self._active if isinstance(operation, PauseServer | Release) else None)
+        self._vitals.require(self._launch, self._active if isinstance(operation, PauseServer | ReleaseServer) else None)
         if isinstance(operation, PauseServer | Receive):
             self._vitals.ask(self._launch)
         match operation:
@@ -220,10 +220,10 @@ class Worker:
                 self._vitals.look(self._launch)
                 layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
                 receiver = self._receivers.get(command.transport.value)
-                return Finished(beside=isinstance(receiver, Stager) and receiver.can_stage(layout))
+                return OperationDone(beside=isinstance(receiver, Stager) and receiver.can_stage(layout))
             case PauseServer(mode, deadline_s):
                 self._server.pause(mode, min(deadline_s, CALL_S))
-            case Stage(command, folder):
+            case ReceiveBeside(command, folder):
                 self._settle_quietly(command.deadline_s)
                 self._stage(command, folder)
             case Receive(command, folder):
@@ -234,12 +234,12 @@ class Worker:
                 if self._server.updating:
                     self._settle(min(deadline_s, CALL_S))
                 self._server.set_label(str(version), min(deadline_s, CALL_S))
-            case Release():
+            case ReleaseServer():
                 self._release(operation)
-        return Finished()
+        return OperationDone()
 
-    def _believe(self, command: Prepare, serving: Held | None) -> None:
-        """Raise `Distrusted` unless a trainer that is trusted here signed this version, to follow the one served."""
+    def _believe(self, command: Prepare, serving: HeldVersion | None) -> None:
+        """Raise `NotTrusted` unless a trainer that is trusted here signed this version, to follow the one served."""
         if self._trust is None:
             return
         if (saved := self._saved(command.table)) is not None and command.seal is None:
@@ -250,7 +250,7 @@ class Worker:
     def _object(self, version: int, objection: Doubt | None) -> None:
         if objection is not None:
             self._meters.add(PUBLICATIONS_REFUSED, cause=objection.kind.value)
-            raise Distrusted(version, objection)
+            raise NotTrusted(version, objection)
 
     # -- before -------------------------------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class Worker:
         if not isinstance(receiver, Stager):
             return
         self._active = receiver
-        session = Session(command.channel, command.epoch, command.version, layout, table)
+        session = TransferSession(command.channel, command.epoch, command.version, layout, table)
         left = max(command.deadline_s - (time.monotonic() - started), 0.001)
         receiver.stage(session, _address(command), self._name, left)
 
@@ -343,7 +343,7 @@ class Worker:
         self._go_on()
         receiver = self._receivers.get(kind) or self._receivers.setdefault(kind, self._receiver_of(kind))
         self._active = receiver
-        session = Session(command.channel, command.epoch, command.version, layout, table)
+        session = TransferSession(command.channel, command.epoch, command.version, layout, table)
         left = max(command.deadline_s - (time.monotonic() - started), 0.001)
         self._server.take_weights_back(min(left, CALL_S))
         before = receiver.devices if isinstance(receiver, Sized) else ()
@@ -426,7 +426,7 @@ class Worker:
             return Proven("live-digest")
         if checked:
             return Proven("bucket-digest")
-        if self._proof is Proof.AVAILABLE:
+        if self._proof is VerificationMode.AVAILABLE:
             _log.warning("version_unproven", version=command.version, transport=command.offer.transport.value)
             return Proven("")
         raise WrongWeights(
@@ -450,7 +450,7 @@ class Worker:
             return LIVE_ON_GPU
         return LIVE_ON_CPU if device == "cpu" and dialect.cpu_checksums else ""
 
-    def _release(self, release: Release) -> None:
+    def _release(self, release: ReleaseServer) -> None:
         """Label last but for the flush, flush before anything generates."""
         if isinstance(self._active, Stager):
             self._active.close()  # what was taken and not put into place is nobody's
@@ -489,7 +489,7 @@ class Worker:
             self._meters.add(CALL_FAILURES, call=call)
 
 
-def _is_saved(offer: Offer) -> bool:
+def _is_saved(offer: Endpoint) -> bool:
     return offer.transport is TransportKind.DISK and offer.group == SAVED
 
 

@@ -24,7 +24,7 @@ from weightbus.control.log import get_log
 from weightbus.dataplane.errors import DataplaneError, ManifestError
 from weightbus.dataplane.processes import default_runtime_dir
 from weightbus.dataplane.tensors import Manifest, TensorSpec
-from weightbus.dataplane.transports import Ahead, Rehearsal, registry as transports
+from weightbus.dataplane.transports import PrerecordedTraces, Prerecording, registry as transports
 
 from ..durable_file import write_durably
 from ..engines.sglang import (
@@ -36,7 +36,7 @@ from ..engines.sglang import (
     compatibility as validate,
 )
 from ..errors import EngineAgentError, UnfitManifest
-from ..machine import View
+from ..machine import ServerView
 from .memory_release import Noticed
 from .settings import EngineAgentSettings
 
@@ -50,14 +50,14 @@ _CPU: Final = Path("/proc/cpuinfo")
 _log = get_log(__name__)
 
 
-class Rehearsing:
+class Prerecorder:
     """Of one life of the agent. `carry_out` and `remember` are called on the worker's thread, `close` on any."""
 
     def __init__(
         self,
         settings: EngineAgentSettings,
         server: SGLangServer,
-        view: Callable[[], View],
+        view: Callable[[], ServerView],
         post: Callable[[Noticed], None],
         foresee: Callable[[Manifest], None],
     ) -> None:
@@ -70,11 +70,11 @@ class Rehearsing:
         self._path = settings.state_dir / f"{settings.name}.manifest"
         self._kept = ""
         """Digest of the manifest that the file has."""
-        self.ahead = Ahead()
+        self.ahead = PrerecordedTraces()
         """What was worked out. Of the worker's thread."""
         self._lock = threading.Lock()
         """Of what `close` looks at and sets."""
-        self._rehearsal: Rehearsal | None = None
+        self._rehearsal: Prerecording | None = None
         self._over = not settings.record_ahead
         self._closed = False
 
@@ -128,7 +128,7 @@ class Rehearsing:
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
         folder = self._settings.runtime_dir or default_runtime_dir()
-        rehearsal = Rehearsal(folder, sent="sends" in ways, ahead=self.ahead)
+        rehearsal = Prerecording(folder, sent="sends" in ways, ahead=self.ahead)
         if not self._let_close(rehearsal):
             return None
         try:
@@ -141,7 +141,7 @@ class Rehearsing:
         _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=seconds, unproven=unproven)
         return None
 
-    def _let_close(self, rehearsal: Rehearsal) -> bool:
+    def _let_close(self, rehearsal: Prerecording) -> bool:
         """What `close` ends from now on; not, if it came while files were read and the server was asked."""
         with self._lock:
             self._rehearsal = rehearsal

@@ -13,7 +13,7 @@ _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 _NETWORK: Final = Path("/proc/self/ns/net")
 
 
-class ClaimHeld(Exception):
+class LockHeld(Exception):
     """Another process holds the claim; `holder` is how it named itself."""
 
     def __init__(self, holder: str) -> None:
@@ -21,16 +21,16 @@ class ClaimHeld(Exception):
         super().__init__(f"held by {holder or 'another process'}")
 
 
-class Claim:
+class ProcessLock:
     """One lock file. It stays when the lock is given up: who removed it might remove a successor's."""
 
     def __init__(self, path: Path, holder: str) -> None:
         self.path = path
         self._holder = holder
-        self._lock: weakref.finalize[[int], Claim] | None = None
+        self._lock: weakref.finalize[[int], ProcessLock] | None = None
 
     def take(self) -> None:
-        """Hold it until `release` or the end of this process. Raises `ClaimHeld`, or OSError for the file."""
+        """Hold it until `release` or the end of this process. Raises `LockHeld`, or OSError for the file."""
         lock = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = weakref.finalize(self, os.close, lock)
         try:
@@ -38,7 +38,7 @@ class Claim:
         except BlockingIOError as error:
             holder = os.pread(lock, 256, 0).decode(errors="replace").strip()
             self.release()
-            raise ClaimHeld(holder) from error
+            raise LockHeld(holder) from error
         with contextlib.suppress(OSError):  # a full disk: the lock holds, only who has it is not written down
             os.truncate(lock, 0)
             os.pwrite(lock, f"{self._holder}\n".encode(), 0)
@@ -49,7 +49,7 @@ class Claim:
             self._lock()
 
 
-def server_claim(folder: Path, url: str, agent: str) -> Claim:
+def server_claim(folder: Path, url: str, agent: str) -> ProcessLock:
     """The claim on the server behind `url`, for the agents that share `folder` on this host.
 
     A loopback address means another server in another network namespace, as containers have them, so that is part of
@@ -58,7 +58,7 @@ def server_claim(folder: Path, url: str, agent: str) -> Claim:
     parts = urlsplit(url if "//" in url else f"//{url}")
     host = "loopback" if parts.hostname in _LOOPBACK else parts.hostname
     server = hashlib.sha256(f"{_network()} {host} {parts.port}".encode()).hexdigest()[:16]
-    return Claim(folder / f"server-{server}.lock", f"{agent} (process {os.getpid()})")
+    return ProcessLock(folder / f"server-{server}.lock", f"{agent} (process {os.getpid()})")
 
 
 def _network() -> str:

@@ -28,7 +28,7 @@ _CLOSE_S: Final = 5.0
 _log = get_log(__name__)
 
 
-class Speaker:
+class ReplySender:
     """One thread. `say` and `forget` are called from one other."""
 
     def __init__(self, line: Callable[[], BusClient | None], agent: str) -> None:

@@ -23,7 +23,7 @@ _START_S: Final = 3.0
 """A server that starts answers its health check with 503 at once; one that is paused does not answer it at all."""
 
 
-class Watch:
+class ServerMonitor:
     """One thread from `start` to `stop`. `report` is called on it."""
 
     def __init__(

@@ -19,7 +19,7 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 Wait = Annotated[float, Meta(gt=0, le=86400)]
 
 
-class Proof(enum.StrEnum):
+class VerificationMode(enum.StrEnum):
     """What a version must show before it is served."""
 
     REQUIRED = "required"
@@ -86,9 +86,9 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(description="let POST /give-back on the HTTP port have the server give its GPU memory back"),
     ] = False
-    verify: Annotated[Proof, Meta(description="required: serve only what was proven; available: prove what can be")] = (
-        Proof.REQUIRED
-    )
+    verify: Annotated[
+        VerificationMode, Meta(description="required: serve only what was proven; available: prove what can be")
+    ] = VerificationMode.REQUIRED
     dialect: Annotated[str, Meta(description="treat an unknown SGLang version as this one")] = ""
     poll_s: Annotated[Wait, Meta(description="how often the server is looked at")] = 1.0
     start_timeout_s: Annotated[Wait, Meta(description="how long server and coordinator are waited for")] = 1800.0

@@ -13,27 +13,27 @@ from typing import Final
 
 from weightbus.control.log import get_log
 
-from ..machine import Record
+from ..machine import StateRecord
 
 CLOSE_S: Final = 10.0
 _LOG: Final = get_log(__name__)
 
 
-class LateRecords:
+class StateWriter:
     """Used from one thread, but for its own."""
 
-    def __init__(self, write: Callable[[Record], None]) -> None:
+    def __init__(self, write: Callable[[StateRecord], None]) -> None:
         """`write` makes a record durable, or raises `OSError`."""
         self._write = write
         self._turn = threading.Lock()
         """Held by whoever writes."""
         self._bell = threading.Condition()
-        self._waiting: Record | None = None
-        self._failure: tuple[Record, OSError] | None = None
+        self._waiting: StateRecord | None = None
+        self._failure: tuple[StateRecord, OSError] | None = None
         self._closing = False
         self._thread: threading.Thread | None = None
 
-    def now(self, record: Record) -> None:
+    def now(self, record: StateRecord) -> None:
         """When this returns, `record` is durable. What was to be written late is older, and need not be.
 
         It waits as long as the disk does: nothing that depends on the record may go on without.
@@ -44,7 +44,7 @@ class LateRecords:
             self._write(record)
             self._failure = None
 
-    def later(self, record: Record) -> None:
+    def later(self, record: StateRecord) -> None:
         """Begin to write it, and go on."""
         with self._bell:
             self._waiting = record
@@ -53,7 +53,7 @@ class LateRecords:
                 self._thread.start()
             self._bell.notify()
 
-    def failure(self) -> tuple[Record, OSError] | None:
+    def failure(self) -> tuple[StateRecord, OSError] | None:
         """A record that could not be written late, and why; once."""
         found, self._failure = self._failure, None
         return found
@@ -79,7 +79,7 @@ class LateRecords:
                     record, self._waiting = self._waiting, None
                 self._try(record)
 
-    def _try(self, record: Record | None) -> None:
+    def _try(self, record: StateRecord | None) -> None:
         if record is None:  # a newer one was written meanwhile
             return
         try:

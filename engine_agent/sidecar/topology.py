@@ -15,7 +15,15 @@ from typing import Final
 
 from weightbus.control.log import get_log
 from weightbus.control.machine import PREFERRED
-from weightbus.control.protocol import Lack, Nic, Place, Reach, RequestId, Topology, TransportKind
+from weightbus.control.protocol import (
+    MissingTransport,
+    NetworkInterface,
+    ProcessLocation,
+    Reach,
+    RequestId,
+    Topology,
+    TransportKind,
+)
 from weightbus.dataplane.memory import HOST_OF_NCCL, Gpu, SurveyFailed, seat_on, seen_by
 from weightbus.dataplane.processes import files_identity, folder_identity, host_identity, interfaces, network_identity
 
@@ -35,30 +43,32 @@ def topology_of(
     facts: ServerFacts,
     allowed: tuple[TransportKind, ...],
     runtime_dir: Path,
-    places: tuple[Place, ...],
+    places: tuple[ProcessLocation, ...],
     takes: Mapping[str, int],
 ) -> Topology:
     """What is told of one launch. `allowed` are the transports of the settings, `takes` counts bytes by transport."""
-    left_out = Lack(found="the engine agent's setting transports leaves it out", needed="add it there")
+    left_out = MissingTransport(found="the engine agent's setting transports leaves it out", needed="add it there")
     lacks = {kind: left_out for kind in PREFERRED if kind not in allowed}
-    lacks |= {TransportKind(kind): Lack(found=each[0], needed=each[1]) for kind, each in lacking(facts).items()}
+    lacks |= {
+        TransportKind(kind): MissingTransport(found=each[0], needed=each[1]) for kind, each in lacking(facts).items()
+    }
     return Topology(
         request=_NO_KEY,
         network=network_identity(),
         files=files_identity(),
         folder=folder_identity(runtime_dir),
         places=places,
-        nics=tuple(Nic(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
+        nics=tuple(NetworkInterface(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
         lacking=lacks,
         takes={TransportKind(kind): size for kind, size in takes.items()},
         awaits_tables=True,
     )
 
 
-def places_of(facts: ServerFacts) -> tuple[Place, ...]:
+def places_of(facts: ServerFacts) -> tuple[ProcessLocation, ...]:
     """One for each worker; none where it cannot be found out. Takes about a second where there are GPUs."""
     if facts.device != "cuda":
-        return tuple(Place(rank=rank, host=host_identity(), device=facts.device) for rank in range(facts.tp))
+        return tuple(ProcessLocation(rank=rank, host=host_identity(), device=facts.device) for rank in range(facts.tp))
     if facts.process is None or not facts.gpus or facts.pp > 1 or facts.dp > 1:
         return ()
     try:
@@ -70,7 +80,7 @@ def places_of(facts: ServerFacts) -> tuple[Place, ...]:
         return ()
 
 
-def opened_by(facts: ServerFacts, places: tuple[Place, ...]) -> str:
+def opened_by(facts: ServerFacts, places: tuple[ProcessLocation, ...]) -> str:
     """Where memory of this process has to lie for all workers of a server to open it; empty where one may not.
 
     ``cpu``, or the uuid of the first one's GPU, which the others have to reach. Shared memory is a file of its owner
@@ -101,7 +111,7 @@ def _foreign(process: Path, device: str) -> str:
     return "" if (process / "ns/ipc").samefile("/proc/self/ns/ipc") else "the server is in another IPC namespace"
 
 
-def _apart(places: tuple[Place, ...]) -> str:
+def _apart(places: tuple[ProcessLocation, ...]) -> str:
     """Which worker is not known to reach the first one's GPU, by its driver; empty where all do."""
     first = places[0].device
     for each in places:
@@ -110,17 +120,17 @@ def _apart(places: tuple[Place, ...]) -> str:
     return ""
 
 
-def places_on(devices: tuple[str, ...]) -> tuple[Place, ...]:
+def places_on(devices: tuple[str, ...]) -> tuple[ProcessLocation, ...]:
     """One for each of `devices`, as the workers said themselves; which others they reach is not known."""
-    return tuple(Place(rank=rank, host=host_identity(), device=device) for rank, device in enumerate(devices))
+    return tuple(ProcessLocation(rank=rank, host=host_identity(), device=device) for rank, device in enumerate(devices))
 
 
-def _placed(numbers: tuple[int, ...], seen: tuple[Gpu, ...], nccl_host: str, *, alone: bool) -> list[Place]:
+def _placed(numbers: tuple[int, ...], seen: tuple[Gpu, ...], nccl_host: str, *, alone: bool) -> list[ProcessLocation]:
     """`alone`: each worker sees no GPU but its own."""
     if max(numbers) >= len(seen):
         raise SurveyFailed(f"the server uses GPU number {max(numbers)}, and {len(seen)} are seen with its environment")
     return [
-        Place(
+        ProcessLocation(
             rank=rank,
             host=host_identity(),
             device=seen[number].uuid,

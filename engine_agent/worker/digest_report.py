@@ -20,7 +20,7 @@ from weightbus.dataplane.transports import worker_messages as wire
 from .model_tensors import ModelTensors
 
 
-class Evidence:
+class DigestReport:
     """Of one model, for as long as its tensors stay where they are."""
 
     def __init__(self, asked: wire.Prove, held: ModelTensors, names: Sequence[str], engine: CopyEngine) -> None:

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from weightbus.dataplane.reshard import Cause
 from weightbus.dataplane.tensors import TensorSpec
 
-from .memory_origins import Memory, Origin, ReadsValues, Write, calculated, constant, identity_of, window_of
-from .phantom_tensors import HollowTensors
+from .memory_origins import Origin, ReadsValues, Write, WrittenMemory, calculated, constant, identity_of, window_of
+from .phantom_tensors import PhantomTensors
 from .trace_guards import in_one_thread, noting_numbers, without_addresses
-from .view_composition import MOST_BOXES, Move, Window
+from .view_composition import MOST_BOXES, Move, SourceWindow
 
 _aten: Any = torch.ops.aten
 _Args: TypeAlias = Sequence[Any]
@@ -47,8 +47,8 @@ class Tracer:
         """The source that the loader was given last."""
         self._device = device
         self._number = number
-        self._hollow: dict[torch.device, HollowTensors] = {}
-        self._memories: dict[int, Memory] = {}
+        self._hollow: dict[torch.device, PhantomTensors] = {}
+        self._memories: dict[int, WrittenMemory] = {}
         self._born: dict[int, torch.UntypedStorage] = {}
         self._values: dict[float, Origin] = {}
         self._unclaimed: dict[float, int] = {}
@@ -61,14 +61,14 @@ class Tracer:
 
     def sources(self, tensors: Sequence[TensorSpec]) -> list[torch.Tensor]:
         """Hollow tensors that stand for these, in their order. To be made before anything is traced: it is quicker."""
-        self._hollow[self._device] = hollow = HollowTensors(self._device)
+        self._hollow[self._device] = hollow = PhantomTensors(self._device)
         hollow.reserve(max((spec.nbytes for spec in tensors), default=1))
         made = [hollow.make(spec.shape, getattr(torch, spec.dtype)) for spec in tensors]
         for number, tensor in enumerate(made):
             self._follow(tensor, source=number)
         return made
 
-    def memory_of(self, tensor: torch.Tensor) -> Memory | None:
+    def memory_of(self, tensor: torch.Tensor) -> WrittenMemory | None:
         """What is known of a tensor's storage; None when it is not followed."""
         return self._memories.get(identity_of(tensor))
 
@@ -81,13 +81,13 @@ class Tracer:
         """Sources whose only element was asked for as a number."""
         return frozenset[int]().union(*(origin.sources for origin in self._values.values()))
 
-    def _follow(self, tensor: torch.Tensor, *, source: int | None = None, engine: bool = False) -> Memory:
-        memory = Memory(tensor.untyped_storage(), tensor.dtype, source, engine)
+    def _follow(self, tensor: torch.Tensor, *, source: int | None = None, engine: bool = False) -> WrittenMemory:
+        memory = WrittenMemory(tensor.untyped_storage(), tensor.dtype, source, engine)
         return self._memories.setdefault(identity_of(tensor), memory)
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device not in self._hollow:
-            self._hollow[device] = HollowTensors(device)
+            self._hollow[device] = PhantomTensors(device)
         return self._hollow[device].make(shape, dtype)
 
     # -- operations ---------------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Tracer:
             self._write(target, [Write(_everywhere(target), constant(float(value)))], operation)
             return target
         self._unclaimed.pop(value, None)
-        spread = Move(tuple(target.shape), window_of(target), Window(0, (0,) * target.dim()))
+        spread = Move(tuple(target.shape), window_of(target), SourceWindow(0, (0,) * target.dim()))
         self._write(target, [Write(spread, origin.cast(target.dtype))], operation)
         return target
 

@@ -9,23 +9,23 @@ from math import prod
 
 import numpy as np
 
-from weightbus.dataplane.reshard import Cause, Constant, LoadedTensor, Patch, Recording, Target
+from weightbus.dataplane.reshard import Cause, Constant, LoadedTensor, LoadTrace, Patch, Target
 from weightbus.dataplane.tensors import (
     Box,
     Boxes,
-    Piece,
-    Pieces,
+    Shard,
+    Shards,
+    ShardView,
     TensorSpec,
-    View,
     contiguous_strides,
     doubly_held,
     subtract_all,
 )
 
 from .dispatch_mode import Tracer
-from .memory_origins import Memory, Origin, Write, identity_of, window_of
+from .memory_origins import Origin, Write, WrittenMemory, identity_of, window_of
 from .model_tensors import ModelTensors
-from .view_composition import Move, Scattered, Window, boxes_of, reverse
+from .view_composition import Move, Scattered, SourceWindow, boxes_of, reverse
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,15 @@ class _Landed:
     target: int
     box: Box
     origin: Origin
-    there: Window
+    there: SourceWindow
 
     def cut(self, box: Box) -> _Landed:
         """The part of it that `box`, which lies inside, is."""
         moved = sum((b - a) * s for a, b, s in zip(self.box.start, box.start, self.there.strides, strict=True))
-        return replace(self, box=box, there=Window(self.there.offset + moved, self.there.strides))
+        return replace(self, box=box, there=SourceWindow(self.there.offset + moved, self.there.strides))
 
 
-class Findings:
+class LoadTraceBuilder:
     """What one run of a loader did, tensor by tensor."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Findings:
             self._load(index, Cause.UNKNOWN_TARGET, operation)
         self._rewritten: list[Patch] = []
 
-    def recording(self, rank: int) -> Recording:
+    def recording(self, rank: int) -> LoadTrace:
         """The result."""
         landed, self._rewritten = _last_written(list(self._land()))
         for each in landed:
@@ -75,10 +75,10 @@ class Findings:
         found = list(self._pieces(landed))
         pieces = [piece for index, piece in found if index not in self._loaded]
         unread = set(range(len(self._tensors))) - self._tracer.touched - kept - set(self._loaded)
-        return Recording(
+        return LoadTrace(
             rank=rank,
             targets=self._targets,
-            copies=Pieces.of(self._tensors, pieces, holder=rank),
+            copies=Shards.of(self._tensors, pieces, holder=rank),
             loaded=tuple(self._loaded[index] for index in sorted(self._loaded)),
             unread=tuple(sorted(unread)),
             dropped=tuple(sorted(dropped)),
@@ -103,13 +103,13 @@ class Findings:
             for write in memory.writes:
                 yield from self._locate(write, memory, numbers)
 
-    def _locate(self, write: Write, memory: Memory, numbers: Sequence[int]) -> Iterator[_Landed]:
+    def _locate(self, write: Write, memory: WrittenMemory, numbers: Sequence[int]) -> Iterator[_Landed]:
         """The boxes of one write, in the first tensor of its memory that it lies in."""
         reasons: list[str] = []
         for number in numbers:
             tensor = self._live[number]
             here = write.move.here
-            moved = replace(write.move, here=Window(here.offset - window_of(tensor).offset, here.strides))
+            moved = replace(write.move, here=SourceWindow(here.offset - window_of(tensor).offset, here.strides))
             if moved.here.offset < 0:
                 continue
             try:
@@ -124,7 +124,7 @@ class Findings:
         for index in write.origin.sources or memory.sources():
             self._load(index, Cause.SCATTERED, f"{self._targets[numbers[0]].name}: {detail}")
 
-    def _pieces(self, landed: Sequence[_Landed]) -> Iterator[tuple[int, Piece]]:
+    def _pieces(self, landed: Sequence[_Landed]) -> Iterator[tuple[int, Shard]]:
         """Copies of tensors that are nothing but copied."""
         for each in landed:
             if not each.origin.copied:
@@ -139,14 +139,15 @@ class Findings:
                 continue
             dtype = path[1] if len(path) == 2 else spec.dtype
             base = sum(start * stride for start, stride in zip(each.box.start, target.strides, strict=True))
-            move = Move(each.box.shape, Window(base, target.strides), each.there)
+            move = Move(each.box.shape, SourceWindow(base, target.strides), each.there)
             try:
                 boxes = list(boxes_of(reverse(move), spec.shape, contiguous_strides(spec.shape)))
             except Scattered as scattered:
                 self._load(index, Cause.SCATTERED, f"{target.name}: {scattered}")
                 continue
             yield from (
-                (index, Piece(spec.name, box, dtype, View(each.target, at.offset, at.strides))) for box, at in boxes
+                (index, Shard(spec.name, box, dtype, ShardView(each.target, at.offset, at.strides)))
+                for box, at in boxes
             )
 
 

@@ -16,11 +16,11 @@ from typing import Final, TypeAlias
 import torch
 
 from weightbus.dataplane.errors import NotRecordable
-from weightbus.dataplane.reshard import Cause, LoadedTensor, Recording
+from weightbus.dataplane.reshard import Cause, LoadedTensor, LoadTrace
 from weightbus.dataplane.tensors import TensorSpec
 
 from .dispatch_mode import Tracer, traced
-from .load_trace_builder import Findings
+from .load_trace_builder import LoadTraceBuilder
 from .memory_origins import ReadsValues
 from .model_tensors import ModelTensors
 
@@ -39,18 +39,21 @@ NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 def record(
     model: torch.nn.Module, load: Callable[[NamedTensors], object], tensors: Sequence[TensorSpec], rank: int
-) -> Recording:
+) -> LoadTrace:
     """What `load`, the bound `load_weights` of `model`, does with `tensors`. Raises `NotRecordable`."""
     left_out: dict[int, LoadedTensor] = {}
     for attempt in range(_ATTEMPTS):
         tracer, held, found = _attempt(model, load, tensors, left_out)
         if not found:
-            recording = Findings(tensors, held, tracer, left_out).recording(rank)
+            recording = LoadTraceBuilder(tensors, held, tracer, left_out).recording(rank)
             if not tracer.numbered:
                 return recording
             # What Python or torch makes of a number is not seen. With another number it is another recording.
             again, held, found = _attempt(model, load, tensors, left_out, _ANOTHER)
-            if not found and Findings(tensors, held, again, left_out).recording(rank).digest() == recording.digest():
+            if (
+                not found
+                and LoadTraceBuilder(tensors, held, again, left_out).recording(rank).digest() == recording.digest()
+            ):
                 return recording
             found |= _loaded(tracer.numbered, Cause.READ, "item")
         if set(found) <= set(left_out):

@@ -110,24 +110,24 @@ def _obey(  # noqa: PLR0911  one for each message
     began = time.perf_counter()
     try:
         match message:
-            case wire.Record():
+            case wire.RecordTrace():
                 recording = state.record(message, _rank())
-                return wire.Recorded(recording=recording.encode(), seconds=time.perf_counter() - began)
+                return wire.TraceRecorded(recording=recording.encode(), seconds=time.perf_counter() - began)
             case wire.Form():
                 state.form(message)
-                return wire.Adopted(seconds=time.perf_counter() - began)
+                return wire.PlanInstalled(seconds=time.perf_counter() - began)
             case wire.Prove():
                 state.warm(message)
-                return wire.Adopted(seconds=time.perf_counter() - began)
-            case wire.Adopt():
+                return wire.PlanInstalled(seconds=time.perf_counter() - began)
+            case wire.InstallPlan():
                 state.adopt(message)
-                return wire.Adopted(seconds=time.perf_counter() - began)
-            case wire.Replay():
+                return wire.PlanInstalled(seconds=time.perf_counter() - began)
+            case wire.ExecutePlan():
                 return state.replay(message, called_off)
             case wire.Expect():
                 state.expect(message, _rank())
-                return wire.Adopted(seconds=time.perf_counter() - began)
-            case wire.Flip():
+                return wire.PlanInstalled(seconds=time.perf_counter() - began)
+            case wire.Swap():
                 return state.flip()
             case _:
                 return wire.Failed(reason=f"{message.kind} is not for the loader", touched=state.touched)

@@ -13,7 +13,7 @@ import torch
 
 from weightbus.dataplane.reshard import Cause
 
-from .view_composition import Move, Scattered, Window, compose
+from .view_composition import Move, Scattered, SourceWindow, compose
 
 _WIDER: Final[dict[torch.dtype, frozenset[torch.dtype]]] = {
     torch.float8_e4m3fn: frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64}),
@@ -125,7 +125,7 @@ class Write:
 
 
 @dataclass(slots=True, eq=False)
-class Memory:
+class WrittenMemory:
     """One storage. `writes` are in order, later ones over earlier ones."""
 
     storage: torch.UntypedStorage
@@ -140,7 +140,7 @@ class Memory:
         own = frozenset[int]() if self.source is None else frozenset({self.source})
         return own.union(*(write.origin.sources for write in self.writes))
 
-    def read(self, tensor: torch.Tensor, here: Window) -> list[Write]:
+    def read(self, tensor: torch.Tensor, here: SourceWindow) -> list[Write]:
         """What `tensor`, a view of this memory, holds, as writes to a memory where its elements are at `here`."""
         move = Move(tuple(tensor.shape), here, window_of(tensor))
         if self.source is not None and not self.writes:
@@ -163,9 +163,9 @@ class Memory:
         return calculated((), Cause.COMPUTED, what)
 
 
-def window_of(tensor: torch.Tensor) -> Window:
+def window_of(tensor: torch.Tensor) -> SourceWindow:
     """Where a tensor's elements are in its storage."""
-    return Window(int(tensor.storage_offset()), tuple(tensor.stride()))
+    return SourceWindow(int(tensor.storage_offset()), tuple(tensor.stride()))
 
 
 def identity_of(tensor: torch.Tensor) -> int:

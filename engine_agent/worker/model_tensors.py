@@ -10,7 +10,7 @@ import torch
 from weightbus.dataplane.reshard import Target
 from weightbus.dataplane.tensors import ITEM_BYTES
 
-from .memory_origins import Memory, Number, identity_of, window_of
+from .memory_origins import Number, WrittenMemory, identity_of, window_of
 
 _Container: TypeAlias = list[object] | dict[object, object]
 _TORCHS_OWN: Final = frozenset({"_parameters", "_buffers", "_modules"})
@@ -21,7 +21,7 @@ _DEPTH: Final = 2
 class Known(Protocol):
     """What is asked of a tracer."""
 
-    def memory_of(self, tensor: torch.Tensor) -> Memory | None:
+    def memory_of(self, tensor: torch.Tensor) -> WrittenMemory | None:
         """What is known of a tensor's storage."""
         ...
 

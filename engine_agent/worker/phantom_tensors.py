@@ -29,7 +29,7 @@ class _DeviceMemory:
         }
 
 
-class HollowTensors:
+class PhantomTensors:
     """Makes them, on one device. Grows to the largest one asked for: address space on a CPU, memory on a GPU.
 
     What was made before it grew keeps the smaller memory, so `reserve` the largest first.

@@ -1,7 +1,7 @@
 """A worker's own thread for what it is sent: it waits for the sidecar between rounds, joins groups, and receives.
 
 The scheduler is never kept waiting by it. *Beside* the parameters it receives while the server generates; into them
-only while the scheduler stands in our loader, which `standing` says. Both ends of a round, `Take` and `Flip`, are the
+only while the scheduler stands in our loader, which `standing` says. Both ends of a round, `Take` and `Swap`, are the
 sidecar's word; when the sidecar is gone, the thread lets go of everything and ends.
 """
 
@@ -17,10 +17,17 @@ import torch
 
 from weightbus.dataplane.copy import CopyTable, engine_for
 from weightbus.dataplane.errors import DataplaneError, NoRoom, TransferFailed, TurnLate
-from weightbus.dataplane.processes import Binding, Deadline, Frames, prompt, without_slack
+from weightbus.dataplane.processes import BackgroundInit, Deadline, Frames, prompt, without_slack
 from weightbus.dataplane.reshard import Messages
 from weightbus.dataplane.transports import worker_messages as wire
-from weightbus.dataplane.transports.sends import Exchange, Forming, Inbox, Passage, Standing, beside_bytes
+from weightbus.dataplane.transports.sends import (
+    GroupCache,
+    GroupForming,
+    GroupTransfer,
+    QueuePair,
+    ReceiveQueue,
+    beside_bytes,
+)
 
 _CONNECT_S: Final = 30.0
 _SAY_S: Final = 30.0
@@ -33,7 +40,7 @@ _MEMINFO: Final = Path("/proc/meminfo")
 _log = logging.getLogger(__name__)
 
 
-class Taker:
+class ReceiveThread:
     """For one schedule. Made and asked by the scheduler's thread."""
 
     def __init__(
@@ -42,7 +49,7 @@ class Taker:
         rank: int,
         targets: Sequence[torch.Tensor],
         device: torch.device,
-        forming: Forming | None = None,
+        forming: GroupForming | None = None,
     ) -> None:
         """`targets` are those of the recording, then the buffer of the plan. Connects; raises `DataplaneError`."""
         self.schedule = expect.schedule
@@ -50,8 +57,8 @@ class Taker:
         """The scheduler stands in our loader."""
         self._messages, self._unpack = Messages.decode(expect.messages), CopyTable.decode(expect.unpack)
         self._targets, self._device, self._rank = targets, device, rank
-        self._inbox: Inbox | None = None
-        self._standing = Standing()
+        self._inbox: ReceiveQueue | None = None
+        self._standing = GroupCache()
         if forming is not None:
             self._standing.begin(forming)
         self._taken = False
@@ -60,7 +67,7 @@ class Taker:
         self._closed = False
         self._stuck = False
         """A thread does not return from what it does in our memory, which is its own from then on."""
-        self._binding: Binding[Inbox] | None = None
+        self._binding: BackgroundInit[ReceiveQueue] | None = None
         self._frames = Frames.connect(expect.socket, Deadline(_CONNECT_S))
         try:
             wire.say(self._frames, wire.Expecting(rank=rank, schedule=self.schedule), Deadline(_SAY_S))
@@ -148,11 +155,11 @@ class Taker:
             binding = self._binding if self._binding and not message.beside else self._bind(beside=message.beside)
             memory = binding.result().memory if where.nixl else ()  # which the group has to know
 
-            def move(group: Exchange) -> None:
+            def move(group: QueuePair) -> None:
                 self._touched = not message.beside
                 binding.result().receive(group, where.turn_s)
 
-            passage = Passage(
+            passage = GroupTransfer(
                 where, where.rank, self._device, from_=self._messages.holders, memory=memory, standing=self._standing
             )
             seconds = passage.run(move, self._called_off, self._beat, ready=binding.result)  # made while a group forms
@@ -166,10 +173,10 @@ class Taker:
         self._taken = True
         return wire.Taken(seconds=seconds, nbytes=binding.result().nbytes)
 
-    def _bind(self, *, beside: bool) -> Binding[Inbox]:
+    def _bind(self, *, beside: bool) -> BackgroundInit[ReceiveQueue]:
         if not self._settle():
             raise TransferFailed("memory was to be bound, and is not: the driver does not answer, or the host")
-        self._binding = Binding(lambda: self._bound(beside=beside))
+        self._binding = BackgroundInit(lambda: self._bound(beside=beside))
         return self._binding
 
     def _settle(self) -> bool:
@@ -181,11 +188,11 @@ class Taker:
         self._stuck |= binding is not None and not binding.settle()
         return not self._stuck
 
-    def _bound(self, *, beside: bool) -> Inbox:
+    def _bound(self, *, beside: bool) -> ReceiveQueue:
         if self._inbox is None or self._inbox.beside != beside:
             self._drop()
             engine = engine_for(self._device)
-            self._inbox = Inbox(self._messages, self._unpack, self._targets, engine, self._device, beside=beside)
+            self._inbox = ReceiveQueue(self._messages, self._unpack, self._targets, engine, self._device, beside=beside)
         self._inbox.attach()
         return self._inbox
 

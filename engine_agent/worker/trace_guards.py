@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from .memory_origins import Memory, Number, ReadsValues
+from .memory_origins import Number, ReadsValues, WrittenMemory
 
 _ALONE: Final = threading.Lock()
 _ADDRESSES: Final = ("data_ptr", "numpy", "tolist", "__array__", "__dlpack__")
@@ -27,7 +27,7 @@ _INTERFACE: Final = "__cuda_array_interface__"
 
 
 @contextlib.contextmanager
-def without_addresses(memory_of: Callable[[torch.Tensor], Memory | None]) -> Generator[None]:
+def without_addresses(memory_of: Callable[[torch.Tensor], WrittenMemory | None]) -> Generator[None]:
     """Refuse to this thread the ways out of torch for what is followed.
 
     The methods are exchanged for the time. A function mode would see them too, and also every other call, which made
@@ -63,12 +63,12 @@ def without_addresses(memory_of: Callable[[torch.Tensor], Memory | None]) -> Gen
 
 
 @contextlib.contextmanager
-def noting_numbers(memory_of: Callable[[torch.Tensor], Memory | None], read: set[int]) -> Generator[None]:
+def noting_numbers(memory_of: Callable[[torch.Tensor], WrittenMemory | None], read: set[int]) -> Generator[None]:
     """Have `read` get the sources whose only element this thread decides or calculates by."""
     mine = threading.get_ident()
     number_of = torch.Tensor.item
 
-    def followed(tensor: torch.Tensor) -> Memory | None:
+    def followed(tensor: torch.Tensor) -> WrittenMemory | None:
         return memory_of(tensor) if threading.get_ident() == mine else None
 
     def item(tensor: torch.Tensor) -> object:

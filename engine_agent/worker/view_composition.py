@@ -1,6 +1,6 @@
 """Where the elements of a memory come from, when all that happened to them is being moved. Pure arithmetic, no torch.
 
-Memory is flat and counted in elements. A `Window` is a strided view of it, and a `Move` two windows of one shape:
+Memory is flat and counted in elements. A `SourceWindow` is a strided view of it, and a `Move` two windows of one shape:
 element by element the same values, `here` in the memory that was written and `there` where they came from.
 
 Views are followed through any number of memories by writing positions as digits: if every stride that occurs divides
@@ -28,15 +28,15 @@ class Scattered(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class SourceWindow:
     """A strided view: element ``index`` is at ``offset + sum(index * strides)``."""
 
     offset: int
     strides: tuple[int, ...]
 
-    def narrowed(self, axis: int, start: int) -> Window:
+    def narrowed(self, axis: int, start: int) -> SourceWindow:
         """The window that begins at index `start` of `axis`."""
-        return Window(self.offset + start * self.strides[axis], self.strides)
+        return SourceWindow(self.offset + start * self.strides[axis], self.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Move:
     """The same elements in two memories."""
 
     shape: tuple[int, ...]
-    here: Window
-    there: Window
+    here: SourceWindow
+    there: SourceWindow
 
     @property
     def size(self) -> int:
@@ -125,7 +125,7 @@ def compose(move: Move, others: Sequence[Move]) -> tuple[list[tuple[Move, int]],
     return found, [_as_move(cell, chain) for cell in wanted]
 
 
-def boxes_of(move: Move, shape: Sequence[int], strides: Sequence[int]) -> Iterator[tuple[Box, Window]]:
+def boxes_of(move: Move, shape: Sequence[int], strides: Sequence[int]) -> Iterator[tuple[Box, SourceWindow]]:
     """The elements `here` as boxes of a tensor of `shape` and `strides`, each with its window `there` by axis.
 
     Raises `Scattered` when they are not boxes of that tensor.
@@ -149,7 +149,7 @@ def boxes_of(move: Move, shape: Sequence[int], strides: Sequence[int]) -> Iterat
 # -- digits ---------------------------------------------------------------------------------------------------------
 
 
-def _long_strides(shape: Sequence[int], window: Window) -> Iterator[int]:
+def _long_strides(shape: Sequence[int], window: SourceWindow) -> Iterator[int]:
     return (stride for extent, stride in zip(shape, window.strides, strict=True) if extent > 1)
 
 
@@ -160,8 +160,8 @@ def _squeezed(move: Move) -> Move:
         return move
     return Move(
         tuple(move.shape[axis] for axis in kept),
-        Window(move.here.offset, tuple(move.here.strides[axis] for axis in kept)),
-        Window(move.there.offset, tuple(move.there.strides[axis] for axis in kept)),
+        SourceWindow(move.here.offset, tuple(move.here.strides[axis] for axis in kept)),
+        SourceWindow(move.there.offset, tuple(move.there.strides[axis] for axis in kept)),
     )
 
 
@@ -177,7 +177,9 @@ def _flattened(move: Move) -> Move:
             shape.append(extent)
             here.append(near)
             there.append(far)
-    return Move(tuple(shape), Window(move.here.offset, tuple(here)), Window(move.there.offset, tuple(there)))
+    return Move(
+        tuple(shape), SourceWindow(move.here.offset, tuple(here)), SourceWindow(move.there.offset, tuple(there))
+    )
 
 
 def _uncarried(move: Move, chain: tuple[int, ...]) -> list[Move] | None:
@@ -211,9 +213,11 @@ def _cut(move: Move, axis: int, at: int) -> list[Move]:
 def _split(move: Move, axis: int, inner: int) -> Move:
     """The axis as two: the inner one of `inner` elements."""
 
-    def both(window: Window) -> Window:
+    def both(window: SourceWindow) -> SourceWindow:
         stride = window.strides[axis]
-        return Window(window.offset, (*window.strides[:axis], stride * inner, stride, *window.strides[axis + 1 :]))
+        return SourceWindow(
+            window.offset, (*window.strides[:axis], stride * inner, stride, *window.strides[axis + 1 :])
+        )
 
     shape = (*move.shape[:axis], move.shape[axis] // inner, inner, *move.shape[axis + 1 :])
     return _squeezed(Move(shape, both(move.here), both(move.there)))
@@ -257,8 +261,8 @@ def _meet(want: Cell, write: Cell) -> Move | None:
     return _squeezed(
         Move(
             (*extents, *common.shape),
-            Window(_position(want, common.start), (*(stride for _, stride in want.repeats), *want.strides)),
-            Window(_position(write, common.start), ((0,) * len(extents)) + write.strides),
+            SourceWindow(_position(want, common.start), (*(stride for _, stride in want.repeats), *want.strides)),
+            SourceWindow(_position(write, common.start), ((0,) * len(extents)) + write.strides),
         )
     )
 
@@ -277,8 +281,10 @@ def _as_move(cell: Cell, chain: tuple[int, ...]) -> Move:
     return _squeezed(
         Move(
             (*extents, *cell.digits.shape),
-            Window(_position(cell, start), (*(stride for _, stride in cell.repeats), *cell.strides)),
-            Window(sum(digit * unit for digit, unit in zip(start, chain, strict=True)), ((0,) * len(extents)) + chain),
+            SourceWindow(_position(cell, start), (*(stride for _, stride in cell.repeats), *cell.strides)),
+            SourceWindow(
+                sum(digit * unit for digit, unit in zip(start, chain, strict=True)), ((0,) * len(extents)) + chain
+            ),
         )
     )
 
@@ -286,7 +292,7 @@ def _as_move(cell: Cell, chain: tuple[int, ...]) -> Move:
 # -- boxes of tensors -------------------------------------------------------------------------------------------------
 
 
-def _plain_box(move: Move, shape: Sequence[int], strides: Sequence[int]) -> tuple[Box, Window] | None:
+def _plain_box(move: Move, shape: Sequence[int], strides: Sequence[int]) -> tuple[Box, SourceWindow] | None:
     """The usual case, quickly: a slice of the tensor with the tensor's own strides, its axes in order."""
     long = [axis for axis in range(len(shape)) if shape[axis] > 1]
     if any(strides[outer] < strides[inner] * shape[inner] for outer, inner in pairwise(long)):
@@ -307,7 +313,7 @@ def _plain_box(move: Move, shape: Sequence[int], strides: Sequence[int]) -> tupl
             at -= 1
     if left or seen != move.size or any(stop[axis] > shape[axis] for axis in long):
         return None
-    return Box(tuple(start), tuple(stop)), Window(move.there.offset, tuple(there))
+    return Box(tuple(start), tuple(stop)), SourceWindow(move.there.offset, tuple(there))
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +328,7 @@ class _Interval:
 
 def _tensor_boxes(
     cell: Cell, chain: tuple[int, ...], shape: Sequence[int], strides: Sequence[int], axes: Sequence[int]
-) -> Iterator[tuple[Box, Window]]:
+) -> Iterator[tuple[Box, SourceWindow]]:
     """A cell as boxes. An axis may be several digits; where those are no interval, one box for each value."""
     smallest = strides[axes[-1]] if axes else chain[0] + 1
     if any(unit < smallest and cell.digits.stop[at] > 1 for at, unit in enumerate(chain)):
@@ -338,7 +344,7 @@ def _tensor_boxes(
                     raise Scattered("elements lie outside of the tensor")
                 start[axis], stop[axis], there[axis] = interval.start, interval.stop, interval.stride
             offset = base + sum(interval.at for interval in chosen)
-            yield Box(tuple(start), tuple(stop)), Window(offset, tuple(there))
+            yield Box(tuple(start), tuple(stop)), SourceWindow(offset, tuple(there))
 
 
 def _intervals(cell: Cell, chain: tuple[int, ...], stride: int, below: int | None) -> list[_Interval]:

@@ -15,10 +15,10 @@ import torch
 
 from weightbus.dataplane.copy import (
     CopyTable,
-    Marks,
     Needs,
     PreparedCopies,
     Ready,
+    ReadyFlags,
     branches_asked,
     engine_for,
     marks_in,
@@ -36,15 +36,15 @@ from weightbus.dataplane.memory import (
     sizes_of,
 )
 from weightbus.dataplane.processes import torch_threads
-from weightbus.dataplane.reshard import Constant, Recording
+from weightbus.dataplane.reshard import Constant, LoadTrace
 from weightbus.dataplane.tensors import TensorSpec
 from weightbus.dataplane.transports import worker_messages as wire
-from weightbus.dataplane.transports.sends import Forming, warm
+from weightbus.dataplane.transports.sends import GroupForming, warm
 
-from .digest_report import Evidence
+from .digest_report import DigestReport
 from .load_tracer import NamedTensors, record
 from .model_tensors import ModelTensors
-from .receive_thread import Taker
+from .receive_thread import ReceiveThread
 
 _OPEN_S = 30.0
 """For all memory of one trainer rank."""
@@ -61,7 +61,7 @@ class _Bound:
     exports: tuple[wire.Exports, ...]
     copies: PreparedCopies
     staging: PreparedCopies
-    marks: Marks
+    marks: ReadyFlags
     needs: tuple[Mapping[int, Needs], Mapping[int, Needs]]
     """Of both: what each stage reads that may still be made."""
 
@@ -87,16 +87,16 @@ class WorkerState:
         self._importer = RegionImporter(self._held.device)
         self._layout = ""
         self._tensors: tuple[TensorSpec, ...] = ()
-        self._recording: Recording | None = None
+        self._recording: LoadTrace | None = None
         """The last one, of the tensors of the model as they lie."""
         self._constants: list[tuple[torch.Tensor, float]] = []
-        self._plan: wire.Adopt | None = None
+        self._plan: wire.InstallPlan | None = None
         self._tables: tuple[CopyTable, CopyTable] = (CopyTable.empty(), CopyTable.empty())
-        self._evidence: Evidence | None = None
+        self._evidence: DigestReport | None = None
         """Of the last recording."""
         self._bound: _Bound | None = None
-        self._taker: Taker | None = None
-        self._forming: Forming | None = None
+        self._taker: ReceiveThread | None = None
+        self._forming: GroupForming | None = None
         """A group for the next one."""
         self._remark = ""
 
@@ -123,7 +123,7 @@ class WorkerState:
             return self._plan.recording
         return self._recording.digest() if self._recording is not None else ""
 
-    def record(self, message: wire.Record, rank: int) -> Recording:
+    def record(self, message: wire.RecordTrace, rank: int) -> LoadTrace:
         """Run the model's loader once; not where that was done with these tensors, and the model is as it was."""
         known, evidence = self._recording, self._evidence
         self._forget()
@@ -142,14 +142,14 @@ class WorkerState:
         self._constants = [(self._part(each), each.value) for each in recording.constants]
         return recording
 
-    def prove(self, message: wire.Prove) -> Evidence:
+    def prove(self, message: wire.Prove) -> DigestReport:
         """Bind what will be reported of the memory that was recorded, unless it is bound."""
         if not self._layout:
             raise TransferFailed("a proof came before a recording")
         if self._evidence is None or not self._evidence.answers(message):
             self._evidence = None
             names = [target.name for target in self._held.targets]
-            self._evidence = Evidence(message, self._held, names, self._engine)
+            self._evidence = DigestReport(message, self._held, names, self._engine)
         return self._evidence
 
     def warm(self, message: wire.Prove) -> None:
@@ -160,7 +160,7 @@ class WorkerState:
             if message.sent:
                 torch_threads.start(partial(_warmed, self._held.device), "weightbus-warm").join(_WARM_S)
 
-    def adopt(self, message: wire.Adopt) -> None:
+    def adopt(self, message: wire.InstallPlan) -> None:
         """Take a plan. What it reads is opened at the first replay."""
         self._unbind()
         self._hang_up()
@@ -174,14 +174,14 @@ class WorkerState:
             raise TransferFailed("a schedule came before its plan")
         self._hang_up()
         targets = [*(bytes_of(tensor) for tensor in self._held.tensors), self._buffer]
-        self._taker = Taker(message, rank, targets, self._held.device, self._forming)
+        self._taker = ReceiveThread(message, rank, targets, self._held.device, self._forming)
         self._forming = None  # whose it is now; if there is no thread, `call_off` finds it still
         self._taker.standing.set()
 
     def form(self, message: wire.Form) -> None:
         """Begin to join a group, for the thread that will be told to take something in it."""
         self.call_off()
-        self._forming = Forming(message.group, self._held.device)
+        self._forming = GroupForming(message.group, self._held.device)
 
     def call_off(self) -> None:
         """The exchange is over: nobody comes for a group that was not taken along."""
@@ -194,7 +194,7 @@ class WorkerState:
         if self._taker is not None:
             self._taker.standing.set() if standing else self._taker.standing.clear()
 
-    def flip(self) -> wire.Replayed:
+    def flip(self) -> wire.PlanExecuted:
         """Put what was sent into place, load what is no copy, and say what the model holds now."""
         plan, taker = self._plan, self._taker
         if plan is None or taker is None:
@@ -205,7 +205,7 @@ class WorkerState:
         self._finish(plan)
         return self._proven(began)
 
-    def replay(self, message: wire.Replay, called_off: Callable[[], bool]) -> wire.Replayed:
+    def replay(self, message: wire.ExecutePlan, called_off: Callable[[], bool]) -> wire.PlanExecuted:
         """Copy, load what is no copy, and say what the model holds now.
 
         Raises `PeerLost` when it is `called_off` while something that it reads is still made.
@@ -229,7 +229,7 @@ class WorkerState:
         self._importer.check()
         return self._proven(began, bound.marks.seconds)
 
-    def _ready(self, copies: PreparedCopies, needs: Mapping[int, Needs], marks: Marks) -> Ready:
+    def _ready(self, copies: PreparedCopies, needs: Mapping[int, Needs], marks: ReadyFlags) -> Ready:
         """Wait for what a stage of `copies` reads; behind that, the model is written to."""
 
         def ready(stage: int) -> None:
@@ -238,19 +238,19 @@ class WorkerState:
 
         return ready
 
-    def _finish(self, plan: wire.Adopt) -> None:
+    def _finish(self, plan: wire.InstallPlan) -> None:
         """What is not a copy: padding, and tensors for the engine's own loader."""
         for view, value in self._constants:
             view.fill_(value)
         if plan.staged:
             cast("Callable[[NamedTensors], object]", self._model.load_weights)(self._staged(plan.staged))
 
-    def _proven(self, began: float, waited_s: float = 0.0) -> wire.Replayed:
+    def _proven(self, began: float, waited_s: float = 0.0) -> wire.PlanExecuted:
         if self._evidence is None:
             raise TransferFailed("there is no plan to prove")
         copied = time.perf_counter()
         lanes, odd = self._evidence.found()
-        return wire.Replayed(
+        return wire.PlanExecuted(
             lanes=lanes,
             odd=odd,
             copy_s=copied - began - waited_s,
@@ -271,7 +271,7 @@ class WorkerState:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _bind(self, plan: wire.Adopt, exports: tuple[wire.Exports, ...]) -> _Bound:
+    def _bind(self, plan: wire.InstallPlan, exports: tuple[wire.Exports, ...]) -> _Bound:
         """Open what the plan reads, unless it is open. A generation that has grown is opened anew."""
         # A trainer that began anew may have the address and the generation of the one before it: its memory is another.
         if self._bound is not None and self._bound.exports == exports and self._importer.alive():
@@ -301,7 +301,7 @@ class WorkerState:
             exports,
             reader.copies(copies, sources, targets, stages[0] if needs[0] else None),
             reader.copies(staging, sources, [self._buffer], stages[1] if needs[1] else None),
-            Marks(marks, self._importer.check),
+            ReadyFlags(marks, self._importer.check),
             (needs[0], needs[1]),
         )
         return self._bound
@@ -365,7 +365,7 @@ def _warmed(device: torch.device) -> None:
         _log.info("weightbus: NCCL was not loaded ahead: %s", error)
 
 
-def _made(plan: wire.Adopt, exports: Sequence[wire.Exports]) -> dict[int, tuple[int, MadeRegion]]:
+def _made(plan: wire.InstallPlan, exports: Sequence[wire.Exports]) -> dict[int, tuple[int, MadeRegion]]:
     """By number of the source: who makes it part by part."""
     made = {(each.holder, each.made.region): each.made for each in exports if each.made is not None}
     return {number: (at[0], made[at]) for number, at in enumerate(plan.sources) if at in made}

@@ -27,7 +27,7 @@ from weightbus.control.bus.session import ANSWERED
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import PROTOCOL, EngineHealth, Role, TransportKind
 from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.protocol.message_fields import EngineInfo, Held, Message
+from weightbus.control.protocol.message_fields import EngineInfo, HeldVersion, Message
 from weightbus.control.protocol.messages import (
     Abort,
     Commit,
@@ -71,7 +71,7 @@ class Agent:
 
     def __init__(self, number: int) -> None:
         self.number, self.name = number, name_of(number)
-        self.held: Held | None = None
+        self.held: HeldVersion | None = None
         self.keys = 0
 
     def hello(self) -> Hello:
@@ -113,7 +113,7 @@ class Agent:
 class Known(NamedTuple):
     """What a payload that many are sent means to each of them."""
 
-    held: Held | None
+    held: HeldVersion | None
     """What whoever is told it holds from now on, if that changes."""
     answers: tuple[tuple[bytes, bytes], ...]
     """What is answered, before and after the key."""
@@ -122,7 +122,9 @@ class Known(NamedTuple):
     def of(cls, told: Message) -> Known:
         """A command."""
         held = (
-            Held(version=told.version, manifest=told.manifest, table=told.table) if isinstance(told, Transfer) else None
+            HeldVersion(version=told.version, manifest=told.manifest, table=told.table)
+            if isinstance(told, Transfer)
+            else None
         )
         said = (_HEADER + _ENCODE(each) for each in answers(told, lambda: _ANY_KEY))
         return cls(held, tuple((before, after) for before, _, after in (each.partition(_ANY_BYTES) for each in said)))

@@ -40,7 +40,7 @@ from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Outcome, Role, TransportKind
 from weightbus.control.protocol.errors import RequestRefused
 from weightbus.control.protocol.ids import AgentId, Digest, Epoch, Incarnation, Version
-from weightbus.control.protocol.message_fields import Offer, Policy, TrainerInfo
+from weightbus.control.protocol.message_fields import Endpoint, Policy, TrainerInfo
 from weightbus.control.protocol.messages import (
     Ack,
     Acquire,
@@ -285,7 +285,7 @@ class Bench:
         while True:
             told = trainer.next(60)
             if isinstance(told, Send):
-                offers = (Offer(transport=TransportKind.DISK, address="/nowhere"),)
+                offers = (Endpoint(transport=TransportKind.DISK, address="/nowhere"),)
                 request = trainer.new_request()
                 trainer.request(Offered(request=request, channel=CHANNEL, epoch=told.epoch, offers=offers))
                 trainer.request(Sent(request=trainer.new_request(), channel=CHANNEL, epoch=told.epoch))

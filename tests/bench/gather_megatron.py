@@ -19,7 +19,7 @@ from family_models import build, start  # noqa: E402
 from gather_model import Param, Shape, pieces, rule_of  # noqa: E402
 from tiny_families import Layout  # noqa: E402
 
-from weightbus.dataplane.tensors.shards import Piece  # noqa: E402
+from weightbus.dataplane.tensors.shards import Shard  # noqa: E402
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource  # noqa: E402
 
@@ -79,7 +79,7 @@ class Trained:
         return sorted(map(str, found ^ laid_out))
 
 
-def _placed(piece: Piece, names: dict[int, str], storages: Any) -> tuple[object, ...]:
+def _placed(piece: Shard, names: dict[int, str], storages: Any) -> tuple[object, ...]:
     storage = storages[piece.view.storage]
     return piece.tensor, piece.box, piece.dtype, names[storage.data_ptr()], piece.view.offset, piece.view.strides
 

@@ -15,7 +15,7 @@ import torch
 
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, View
+from weightbus.dataplane.tensors.shards import Shard, ShardView
 
 
 class Shape(NamedTuple):
@@ -177,7 +177,7 @@ def served(shape: Shape) -> list[TensorSpec]:
     return [TensorSpec(name, "bfloat16", size) for name, size in sizes.items()]
 
 
-def pieces(held: list[Param], shape: Shape, rank: int, ranks: int) -> Iterator[Piece]:
+def pieces(held: list[Param], shape: Shape, rank: int, ranks: int) -> Iterator[Shard]:
     """What this rank holds, as boxes of the checkpoint's tensors and views of its parameters."""
     for storage, param in enumerate(held):
         strides = tuple(param.data.stride())
@@ -187,7 +187,7 @@ def pieces(held: list[Param], shape: Shape, rank: int, ranks: int) -> Iterator[P
             if param.rule is Rule.COLUMNS:
                 at[1] = rank * size[1]
             box = Box(tuple(at), tuple(a + n for a, n in zip(at, size, strict=True)))
-            yield Piece(name, box, "bfloat16", View(storage, start * prod(size[1:]), strides))
+            yield Shard(name, box, "bfloat16", ShardView(storage, start * prod(size[1:]), strides))
 
 
 def _runs(param: Param, shape: Shape, rank: int, ranks: int) -> Iterator[tuple[str, int, int, int]]:

@@ -24,8 +24,8 @@ from gather_published import Batched, Groups, Synchronous
 
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.dataplane.tensors.shards import Pieces
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, Exchange
+from weightbus.dataplane.tensors.shards import Shards
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, GatherExchange
 from weightbus.trainer_agent.assembly.gather_plan import BucketPlan, plan
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
@@ -72,15 +72,15 @@ def _resident() -> int:
 def from_pieces(held: list[Any], shape: Shape, rank: int, ranks: int, bucket_bytes: int) -> Ours:
     """Parameters that were laid out by hand, assembled by their pieces as a source does it."""
     specs = served(shape)
-    own = Pieces.of(specs, pieces(held, shape, rank, ranks), rank)
+    own = Shards.of(specs, pieces(held, shape, rank, ranks), rank)
     everybody: list[Any] = [None] * ranks
     dist.all_gather_object(everybody, own)
-    together = cover.once(Pieces.join(everybody))
+    together = cover.once(Shards.join(everybody))
     cover.prove(together)
     manifest = Manifest.of("Qwen3MoeForCausalLM", specs, bucket_bytes)
     buckets = plan(manifest, together, rank=rank)
     device = held[0].data.device
-    exchange = Exchange(dist.group.WORLD, range(ranks))
+    exchange = GatherExchange(dist.group.WORLD, range(ranks))
     assembler = Assembler(buckets, [param.data for param in held], rank, None, exchange)
     return Ours(manifest, buckets, device, lambda index, out: assembler.run(index, out, device))
 

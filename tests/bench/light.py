@@ -23,7 +23,7 @@ class Engine:
 
     def __init__(self, endpoint: str, name: str) -> None:
         self.name = name
-        self.held: m.Held | None = None
+        self.held: m.HeldVersion | None = None
         self.max_epoch = 0
         self.stale: list[str] = []
         """Commands at an epoch below one that was seen before: a former leader's."""
@@ -79,7 +79,7 @@ class Engine:
             case m.Pause(epoch=epoch):
                 yield m.Paused(request=key(), channel=CHANNEL, epoch=epoch, seconds=0.0)
             case m.Transfer(epoch=epoch, version=version, manifest=manifest, table=table):
-                self.held = m.Held(version=version, manifest=manifest, table=table)
+                self.held = m.HeldVersion(version=version, manifest=manifest, table=table)
                 yield m.Transferred(request=key(), channel=CHANNEL, epoch=epoch, bytes=0, buckets=0, seconds=0.0)
                 yield m.Verified(
                     request=key(),
@@ -171,7 +171,7 @@ class Trainer:
 
     def _send(self, epoch: Epoch) -> None:
         key = self.client.new_request
-        offers = (m.Offer(transport=m.TransportKind.DISK, address="/nowhere"),)
+        offers = (m.Endpoint(transport=m.TransportKind.DISK, address="/nowhere"),)
         try:
             self.client.request(m.Offered(request=key(), channel=CHANNEL, epoch=epoch, offers=offers))
             self.client.request(m.Sent(request=key(), channel=CHANNEL, epoch=epoch))

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from weightbus.dataplane.processes.mac_frames import new_token
 from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
-from weightbus.dataplane.transports.distributed.rendezvous_keys import Meeting
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Rendezvous
 from weightbus.dataplane.transports.distributed.sender import BEHIND_S, WATCH_S
 
 
@@ -39,9 +39,9 @@ def measure(count: int, times: int) -> dict[str, object]:
     engines = [f"engine-{number}" for number in range(count)]
 
     def epoch() -> None:
-        Meeting(join_store(store), 2, token, engines).clear()
+        Rendezvous(join_store(store), 2, token, engines).clear()
 
-    meeting, others = Meeting(join_store(store), 1, token, engines), Meeting(join_store(store), 1, token)
+    meeting, others = Rendezvous(join_store(store), 1, token, engines), Rendezvous(join_store(store), 1, token)
 
     def go_on(bucket: int) -> None:
         for engine in engines:

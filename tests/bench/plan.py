@@ -18,34 +18,34 @@ from typing import TypeVar
 
 import numpy as np
 
-from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
+from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
 from weightbus.dataplane.reshard.digest_shares import divide
-from weightbus.dataplane.reshard.load_trace import Recording, Target
-from weightbus.dataplane.reshard.reshard_plan import Reader, make_plan
+from weightbus.dataplane.reshard.load_trace import LoadTrace, Target
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
 from weightbus.dataplane.reshard.verification import make_proof
 from weightbus.dataplane.tensors.boxes import Boxes, Column
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import DTYPES, Pieces
+from weightbus.dataplane.tensors.shards import DTYPES, Shards
 
 ROWS, COLUMNS = 512, 512
 BFLOAT16 = DTYPES.index("bfloat16")
 Made = TypeVar("Made")
 
 
-def table(tensors: tuple[TensorSpec, ...], rows: dict[str, Column]) -> Pieces:
+def table(tensors: tuple[TensorSpec, ...], rows: dict[str, Column]) -> Shards:
     """Pieces from columns."""
     count = len(rows["space"])
     start = np.stack([rows["row"], rows["column"]], axis=1)
     stop = start + np.stack([rows["rows"], rows["columns"]], axis=1)
     stride = np.stack([rows["columns"], np.ones(count, np.int64)], axis=1)
     return replace(
-        Pieces.of(tensors, []), boxes=Boxes(rows["space"], start, stop), holder=rows["holder"],
+        Shards.of(tensors, []), boxes=Boxes(rows["space"], start, stop), holder=rows["holder"],
         storage=rows["storage"], dtype=np.full(count, BFLOAT16), offset=rows["offset"], stride=stride,
         shift=np.zeros(count, np.int64),
     )  # fmt: skip
 
 
-def trainer(tensors: tuple[TensorSpec, ...], ranks: int, shards: int) -> tuple[Pieces, list[ExportMap]]:
+def trainer(tensors: tuple[TensorSpec, ...], ranks: int, shards: int) -> tuple[Shards, list[ExportMap]]:
     """What the ranks hold: every tensor a local tensor of its own, many of them in each allocation."""
     count = len(tensors)
     space, holder = np.repeat(np.arange(count), ranks), np.tile(np.arange(ranks), count)
@@ -58,11 +58,11 @@ def trainer(tensors: tuple[TensorSpec, ...], ranks: int, shards: int) -> tuple[P
     })  # fmt: skip
     nbytes, in_one = ROWS * COLUMNS * 2 // shards, 200
     regions = tuple(Region(in_one * nbytes, "cpu") for _ in range(-(-count // in_one)))
-    places = tuple(Place(index // in_one, index % in_one * nbytes) for index in range(count))
+    places = tuple(ExportedPlace(index // in_one, index % in_one * nbytes) for index in range(count))
     return pieces, [ExportMap(rank, "here", regions, places) for rank in range(ranks)]
 
 
-def recording(tensors: tuple[TensorSpec, ...], rank: int, tp: int) -> Recording:
+def recording(tensors: tuple[TensorSpec, ...], rank: int, tp: int) -> LoadTrace:
     """What one worker keeps: its rows of every tensor, 100 tensors stacked in each parameter."""
     count, stacked, rows = len(tensors), 100, ROWS // tp
     space = np.arange(count)
@@ -74,7 +74,7 @@ def recording(tensors: tuple[TensorSpec, ...], rank: int, tp: int) -> Recording:
     shape = (stacked, rows, COLUMNS)
     strides = (rows * COLUMNS, COLUMNS, 1)
     targets = tuple(Target(f"w{n}", "bfloat16", shape, strides, parameter=True) for n in range(-(-count // stacked)))
-    return Recording(rank, targets, copies)
+    return LoadTrace(rank, targets, copies)
 
 
 def main() -> None:
@@ -95,8 +95,8 @@ def main() -> None:
     pieces, exports = trainer(tensors, given.ranks, given.shards)
     recordings = [recording(tensors, rank, given.tp) for rank in range(given.tp)]
     blob = timed("encode_s", pieces.encode)
-    received = timed("decode_s", lambda: Pieces.decode([blob], tensors))
-    readers = [Reader(rank, "here", "cpu") for rank in range(given.tp)]
+    received = timed("decode_s", lambda: Shards.decode([blob], tensors))
+    readers = [PlanReader(rank, "here", "cpu") for rank in range(given.tp)]
     plans = timed(
         "plan_s", lambda: [make_plan(received, exports, *each) for each in zip(recordings, readers, strict=True)]
     )

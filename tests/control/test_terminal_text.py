@@ -20,7 +20,7 @@ from weightbus.control.machine import status
 from weightbus.control.protocol.enums import Role, TransportKind
 from weightbus.control.protocol.errors import WeightbusError
 from weightbus.control.protocol.ids import AgentId
-from weightbus.control.security.allow_list import TRUST_FILE, Entry, edited
+from weightbus.control.security.allow_list import TRUST_FILE, TrustEntry, edited
 from weightbus.control.server.metrics import configure_logging
 from weightbus.control.server.transport_plan import ChannelPlan, EnginePlan, Faster, PlanView, TrainerPlan
 from weightbus.control.terminal_text import plain
@@ -210,6 +210,6 @@ def test_keys_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixtur
     """Z85 has brackets and colons: neither markup nor an emoji."""
     key = "[b]:x:[/b]" + "a" * 30
     with edited(tmp_path / TRUST_FILE) as agents:
-        agents[AgentId("e0")] = Entry(Role.ENGINE, ("c",), key, "0" * 64)
+        agents[AgentId("e0")] = TrustEntry(Role.ENGINE, ("c",), key, "0" * 64)
     assert cli.main(["trust", "list", "--keys", str(tmp_path)]) == 0
     assert key in capsys.readouterr().out

@@ -34,9 +34,9 @@ from weightbus.control.machine.effects import (
 )
 from weightbus.control.machine.events import (
     AnyEvent,
+    ConnectionLost,
     MessageReceived,
     Peer,
-    PeerLost,
     Persisted,
     PersistFailed,
     Tick,
@@ -47,7 +47,7 @@ from weightbus.control.machine.reply_cache import Restored, ending, remembered
 from weightbus.control.machine.routing import Router
 from weightbus.control.protocol.enums import Code, EngineHealth, Role, Step, TransportKind
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
-from weightbus.control.protocol.message_fields import EngineInfo, Held, Message, Offer, Policy, TrainerInfo
+from weightbus.control.protocol.message_fields import Endpoint, EngineInfo, HeldVersion, Message, Policy, TrainerInfo
 from weightbus.control.protocol.messages import (
     Abort,
     Ack,
@@ -124,7 +124,7 @@ def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
                 known = channels.get(record.channel, Restored())
                 channels[record.channel] = msgspec.structs.replace(known, epoch=max(known.epoch, record.epoch))
             case Committed():
-                held = Held(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
+                held = HeldVersion(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
                 known = channels[record.channel]
                 channels[record.channel] = msgspec.structs.replace(
                     known,
@@ -259,7 +259,7 @@ class Engine(Agent):
         """While nobody has told it anything it says a heartbeat right after `Welcome`, and not when that is due."""
         self.generating = True
         self.health = EngineHealth.CLEAN
-        self.held: Held | None = None
+        self.held: HeldVersion | None = None
         self.lent = False
         self.epoch = 0
         self.script: dict[type[Message], Callable[[Message], ToCoordinator | None]] = {}
@@ -332,7 +332,7 @@ class Engine(Agent):
             case Transfer():
                 self.weights, self.health = message.version, EngineHealth.PENDING
                 table = message.table or digest(table_of(message.version))  # as its sender says, where it follows
-                self.held = Held(version=message.version, manifest=message.manifest, table=table)
+                self.held = HeldVersion(version=message.version, manifest=message.manifest, table=table)
                 return [
                     Transferred(request=self.key(), bytes=100, buckets=2, seconds=0.3, **common),
                     Verified(
@@ -454,7 +454,7 @@ class Trainer(Agent):
                     if each.engine in self.unopened
                 }
                 kinds = dict.fromkeys(each.transport for each in message.receivers if each.engine not in lacking)
-                offers = tuple(Offer(transport=kind, address=f"at-{kind}") for kind in kinds)
+                offers = tuple(Endpoint(transport=kind, address=f"at-{kind}") for kind in kinds)
                 self.offering = Offered(
                     request=self.key(), channel=CHANNEL, epoch=message.epoch, offers=offers, failed=lacking
                 )
@@ -613,7 +613,7 @@ class World:
                         if not self.lose(effect.message):
                             agent.take(effect.message)
                         return
-                self.handle(PeerLost(peer=effect.peer))
+                self.handle(ConnectionLost(peer=effect.peer))
             case Observe():
                 self.observed.append(effect.what)
             case Evict():

@@ -34,7 +34,7 @@ from weightbus.dataplane.transports import registry as transports
 from weightbus.dataplane.transports.broadcast_order import Sources
 from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
-from weightbus.dataplane.transports.interface import Address, Peer, Receiver, Sender, Session, SharedBucket
+from weightbus.dataplane.transports.interface import Address, Peer, Receiver, Sender, SharedBucket, TransferSession
 
 if __package__:
     from .staged_sender import StagedSender
@@ -65,14 +65,14 @@ def make_bytes(manifest: Manifest, version: int) -> list[torch.Tensor]:
     return [torch.randint(0, 256, (b.nbytes,), dtype=torch.uint8, generator=generator) for b in manifest.buckets]
 
 
-def make_session(epoch: int, version: int, manifest: Manifest) -> Session:
+def make_session(epoch: int, version: int, manifest: Manifest) -> TransferSession:
     """A session whose table is that of `make_bytes`."""
     digests = [
         integrity.digest_tensors(bucket, manifest.offsets_of(i))
         for i, bucket in enumerate(make_bytes(manifest, version))
     ]
     table = DigestTable(manifest.digest(), version, integrity.ALGORITHM, b"".join(digests))
-    return Session(CHANNEL, epoch, version, manifest, table)
+    return TransferSession(CHANNEL, epoch, version, manifest, table)
 
 
 def cut(memory: torch.Tensor, tensors: Sequence[TensorSpec]) -> dict[str, bytes]:
@@ -229,7 +229,7 @@ class Places:
 
 def send_all(
     sender: Sender,
-    session: Session,
+    session: TransferSession,
     pool: BucketPool,
     deadline_s: float,
     *,
@@ -295,7 +295,7 @@ def _run(job: dict[str, Any]) -> None:
     _say(engine=job["engine"], ok=all(w == wanted(manifest, session.version) for w in server.weights))
 
 
-def run_source(job: dict[str, Any], session: Session, stumble: Callable[[int], None]) -> None:
+def run_source(job: dict[str, Any], session: TransferSession, stumble: Callable[[int], None]) -> None:
     """A source that does not lead, with all its buckets; it stumbles before one is there that all wait for."""
     sources, number = Sources(tuple(job["of"])), job["number"]
     buckets = make_bytes(session.manifest, session.version)

@@ -9,7 +9,7 @@ import torch
 from weightbus.dataplane.transports.broadcast_order import Sources
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
-from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, Session, Slot
+from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, Slot, TransferSession
 
 STAGES = 3
 SLOTS = 2
@@ -34,7 +34,7 @@ class StagedSender:
     def spared(self) -> frozenset[str]:
         return self.leader.spared
 
-    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         buckets = session.manifest.buckets
         self.sources = Sources(tuple(index % STAGES for index in range(len(buckets))))
         self.leader.divide(self.sources)

@@ -25,7 +25,7 @@ from weightbus.dataplane.errors import (
 )
 from weightbus.dataplane.memory.staging_buffers import BucketPool
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Receiver, Session, SharedBucket
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Receiver, SharedBucket, TransferSession
 
 from ..kit.waiting import readable
 from .loopback import CHANNEL, LoopbackServer, Places, make_manifest, make_session, send_all, wanted
@@ -52,7 +52,9 @@ class Engine:
         self.seconds = 0.0
         self._thread: threading.Thread | None = None
 
-    def start(self, session: Session, address: Address, rank_offset: int, deadline_s: float = PATIENCE_S) -> None:
+    def start(
+        self, session: TransferSession, address: Address, rank_offset: int, deadline_s: float = PATIENCE_S
+    ) -> None:
         def run() -> None:
             began = time.monotonic()
             try:

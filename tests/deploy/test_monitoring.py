@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from weightbus.control.server.metrics import FOR_LOOKING, METRICS, Kind
+from weightbus.control.server.metrics import FOR_LOOKING, METRICS, MetricKind
 from weightbus.control.server.settings import CoordinatorSettings
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def exposed() -> dict[str, set[str]]:
     """Series name -> labels, as Prometheus sees them."""
     series: dict[str, set[str]] = {}
     for metric in METRICS:
-        if metric.kind is Kind.HISTOGRAM:
+        if metric.kind is MetricKind.HISTOGRAM:
             series[f"{metric.name}_bucket"] = {*metric.labels, "le"}
             series[f"{metric.name}_sum"] = series[f"{metric.name}_count"] = set(metric.labels)
         else:

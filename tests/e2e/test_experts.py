@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from weightbus import engine_agent
 from weightbus.control.protocol.enums import TransportKind
-from weightbus.control.server.coordinator_process import Service
+from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
 
@@ -37,7 +37,7 @@ def coordinator(tmp_path: Path) -> Iterator[str]:
     settings = CoordinatorSettings(
         insecure_loopback=True, router_port=0, http_port=0, journal=tmp_path / "journal.sqlite"
     )
-    service = Service(settings)
+    service = CoordinatorProcess(settings)
     thread = threading.Thread(target=service.run, daemon=True)
     thread.start()
     address = f"tcp://127.0.0.1:{service.router_port}"

@@ -39,7 +39,7 @@ from megatron.core import parallel_state
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.transports.distributed.source_rank import SourceSession
 from weightbus.dataplane.transports.sends import sender as sends
-from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, megatron_model as model
 from weightbus.trainer_agent.publish.publisher_context import Progress
@@ -80,21 +80,21 @@ def hold(at: int) -> Any:
 @contextlib.contextmanager
 def held(turn: int) -> Iterator[None]:
     """Rank 0 waits for the test before it sends turn number `turn`, once."""
-    plain, pair_bytes = PairGroup.post, sends.pair_bytes_of
+    plain, pair_bytes = P2PGroup.post, sends.pair_bytes_of
     turns = itertools.count(1)
 
-    def post(group: PairGroup, given: Any, taken: Any) -> Any:
+    def post(group: P2PGroup, given: Any, taken: Any) -> Any:
         if given and dist.get_rank() == 0 and next(turns) == turn:
             say({"held": turn})
             sys.stdin.readline()
         return plain(group, given, taken)
 
-    PairGroup.post = post  # type: ignore[method-assign]
+    P2PGroup.post = post  # type: ignore[method-assign]
     sends.pair_bytes_of = lambda *_: SMALL_TURNS
     try:
         yield
     finally:
-        PairGroup.post, sends.pair_bytes_of = plain, pair_bytes  # type: ignore[method-assign]
+        P2PGroup.post, sends.pair_bytes_of = plain, pair_bytes  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

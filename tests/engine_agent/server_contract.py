@@ -15,7 +15,7 @@ from weightbus.dataplane.memory.torch_shared_memory import EngineMemory
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports.interface import SharedBucket
-from weightbus.engine_agent.engines.sglang.http_client import Wire
+from weightbus.engine_agent.engines.sglang.http_client import HttpClient
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError, ServerRefused
 
@@ -168,7 +168,7 @@ class ServerContract:
         """An agent that died between begin and end does not lock its successor out."""
         if not bench.server.dialect.sessions:
             pytest.skip("this dialect has no sessions")
-        wire = Wire(bench.url, bench.server._wire._keys)
+        wire = HttpClient(bench.url, bench.server._wire._keys)
         wire.admin("/begin_weight_update", {}, CALL_S)
         wire.close()
         bench.load(bench.first)

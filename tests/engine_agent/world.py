@@ -6,27 +6,27 @@ from typing import Any
 
 from weightbus.control import protocol as m
 from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId, Version
-from weightbus.engine_agent.machine.engine_machine import Application
+from weightbus.engine_agent.machine.engine_machine import EngineMachine
 from weightbus.engine_agent.machine.events import (
     Answer,
-    Broken,
     Cancel,
     Commanded,
     Effect,
     Event,
-    Finished,
     Label,
     Operated,
     Operation,
+    OperationDone,
+    OperationFailed,
     Proven,
     Received,
-    Record,
     Remember,
     Result,
-    Run,
+    RunOperation,
     ServerFound,
     ServerGone,
-    Ticked,
+    StateRecord,
+    TimePassed,
     Welcomed,
 )
 
@@ -38,9 +38,9 @@ class World:
     """One engine, its clock, and everything the machine asked for."""
 
     def __init__(
-        self, record: Record | None = None, *, up: bool = True, label: str = "default", joined: bool = True
+        self, record: StateRecord | None = None, *, up: bool = True, label: str = "default", joined: bool = True
     ) -> None:
-        self.machine = Application(CHANNEL, "life1", record)
+        self.machine = EngineMachine(CHANNEL, "life1", record)
         self.now = 100.0
         self.heard_at = 100.0
         self.effects: list[Effect] = []
@@ -49,7 +49,7 @@ class World:
         self.asked = TABLE
         """What commands name: empty where the table follows."""
         """Labelling ahead of the commit takes until `end` is called for it, too."""
-        self._pending: list[Run] = []
+        self._pending: list[RunOperation] = []
         if up:
             self.found("first", label)
         if joined:
@@ -61,7 +61,7 @@ class World:
         effects = self.machine.handle(event, self.now)
         self.machine.check()
         self.effects += effects
-        self._pending += [effect for effect in effects if isinstance(effect, Run)]
+        self._pending += [effect for effect in effects if isinstance(effect, RunOperation)]
         for effect in effects:
             if isinstance(effect, Remember):
                 self.record = effect.record
@@ -77,7 +77,7 @@ class World:
         self.now += seconds
         if heard:
             self.heard_at = self.now
-        return self.event(Ticked(self.heard_at))
+        return self.event(TimePassed(self.heard_at))
 
     def welcome(self, boot: int = 1) -> tuple[Effect, ...]:
         welcome = m.Welcome(
@@ -112,7 +112,7 @@ class World:
             version=Version(version),
             manifest=Digest(MANIFEST),
             table=Digest(self.asked),
-            offer=m.Offer(transport=m.TransportKind.LOCAL, address="/run/x"),
+            offer=m.Endpoint(transport=m.TransportKind.LOCAL, address="/run/x"),
             rank_offset=1,
             deadline_s=30.0,
         )
@@ -139,13 +139,13 @@ class World:
         self.now += seconds
         name = type(run.operation).__name__
         good: dict[str, Result] = {"Receive": Received(1000, 2, checked=True), "Verify": Proven("live-digest")}
-        effects = self.event(Operated(run.number, result or good.get(name, Finished())))
+        effects = self.event(Operated(run.number, result or good.get(name, OperationDone())))
         if isinstance(self.doing, Label) and not self.slow_label:
             self.end(seconds=0.0)
         return effects
 
     def fail(self, *, touched: bool = False) -> tuple[Effect, ...]:
-        return self.end(Broken("it broke", touched))
+        return self.end(OperationFailed("it broke", touched))
 
     # -- whole stretches
 
@@ -180,7 +180,7 @@ def only(effects: tuple[Effect, ...]) -> Any:
 
 def ran(effects: tuple[Effect, ...]) -> list[str]:
     """Names of the operations that `effects` start."""
-    return [type(effect.operation).__name__ for effect in effects if isinstance(effect, Run)]
+    return [type(effect.operation).__name__ for effect in effects if isinstance(effect, RunOperation)]
 
 
 def cancels(effects: tuple[Effect, ...]) -> bool:

@@ -19,13 +19,13 @@ from weightbus.dataplane.copy.box_digests import BoxTable
 from weightbus.dataplane.copy.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.memory import export_messages as export_wire, ipc_handles as handles
-from weightbus.dataplane.memory.export_map import ExportMap, MadeRegion, Parts, Place, Region
+from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, MadeRegion, Parts, Region
 from weightbus.dataplane.processes import wire_message
-from weightbus.dataplane.reshard.load_trace import Cause, Constant, LoadedTensor, Patch, Recording, Target as Recorded
-from weightbus.dataplane.reshard.reshard_plan import Reader
+from weightbus.dataplane.reshard.load_trace import Cause, Constant, LoadedTensor, LoadTrace, Patch, Target as Recorded
+from weightbus.dataplane.reshard.reshard_plan import PlanReader
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import DigestTable, LiveDigests, Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, whole
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, whole
 from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import messages as direct_wire
 from weightbus.dataplane.transports.distributed.rendezvous_keys import _Sealed
@@ -77,7 +77,7 @@ def _messages(name: str, module: Any, decoder: str, *good: Any) -> Target:
 def _targets() -> tuple[Target, ...]:
     d, w, lo, e = direct_wire, worker_wire, local_wire, export_wire
     exporting = d.Exporting(holder=0, address="/run/x", generation=3, round=9)
-    reader = Reader(0, "host", "cpu", ("GPU-1",))
+    reader = PlanReader(0, "host", "cpu", ("GPU-1",))
     exports = w.Exports(holder=0, address="/run/x", generation=3, regions=(1, 2), made=MadeRegion(1, 0, (8,), 16))
     prove = w.Prove(proof=b"p", groups=1, odd=b"o", odd_bytes=4, staging_bytes=8)
     adopt = w.Adopt(
@@ -166,11 +166,11 @@ def _targets() -> tuple[Target, ...]:
             lambda found: found.encode(),
         ),
         Target(
-            "pieces", lambda data: Pieces.decode([data], SPECS), (_pieces().encode(),), lambda found: found.encode()
+            "pieces", lambda data: Shards.decode([data], SPECS), (_pieces().encode(),), lambda found: found.encode()
         ),
         Target(
             "recording",
-            lambda data: Recording.decode(data, SPECS),
+            lambda data: LoadTrace.decode(data, SPECS),
             (_recording().encode(),),
             lambda found: found.encode(),
         ),
@@ -226,16 +226,16 @@ def _inside(grid: Any, step: Any, at: int, before: int, after: int, size: int) -
         raise AssertionError(f"accepted, and reaches bytes {first}..{last} of {size}")
 
 
-def _pieces() -> Pieces:
+def _pieces() -> Shards:
     """Every tensor whole, and half of one once more."""
-    half = Piece("lm_head.weight", Box((1, 0), (3, 8)), "float32", View(1, 8, (8, 1)))
-    return Pieces.of(SPECS, [*(whole(spec, "float32", place) for place, spec in enumerate(SPECS)), half])
+    half = Shard("lm_head.weight", Box((1, 0), (3, 8)), "float32", ShardView(1, 8, (8, 1)))
+    return Shards.of(SPECS, [*(whole(spec, "float32", place) for place, spec in enumerate(SPECS)), half])
 
 
-def _recording() -> Recording:
+def _recording() -> LoadTrace:
     targets = tuple(Recorded(spec.name, "float32", spec.shape, (8, 1)[-len(spec.shape) :], True) for spec in SPECS)
     patch = Patch(1, Box((0, 0), (1, 8)))
-    return Recording(
+    return LoadTrace(
         rank=0,
         targets=targets,
         copies=_pieces(),
@@ -249,7 +249,7 @@ def _recording() -> Recording:
 
 
 def _export_map() -> ExportMap:
-    places = (Place(0, 0), Place(0, 64))
+    places = (ExportedPlace(0, 0), ExportedPlace(0, 64))
     return ExportMap(0, "host", (Region(4096, "cpu"),), places, Parts(1, (64, 256), 512))
 
 

@@ -17,13 +17,13 @@ from typing import Any, Final
 import msgspec
 
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.codec import Wire
+from weightbus.control.protocol.codec import MessageCodec
 from weightbus.control.protocol.errors import ProtocolError
 
 from ..control.protocol.test_codec import TO_AGENT, TO_COORDINATOR
 from .mutations import Frames, Mutator
 
-WIRES: Final[tuple[tuple[str, Wire[Any], Any], ...]] = (
+WIRES: Final[tuple[tuple[str, MessageCodec[Any], Any], ...]] = (
     ("agent to coordinator", codec.TO_COORDINATOR, TO_COORDINATOR),
     ("coordinator to agent", codec.TO_AGENT, TO_AGENT),
 )
@@ -64,7 +64,7 @@ def campaign(seed: int, inputs: int) -> Tally:
     return tally
 
 
-def _throw(wire: Wire[Any], frames: Frames, tally: Tally) -> str:
+def _throw(wire: MessageCodec[Any], frames: Frames, tally: Tally) -> str:
     tally.inputs += 1
     try:
         message, blob = wire.decode(frames)

@@ -18,9 +18,9 @@ from weightbus.control.machine.coordinator import Coordinator
 from weightbus.control.machine.effects import Acknowledge, Persist, SendTo, SendToAll
 from weightbus.control.machine.events import (
     AnyEvent,
+    ConnectionLost,
     MessageReceived,
     Peer,
-    PeerLost,
     Persisted,
     PersistFailed,
     Principal,
@@ -89,7 +89,7 @@ class HostileAgents:
         if chance < 0.06:
             return Tick()
         if chance < 0.08:
-            return PeerLost(peer=self._pick(self._peers))
+            return ConnectionLost(peer=self._pick(self._peers))
         if chance < 0.09:
             return TrustLost(agent=self._pick(NAMES), reason="r")
         if chance < 0.0901:

@@ -26,14 +26,14 @@ from prometheus_client import CollectorRegistry
 
 from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.bus.sockets import new_keypair, public_of
-from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.cli.deployment_keys import KeyOwner, provision
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Role
 from weightbus.control.protocol.errors import ProtocolError
 from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.control.protocol.messages import Heartbeat, Hello
 from weightbus.control.security.curve_keys import CurveFiles, read_public, read_secret
-from weightbus.control.server.coordinator_process import Service
+from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 
 from ..control.protocol.test_codec import TO_COORDINATOR
@@ -73,9 +73,9 @@ class Target:
 
     def __init__(self, folder: Path) -> None:
         self.keys = folder / "keys"
-        provision(self.keys, [Member(AgentId(name), Role.OBSERVER, (CHANNEL,)) for name in NAMES])
+        provision(self.keys, [KeyOwner(AgentId(name), Role.OBSERVER, (CHANNEL,)) for name in NAMES])
         settings = CoordinatorSettings(keys=self.keys, router_port=0, http_port=0, journal=folder / "journal.sqlite")
-        self.service = Service(settings)
+        self.service = CoordinatorProcess(settings)
         self.port = self.service.router_port
         self.findings = Findings()
         self._thread = threading.Thread(target=self.service.run)

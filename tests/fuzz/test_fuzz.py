@@ -63,13 +63,13 @@ def test_inputs_are_reproducible() -> None:
 def test_the_campaign_finds_a_decoder_that_lets_errors_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catching msgspec's own errors is not enough: bad UTF-8 is another. The campaign notices at once."""
 
-    def careless(wire: codec.Wire[object], payload: bytes) -> object:
+    def careless(wire: codec.MessageCodec[object], payload: bytes) -> object:
         try:
             return wire._decoder.decode(payload)
         except msgspec.MsgspecError as problem:
             raise Malformed(str(problem)) from problem
 
-    monkeypatch.setattr(codec.Wire, "_decode_payload", careless)
+    monkeypatch.setattr(codec.MessageCodec, "_decode_payload", careless)
     crashes = campaign(1, 3000).crashes
     assert any("UnicodeDecodeError" in each for each in crashes)
 

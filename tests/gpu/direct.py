@@ -176,7 +176,7 @@ def train_shards(
 ) -> dict[str, Any]:
     """Two ranks in this process, in one layout after the other."""
     import torch
-    from shards import Shards
+    from shards import LayoutShards
 
     measured: dict[str, Any] = {place: {"layouts": {}} for place in layout["engines"]}
     versions = {place: itertools.count(1) for place in layout["engines"]}
@@ -184,7 +184,7 @@ def train_shards(
         shape = LAYOUTS[name]
         if name == "ep2" and not hf.get("num_experts") and not hf.get("n_routed_experts"):
             continue
-        source = Shards(hf, torch.device(args.device, 0), 2, **shape)
+        source = LayoutShards(hf, torch.device(args.device, 0), 2, **shape)
         rig.log(f"{name}: {sum(each.nbytes for each in source.parameters) / 1e9:.1f} GB of parameters")
         fleet.wait_ready(args.deadline)
         for place, numbers in versions.items():

@@ -196,9 +196,9 @@ def train(args: argparse.Namespace) -> None:
 def shards_of(args: argparse.Namespace, case: Case, hf: dict[str, Any]) -> Any:
     """Both ranks in this process: NCCL gives a GPU to one rank only."""
     import torch
-    from shards import Shards
+    from shards import LayoutShards
 
-    return Shards(hf, torch.device(args.device, 0), 2, **case.layout)
+    return LayoutShards(hf, torch.device(args.device, 0), 2, **case.layout)
 
 
 def ranks_of(args: argparse.Namespace, case: Case, work: Path) -> Any:

@@ -264,13 +264,13 @@ def write_checkpoints(args: argparse.Namespace, hf: dict[str, Any], case: Case, 
     """``before`` quantising; ``int4``; ``unpacked``, as compressed-tensors reads the second one."""
     import torch
     from compressed_tensors.compressors import unpack_from_int32
-    from shards import Shards
+    from shards import LayoutShards
 
     from weightbus.dataplane.tensors.manifest import Manifest
     from weightbus.trainer_agent.quantized.quantized_source import quantised
 
     rig.play_cuda(args.device)
-    source = Shards(
+    source = LayoutShards(
         hf, torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu"), 2, **case.layout
     )
     source.refill(1, **CLEAR)

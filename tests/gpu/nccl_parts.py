@@ -42,13 +42,13 @@ class Part:
 
     def __init__(self, name: str, work: Path, device: str, model: str, places: tuple[str, ...]) -> None:
         import torch
-        from shards import Shards
+        from shards import LayoutShards
 
         self.name, self.work, self.device, self.places = name, work, device, places
         self.layout = rig.read_layout(work)
         hf = rig.read_config(work, model)
         self.fleet = rig.Fleet(self.layout, hf["max_position_embeddings"])
-        self.source = Shards(hf, torch.device(device, 0), 2, tp=2)
+        self.source = LayoutShards(hf, torch.device(device, 0), 2, tp=2)
         self._found: dict[str, Any] = {}
 
     def called(self) -> None:
@@ -80,9 +80,9 @@ class Part:
 
 def strike(at: int, blow: Callable[[], None]) -> None:
     """Have `blow` fall right before this process sends its turn number `at`."""
-    from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+    from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 
-    plain = PairGroup.post
+    plain = P2PGroup.post
     turns = itertools.count(1)
 
     def post(self: Any, sends: Any, receives: Any) -> Any:
@@ -90,7 +90,7 @@ def strike(at: int, blow: Callable[[], None]) -> None:
             blow()
         return plain(self, sends, receives)
 
-    PairGroup.post = post  # type: ignore[method-assign]
+    P2PGroup.post = post  # type: ignore[method-assign]
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
@@ -163,14 +163,14 @@ def bare_end(device: str, nbytes: int, port: int, rank: int) -> dict[str, Any]:
     from torch._C._distributed_c10d import TCPStore
 
     from weightbus.dataplane.processes.deadline import Deadline
-    from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+    from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 
     where = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     memory = torch.zeros(min(nbytes, CHUNK_BYTES), dtype=torch.uint8, device=where)
     free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else 0
     began = time.perf_counter()
-    group = PairGroup.form(store, "bare", "127.0.0.1", where, rank, 2, Deadline(FORM_S))
+    group = P2PGroup.form(store, "bare", "127.0.0.1", where, rank, 2, Deadline(FORM_S))
     formed = time.perf_counter() - began
     sizes = [CHUNK_BYTES] * (nbytes // CHUNK_BYTES) + [nbytes % CHUNK_BYTES] * bool(nbytes % CHUNK_BYTES)
     move = group._backend.recv if rank else group._backend.send

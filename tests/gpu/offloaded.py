@@ -29,11 +29,11 @@ import torch
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, Reach
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, GatherReach
 from weightbus.trainer_agent.assembly.gather_plan import plan
 from weightbus.trainer_agent.assembly.host_uploads import HostLane
-from weightbus.trainer_agent.machine.snapshot_queue import Memory
+from weightbus.trainer_agent.machine.snapshot_queue import SnapshotMemory
 from weightbus.trainer_agent.publish.snapshot import Store
 from weightbus.trainer_agent.quantized.quantized_source import quantised
 
@@ -59,13 +59,15 @@ class Trainer:
     def __init__(self, sizes: Sequence[int], layers: int, dtype: torch.dtype, device: torch.device, *, pin: bool):
         self.device = device
         self.storages: list[torch.Tensor] = []
-        self._rows: list[Piece] = []
+        self._rows: list[Shard] = []
         self._specs: list[TensorSpec] = []
         self._dtype, self._pin = dtype, pin and device.type == "cuda"
-        self.reach = Reach() if device.type == "cuda" else Reach(lambda *_: pin, lambda _: pin, lambda _: HostLane())
+        self.reach = (
+            GatherReach() if device.type == "cuda" else GatherReach(lambda *_: pin, lambda _: pin, lambda _: HostLane())
+        )
         for layer in range(layers):
             self._layer(f"model.layers.{layer}.", sizes)
-        self.pieces = Pieces.of(self._specs, self._rows)
+        self.pieces = Shards.of(self._specs, self._rows)
         self._planned: tuple[Manifest, Assembler] | None = None
 
     def _layer(self, at: str, sizes: Sequence[int]) -> None:
@@ -98,7 +100,7 @@ class Trainer:
 
     def _piece(self, box: Box, storage: int, offset: int, columns: int) -> None:
         name = str(self._dtype).removeprefix("torch.")
-        self._rows.append(Piece(self._specs[-1].name, box, name, View(storage, offset, (columns, 1))))
+        self._rows.append(Shard(self._specs[-1].name, box, name, ShardView(storage, offset, (columns, 1))))
 
     def tensors(self) -> Sequence[TensorSpec]:
         return self._specs
@@ -154,7 +156,7 @@ def equal_quantised(device: torch.device) -> bool:
     far = Trainer(SMALL, 2, torch.float32, device, pin=True)
     near = Trainer(SMALL, 2, torch.float32, device, pin=False)
     near.storages[:] = [each.to(device) for each in far.storages]
-    near.reach = Reach()
+    near.reach = GatherReach()
     manifest, found = None, []
     for trainer in (far, near):
         source = quantised(trainer, CONFIG)
@@ -234,7 +236,7 @@ def measure(device: torch.device, sizes: Sequence[int], nbytes: int, bucket: int
 
 def snapshot(trainer: Trainer, bucket: int, manifest: Manifest, copied: float) -> dict[str, object]:
     """Taken into the host's memory from the device, then read from it."""
-    store = Store(manifest, trainer.device, Memory.HOST)
+    store = Store(manifest, trainer.device, SnapshotMemory.HOST)
     settle(trainer.device)
     store.take(lambda index, out: trainer.assemble(manifest, index, out))
     settle(trainer.device)

@@ -41,7 +41,7 @@ from weightbus.dataplane.quantize.quantize_tasks import Sums, Task, TorchTasks, 
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces, whole
+from weightbus.dataplane.tensors.shards import Shards, whole
 
 EXPERT = (2048, 768)
 ROUNDS = 12
@@ -157,7 +157,7 @@ class Many:
     def digest(self) -> PreparedDigest:
         """Of all elements, by a pass of its own."""
         specs = [TensorSpec(f"{at}", "float8_e4m3fn", EXPERT) for at in range(len(self.source))]
-        pieces = Pieces.of(specs, [whole(spec, spec.dtype, at) for at, spec in enumerate(specs)])
+        pieces = Shards.of(specs, [whole(spec, spec.dtype, at) for at, spec in enumerate(specs)])
         table = table_of(pieces, pieces.storage, np.zeros(len(pieces), np.int64))
         return engine_for(self.source.device).digest(table, [bytes_of(outs[0]) for outs in self.outs])
 
@@ -215,7 +215,7 @@ def by_registers(device: torch.device, nbytes: int) -> dict[str, dict[str, float
         for registers in (64, 80, 96, 128, 168):
 
             def with_registers(
-                kind: quantise_cuda.Kind, table: torch.Tensor, most: int = registers, **_: object
+                kind: quantise_cuda.TaskKind, table: torch.Tensor, most: int = registers, **_: object
             ) -> None:
                 launch(kind, table, registers=most)
 

@@ -158,14 +158,14 @@ def phases(steady: list[dict[str, Any]]) -> dict[str, float]:
 def train(args: argparse.Namespace) -> None:
     """The same weights to every server, one after another."""
     import torch
-    from shards import Shards
+    from shards import LayoutShards
 
     work = Path(args.trainer_of)
     rig.play_cuda(args.device)
     hf = rig.read_config(work)
     layout = rig.read_layout(work)
     fleet = rig.Fleet(layout, hf["max_position_embeddings"])
-    source = Shards(hf, torch.device(args.device, 0), 2, **direct.LAYOUTS["ep2"])
+    source = LayoutShards(hf, torch.device(args.device, 0), 2, **direct.LAYOUTS["ep2"])
     source.refill(0)
     fleet.wait_ready(args.deadline)
     result: dict[str, Any] = {"servers": {}, "quantise_model_s": quantising(source, work / "model-fp8")}
@@ -180,10 +180,10 @@ def quantising(source: Any, served: Path) -> float | None:
     """Seconds for everything that the trainer holds, into memory that is there already."""
     import torch
 
-    from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantisedSource, quantised
+    from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantised
 
     found = quantised(source, served)
-    if not isinstance(found, ReadableQuantisedSource):
+    if not isinstance(found, ReadableQuantizedSource):
         return None
     seconds = []
     for _ in range(4):

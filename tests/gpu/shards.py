@@ -15,27 +15,27 @@ import torch
 import torch.distributed as dist
 
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import Assembler, check_manifest
 from weightbus.trainer_agent.assembly.gather_plan import plan
 from weightbus.trainer_agent.sources.megatron.local_shards import Description, describe
-from weightbus.trainer_agent.sources.rank_layout import Roster, check, encode, settle
+from weightbus.trainer_agent.sources.rank_layout import RankLayout, check, encode, settle
 
 import rig  # isort: skip
 
 
-class Shards:
-    """Satisfies `Source`, `Described` and `Exposable` for all ranks of a layout at once."""
+class LayoutShards:
+    """Satisfies `Source`, `Described` and `Exportable` for all ranks of a layout at once."""
 
     def __init__(self, hf: Mapping[str, Any], device: torch.device, world: int, **layout: int | None) -> None:
         self._cut = (layout.get("tp") or 1) > 1
         self._routers = (hf.get("num_experts"), hf["hidden_size"])
         self._ranks = [self._describe(hf, device, rank, world, layout) for rank in range(world)]
-        rosters = check([encode(Roster(each.facts, each.pieces.encode())) for each in self._ranks])
+        rosters = check([encode(RankLayout(each.facts, each.pieces.encode())) for each in self._ranks])
         first = np.cumsum([0, *(len(each.parameters) for each in self._ranks)])
         self._first = {rank: int(first[rank]) for rank in range(world)}
         self._pieces = self._together(settle(rosters, self._ranks[0].tensors))
-        self._held = self._together(Pieces.join([each.pieces for each in self._ranks]))
+        self._held = self._together(Shards.join([each.pieces for each in self._ranks]))
         self.parameters = [parameter.detach() for each in self._ranks for parameter in each.parameters]
         self._device = device
         self._planned: tuple[Manifest, Assembler] | None = None
@@ -54,7 +54,7 @@ class Shards:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
-    def _together(self, pieces: Pieces) -> Pieces:
+    def _together(self, pieces: Shards) -> Shards:
         """The pieces of all ranks as those of one holder."""
         first = np.array([self._first[rank] for rank in sorted(self._first)], np.int64)
         return replace(pieces, storage=pieces.storage + first[pieces.holder], holder=pieces.holder * 0)
@@ -89,7 +89,7 @@ class Shards:
         self._planned[1].run(index, out, self._device)
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         return self._pieces
 
     @property
@@ -100,7 +100,7 @@ class Shards:
         assert blob is not None
         return blob
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
         return self._held.ordered(tensors)
 
     def memory(self) -> Sequence[torch.Tensor]:

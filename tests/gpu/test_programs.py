@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.gpu import engines, int4, nccl, quantised_rounds, stages, stock
-from weightbus.control.machine.route import Ends
+from weightbus.control.machine.route import TransferEnds
 from weightbus.control.machine.routing import PREFERRED, choose
 from weightbus.control.protocol.enums import TransportKind
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
@@ -89,7 +89,7 @@ def test_a_speculating_server_is_refused_in_the_words_that_its_case_asks_for(tmp
     """From what its sidecar tells, through what the coordinator makes of it."""
     speculates = facts(speculative="EAGLE", loaders=(LOADER,))
     told = topology_of(speculates, PREFERRED, tmp_path, (), {})
-    route = choose(Ends(trainer_info(transports=(TransportKind.LOCAL,)), engine_info(), None, told))
+    route = choose(TransferEnds(trainer_info(transports=(TransportKind.LOCAL,)), engine_info(), None, told))
     assert route.transport is None
     assert engines.CASES["draft"].refused in route.reason
 
@@ -201,10 +201,10 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 import rig, torch
 rig.play_cuda("cpu")
-from shards import Shards
+from shards import LayoutShards
 told = []
 for layout in ({"tp": 2}, {"ep": 2, "etp": 1, "dp": 2}):
-    source = Shards(rig.TINY_MOE, torch.device("cpu"), 2, **layout)
+    source = LayoutShards(rig.TINY_MOE, torch.device("cpu"), 2, **layout)
     source.refill(1)
     held = []
     for rank in source._ranks:

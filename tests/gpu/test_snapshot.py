@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.tensors.manifest import BucketSpec, Manifest, TensorSpec
-from weightbus.trainer_agent.machine.snapshot_queue import Memory
+from weightbus.trainer_agent.machine.snapshot_queue import SnapshotMemory
 from weightbus.trainer_agent.publish.snapshot import Store
 
 pytestmark = pytest.mark.gpu
@@ -12,8 +12,8 @@ pytestmark = pytest.mark.gpu
 MANIFEST = Manifest.of("M", tuple(TensorSpec(f"t{index}", "bfloat16", (512, 1024 + index)) for index in range(7)), 1)
 
 
-@pytest.mark.parametrize("memory", Memory)
-def test_training_goes_on_over_the_parameters(memory: Memory) -> None:
+@pytest.mark.parametrize("memory", SnapshotMemory)
+def test_training_goes_on_over_the_parameters(memory: SnapshotMemory) -> None:
     """Kernels that are queued behind `take` change the parameters; the snapshot, read on another stream, does not."""
     device = torch.device("cuda", 0)
     live = [torch.full((bucket.nbytes,), index, dtype=torch.uint8, device=device) for index, bucket in _buckets()]
@@ -29,7 +29,7 @@ def test_training_goes_on_over_the_parameters(memory: Memory) -> None:
                 store.read(index, out)
                 assert (out[:-8] == index + 10 * turn).all()
                 assert (out[-8:] == 0xA5).all()
-    assert {kept.is_pinned() for kept in store._buckets} == {memory is Memory.HOST}
+    assert {kept.is_pinned() for kept in store._buckets} == {memory is SnapshotMemory.HOST}
     store.close()
 
 

@@ -5,7 +5,7 @@ import torch
 
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
 from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler
 from weightbus.trainer_agent.assembly.gather_plan import plan
 
@@ -26,20 +26,20 @@ class Sent:
 
 def world(
     *, pin: bool = False
-) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor], list[Piece], list[torch.Tensor]]:
+) -> tuple[tuple[TensorSpec, ...], dict[str, torch.Tensor], list[Shard], list[torch.Tensor]]:
     """Tensors trained in float32 on the CPU and served in bfloat16: halves by column, whole, and around zero."""
     specs = tuple(TensorSpec(name, "bfloat16", shape) for name, shape in SHAPES.items())
     full = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    rows: list[Piece] = []
+    rows: list[Shard] = []
     storages: list[torch.Tensor] = []
     for index, (name, shape) in enumerate(SHAPES.items()):
-        view = View(index, 0, (shape[1], 1))
+        view = ShardView(index, 0, (shape[1], 1))
         middle = shape[1] // 2
         if index % 3:
-            rows.append(Piece(name, Box.whole(shape), "float32", view, shift=index % 2))
+            rows.append(Shard(name, Box.whole(shape), "float32", view, shift=index % 2))
         else:
-            rows.append(Piece(name, Box((0, 0), (shape[0], middle)), "float32", view))
-            rows.append(Piece(name, Box((0, middle), shape), "float32", View(index, middle, (shape[1], 1))))
+            rows.append(Shard(name, Box((0, 0), (shape[0], middle)), "float32", view))
+            rows.append(Shard(name, Box((0, middle), shape), "float32", ShardView(index, middle, (shape[1], 1))))
         storages.append(full[name].pin_memory() if pin else full[name])
         full[name] = full[name] + (index % 2 if index % 3 else 0)
     return specs, full, rows, storages
@@ -52,7 +52,7 @@ def test_the_root_uploads_what_it_holds(bucket_bytes: int, *, pin: bool) -> None
     specs, full, rows, storages = world(pin=pin)
     manifest = Manifest.of("M", specs, bucket_bytes)
     device = torch.device("cuda", 0)
-    assembler = Assembler(plan(manifest, Pieces.of(specs, rows), rank=0), storages, 0, None, None)
+    assembler = Assembler(plan(manifest, Shards.of(specs, rows), rank=0), storages, 0, None, None)
     for turn in range(2):
         for index, bucket in enumerate(manifest.buckets):
             out = torch.full((bucket.nbytes,), 0xA5, dtype=torch.uint8, device=device)
@@ -71,7 +71,7 @@ def test_parameters_that_move_between_versions_are_read_where_they_are(buckets_o
     manifest = Manifest.of("M", specs, 100_000)
     device = torch.device(buckets_on, 0) if buckets_on == "cuda" else torch.device("cpu")
     parameters = [torch.nn.Parameter(storage.cuda()) for storage in storages]
-    assembler = Assembler(plan(manifest, Pieces.of(specs, rows), rank=0), parameters, 0, None, None)
+    assembler = Assembler(plan(manifest, Shards.of(specs, rows), rank=0), parameters, 0, None, None)
     for turn in ("on the GPU", "in host memory", "here and there", "on the GPU"):
         for index, parameter in enumerate(parameters):
             there = turn == "on the GPU" or (turn == "here and there" and index % 2)
@@ -91,7 +91,7 @@ def test_another_rank_sends_from_the_gpu(*, pin: bool) -> None:
     manifest = Manifest.of("M", specs, 100_000)
     device = torch.device("cuda", 0)
     post = Sent()
-    plans = plan(manifest, Pieces.of(specs, rows, 1), rank=1, straight_bytes=1)
+    plans = plan(manifest, Shards.of(specs, rows, 1), rank=1, straight_bytes=1)
     assembler = Assembler(plans, storages, 1, None, post)  # type: ignore[arg-type]  # all that is asked of an exchange here
     for index, bucket in enumerate(plans):
         assembler.run(index, None, device)

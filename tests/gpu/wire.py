@@ -27,16 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rig
 
 from weightbus.dataplane.copy.engine_selection import engine_for
-from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
+from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.rendezvous_store import serve_store
-from weightbus.dataplane.reshard.load_trace import Recording, Target
-from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
+from weightbus.dataplane.reshard.load_trace import LoadTrace, Target
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.reshard.send_schedule import schedule
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Box, Piece, Pieces, View
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.dataplane.transports.sends import receive_queue as inbox, send_queue as outbox
-from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 
 SHAPE = (768, 2048)
 ROW = 2 * SHAPE[0] * SHAPE[1]
@@ -58,19 +58,20 @@ FORM_S = 60.0
 TURN_S = 30.0
 
 
-def plan_of(rows: int) -> Plan:
+def plan_of(rows: int) -> ReshardPlan:
     """`rows` experts, which the receiver stacks and the sender has the other way round."""
     tensors = tuple(TensorSpec(f"e{index}", "bfloat16", SHAPE) for index in range(rows))
     box, steps = Box.whole(SHAPE), (SHAPE[1], 1)
     held = [
-        Piece(each.name, box, "bfloat16", View(0, (rows - 1 - at) * ROW // 2, steps)) for at, each in enumerate(tensors)
+        Shard(each.name, box, "bfloat16", ShardView(0, (rows - 1 - at) * ROW // 2, steps))
+        for at, each in enumerate(tensors)
     ]
-    wanted = [Piece(each.name, box, "bfloat16", View(0, at * ROW // 2, steps)) for at, each in enumerate(tensors)]
-    export = ExportMap(0, "here", (Region(rows * ROW, "cpu"),), (Place(0, 0),))
+    wanted = [Shard(each.name, box, "bfloat16", ShardView(0, at * ROW // 2, steps)) for at, each in enumerate(tensors)]
+    export = ExportMap(0, "here", (Region(rows * ROW, "cpu"),), (ExportedPlace(0, 0),))
     target = Target("stacked", "bfloat16", (rows, *SHAPE), (SHAPE[0] * SHAPE[1], *steps), parameter=True)
-    recording = Recording(0, (target,), Pieces.of(tensors, wanted))
+    recording = LoadTrace(0, (target,), Shards.of(tensors, wanted))
     return make_plan(
-        Pieces.of(tensors, held), [export], recording, Reader(rank=0, host="there", device="cpu", sent_to=True)
+        Shards.of(tensors, held), [export], recording, PlanReader(rank=0, host="there", device="cpu", sent_to=True)
     )
 
 
@@ -93,7 +94,7 @@ def end(rank: int, port: int, device: str, nbytes: int) -> dict[str, Any]:
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     peers = frozenset({1 - rank})
     to, from_ = (peers, frozenset[int]()) if rank == 0 else (frozenset[int](), peers)
-    group = PairGroup.form(store, "wire", "127.0.0.1", where, rank, 2, Deadline(FORM_S), to=to, from_=from_)
+    group = P2PGroup.form(store, "wire", "127.0.0.1", where, rank, 2, Deadline(FORM_S), to=to, from_=from_)
     rows = nbytes // ROW
     memory = torch.empty(rows * ROW, dtype=torch.uint8, device=where)
     plan = plan_of(rows)
@@ -106,10 +107,10 @@ def end(rank: int, port: int, device: str, nbytes: int) -> dict[str, Any]:
         box: Any
         engine = engine_for(where)
         if rank:
-            box = inbox.Inbox(made.messages, made.unpack, [memory], engine, where, beside=True)
+            box = inbox.ReceiveQueue(made.messages, made.unpack, [memory], engine, where, beside=True)
         else:
             fill(memory, seed, turned=True)
-            box = outbox.Outbox([outbox.Mail(1, messages, pack)], [memory], engine)
+            box = outbox.SendQueue([outbox.Mail(1, messages, pack)], [memory], engine)
         for _ in range(ROUNDS):
             meet(group, where)
             began = time.perf_counter()
@@ -131,7 +132,7 @@ def end(rank: int, port: int, device: str, nbytes: int) -> dict[str, Any]:
     return found
 
 
-def bare(group: PairGroup, rank: int, memory: torch.Tensor) -> float:
+def bare(group: P2PGroup, rank: int, memory: torch.Tensor) -> float:
     """Seconds for as many bytes, put into the queue one message after another, and waited for once. The best."""
     move = group._backend.recv if rank else group._backend.send
     parts = memory.split(CHUNK_BYTES)
@@ -146,7 +147,7 @@ def bare(group: PairGroup, rank: int, memory: torch.Tensor) -> float:
     return min(times)
 
 
-def meet(group: PairGroup, device: torch.device) -> None:
+def meet(group: P2PGroup, device: torch.device) -> None:
     """Both are here."""
     word = torch.zeros(1, device=device)
     group._backend.allreduce([word]).wait()

@@ -19,12 +19,12 @@ from megatron_ranks import export
 
 from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, toy_task as task
 from weightbus.trainer_agent.demo.learner import Learner, join
-from weightbus.trainer_agent.demo.settings import Trainer
+from weightbus.trainer_agent.demo.settings import TrainerKind
 from weightbus.trainer_agent.sources.megatron.cpu_emulation import install
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 STEPS = 10
-MEGATRONS = (Trainer.MEGATRON, Trainer.MEGATRON_MOE)
+MEGATRONS = (TrainerKind.MEGATRON, TrainerKind.MEGATRON_MOE)
 
 
 def rows() -> torch.Tensor:
@@ -44,7 +44,7 @@ def wanted(learner: Learner, tokens: torch.Tensor) -> float:
     return float(logits.softmax(-1)[..., : task.WANTED].sum(-1).mean())
 
 
-def judge(folder: Path, trainer: Trainer) -> dict[str, object]:
+def judge(folder: Path, trainer: TrainerKind) -> dict[str, object]:
     """Load, compare, learn, compare. On the root, the verdict."""
     learner = Learner(folder, 1, checkpoint.policy_of(trainer))
     source = MegatronSource(learner.model, hf_config=folder, timeout_s=60.0)

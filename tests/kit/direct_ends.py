@@ -6,7 +6,7 @@
     {"half": "workers", "socket": .., "tp": 2, "die": "Replay"}  is a server's workers for one call of the loader
 
 A process may be told to kill itself at a point: before it obeys a message of that name, when it has ``copied``, or when
-it has answered (``after Replay``). Answers are JSON lines too.
+it has answered (``after ExecutePlan``). Answers are JSON lines too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kit.forked import say, serve
-from tests.kit.toy_direct import WAIT_S, Maker, Shard, Trainer
+from tests.kit.toy_direct import WAIT_S, Maker, ToyShard, Trainer
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.worker_state import WorkerState
@@ -80,7 +80,7 @@ def workers(job: dict[str, Any]) -> None:
 
     def run(rank: int) -> None:
         rank_of.rank = rank
-        worker_loader.load(Shard(rank, job["tp"]), [(f"weightbus:{job['socket']}", torch.empty(0))])
+        worker_loader.load(ToyShard(rank, job["tp"]), [(f"weightbus:{job['socket']}", torch.empty(0))])
 
     ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(job["tp"])]
     for each in ranks:

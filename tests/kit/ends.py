@@ -59,7 +59,8 @@ class Ends:
 def was_struck(pid: int, number: int, deadline_s: float = WAIT_S) -> bool:
     """Signal `number` ended the process, or stopped it; false where it ended in another way, or goes on.
 
-    It must be of `Ends`, which keeps what has ended until itself ends, and nobody else's signal may have come before.
+    It must be of `TransferEnds`, which keeps what has ended until itself ends, and nobody else's signal may have come
+    before.
     """
     until = time.monotonic() + deadline_s
     while time.monotonic() < until:

@@ -11,21 +11,21 @@ from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.processes.host_facts import host_identity
-from weightbus.dataplane.reshard.load_trace import Cause, LoadedTensor, Recording
-from weightbus.dataplane.reshard.reshard_plan import Reader, make_plan, staging_of
+from weightbus.dataplane.reshard.load_trace import Cause, LoadedTensor, LoadTrace
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan, staging_of
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.dataplane.tensors.shards import Pieces
-from weightbus.dataplane.transports.direct.sender import Exposed
-from weightbus.trainer_agent.export.memory_export import Exposable, Exposure
+from weightbus.dataplane.tensors.shards import Shards
+from weightbus.dataplane.transports.direct.sender import ExportedWeights
+from weightbus.trainer_agent.export.memory_export import Exportable, MemoryExport
 from weightbus.trainer_agent.source import Source
 
 
 def exposed_digests_and_tensors(source: Source) -> tuple[list[bytes], dict[str, torch.Tensor]]:
     """On the root: the ranks' digests by tensor, and every tensor out of their memories. Collective."""
-    assert isinstance(source, Exposable)
+    assert isinstance(source, Exportable)
     manifest = Manifest.of(source.model, source.tensors())
     with tempfile.TemporaryDirectory(prefix="wb-x") as folder:
-        exposure = Exposure(source, manifest, Path(folder), "x")
+        exposure = MemoryExport(source, manifest, Path(folder), "x")
         exposure.expose()
         digests = exposure.digests()
         assert digests is not None, exposure.unsummed
@@ -35,11 +35,11 @@ def exposed_digests_and_tensors(source: Source) -> tuple[list[bytes], dict[str, 
     return [digests[at : at + 16] for at in range(0, len(digests), 16)], found
 
 
-def read(exposed: Exposed, manifest: Manifest) -> dict[str, torch.Tensor]:
+def read(exposed: ExportedWeights, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Every tensor, packed, by a plan over what is exposed."""
     everything = tuple(LoadedTensor(index, Cause.COMPUTED) for index in range(len(manifest.tensors)))
-    recording = Recording(0, (), Pieces.of(manifest.tensors, []), loaded=everything)
-    plan = make_plan(exposed.pieces, exposed.exports, recording, Reader(0, host_identity(), "cpu"))
+    recording = LoadTrace(0, (), Shards.of(manifest.tensors, []), loaded=everything)
+    plan = make_plan(exposed.pieces, exposed.exports, recording, PlanReader(0, host_identity(), "cpu"))
     importer = RegionImporter()
     for each in exposed.exporters:
         regions = [source.region for source in plan.sources if source.holder == each.holder]

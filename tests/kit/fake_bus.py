@@ -37,7 +37,7 @@ class FakeCoordinator:
 
     def __init__(self, engines: dict[str, m.EngineInfo] | None = None) -> None:
         self.engines = {"e0": engine()} if engines is None else engines
-        self.committed: m.Held | None = None
+        self.committed: m.HeldVersion | None = None
         self.epoch = 0
         self.boot = 1
         self.blobs: dict[str, bytes] = {}
@@ -108,7 +108,7 @@ class FakeCoordinator:
             self._inbox.append(message)
             self._arrived.notify_all()
 
-    def restart(self, *, committed: m.Held | None = None) -> None:
+    def restart(self, *, committed: m.HeldVersion | None = None) -> None:
         """Another life: the round is forgotten, what was committed is not."""
         self.boot += 1
         self.epoch += 1
@@ -129,7 +129,7 @@ class FakeCoordinator:
     def send(self, publish: m.Publish) -> None:
         """Ask for everything, to every engine."""
         receivers = tuple(
-            m.Receiver(engine=AgentId(name), transport=info.transports[0], tp=info.tp)
+            m.ReceivingEngine(engine=AgentId(name), transport=info.transports[0], tp=info.tp)
             for name, info in self.engines.items()
         )
         self.say(
@@ -154,7 +154,7 @@ class FakeCoordinator:
         if outcome is m.Outcome.COMMITTED:
             known = table or publish.table
             assert known in self.blobs
-            self.committed = m.Held(version=publish.version, manifest=publish.manifest, table=known)
+            self.committed = m.HeldVersion(version=publish.version, manifest=publish.manifest, table=known)
         reports = tuple(
             m.EngineReport(engine=AgentId(name), outcome=m.Outcome.QUARANTINED if name in failed else outcome)
             for name in self.engines

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed
-from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, Session, Slot, Tabled
+from weightbus.dataplane.transports.interface import JOIN_S, Address, Peer, Slot, Tabled, TransferSession
 
 
 class FakeSender:
@@ -25,11 +25,11 @@ class FakeSender:
         self.block = threading.Event()
         """While `blocking` is set, `ready` waits for this, or for `close`."""
         self.blocking = False
-        self._session: Session | None = None
+        self._session: TransferSession | None = None
         self._peers: list[Peer] = []
         self._held: dict[int, Slot] = {}
 
-    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         self.calls.append(f"offer {session.epoch}")
         self._session, self._peers, self._held = session, list(peers), {}
         self.failed = {}
@@ -96,7 +96,7 @@ class FakeTablingSender(FakeSender):
         """Epoch -> the engine that dies when it has everything."""
         self._came = threading.Event()
 
-    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         self._came.clear()
         if session.table is not None:
             self._came.set()

@@ -32,7 +32,7 @@ from safetensors.torch import load_file  # noqa: E402
 from tiny_families import Case, parse  # noqa: E402
 
 from weightbus.dataplane.tensors.manifest import Manifest  # noqa: E402
-from weightbus.dataplane.tensors.shards import Pieces  # noqa: E402
+from weightbus.dataplane.tensors.shards import Shards  # noqa: E402
 from weightbus.dataplane.transports.broadcast_order import cut  # noqa: E402
 from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler  # noqa: E402
 from weightbus.trainer_agent.assembly.gather_plan import plan  # noqa: E402
@@ -40,7 +40,7 @@ from weightbus.trainer_agent.quantized.quantized_source import quantised  # noqa
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
 from weightbus.trainer_agent.sources.megatron.layer_order import check_order, roots_of  # noqa: E402
 from weightbus.trainer_agent.sources.megatron.local_shards import Description, describe  # noqa: E402
-from weightbus.trainer_agent.sources.rank_layout import Roster, check, encode, settle  # noqa: E402
+from weightbus.trainer_agent.sources.rank_layout import RankLayout, check, encode, settle  # noqa: E402
 
 
 class Post:
@@ -95,7 +95,7 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
     expected = {name: tensor for name, tensor in full.items() if not name.startswith("model.visual")}
     found_by = [described(case, rank, world, hf, expected) for rank in range(world)]
     ranks = [description for description, _ in found_by]
-    rosters = check([encode(Roster(each.facts, each.pieces.encode(), each.stages)) for each in ranks])
+    rosters = check([encode(RankLayout(each.facts, each.pieces.encode(), each.stages)) for each in ranks])
     check_order(rosters)
     pieces = settle(rosters, ranks[0].tensors)
     chance = random.Random(str(case))
@@ -140,7 +140,7 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
 
 
 def quantised_otherwise(
-    ranks: Sequence[Description], pieces: Pieces, expected: dict[str, torch.Tensor], chance: random.Random
+    ranks: Sequence[Description], pieces: Shards, expected: dict[str, torch.Tensor], chance: random.Random
 ) -> list[str]:
     """What is other bits when ranks quantise the blocks that they hold than when whole tensors are quantised."""
     config = quantising.config(chance.choice([4, 16, 128]))

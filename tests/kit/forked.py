@@ -13,7 +13,7 @@ from typing import Any
 
 from weightbus.engine_agent.worker.load_tracer import record
 
-from .toy_direct import SPECS, Shard
+from .toy_direct import SPECS, ToyShard
 
 _answers = [1]
 """Where answers go: to standard output, and from `serve` on to what that was."""
@@ -36,7 +36,7 @@ def serve(halves: dict[str, Callable[[dict[str, Any]], None]]) -> None:
     _answers[0] = os.dup(1)
     os.dup2(2, 1)  # libraries write to standard output, too: NCCL its warnings
     children: list[int] = []
-    model = Shard(0, 1)
+    model = ToyShard(0, 1)
     record(model, model.load_weights, SPECS, 0)  # imports what every child would import for itself, for seconds
     say(up=True)
     for line in sys.stdin:

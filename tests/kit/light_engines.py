@@ -41,9 +41,9 @@ from weightbus.control.server.metrics import configure_logging
 from weightbus.dataplane.copy.copy_engine import at_once
 from weightbus.dataplane.copy.copy_torch import TorchCopies
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports.distributed.sidecar_receiver import HandingReceiver
+from weightbus.dataplane.transports.distributed.sidecar_receiver import SidecarReceiver
 from weightbus.dataplane.transports.interface import Address
-from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.sidecar.driver import EngineAgent
@@ -233,7 +233,7 @@ class LoadedServer(FakeSGLang):
 def server(job: dict[str, Any], gate: Gate) -> None:
     """Serve until killed."""
     gate.between(TorchCopies)
-    gate.before(PairGroup, "post", "turn")
+    gate.before(P2PGroup, "post", "turn")
     made = LoadedServer(Path(job["checkpoint"]), gate)
     made.port = job["port"]
     made.start()
@@ -243,7 +243,7 @@ def server(job: dict[str, Any], gate: Gate) -> None:
 
 def sidecar(job: dict[str, Any], gate: Gate) -> None:
     """Until killed, or told to end."""
-    gate.before(HandingReceiver, "_take", "bucket")
+    gate.before(SidecarReceiver, "_take", "bucket")
     gate.before(SGLangServer, "load_broadcast", "bucket")
     configure_logging("info", "json")
     agent = EngineAgent(msgspec.convert(job["settings"], EngineAgentSettings, dec_hook=lambda kind, text: kind(text)))

@@ -16,7 +16,7 @@ from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
 from weightbus.dataplane.transports import registry as transports
-from weightbus.dataplane.transports.interface import Address, Session
+from weightbus.dataplane.transports.interface import Address, TransferSession
 
 from ..dataplane.loopback import LoopbackServer
 
@@ -39,7 +39,7 @@ class LoopbackEngine:
         self.server = LoopbackServer(1, fail)
         self.before: Callable[[], None] = lambda: None
         self.label: int | None = None
-        self.held: m.Held | None = None
+        self.held: m.HeldVersion | None = None
         self.health = m.EngineHealth.CLEAN
         self._heard: set[tuple[type, int]] = set()
         self._name, self._channel, self._transport = AgentId(name), Channel(channel), transport
@@ -129,7 +129,7 @@ class LoopbackEngine:
             self.before()
             manifest = Manifest.decode(self._bus.get_blob(message.manifest))
             table = DigestTable.decode(self._bus.get_blob(message.table), manifest)
-            session = Session(message.channel, message.epoch, message.version, manifest, table)
+            session = TransferSession(message.channel, message.epoch, message.version, manifest, table)
             offer = message.offer
             address = Address(offer.address, offer.group, offer.backend, offer.world_size, offer.token)
             came = True
@@ -143,7 +143,7 @@ class LoopbackEngine:
         finally:
             self._receiver.close()
         self._say(m.Transferred(**self._common(message), bytes=receipt.bytes, buckets=receipt.buckets))
-        self.held = m.Held(version=message.version, manifest=message.manifest, table=message.table)
+        self.held = m.HeldVersion(version=message.version, manifest=message.manifest, table=message.table)
         self.health = m.EngineHealth.CLEAN
         self._say(
             m.Verified(

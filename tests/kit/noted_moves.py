@@ -14,7 +14,7 @@ from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.tensors.boxes import Column
 from weightbus.dataplane.tensors.shards import DTYPES
-from weightbus.dataplane.transports.sends.p2p_group import Parcel
+from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
 
 Row = tuple[int, int, int, int, int]
 
@@ -24,9 +24,9 @@ class NotedGroup:
 
     def __init__(self, notes: list[str]) -> None:
         self.notes = notes
-        self.parcels: list[Parcel] = []
+        self.parcels: list[P2PChunk] = []
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> _Noted:
+    def post(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> _Noted:
         number = sum(each.startswith("post") for each in self.notes)
         self.notes.append(f"post {number}")
         self.parcels += [*sends, *receives]

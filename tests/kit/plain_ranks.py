@@ -8,11 +8,11 @@ import sys
 
 import torch.distributed as dist
 
-from weightbus.trainer_agent.sources.rank_group import Ranks
+from weightbus.trainer_agent.sources.rank_group import RankGroup
 
 
-def converse(ranks: Ranks, turn: int) -> None:
-    """Every call of `Ranks`, with sizes on both sides of a page."""
+def converse(ranks: RankGroup, turn: int) -> None:
+    """Every call of `RankGroup`, with sizes on both sides of a page."""
     me = ranks.rank
     said = [bytes([rank, turn]) * (700 * rank) for rank in range(len(ranks.global_ranks))]
     assert ranks.gather(said[me]) == said
@@ -34,14 +34,14 @@ def main() -> None:
     for turn in range(3):
         for first, part in enumerate(parts):
             if rank in {first, first + 1}:
-                ranks = Ranks(part, 60.0)
+                ranks = RankGroup(part, 60.0)
                 converse(ranks, turn)
                 ranks.close()
-        ranks = Ranks(None, 60.0)
+        ranks = RankGroup(None, 60.0)
         converse(ranks, turn)
         ranks.close()
     try:
-        Ranks(parts[0], 60.0)
+        RankGroup(parts[0], 60.0)
     except ValueError:
         assert rank == 2  # no pytest in this process
     print("spoke")  # noqa: T201  # what the test waits for

@@ -11,15 +11,15 @@ import torch
 from hypothesis import strategies as st
 
 from weightbus.dataplane.quantize import quantize_torch as quantise_torch
-from weightbus.dataplane.quantize.hf_quantization_config import Quantisation, Rule, outputs
+from weightbus.dataplane.quantize.hf_quantization_config import Quantization, QuantizationRule, outputs
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_tensor
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
 from weightbus.dataplane.transports.broadcast_order import cut as cut_buckets
 from weightbus.trainer_agent.assembly.assembler import DTYPES
-from weightbus.trainer_agent.quantized.quantized_source import QuantisedSource
+from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed_tokens.weight": (24, 32),
@@ -66,7 +66,7 @@ class Rank:
         return self.world.tensors
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         return self.world.pieces()
 
     def memory(self) -> Sequence[torch.Tensor]:
@@ -115,7 +115,7 @@ class World:
         self.full = {
             name: torch.randn(shape, generator=generator).to(DTYPES[trained]) for name, shape in SHAPES.items()
         }
-        self.rows: dict[int, list[Piece]] = defaultdict(list)
+        self.rows: dict[int, list[Shard]] = defaultdict(list)
         self.storages: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.letters: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.settled: list[int] = []
@@ -123,17 +123,17 @@ class World:
     def give(self, rank: int, name: str, box: Box, shift: int = 0) -> None:
         part = self.full[name][tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))] - shift
         storage = torch.cat([torch.full((3,), 77.0, dtype=part.dtype), part.reshape(-1)])
-        view = View(len(self.storages[rank]), 3, contiguous_strides(box.shape))
+        view = ShardView(len(self.storages[rank]), 3, contiguous_strides(box.shape))
         self.storages[rank].append(storage)
-        self.rows[rank].append(Piece(name, box, self.trained, view, shift))
+        self.rows[rank].append(Shard(name, box, self.trained, view, shift))
 
-    def pieces(self) -> Pieces:
-        return cover.once(Pieces.join([Pieces.of(self.tensors, self.rows[rank], rank) for rank in range(RANKS)]))
+    def pieces(self) -> Shards:
+        return cover.once(Shards.join([Shards.of(self.tensors, self.rows[rank], rank) for rank in range(RANKS)]))
 
     def check(
         self,
         scheme: Scheme,
-        sources: Sequence[QuantisedSource],
+        sources: Sequence[QuantizedSource],
         bucket_bytes: int,
         passes: int = 2,
         owners: Mapping[str, int] | None = None,
@@ -189,8 +189,8 @@ def small(scheme: Scheme) -> Scheme:
     return msgspec.structs.replace(scheme, block=tuple(min(each, 16) for each in scheme.block))
 
 
-def of(scheme: Scheme) -> Quantisation:
-    return Quantisation("fp8", (Rule(("Linear",), scheme),), ())
+def of(scheme: Scheme) -> Quantization:
+    return Quantization("fp8", (QuantizationRule(("Linear",), scheme),), ())
 
 
 def cut(box: Box, random: st.DataObject) -> list[Box]:

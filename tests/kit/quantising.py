@@ -10,7 +10,7 @@ import torch
 from weightbus.dataplane.quantize import quantize_torch as quantise_torch
 from weightbus.dataplane.quantize.hf_quantization_config import outputs, read
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import DTYPES
 
 FP8 = {
@@ -64,7 +64,7 @@ class Held:
     model = "M"
     device = torch.device("cpu")
 
-    def __init__(self, rank: int, pieces: Pieces, memory: Sequence[torch.Tensor], exchange: Any) -> None:
+    def __init__(self, rank: int, pieces: Shards, memory: Sequence[torch.Tensor], exchange: Any) -> None:
         self.rank = rank
         self.root = rank == 0
         self.pieces = pieces

@@ -30,14 +30,14 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kit.forked import say, serve
-from tests.kit.toy_direct import WAIT_S, Shard
+from tests.kit.toy_direct import WAIT_S, ToyShard
 from tests.kit.toy_sends import SendingTrainer
 from weightbus.dataplane.transports.interface import Address
-from weightbus.dataplane.transports.sends.p2p_group import PairGroup
-from weightbus.dataplane.transports.sends.rank_sender import RankSends
-from weightbus.dataplane.transports.sends.send_queue import Outbox
+from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
+from weightbus.dataplane.transports.sends.rank_sender import RankSender
+from weightbus.dataplane.transports.sends.send_queue import SendQueue
 from weightbus.engine_agent.worker import loader as worker_loader
-from weightbus.engine_agent.worker.receive_thread import Taker
+from weightbus.engine_agent.worker.receive_thread import ReceiveThread
 
 POINTS = ("begun", "forming", "formed", "moving", "through")
 """Of ranks."""
@@ -66,7 +66,7 @@ def doomed(job: dict[str, Any]) -> None:
 
         setattr(owner, name, watched)
 
-    form = PairGroup.form.__func__  # type: ignore[attr-defined]
+    form = P2PGroup.form.__func__  # type: ignore[attr-defined]
 
     def formed(kind: Any, *arguments: Any, **more: Any) -> Any:
         reach("forming")
@@ -74,12 +74,12 @@ def doomed(job: dict[str, Any]) -> None:
         reach("formed")
         return group
 
-    PairGroup.form = classmethod(formed)  # type: ignore[method-assign, assignment]
-    before(PairGroup, "post", "moving")
-    before(RankSends, "_mail_of", "begun")
-    before(Outbox, "send", "", "through")
-    before(Taker, "_take", "begun", "through")
-    before(Taker, "flip", "flip", "flipped")
+    P2PGroup.form = classmethod(formed)  # type: ignore[method-assign, assignment]
+    before(P2PGroup, "post", "moving")
+    before(RankSender, "_mail_of", "begun")
+    before(SendQueue, "send", "", "through")
+    before(ReceiveThread, "_take", "begun", "through")
+    before(ReceiveThread, "flip", "flip", "flipped")
 
 
 def _device(job: dict[str, Any]) -> torch.device:
@@ -104,7 +104,7 @@ def server(job: dict[str, Any]) -> None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(job["socket"])
     listener.listen()
-    model = Shard(0, 1).to(_device(job))
+    model = ToyShard(0, 1).to(_device(job))
     doomed(job)
     say(listening=True)
     while True:

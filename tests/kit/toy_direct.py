@@ -17,10 +17,10 @@ from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.export_map import Parts
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Box, Piece, Pieces, View
+from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
-from weightbus.dataplane.transports.direct.sender import DirectSender, Exposed
-from weightbus.dataplane.transports.interface import Address, Exporting, Peer, Receipt, Session
+from weightbus.dataplane.transports.direct.sender import DirectSender, ExportedWeights
+from weightbus.dataplane.transports.interface import Address, Exporting, Peer, Receipt, TransferSession
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
@@ -39,7 +39,7 @@ SPECS = (
 )
 
 
-class Shard(torch.nn.Module):
+class ToyShard(torch.nn.Module):
     """One of `tp` ranks: rows, columns, a whole tensor, an odd one, a cast, and a calculation."""
 
     def __init__(self, rank: int, tp: int) -> None:
@@ -118,7 +118,7 @@ class Offering(DirectSender):
 
     address = Address("")
 
-    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         self.address = super().offer(session, peers)
         return self.address
 
@@ -149,36 +149,36 @@ class Trainer:
         half = value.shape[0] // 2
         return value[half * rank : half * (rank + 1)].clone() if value.dim() == 2 else value.clone()
 
-    def expose(self) -> Exposed:
+    def expose(self) -> ExportedWeights:
         parts, maps, addresses = [], [], []
         for rank, (exporter, shard) in enumerate(zip(self.exporters, self.shards, strict=True)):
             maps.append(exporter.export(list(shard.values())))
             parts.append(self.pieces(rank))
             addresses.append(Exporting(holder=rank, address=exporter.address(), generation=exporter.generation))
-        return Exposed(Pieces.join(parts), tuple(maps), tuple(addresses))
+        return ExportedWeights(Shards.join(parts), tuple(maps), tuple(addresses))
 
-    def pieces(self, rank: int) -> Pieces:
+    def pieces(self, rank: int) -> Shards:
         """What a rank holds."""
-        pieces: list[Piece] = []
+        pieces: list[Shard] = []
         for number, (name, tensor) in enumerate(self.shards[rank].items()):
             first = tensor.shape[0] * rank if tensor.dim() == 2 else 0
             start = (first,) + (0,) * (tensor.dim() - 1)
             stop = (first + tensor.shape[0], *tensor.shape[1:])
             dtype = str(tensor.dtype).removeprefix("torch.")
-            pieces.append(Piece(name, Box(start, stop), dtype, View(number, 0, tuple(tensor.stride()))))
-        return Pieces.of(self.manifest.tensors, pieces, rank)
+            pieces.append(Shard(name, Box(start, stop), dtype, ShardView(number, 0, tuple(tensor.stride()))))
+        return Shards.of(self.manifest.tensors, pieces, rank)
 
     @property
     def manifest(self) -> Manifest:
         return Manifest.of("toy", self.specs)
 
-    def session(self, epoch: int) -> Session:
+    def session(self, epoch: int) -> TransferSession:
         digests = []
         for spec in self.manifest.tensors:
             packed = self.values[spec.name].contiguous().view(torch.uint8).reshape(-1)
             digests.append(integrity.digest_tensors(packed, (0, spec.nbytes)))
         table = DigestTable(self.manifest.digest(), epoch, integrity.ALGORITHM, b"".join(digests))
-        return Session("c", epoch, epoch, self.manifest, table)
+        return TransferSession("c", epoch, epoch, self.manifest, table)
 
     def close(self) -> None:
         self.sender.close()
@@ -223,13 +223,13 @@ class Maker(Trainer):
                 shard[name].copy_(self._rows(self.values[name], rank))
             self.marks[rank][part] = self.round
 
-    def expose(self) -> Exposed:
+    def expose(self) -> ExportedWeights:
         maps, addresses = [], []
         for rank, (exporter, shard) in enumerate(zip(self.exporters, self.shards, strict=True)):
             maps.append(exporter.export(list(shard.values()), settled=False, parts=self.parts[rank]))
             address, generation = exporter.address(), exporter.generation
             addresses.append(Exporting(holder=rank, address=address, generation=generation, round=self.round))
-        return Exposed(Pieces.join([self.pieces(rank) for rank in range(2)]), tuple(maps), tuple(addresses))
+        return ExportedWeights(Shards.join([self.pieces(rank) for rank in range(2)]), tuple(maps), tuple(addresses))
 
 
 class World:
@@ -252,7 +252,7 @@ class World:
         self.epoch = 0
         self._pool = ThreadPoolExecutor(1)
 
-    def round(self, session: Session | None = None) -> Receipt:
+    def round(self, session: TransferSession | None = None) -> Receipt:
         """One transfer; raises what the receiver raises."""
         self.epoch += 1
         sent = session or self.trainer.session(self.epoch)
@@ -262,7 +262,9 @@ class World:
         self.trainer.sender.finish(WAIT_S)
         return received.result(WAIT_S)
 
-    def receive(self, session: Session, engine: str, address: Address, deadline_s: float = WAIT_S) -> Future[Receipt]:
+    def receive(
+        self, session: TransferSession, engine: str, address: Address, deadline_s: float = WAIT_S
+    ) -> Future[Receipt]:
         """The engine's half, in a thread of its own."""
         return self._pool.submit(self.receiver.receive, session, address, engine, 1, self.server, deadline_s)  # type: ignore[arg-type]
 

@@ -18,17 +18,17 @@ import torch
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.local_memory import OwnMemory
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
-from weightbus.dataplane.transports.direct.sender import Exposed
-from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Session
-from weightbus.dataplane.transports.sends.p2p_group import PairGroup
-from weightbus.dataplane.transports.sends.rank_sender import RankSends
+from weightbus.dataplane.tensors.shards import Shards
+from weightbus.dataplane.transports.direct.sender import ExportedWeights
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, TransferSession
+from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
+from weightbus.dataplane.transports.sends.rank_sender import RankSender
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.dataplane.transports.sends.sender import SendsSender
 from weightbus.engine_agent.worker import loader as worker_loader
 
 from .ends import Ends
-from .toy_direct import CPU, SPECS, WAIT_S, Server, Shard, Trainer
+from .toy_direct import CPU, SPECS, WAIT_S, Server, ToyShard, Trainer
 
 
 class SendingTrainer(Trainer):
@@ -46,14 +46,14 @@ class SendingTrainer(Trainer):
     ) -> None:
         super().__init__(runtime, specs, device)
         self.memories = [OwnMemory(rank) for rank in range(2)]
-        self.sending = [RankSends("c", rank) for rank in range(2)]
+        self.sending = [RankSender("c", rank) for rank in range(2)]
         self.sends = SendsSender(host, "c", device, self.describe, turn_s=turn_s, nixl=nixl)
 
-    def describe(self) -> Exposed:
+    def describe(self) -> ExportedWeights:
         maps = tuple(
             memory.describe(list(shard.values())) for memory, shard in zip(self.memories, self.shards, strict=True)
         )
-        return Exposed(Pieces.join([self.pieces(rank) for rank in range(2)]), maps, ())
+        return ExportedWeights(Shards.join([self.pieces(rank) for rank in range(2)]), maps, ())
 
     def summon(self, address: Address, epoch: int, ranks: Sequence[int] = (0, 1)) -> None:
         """What the leader's order makes every rank do."""
@@ -75,18 +75,18 @@ class SendsWorld:
     ) -> None:
         self.runtime = runtime
         self.trainer = SendingTrainer(runtime, host=host)
-        self.server = Server(tp, monkeypatch, Shard)
+        self.server = Server(tp, monkeypatch, ToyShard)
         self.receiver = SendsReceiver(runtime, beside=beside)
         self.epoch = 0
         self.pool = ThreadPoolExecutor(4)
 
-    def offer(self, session: Session, peers: Sequence[Peer] = ()) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer] = ()) -> Address:
         """Open the sender for the engine, or `peers`, and call the trainer's ranks."""
         address = self.trainer.sends.offer(session, peers or [Peer("e", self.server.tp)])
         self.trainer.summon(address, session.epoch)
         return address
 
-    def round(self, session: Session | None = None, *, stage: bool = False) -> Receipt:
+    def round(self, session: TransferSession | None = None, *, stage: bool = False) -> Receipt:
         """One transfer; raises what the receiver raises."""
         self.epoch += 1
         sent = session or self.trainer.session(self.epoch)
@@ -95,7 +95,9 @@ class SendsWorld:
         self.trainer.sends.finish(WAIT_S)
         return taken.result(WAIT_S)
 
-    def receive(self, session: Session, engine: str, address: Address, *, stage: bool = False) -> Future[Receipt]:
+    def receive(
+        self, session: TransferSession, engine: str, address: Address, *, stage: bool = False
+    ) -> Future[Receipt]:
         """The engine's half, in a thread of its own."""
 
         def both() -> Receipt:
@@ -115,13 +117,13 @@ class SendsWorld:
 def formed_groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that gets the name of every group that forms from now on, once for each member that joins it."""
     names: list[str] = []
-    form = PairGroup.form.__func__  # type: ignore[attr-defined]
+    form = P2PGroup.form.__func__  # type: ignore[attr-defined]
 
     def counted(kind: Any, store: Any, name: str, *arguments: Any, **more: Any) -> Any:
         names.append(name)
         return form(kind, store, name, *arguments, **more)
 
-    monkeypatch.setattr(PairGroup, "form", classmethod(counted))
+    monkeypatch.setattr(P2PGroup, "form", classmethod(counted))
     return names
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from weightbus.control.bus.client import BusClient, BusSettings
-from weightbus.control.bus.session import Asked, Event, Session, Ticked
+from weightbus.control.bus.session import AgentSession, Asked, Event, Ticked
 from weightbus.control.protocol.enums import MAX_PAGE_BYTES, Code
 from weightbus.control.protocol.errors import RequestRefused, WeightbusError
 from weightbus.control.protocol.ids import Digest, RequestId
@@ -97,7 +97,7 @@ class Client(BusClient):
         self._clock = process.clock
         self._changed = _Alone()  # type: ignore[assignment]
         self._keys = f"{process.name}.{process.life}.{process.loop.steps}"
-        self._session = Session(ENDPOINT, self._keys, BusSettings().timing, process.clock())
+        self._session = AgentSession(ENDPOINT, self._keys, BusSettings().timing, process.clock())
         self._alarm = process.alarm(self.turn)
         self.bell = Bell()
         """Rung when something came into the inbox."""

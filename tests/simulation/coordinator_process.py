@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from weightbus.control.machine.effects import AnyEffect, AnyObservation, JournalChanged, RoundEnded, StateEntered
 from weightbus.control.machine.events import AnyEvent, Burst
 from weightbus.control.protocol.errors import InvariantBroken, JournalCorrupt
-from weightbus.control.server.event_loop import Server
+from weightbus.control.server.event_loop import EventLoop
 
 from .disks import JournalDisk, SimJournal
 from .network import Network
@@ -26,7 +26,7 @@ class CoordinatorProcess(Process):
     def __init__(self, world: World, network: Network, journal: JournalDisk, drift: float) -> None:
         super().__init__(world, "coordinator", drift)
         self._world, self._network, self._journal = world, network, journal
-        self.server: Server | None = None
+        self.server: EventLoop | None = None
         self._alarm = self.alarm(self.step)
         self._busy_until = 0.0
         self._away = True
@@ -36,7 +36,7 @@ class CoordinatorProcess(Process):
         self._alarm, self._busy_until, self._away = self.alarm(self.step), 0.0, True
         self._world.judge.restarted()
         journal = SimJournal(self._journal, self)
-        server = Server(self._network, journal, self._world.limits, observe=self._observed, clock=self.clock)
+        server = EventLoop(self._network, journal, self._world.limits, observe=self._observed, clock=self.clock)
         self.server = server
         handle, check, unchecked = server.machine.handle, server.machine.check, 0
 

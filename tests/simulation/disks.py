@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control.machine.effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
-from weightbus.control.machine.reply_cache import ANSWERS, Ending, Restored, ending, remembered
+from weightbus.control.machine.reply_cache import ANSWERS, Restored, RoundReply, ending, remembered
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId
-from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.engine_agent.errors import StateUnreadable
-from weightbus.engine_agent.machine.events import Record
+from weightbus.engine_agent.machine.events import StateRecord
 from weightbus.engine_agent.sidecar import state_file as record_file
 
 from .filesystem import Files, SimOs, SimPath
@@ -48,13 +48,13 @@ class JournalDisk:
         self.wall_offset = 0.0
         """The wall clock of this machine; it may jump, and nothing depends on it."""
         self.channels: dict[Channel, Restored] = {}
-        self.replies: dict[RequestId, Ending] = {}
+        self.replies: dict[RequestId, RoundReply] = {}
         self.ghost: AnyRecord | None = None
         """Refused, and yet it may be on the disk."""
         self.stride = 1
         """By how much the newest start raised the epochs."""
         self._strides = world.rng("strides")
-        self._copies: list[tuple[dict[Channel, Restored], dict[RequestId, Ending], int, Memory]] = []
+        self._copies: list[tuple[dict[Channel, Restored], dict[RequestId, RoundReply], int, Memory]] = []
         """The file after every record, where it may be set back; and what the judge knew then of the disk."""
         self._in_flight: AnyRecord | None = None
         """Its writing was cut short in the middle."""
@@ -105,7 +105,7 @@ class JournalDisk:
         newer = held is None or held.version < record.version or record.rollback
         if record.epoch > known.epoch or not (newer or (held and held.table == record.table)):
             raise JournalCorrupt("journal", f"version {record.version} would go back", "this is a bug")
-        now = Held(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
+        now = HeldVersion(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
         self.channels[record.channel] = msgspec.structs.replace(
             known, committed=now, committed_epoch=record.epoch, history=remembered(known.history, record)
         )
@@ -171,7 +171,7 @@ class JournalDisk:
 
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written."""
-        answers: dict[Channel, dict[RequestId, Ending]] = {}
+        answers: dict[Channel, dict[RequestId, RoundReply]] = {}
         for request, known in list(self.replies.items())[-ANSWERS:]:
             answers.setdefault(Channel(known.done.channel), {})[request] = known
         return {
@@ -219,7 +219,7 @@ class SimJournal:
 
 
 class RecordDisk:
-    """Where an engine agent keeps its record: the product's own `RecordFile`, on files that lose what is not synced.
+    """Where an engine agent keeps its record: the product's own `StateFile`, on files that lose what is not synced.
 
     It may be another machine than that of the server.
     """
@@ -228,11 +228,11 @@ class RecordDisk:
         self._world = world
         self._rng = world.rng(f"disk-{name}")
         self.files = Files()
-        self._file = record_file.RecordFile(SimPath(self.files), name)  # type: ignore[arg-type]
-        self._written: list[Record | None] = [None]
+        self._file = record_file.StateFile(SimPath(self.files), name)  # type: ignore[arg-type]
+        self._written: list[StateRecord | None] = [None]
         """What a new life may find: the last record that was written, and one whose writing was cut short."""
 
-    def read(self, process: Process) -> Record | None:
+    def read(self, process: Process) -> StateRecord | None:
         """What a new life finds."""
         try:
             found = self._file.read()
@@ -245,7 +245,7 @@ class RecordDisk:
         self._written = [found]
         return found
 
-    def write(self, record: Record, process: Process) -> None:
+    def write(self, record: StateRecord, process: Process) -> None:
         """Replace the record, or raise `OSError` and keep the old one."""
         process.passes("persist", "before")
         self._written = [self._written[0], record]

@@ -15,7 +15,7 @@ import msgspec
 from weightbus.control.protocol.enums import Role, TransportKind
 from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
 from weightbus.control.protocol.ids import AgentId, Digest, Incarnation, RequestId
-from weightbus.control.protocol.message_fields import EngineInfo, Held
+from weightbus.control.protocol.message_fields import EngineInfo, HeldVersion
 from weightbus.control.protocol.messages import (
     Abort,
     Commit,
@@ -29,38 +29,38 @@ from weightbus.control.protocol.messages import (
     Welcome,
 )
 from weightbus.control.security.signed_publications import Doubt, doubt, doubt_offer, doubt_table
-from weightbus.engine_agent.machine.engine_machine import Application
+from weightbus.engine_agent.machine.engine_machine import EngineMachine
 from weightbus.engine_agent.machine.events import (
     Answer,
-    Broken,
     Cancel,
     Commanded,
     Effect,
     Event,
-    Finished,
     ForgetAnswers,
     Label,
     Note,
     Operated,
     Operation,
+    OperationDone,
+    OperationFailed,
     PauseServer,
     Proven,
     Receive,
+    ReceiveBeside,
     Received,
-    Record,
-    Release,
+    ReleaseServer,
     Remember,
     Result,
-    Run,
+    RunOperation,
     ServerFound,
     ServerGone,
-    Stage,
-    Ticked,
+    StateRecord,
+    TimePassed,
     Validate,
     Verify,
     Welcomed,
 )
-from weightbus.engine_agent.sidecar.effect_dispatcher import Dispatcher
+from weightbus.engine_agent.sidecar.effect_dispatcher import EffectDispatcher
 
 from .client import Client
 from .disks import RecordDisk
@@ -101,7 +101,7 @@ class EngineProcess(Process):
         """Every third engine takes versions beside the weights that it serves."""
         self.proves_itself = sum(self.name.encode()) % 2 == 1
         """Every second one compares what it holds while it takes it, where it can."""
-        self.machine: Application | None = None
+        self.machine: EngineMachine | None = None
         self.client: Client | None = None
 
     @property
@@ -115,13 +115,13 @@ class EngineProcess(Process):
         """What `EngineAgent.__init__` and `run` do."""
         incarnation = f"{self.name}.{self.life}"
         self._incarnation = Incarnation(incarnation)
-        self.machine = Application(self._world.channel, incarnation, self.record.read(self))
-        self._dispatcher = Dispatcher(self.machine, self._write, self._carry_out, self._post, self._write_later)
-        self._late: Record | None = None
-        self._lost: tuple[Record, OSError] | None = None
+        self.machine = EngineMachine(self._world.channel, incarnation, self.record.read(self))
+        self._dispatcher = EffectDispatcher(self.machine, self._write, self._carry_out, self._post, self._write_later)
+        self._late: StateRecord | None = None
+        self._lost: tuple[StateRecord, OSError] | None = None
         self._view = self.machine.view()
         self._events: deque[Event] = deque()
-        self._operations: deque[Run] = deque()
+        self._operations: deque[RunOperation] = deque()
         self._answers: deque[tuple[int, EngineMessage]] = deque()
         self._event_bell, self._work_bell, self._speech_bell, self._late_bell = Bell(), Bell(), Bell(), Bell()
         self._boot = 0
@@ -190,7 +190,7 @@ class EngineProcess(Process):
             self._dispatcher.lost(*lost)
         self._dispatcher.retry()
         heard = self.client.heard_at if self.client else None
-        self._dispatch(Ticked(float("-inf") if heard is None else heard))
+        self._dispatch(TimePassed(float("-inf") if heard is None else heard))
 
     def _post(self, event: Event) -> None:
         self._events.append(event)
@@ -202,13 +202,13 @@ class EngineProcess(Process):
         assert machine is not None
         self._view = machine.view()
 
-    def _write(self, record: Record) -> None:
+    def _write(self, record: StateRecord) -> None:
         """At once; what was to be written late is older."""
         self._late = None
         self.record.write(record, self)
         self._lost = None
 
-    def _write_later(self, record: Record) -> None:
+    def _write_later(self, record: StateRecord) -> None:
         self._late = record
         self._late_bell.ring()
 
@@ -219,7 +219,7 @@ class EngineProcess(Process):
                 self._speech_bell.ring()
             case ForgetAnswers():
                 self._boot += 1
-            case Run():
+            case RunOperation():
                 self._operations.append(effect)
                 self._work_bell.ring()
             case Cancel():
@@ -315,7 +315,7 @@ class EngineProcess(Process):
         try:
             result: Result = yield from self._do(operation)
         except (CallFailed, TransferBroken, WeightbusError) as error:
-            result = Broken(str(error) or type(error).__name__, self.touched)
+            result = OperationFailed(str(error) or type(error).__name__, self.touched)
         return result
 
     def _do(self, operation: Operation) -> Thread:
@@ -326,8 +326,8 @@ class EngineProcess(Process):
                 if command.table:
                     yield from self._blob(command.table, command.deadline_s)
                 yield 0.02 + 0.3 * self._world.data_rng.random()
-                return Finished(beside=self.beside)
-            case Stage(command):
+                return OperationDone(beside=self.beside)
+            case ReceiveBeside(command):
                 if self._world.trust is not None:
                     self._object(doubt_offer(command, self._signer, self._world.trust))
                 yield 0.2
@@ -340,9 +340,9 @@ class EngineProcess(Process):
             case Label(version, deadline_s):
                 yield self._world.data_rng.choice((0.0, 0.02, 0.5))  # its server may still have to return
                 yield from self._label(version, deadline_s)
-            case Release():
+            case ReleaseServer():
                 yield from self._release(operation)
-        return Finished()
+        return OperationDone()
 
     def _receive(self, command: Transfer) -> Thread:
         deadline = self.clock() + command.deadline_s
@@ -372,7 +372,7 @@ class EngineProcess(Process):
                 raise TransferBroken(objection.reason)
         return table
 
-    def _believe(self, command: Prepare, serving: Held | None) -> None:
+    def _believe(self, command: Prepare, serving: HeldVersion | None) -> None:
         if self._world.trust is not None:
             self._object(doubt(command, serving, self._world.trust))
             self._signer, self._believed = (command.seal.signer if command.seal else None), command
@@ -400,7 +400,7 @@ class EngineProcess(Process):
         yield from self.call(lambda: self.server.set_label(label), min(deadline_s, CALL_S))
         self._last_label = label
 
-    def _release(self, release: Release) -> Thread:
+    def _release(self, release: ReleaseServer) -> Thread:
         if release.version is not None and not release.labelled:
             yield from self._label(release.version, release.deadline_s)
         if release.flush:

@@ -25,7 +25,7 @@ from weightbus.control.machine.effects import (
 )
 from weightbus.control.protocol.enums import Code, Outcome
 from weightbus.control.protocol.ids import AgentId
-from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.control.protocol.messages import (
     Abandon,
     Ack,
@@ -46,7 +46,8 @@ from weightbus.control.protocol.messages import (
     Transfer,
     Welcome,
 )
-from weightbus.trainer_agent.machine.publication import Ending, Verdict
+from weightbus.trainer_agent.machine.events import EndReason
+from weightbus.trainer_agent.machine.publication import RoundResult
 
 from .server_model import LAUNCH
 
@@ -112,10 +113,10 @@ class Memory(msgspec.Struct):
     raised: int = 0
     """That to which engines raised it last."""
     tables: dict[int, str] = {}
-    committed: Held | None = None
-    replaced: Held | None = None
+    committed: HeldVersion | None = None
+    replaced: HeldVersion | None = None
     """What was committed before."""
-    allowed: list[Held] = []
+    allowed: list[HeldVersion] = []
     """Versions before the committed one that engines may still serve."""
     requests: dict[str | None, int] = {}
     """What was committed under which key."""
@@ -254,7 +255,7 @@ class Judge:
         lag = self._world.scenario.max_lag
         known_before = [] if rollback or before is None else [*disk.allowed, before]
         disk.allowed = [each for each in known_before if 0 < record.version - each.version <= lag]
-        disk.committed = Held(version=record.version, manifest=record.manifest, table=record.table)
+        disk.committed = HeldVersion(version=record.version, manifest=record.manifest, table=record.table)
 
     def resurrected(self, record: AnyRecord) -> None:
         """A write that was refused turns out to have reached the disk: what was said of it may be wrong."""
@@ -338,11 +339,11 @@ class Judge:
         return published
 
     def publication_over(
-        self, trainer: str, version: int, table: str, ending: Ending, *, lease: int, hello: str
+        self, trainer: str, version: int, table: str, ending: EndReason, *, lease: int, hello: str
     ) -> None:
         """A trainer learnt how its publication ended, which has `lease`; the answer to its `hello` it heard last."""
         durable = (version, table) in self._disk.ever
-        if ending is Ending.COMMITTED and not durable:
+        if ending is EndReason.COMMITTED and not durable:
             lost = self._lost.get((version, table), 0)
             after = max(self._told_after.get((trainer, each), 0) for each in (lease, hello))
             if not lost:
@@ -350,10 +351,10 @@ class Judge:
             elif lost <= after:
                 what = f"{trainer} takes its version {version} for committed; set-back {lost} has forgotten it"
                 self.broken("forgotten-is-not-told", f"{what}, and it was told so after set-back {after}")
-        if ending is Ending.ABORTED and durable and not self._ghosts:
+        if ending is EndReason.ABORTED and durable and not self._ghosts:
             self.broken("nothing-lost", f"{trainer} takes its version {version} for aborted; it was committed")
 
-    def begun_anew(self, trainer: str, version: int, verdict: Verdict) -> None:
+    def begun_anew(self, trainer: str, version: int, verdict: RoundResult) -> None:
         """How a publication ended whose table did not follow after all."""
         if verdict.code is Code.NOT_ALLOWED:
             self.broken("begun-anew", f"{trainer}'s version {version} is refused: {verdict.reason}")

@@ -128,7 +128,7 @@ MUTATIONS: Final = (
         "record-written-in-place",
         "record-survives",
         RECORD_FILE,
-        "    _write_fresh(path, content).replace(path)\n",
+        "    write_fresh(path, content).replace(path)\n",
         "    path.write_bytes(content)\n",
     ),
     _m(

@@ -12,7 +12,7 @@ from random import Random
 import msgspec
 import pytest
 
-from weightbus.control.machine.route import Ends, Route
+from weightbus.control.machine.route import Route, TransferEnds
 from weightbus.control.protocol.enums import TransportKind
 from weightbus.control.protocol.ids import AgentId
 from weightbus.control.server import event_loop as server
@@ -58,10 +58,10 @@ class Nonsense:
     def __init__(self) -> None:
         self._random = Random(7)
 
-    def __call__(self, fleet: Mapping[AgentId, Ends]) -> Mapping[AgentId, Route]:
+    def __call__(self, fleet: Mapping[AgentId, TransferEnds]) -> Mapping[AgentId, Route]:
         return {name: self._route(ends) for name, ends in fleet.items()}
 
-    def _route(self, ends: Ends) -> Route:
+    def _route(self, ends: TransferEnds) -> Route:
         pick = self._random.choice
         gpus = pick(((), ("GPU-1",), ("GPU-1", "GPU-2")))
         return Route(pick((None, *TransportKind)), "", shares=pick((True, False)), awaits=ends.await_tables, gpus=gpus)

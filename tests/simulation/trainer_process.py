@@ -17,7 +17,7 @@ from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
 from weightbus.control.protocol.ids import AgentId, Digest, Epoch, Incarnation, RequestId, Version
 from weightbus.control.security.signed_publications import seal_offer, seal_publication, seal_table
-from weightbus.trainer_agent.machine import publication as p
+from weightbus.trainer_agent.machine import events as ev, publication
 
 from .client import Client
 from .process import Process, Thread
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .world import World
 
 REQUEST_S = 5.0
-LIMITS = p.Limits(acquire_s=40.0, round_s=120.0, abandon_s=15.0, attempts=3, retry_s=0.5)
+LIMITS = publication.PublishLimits(acquire_s=40.0, round_s=120.0, abandon_s=15.0, attempts=3, retry_s=0.5)
 
 
 class TrainerProcess(Process):
@@ -40,7 +40,7 @@ class TrainerProcess(Process):
         self.client: Client | None = None
         self.checkpoint = 0
         self.busy = False
-        self.verdicts: list[tuple[int, p.Verdict]] = []
+        self.verdicts: list[tuple[int, publication.RoundResult]] = []
 
     def born(self) -> None:
         """A new process, from its checkpoint."""
@@ -48,8 +48,8 @@ class TrainerProcess(Process):
         self._incarnation = Incarnation(f"{self.name}.{self.life}")
         self._outlets: list[Outlet] = []
         self._told_boot = 0
-        self._committed: m.Held | None = None
-        self._machine: p.Publication | None = None
+        self._committed: m.HeldVersion | None = None
+        self._machine: publication.Publication | None = None
         self.busy = False
         self.client = Client(self, self._world.network, self._hello, None, self._topology)
         self.thread(self._train(self.client))
@@ -91,7 +91,7 @@ class TrainerProcess(Process):
                 self._world.judge.begun_anew(self.name, version, verdict)
             self.verdicts.append((version, verdict))
             self.loop.note(self.name, f"publication of {version}: {verdict.ending} {verdict.reason}")
-            if verdict.ending is p.Ending.COMMITTED:
+            if verdict.ending is ev.EndReason.COMMITTED:
                 self.checkpoint = max(self.checkpoint, version - self._rng.randrange(3))
                 version += 1
             elif verdict.code is m.Code.VERSION_NOT_NEWER:
@@ -104,17 +104,17 @@ class TrainerProcess(Process):
     def says_nothing(self) -> bool:
         """It publishes, and waits for the coordinator to say something, to which it has nothing more to say itself."""
         machine, client = self._machine, self.client
-        waits = self.busy and machine is not None and machine.state is p.State.WAITING
+        waits = self.busy and machine is not None and machine.state is publication.PublicationState.WAITING
         return waits and client is not None and not client._session.pending
 
     # -- one publication: drive.Drive.run
 
     def _publish(self, client: Client, version: int) -> Thread:
-        machine = self._machine = p.Publication(version, LIMITS)
+        machine = self._machine = publication.Publication(version, LIMITS)
         self._undigested = False
         self._keys: dict[int, RequestId] = {}
         self._delivery: _Delivery | None = None
-        effects = deque(self._handle(p.Begin()))
+        effects = deque(self._handle(ev.PublishAsked()))
         while effects or machine.verdict is None:
             if effects:
                 event = yield from self._perform(client, version, effects.popleft())
@@ -124,8 +124,8 @@ class TrainerProcess(Process):
                 effects.extend(self._handle(event))
         return machine.verdict
 
-    def _handle(self, event: p.AnyEvent) -> p.Effects:
-        self._undigested = self._undigested or isinstance(event, p.Undigested)
+    def _handle(self, event: ev.AnyEvent) -> ev.Effects:
+        self._undigested = self._undigested or isinstance(event, ev.Undigested)
         effects = self._machine.handle(event, self.clock())
         self._machine.check()
         return effects
@@ -134,7 +134,7 @@ class TrainerProcess(Process):
         deadline = self._machine.deadline
         now = self.clock()
         if deadline is not None and now >= deadline:
-            return p.Tick()
+            return ev.Tick()
         message = client.take()
         if message is not None:
             return self._event(message)
@@ -144,53 +144,53 @@ class TrainerProcess(Process):
                 return (yield from self._close_table())
             if delivery.over(now):
                 self._delivery = None
-                return p.Delivered(delivery.epoch, delivery.failed(), delivery.spared())
+                return ev.Delivered(delivery.epoch, delivery.failed(), delivery.spared())
             yield 0.2, client.bell
             return None
         yield min(5.0, deadline - now if deadline is not None else 5.0), client.bell
         return None
 
-    def _event(self, message: m.ToAgent) -> p.AnyEvent | None:
+    def _event(self, message: m.ToAgent) -> ev.AnyEvent | None:
         match message:
             case m.Send():
-                return p.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
+                return ev.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
             case m.Withdraw():
-                return p.Withdrawn(message.epoch, message.engines)
+                return ev.Withdrawn(message.epoch, message.engines)
             case m.RoundDone():
-                return p.Ended(
+                return ev.RoundEnded(
                     message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
                 )
             case m.Welcome():
                 restarted, self._told_boot = message.boot != self._told_boot, message.boot
                 self._hello_answered = message.request
-                return p.Reconnected(message.committed, restarted)
+                return ev.Reconnected(message.committed, restarted)
             case _:
                 return None
 
-    def _perform(self, client: Client, version: int, effect: p.AnyEffect) -> Thread:  # noqa: C901, PLR0911
+    def _perform(self, client: Client, version: int, effect: ev.AnyEffect) -> Thread:  # noqa: C901, PLR0911
         match effect:
-            case p.AskLease():
+            case ev.AskLease():
                 return (yield from self._asking(self._acquire(client, version)))
-            case p.Assemble():
+            case ev.AssembleBuckets():
                 yield 0.05 + 0.5 * self._rng.random()
-                return p.Digested(hashlib.sha256(self._blob(version)).hexdigest())
-            case p.Announce():
+                return ev.Digested(hashlib.sha256(self._blob(version)).hexdigest())
+            case ev.Announce():
                 return (yield from self._asking(self._announce(client, version, effect)))
-            case p.Deliver():
+            case ev.DeliverBuckets():
                 return (yield from self._asking(self._deliver(client, version, effect)))
-            case p.CloseTable():
+            case ev.CloseTable():
                 return (yield from self._close_table())
-            case p.ReportSent():
+            case ev.ReportSent():
                 return (yield from self._asking(self._report(client, version, effect)))
-            case p.DropReceivers():
+            case ev.DropReceivers():
                 if self._delivery is not None:
                     self._delivery.withdraw(effect.engines)
-            case p.StopDelivery():
+            case ev.StopDelivery():
                 self._stop_delivery()
-            case p.GiveUp():
+            case ev.AbandonLease():
                 reason = effect.reason[:200]
                 yield from self._farewell(client, m.Abandon, epoch=Epoch(effect.epoch), reason=reason)
-            case p.GiveBack():
+            case ev.ReleaseLease():
                 yield from self._farewell(client, m.Release, epoch=Epoch(effect.epoch))
         return None
 
@@ -198,9 +198,9 @@ class TrainerProcess(Process):
         try:
             return (yield from step)
         except RequestRefused as refused:
-            return p.Refusal(refused.code, refused.reason, refused.retry_after_s)
+            return ev.RequestRefusal(refused.code, refused.reason, refused.retry_after_s)
         except CoordinatorUnreachable as silence:
-            return p.Unreachable(str(silence))
+            return ev.Unreachable(str(silence))
 
     def _acquire(self, client: Client, version: int) -> Thread:
         message = m.Acquire(
@@ -213,9 +213,9 @@ class TrainerProcess(Process):
         assert isinstance(answer, m.Granted)
         self._committed = answer.committed
         newer = answer.committed is None or version > answer.committed.version
-        return p.LeaseGranted(answer.epoch, answer.committed, answer.may_leave_open and newer)
+        return ev.GotLease(answer.epoch, answer.committed, answer.may_leave_open and newer)
 
-    def _announce(self, client: Client, version: int, effect: p.Announce) -> Thread:
+    def _announce(self, client: Client, version: int, effect: ev.Announce) -> Thread:
         epoch, blobs = effect.epoch, (b"the layout", self._blob(version))
         manifest, table = (Digest(hashlib.sha256(blob).hexdigest()) for blob in blobs)
         scenario = self._world.scenario
@@ -236,16 +236,16 @@ class TrainerProcess(Process):
         self._world.publishes(self.name, epoch, message.request, table, self._blob_tags(version)[0])
         self._announced = message
         yield from client.asking_with(message, blobs[:1] if effect.open else blobs, REQUEST_S, 6 * REQUEST_S)
-        return p.Accepted()
+        return ev.Accepted()
 
     def _close_table(self) -> Thread:
         """What is left of digesting, then the table for whoever takes the version; seldom there is none after all."""
         version = self._machine.version
         yield self._world.scenario.digest_s * self._rng.random()
         if self._rng.random() < 0.05:
-            return p.Undigested("the ranks cannot digest what they expose any more")
+            return ev.Undigested("the ranks cannot digest what they expose any more")
         self._give_table(version)
-        return p.Digested(hashlib.sha256(self._blob(version)).hexdigest())
+        return ev.Digested(hashlib.sha256(self._blob(version)).hexdigest())
 
     def _give_table(self, version: int) -> None:
         blob, signature = self._blob(version), ""
@@ -255,7 +255,7 @@ class TrainerProcess(Process):
         for outlet in self._delivery.outlets if self._delivery is not None else ():
             outlet.table = blob, signature
 
-    def _deliver(self, client: Client, version: int, effect: p.Deliver) -> Thread:
+    def _deliver(self, client: Client, version: int, effect: ev.DeliverBuckets) -> Thread:
         yield 0.01 + 0.05 * self._rng.random()
         is_open = self._machine.open
         unable = [each for each in effect.receivers if is_open and each.transport is not m.TransportKind.DIRECT]
@@ -265,14 +265,14 @@ class TrainerProcess(Process):
             self._world.opened(outlet)
             if is_open:
                 self._world.tabled(outlet)
-        tabled: p.AnyEvent | None = None
+        tabled: ev.AnyEvent | None = None
         if is_open and self._machine.table:
             self._give_table(version)
         elif is_open and self._rng.random() < 0.3:  # a receiver is on the same device
             tabled = yield from self._close_table()
-            if isinstance(tabled, p.Undigested):
+            if isinstance(tabled, ev.Undigested):
                 return tabled
-        offers = tuple(m.Offer(transport=each.kind, address=self._world.address(each)) for each in delivery.outlets)
+        offers = tuple(m.Endpoint(transport=each.kind, address=self._world.address(each)) for each in delivery.outlets)
         if self._world.trust is not None:
             secret, channel, at = secret_of(self.name), self._world.channel, Epoch(effect.epoch)
             offers = tuple(seal_offer(offer, channel, at, secret) for offer in offers)
@@ -289,7 +289,7 @@ class TrainerProcess(Process):
             delivery.told(self.clock())
         return tabled
 
-    def _report(self, client: Client, version: int, effect: p.ReportSent) -> Thread:
+    def _report(self, client: Client, version: int, effect: ev.ReportSent) -> Thread:
         message = m.Sent(
             request=client.new_request(),
             channel=self._world.channel,
@@ -302,7 +302,7 @@ class TrainerProcess(Process):
             yield from client.asking_with(message, (self._blob(version),), REQUEST_S, 6 * REQUEST_S)
         else:
             yield from client.asking(message, deadline_s=REQUEST_S)
-        return p.Noted(effect.epoch)
+        return ev.Noted(effect.epoch)
 
     def _farewell(self, client: Client, kind: Callable[..., m.ToCoordinator], **fields: object) -> Thread:
         message = kind(request=client.new_request(), channel=self._world.channel, **fields)
@@ -345,7 +345,7 @@ class TrainerProcess(Process):
 class _Delivery:
     """`delivery.Delivery`: one outlet for each transport."""
 
-    def __init__(self, trainer: TrainerProcess, effect: p.Deliver, tags: tuple[str, ...]) -> None:
+    def __init__(self, trainer: TrainerProcess, effect: ev.DeliverBuckets, tags: tuple[str, ...]) -> None:
         self.epoch = effect.epoch
         self._deadline = trainer.clock() + effect.deadline_s
         kinds = tuple(dict.fromkeys(receiver.transport for receiver in effect.receivers))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from weightbus.trainer_agent.staleness import Lineage, Mixed, Span, Staleness, UnknownLineage
+from weightbus.trainer_agent.staleness import Lineage, Mixed, Staleness, UnknownLineage, VersionSpan
 
 
 def meta(*runs: tuple[str, int, int]) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def test_tokens_have_versions() -> None:
 def test_older_servers_say_the_last_version_only() -> None:
     """Before 0.5.19 there are no runs: the label at the end is all that is known, and it is said so."""
     found = Lineage.of({"weight_version": "12"}, 3)
-    assert found.spans == (Span(12, 0, 3),)
+    assert found.spans == (VersionSpan(12, 0, 3),)
     assert not found.exact
     assert Staleness(max_lag=0).judge(found, 12).keep
     assert not Staleness(max_lag=0, inexact=False).judge(found, 12).keep

@@ -24,8 +24,8 @@ from weightbus.dataplane.memory import addresses_of
 from weightbus.dataplane.tensors import ITEM_BYTES, Manifest, TensorSpec
 
 from ..source import AssemblyFailed, LayoutMismatch
-from .gather_plan import BucketPlan, Message, Parcel, Placement
-from .host_uploads import Cargo, Lane, Uploads, cargo_of, lane_for, pinned
+from .gather_plan import BucketPlan, GatherMessage, GatherParcel, Placement
+from .host_uploads import Lane, UploadParts, Uploads, cargo_of, lane_for, pinned
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """The dtypes that may travel, by the names that manifests use."""
@@ -62,7 +62,7 @@ def elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
     return tensor.device.type != device.type or device not in {torch.device(device.type), tensor.device}
 
 
-class Exchange:
+class GatherExchange:
     """The group in which parcels travel. Knows nothing of tensors but their bytes."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
@@ -95,7 +95,7 @@ class Exchange:
             ) from error
 
 
-class Reach(NamedTuple):
+class GatherReach(NamedTuple):
     """How memory is told apart, and how it is uploaded. Another one stands in for a GPU in tests."""
 
     elsewhere: Callable[[torch.Tensor, torch.device], bool] = elsewhere
@@ -112,8 +112,8 @@ class Assembler:
         storages: Sequence[torch.Tensor],
         rank: int,
         roots: Sequence[int] | None,
-        exchange: Exchange | None,
-        reach: Reach = Reach(),  # noqa: B008  immutable
+        exchange: GatherExchange | None,
+        reach: GatherReach = GatherReach(),  # noqa: B008  immutable
     ) -> None:
         """`storages` are what pieces number; `exchange` may be None where this rank neither sends nor receives.
 
@@ -128,7 +128,7 @@ class Assembler:
         self._scratch: torch.Tensor | None = None
         self._pinned: Pinned | None = None
         self._uploads: Uploads | None = None
-        self._cargoes: list[Cargo | None] = []
+        self._cargoes: list[UploadParts | None] = []
         """By bucket, what of this rank's parcel is uploaded as it lies; empty before the first pass."""
         self._far: dict[int, int] = {}
         """Storages in pinned host memory as the cargoes were made: number and bytes of an element."""
@@ -165,7 +165,7 @@ class Assembler:
         mine = (bucket.get(self._rank) for bucket in self._buckets)
         self._cargoes = [self._cargo(parcel, device) if parcel and far else None for parcel in mine]
 
-    def _cargo(self, parcel: Parcel, device: torch.device) -> Cargo | None:
+    def _cargo(self, parcel: GatherParcel, device: torch.device) -> UploadParts | None:
         """What is uploaded as it lies; None where nothing is, or something else has to be packed on the host."""
         storages = {place.storage for place in _placements(parcel.messages)}
         hidden = {each for each in storages - self._far.keys() if self._reach.elsewhere(self._storages[each], device)}
@@ -244,7 +244,7 @@ class Assembler:
             fill()
         copies.run()
 
-    def _fill(self, index: int, parcel: Parcel, out: torch.Tensor) -> None:
+    def _fill(self, index: int, parcel: GatherParcel, out: torch.Tensor) -> None:
         """The root's own pieces into the bucket."""
         copies = _Copies()
         near = self._uploaded(index, out.device)
@@ -265,7 +265,7 @@ class Assembler:
         return None
 
     def _pack(
-        self, messages: Sequence[Message], memory: torch.Tensor, source: Callable[[Placement], torch.Tensor]
+        self, messages: Sequence[GatherMessage], memory: torch.Tensor, source: Callable[[Placement], torch.Tensor]
     ) -> None:
         """The pieces of `messages`, one after another, in `memory`."""
         copies = _Copies()
@@ -273,7 +273,7 @@ class Assembler:
             copies.add(_in_parcel(memory, place), source(place), place.shift)
         copies.run()
 
-    def _upload(self, parcel: Parcel, memory: torch.Tensor) -> None:
+    def _upload(self, parcel: GatherParcel, memory: torch.Tensor) -> None:
         """The whole parcel, packed in pinned host memory, then in `memory` on a GPU: one copy, in stream order."""
         if self._pinned is None:
             largest = max(bucket[self._rank].nbytes for bucket in self._buckets if self._rank in bucket)
@@ -287,13 +287,13 @@ class Assembler:
         storage = self._storages[place.storage]
         return storage.as_strided(place.shape, place.strides, storage.storage_offset() + place.offset)
 
-    def _away(self, parcel: Parcel, device: torch.device) -> bool:
+    def _away(self, parcel: GatherParcel, device: torch.device) -> bool:
         """Some of the parameters are not where the buckets are: on a GPU and in host memory, or the other way."""
         return any(
             self._reach.elsewhere(self._storages[place.storage], device) for place in _placements(parcel.messages)
         )
 
-    def _link(self) -> Exchange:
+    def _link(self) -> GatherExchange:
         assert self._exchange is not None, "the plan gives parcels to a rank outside the exchange"
         return self._exchange
 
@@ -354,7 +354,7 @@ class _Copies:
             torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def _placements(messages: Sequence[Message]) -> Iterable[Placement]:
+def _placements(messages: Sequence[GatherMessage]) -> Iterable[Placement]:
     return (place for message in messages for place in message.placements)
 
 

@@ -10,7 +10,7 @@ from weightbus.dataplane.tensors import Manifest
 T = TypeVar("T")
 
 
-class Planned(Generic[T]):
+class BucketPlanCache(Generic[T]):
     """Of the last manifest for each choice of roots."""
 
     def __init__(self) -> None:

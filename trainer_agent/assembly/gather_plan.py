@@ -23,8 +23,8 @@ from weightbus.dataplane.tensors import (
     ITEM_BYTES,
     Column,
     Manifest,
-    Piece,
-    Pieces,
+    Shard,
+    Shards,
     contiguous_strides,
     coverage as cover,
 )
@@ -61,7 +61,7 @@ class Placement(msgspec.Struct, frozen=True):
         return size
 
 
-class Message(msgspec.Struct, frozen=True):
+class GatherMessage(msgspec.Struct, frozen=True):
     """Consecutive bytes of a parcel that travel together."""
 
     offset: int
@@ -74,10 +74,10 @@ class Message(msgspec.Struct, frozen=True):
     """False for what can be sent from where it is."""
 
 
-class Parcel(msgspec.Struct, frozen=True):
+class GatherParcel(msgspec.Struct, frozen=True):
     """What one rank contributes to one bucket."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[GatherMessage, ...]
     """In the order in which they are sent; those that need no packing come last."""
     nbytes: int
 
@@ -92,13 +92,13 @@ class Parcel(msgspec.Struct, frozen=True):
         return sum(_padded(message.nbytes) for message in self.messages if message.bucket_offset is None)
 
 
-BucketPlan = dict[int, Parcel]
+BucketPlan = dict[int, GatherParcel]
 """By rank, ascending; ranks that contribute nothing are absent."""
 
 
 def plan(
     manifest: Manifest,
-    pieces: Pieces,
+    pieces: Shards,
     *,
     rank: int,
     roots: Sequence[int] | None = None,
@@ -134,7 +134,7 @@ class _Row(msgspec.Struct):
     placement: Placement
 
 
-def _rows(manifest: Manifest, pieces: Pieces) -> list[_Row]:
+def _rows(manifest: Manifest, pieces: Shards) -> list[_Row]:
     """Every piece with its place in the manifest, ordered by bucket, holder and place."""
     bucket_of, offset_of, row_of = _places(manifest, pieces)
     item = np.array([ITEM_BYTES[spec.dtype] for spec in pieces.tensors], np.int64)
@@ -175,13 +175,13 @@ def _rows(manifest: Manifest, pieces: Pieces) -> list[_Row]:
     return rows
 
 
-def _as_served(piece: Piece, dtype: str) -> bool:
+def _as_served(piece: Shard, dtype: str) -> bool:
     packed = contiguous_strides(piece.box.shape)
     steps = zip(piece.box.shape, piece.view.strides, packed, strict=True)
     return piece.dtype == dtype and not piece.shift and all(n == 1 or found == step for n, found, step in steps)
 
 
-def _places(manifest: Manifest, pieces: Pieces) -> tuple[Column, Column, Column]:
+def _places(manifest: Manifest, pieces: Shards) -> tuple[Column, Column, Column]:
     """By tensor of `pieces`: its bucket, the byte in it where it begins, its row in the manifest."""
     number = {spec.name: index for index, spec in enumerate(pieces.tensors)}
     bucket_of, offset_of, row_of = (np.zeros(len(number), np.int64) for _ in range(3))
@@ -193,12 +193,12 @@ def _places(manifest: Manifest, pieces: Pieces) -> tuple[Column, Column, Column]
     return bucket_of, offset_of, row_of
 
 
-def _parcel(rows: Sequence[_Row], straight_bytes: int) -> Parcel:
+def _parcel(rows: Sequence[_Row], straight_bytes: int) -> GatherParcel:
     runs, loose = _runs(rows, straight_bytes)
     # What needs no packing comes last, so that no memory is set aside for it.
     drafts: list[tuple[list[_Row], int | None]] = [(loose, None)] if loose else []
     drafts += sorted(((run, run[0].placement.bucket_offset) for run in runs), key=lambda draft: _in_place(draft[0]))
-    messages: list[Message] = []
+    messages: list[GatherMessage] = []
     at = 0
     for members, bucket_offset in drafts:
         placements: list[Placement] = []
@@ -207,9 +207,9 @@ def _parcel(rows: Sequence[_Row], straight_bytes: int) -> Parcel:
             placements.append(msgspec.structs.replace(placement, parcel_offset=at + size))
             size += placement.nbytes
         packed = bucket_offset is None or not _in_place(members)
-        messages.append(Message(at, size, tuple(placements), bucket_offset, packed))
+        messages.append(GatherMessage(at, size, tuple(placements), bucket_offset, packed))
         at += _padded(size)
-    return Parcel(tuple(messages), at)
+    return GatherParcel(tuple(messages), at)
 
 
 def _runs(rows: Sequence[_Row], straight_bytes: int) -> tuple[list[list[_Row]], list[_Row]]:

@@ -25,7 +25,7 @@ WASTE: Final = 1.25
 _ALIGNMENT: Final = 256
 
 
-class Span(NamedTuple):
+class UploadSpan(NamedTuple):
     """A run of one storage, and where it lies in a buffer."""
 
     storage: int
@@ -36,15 +36,15 @@ class Span(NamedTuple):
     """Bytes in the buffer."""
 
 
-class Cargo(NamedTuple):
+class UploadParts(NamedTuple):
     """What one bucket needs of the parameters in host memory."""
 
-    spans: Mapping[int, Span]
+    spans: Mapping[int, UploadSpan]
     """By storage."""
     nbytes: int
 
 
-def cargo_of(placements: Iterable[Placement], item_bytes: Mapping[int, int]) -> Cargo | None:
+def cargo_of(placements: Iterable[Placement], item_bytes: Mapping[int, int]) -> UploadParts | None:
     """The spans of `placements`, those of the storages in `item_bytes`; None if they would be mostly waste.
 
     `item_bytes` holds the bytes of an element of every storage that has to be uploaded.
@@ -63,10 +63,10 @@ def cargo_of(placements: Iterable[Placement], item_bytes: Mapping[int, int]) -> 
         return None
     starts = [*accumulate((_aligned(size) for size in sizes), initial=0)]
     spans = {
-        storage: Span(storage, begin, end - begin, at)
+        storage: UploadSpan(storage, begin, end - begin, at)
         for (storage, (begin, end)), at in zip(ends.items(), starts, strict=False)
     }
-    return Cargo(spans, starts[-1])
+    return UploadParts(spans, starts[-1])
 
 
 class Lane(Protocol):
@@ -104,17 +104,17 @@ class Uploads:
         for turn in range(2):
             lane.used(turn)  # by whoever had this memory before
         self._turn = 0
-        self._begun: tuple[int, Cargo] | None = None
+        self._begun: tuple[int, UploadParts] | None = None
         """Bucket and cargo that are on their way into the buffer whose turn it is."""
 
-    def begin(self, bucket: int, cargo: Cargo) -> None:
+    def begin(self, bucket: int, cargo: UploadParts) -> None:
         """Upload `cargo` into the buffer whose turn is next."""
         targets = [self._in_buffer(span) for span in cargo.spans.values()]
         sources = [self._flat(span) for span in cargo.spans.values()]
         self._lane.copy(self._turn, targets, sources)
         self._begun = bucket, cargo
 
-    def take(self, bucket: int, cargo: Cargo) -> Callable[[Placement], torch.Tensor]:
+    def take(self, bucket: int, cargo: UploadParts) -> Callable[[Placement], torch.Tensor]:
         """Where placements of `cargo` lie on the device; begun already, or now. Ends with `used`."""
         if self._begun is None or self._begun[0] != bucket:
             self.begin(bucket, cargo)
@@ -138,12 +138,12 @@ class Uploads:
         """Return when the parameters may be changed."""
         self._lane.settle()
 
-    def _in_buffer(self, span: Span) -> torch.Tensor:
+    def _in_buffer(self, span: UploadSpan) -> torch.Tensor:
         storage = self._storages[span.storage]
         nbytes = span.size * storage.element_size()
         return self._buffers[self._turn][span.at : span.at + nbytes].view(storage.dtype)
 
-    def _flat(self, span: Span) -> torch.Tensor:
+    def _flat(self, span: UploadSpan) -> torch.Tensor:
         storage = self._storages[span.storage]
         return storage.as_strided((span.size,), (1,), storage.storage_offset() + span.begin)
 

@@ -6,8 +6,13 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import checkpoint_folder as checkpoint_folder
-    from .archive import Archive as Archive, Policy as Policy, Saving as Saving, check_configs as check_configs
-    from .archived_version import KeptFiles as KeptFiles, check_notes as check_notes, kept_in as kept_in
+    from .archive import (
+        Archive as Archive,
+        ArchivePolicy as ArchivePolicy,
+        Saving as Saving,
+        check_configs as check_configs,
+    )
+    from .archived_version import ArchivedVersion as ArchivedVersion, check_notes as check_notes, kept_in as kept_in
     from .checkpoint_source import (
         Checkpoint as Checkpoint,
         CheckpointSource as CheckpointSource,
@@ -17,17 +22,17 @@ if TYPE_CHECKING:
     )
     from .watch_machine import (
         Effect as Effect,
-        Ended as Ended,
+        FolderChanged as FolderChanged,
+        FolderResult as FolderResult,
         Inspect as Inspect,
         Inspected as Inspected,
-        Late as Late,
-        Limits as Limits,
         Listed as Listed,
-        Publish as Publish,
-        Reject as Reject,
+        PublishEnded as PublishEnded,
+        PublishFolder as PublishFolder,
+        RejectFolder as RejectFolder,
         Skip as Skip,
-        Verdict as Verdict,
-        Watching as Watching,
+        WatchLimits as WatchLimits,
+        WatchMachine as WatchMachine,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -46,7 +46,7 @@ _LEAST_BYTES_S: Final = 26e6
 _log = get_log(__name__)
 
 
-class Policy(msgspec.Struct, frozen=True):
+class ArchivePolicy(msgspec.Struct, frozen=True):
     """Which versions are written, and which of them stay."""
 
     every: int
@@ -74,7 +74,7 @@ class Policy(msgspec.Struct, frozen=True):
 class Archive:
     """The folder of one channel. Used by whoever leads a publication, one at a time."""
 
-    def __init__(self, save_dir: Path, channel: str, policy: Policy, config_dir: Path | None) -> None:
+    def __init__(self, save_dir: Path, channel: str, policy: ArchivePolicy, config_dir: Path | None) -> None:
         """Config and tokenizer files come from `config_dir`. Raises `BadCheckpoint` when it has no config.
 
         Raises `ConfigurationError` when nothing can be written to `save_dir`.

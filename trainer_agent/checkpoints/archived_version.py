@@ -47,7 +47,7 @@ def check_notes(folder: Path, channel: str, version: int) -> None:
         )
 
 
-class KeptFiles:
+class ArchivedVersion:
     """A checkpoint that is compared with the digest table beside it while it is read. Satisfies `Checkpoint`."""
 
     def __init__(self, checkpoint: Checkpoint, kept: SavedVersion) -> None:

@@ -34,7 +34,7 @@ _LONGEST_MARKER: Final = 256
 _TYPES: Final = {code: name for name, code in DTYPES.items()}
 
 
-class Place(msgspec.Struct, frozen=True):
+class TensorPlace(msgspec.Struct, frozen=True):
     """A tensor in a safetensors file: from byte `offset` of the file on."""
 
     spec: TensorSpec
@@ -104,7 +104,7 @@ def architecture(folder: Path, config: Mapping[str, Any]) -> str:
     return named[0]
 
 
-def safetensors(folder: Path) -> tuple[Place, ...]:
+def safetensors(folder: Path) -> tuple[TensorPlace, ...]:
     """Every tensor of a finished checkpoint. Raises `UnfinishedCheckpoint` or `BadCheckpoint`."""
     if (folder / INDEX).is_file():
         return _indexed(folder)
@@ -113,7 +113,7 @@ def safetensors(folder: Path) -> tuple[Place, ...]:
     raise UnfinishedCheckpoint(folder, f"there is no {INDEX} and no {SINGLE}")
 
 
-def _indexed(folder: Path) -> tuple[Place, ...]:
+def _indexed(folder: Path) -> tuple[TensorPlace, ...]:
     wanted = _json(folder / INDEX).get("weight_map")
     if not isinstance(wanted, dict) or not wanted:
         raise BadCheckpoint(folder / INDEX, "it has no weight_map")
@@ -121,7 +121,7 @@ def _indexed(folder: Path) -> tuple[Place, ...]:
         shard_of = msgspec.convert(wanted, dict[str, str])
     except msgspec.ValidationError as error:
         raise BadCheckpoint(folder / INDEX, f"its weight_map does not give a file for each tensor: {error}") from error
-    places: list[Place] = []
+    places: list[TensorPlace] = []
     for file in sorted(set(shard_of.values())):
         if Path(file).name != file:
             raise BadCheckpoint(folder / INDEX, f"it names {file!r}, a file of the same folder is expected")
@@ -136,7 +136,7 @@ def _indexed(folder: Path) -> tuple[Place, ...]:
     return tuple(places)
 
 
-def _header(path: Path) -> tuple[Place, ...]:
+def _header(path: Path) -> tuple[TensorPlace, ...]:
     """What a safetensors file says it holds; it must be exactly as long as that."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -167,7 +167,7 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-def _place(path: Path, name: str, raw: object, data: int) -> Place:
+def _place(path: Path, name: str, raw: object, data: int) -> TensorPlace:
     try:
         entry = msgspec.convert(raw, _Entry)
     except msgspec.ValidationError as error:
@@ -179,7 +179,7 @@ def _place(path: Path, name: str, raw: object, data: int) -> Place:
     first, last = entry.data_offsets
     if last - first != spec.nbytes or first % ITEM_BYTES[dtype]:
         raise BadCheckpoint(path, f"{name!r} takes bytes {first} to {last}, its shape {spec.nbytes}")
-    return Place(spec, path, data + first)
+    return TensorPlace(spec, path, data + first)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from weightbus.dataplane.tensors import Manifest, TensorSpec
 from ..machine import BadCheckpoint, UnfinishedCheckpoint
 from ..source import AssemblyFailed, LayoutMismatch
 from . import checkpoint_folder as folders
-from .checkpoint_folder import Place
+from .checkpoint_folder import TensorPlace
 
 
 class CorruptCheckpoint(AssemblyFailed):
@@ -60,7 +60,7 @@ class Checkpoint(Protocol):
 class SafetensorsFiles:
     """A Hugging Face checkpoint. Satisfies `Checkpoint`."""
 
-    def __init__(self, model: str, config: Mapping[str, Any], places: Sequence[Place]) -> None:
+    def __init__(self, model: str, config: Mapping[str, Any], places: Sequence[TensorPlace]) -> None:
         self.model = model
         self.config = config
         self.tensors = tuple(place.spec for place in places)
@@ -106,7 +106,7 @@ def _written(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _check_sizes(opened: Mapping[Path, tuple[int, int]], places: Sequence[Place]) -> None:
+def _check_sizes(opened: Mapping[Path, tuple[int, int]], places: Sequence[TensorPlace]) -> None:
     """Raise `UnfinishedCheckpoint` for a file that is not the one whose header was read."""
     for path, (size, _) in opened.items():
         if size != max(place.offset + place.spec.nbytes for place in places if place.path == path):
@@ -160,7 +160,7 @@ def _opened(folder: Path, config_dir: Path | None, *, dcp: bool, dcp_prefix: str
     raise UnfinishedCheckpoint(folder, f"there is no {folders.INDEX} and no {folders.SINGLE}")
 
 
-def _read_into(file: int, place: Place, memory: memoryview) -> None:
+def _read_into(file: int, place: TensorPlace, memory: memoryview) -> None:
     done = 0
     while done < len(memory):
         count = os.preadv(file, [memory[done:]], place.offset + done)

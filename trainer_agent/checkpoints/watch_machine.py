@@ -1,7 +1,7 @@
 """Which folder of checkpoints to publish, and when. Pure: what was seen and the time in, what to do out.
 
     Listed -> Inspect -> Inspected -> Publish -> Ended
-                                 `-> Reject         `-> Skip, Reject, or the same again later
+                                 `-> RejectFolder         `-> Skip, Reject, or the same again later
 
 A folder is looked into when nothing in it has changed for `settle_s`, and again only after something has. The newest
 finished one is published, older ones are skipped. What stays unfinished for `stale_s` is reported once, as bad.
@@ -26,7 +26,7 @@ class Folder(msgspec.Struct, frozen=True):
     fingerprint: str
 
 
-class State(enum.Enum):
+class FolderState(enum.Enum):
     """What is known of a folder, as its fingerprint is."""
 
     CHANGED = "changed"
@@ -41,7 +41,7 @@ class State(enum.Enum):
     """Published, skipped or rejected. A bad one is looked into again when it changes."""
 
 
-class Verdict(enum.Enum):
+class FolderResult(enum.Enum):
     """What a look into a folder, or its publication, came to."""
 
     FINISHED = "finished"
@@ -66,19 +66,19 @@ class Inspected(msgspec.Struct, frozen=True):
     """What `Inspect` came to."""
 
     name: str
-    verdict: Verdict
+    verdict: FolderResult
     reason: str = ""
 
 
-class Ended(msgspec.Struct, frozen=True):
-    """What `Publish` came to."""
+class PublishEnded(msgspec.Struct, frozen=True):
+    """What `PublishFolder` came to."""
 
     name: str
-    verdict: Verdict
+    verdict: FolderResult
     reason: str = ""
 
 
-Event = Listed | Inspected | Ended
+Event = Listed | Inspected | PublishEnded
 
 
 class Inspect(msgspec.Struct, frozen=True):
@@ -87,8 +87,8 @@ class Inspect(msgspec.Struct, frozen=True):
     name: str
 
 
-class Publish(msgspec.Struct, frozen=True):
-    """Publish the folder as `version`, and answer with `Ended`."""
+class PublishFolder(msgspec.Struct, frozen=True):
+    """Publish the folder as `version`, and answer with `PublishEnded`."""
 
     name: str
     version: int
@@ -102,7 +102,7 @@ class Skip(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Reject(msgspec.Struct, frozen=True):
+class RejectFolder(msgspec.Struct, frozen=True):
     """It is no checkpoint that can be published. Said once for each state of the folder."""
 
     name: str
@@ -110,17 +110,17 @@ class Reject(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Late(msgspec.Struct, frozen=True):
+class FolderChanged(msgspec.Struct, frozen=True):
     """It changed after it was published, and versions never change. Said once: the file may not count."""
 
     name: str
     version: int
 
 
-Effect = Inspect | Publish | Skip | Reject | Late
+Effect = Inspect | PublishFolder | Skip | RejectFolder | FolderChanged
 
 
-class Limits(msgspec.Struct, frozen=True):
+class WatchLimits(msgspec.Struct, frozen=True):
     """How long the watcher waits."""
 
     settle_s: float = 5.0
@@ -133,7 +133,7 @@ class Limits(msgspec.Struct, frozen=True):
 class _Entry(msgspec.Struct):
     folder: Folder
     since: float
-    state: State = State.CHANGED
+    state: FolderState = FolderState.CHANGED
     reason: str = ""
     due: float = 0.0
     failures: int = 0
@@ -141,10 +141,10 @@ class _Entry(msgspec.Struct):
     """By this watcher, as it was then."""
 
 
-class Watching:
+class WatchMachine:
     """Decides for one folder of checkpoints. One thing is done at a time."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WatchLimits) -> None:
         self.limits = limits
         self.done: int | None = None
         """The highest version that is published, here or elsewhere."""
@@ -160,7 +160,7 @@ class Watching:
                 return (*late, *self._close_old(), *self._close_stale(now), *self._choose(now))
             case Inspected():
                 return self._inspected(event)
-            case Ended():
+            case PublishEnded():
                 return (*self._ended(event, now), *self._close_old())
             case _:  # pragma: no cover
                 assert_never(event)
@@ -171,16 +171,16 @@ class Watching:
         late: list[Effect] = []
         for folder in sorted(folders, key=lambda each: (each.version, each.name)):
             entry = known.get(folder.name)
-            if entry is None or (entry.folder != folder and entry.state is not State.LOOKING):
-                settled = entry is not None and entry.state is State.CLOSED and not entry.reason
+            if entry is None or (entry.folder != folder and entry.state is not FolderState.LOOKING):
+                settled = entry is not None and entry.state is FolderState.CLOSED and not entry.reason
                 if entry is not None and entry.published:
-                    late.append(Late(folder.name, folder.version))
-                entry = _Entry(folder, now, State.CLOSED if settled else State.CHANGED)
+                    late.append(FolderChanged(folder.name, folder.version))
+                entry = _Entry(folder, now, FolderState.CLOSED if settled else FolderState.CHANGED)
             self._entries[folder.name] = entry
         return tuple(late)
 
     def _choose(self, now: float) -> tuple[Effect, ...]:
-        if any(entry.state is State.LOOKING for entry in self._entries.values()):
+        if any(entry.state is FolderState.LOOKING for entry in self._entries.values()):
             return ()
         for entry in reversed(self._entries.values()):
             if not self._may_look(entry, now):
@@ -190,16 +190,16 @@ class Watching:
             twin = self._twin(entry)
             if twin:
                 return (self._reject(entry, f"{twin!r} has the same version: give every checkpoint a step of its own"),)
-            entry.state = State.LOOKING
+            entry.state = FolderState.LOOKING
             return (Inspect(entry.folder.name),)
         return ()
 
     def _may_look(self, entry: _Entry, now: float) -> bool:
         if self._latest is not None and entry.folder.version > self._latest:
             return False
-        if entry.state is State.DUE_AGAIN:
+        if entry.state is FolderState.DUE_AGAIN:
             return now >= entry.due
-        return entry.state is State.CHANGED and now >= entry.since + self.limits.settle_s
+        return entry.state is FolderState.CHANGED and now >= entry.since + self.limits.settle_s
 
     def _twin(self, entry: _Entry) -> str:
         """An earlier folder of the same version."""
@@ -208,37 +208,37 @@ class Watching:
 
     def _inspected(self, event: Inspected) -> tuple[Effect, ...]:
         entry = self._entries[event.name]
-        if event.verdict is Verdict.FINISHED:
-            return (Publish(event.name, entry.folder.version),)
-        if event.verdict is Verdict.BAD:
+        if event.verdict is FolderResult.FINISHED:
+            return (PublishFolder(event.name, entry.folder.version),)
+        if event.verdict is FolderResult.BAD:
             return (self._reject(entry, event.reason),)
-        entry.state, entry.reason = State.UNFINISHED, event.reason
+        entry.state, entry.reason = FolderState.UNFINISHED, event.reason
         return ()
 
-    def _ended(self, event: Ended, now: float) -> tuple[Effect, ...]:
+    def _ended(self, event: PublishEnded, now: float) -> tuple[Effect, ...]:
         entry = self._entries[event.name]
         match event.verdict:
-            case Verdict.PUBLISHED | Verdict.OLDER:
+            case FolderResult.PUBLISHED | FolderResult.OLDER:
                 self.done = max(entry.folder.version, self.done or 0)
-                entry.state, entry.reason = State.CLOSED, ""
-                if event.verdict is Verdict.PUBLISHED:
+                entry.state, entry.reason = FolderState.CLOSED, ""
+                if event.verdict is FolderResult.PUBLISHED:
                     entry.published = True
                     return ()
                 return (Skip(event.name, entry.folder.version, event.reason),)
-            case Verdict.BAD:
+            case FolderResult.BAD:
                 return (self._reject(entry, event.reason),)
             case _:
                 wait_s = min(self.limits.retry_s * 2**entry.failures, self.limits.longest_retry_s)
                 entry.failures += 1
-                entry.state, entry.due = State.DUE_AGAIN, now + wait_s
+                entry.state, entry.due = FolderState.DUE_AGAIN, now + wait_s
                 return ()
 
     def _close_old(self) -> tuple[Effect, ...]:
         skipped: list[Effect] = []
         for entry in self._entries.values():
             old = self.done is not None and entry.folder.version <= self.done
-            if old and entry.state not in (State.CLOSED, State.LOOKING):
-                entry.state, entry.reason = State.CLOSED, ""
+            if old and entry.state not in (FolderState.CLOSED, FolderState.LOOKING):
+                entry.state, entry.reason = FolderState.CLOSED, ""
                 reason = f"version {self.done} is published"
                 skipped.append(Skip(entry.folder.name, entry.folder.version, reason))
         return tuple(skipped)
@@ -247,12 +247,12 @@ class Watching:
         stale = [
             entry
             for entry in self._entries.values()
-            if entry.state is State.UNFINISHED and now >= entry.since + self.limits.stale_s
+            if entry.state is FolderState.UNFINISHED and now >= entry.since + self.limits.stale_s
         ]
         return tuple(
             self._reject(entry, f"nothing changed for {self.limits.stale_s:g} s: {entry.reason}") for entry in stale
         )
 
-    def _reject(self, entry: _Entry, reason: str) -> Reject:
-        entry.state, entry.reason = State.CLOSED, reason
-        return Reject(entry.folder.name, entry.folder.version, reason)
+    def _reject(self, entry: _Entry, reason: str) -> RejectFolder:
+        entry.state, entry.reason = FolderState.CLOSED, reason
+        return RejectFolder(entry.folder.name, entry.folder.version, reason)

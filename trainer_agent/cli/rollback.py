@@ -16,13 +16,21 @@ from weightbus.control.machine import PastStatus
 from weightbus.control.protocol import ConfigurationError
 from weightbus.dataplane.transports.disk import SavedVersion
 
-from ..checkpoints import Checkpoint, CheckpointSource, KeptFiles, check_notes, kept_in, open_checkpoint, staging_device
+from ..checkpoints import (
+    ArchivedVersion,
+    Checkpoint,
+    CheckpointSource,
+    check_notes,
+    kept_in,
+    open_checkpoint,
+    staging_device,
+)
 from ..machine import BadCheckpoint, PublishReport, RollbackRefused
 from ..publish import TrainerAgent
 from .rollback_settings import RollbackSettings
 
 
-class Answer(enum.Enum):
+class RollbackReply(enum.Enum):
     """Whether a channel can go back to a version."""
 
     YES = "yes"
@@ -31,30 +39,34 @@ class Answer(enum.Enum):
     NO = "no"
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class RollbackResult(msgspec.Struct, frozen=True):
     """An answer and its reason."""
 
-    answer: Answer
+    answer: RollbackReply
     reason: str = ""
 
 
-def may_roll_back(version: int, history: Sequence[PastStatus]) -> Verdict:
+def may_roll_back(version: int, history: Sequence[PastStatus]) -> RollbackResult:
     """Whether `version` is one that the channel had, given what was committed in it, oldest first."""
     if not history:
-        return Verdict(Answer.NO, "nothing was committed in it, as far as the coordinator remembers")
+        return RollbackResult(RollbackReply.NO, "nothing was committed in it, as far as the coordinator remembers")
     current = history[-1].version
     if version == current:
-        return Verdict(Answer.ALREADY, f"version {version} is the committed one")
+        return RollbackResult(RollbackReply.ALREADY, f"version {version} is the committed one")
     if version > current:
-        return Verdict(Answer.NO, f"committed is {current}, which is below: publish it, without going back")
+        return RollbackResult(
+            RollbackReply.NO, f"committed is {current}, which is below: publish it, without going back"
+        )
     known = sorted({past.version for past in history if past.version < current})
     if version not in known:
         names = ", ".join(map(str, known)) or "none"
-        return Verdict(Answer.NO, f"it was never committed there; below the committed {current} there were: {names}")
-    return Verdict(Answer.YES)
+        return RollbackResult(
+            RollbackReply.NO, f"it was never committed there; below the committed {current} there were: {names}"
+        )
+    return RollbackResult(RollbackReply.YES)
 
 
-def same_version(found: SavedVersion | None, version: int, history: Sequence[PastStatus]) -> Verdict:
+def same_version(found: SavedVersion | None, version: int, history: Sequence[PastStatus]) -> RollbackResult:
     """Whether files that were kept as `version` are of the one that was committed under that number last.
 
     A channel that goes back uses its numbers again, and not every version is kept, or could be: what lies there may be
@@ -62,9 +74,9 @@ def same_version(found: SavedVersion | None, version: int, history: Sequence[Pas
     """
     last = max((past.epoch for past in history if past.version == version and not past.rollback), default=0)
     if found is None or found.notes.epoch >= last:
-        return Verdict(Answer.YES)
-    return Verdict(
-        Answer.NO,
+        return RollbackResult(RollbackReply.YES)
+    return RollbackResult(
+        RollbackReply.NO,
         f"{found.path} holds it as it was committed in epoch {found.notes.epoch}; the channel went back since and had"
         f" another version {version}, in epoch {last}, of which no files were kept: name a folder with --checkpoint to"
         " take either",
@@ -86,11 +98,11 @@ def roll_back(settings: RollbackSettings, version: int) -> PublishReport | None:
         with TrainerAgent.connect(source, settings=settings.trainer()) as agent:
             history = agent.history()
             verdict = may_roll_back(version, history)
-            if verdict.answer is Answer.YES and settings.checkpoint is None:
+            if verdict.answer is RollbackReply.YES and settings.checkpoint is None:
                 verdict = same_version(kept, version, history)
-            if verdict.answer is Answer.NO:
+            if verdict.answer is RollbackReply.NO:
                 raise RollbackRefused(settings.channel, version, verdict.reason)
-            return agent.publish(version, rollback=True) if verdict.answer is Answer.YES else None
+            return agent.publish(version, rollback=True) if verdict.answer is RollbackReply.YES else None
     finally:
         source.close()
 
@@ -109,7 +121,7 @@ def _opened(settings: RollbackSettings, folder: Path, kept: SavedVersion | None)
         dcp_prefix=settings.dcp_prefix,
     )
     try:
-        return KeptFiles(checkpoint, kept) if kept else checkpoint
+        return ArchivedVersion(checkpoint, kept) if kept else checkpoint
     except BaseException:
         checkpoint.close()
         raise

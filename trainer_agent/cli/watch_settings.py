@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from weightbus.control.server import LogFormat, LogLevel
 
-from ..checkpoints import Limits as WatchLimits
+from ..checkpoints import WatchLimits
 from ..settings import TrainerSettings, Wait, check_device
 
 SECTION: Final = "watch"

@@ -18,7 +18,7 @@ from weightbus.control.server import (
     PUBLISH_SECONDS,
     PUBLISHED_VERSION,
     HttpPort,
-    Meters,
+    Metrics,
     Readiness,
     Side,
 )
@@ -29,16 +29,16 @@ from ..checkpoints import (
     CheckpointSource,
     CorruptCheckpoint,
     Effect,
-    Ended,
+    FolderChanged,
+    FolderResult,
     Inspect,
     Inspected,
-    Late,
     Listed,
-    Publish,
-    Reject,
+    PublishEnded,
+    PublishFolder,
+    RejectFolder,
     Skip,
-    Verdict,
-    Watching,
+    WatchMachine,
     checkpoint_folder as folders,
     open_checkpoint,
     staging_device,
@@ -69,8 +69,8 @@ class Watcher:
         """Raises `ConfigurationError` when the device is not here."""
         self.settings = settings
         self._device = staging_device(settings.device)
-        self.meters = Meters(Side.TRAINER)
-        self._machine = Watching(settings.watch_limits())
+        self.meters = Metrics(Side.TRAINER)
+        self._machine = WatchMachine(settings.watch_limits())
         self._stopping = threading.Event()
         self._checkpoint: Checkpoint | None = None
         self._source: CheckpointSource | None = None
@@ -122,19 +122,19 @@ class Watcher:
             self._note("watch_paused", error=str(error))
             return None
 
-    def _perform(self, effect: Effect) -> Inspected | Ended | None:
+    def _perform(self, effect: Effect) -> Inspected | PublishEnded | None:
         match effect:
             case Inspect():
                 return self._inspect(effect.name)
-            case Publish():
+            case PublishFolder():
                 return self._publish(effect)
             case Skip():
                 self.meters.add(CHECKPOINTS, outcome="skipped")
                 self._log.info("checkpoint_skipped", folder=effect.name, version=effect.version, reason=effect.reason)
-            case Late():
+            case FolderChanged():
                 advice = "what is served is as it was then; save changed weights under another step"
                 self._log.info("checkpoint_changed_late", folder=effect.name, version=effect.version, advice=advice)
-            case Reject():
+            case RejectFolder():
                 self.meters.add(CHECKPOINTS, outcome="bad")
                 self._note("checkpoint_bad", folder=effect.name, version=effect.version, error=effect.reason)
             case _:  # pragma: no cover
@@ -150,20 +150,20 @@ class Watcher:
             )
         except UnfinishedCheckpoint as error:
             self._log.debug("checkpoint_unfinished", folder=name, reason=error.reason)
-            return Inspected(name, Verdict.UNFINISHED, str(error))
+            return Inspected(name, FolderResult.UNFINISHED, str(error))
         except BadCheckpoint as error:
-            return Inspected(name, Verdict.BAD, str(error))
+            return Inspected(name, FolderResult.BAD, str(error))
         except OSError as error:  # it went while it was looked into
-            return Inspected(name, Verdict.UNFINISHED, str(error))
-        return Inspected(name, Verdict.FINISHED)
+            return Inspected(name, FolderResult.UNFINISHED, str(error))
+        return Inspected(name, FolderResult.FINISHED)
 
-    def _publish(self, effect: Publish) -> Ended:
+    def _publish(self, effect: PublishFolder) -> PublishEnded:
         self._publishing = effect.name
         try:
             return self._attempt(effect)
         except (PublishFailed, ConnectFailed) as error:
             if isinstance(error, PublishRefused) and error.code is Code.VERSION_NOT_NEWER:
-                return Ended(effect.name, Verdict.OLDER, str(error))
+                return PublishEnded(effect.name, FolderResult.OLDER, str(error))
             if isinstance(error.__cause__, CorruptCheckpoint):
                 return self._bad(effect, error.__cause__)
             return self._failed(effect, error)
@@ -175,28 +175,28 @@ class Watcher:
         finally:
             self._publishing = ""
 
-    def _bad(self, effect: Publish, error: Exception) -> Ended:
+    def _bad(self, effect: PublishFolder, error: Exception) -> PublishEnded:
         self._disconnect()
-        return Ended(effect.name, Verdict.BAD, f"{type(error).__name__}: {error}")
+        return PublishEnded(effect.name, FolderResult.BAD, f"{type(error).__name__}: {error}")
 
-    def _failed(self, effect: Publish, error: Exception) -> Ended:
+    def _failed(self, effect: PublishFolder, error: Exception) -> PublishEnded:
         self.meters.add(CHECKPOINTS, outcome="failed")
         self._note("checkpoint_not_published", folder=effect.name, version=effect.version, error=str(error))
         self._disconnect()
-        return Ended(effect.name, Verdict.FAILED, str(error))
+        return PublishEnded(effect.name, FolderResult.FAILED, str(error))
 
-    def _attempt(self, effect: Publish) -> Ended:
+    def _attempt(self, effect: PublishFolder) -> PublishEnded:
         agent = self._connected()
         committed = agent.committed
         if committed is not None and committed >= effect.version:
-            return Ended(effect.name, Verdict.OLDER, f"version {committed} is committed in the channel")
+            return PublishEnded(effect.name, FolderResult.OLDER, f"version {committed} is committed in the channel")
         report = agent.publish(effect.version)
         self.meters.add(CHECKPOINTS, outcome="published")
         self.meters.set(PUBLISHED_VERSION, effect.version)
         self.meters.observe(PUBLISH_SECONDS, report.seconds["total"])
         self._reason = f"version {effect.version} is published"
         self._log.info("checkpoint_published", folder=effect.name, version=effect.version, report=report.line())
-        return Ended(effect.name, Verdict.PUBLISHED)
+        return PublishEnded(effect.name, FolderResult.PUBLISHED)
 
     def _connected(self) -> TrainerAgent:
         """An agent that publishes the checkpoint that was inspected last; a new one when its tensors are others."""

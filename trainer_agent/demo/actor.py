@@ -17,10 +17,10 @@ import msgspec
 import torch
 
 from ..machine import PublishReport
-from ..staleness import Lineage, Staleness, Verdict
+from ..staleness import Lineage, Staleness, StalenessVerdict
 from . import round_records as records, toy_task as task
-from .program_arguments import Plan
-from .rollout_client import LAUNCH_LABEL, Fleet, Response
+from .program_arguments import RankArguments
+from .rollout_client import LAUNCH_LABEL, Response, RolloutClient
 
 WIDTH = task.PROMPT_TOKENS + 2 * task.RESPONSE_TOKENS
 """Columns of a batch: prompt, response, and for each token of the response whether it counts."""
@@ -28,7 +28,7 @@ PARTS: Final = 2
 """Of a round whose answers are judged elsewhere: while one is judged, the next one is written."""
 
 
-class Part(msgspec.Struct, frozen=True):
+class EpisodePart(msgspec.Struct, frozen=True):
     """Answers that were asked for together."""
 
     responses: list[Response]
@@ -45,7 +45,7 @@ class Batch(msgspec.Struct, frozen=True):
     number: int
     rows: list[list[int]]
     """Prompt and response, pair by pair."""
-    parts: list[Part]
+    parts: list[EpisodePart]
 
     @property
     def responses(self) -> list[Response]:
@@ -63,13 +63,13 @@ class Batch(msgspec.Struct, frozen=True):
         """For how long engines wrote it between those two times."""
         return sum(max(0.0, min(ended, part.ended) - max(began, part.began)) for part in self.parts)
 
-    def judge(self, current: int, max_lag: int) -> tuple[list[Lineage], list[Verdict]]:
+    def judge(self, current: int, max_lag: int) -> tuple[list[Lineage], list[StalenessVerdict]]:
         """Which versions wrote it, and what of it may be learned from when `current` is the version in training."""
         policy = Staleness(max_lag=max_lag, launch=True)
         lineages = [Lineage.of(each.meta_info, len(each.output_ids)) for each in self.responses]
         return lineages, [policy.judge(lineage, current) for lineage in lineages]
 
-    def tensor(self, verdicts: Sequence[Verdict]) -> torch.Tensor:
+    def tensor(self, verdicts: Sequence[StalenessVerdict]) -> torch.Tensor:
         """What ranks learn from, `WIDTH` columns, a response a row."""
         return torch.tensor([[*row, *each.mask] for row, each in zip(self.rows, verdicts, strict=True)])
 
@@ -81,7 +81,7 @@ class Actor:
     when the judge takes the one before it: earlier it would only be written by older weights.
     """
 
-    def __init__(self, plan: Plan, fleet: Fleet, patience_s: float) -> None:
+    def __init__(self, plan: RankArguments, fleet: RolloutClient, patience_s: float) -> None:
         self._plan = plan
         self._fleet = fleet
         self._patience_s = patience_s
@@ -118,14 +118,14 @@ class Actor:
         """Within which rollouts are there, or have failed, the round before them included."""
         return 2 * PARTS * (3 * self._patience_s + self._plan.environment_s)
 
-    def _write(self, prompts: list[list[int]], version: int) -> Part:
+    def _write(self, prompts: list[list[int]], version: int) -> EpisodePart:
         if not self._room.acquire(timeout=self.deadline_s):
             raise TimeoutError(f"the answers before were not judged in {self.deadline_s:.0f} s")
         ready = self._fleet.wait_ready(self._plan.engines, self._patience_s, version)
         began = time.perf_counter()
-        return Part(self._fleet.generate(ready, prompts), began, time.perf_counter())
+        return EpisodePart(self._fleet.generate(ready, prompts), began, time.perf_counter())
 
-    def _judged(self, writing: Future[Part], judge_s: float) -> Part:
+    def _judged(self, writing: Future[EpisodePart], judge_s: float) -> EpisodePart:
         """Wait for who judges elsewhere. Rewards are what answers say, so there is nothing to fetch."""
         try:
             part = writing.result(self.deadline_s)
@@ -159,7 +159,7 @@ class Actor:
         took, self._ended_at = now - self._ended_at, now
         records.append(
             Path(self._plan.progress),
-            records.Round(
+            records.DemoRound(
                 number=batch.number,
                 reward=fmean(task.reward(each.output_ids) for each in batch.responses),
                 version=published.version if published else 0,
@@ -186,7 +186,7 @@ class Actor:
         self._fleet.close()
 
 
-def _together(number: int, prompts: Sequence[list[int]], judged: Sequence[Future[Part]]) -> Batch:
+def _together(number: int, prompts: Sequence[list[int]], judged: Sequence[Future[EpisodePart]]) -> Batch:
     """The parts of a round, all of which are judged."""
     parts = [part.result(0) for part in judged]
     responses = (response for part in parts for response in part.responses)

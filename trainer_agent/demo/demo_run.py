@@ -20,17 +20,17 @@ from typing import Final
 import httpx
 import msgspec
 
-from weightbus.control.cli import Member, provision
+from weightbus.control.cli import KeyOwner, provision
 from weightbus.control.protocol import AgentId, Channel, Role, TransportKind
 from weightbus.control.terminal_text import plain
 
 from . import initial_checkpoint as checkpoint
 from .child_processes import Program, ProgramEnded, Programs
 from .initial_checkpoint import policy_of
-from .network_namespace import Place, elsewhere
+from .network_namespace import HostPlace, elsewhere
 from .ports import choose_ports
-from .progress_view import View
-from .round_records import Follower, Round, Verdict, compare, verdict
+from .progress_view import ProgressView
+from .round_records import DemoRound, Follower, RoundVerdict, compare, verdict
 from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, Sync
 
 START_S: Final = 300.0
@@ -52,17 +52,17 @@ class DemoFailed(Exception):
     """The demo could not be carried through; the message says where to look."""
 
 
-class Demo:
+class DemoRun:
     """One run."""
 
-    def __init__(self, settings: DemoSettings, folder: Path, programs: Programs, view: View) -> None:
+    def __init__(self, settings: DemoSettings, folder: Path, programs: Programs, view: ProgressView) -> None:
         self._settings = settings
         self._folder = folder
         self._programs = programs
         self._view = view
         self._ports = choose_ports(settings.port_base)
         self._here = "127.0.0.1"
-        self._places = [Place() for _ in range(ENGINES)]
+        self._places = [HostPlace() for _ in range(ENGINES)]
 
     def run(self) -> bool:
         """Everything from the first process to the last line. True when all went well."""
@@ -88,7 +88,9 @@ class Demo:
         self._view.last(result.line)
         return not result.complaint
 
-    def _train(self, weights: Path, *, base: int = 0, asynchronous: bool = False) -> tuple[Verdict, list[Round]]:
+    def _train(
+        self, weights: Path, *, base: int = 0, asynchronous: bool = False
+    ) -> tuple[RoundVerdict, list[DemoRound]]:
         """All rounds of one training program, from the first weights on, and what is to be said of them."""
         rounds = self._follow(self._start_ranks(weights, base, asynchronous=asynchronous), _progress(asynchronous))
         published = self._settings.sync is Sync.ON
@@ -134,8 +136,8 @@ class Demo:
     def _make_keys(self) -> Path:
         """As in earnest: the bus is encrypted, and every agent is who its key says."""
         channels = (Channel(CHANNEL),)
-        engines = [Member(AgentId(f"e{index}"), Role.ENGINE, channels) for index in range(ENGINES)]
-        provision(self._folder / "keys", [Member(AgentId("trainer"), Role.TRAINER, channels), *engines])
+        engines = [KeyOwner(AgentId(f"e{index}"), Role.ENGINE, channels) for index in range(ENGINES)]
+        provision(self._folder / "keys", [KeyOwner(AgentId("trainer"), Role.TRAINER, channels), *engines])
         return self._folder / "keys"
 
     def _start_ranks(self, weights: Path, base: int, *, asynchronous: bool) -> list[Program]:
@@ -204,9 +206,9 @@ class Demo:
         finally:
             asking.shutdown(wait=False)
 
-    def _follow(self, ranks: Sequence[Program], progress: str) -> list[Round]:
+    def _follow(self, ranks: Sequence[Program], progress: str) -> list[DemoRound]:
         follower = Follower(self._folder / progress)
-        rounds: list[Round] = []
+        rounds: list[DemoRound] = []
 
         def moved() -> bool:
             ended = all(rank.process.poll() is not None for rank in ranks)
@@ -249,7 +251,7 @@ _LONGEST_TEMP = 50
 
 def run(settings: DemoSettings) -> int:
     """Run the demo; the exit status."""
-    view = View(as_json=settings.json)
+    view = ProgressView(as_json=settings.json)
     deep = len(tempfile.gettempdir()) > _LONGEST_TEMP
     folder = Path(tempfile.mkdtemp(prefix="weightbus-demo-", dir="/tmp" if deep else None))  # noqa: S108 - made for us
     for name in ("logs", "run"):
@@ -257,7 +259,7 @@ def run(settings: DemoSettings) -> int:
     good = False
     try:
         with _ending_on_signals(), Programs(folder / "logs") as programs:
-            good = Demo(settings, folder, programs, view).run()
+            good = DemoRun(settings, folder, programs, view).run()
     except ProgramEnded as ended:
         view.say(f"the end of {ended.log}:\n{ended.tail}")
         view.last(f"demo: failed: {plain(str(ended))}")

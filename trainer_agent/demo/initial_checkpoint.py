@@ -12,11 +12,11 @@ import msgspec
 import torch
 from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  # a bare PathLike
 
-from .settings import Trainer
+from .settings import TrainerKind
 from .toy_task import PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY
 
 
-class Shape(msgspec.Struct, frozen=True):
+class ModelShape(msgspec.Struct, frozen=True):
     """The sizes of the policy, by Megatron's words."""
 
     hidden: int = 64
@@ -45,18 +45,18 @@ class Shape(msgspec.Struct, frozen=True):
         return self.kv_groups * self.head_dim
 
 
-TINY: Final = Shape()
-TINY_EXPERTS: Final = Shape(experts=4)
+TINY: Final = ModelShape()
+TINY_EXPERTS: Final = ModelShape(experts=4)
 INITIAL_SPREAD: Final = 0.02
 """Small weights give nearly even odds to every token, so the first reward is the share of wanted tokens."""
 
 
-def policy_of(trainer: Trainer) -> Shape:
+def policy_of(trainer: TrainerKind) -> ModelShape:
     """What `trainer` trains."""
-    return TINY_EXPERTS if trainer is Trainer.MEGATRON_MOE else TINY
+    return TINY_EXPERTS if trainer is TrainerKind.MEGATRON_MOE else TINY
 
 
-def config(shape: Shape) -> dict[str, object]:
+def config(shape: ModelShape) -> dict[str, object]:
     """What ``config.json`` says of a Qwen3 of this shape."""
     kind: dict[str, object] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     if shape.experts:
@@ -93,7 +93,7 @@ def config(shape: Shape) -> dict[str, object]:
     }
 
 
-def tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
+def tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Every tensor of the checkpoint by name, with its shape."""
     table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, shape.hidden)}
     for index in range(shape.layers):
@@ -115,7 +115,7 @@ def tensors(shape: Shape) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _mlps(prefix: str, shape: Shape) -> dict[str, tuple[int, ...]]:
+def _mlps(prefix: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """The MLP of a layer, or its experts and what routes tokens to them."""
     sizes = {f"{prefix}experts.{expert}.": shape.expert_ffn for expert in range(shape.experts)} or {prefix: shape.ffn}
     table: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (shape.experts, shape.hidden)} if shape.experts else {}
@@ -128,7 +128,7 @@ def _mlps(prefix: str, shape: Shape) -> dict[str, tuple[int, ...]]:
     return table
 
 
-def write(folder: Path, seed: int, shape: Shape = TINY) -> Path:
+def write(folder: Path, seed: int, shape: ModelShape = TINY) -> Path:
     """Write the checkpoint into `folder` and return it. The same seed writes the same bits."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)

@@ -26,7 +26,7 @@ from megatron.core.transformer.module import Float16Module
 
 from ..sources.megatron import MegatronSource
 from . import initial_checkpoint as checkpoint
-from .initial_checkpoint import TINY, Shape
+from .initial_checkpoint import TINY, ModelShape
 from .megatron_model import build, load
 from .toy_task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
 
@@ -34,7 +34,7 @@ from .toy_task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
 class Learner:
     """The policy, its optimizer and this rank's place in the group."""
 
-    def __init__(self, folder: Path, seed: int, shape: Shape = TINY) -> None:
+    def __init__(self, folder: Path, seed: int, shape: ModelShape = TINY) -> None:
         ranks = dist.get_world_size()
         if shape.experts:
             parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)

@@ -17,10 +17,10 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch.nn import functional
 
 from ..sources.megatron import CONFIG
-from .initial_checkpoint import Shape
+from .initial_checkpoint import ModelShape
 
 
-def build(shape: Shape) -> GPTModel:
+def build(shape: ModelShape) -> GPTModel:
     """This rank's part of the policy, bfloat16 and not yet loaded."""
     config = TransformerConfig(
         num_layers=shape.layers,
@@ -58,7 +58,7 @@ def build(shape: Shape) -> GPTModel:
     )
 
 
-def _experts(shape: Shape) -> dict[str, object]:
+def _experts(shape: ModelShape) -> dict[str, object]:
     """What a TransformerConfig says of experts, which are modules of their own: grouped ones need a GPU."""
     return {
         "num_moe_experts": shape.experts,
@@ -70,7 +70,7 @@ def _experts(shape: Shape) -> dict[str, object]:
     }
 
 
-def load(model: GPTModel, weights: Mapping[str, torch.Tensor], shape: Shape) -> None:
+def load(model: GPTModel, weights: Mapping[str, torch.Tensor], shape: ModelShape) -> None:
     """Fill this rank's parameters from Hugging Face tensors. Raises `KeyError` for one without a counterpart."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     ranks = parallel_state.get_tensor_model_parallel_world_size()
@@ -94,7 +94,7 @@ def _in_model(name: str, first: int) -> str:
     return f"{decoder}.{layers}.{first + int(index)}.{local}"
 
 
-def from_hf(name: str, weights: Mapping[str, torch.Tensor], shape: Shape) -> tuple[torch.Tensor, ...]:
+def from_hf(name: str, weights: Mapping[str, torch.Tensor], shape: ModelShape) -> tuple[torch.Tensor, ...]:
     """The Hugging Face tensors that make up one Megatron parameter, each to be cut by rank and then stacked."""
     if name in _WHOLE:
         return (weights[_WHOLE[name]],)
@@ -111,7 +111,7 @@ def from_hf(name: str, weights: Mapping[str, torch.Tensor], shape: Shape) -> tup
     return (weights[{"fc2.weight": prefix + "down_proj.weight"}[kind]],)
 
 
-def _served_mlp(local: str, shape: Shape) -> str:
+def _served_mlp(local: str, shape: ModelShape) -> str:
     """The MLP of a layer, or the expert that this rank counts as its n-th."""
     outer, _, number = local.partition(".local_experts.")
     if not number:
@@ -120,7 +120,7 @@ def _served_mlp(local: str, shape: Shape) -> str:
     return f"{outer}.{parallel_state.get_expert_model_parallel_rank() * here + int(number)}."
 
 
-def _interleave(weights: Mapping[str, torch.Tensor], prefix: str, shape: Shape) -> torch.Tensor:
+def _interleave(weights: Mapping[str, torch.Tensor], prefix: str, shape: ModelShape) -> torch.Tensor:
     """Megatron keeps, group after group, the queries of a group, its key and its value."""
     rows = [weights[f"{prefix}{part}_proj.weight"].view(shape.kv_groups, -1, shape.hidden) for part in "qkv"]
     return torch.cat(rows, dim=1).reshape(-1, shape.hidden)

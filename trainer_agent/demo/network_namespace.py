@@ -20,7 +20,7 @@ _START_S: Final = 10.0
 _CALL_S: Final = 30.0
 
 
-class Place(NamedTuple):
+class HostPlace(NamedTuple):
     """Where the server and the sidecar of one engine run."""
 
     address: str = "127.0.0.1"
@@ -31,10 +31,10 @@ class Place(NamedTuple):
     """Of the sidecar alone."""
 
 
-class Elsewhere(NamedTuple):
+class NetworkNamespace(NamedTuple):
     """The other place, and the address at which this one is reached from there."""
 
-    place: Place
+    place: HostPlace
     here: str
     story: str
     """Where the engine is, in words."""
@@ -44,14 +44,14 @@ class NoNamespace(Exception):
     """This machine gives none; the message says why."""
 
 
-def elsewhere(programs: Programs, folder: Path) -> Elsewhere:
+def elsewhere(programs: Programs, folder: Path) -> NetworkNamespace:
     """A place with a network of its own if there can be one, else this one."""
     try:
         return _second_host(programs, folder)
     except NoNamespace as reason:
-        place = Place(flags=("--transports", "sends"))
+        place = HostPlace(flags=("--transports", "sends"))
         story = f"beside the others, told to take what is sent to it over a gloo group (no second network: {reason})"
-        return Elsewhere(place, "127.0.0.1", story)
+        return NetworkNamespace(place, "127.0.0.1", story)
 
 
 def unavailable() -> str:
@@ -62,7 +62,7 @@ def unavailable() -> str:
     return f"{missing[0]} is not installed" if missing else ""
 
 
-def _second_host(programs: Programs, folder: Path) -> Elsewhere:
+def _second_host(programs: Programs, folder: Path) -> NetworkNamespace:
     if reason := unavailable():
         raise NoNamespace(reason)
     _run(*_HOLDER[:-2], "true")
@@ -80,8 +80,8 @@ def _second_host(programs: Programs, folder: Path) -> Elsewhere:
     _run(*inside, "ip", "link", "set", "lo", "up")
     run = folder / "run-elsewhere"
     run.mkdir(mode=0o700)
-    place = Place(there, inside, ("--runtime-dir", str(run), "--http-bind", there))
-    return Elsewhere(place, here, f"in network and mount namespaces of its own, at {there}, as on another host")
+    place = HostPlace(there, inside, ("--runtime-dir", str(run), "--http-bind", there))
+    return NetworkNamespace(place, here, f"in network and mount namespaces of its own, at {there}, as on another host")
 
 
 def _entered(holder: Program) -> int:

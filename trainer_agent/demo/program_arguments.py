@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-from .settings import Trainer
+from .settings import TrainerKind
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class RankArguments(msgspec.Struct, frozen=True, kw_only=True):
     """Its only argument."""
 
     checkpoint: str
     progress: str
     rounds: int
-    trainer: Trainer
+    trainer: TrainerKind
     seed: int
     publish: bool
     channel: str

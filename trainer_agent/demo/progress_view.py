@@ -17,7 +17,7 @@ from rich.text import Text
 
 from weightbus.control.terminal_text import plain
 
-from .round_records import Round, Verdict
+from .round_records import DemoRound, RoundVerdict
 
 STEPS: Final = ("generate", "judge", "train", "publish")
 """Of a round."""
@@ -25,7 +25,7 @@ PHASES: Final = (*STEPS, "assemble", "pause", "transfer", "verify", "resume")
 """The same, and the phases of a publication."""
 
 
-class View:
+class ProgressView:
     """Prints to standard output; nothing else of the demo does."""
 
     def __init__(self, *, as_json: bool) -> None:
@@ -52,7 +52,7 @@ class View:
             self.say(text)
             yield
 
-    def round(self, each: Round, of: int) -> None:
+    def round(self, each: DemoRound, of: int) -> None:
         """A round is over."""
         if self._json:
             self.last(msgspec.json.encode(each).decode())
@@ -61,7 +61,7 @@ class View:
         seconds = " ".join(f"{name} {each.seconds[name]:.2f} s" for name in STEPS if name in each.seconds)
         self.say(f"round {each.number:2}/{of}  version {each.version:2}  reward {each.reward:.3f} {bar:30}  {seconds}")
 
-    def table(self, rounds: Sequence[Round], verdict: Verdict) -> None:
+    def table(self, rounds: Sequence[DemoRound], verdict: RoundVerdict) -> None:
         """The whole run."""
         if self._json:
             return
@@ -82,7 +82,7 @@ class View:
         self._console.print(line, markup=False, soft_wrap=True, highlight=False)
 
 
-def _cells(each: Round, phases: Sequence[str]) -> list[str]:
+def _cells(each: DemoRound, phases: Sequence[str]) -> list[str]:
     lag = " ".join(f"{name}:{lag}" for name, lag in sorted(each.lag.items()))
     seconds = [f"{each.seconds[name]:.3f}" if name in each.seconds else "-" for name in phases]
     first = [str(each.number), f"{each.reward:.3f}", str(each.version), lag, str(each.behind)]

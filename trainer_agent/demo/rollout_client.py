@@ -62,7 +62,7 @@ class Response(msgspec.Struct, frozen=True):
         return self.meta_info.get("weight_version")
 
 
-class Fleet:
+class RolloutClient:
     """The engines of one channel, as a client of the coordinator sees them. Close it after use."""
 
     def __init__(self, status_url: str, channel: str, timeout_s: float) -> None:

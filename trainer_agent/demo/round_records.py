@@ -15,7 +15,7 @@ ROUNDS_TO_RISE: Final = 15
 """Shorter runs are not expected to show it."""
 
 
-class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DemoRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One round: what the engines generated, what was learned from it, and what was published then."""
 
     number: int
@@ -46,7 +46,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Per engine: the transport by which it got what was published."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class RoundVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """A whole run in the numbers of its last line."""
 
     rounds: int
@@ -81,7 +81,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return f"{line} {lag} sync_s={self.sync_s:.1f} async_s={self.wall_s:.1f}"
 
 
-def compare(synchronous: Verdict, asynchronous: Verdict) -> Verdict:
+def compare(synchronous: RoundVerdict, asynchronous: RoundVerdict) -> RoundVerdict:
     """The verdict over a run that did the same twice, one way after the other."""
     complaint = f"synchronous: {synchronous.complaint}" if synchronous.complaint else asynchronous.complaint
     if not complaint and asynchronous.rounds >= ROUNDS_TO_RISE:
@@ -93,14 +93,14 @@ def compare(synchronous: Verdict, asynchronous: Verdict) -> Verdict:
 
 
 def verdict(
-    rounds: Sequence[Round],
+    rounds: Sequence[DemoRound],
     engines: int,
     *,
     expected_rounds: int,
     published: bool,
     max_lag: int = 0,
     ways: Mapping[str, str] | None = None,
-) -> Verdict:
+) -> RoundVerdict:
     """Judge a run in which answers might be `max_lag` versions old, and every engine was to be served as `ways` says.
 
     Null where that is not known beforehand. Raises `ValueError` when there is no round.
@@ -128,7 +128,7 @@ def verdict(
         complaint = f"the reward moved by {gain:.3f} although no weights were published"
     else:
         complaint = ""
-    return Verdict(
+    return RoundVerdict(
         rounds=len(rounds),
         engines=engines,
         reward_first=rounds[0].reward,
@@ -144,7 +144,7 @@ def verdict(
     )
 
 
-def append(path: Path, each: Round) -> None:
+def append(path: Path, each: DemoRound) -> None:
     """Report one round."""
     with path.open("ab") as file:
         file.write(msgspec.json.encode(each) + b"\n")
@@ -157,7 +157,7 @@ class Follower:
         self._path = path
         self._at = 0
 
-    def new(self) -> Iterator[Round]:
+    def new(self) -> Iterator[DemoRound]:
         """Rounds not seen before; a line still being written is left for the next look."""
         if not self._path.exists():
             return
@@ -167,4 +167,4 @@ class Follower:
                 if not line.endswith(b"\n"):
                     return
                 self._at += len(line)
-                yield msgspec.json.decode(line, type=Round)
+                yield msgspec.json.decode(line, type=DemoRound)

@@ -20,7 +20,7 @@ class Sync(enum.StrEnum):
     OFF = "off"
 
 
-class Trainer(enum.StrEnum):
+class TrainerKind(enum.StrEnum):
     """What trains the policy, on two ranks."""
 
     MEGATRON = "megatron"
@@ -41,7 +41,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mixed: Annotated[
         bool, msgspec.Meta(description="one engine elsewhere: it is sent what the other one reads in place")
     ] = False
-    trainer: Annotated[Trainer, msgspec.Meta(description="what trains the policy")] = Trainer.MEGATRON
+    trainer: Annotated[TrainerKind, msgspec.Meta(description="what trains the policy")] = TrainerKind.MEGATRON
     asynchronous: Annotated[
         bool, msgspec.Meta(description="then again, each round generated while the one before is trained; compared")
     ] = False

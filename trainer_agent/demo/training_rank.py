@@ -2,7 +2,7 @@
 
 One after another, or (``asynchronous``) all of it at once, of different rounds. Rank 0 asks the engines and reports;
 every rank learns and publishes. Started by `demo_run.py` with torch's usual environment (RANK, WORLD_SIZE, MASTER_ADDR,
-MASTER_PORT) and a `Plan` as its only argument.
+MASTER_PORT) and a `RankArguments` as its only argument.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..source import Source
 from . import toy_task as task
 from .actor import WIDTH, Actor, Batch
 from .initial_checkpoint import policy_of
-from .program_arguments import Plan
-from .rollout_client import Fleet
-from .settings import Trainer
+from .program_arguments import RankArguments
+from .rollout_client import RolloutClient
+from .settings import TrainerKind
 
 PATIENCE_S: Final = 120.0
 """How long any rank waits for anything. A round takes two seconds."""
@@ -49,10 +49,10 @@ class Learner(Protocol):
         ...
 
 
-def start(plan: Plan) -> Learner:
+def start(plan: RankArguments) -> Learner:
     """The learner of the wanted framework: only that one is imported. Joins the other ranks."""
     deadline = timedelta(seconds=PATIENCE_S)
-    if plan.trainer is Trainer.FSDP2:
+    if plan.trainer is TrainerKind.FSDP2:
         from .fsdp_learner import FSDPLearner  # noqa: PLC0415
 
         dist.init_process_group("gloo", timeout=deadline)
@@ -67,7 +67,7 @@ def start(plan: Plan) -> Learner:
     return MegatronLearner(Path(plan.checkpoint), plan.seed, policy_of(plan.trainer))
 
 
-class Stopwatch:
+class RoundStopwatch:
     """Seconds by phase."""
 
     def __init__(self) -> None:
@@ -85,10 +85,10 @@ class Stopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + ended - started
 
 
-def train(plan: Plan) -> None:
+def train(plan: RankArguments) -> None:
     """All rounds, on this rank."""
     learner = start(plan)
-    fleet = Fleet(plan.status_url, plan.channel, PATIENCE_S)
+    fleet = RolloutClient(plan.status_url, plan.channel, PATIENCE_S)
     actor = Actor(plan, fleet, PATIENCE_S) if dist.get_rank() == 0 else None
     agent = _connect(plan, learner) if plan.publish else None
     if agent and plan.base:
@@ -105,10 +105,10 @@ def train(plan: Plan) -> None:
         actor.close()
 
 
-def _synchronously(plan: Plan, learner: Learner, actor: Actor | None, agent: TrainerAgent | None) -> None:
+def _synchronously(plan: RankArguments, learner: Learner, actor: Actor | None, agent: TrainerAgent | None) -> None:
     """Generate, learn, publish, one after another."""
     for number in range(1, plan.rounds + 1):
-        watch, batch = Stopwatch(), None
+        watch, batch = RoundStopwatch(), None
         current = plan.base + number - 1 if agent else 0
         if actor:
             batch = actor.rollout(number)
@@ -121,7 +121,7 @@ def _synchronously(plan: Plan, learner: Learner, actor: Actor | None, agent: Tra
             actor.report(batch, current, 0, watch.seconds, published)
 
 
-def _asynchronously(plan: Plan, learner: Learner, actor: Actor | None, agent: TrainerAgent) -> None:
+def _asynchronously(plan: RankArguments, learner: Learner, actor: Actor | None, agent: TrainerAgent) -> None:
     """Learn from one batch while the next one is written and judged, and while engines take what was learned before.
 
     The rollouts of round n begin when engines serve what round n - 2 published, whether or not those of round n - 1
@@ -131,7 +131,7 @@ def _asynchronously(plan: Plan, learner: Learner, actor: Actor | None, agent: Tr
     upcoming = actor.ahead(1, plan.base) if actor else None
     ending: Callable[[Batch | None], None] = lambda _: None  # noqa: E731  nothing was published yet
     for number in range(1, plan.rounds + 1):
-        watch, current, asked = Stopwatch(), plan.base + number - 1, upcoming
+        watch, current, asked = RoundStopwatch(), plan.base + number - 1, upcoming
         if actor and number < plan.rounds:
             upcoming = actor.ahead(number + 1, current)
         with watch.phase("wait"):
@@ -152,7 +152,7 @@ def _end_round(
     current: int,
     following: Batch | None,
     *,
-    watch: Stopwatch,
+    watch: RoundStopwatch,
     handle: PublishHandle,
 ) -> None:
     """The publication is over, or nearly so: with a lag of one, the one after it could begin."""
@@ -173,7 +173,7 @@ def _share(batch: Batch | None, current: int, max_lag: int) -> tuple[torch.Tenso
     return shared[:, :texts], shared[:, texts:].float()
 
 
-def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
+def _connect(plan: RankArguments, learner: Learner) -> TrainerAgent:
     return TrainerAgent.connect(
         learner.source(PATIENCE_S),
         channel=plan.channel,
@@ -194,7 +194,7 @@ def _connect(plan: Plan, learner: Learner) -> TrainerAgent:
 def main(argument: str) -> None:
     """Join the other ranks, train, leave."""
     torch.set_num_threads(1)
-    train(msgspec.json.decode(argument, type=Plan))
+    train(msgspec.json.decode(argument, type=RankArguments))
     dist.destroy_process_group()
 
 

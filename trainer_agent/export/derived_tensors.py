@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from weightbus.dataplane.copy import ITEM_SIZES
-from weightbus.dataplane.tensors import DTYPES, Pieces, packed_strides, served_dtypes
+from weightbus.dataplane.tensors import DTYPES, Shards, packed_strides, served_dtypes
 
 
-class Mirror:
+class DerivedTensors:
     """The shifted pieces of one rank. `pieces` are all of its pieces, and none of them is shifted."""
 
-    def __init__(self, pieces: Pieces, storages: int, device: torch.device) -> None:
+    def __init__(self, pieces: Shards, storages: int, device: torch.device) -> None:
         """`storages` is how many local tensors there are; what is mirrored becomes those after them."""
         rows = np.flatnonzero(pieces.shift != 0)
         self._shifted = pieces.take(rows)

@@ -16,24 +16,24 @@ import msgspec
 import numpy as np
 import torch
 
-from weightbus.control.protocol import Place
-from weightbus.dataplane.copy import DevicePoint, Lanes, engine_for
+from weightbus.control.protocol import ProcessLocation
+from weightbus.dataplane.copy import DeviceFence, Lanes, engine_for
 from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportable, Unsupported
 from weightbus.dataplane.memory import ExportMap, OwnMemory, Parts, RegionExporter
 from weightbus.dataplane.processes import Deadline
 from weightbus.dataplane.quantize import Summed
-from weightbus.dataplane.reshard import PASS_BYTES, Division, Share, ShareDigest, divide
-from weightbus.dataplane.tensors import Column, Manifest, Pieces, TensorSpec
+from weightbus.dataplane.reshard import PASS_BYTES, DigestDivision, DigestShare, ShareDigest, divide
+from weightbus.dataplane.tensors import Column, Manifest, Shards, TensorSpec
 from weightbus.dataplane.transports import Address, Exporting
-from weightbus.dataplane.transports.direct import Exposed
-from weightbus.dataplane.transports.sends import RankSends
+from weightbus.dataplane.transports.direct import ExportedWeights
+from weightbus.dataplane.transports.sends import RankSender
 
-from .derived_tensors import Mirror
+from .derived_tensors import DerivedTensors
 from .topology import place_of
 
 
 @runtime_checkable
-class Exposable(Protocol):
+class Exportable(Protocol):
     """A source whose tensors can be read by other processes. Every rank holds one."""
 
     @property
@@ -41,7 +41,7 @@ class Exposable(Protocol):
         """Of this process, in the source's group."""
         ...
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
         """All that this rank holds of `tensors`, replicas included; `storage` numbers what `memory` gives."""
         ...
 
@@ -55,7 +55,7 @@ class Exposable(Protocol):
 
 
 @runtime_checkable
-class Making(Exposable, Protocol):
+class Making(Exportable, Protocol):
     """A source that makes what is read of its weights: that takes a while, and can be begun before it is waited for."""
 
     def make(self) -> None:
@@ -124,7 +124,7 @@ class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of what can be read; empty where nothing can."""
     own: bytes
     """Of what it sends out of; empty where it does not."""
-    place: Place
+    place: ProcessLocation
     """Where it is."""
 
 
@@ -139,10 +139,10 @@ class _Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Local:
     """This rank's part of the model. Storages are numbered anew: those of the source in `used`, then the mirror's."""
 
-    pieces: Pieces
+    pieces: Shards
     digest: str
     used: tuple[int, ...]
-    mirror: Mirror
+    mirror: DerivedTensors
     parts: Parts | None
     """What is made part by part."""
 
@@ -151,23 +151,23 @@ class _Local:
         return tuple(map(memory.__getitem__, self.used))
 
     @classmethod
-    def of(cls, pieces: Pieces, memory: Sequence[torch.Tensor], parts: Parts | None) -> _Local:
+    def of(cls, pieces: Shards, memory: Sequence[torch.Tensor], parts: Parts | None) -> _Local:
         """What lies in no piece is left out, what is shifted is mirrored."""
         used, numbers = np.unique(pieces.storage, return_inverse=True)
         indexes: list[int] = used.tolist()
         device = memory[indexes[0]].device if indexes else torch.device("cpu")
-        mirror = Mirror(replace(pieces, storage=numbers), len(indexes), device)
+        mirror = DerivedTensors(replace(pieces, storage=numbers), len(indexes), device)
         if parts is not None:
             parts = msgspec.structs.replace(parts, storage=indexes.index(parts.storage))
         return cls(mirror.pieces, mirror.pieces.digest(), tuple(indexes), mirror, parts)
 
 
-class Exposure:
+class MemoryExport:
     """Exports one rank's tensors for as long as it lives. Calls are collective, but for `current` and `close`."""
 
     def __init__(
         self,
-        source: Exposable,
+        source: Exportable,
         manifest: Manifest,
         runtime_dir: Path,
         channel: str,
@@ -180,25 +180,25 @@ class Exposure:
         self._manifest = manifest
         self._exporter = RegionExporter(runtime_dir, channel, source.rank) if read else None
         self._own = OwnMemory(source.rank) if sent else None
-        self._sends = RankSends(channel, source.rank)
+        self._sends = RankSender(channel, source.rank)
         self.unread = "" if read else "it was not asked for"
         """Why the memory cannot be read; empty when it can."""
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[ProcessLocation, ...] = ()
         """Where the ranks are, once something was exposed."""
-        self._described: Exposed | None = None
-        self._pieces: Pieces | None = None
+        self._described: ExportedWeights | None = None
+        self._pieces: Shards | None = None
         self._local: _Local | None = None
         self._tensors: list[torch.Tensor] = []
         self._layouts: tuple[str, ...] = ()
-        self._exposed: Exposed | None = None
-        self._division: Division | None = None
+        self._exposed: ExportedWeights | None = None
+        self._division: DigestDivision | None = None
         self._unsummed = ""
         self._share: ShareDigest | None = None
         self._begun = False
         """`_share` reads the memory already, as it is in this publication."""
         self._ahead: _Standing | None = None
         """What `make` has found."""
-        self._behind: DevicePoint | None = None
+        self._behind: DeviceFence | None = None
         """Behind what `make` began, while nobody has waited for that."""
         self._marked = False
         """It has told readers of parts, and of the marks behind them."""
@@ -212,17 +212,17 @@ class Exposure:
         """Of this rank's pieces and of `_maps`."""
 
     @property
-    def current(self) -> Exposed:
+    def current(self) -> ExportedWeights:
         """What was exposed last. Raises `NotExportable` before there is anything."""
         if self._exposed is None:
             raise NotExportable("nothing is exposed yet")
         return self._exposed
 
-    def standing(self) -> Exposed:
+    def standing(self) -> ExportedWeights:
         """`current`, to be asked for at each offer."""
         return self.current
 
-    def described(self) -> Exposed:
+    def described(self) -> ExportedWeights:
         """What the ranks send out of. Raises `NotExportable` before there is anything."""
         if self._described is None:
             raise NotExportable("nothing is described yet")
@@ -250,7 +250,7 @@ class Exposure:
         self._note_unmarked()
         if digests and not self._ahead.refusal and self._share is not None:
             self._begin(self._share)
-        self._behind = DevicePoint(self._device)
+        self._behind = DeviceFence(self._device)
 
     def settle(self, deadline_s: float) -> None:
         """Wait for what `make` began where nobody has: afterwards the weights may be changed. Not collective.
@@ -394,7 +394,7 @@ class Exposure:
     def _device(self) -> torch.device:
         return self._tensors[0].device if self._tensors else torch.device("cpu")
 
-    def _bound(self, division: Division) -> ShareDigest:
+    def _bound(self, division: DigestDivision) -> ShareDigest:
         """This rank's share over its memory as it is now: `_export` drops it when other memory was put there."""
         if self._share is None:
             share = self._share_of(division)
@@ -420,7 +420,7 @@ class Exposure:
         if self._device.type == "cuda" and not isinstance(self._source, Making):
             torch.cuda.synchronize(self._device)
 
-    def _share_of(self, division: Division) -> Share:
+    def _share_of(self, division: DigestDivision) -> DigestShare:
         """Without what the source sums up anyhow."""
         rank, self._known = self._source.rank, None
         if not isinstance(self._source, Summing):
@@ -445,13 +445,15 @@ class Exposure:
     def _learn(self, blobs: Sequence[bytes], exporters: tuple[Exporting, ...]) -> None:
         layouts = [_LAYOUT.decode(each) for each in blobs]
         self.places = tuple(each.place for each in layouts)
-        pieces = Pieces.decode([each.pieces for each in layouts], self._manifest.tensors)
+        pieces = Shards.decode([each.pieces for each in layouts], self._manifest.tensors)
         self._pieces = pieces
         self._exposed = self._described = None
         if not self.unread:
-            self._exposed = Exposed(pieces, tuple(ExportMap.decode(each.exports) for each in layouts), exporters)
+            self._exposed = ExportedWeights(
+                pieces, tuple(ExportMap.decode(each.exports) for each in layouts), exporters
+            )
         if self._own is not None:
-            self._described = Exposed(pieces, tuple(ExportMap.decode(each.own) for each in layouts), ())
+            self._described = ExportedWeights(pieces, tuple(ExportMap.decode(each.own) for each in layouts), ())
         self._division, self._unsummed = None, ""
         self._drop_share()
 
@@ -463,7 +465,7 @@ class Exposure:
         self._exporter.close()
         self._exporter, self._exposed, self._pieces = None, None, None
 
-    def _divided(self) -> Division | None:
+    def _divided(self) -> DigestDivision | None:
         if self._division is None and not self._unsummed:
             assert self._pieces is not None
             try:

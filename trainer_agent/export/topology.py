@@ -9,7 +9,15 @@ import msgspec
 import torch
 
 from weightbus.control.machine import IN_PLACE, PREFERRED
-from weightbus.control.protocol import Lack, Nic, Place, Reach, RequestId, Topology, TransportKind
+from weightbus.control.protocol import (
+    MissingTransport,
+    NetworkInterface,
+    ProcessLocation,
+    Reach,
+    RequestId,
+    Topology,
+    TransportKind,
+)
 from weightbus.dataplane.memory import SurveyFailed, device_name, seat_here, seen_here
 from weightbus.dataplane.processes import files_identity, folder_identity, host_identity, interfaces, network_identity
 
@@ -18,18 +26,18 @@ from ..settings import TrainerSettings
 _NO_KEY: Final = RequestId("filled-in-by-the-client")
 
 
-def place_of(rank: int, device: torch.device) -> Place:
+def place_of(rank: int, device: torch.device) -> ProcessLocation:
     """Where this process is, whose weights lie on `device`."""
     name = device_name(device)
     reach = None if device.type != "cuda" else _reach(name)
     seat = "" if (seat := seat_here(name)) == name else seat
-    return Place(rank=rank, host=host_identity(), device=name, reach=reach, seat=seat)
+    return ProcessLocation(rank=rank, host=host_identity(), device=name, reach=reach, seat=seat)
 
 
 def topology_of(
     settings: TrainerSettings,
     kinds: tuple[TransportKind, ...],
-    places: tuple[Place, ...],
+    places: tuple[ProcessLocation, ...],
     *,
     runtime_dir: Path,
     refusals: dict[TransportKind, str],
@@ -46,19 +54,23 @@ def topology_of(
         folder=folder_identity(runtime_dir),
         address=settings.host,
         places=tuple(each if each.host == here else msgspec.structs.replace(each, reach=None) for each in places),
-        nics=tuple(Nic(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
+        nics=tuple(NetworkInterface(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
         lacking={kind: _lack(kind, settings, refusals) for kind in PREFERRED if kind not in kinds},
         awaits_tables=settings.open_tables,
     )
 
 
-def _lack(kind: TransportKind, settings: TrainerSettings, refusals: dict[TransportKind, str]) -> Lack:
+def _lack(kind: TransportKind, settings: TrainerSettings, refusals: dict[TransportKind, str]) -> MissingTransport:
     if kind not in settings.preferences():
-        return Lack(found="its setting transport leaves it out", needed=f"add {kind.value} to it, or leave it unset")
+        return MissingTransport(
+            found="its setting transport leaves it out", needed=f"add {kind.value} to it, or leave it unset"
+        )
     if kind is TransportKind.DISK:
-        return Lack(found="it has no checkpoint_dir", needed="set checkpoint_dir to a folder that both sides see")
+        return MissingTransport(
+            found="it has no checkpoint_dir", needed="set checkpoint_dir to a folder that both sides see"
+        )
     found = refusals.get(kind, "its memory cannot be given in place")
-    return Lack(found=found[:_TEXT], needed="what the reason names" if kind in IN_PLACE else "")
+    return MissingTransport(found=found[:_TEXT], needed="what the reason names" if kind in IN_PLACE else "")
 
 
 def _reach(name: str) -> dict[str, Reach] | None:

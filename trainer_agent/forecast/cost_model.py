@@ -12,14 +12,14 @@ import numpy as np
 from weightbus.dataplane.tensors import Column
 
 from . import calibration as figures
-from .calibration import Figure
-from .fleet import Fleet, Ground, Links, Placed, Way
+from .calibration import Calibration
+from .fleet import FleetSpec, Ground, Links, Placed, Way
 from .traffic import Traffic
 
 _GB = 1e9
 
 
-class Step(msgspec.Struct, frozen=True):
+class StepCost(msgspec.Struct, frozen=True):
     """A part of the round, as `PublishReport.seconds` names it."""
 
     name: str
@@ -70,10 +70,10 @@ class Wave:
         return sum(len(group.gpu) for group in self.ground.groups)
 
 
-class Round(msgspec.Struct, frozen=True):
+class RoundCost(msgspec.Struct, frozen=True):
     """The prediction."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[StepCost, ...]
     """Those of all waves added up."""
     total_s: float
     waves: int
@@ -89,12 +89,12 @@ class Round(msgspec.Struct, frozen=True):
     """What the engine GPU with most of the weights keeps of them."""
 
 
-def rate(given: float | None, figure: Figure) -> float:
+def rate(given: float | None, figure: Calibration) -> float:
     """Bytes a second of what was given in GB/s, or else measured."""
     return (given or figure.value) * _GB
 
 
-def round_of(fleet: Fleet, ground: Ground, waves: Sequence[Wave], volume: Volume) -> Round:
+def round_of(fleet: FleetSpec, ground: Ground, waves: Sequence[Wave], volume: Volume) -> RoundCost:
     """One steady round: nothing is recorded, planned, compiled or connected anew, and no group is formed.
 
     Whatever all engines are asked before the first wave stands still is asked once.
@@ -102,18 +102,18 @@ def round_of(fleet: Fleet, ground: Ground, waves: Sequence[Wave], volume: Volume
     engines = sum(wave.engines for wave in waves)
     assembled = any(not group.way.by_parts for group in ground.groups)
     before = (
-        Step("acquire", figures.ACQUIRE_S.value, paused=False),
-        Step("digest", _digest(volume, ground, assembled=assembled), paused=False),
-        Step("announce", figures.ANNOUNCE_S.value, paused=False),
-        Step("prepare", figures.PREPARE_S.value + figures.BARRIER_ENGINE_S.value * engines, paused=False),
+        StepCost("acquire", figures.ACQUIRE_S.value, paused=False),
+        StepCost("digest", _digest(volume, ground, assembled=assembled), paused=False),
+        StepCost("announce", figures.ANNOUNCE_S.value, paused=False),
+        StepCost("prepare", figures.PREPARE_S.value + figures.BARRIER_ENGINE_S.value * engines, paused=False),
     )
     turns = [_turn(fleet.links, wave, volume, first=not index) for index, wave in enumerate(waves)]
     spent: Counter[str] = Counter()
     for turn in turns:
         spent.update({step.name: step.seconds for step in turn.steps})
-    steps = (*before, *(Step(step.name, spent[step.name], step.paused) for step in turns[0].steps))
+    steps = (*before, *(StepCost(step.name, spent[step.name], step.paused) for step in turns[0].steps))
     beside = [turn.beside_s for turn in turns if turn.beside_s is not None]
-    return Round(
+    return RoundCost(
         steps,
         sum(step.seconds for step in steps),
         len(waves),
@@ -125,7 +125,7 @@ def round_of(fleet: Fleet, ground: Ground, waves: Sequence[Wave], volume: Volume
     )
 
 
-def joining_s(fleet: Fleet, wave: Wave, volume: Volume) -> float:
+def joining_s(fleet: FleetSpec, wave: Wave, volume: Volume) -> float:
     """From the `Hello` of this wave's one engine until it gets requests: a round of it alone, in which all is new.
 
     Its loader was recorded before. Nothing is committed.
@@ -138,7 +138,7 @@ def joining_s(fleet: Fleet, wave: Wave, volume: Volume) -> float:
 class _Turn:
     """What one wave takes, from its offer until it serves."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[StepCost, ...]
     pause_s: float
     beside_s: float | None
     loads: tuple[Load, ...]
@@ -156,12 +156,12 @@ def _turn(links: Links, wave: Wave, volume: Volume, *, first: bool) -> _Turn:
     durable = figures.COMMIT_S.value
     # The first wave commits. Each later one has an epoch of its own, which is on the disk before its offer.
     steps = (
-        Step("offer", figures.OFFER_S.value + (0.0 if first else durable), paused=False),
-        Step("pause", figures.PAUSE_S.value + barrier, paused=True),
-        Step("transfer", moved + figures.CALL_S.value + barrier, paused=True),
-        Step("verify", wave.kept / rate(None, proof) + figures.VERIFY_S.value + barrier, paused=True),
-        Step("commit", durable if first else 0.0, paused=True),
-        Step("resume", figures.RESUME_S.value + barrier, paused=True),
+        StepCost("offer", figures.OFFER_S.value + (0.0 if first else durable), paused=False),
+        StepCost("pause", figures.PAUSE_S.value + barrier, paused=True),
+        StepCost("transfer", moved + figures.CALL_S.value + barrier, paused=True),
+        StepCost("verify", wave.kept / rate(None, proof) + figures.VERIFY_S.value + barrier, paused=True),
+        StepCost("commit", durable if first else 0.0, paused=True),
+        StepCost("resume", figures.RESUME_S.value + barrier, paused=True),
     )
     # The first engine that stops and the last that goes on see most of it; of those two steps one sees about half.
     half = sum(step.seconds for step in steps if step.name in {"pause", "resume"}) / 2

@@ -17,7 +17,7 @@ import numpy as np
 
 from weightbus.dataplane.tensors import Box, Boxes, Column, TensorSpec
 
-from ..sources.megatron import Cut, Fusion, Heads, Model, Norm, Rule, Share
+from ..sources.megatron import Fusion, Heads, MappedShare, MappingRule, Model, Norm, TensorCut
 from .fleet import Engines, FleetError
 from .tensor_blocks import AXES, Block, Tensors
 
@@ -28,14 +28,14 @@ Part = tuple[int, int, Box]
 
 
 @dataclass(frozen=True, eq=False)
-class Needs:
+class EngineShards:
     """Boxes of all workers of one engine."""
 
     boxes: Boxes
     worker: Column
 
 
-def needs(tensors: Tensors, engines: Engines) -> Needs:
+def needs(tensors: Tensors, engines: Engines) -> EngineShards:
     """What each worker keeps. Raises `FleetError` where the engine could not be started so."""
     model = tensors.model
     if model.heads.heads % engines.tp:
@@ -68,7 +68,7 @@ def needs(tensors: Tensors, engines: Engines) -> Needs:
             rows[:, 1] += expert // (block.experts // engines.ep) * (engines.tp // engines.ep)
             tables.append(rows)
     table = np.concatenate(tables)
-    return Needs(Boxes(table[:, 0], table[:, 2 : 2 + AXES], table[:, 2 + AXES :]), table[:, 1])
+    return EngineShards(Boxes(table[:, 0], table[:, 2 : 2 + AXES], table[:, 2 + AXES :]), table[:, 1])
 
 
 def _parts(model: Model, block: Block, workers: int, *, experts: bool) -> Iterator[Part]:
@@ -79,12 +79,12 @@ def _parts(model: Model, block: Block, workers: int, *, experts: bool) -> Iterat
         for index, target in enumerate(rule.served):
             spec = model.spec(target, "", "bfloat16", 0)
             for worker in range(workers):
-                for box in _kept(model, rule, index, spec, Share(worker, workers)):
+                for box in _kept(model, rule, index, spec, MappedShare(worker, workers)):
                     yield position + index, worker, box
         position += len(rule.served)
 
 
-def _kept(model: Model, rule: Rule, index: int, spec: TensorSpec, share: Share) -> Iterator[Box]:
+def _kept(model: Model, rule: MappingRule, index: int, spec: TensorSpec, share: MappedShare) -> Iterator[Box]:
     """What one worker keeps of one tensor."""
     heads = model.heads
     if _is_copied(rule, index):
@@ -97,7 +97,7 @@ def _kept(model: Model, rule: Rule, index: int, spec: TensorSpec, share: Share) 
         group = share.rank * heads.groups // share.ranks
         yield _axis(spec, 0, group * heads.head_dim, (group + 1) * heads.head_dim)
     else:
-        axis = 1 if rule.cut is Cut.COLUMNS else 0
+        axis = 1 if rule.cut is TensorCut.COLUMNS else 0
         for begin, extent in _sections(rule, spec.shape[axis], heads):
             if extent % share.ranks:
                 raise FleetError(
@@ -108,13 +108,13 @@ def _kept(model: Model, rule: Rule, index: int, spec: TensorSpec, share: Share) 
             yield _axis(spec, axis, begin + share.rank * each, begin + (share.rank + 1) * each)
 
 
-def _is_copied(rule: Rule, index: int) -> bool:
+def _is_copied(rule: MappingRule, index: int) -> bool:
     """Every worker has all of it. Norms over all heads are cut with them, latent projections down are not."""
     wide_norm = rule.served[index].norm is not Norm.NOT
-    return rule.cut is Cut.NONE or (rule.cut is Cut.ROWS_OR_NONE and not wide_norm)
+    return rule.cut is TensorCut.NONE or (rule.cut is TensorCut.ROWS_OR_NONE and not wide_norm)
 
 
-def _vocabulary(spec: TensorSpec, share: Share) -> Iterator[Box]:
+def _vocabulary(spec: TensorSpec, share: MappedShare) -> Iterator[Box]:
     rows = spec.shape[0]
     padded = -(-rows // _PADDED) * _PADDED
     if padded % share.ranks:
@@ -124,7 +124,7 @@ def _vocabulary(spec: TensorSpec, share: Share) -> Iterator[Box]:
         yield _axis(spec, 0, first, last)
 
 
-def _sections(rule: Rule, extent: int, heads: Heads) -> tuple[tuple[int, int], ...]:
+def _sections(rule: MappingRule, extent: int, heads: Heads) -> tuple[tuple[int, int], ...]:
     """What is cut by itself: where it begins, and how much it is."""
     if rule.fusion is Fusion.DELTA_CONVOLUTION:
         key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim

@@ -53,7 +53,7 @@ class Way(enum.StrEnum):
         return self in {Way.DIRECT, Way.SENDS, Way.NEAREST}
 
 
-class Trainer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A trainer in Megatron's layout; what is left over is data parallelism."""
 
     gpus: Count = 1
@@ -122,10 +122,10 @@ class Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What all hosts together read and write."""
 
 
-class Fleet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything but the model."""
 
-    trainer: Trainer = Trainer()
+    trainer: TrainerSpec = TrainerSpec()
     engines: tuple[Engines, ...] = (Engines(),)
     links: Links = Links()
     bucket_mb: Count = 512
@@ -145,13 +145,13 @@ class Placed(msgspec.Struct, frozen=True):
 class Ground(msgspec.Struct, frozen=True):
     """The GPUs of a fleet: who is where."""
 
-    trainer: Trainer
+    trainer: TrainerSpec
     host: tuple[int, ...]
     """Of each GPU."""
     groups: tuple[Placed, ...]
 
 
-def place(fleet: Fleet) -> Ground:
+def place(fleet: FleetSpec) -> Ground:
     """Number the GPUs and choose ways. Raises `FleetError` for what cannot be."""
     trainer = fleet.trainer
     trainer.check()
@@ -200,7 +200,7 @@ def waves(ground: Ground, most: int | None) -> tuple[Ground, ...]:
     return tuple(found)
 
 
-def _bound(fleet: Fleet) -> None:
+def _bound(fleet: FleetSpec) -> None:
     engines = sum(group.count for group in fleet.engines)
     gpus = fleet.trainer.gpus + sum(group.workers for group in fleet.engines)
     for found, most, what in ((engines, MOST_ENGINES, "engines"), (gpus, MOST_GPUS, "GPUs of trainer and engines")):
@@ -211,7 +211,7 @@ def _bound(fleet: Fleet) -> None:
             )
 
 
-def _fits(engines: Engines, trainer: Trainer, host: list[int]) -> None:
+def _fits(engines: Engines, trainer: TrainerSpec, host: list[int]) -> None:
     """Of a host of the trainer's engines have what it has left; of one that is full, as much as of their own."""
     busiest, found = Counter(each for each in host[trainer.gpus :] if trainer.gpus_on(each)).most_common(1)[0]
     left = trainer.gpus_per_host - trainer.gpus
@@ -223,7 +223,7 @@ def _fits(engines: Engines, trainer: Trainer, host: list[int]) -> None:
         )
 
 
-def _way(engines: Engines, trainer: Trainer, hosts: set[int]) -> Way:
+def _way(engines: Engines, trainer: TrainerSpec, hosts: set[int]) -> Way:
     if engines.way is not None:
         problem = _objection(engines.way, engines, trainer, hosts)
         if problem:
@@ -233,7 +233,7 @@ def _way(engines: Engines, trainer: Trainer, hosts: set[int]) -> Way:
     return next(way for way in order if not _objection(way, engines, trainer, hosts))
 
 
-def _objection(way: Way, engines: Engines, trainer: Trainer, hosts: set[int]) -> str:
+def _objection(way: Way, engines: Engines, trainer: TrainerSpec, hosts: set[int]) -> str:
     """Why `way` is impossible; empty when it is not. Host 0 is that of the trainer's first rank."""
     if way in {Way.DIRECT, Way.LOCAL} and hosts != {0}:
         return (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
-from .cost_model import Round, Volume, Wave, joining_s, round_of
-from .engine_shards import Needs, needs
-from .fleet import Engines, Fleet, Ground, Placed, Trainer, Way, place, waves
+from .cost_model import RoundCost, Volume, Wave, joining_s, round_of
+from .engine_shards import EngineShards, needs
+from .fleet import Engines, FleetSpec, Ground, Placed, TrainerSpec, Way, place, waves
 from .tensor_blocks import Tensors
 from .traffic import Overlaps, Traffic, assembled, by_parts, digested, overlaps
-from .trainer_shards import Holdings, holdings
+from .trainer_shards import TrainerShards, holdings
 
 
 class Forecast:
@@ -18,18 +18,18 @@ class Forecast:
 
     def __init__(self, tensors: Tensors) -> None:
         self.tensors = tensors
-        self._held: dict[Trainer, Holdings] = {}
-        self._needed: dict[tuple[int, int], Needs] = {}
-        self._overlaps: dict[tuple[Trainer, int, int], Overlaps] = {}
-        self._traffic: dict[tuple[Trainer, Placed], tuple[Traffic, ...]] = {}
+        self._held: dict[TrainerSpec, TrainerShards] = {}
+        self._needed: dict[tuple[int, int], EngineShards] = {}
+        self._overlaps: dict[tuple[TrainerSpec, int, int], Overlaps] = {}
+        self._traffic: dict[tuple[TrainerSpec, Placed], tuple[Traffic, ...]] = {}
         self._kept: dict[tuple[int, int], int] = {}
 
-    def round(self, fleet: Fleet) -> Round:
+    def round(self, fleet: FleetSpec) -> RoundCost:
         """One steady round. Raises `FleetError` for a fleet that cannot be."""
         ground = place(fleet)
         return round_of(fleet, ground, self._waves(fleet, ground), self._volume(fleet, ground))
 
-    def joining_s(self, fleet: Fleet) -> float | None:
+    def joining_s(self, fleet: FleetSpec) -> float | None:
         """How long one more engine, like the slowest of these, is brought the version; None unless all go by sends."""
         ground = place(fleet)
         if any(group.way is not Way.SENDS for group in ground.groups):
@@ -38,12 +38,12 @@ class Forecast:
         alone = (replace(ground, groups=(replace(group, gpu=group.gpu[:1]),)) for group in ground.groups)
         return max(joining_s(fleet, wave, volume) for one in alone for wave in self._waves(fleet, one))
 
-    def traffic(self, fleet: Fleet) -> Traffic:
+    def traffic(self, fleet: FleetSpec) -> Traffic:
         """Bytes by pair of a trainer rank and an engine's GPU, of the groups that get their parts."""
         ground = place(fleet)
         return self._waves(replace(fleet, max_paused=None), ground)[0].traffic
 
-    def _waves(self, fleet: Fleet, ground: Ground) -> tuple[Wave, ...]:
+    def _waves(self, fleet: FleetSpec, ground: Ground) -> tuple[Wave, ...]:
         parts: dict[tuple[int, ...], Traffic] = {}
         for group in ground.groups:
             if group.way.by_parts:
@@ -64,18 +64,18 @@ class Forecast:
             self._traffic[key] = by_parts(ground, group, self._holdings(ground.trainer), found)
         return self._traffic[key]
 
-    def _holdings(self, trainer: Trainer) -> Holdings:
+    def _holdings(self, trainer: TrainerSpec) -> TrainerShards:
         if trainer not in self._held:
             self._held[trainer] = holdings(self.tensors, trainer)
         return self._held[trainer]
 
-    def _needs(self, engines: Engines) -> Needs:
+    def _needs(self, engines: Engines) -> EngineShards:
         key = (engines.tp, engines.ep)
         if key not in self._needed:
             self._needed[key] = needs(self.tensors, engines)
         return self._needed[key]
 
-    def _overlap(self, trainer: Trainer, engines: Engines) -> Overlaps:
+    def _overlap(self, trainer: TrainerSpec, engines: Engines) -> Overlaps:
         key = (trainer, engines.tp, engines.ep)
         if key not in self._overlaps:
             self._overlaps[key] = overlaps(self.tensors, self._holdings(trainer), self._needs(engines))
@@ -89,7 +89,7 @@ class Forecast:
             self._kept[key] = int(np.bincount(needed.worker, weights=sizes).max())
         return self._kept[key]
 
-    def _volume(self, fleet: Fleet, ground: Ground) -> Volume:
+    def _volume(self, fleet: FleetSpec, ground: Ground) -> Volume:
         held, trainer = self._holdings(fleet.trainer), fleet.trainer
         parcels = np.zeros(trainer.gpus, np.int64)
         found = assembled(self.tensors, held)

@@ -13,11 +13,11 @@ from weightbus.control.protocol import TransportKind
 from weightbus.control.terminal_text import plain
 
 from . import calibration as figures
-from .calibration import Figure
-from .cost_model import Round, Step
-from .fleet import Engines, Fleet, Trainer, Way, Where, place
+from .calibration import Calibration
+from .cost_model import RoundCost, StepCost
+from .fleet import Engines, FleetSpec, TrainerSpec, Way, Where, place
 from .forecast import Forecast
-from .what_if import Change, changes
+from .what_if import WhatIf, changes
 
 _BAR = 40
 _OFFERED = frozenset(kind.value for kind in TransportKind)
@@ -31,16 +31,16 @@ class Report(msgspec.Struct, frozen=True):
     parameters: int
     bytes: int
     tensors: int
-    fleet: Fleet
+    fleet: FleetSpec
     """With the ways that were chosen."""
-    round: Round
+    round: RoundCost
     joining_s: float | None
     """From the `Hello` of one more engine until it gets requests. Null unless all go by sends."""
-    changes: tuple[Change, ...]
+    changes: tuple[WhatIf, ...]
     notes: tuple[str, ...]
 
 
-def report_of(forecast: Forecast, fleet: Fleet, most: int) -> Report:
+def report_of(forecast: Forecast, fleet: FleetSpec, most: int) -> Report:
     """Everything. Raises `FleetError` for a fleet that cannot be."""
     ways = [group.way for group in place(fleet).groups]
     settled = msgspec.structs.replace(
@@ -65,7 +65,7 @@ def report_of(forecast: Forecast, fleet: Fleet, most: int) -> Report:
     )
 
 
-def _notes(fleet: Fleet, now: Round, joining_s: float | None, found: tuple[Change, ...]) -> Iterator[str]:
+def _notes(fleet: FleetSpec, now: RoundCost, joining_s: float | None, found: tuple[WhatIf, ...]) -> Iterator[str]:
     ways = sorted({group.way.value for group in fleet.engines if group.way is not None})
     for way in Way:
         if way.value not in _OFFERED and (way.value in ways or any(way.value in each.what for each in found)):
@@ -95,7 +95,7 @@ def _notes(fleet: Fleet, now: Round, joining_s: float | None, found: tuple[Chang
     yield "a first round also records, plans and connects: seconds more"
 
 
-def _turns(fleet: Fleet, now: Round) -> Iterator[str]:
+def _turns(fleet: FleetSpec, now: RoundCost) -> Iterator[str]:
     grouped = any(group.way in {Way.SENDS, Way.DISTRIBUTED} for group in fleet.engines)
     if grouped and sum(group.count for group in fleet.engines) > 1:
         yield "engines are taken to have GPUs of their own: over NCCL those that share one take turns (--max-paused)"
@@ -129,7 +129,7 @@ def _ends(report: Report) -> Iterator[str]:
         yield f"an engine that joins is routable after about {_seconds(report.joining_s)}"
 
 
-def _trainer(trainer: Trainer) -> str:
+def _trainer(trainer: TrainerSpec) -> str:
     hosts = -(-trainer.gpus // trainer.gpus_per_host)
     cut = f"tp {trainer.tp}, pp {trainer.pp}, ep {trainer.ep}, etp {trainer.expert_tp}"
     dp = trainer.gpus // trainer.tp // trainer.pp
@@ -142,7 +142,7 @@ def _engines(engines: Engines) -> str:
     return f"engines: {engines.count} of {cut} ({_many(engines.workers, 'GPU')}) on {engines.where.value}, by {way}"
 
 
-def _steps(now: Round) -> Table:
+def _steps(now: RoundCost) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("step")
     table.add_column("seconds", justify="right")
@@ -152,11 +152,11 @@ def _steps(now: Round) -> Table:
     return table
 
 
-def _bar(step: Step, total: float) -> str:
+def _bar(step: StepCost, total: float) -> str:
     return ("#" if step.paused else "-") * max(1, round(_BAR * step.seconds / total))
 
 
-def _loads(now: Round) -> Table:
+def _loads(now: RoundCost) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("busiest link")
     for column in ("GB", "mean GB", "seconds"):
@@ -188,7 +188,7 @@ def figures_table() -> Table:
     for column in ("figure", "value", "from"):
         table.add_column(column)
     for name, figure in vars(figures).items():
-        if isinstance(figure, Figure):
+        if isinstance(figure, Calibration):
             table.add_row(name.lower(), f"{figure.value:g}", figure.source)
     return table
 

@@ -13,7 +13,7 @@ from msgspec import Meta
 
 from weightbus.control.protocol import ConfigurationError
 
-from .fleet import Count, Engines, Fleet, FleetError, Links, Rate, Trainer, Way, Where
+from .fleet import Count, Engines, FleetError, FleetSpec, Links, Rate, TrainerSpec, Way, Where
 
 SECTION = "simulate_fleet"
 
@@ -57,7 +57,7 @@ _FLEET = ("bucket_mb", "max_paused")
 _LINKS = ("device", "nvlink", "nic", "nics_per_host", "storage")
 
 
-def fleet_of(given: SimulateSettings) -> Fleet:
+def fleet_of(given: SimulateSettings) -> FleetSpec:
     """The fleet of the file, or of the flags; links and rounds go by the flags in either case.
 
     Raises `FleetError` for a file that describes none, and where file and flags both speak of a layout.
@@ -70,16 +70,16 @@ def fleet_of(given: SimulateSettings) -> Fleet:
             engines["gpus_per_host"] = said["gpus_per_host"]
         trainer = {name: said[name] for name in _TRAINER if name in said}
         document = {"trainer": trainer, "engines": [engines], "links": links}
-        return msgspec.convert(document | _of_fleet(said), Fleet)
+        return msgspec.convert(document | _of_fleet(said), FleetSpec)
     both = [name for name in (*_TRAINER, *_ENGINES) if name in said]
     if both:
         flag = "--" + both[0].replace("_", "-")
         raise FleetError(f"{flag} and --fleet {given.fleet} both describe the fleet: say it in one of them")
     document = _read(given.fleet, "a table of TOML or an object of JSON with trainer, engines and links")
     try:
-        found = msgspec.convert(document | _of_fleet(said), Fleet)
+        found = msgspec.convert(document | _of_fleet(said), FleetSpec)
     except msgspec.ValidationError as problem:
-        kinds = {"[trainer]": Trainer, "[[engines]]": Engines, "[links]": Links}
+        kinds = {"[trainer]": TrainerSpec, "[[engines]]": Engines, "[links]": Links}
         known = "; ".join(f"{name} {', '.join(kind.__struct_fields__)}" for name, kind in kinds.items())
         raise FleetError(
             f"{given.fleet} describes no fleet: {problem}. Known: {known}; {', '.join(_FLEET)}"

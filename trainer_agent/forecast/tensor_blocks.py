@@ -16,9 +16,9 @@ from weightbus.dataplane.tensors import ITEM_BYTES, Column, TensorSpec
 
 from ..source import LayoutMismatch, UnsupportedModel
 from ..sources.megatron import (
+    LayerPlace,
+    MappingRule,
     Model,
-    Place,
-    Rule,
     body,
     decoder_layer,
     head,
@@ -41,7 +41,7 @@ class Block:
 
     kind: str
     """Blocks of one kind have the same parts."""
-    rules: tuple[Rule, ...]
+    rules: tuple[MappingRule, ...]
     first: int
     """Number of its first tensor."""
     plain: int
@@ -115,14 +115,14 @@ def _blocks(model: Model) -> Iterator[Block]:
         first += plain + each * experts
 
 
-def _places(model: Model) -> Iterator[tuple[str, Place, int, bool]]:
+def _places(model: Model) -> Iterator[tuple[str, LayerPlace, int, bool]]:
     """In the order of `served_tensors`."""
     embedding, norm = body(model).rules
     last = len(model.layers)
-    yield "embedding", Place((embedding,), ""), -1, True
+    yield "embedding", LayerPlace((embedding,), ""), -1, True
     for index, layer in enumerate(model.layers):
         yield f"layer {layer.linear} {layer.experts}", decoder_layer(model, index), index, True
-    yield "norm", Place((norm,), ""), last, True
+    yield "norm", LayerPlace((norm,), ""), last, True
     yield "head", head(model), last, True
     for index in range(model.predictions):
         yield "prediction", prediction_parts(model, index), last, False

@@ -27,10 +27,10 @@ from weightbus.dataplane.tensors import (
     weights,
 )
 
-from .engine_shards import Needs
+from .engine_shards import EngineShards
 from .fleet import FleetError, Ground, Placed, Way
 from .tensor_blocks import Tensors
-from .trainer_shards import Holdings
+from .trainer_shards import TrainerShards
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class Overlaps:
     boxes, and their weights there."""
 
 
-def overlaps(tensors: Tensors, held: Holdings, needed: Needs) -> Overlaps:
+def overlaps(tensors: Tensors, held: TrainerShards, needed: EngineShards) -> Overlaps:
     """All of them. What is needed is held: both describe the same tensors, whole."""
     rows, others, common = intersect(needed.boxes, held.boxes)
     found = np.zeros(len(needed.boxes), np.int64)
@@ -102,7 +102,7 @@ def overlaps(tensors: Tensors, held: Holdings, needed: Needs) -> Overlaps:
     return Overlaps(needed.worker[rows], others, common.sizes * tensors.item[common.space], tuple(dealt))
 
 
-def by_parts(ground: Ground, group: Placed, held: Holdings, found: Overlaps) -> tuple[Traffic, ...]:
+def by_parts(ground: Ground, group: Placed, held: TrainerShards, found: Overlaps) -> tuple[Traffic, ...]:
     """What the workers of a group get, each its own part; engine by engine."""
     world = ground.trainer.gpus
     holders = Series(held.base, held.stride, held.count)
@@ -162,7 +162,7 @@ def _dealt(holders: Series, weight: Column, first: int) -> Column:
     return found
 
 
-def _in_planners_order(held: Holdings) -> Column:
+def _in_planners_order(held: TrainerShards) -> Column:
     return order_of(side_by_side(held.boxes.space, held.boxes.start, held.boxes.stop))
 
 
@@ -174,12 +174,12 @@ def within(holders: Series, low: int, high: int) -> Series:
     return Series(base + stride * first, stride, np.maximum(0, last - first))
 
 
-def assembled(tensors: Tensors, held: Holdings) -> Column:
+def assembled(tensors: Tensors, held: TrainerShards) -> Column:
     """(ranks,): what each rank sends of whole tensors that the first one puts together; of replicas the lowest's."""
     return _sums(held.base, _sizes(tensors, held.boxes))
 
 
-def digested(tensors: Tensors, held: Holdings) -> Column:
+def digested(tensors: Tensors, held: TrainerShards) -> Column:
     """(ranks,): what each rank reads for the digests (dataplane/reshard/digest_shares.py)."""
     order = _in_planners_order(held)
     boxes = held.boxes.take(order)

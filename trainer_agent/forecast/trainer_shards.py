@@ -17,8 +17,8 @@ import numpy as np
 
 from weightbus.dataplane.tensors import Box, Boxes, Column, contiguous_strides
 
-from ..sources.megatron import Cut, Fusion, Local, Model, Norm, Rule, Share, pieces_of
-from .fleet import FleetError, Trainer
+from ..sources.megatron import Fusion, LocalParameter, MappedShare, MappingRule, Model, Norm, TensorCut, pieces_of
+from .fleet import FleetError, TrainerSpec
 from .tensor_blocks import AXES, Block, Tensors
 
 _PADDED: Final = 128
@@ -29,7 +29,7 @@ Part = tuple[int, int, Box]
 
 
 @dataclass(frozen=True, eq=False)
-class Holdings:
+class TrainerShards:
     """Distinct boxes, which make up every tensor exactly once. Holders of row r: base + stride * k, k < count."""
 
     boxes: Boxes
@@ -38,7 +38,7 @@ class Holdings:
     count: Column
 
 
-def holdings(tensors: Tensors, trainer: Trainer) -> Holdings:
+def holdings(tensors: Tensors, trainer: TrainerSpec) -> TrainerShards:
     """What the trainer's ranks hold. Raises `FleetError` where a matrix does not come out even."""
     model = tensors.model
     if trainer.pp > len(model.layers):
@@ -62,7 +62,7 @@ def holdings(tensors: Tensors, trainer: Trainer) -> Holdings:
             tables.append(_experts(parts(block.kind, experts=True), block, stage, trainer))
     table = np.concatenate([each for each in tables if len(each)])
     boxes = Boxes(table[:, 0], table[:, 4 : 4 + AXES], table[:, 4 + AXES :])
-    return Holdings(boxes, table[:, 1], table[:, 2], table[:, 3])
+    return TrainerShards(boxes, table[:, 1], table[:, 2], table[:, 3])
 
 
 def _stage(depth: int, layers: int, stages: int) -> int:
@@ -75,7 +75,7 @@ def _stage(depth: int, layers: int, stages: int) -> int:
     return index // (short + 1) if index < edge else longer + (index - edge) // short
 
 
-def _plain(parts: Sequence[Part], block: Block, stage: int, trainer: Trainer) -> Column:
+def _plain(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSpec) -> Column:
     rows: list[tuple[int, ...]] = []
     for target, share, box in parts:
         holders = (stage, 1, trainer.stage) if share < 0 else (stage + share, trainer.tp, trainer.stage // trainer.tp)
@@ -83,7 +83,7 @@ def _plain(parts: Sequence[Part], block: Block, stage: int, trainer: Trainer) ->
     return np.array(rows, np.int64).reshape(len(rows), 4 + 2 * AXES)
 
 
-def _experts(parts: Sequence[Part], block: Block, stage: int, trainer: Trainer) -> Column:
+def _experts(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSpec) -> Column:
     """The parts of one expert for all of them: expert e is with the e-th share of the expert parallel ranks."""
     width, group = trainer.expert_tp, trainer.expert_tp * trainer.ep
     of_one = np.array([(target, max(share, 0), *_wide(box)) for target, share, box in parts], np.int64)
@@ -110,19 +110,19 @@ def _parts(model: Model, block: Block, ranks: int, *, experts: bool) -> Iterator
         position += len(rule.served)
 
 
-def _parts_of(model: Model, rule: Rule, position: int, ranks: int, *, experts: bool) -> Iterator[Part]:
+def _parts_of(model: Model, rule: MappingRule, position: int, ranks: int, *, experts: bool) -> Iterator[Part]:
     served = [model.spec(target, "", "bfloat16", 0) for target in rule.served]
     number = {spec.name: position + index for index, spec in enumerate(served)}
     # Norms over all heads are cut with them, latent projections down are not.
-    wide_norm = rule.cut is Cut.ROWS_OR_NONE and rule.served[0].norm is not Norm.NOT
-    cut = wide_norm or rule.cut in {Cut.ROWS, Cut.COLUMNS}
+    wide_norm = rule.cut is TensorCut.ROWS_OR_NONE and rule.served[0].norm is not Norm.NOT
+    cut = wide_norm or rule.cut in {TensorCut.ROWS, TensorCut.COLUMNS}
     shares = ranks if cut else 1
     rows = sum(spec.shape[0] for spec in served)
     full = (rows, *served[0].shape[1:])
     if rule.fusion is Fusion.VOCABULARY:
         unit = _PADDED * shares
         full = (-(-rows // unit) * unit, *full[1:])
-    axis = 1 if rule.cut is Cut.COLUMNS else 0
+    axis = 1 if rule.cut is TensorCut.COLUMNS else 0
     uneven = full[axis] % shares or (rule.fusion is Fusion.GATED and any(s.shape[0] % shares for s in served))
     if uneven:
         name = "etp" if experts else "tp"
@@ -132,8 +132,10 @@ def _parts_of(model: Model, rule: Rule, position: int, ranks: int, *, experts: b
         )
     shape = tuple(size // shares if at == axis else size for at, size in enumerate(full))
     for share in range(shares):
-        local = Local(rule.trained[0], 0, shape, contiguous_strides(shape), "bfloat16")
-        for piece in pieces_of(rule, local, served, (0,) * len(served), heads=model.heads, share=Share(share, shares)):
+        local = LocalParameter(rule.trained[0], 0, shape, contiguous_strides(shape), "bfloat16")
+        for piece in pieces_of(
+            rule, local, served, (0,) * len(served), heads=model.heads, share=MappedShare(share, shares)
+        ):
             yield number[piece.tensor], share if cut else -1, piece.box
 
 

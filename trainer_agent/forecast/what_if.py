@@ -9,8 +9,8 @@ import msgspec
 from msgspec.structs import replace
 
 from . import calibration as figures
-from .cost_model import Round, rate
-from .fleet import Engines, Fleet, FleetError, Links, Way, Where, place
+from .cost_model import RoundCost, rate
+from .fleet import Engines, FleetError, FleetSpec, Links, Way, Where, place
 from .forecast import Forecast
 
 _Groups = tuple[Engines, ...]
@@ -18,7 +18,7 @@ _WORTH: Final = 0.01
 """Of the round: what saves less is not said."""
 
 
-class Change(msgspec.Struct, frozen=True):
+class WhatIf(msgspec.Struct, frozen=True):
     """One change, and what the round would be with it."""
 
     what: str
@@ -26,20 +26,20 @@ class Change(msgspec.Struct, frozen=True):
     pause_s: float
 
 
-def changes(forecast: Forecast, fleet: Fleet, now: Round, most: int = 3) -> tuple[Change, ...]:
+def changes(forecast: Forecast, fleet: FleetSpec, now: RoundCost, most: int = 3) -> tuple[WhatIf, ...]:
     """The `most` that save most of the round, best first; of equal ones the first that was tried."""
-    found: list[Change] = []
+    found: list[WhatIf] = []
     for what, other in _candidates(forecast, fleet):
         try:
             then = forecast.round(other)
         except FleetError:
             continue  # this fleet cannot be changed so
         if now.total_s - then.total_s > _WORTH * now.total_s:
-            found.append(Change(what, then.total_s, then.pause_s))
+            found.append(WhatIf(what, then.total_s, then.pause_s))
     return tuple(sorted(found, key=lambda change: change.total_s)[:most])
 
 
-def _candidates(forecast: Forecast, fleet: Fleet) -> Iterator[tuple[str, Fleet]]:
+def _candidates(forecast: Forecast, fleet: FleetSpec) -> Iterator[tuple[str, FleetSpec]]:
     """What is changed, and the changed fleet."""
     for what, links in _links(fleet.links):
         yield what, replace(fleet, links=links)
@@ -61,7 +61,7 @@ def _links(links: Links) -> Iterator[tuple[str, Links]]:
         yield "a NIC for each GPU", replace(links, nics_per_host=None)
 
 
-def _engines(forecast: Forecast, fleet: Fleet) -> Iterator[tuple[str, _Groups]]:
+def _engines(forecast: Forecast, fleet: FleetSpec) -> Iterator[tuple[str, _Groups]]:
     """Another way, another place, experts whole or cut; for all groups."""
     groups = fleet.engines
     for way in Way:
@@ -78,7 +78,7 @@ def _engines(forecast: Forecast, fleet: Fleet) -> Iterator[tuple[str, _Groups]]:
             yield "engines with experts cut (engine ep = 1)", tuple(replace(each, ep=1) for each in groups)
 
 
-def _ways(fleet: Fleet, moved: _Groups) -> str:
+def _ways(fleet: FleetSpec, moved: _Groups) -> str:
     """Which ways would be chosen, where these groups can be at all."""
     try:
         groups = place(replace(fleet, engines=moved)).groups

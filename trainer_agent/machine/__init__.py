@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from . import publication as publication
+    from . import events as events, publication as publication
     from .errors import (
         AgentClosed as AgentClosed,
         BadCheckpoint as BadCheckpoint,
@@ -17,9 +17,15 @@ if TYPE_CHECKING:
         UnfinishedCheckpoint as UnfinishedCheckpoint,
         raise_for as raise_for,
     )
-    from .publication import Ending as Ending, Limits as Limits, Verdict as Verdict
+    from .events import EndReason as EndReason
+    from .publication import PublishLimits as PublishLimits, RoundResult as RoundResult
     from .publish_handle import PublishHandle as PublishHandle
     from .publish_report import Mode as Mode, PublishReport as PublishReport, Stopwatch as Stopwatch
-    from .snapshot_queue import Backlog as Backlog, Claim as Claim, Memory as Memory, Overlap as Overlap
+    from .snapshot_queue import (
+        Overlap as Overlap,
+        SnapshotClaim as SnapshotClaim,
+        SnapshotMemory as SnapshotMemory,
+        SnapshotQueue as SnapshotQueue,
+    )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Final
 
 from weightbus.control.protocol import Code, WeightbusError
 
-from .publication import Ending, Verdict
+from .events import EndReason
+from .publication import RoundResult
 from .publish_report import PublishReport
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class UnfinishedCheckpoint(BadCheckpoint):
 class PublishFailed(TrainerError):
     """The version did not get through."""
 
-    def __init__(self, verdict: Verdict, report: PublishReport) -> None:
+    def __init__(self, verdict: RoundResult, report: PublishReport) -> None:
         self.verdict = verdict
         self.report = report
         super().__init__(f"version {report.version} was not published ({verdict.ending.value}): {verdict.reason}")
@@ -121,19 +122,19 @@ class Superseded(PublishFailed):
     """A newer snapshot took its place before its round began."""
 
 
-_BY_ENDING: Final[dict[Ending, type[PublishFailed]]] = {
-    Ending.ABORTED: RoundAborted,
-    Ending.REFUSED: PublishRefused,
-    Ending.LEASE_BUSY: LeaseBusy,
-    Ending.COORDINATOR_LOST: CoordinatorLost,
-    Ending.SOURCE_FAILED: SourceFailed,
-    Ending.WEIGHTS_CHANGED: WeightsChanged,
-    Ending.SUPERSEDED: Superseded,
-    Ending.INTERNAL: PublishFailed,
+_BY_ENDING: Final[dict[EndReason, type[PublishFailed]]] = {
+    EndReason.ABORTED: RoundAborted,
+    EndReason.REFUSED: PublishRefused,
+    EndReason.LEASE_BUSY: LeaseBusy,
+    EndReason.COORDINATOR_LOST: CoordinatorLost,
+    EndReason.SOURCE_FAILED: SourceFailed,
+    EndReason.WEIGHTS_CHANGED: WeightsChanged,
+    EndReason.SUPERSEDED: Superseded,
+    EndReason.INTERNAL: PublishFailed,
 }
 
 
-def raise_for(verdict: Verdict, report: PublishReport, cause: BaseException | None = None) -> None:
+def raise_for(verdict: RoundResult, report: PublishReport, cause: BaseException | None = None) -> None:
     """Raise what `verdict` stands for; return if it stands for success."""
-    if verdict.ending is not Ending.COMMITTED:
+    if verdict.ending is not EndReason.COMMITTED:
         raise _BY_ENDING[verdict.ending](verdict, report) from cause

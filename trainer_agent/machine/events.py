@@ -9,10 +9,10 @@ import enum
 
 import msgspec
 
-from weightbus.control.protocol import Code, EngineReport, Held, Outcome, Receiver
+from weightbus.control.protocol import Code, EngineReport, HeldVersion, Outcome, ReceivingEngine
 
 
-class Ending(enum.StrEnum):
+class EndReason(enum.StrEnum):
     """How a publication ended, by what the caller can do about it."""
 
     COMMITTED = "committed"
@@ -42,20 +42,20 @@ class Event(msgspec.Struct, frozen=True):
     """Root of what can happen."""
 
 
-class Begin(Event, frozen=True):
+class PublishAsked(Event, frozen=True):
     """A caller wants the version published."""
 
 
-class LeaseGranted(Event, frozen=True):
+class GotLease(Event, frozen=True):
     """The lease is ours under `epoch`."""
 
     epoch: int
-    committed: Held | None = None
+    committed: HeldVersion | None = None
     open: bool = False
     """Every engine can wait for the digest table: the version may be announced before it is known."""
 
 
-class Refusal(Event, frozen=True):
+class RequestRefusal(Event, frozen=True):
     """The last question was answered with no."""
 
     code: Code
@@ -81,10 +81,10 @@ class Undigested(Event, frozen=True):
     reason: str
 
 
-class Broken(Event, frozen=True):
+class AttemptFailed(Event, frozen=True):
     """A step on this side failed for good."""
 
-    ending: Ending
+    ending: EndReason
     reason: str
 
 
@@ -97,7 +97,7 @@ class SendAsked(Event, frozen=True):
 
     epoch: int
     version: int
-    receivers: tuple[Receiver, ...]
+    receivers: tuple[ReceivingEngine, ...]
     deadline_s: float
 
 
@@ -125,7 +125,7 @@ class Noted(Event, frozen=True):
     epoch: int
 
 
-class Ended(Event, frozen=True):
+class RoundEnded(Event, frozen=True):
     """The coordinator says that a round is over."""
 
     epoch: int
@@ -139,7 +139,7 @@ class Ended(Event, frozen=True):
 class Reconnected(Event, frozen=True):
     """The coordinator was greeted anew: it, or the connection, was gone for a while."""
 
-    committed: Held | None
+    committed: HeldVersion | None
     restarted: bool
     """It is another life of the coordinator: it may have forgotten the round."""
 
@@ -149,19 +149,19 @@ class Tick(Event, frozen=True):
 
 
 AnyEvent = (
-    Begin
-    | LeaseGranted
-    | Refusal
+    PublishAsked
+    | GotLease
+    | RequestRefusal
     | Unreachable
     | Digested
     | Undigested
-    | Broken
+    | AttemptFailed
     | Accepted
     | SendAsked
     | Withdrawn
     | Delivered
     | Noted
-    | Ended
+    | RoundEnded
     | Reconnected
     | Tick
 )
@@ -178,7 +178,7 @@ class AskLease(Effect, frozen=True):
     """Ask for the lease. Answered by LeaseGranted, Refusal or Unreachable."""
 
 
-class Assemble(Effect, frozen=True):
+class AssembleBuckets(Effect, frozen=True):
     """Assemble and digest on all ranks. Answered by Digested or Broken."""
 
 
@@ -193,14 +193,14 @@ class Announce(Effect, frozen=True):
     """Without a table, which follows: `Digested` or `Undigested` has to come before `Delivered`."""
 
 
-class Deliver(Effect, frozen=True):
+class DeliverBuckets(Effect, frozen=True):
     """Open the senders, offer them and send everything.
 
     Answered by Refusal or Unreachable when the offer is not taken, else at last by Delivered or Broken.
     """
 
     epoch: int
-    receivers: tuple[Receiver, ...]
+    receivers: tuple[ReceivingEngine, ...]
     deadline_s: float
 
 
@@ -231,14 +231,14 @@ class ReportSent(Effect, frozen=True):
     """Names the digest table, and is to be put, where the version was announced without."""
 
 
-class GiveUp(Effect, frozen=True):
+class AbandonLease(Effect, frozen=True):
     """Tell the coordinator that the round of `epoch` cannot go on. Not answered."""
 
     epoch: int
     reason: str
 
 
-class GiveBack(Effect, frozen=True):
+class ReleaseLease(Effect, frozen=True):
     """Release the lease of `epoch` unused. Not answered."""
 
     epoch: int
@@ -246,14 +246,14 @@ class GiveBack(Effect, frozen=True):
 
 AnyEffect = (
     AskLease
-    | Assemble
+    | AssembleBuckets
     | Announce
-    | Deliver
+    | DeliverBuckets
     | DropReceivers
     | StopDelivery
     | CloseTable
     | ReportSent
-    | GiveUp
-    | GiveBack
+    | AbandonLease
+    | ReleaseLease
 )
 Effects = tuple[AnyEffect, ...]

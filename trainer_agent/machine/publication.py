@@ -8,7 +8,7 @@ order and answers each with an event. This module decides, and knows nothing of 
         |   the round was lost with the coordinator   |   |   heard of the coordinator again, or not at all    |
         +------------ and an attempt is left ---------+   +-------------------+--------------------------------+
 
-Any state ends in DONE with a `Verdict`; on its own deadline a round is given up through ABANDONING.
+Any state ends in DONE with a `RoundResult`; on its own deadline a round is given up through ABANDONING.
 
 Where every engine can wait for the digest table, the first attempt goes from ACQUIRING to ANNOUNCING at once, with an
 open table. Then `Digested` comes in any later state, before `Delivered`, and the table is said with the report. Nobody
@@ -27,34 +27,32 @@ from typing import Final, assert_never
 
 import msgspec
 
-from weightbus.control.protocol import Code, Held, IllegalMove, InvariantBroken, Outcome, Receiver
+from weightbus.control.protocol import Code, HeldVersion, IllegalMove, InvariantBroken, Outcome, ReceivingEngine
 
 from .events import (
+    AbandonLease,
     Accepted,
     Announce,
-    AnyEffect,
     AnyEvent,
     AskLease,
-    Assemble,
-    Begin,
-    Broken,
+    AssembleBuckets,
+    AttemptFailed,
     CloseTable,
-    Deliver,
+    DeliverBuckets,
     Delivered,
     Digested,
     DropReceivers,
-    Effect,
     Effects,
-    Ended,
-    Ending,
+    EndReason,
     Event,
-    GiveBack,
-    GiveUp,
-    LeaseGranted,
+    GotLease,
     Noted,
+    PublishAsked,
     Reconnected,
-    Refusal,
+    ReleaseLease,
     ReportSent,
+    RequestRefusal,
+    RoundEnded,
     SendAsked,
     StopDelivery,
     Tick,
@@ -63,47 +61,8 @@ from .events import (
     Withdrawn,
 )
 
-__all__ = [
-    "Accepted",
-    "Announce",
-    "AnyEffect",
-    "AnyEvent",
-    "AskLease",
-    "Assemble",
-    "Begin",
-    "Broken",
-    "CloseTable",
-    "Deliver",
-    "Delivered",
-    "Digested",
-    "DropReceivers",
-    "Effect",
-    "Effects",
-    "Ended",
-    "Ending",
-    "Event",
-    "GiveBack",
-    "GiveUp",
-    "LeaseGranted",
-    "Limits",
-    "Noted",
-    "Publication",
-    "Reconnected",
-    "Refusal",
-    "ReportSent",
-    "SendAsked",
-    "State",
-    "StopDelivery",
-    "Tick",
-    "Undigested",
-    "Unreachable",
-    "Verdict",
-    "Withdrawn",
-]
-"""With the events and effects: who has the machine has its vocabulary."""
 
-
-class State(enum.Enum):
+class PublicationState(enum.Enum):
     """Where a publication stands. Each member says what is true while in it."""
 
     ACQUIRING = "acquiring"
@@ -123,15 +82,15 @@ class State(enum.Enum):
     """`verdict` says how it ended. Nothing more happens."""
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class RoundResult(msgspec.Struct, frozen=True):
     """The end of a publication: what every rank of the trainer learns."""
 
-    ending: Ending
+    ending: EndReason
     reason: str = ""
     code: Code | None = None
 
 
-class Limits(msgspec.Struct, frozen=True):
+class PublishLimits(msgspec.Struct, frozen=True):
     """How long the publication waits, and how often it begins again."""
 
     acquire_s: float = 300.0
@@ -143,32 +102,38 @@ class Limits(msgspec.Struct, frozen=True):
     """Pause before a question is asked again, unless the coordinator named one."""
 
 
-_HIDDEN_COMMIT: Final = Verdict(Ending.COMMITTED, "committed before the coordinator was heard of again")
+_HIDDEN_COMMIT: Final = RoundResult(EndReason.COMMITTED, "committed before the coordinator was heard of again")
 
 _BROKEN_OFF: Final = "the trainer did not hear whether its offer was taken, and broke the transfer off"
 
-_OTHER_WEIGHTS: Final = Verdict(
-    Ending.REFUSED, "these are not the weights that are committed: publish them as a new version", Code.NOT_ALLOWED
+_OTHER_WEIGHTS: Final = RoundResult(
+    EndReason.REFUSED, "these are not the weights that are committed: publish them as a new version", Code.NOT_ALLOWED
 )
 
 _LATER: Final = frozenset({Code.LEASE_HELD, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.UNKNOWN_AGENT})
 """Refusals that pass: the same question may be answered differently later."""
 
-_IN_ROUND: Final = frozenset({State.ANNOUNCING, State.WAITING, State.SENDING, State.ABANDONING})
+_IN_ROUND: Final = frozenset(
+    {PublicationState.ANNOUNCING, PublicationState.WAITING, PublicationState.SENDING, PublicationState.ABANDONING}
+)
 
-_TABLE_FOLLOWS: Final = frozenset({State.ANNOUNCING, State.WAITING, State.SENDING, State.ABANDONING})
+_TABLE_FOLLOWS: Final = frozenset(
+    {PublicationState.ANNOUNCING, PublicationState.WAITING, PublicationState.SENDING, PublicationState.ABANDONING}
+)
 """Where an open table may become known."""
 
-_ASKING: Final = frozenset({State.ACQUIRING, State.ANNOUNCING, State.WAITING, State.SENDING})
+_ASKING: Final = frozenset(
+    {PublicationState.ACQUIRING, PublicationState.ANNOUNCING, PublicationState.WAITING, PublicationState.SENDING}
+)
 
-EXPECTED: Final[dict[type[Event], frozenset[State]]] = {
-    Begin: frozenset({State.ACQUIRING}),
-    LeaseGranted: frozenset({State.ACQUIRING}),
-    Digested: frozenset({State.DIGESTING}) | _TABLE_FOLLOWS,
+EXPECTED: Final[dict[type[Event], frozenset[PublicationState]]] = {
+    PublishAsked: frozenset({PublicationState.ACQUIRING}),
+    GotLease: frozenset({PublicationState.ACQUIRING}),
+    Digested: frozenset({PublicationState.DIGESTING}) | _TABLE_FOLLOWS,
     Undigested: _TABLE_FOLLOWS,
-    Accepted: frozenset({State.ANNOUNCING}),
-    Delivered: frozenset({State.SENDING}),
-    Refusal: _ASKING,
+    Accepted: frozenset({PublicationState.ANNOUNCING}),
+    Delivered: frozenset({PublicationState.SENDING}),
+    RequestRefusal: _ASKING,
     Unreachable: _ASKING,
 }
 """Answers of our own driver, and the only states that can have asked for them. All else may come at any time."""
@@ -177,12 +142,12 @@ EXPECTED: Final[dict[type[Event], frozenset[State]]] = {
 class Publication:
     """One version's way to the engines, seen from the trainer."""
 
-    def __init__(self, version: int, limits: Limits, *, catch_up: bool = False) -> None:
+    def __init__(self, version: int, limits: PublishLimits, *, catch_up: bool = False) -> None:
         """`catch_up`: `version` is committed already, and brought to engines that are behind."""
         self.version = version
         self.limits = limits
         self._catch_up = catch_up
-        self.state = State.ACQUIRING
+        self.state = PublicationState.ACQUIRING
         self.epoch = 0
         """Of our lease or, in a round, of the last `SendAsked`."""
         self.lease = 0
@@ -193,19 +158,19 @@ class Publication:
         """The round is announced without its table, which may be known by now."""
         self._free = 0
         """Attempts that do not count."""
-        self._given_up: GiveUp | None = None
+        self._given_up: AbandonLease | None = None
         """Of the attempt before, to be said again if it was not heard: the channel is not free before that."""
         self._asked = 0
         """Highest epoch of a `SendAsked` that was taken up; the coordinator repeats it until it hears of an offer."""
         self._silence = ""
         """Why the last question was not answered; empty when it was."""
-        self._receivers: tuple[Receiver, ...] = ()
+        self._receivers: tuple[ReceivingEngine, ...] = ()
         """Of the last `SendAsked` that was taken up."""
         self._unsaid: ReportSent | None = None
         """A report that the coordinator has not confirmed."""
-        self.verdict: Verdict | None = None
-        self.ended: Ended | None = None
-        self._committed: Held | None = None
+        self.verdict: RoundResult | None = None
+        self.ended: RoundEnded | None = None
+        self._committed: HeldVersion | None = None
         self._due: float | None = None
         self._give_up_at: float | None = None
 
@@ -217,7 +182,7 @@ class Publication:
 
     def check(self) -> None:
         """Raise `InvariantBroken` when fields contradict each other."""
-        if (self.state is State.DONE) != (self.verdict is not None):
+        if (self.state is PublicationState.DONE) != (self.verdict is not None):
             raise InvariantBroken(f"publication of {self.version} is {self.state.value} with verdict {self.verdict}")
         tabled = bool(self.table) or self.open
         if self.state in _IN_ROUND and (self.lease < 1 or self.epoch < self.lease or not tabled):
@@ -227,36 +192,36 @@ class Publication:
         if self._unsaid is not None and self._unsaid.table != (self.table if self.open else ""):
             raise InvariantBroken(f"a report names table {self._unsaid.table!r}, expected {self.table!r}")
         if (
-            self.state is not State.DONE
+            self.state is not PublicationState.DONE
             and self.attempt
             and self._give_up_at is None
-            and self.state is not State.DIGESTING
+            and self.state is not PublicationState.DIGESTING
         ):
             raise InvariantBroken(f"{self.state.value} without a deadline")
 
     def handle(self, event: AnyEvent, now: float) -> Effects:  # noqa: C901, PLR0911  one line for each event
         """Take one event. Raises `IllegalMove`, changing nothing, on an answer to what was not asked."""
         self._require(event)
-        if self.state is State.DONE:
+        if self.state is PublicationState.DONE:
             return ()
         match event:
-            case Begin() | LeaseGranted() | Digested() | Accepted() | Delivered() | Noted():
+            case PublishAsked() | GotLease() | Digested() | Accepted() | Delivered() | Noted():
                 return self._went_well(event, now)
-            case Refusal():
+            case RequestRefusal():
                 return self._refused(event, now)
             case Unreachable():
                 self._silence = event.reason
                 return self._later(self.limits.retry_s, now)
             case Undigested():
                 return self._undigested(event, now)
-            case Broken():
+            case AttemptFailed():
                 return self._broken(event)
             case SendAsked():
                 return self._send(event)
             case Withdrawn():
-                sending = self.state is State.SENDING and event.epoch == self.epoch
+                sending = self.state is PublicationState.SENDING and event.epoch == self.epoch
                 return (DropReceivers(event.engines),) if sending else ()
-            case Ended():
+            case RoundEnded():
                 return self._ended(event)
             case Reconnected():
                 return self._reconnected(event)
@@ -268,27 +233,29 @@ class Publication:
     def _require(self, event: AnyEvent) -> None:
         """Raise `IllegalMove` unless it was asked for. An open table comes once, and before the end of a delivery."""
         allowed = EXPECTED.get(type(event))
-        late = isinstance(event, Digested | Undigested) and self.state is not State.DIGESTING
+        late = isinstance(event, Digested | Undigested) and self.state is not PublicationState.DIGESTING
         in_turn = not late or (self.open and not self.table)
         if isinstance(event, Delivered):
             in_turn = bool(self.table)
         if not in_turn or (allowed is not None and self.state not in allowed):
             raise IllegalMove("publication", f"{self.state.value}, table {self.table!r}", type(event).__name__)
 
-    def _went_well(self, event: Begin | LeaseGranted | Digested | Accepted | Delivered | Noted, now: float) -> Effects:
+    def _went_well(
+        self, event: PublishAsked | GotLease | Digested | Accepted | Delivered | Noted, now: float
+    ) -> Effects:
         """The straight way."""
         match event:
-            case Begin():
+            case PublishAsked():
                 return self._acquire(now)
-            case LeaseGranted():
+            case GotLease():
                 return self._granted(event, now)
             case Digested():
                 return self._digested(event, now)
             case Accepted():
-                self._move(State.WAITING, give_up_at=self._give_up_at)
+                self._move(PublicationState.WAITING, give_up_at=self._give_up_at)
                 return (self._unsaid,) if self._unsaid is not None else ()
             case Delivered():
-                self._move(State.WAITING, give_up_at=self._give_up_at)
+                self._move(PublicationState.WAITING, give_up_at=self._give_up_at)
                 self._unsaid = ReportSent(event.epoch, event.failed, event.spared, self.table if self.open else "")
                 return (self._unsaid,)
             case Noted():
@@ -302,10 +269,10 @@ class Publication:
     def _acquire(self, now: float) -> Effects:
         self.attempt += 1
         self._unsaid, self.open = None, False
-        self._move(State.ACQUIRING, give_up_at=now + self.limits.acquire_s)
+        self._move(PublicationState.ACQUIRING, give_up_at=now + self.limits.acquire_s)
         return (AskLease(),)
 
-    def _granted(self, event: LeaseGranted, now: float) -> Effects:
+    def _granted(self, event: GotLease, now: float) -> Effects:
         self.epoch = self.lease = event.epoch
         self._committed = event.committed or self._committed
         self._given_up = None
@@ -313,44 +280,44 @@ class Publication:
         if self.open:
             self._free = 1
             return self._announce(now)
-        self._move(State.DIGESTING)
-        return (Assemble(),)
+        self._move(PublicationState.DIGESTING)
+        return (AssembleBuckets(),)
 
     def _digested(self, event: Digested, now: float) -> Effects:
         self.table = event.table
-        if self.state is not State.DIGESTING:
+        if self.state is not PublicationState.DIGESTING:
             if self._unsaid is not None:
                 self._unsaid = msgspec.structs.replace(self._unsaid, table=event.table)
             return ()
         if self._catch_up and not self._is_committed():
-            return (*self._finish(_OTHER_WEIGHTS), GiveBack(self.lease))
+            return (*self._finish(_OTHER_WEIGHTS), ReleaseLease(self.lease))
         return self._announce(now)
 
     def _announce(self, now: float) -> Effects:
-        self._move(State.ANNOUNCING, give_up_at=now + self.limits.round_s)
+        self._move(PublicationState.ANNOUNCING, give_up_at=now + self.limits.round_s)
         return (Announce(self.lease, self.open),)
 
     def _undigested(self, event: Undigested, now: float) -> Effects:
         """The same version, with its table first."""
-        return () if self.state is State.ABANDONING else self._instead(event.reason, now)
+        return () if self.state is PublicationState.ABANDONING else self._instead(event.reason, now)
 
     def _instead(self, reason: str, now: float) -> Effects:
         """Give the round up for another one."""
-        stop, self._given_up = self._stop(), GiveUp(self.epoch, reason)
+        stop, self._given_up = self._stop(), AbandonLease(self.epoch, reason)
         return (*stop, self._given_up, *self._begin_again(reason, now))
 
     def _send(self, event: SendAsked) -> Effects:
         """A first `Send` and a re-drive are the same: everything, to those named, under its epoch."""
         stale = event.version != self.version or event.epoch < self.lease or event.epoch <= self._asked
-        if stale or self.state not in (State.ANNOUNCING, State.WAITING, State.SENDING):
+        if stale or self.state not in (PublicationState.ANNOUNCING, PublicationState.WAITING, PublicationState.SENDING):
             return ()
         stop = self._stop()
         self.epoch = self._asked = event.epoch
         self._receivers, self._unsaid = event.receivers, None
-        self._move(State.SENDING, give_up_at=self._give_up_at)
-        return (*stop, Deliver(event.epoch, event.receivers, event.deadline_s))
+        self._move(PublicationState.SENDING, give_up_at=self._give_up_at)
+        return (*stop, DeliverBuckets(event.epoch, event.receivers, event.deadline_s))
 
-    def _refused(self, event: Refusal, now: float) -> Effects:
+    def _refused(self, event: RequestRefusal, now: float) -> Effects:
         self._silence = ""
         if self._committed_here():
             return (*self._stop(), *self._finish(_HIDDEN_COMMIT))
@@ -360,28 +327,31 @@ class Publication:
             return self._later(event.retry_after_s or self.limits.retry_s, now)
         if said:
             return self._instead(event.reason, now)
-        if self.state in (State.WAITING, State.SENDING):
+        if self.state in (PublicationState.WAITING, PublicationState.SENDING):
             # An offer or a report came too late. How the round stands is learnt by announcing it once more.
             self._unsaid = None
             return self._ask_again()
         return self._not_begun(event, now)
 
-    def _not_begun(self, event: Refusal, now: float) -> Effects:
+    def _not_begun(self, event: RequestRefusal, now: float) -> Effects:
         """There is no lease, or no round under it."""
-        if self.state is State.ACQUIRING and event.code is Code.NOT_ALLOWED and self._given_up is not None:
+        if self.state is PublicationState.ACQUIRING and event.code is Code.NOT_ALLOWED and self._given_up is not None:
             return (*self._later(self.limits.retry_s, now), self._given_up)
-        if event.code in (Code.STALE_EPOCH, Code.NOT_ALLOWED, Code.UNKNOWN_BLOB) and self.state is State.ANNOUNCING:
+        if (
+            event.code in (Code.STALE_EPOCH, Code.NOT_ALLOWED, Code.UNKNOWN_BLOB)
+            and self.state is PublicationState.ANNOUNCING
+        ):
             return self._begin_again(event.reason, now)
-        return self._finish(Verdict(Ending.REFUSED, event.reason, event.code))
+        return self._finish(RoundResult(EndReason.REFUSED, event.reason, event.code))
 
     @property
     def _table_unsaid(self) -> bool:
         """What was refused is the only word on the table."""
-        return self.state is State.WAITING and self._unsaid is not None and bool(self._unsaid.table)
+        return self.state is PublicationState.WAITING and self._unsaid is not None and bool(self._unsaid.table)
 
     def _begin_again(self, reason: str, now: float) -> Effects:
         if self.attempt >= self.limits.attempts + self._free:
-            return self._finish(Verdict(Ending.ABORTED, f"after {self.attempt} attempts: {reason}"))
+            return self._finish(RoundResult(EndReason.ABORTED, f"after {self.attempt} attempts: {reason}"))
         return self._acquire(now)
 
     def _later(self, wait_s: float, now: float) -> Effects:
@@ -391,31 +361,31 @@ class Publication:
         waits for a report. Where it was not heard the report is refused, and the offer asked for again.
         """
         stop = self._stop()
-        if self.state is State.SENDING:
+        if self.state is PublicationState.SENDING:
             failed: dict[str, str] = dict.fromkeys((each.engine for each in self._receivers), _BROKEN_OFF)
             self._unsaid = ReportSent(self.epoch, failed, table=self.table if self.open else "")
             if self.open and not self.table:
                 stop = (*stop, CloseTable())
-        if self.state in (State.WAITING, State.SENDING):
-            self._move(State.ANNOUNCING, give_up_at=self._give_up_at)
+        if self.state in (PublicationState.WAITING, PublicationState.SENDING):
+            self._move(PublicationState.ANNOUNCING, give_up_at=self._give_up_at)
             self._asked = 0  # what was asked may have got lost on either way: it is taken up again
         self._due = now + wait_s
         return stop
 
     def _ask_again(self) -> Effects:
         stop = self._stop()
-        self._move(State.ANNOUNCING, give_up_at=self._give_up_at)
+        self._move(PublicationState.ANNOUNCING, give_up_at=self._give_up_at)
         self._asked = 0
         return (*stop, Announce(self.lease, self.open))
 
     def _reconnected(self, event: Reconnected) -> Effects:
         self._committed = event.committed
-        if self.state not in (State.WAITING, State.SENDING, State.ANNOUNCING):
+        if self.state not in (PublicationState.WAITING, PublicationState.SENDING, PublicationState.ANNOUNCING):
             return ()
         if self._committed_here() and event.restarted:  # otherwise the round may still have engines to serve
             stop = self._stop()
             return (*stop, *self._finish(_HIDDEN_COMMIT))
-        if self.state is State.WAITING or (self.state is State.SENDING and event.restarted):
+        if self.state is PublicationState.WAITING or (self.state is PublicationState.SENDING and event.restarted):
             return self._ask_again()
         # Announcing already asks. A transfer that only lost sight of the coordinator goes on.
         return ()
@@ -428,25 +398,25 @@ class Publication:
         held = self._committed
         return held is not None and bool(self.table) and (held.version, held.table) == (self.version, self.table)
 
-    def _ended(self, event: Ended) -> Effects:
+    def _ended(self, event: RoundEnded) -> Effects:
         if self.state not in _IN_ROUND or event.version != self.version or event.epoch != self.lease:
             return ()
         stop = self._stop()
         self.ended = event
-        ending = Ending.COMMITTED if event.outcome is Outcome.COMMITTED else Ending.ABORTED
-        return (*stop, *self._finish(Verdict(ending, event.reason)))
+        ending = EndReason.COMMITTED if event.outcome is Outcome.COMMITTED else EndReason.ABORTED
+        return (*stop, *self._finish(RoundResult(ending, event.reason)))
 
-    def _broken(self, event: Broken) -> Effects:
-        verdict = Verdict(event.ending, event.reason)
+    def _broken(self, event: AttemptFailed) -> Effects:
+        verdict = RoundResult(event.ending, event.reason)
         match self.state:
-            case State.ACQUIRING:
+            case PublicationState.ACQUIRING:
                 return self._finish(verdict)
-            case State.DIGESTING:
-                return (*self._finish(verdict), GiveBack(self.lease))
-            case State.SENDING:
-                return (StopDelivery(), *self._finish(verdict), GiveUp(self.epoch, event.reason))
+            case PublicationState.DIGESTING:
+                return (*self._finish(verdict), ReleaseLease(self.lease))
+            case PublicationState.SENDING:
+                return (StopDelivery(), *self._finish(verdict), AbandonLease(self.epoch, event.reason))
             case _:
-                return (*self._finish(verdict), GiveUp(self.epoch, event.reason))
+                return (*self._finish(verdict), AbandonLease(self.epoch, event.reason))
 
     def _tick(self, now: float) -> Effects:
         if self._give_up_at is not None and now >= self._give_up_at:
@@ -454,31 +424,31 @@ class Publication:
         if self._due is None or now < self._due:
             return ()
         self._due = None
-        return (AskLease(),) if self.state is State.ACQUIRING else (Announce(self.lease, self.open),)
+        return (AskLease(),) if self.state is PublicationState.ACQUIRING else (Announce(self.lease, self.open),)
 
     def _out_of_time(self, now: float) -> Effects:
         match self.state:
-            case State.ACQUIRING if self._silence:
-                return self._finish(Verdict(Ending.COORDINATOR_LOST, self._silence))
-            case State.ACQUIRING:
+            case PublicationState.ACQUIRING if self._silence:
+                return self._finish(RoundResult(EndReason.COORDINATOR_LOST, self._silence))
+            case PublicationState.ACQUIRING:
                 reason = f"the channel's lease was not to be had for {self.limits.acquire_s:g} s"
-                return self._finish(Verdict(Ending.LEASE_BUSY, reason, Code.LEASE_HELD))
-            case State.ABANDONING:
+                return self._finish(RoundResult(EndReason.LEASE_BUSY, reason, Code.LEASE_HELD))
+            case PublicationState.ABANDONING:
                 reason = f"the round was given up, and its end was not heard of for {self.limits.abandon_s:g} s"
-                return self._finish(Verdict(Ending.COORDINATOR_LOST, reason))
+                return self._finish(RoundResult(EndReason.COORDINATOR_LOST, reason))
             case _:
                 stop = self._stop()
                 reason = f"the round took more than {self.limits.round_s:g} s"
-                self._move(State.ABANDONING, give_up_at=now + self.limits.abandon_s)
-                return (*stop, GiveUp(self.epoch, reason))
+                self._move(PublicationState.ABANDONING, give_up_at=now + self.limits.abandon_s)
+                return (*stop, AbandonLease(self.epoch, reason))
 
     def _stop(self) -> Effects:
-        return (StopDelivery(),) if self.state is State.SENDING else ()
+        return (StopDelivery(),) if self.state is PublicationState.SENDING else ()
 
-    def _move(self, state: State, *, give_up_at: float | None = None) -> None:
+    def _move(self, state: PublicationState, *, give_up_at: float | None = None) -> None:
         self.state, self._due, self._give_up_at = state, None, give_up_at
 
-    def _finish(self, verdict: Verdict) -> Effects:
-        self._move(State.DONE)
+    def _finish(self, verdict: RoundResult) -> Effects:
+        self._move(PublicationState.DONE)
         self.verdict = verdict
         return ()

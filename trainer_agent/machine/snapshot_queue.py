@@ -28,7 +28,7 @@ class Overlap(enum.StrEnum):
     """Those that have not begun are dropped; what has begun is carried to its end."""
 
 
-class Memory(enum.StrEnum):
+class SnapshotMemory(enum.StrEnum):
     """Where snapshots lie. Each takes as many bytes as one version, on the root rank."""
 
     HOST = "host"
@@ -37,14 +37,14 @@ class Memory(enum.StrEnum):
     """Beside the weights: the fastest, if there is room."""
 
 
-class Claim(msgspec.Struct, frozen=True):
+class SnapshotClaim(msgspec.Struct, frozen=True):
     """A buffer to write a snapshot into, and the versions that it replaces."""
 
     buffer: int
     superseded: tuple[int, ...] = ()
 
 
-class Backlog:
+class SnapshotQueue:
     """The snapshots of one trainer. Calls may come from several threads; the owner holds a lock around them."""
 
     def __init__(self, buffers: int, overlap: Overlap) -> None:
@@ -66,7 +66,7 @@ class Backlog:
         """Publications that have not ended."""
         return len(self._waiting) + (self._running is not None)
 
-    def claim(self) -> Claim | None:
+    def claim(self) -> SnapshotClaim | None:
         """Where the next snapshot may be written; None: ask again when a publication is over."""
         if self._writing is not None:
             raise InvariantBroken("a snapshot is taken while another one is: publish from one thread")
@@ -78,7 +78,7 @@ class Backlog:
         if not self._free:
             return None
         self._writing = self._free.popleft()
-        return Claim(self._writing, superseded)
+        return SnapshotClaim(self._writing, superseded)
 
     def filled(self, version: int) -> None:
         """The claimed buffer holds `version`: it is next in line."""

@@ -26,16 +26,16 @@ from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.tensors import Manifest
 from weightbus.dataplane.transports import Address
 
-from ..export import Exposure
+from ..export import MemoryExport
 from ..machine import (
     AgentClosed,
     ConnectFailed,
-    Ending,
+    EndReason,
     Mode,
     PublishHandle,
     PublishReport,
+    RoundResult,
     TooFarAhead,
-    Verdict,
     raise_for,
 )
 from ..quantized import as_served
@@ -43,26 +43,26 @@ from ..settings import SECTION, TrainerSettings
 from ..source import Source, SourceError
 from .background_publisher import End
 from .deferred_digests import settled
-from .pipeline_broadcast import Layout, Stages
+from .pipeline_broadcast import PipelineBroadcast, VersionLayout
 from .publisher_context import Progress
 from .rank_commands import (
-    Assemble,
-    Beat,
+    AssembleBucket,
     Broadcast,
-    Digest,
-    Expose,
+    BucketTaken,
+    CommandedRanks,
+    DigestExported,
+    ExportMemory,
     Finish,
-    Join,
-    Make,
-    NotReady,
-    Ranks,
-    Read,
+    JoinBroadcast,
+    KeepWaiting,
+    MakeDerived,
+    RankZeroFailed,
+    ReadStage,
     Ready,
     Refill,
-    Taken,
     unexpected,
 )
-from .rank_zero import Leader, exposure_of, lead
+from .rank_zero import RankZero, exposure_of, lead
 
 _log = get_log(__name__)
 
@@ -75,9 +75,9 @@ class TrainerAgent:
         source: Source,
         settings: TrainerSettings,
         manifest: Manifest,
-        leader: Leader | None,
-        exposure: Exposure | None = None,
-        stages: Stages | None = None,
+        leader: RankZero | None,
+        exposure: MemoryExport | None = None,
+        stages: PipelineBroadcast | None = None,
     ) -> None:
         self.settings = settings
         self.manifest = manifest
@@ -86,7 +86,7 @@ class TrainerAgent:
         self._leader = leader
         self._exposure = exposure
         self._stages = stages
-        self._ranks = Ranks(source)
+        self._ranks = CommandedRanks(source)
         self._unusable = ""
 
     @classmethod
@@ -132,7 +132,7 @@ class TrainerAgent:
             loaded = settings_file.load(TrainerSettings, SECTION, file=file, environ=environment, flags=given)
             settings = loaded.value
         source = as_served(source, settings)
-        layout = Layout.of(source, settings)
+        layout = VersionLayout.of(source, settings)
         return cls(source, settings, layout.manifest, *_start(source, settings, layout, progress), layout.stages)
 
     @property
@@ -183,7 +183,7 @@ class TrainerAgent:
         if rollback:
             raise ValueError("a channel goes back live: publish with mode = live")
         taken, future = self._leader.snapshot(version) if self._leader else (self._follow(version), None)
-        if not isinstance(taken, Taken):
+        if not isinstance(taken, BucketTaken):
             self._conclude(taken)
             raise unexpected(Finish(*taken[:2]), "to fail, or to take a snapshot")
         over = future.done if future else None
@@ -229,7 +229,7 @@ class TrainerAgent:
     def _conclude(self, end: End) -> PublishReport:
         """Return the report, or raise what the verdict stands for."""
         verdict, report, cause = end
-        if verdict.ending is Ending.SOURCE_FAILED:
+        if verdict.ending is EndReason.SOURCE_FAILED:
             self._unusable = f"lost its source ({verdict.reason})"
         raise_for(verdict, report, cause)
         return report
@@ -244,41 +244,48 @@ class TrainerAgent:
 
     def _heard_end(self, version: int) -> End:
         end = self._follow(version)
-        if isinstance(end, Taken):
+        if isinstance(end, BucketTaken):
             return self._alone(version, unexpected(end, "the end of its publication"))
         return end
 
-    def _follow(self, version: int) -> End | Taken:  # noqa: C901, PLR0912  one line for each order
+    def _follow(self, version: int) -> End | BucketTaken:  # noqa: C901, PLR0912  one line for each order
         """Do what the leader says until the publication is over, or a snapshot is taken and training may go on."""
         cause: BaseException | None = None
         while True:
             try:
                 order = self._ranks.hear()
                 match order:
-                    case Assemble() if cause is None:
+                    case AssembleBucket() if cause is None:
                         self._source.assemble(self.manifest, order.index, None)
-                    case Expose() if cause is None and self._exposure is not None:
+                    case ExportMemory() if cause is None and self._exposure is not None:
                         self._exposure.take_part(digests=order.digests, made=order.made, parts=order.parts)
-                    case Digest() if cause is None and self._exposure is not None:
+                    case DigestExported() if cause is None and self._exposure is not None:
                         self._exposure.digests()
-                    case Make() if cause is None and self._exposure is not None:
+                    case MakeDerived() if cause is None and self._exposure is not None:
                         self._exposure.make(digests=order.digests, parts=order.parts)
-                    case Join() if cause is None and self._exposure is not None:
+                    case JoinBroadcast() if cause is None and self._exposure is not None:
                         self._exposure.join(Address(order.address, token=order.token), order.epoch, order.deadline_s)
-                    case Read() | Refill() | Broadcast() if cause is None and self._stages is not None:
+                    case ReadStage() | Refill() | Broadcast() if cause is None and self._stages is not None:
                         self._stages.obey(order)
-                    case Beat():
+                    case KeepWaiting():
                         pass
-                    case Taken() if order.version == version and cause is None:
+                    case BucketTaken() if order.version == version and cause is None:
                         return order
                     case Finish() if order.report.version == version:
                         return self._settled(order.verdict), order.report, cause
-                    case Assemble() | Make() | Expose() | Digest() | Join() | Taken() if cause is not None:
+                    case (
+                        AssembleBucket()
+                        | MakeDerived()
+                        | ExportMemory()
+                        | DigestExported()
+                        | JoinBroadcast()
+                        | BucketTaken()
+                    ) if cause is not None:
                         # The leader did not notice that this rank failed; its collective will run out of time.
                         return self._alone(version, cause)
                     case Refill() | Broadcast() if cause is not None:
                         pass  # the leader has heard, or will hear, that this source gave up
-                    case Read() if cause is not None:
+                    case ReadStage() if cause is not None:
                         return self._alone(version, cause)
                     case _:
                         return self._alone(version, unexpected(order, f"an order for version {version}"))
@@ -289,13 +296,13 @@ class TrainerAgent:
                 _log.exception("rank_failed", version=version)
                 cause = error
 
-    def _settled(self, verdict: Verdict) -> Verdict:
+    def _settled(self, verdict: RoundResult) -> RoundResult:
         """The end, once nothing reads this rank's weights any more."""
         return verdict if self._exposure is None else settled(verdict, self._exposure.settle)
 
     def _alone(self, version: int, cause: BaseException | None) -> End:
         """The end as this rank sees it, when the leader cannot be heard any more."""
-        verdict = Verdict(Ending.SOURCE_FAILED, f"{cause}")
+        verdict = RoundResult(EndReason.SOURCE_FAILED, f"{cause}")
         report = PublishReport(
             channel=self.settings.channel,
             version=version,
@@ -318,11 +325,11 @@ def _check_version(version: object) -> None:
 def _start(
     source: Source,
     settings: TrainerSettings,
-    layout: Layout,
+    layout: VersionLayout,
     progress: Callable[[Progress], None] | None,
-) -> tuple[Leader | None, Exposure | None]:
+) -> tuple[RankZero | None, MemoryExport | None]:
     """The leader on the root, and each other rank's exposure; or `ConnectFailed` on every rank."""
-    ranks = Ranks(source)
+    ranks = CommandedRanks(source)
     if not source.root:
         return None, _await_leader(ranks, exposure_of(source, settings, layout.manifest))
     try:
@@ -330,7 +337,7 @@ def _start(
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         try:
-            ranks.tell(NotReady(reason))
+            ranks.tell(RankZeroFailed(reason))
         except SourceError as broken:
             _log.warning("ranks_not_told", error=str(broken))
         if isinstance(error, Exception):
@@ -340,19 +347,19 @@ def _start(
     return leader, None
 
 
-def _await_leader(ranks: Ranks, exposure: Exposure | None) -> Exposure | None:
+def _await_leader(ranks: CommandedRanks, exposure: MemoryExport | None) -> MemoryExport | None:
     """Do what the leader says until it stands. None where the ranks' memory cannot be exposed."""
     while True:
         match ranks.hear():
             case Ready():
                 return exposure
-            case Expose() if exposure is not None:
+            case ExportMemory() if exposure is not None:
                 try:
                     exposure.expose()
                 except NotExportable:  # the leader heard the same, says it, and goes on without
                     exposure.close()
                     exposure = None
-            case NotReady(reason):
+            case RankZeroFailed(reason):
                 if exposure is not None:
                     exposure.close()
                 raise ConnectFailed(reason)

@@ -16,19 +16,19 @@ import torch
 
 from weightbus.control.log import get_log
 
-from ..machine import Backlog, Claim, Ending, Mode, Overlap, PublishReport, Verdict
+from ..machine import EndReason, Mode, Overlap, PublishReport, RoundResult, SnapshotClaim, SnapshotQueue
 from .snapshot import Store
 
 _log = get_log(__name__)
 
-End = tuple[Verdict, PublishReport, BaseException | None]
+End = tuple[RoundResult, PublishReport, BaseException | None]
 """How a publication ended: verdict, report, and the exception behind it where it happened on this rank."""
 
 Publish = Callable[[int, int], End]
 """Drives a version, from the buffer of the second argument, to its end. Does not raise."""
 
 
-class Latecomers(Protocol):
+class EngineResyncs(Protocol):
     """Engines that came after their version was committed. Both are called on the thread of the snapshots."""
 
     look_s: float
@@ -43,7 +43,7 @@ class Latecomers(Protocol):
         ...
 
 
-class Background:
+class BackgroundPublisher:
     """The snapshots of one leader, and the thread that publishes them. All methods are the training loop's.
 
     The last one that was committed is kept until its buffer is needed: who comes later is brought it.
@@ -54,7 +54,7 @@ class Background:
         stores: list[Store],
         overlap: Overlap,
         publish: Publish,
-        latecomers: Latecomers,
+        latecomers: EngineResyncs,
         channel: str,
         device: torch.device,
     ) -> None:
@@ -66,7 +66,7 @@ class Background:
         self._channel = channel
         self._device = device
         self._turn = threading.Condition()
-        self._backlog = Backlog(len(stores), overlap)
+        self._backlog = SnapshotQueue(len(stores), overlap)
         self._ends: dict[int, Future[End]] = {}
         self._ended = 0
         self._closing = False
@@ -99,7 +99,7 @@ class Background:
         with self._turn:
             self._turn.wait_for(lambda: self._ended > after, timeout_s)
 
-    def claim(self, timeout_s: float) -> Claim | None:
+    def claim(self, timeout_s: float) -> SnapshotClaim | None:
         """A buffer for the next snapshot; None when none became free in time. Superseded versions end here."""
         with self._turn:
             claim = self._backlog.claim()
@@ -109,10 +109,10 @@ class Background:
             if claim and self._kept and self._kept[1] == claim.buffer:
                 self._kept = None
             for version in claim.superseded if claim else ():
-                self._end(version, Ending.SUPERSEDED, "a newer snapshot took its place before its round began")
+                self._end(version, EndReason.SUPERSEDED, "a newer snapshot took its place before its round began")
             return claim
 
-    def store_of(self, claim: Claim) -> Store:
+    def store_of(self, claim: SnapshotClaim) -> Store:
         """Where the snapshot goes."""
         return self._stores[claim.buffer]
 
@@ -139,7 +139,7 @@ class Background:
         with self._turn:
             self._closing = True
             for version in self._backlog.drop():
-                self._end(version, Ending.ABORTED, "the agent was closed before its round began")
+                self._end(version, EndReason.ABORTED, "the agent was closed before its round began")
             self._turn.notify_all()
         if self._thread is not None:
             self._thread.join(patience_s)
@@ -179,14 +179,14 @@ class Background:
         end = self._publish(version, buffer)
         with self._turn:
             self._backlog.over()
-            self._kept = (version, buffer) if end[0].ending is Ending.COMMITTED else None
+            self._kept = (version, buffer) if end[0].ending is EndReason.COMMITTED else None
             self._ended += 1
             self._ends.pop(version).set_result(end)
             self._turn.notify_all()
 
-    def _end(self, version: int, ending: Ending, reason: str) -> None:
+    def _end(self, version: int, ending: EndReason, reason: str) -> None:
         report = PublishReport.unpublished(self._channel, version, Mode.SNAPSHOT, reason)
-        self._ends.pop(version).set_result((Verdict(ending, reason), report, None))
+        self._ends.pop(version).set_result((RoundResult(ending, reason), report, None))
         _log.info("snapshot_dropped", channel=self._channel, version=version, reason=reason)
 
     @contextlib.contextmanager

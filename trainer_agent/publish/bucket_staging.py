@@ -11,26 +11,26 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from weightbus.control.log import get_log
-from weightbus.control.machine import Ends, routing
-from weightbus.control.protocol import EngineInfo, Offer, Receiver, TrainerInfo, TransportKind
+from weightbus.control.machine import TransferEnds, routing
+from weightbus.control.protocol import Endpoint, EngineInfo, ReceivingEngine, TrainerInfo, TransportKind
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.tensors import DigestTable, Manifest
 from weightbus.dataplane.transports import Address, Slot, Sources
 
 from ..checkpoints import Saving
-from ..export import Exposure
+from ..export import MemoryExport
 from ..machine import Stopwatch
 from ..source import Source, SourceError
 from . import rank_commands as orders
 from .expected_digests import LiveDigester, LivePlan, Want, layouts_wanted
-from .pipeline_broadcast import Stages, broadcast_order, differing
-from .progress_bar import Bar
+from .pipeline_broadcast import PipelineBroadcast, broadcast_order, differing
+from .progress_bar import ProgressBar
 
 _log = get_log(__name__)
 
 
-class Pool(Protocol):
+class StagingPool(Protocol):
     """What is asked of dataplane's `BucketPool`."""
 
     @property
@@ -46,7 +46,7 @@ class Pool(Protocol):
 class InPlace:
     """The way without buckets: engines get what the ranks expose or send, and the ranks digest it where it lies."""
 
-    def __init__(self, exposure: Exposure, trainer: TrainerInfo) -> None:
+    def __init__(self, exposure: MemoryExport, trainer: TrainerInfo) -> None:
         self.exposure = exposure
         self._trainer = trainer
         self._said = ""
@@ -62,10 +62,10 @@ class InPlace:
         """A new publication: nothing was made for it yet."""
         self._made = False
 
-    def make(self, ranks: orders.Ranks) -> None:
+    def make(self, ranks: orders.CommandedRanks) -> None:
         """Begin with what takes a while, where it can be begun and was wanted the last time. Collective."""
         if self._wanted:
-            ranks.tell(orders.Make(self._digested, self.parts))
+            ranks.tell(orders.MakeDerived(self._digested, self.parts))
             self.exposure.make(digests=self._digested, parts=self.parts)
             self._made = True
 
@@ -93,31 +93,31 @@ class InPlace:
     ) -> Mapping[str, TransportKind | None]:
         if routes is not None:
             return routes
-        return {name: routing.choose(Ends(self._trainer, info)).transport for name, info in engines.items()}
+        return {name: routing.choose(TransferEnds(self._trainer, info)).transport for name, info in engines.items()}
 
     def settle(self, deadline_s: float) -> None:
         """Wait for what `make` began on this rank, where nobody has. Raises `DeadlineExceeded`, RuntimeError."""
         self.exposure.settle(deadline_s)
 
-    def join(self, ranks: orders.Ranks, offer: Offer, epoch: int, deadline_s: float) -> None:
+    def join(self, ranks: orders.CommandedRanks, offer: Endpoint, epoch: int, deadline_s: float) -> None:
         """Have every rank send to whoever comes to `offer`. Collective; returns at once."""
-        ranks.tell(orders.Join(offer.address, offer.token, epoch, deadline_s))
+        ranks.tell(orders.JoinBroadcast(offer.address, offer.token, epoch, deadline_s))
         self.exposure.join(Address(offer.address, token=offer.token), epoch, deadline_s)
 
-    def digests(self, ranks: orders.Ranks, *, wanted: bool) -> bytes | None:
+    def digests(self, ranks: orders.CommandedRanks, *, wanted: bool) -> bytes | None:
         """Expose the memory as it is now, and digest it if that is `wanted` and possible. Collective."""
         self.expose(ranks, digests=wanted)
         return self._found(self.exposure.digests() if wanted else None, wanted=wanted)
 
-    def digests_later(self, ranks: orders.Ranks) -> bytes | None:
+    def digests_later(self, ranks: orders.CommandedRanks) -> bytes | None:
         """Those of what was exposed before, if that is possible after all. Collective."""
-        ranks.tell(orders.Digest())
+        ranks.tell(orders.DigestExported())
         return self._found(self.exposure.digests(), wanted=True)
 
-    def expose(self, ranks: orders.Ranks, *, digests: bool = False) -> None:
+    def expose(self, ranks: orders.CommandedRanks, *, digests: bool = False) -> None:
         """Make the memory readable as it is now; with `digests` the other ranks go on to those. Collective."""
         made, self._made = self._made, False
-        ranks.tell(orders.Expose(digests=digests, made=made, parts=self.parts))
+        ranks.tell(orders.ExportMemory(digests=digests, made=made, parts=self.parts))
         try:
             self.exposure.expose(made=made, parts=self.parts)
         except NotExportable as error:
@@ -146,18 +146,18 @@ class WeightsDiffer(Exception):
         )
 
 
-class Staging:
+class BucketStaging:
     """Assembles the buckets of one manifest on all ranks, into the slots of one pool."""
 
     def __init__(  # noqa: PLR0917  made in one place
         self,
         source: Source,
         manifest: Manifest,
-        pool: Pool,
-        ranks: orders.Ranks,
+        pool: StagingPool,
+        ranks: orders.CommandedRanks,
         head_dim: int | None = None,
         in_place: InPlace | None = None,
-        stages: Stages | None = None,
+        stages: PipelineBroadcast | None = None,
     ) -> None:
         """`stages`: the ranks that can read and send buckets of their own, this one among them."""
         self.manifest = manifest
@@ -179,7 +179,7 @@ class Staging:
         self._saving: Saving | None = None
         self._wanted: frozenset[Want] = frozenset()
 
-    def have_sent(self, offers: Sequence[Offer], epoch: int, deadline_s: float, *, alone: bool) -> None:
+    def have_sent(self, offers: Sequence[Endpoint], epoch: int, deadline_s: float, *, alone: bool) -> None:
         """Have the other ranks take part in what they send, too; `alone`: all buckets are the leader's.
 
         Collective; returns at once.
@@ -201,7 +201,7 @@ class Staging:
         most = self._stages.sources.largest_share if self._stages and self._staged else len(self.manifest.buckets)
         return self._filled and most <= len(self.slots)
 
-    def sources(self, receivers: Sequence[Receiver]) -> Sources | None:
+    def sources(self, receivers: Sequence[ReceivingEngine]) -> Sources | None:
         """Who sends what to `receivers`; null: the leader everything.
 
         Stages send what they have read themselves, unless somebody needs all of it on the leader, or works on the GPU
@@ -312,9 +312,11 @@ class Staging:
         self._staged = False
         return self._read(version, wanted, watch)
 
-    def _read_staged(self, stages: Stages, version: int, wanted: frozenset[Want], watch: Stopwatch) -> DigestTable:
+    def _read_staged(
+        self, stages: PipelineBroadcast, version: int, wanted: frozenset[Want], watch: Stopwatch
+    ) -> DigestTable:
         """As `_read`, every stage what it holds."""
-        self._ranks.tell(orders.Read(tuple(sorted(wanted))))
+        self._ranks.tell(orders.ReadStage(tuple(sorted(wanted))))
         found = stages.read(wanted, watch)
         self._filled = self._staged = True
         self._table = DigestTable(self.name, version, integrity.ALGORITHM, found.tensors, found.live)
@@ -338,7 +340,7 @@ class Staging:
             self._plan = LivePlan(self.manifest, wanted, self.head_dim)
         live = LiveDigester(self._plan)
         digests: list[bytes] = []
-        with Bar(f"reading version {version}", self.manifest.nbytes) as bar:
+        with ProgressBar(f"reading version {version}", self.manifest.nbytes) as bar:
             for index, bucket in enumerate(self.manifest.buckets):
                 slot = self.slots[index % len(self.slots)]
                 if saving is not None:
@@ -374,7 +376,7 @@ class Staging:
 
     def _gather(self, index: int, slot: Slot, watch: Stopwatch) -> bytes:
         with watch.phase("assemble"):
-            self._ranks.tell(orders.Assemble(index))
+            self._ranks.tell(orders.AssembleBucket(index))
             self._source.assemble(self.manifest, index, slot.memory)
         with watch.phase("digest"):
             memory = slot.memory[: self.manifest.buckets[index].nbytes]

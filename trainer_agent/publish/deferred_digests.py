@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from weightbus.control.log import get_log
-from weightbus.control.protocol import Granted, Receiver, TransportKind, WeightbusError
+from weightbus.control.protocol import Granted, ReceivingEngine, TransportKind, WeightbusError
 from weightbus.dataplane.errors import DeadlineExceeded
 from weightbus.dataplane.tensors import DigestTable
 from weightbus.dataplane.transports import Peer, Sender, Tabling
 
-from ..machine import Ending, Mode, Stopwatch, Verdict
-from .bucket_staging import Staging
-from .publisher_context import Bus, Outfit
+from ..machine import EndReason, Mode, RoundResult, Stopwatch
+from .bucket_staging import BucketStaging
+from .publisher_context import Bus, PublisherContext
 
 _log = get_log(__name__)
 SETTLE_S: Final = 30.0
@@ -26,7 +26,7 @@ SETTLE_S: Final = 30.0
 _CANNOT_WAIT: Final = "the digest table follows in this round, and {} cannot wait for it: a later version will do"
 
 
-def allowed(of: Outfit, version: int, granted: Granted) -> bool:
+def allowed(of: PublisherContext, version: int, granted: Granted) -> bool:
     """Whether a version may be announced without its table: the coordinator says so, and nothing here is against it.
 
     Not one that may be committed already: that only its table tells. Not one that is kept as files, which are of
@@ -62,12 +62,12 @@ def unable(peers: dict[TransportKind, list[Peer]], senders: Mapping[TransportKin
     return {peer.engine: _CANNOT_WAIT.format(kind.value) for kind in kinds for peer in peers.pop(kind)}
 
 
-def first(staging: Staging, receivers: Sequence[Receiver]) -> bool:
+def first(staging: BucketStaging, receivers: Sequence[ReceivingEngine]) -> bool:
     """Whether the table is waited for before the offer: a copy on the same device would wait for what is made there."""
     return any(each.shares for each in receivers) or staging.slots[0].memory.device.type == "cpu"
 
 
-def settle(staging: Staging, version: int, watch: Stopwatch, verdict: Verdict) -> Verdict:
+def settle(staging: BucketStaging, version: int, watch: Stopwatch, verdict: RoundResult) -> RoundResult:
     """The publication is over, however it ended: what still reads the weights ends before they are stepped.
 
     Where a device does not come to that end, the weights are lost to us, whatever `verdict` says of the version; one
@@ -81,7 +81,7 @@ def settle(staging: Staging, version: int, watch: Stopwatch, verdict: Verdict) -
     return settled(verdict, staging.settle)
 
 
-def settled(verdict: Verdict, settle: Callable[[float], None]) -> Verdict:
+def settled(verdict: RoundResult, settle: Callable[[float], None]) -> RoundResult:
     """`verdict`, once `settle` has waited for this rank's device; or that it waited in vain."""
     try:
         settle(SETTLE_S)
@@ -89,6 +89,6 @@ def settled(verdict: Verdict, settle: Callable[[float], None]) -> Verdict:
         _log.warning("device_failed", error=str(error))
     except DeadlineExceeded as error:
         _log.exception("device_not_settled", ending=verdict.ending.value)
-        if verdict.ending is not Ending.COMMITTED:
-            return Verdict(Ending.SOURCE_FAILED, f"{error}, and may still read the weights ({verdict.reason})")
+        if verdict.ending is not EndReason.COMMITTED:
+            return RoundResult(EndReason.SOURCE_FAILED, f"{error}, and may still read the weights ({verdict.reason})")
     return verdict

@@ -20,9 +20,19 @@ import torch
 
 from weightbus.control.log import get_log
 from weightbus.control.machine import IN_PLACE
-from weightbus.control.protocol import Offer, TransportKind
+from weightbus.control.protocol import Endpoint, TransportKind
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
-from weightbus.dataplane.transports import Address, Dividing, Peer, Sender, Session, Slot, Sources, Tabled, Tabling
+from weightbus.dataplane.transports import (
+    Address,
+    Dividing,
+    Peer,
+    Sender,
+    Slot,
+    Sources,
+    Tabled,
+    Tabling,
+    TransferSession,
+)
 
 _OFFER_S: Final = 30.0
 """Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""
@@ -39,7 +49,7 @@ class Delivery:
 
     def __init__(  # noqa: PLR0917  made in one place
         self,
-        session: Session,
+        session: TransferSession,
         senders: Mapping[TransportKind, Sender],
         peers: Mapping[TransportKind, Sequence[Peer]],
         slots: Sequence[Slot],
@@ -61,7 +71,7 @@ class Delivery:
             for kind in sorted(peers)
         ]
 
-    def open(self) -> tuple[Offer, ...]:
+    def open(self) -> tuple[Endpoint, ...]:
         """Start the lanes and wait for what each of them offers. A lane that cannot is left out: its engines failed."""
         for lane in self._lanes:
             lane.start()
@@ -172,7 +182,7 @@ class _Lane:
         kind: TransportKind,
         sender: Sender,
         peers: Sequence[Peer],
-        session: Session,
+        session: TransferSession,
         slots: Sequence[Slot],
         deadline: float,
         turn: threading.Condition,
@@ -289,8 +299,8 @@ class _Lane:
         return left
 
 
-def _offer(kind: TransportKind, address: Address) -> Offer:
-    return Offer(
+def _offer(kind: TransportKind, address: Address) -> Endpoint:
+    return Endpoint(
         transport=kind,
         address=address.address,
         group=address.group,

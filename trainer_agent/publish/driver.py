@@ -30,16 +30,16 @@ from weightbus.control.protocol import (
 )
 from weightbus.dataplane.errors import DataplaneError, Unsupported
 from weightbus.dataplane.tensors import DigestTable
-from weightbus.dataplane.transports import Dividing, Peer, Session, Tabled
+from weightbus.dataplane.transports import Dividing, Peer, Tabled, TransferSession
 from weightbus.dataplane.transports.disk import Notes, saved_version
 
 from ..checkpoints import Saving
-from ..machine import Mode, PublishReport, Stopwatch, publication as p
+from ..machine import Mode, PublishReport, Stopwatch, events as ev, publication
 from ..source import SourceError
 from . import deferred_digests as open_table, rank_commands as orders
 from .bucket_staging import WeightsDiffer
 from .delivery import Delivery
-from .publisher_context import Outfit, Progress
+from .publisher_context import Progress, PublisherContext
 
 _log = get_log(__name__)
 
@@ -51,23 +51,29 @@ _TEXT: Final = 2048
 """Bound of free text in messages."""
 
 
-class Drive:
+class PublicationDriver:
     """One publication, as the leader drives it."""
 
     def __init__(
-        self, outfit: Outfit, version: int, *, rollback: bool = False, catch_up: bool = False, stood_s: float = 0.0
+        self,
+        outfit: PublisherContext,
+        version: int,
+        *,
+        rollback: bool = False,
+        catch_up: bool = False,
+        stood_s: float = 0.0,
     ) -> None:
         self.version = version
         self._rollback, self._catch_up = rollback, catch_up
         self._stood_s = stood_s
-        self.machine = p.Publication(version, outfit.settings.limits(), catch_up=catch_up)
+        self.machine = publication.Publication(version, outfit.settings.limits(), catch_up=catch_up)
         self.cause: BaseException | None = None
         self._of = outfit
         self._watch = Stopwatch()
         self._beat_at = time.monotonic()
         self._engines: dict[str, m.EngineInfo] = {}
         self._routes: Mapping[str, m.TransportKind] | None = None
-        self._committed: m.Held | None = None
+        self._committed: m.HeldVersion | None = None
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
         self._silent = False
@@ -81,9 +87,9 @@ class Drive:
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def run(self) -> p.Verdict:
+    def run(self) -> publication.RoundResult:
         """Until the machine is done. Effects are carried out in order, each before the next event is taken."""
-        effects: deque[p.AnyEffect] = deque(self._handle(self._made() or p.Begin()))
+        effects: deque[ev.AnyEffect] = deque(self._handle(self._made() or ev.PublishAsked()))
         while effects or self.machine.verdict is None:
             event = self._perform(effects.popleft()) if effects else self._wait()
             if event is not None:
@@ -92,20 +98,20 @@ class Drive:
         self._conclude_saving(verdict)
         return verdict
 
-    def fail(self, error: BaseException) -> p.Verdict:
+    def fail(self, error: BaseException) -> publication.RoundResult:
         """A step raised what nobody foresaw: give the round up, as far as that still works."""
-        ending = p.Ending.SOURCE_FAILED if isinstance(error, SourceError) else p.Ending.INTERNAL
+        ending = ev.EndReason.SOURCE_FAILED if isinstance(error, SourceError) else ev.EndReason.INTERNAL
         self.cause = error
         self._log.error("publication_failed", state=self.machine.state.value, exc_info=error)
-        for effect in self._handle(p.Broken(ending, f"{type(error).__name__}: {error}")):
+        for effect in self._handle(ev.AttemptFailed(ending, f"{type(error).__name__}: {error}")):
             self._perform(effect)
         self._stop_delivery()
-        verdict = self.machine.verdict or p.Verdict(ending, str(error))
+        verdict = self.machine.verdict or publication.RoundResult(ending, str(error))
         verdict = open_table.settle(self._of.staging, self.version, self._watch, verdict)
         self._conclude_saving(verdict)
         return verdict
 
-    def _handle(self, event: p.AnyEvent) -> p.Effects:
+    def _handle(self, event: ev.AnyEvent) -> ev.Effects:
         before = self.machine.state
         effects = self.machine.handle(event, time.monotonic())
         if self.machine.state is not before:
@@ -113,12 +119,12 @@ class Drive:
             self._show()
         return effects
 
-    def _wait(self) -> p.AnyEvent | None:
+    def _wait(self) -> ev.AnyEvent | None:
         """The next thing that happens; None after a short while, so that the caller looks again."""
         now = time.monotonic()
         deadline = self.machine.deadline
         if deadline is not None and now >= deadline:
-            return p.Tick()
+            return ev.Tick()
         self._beat(now)
         if self._delivery is None:
             until = min(self._beat_at, deadline if deadline is not None else self._beat_at)
@@ -127,13 +133,13 @@ class Drive:
             return self._close_table()
         return self._event(self._of.bus.next(0.0)) or self._watch_over(self._delivery)
 
-    def _watch_over(self, delivery: Delivery) -> p.AnyEvent | None:
+    def _watch_over(self, delivery: Delivery) -> ev.AnyEvent | None:
         if delivery.over:
             self._delivery = None
             self._log.info("sent", epoch=delivery.epoch, failed=len(delivery.failed))
             if delivery.differing:
                 return self._source_failed(WeightsDiffer(delivery.differing))
-            return p.Delivered(delivery.epoch, delivery.failed, delivery.spared)
+            return ev.Delivered(delivery.epoch, delivery.failed, delivery.spared)
         row = delivery.wanted()
         if row is None:
             delivery.wait(_POLL_S)
@@ -150,87 +156,87 @@ class Drive:
 
     def _beat(self, now: float) -> None:
         if now >= self._beat_at:
-            self._of.ranks.tell(orders.Beat())
+            self._of.ranks.tell(orders.KeepWaiting())
             self._beat_at = now + self._of.settings.beat_s
 
-    def _event(self, message: m.ToAgent | None) -> p.AnyEvent | None:
+    def _event(self, message: m.ToAgent | None) -> ev.AnyEvent | None:
         """What a message of the coordinator means to the machine; None for what does not concern it."""
         match message:
             case m.Send():
-                return p.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
+                return ev.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
             case m.Withdraw():
-                return p.Withdrawn(message.epoch, message.engines)
+                return ev.Withdrawn(message.epoch, message.engines)
             case m.RoundDone():
-                return p.Ended(
+                return ev.RoundEnded(
                     message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
                 )
             case m.Welcome():
                 restarted, self._of.boot = message.boot != self._of.boot, message.boot
                 self._log.warning("coordinator_back", restarted=restarted, boot=message.boot)
-                return p.Reconnected(message.committed, restarted)
+                return ev.Reconnected(message.committed, restarted)
             case _:
                 return None
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
-    def _perform(self, effect: p.AnyEffect) -> p.AnyEvent | None:  # noqa: C901, PLR0911  one line for each effect
+    def _perform(self, effect: ev.AnyEffect) -> ev.AnyEvent | None:  # noqa: C901, PLR0911  one line for each effect
         match effect:
-            case p.AskLease():
+            case ev.AskLease():
                 return self._asking(self._acquire)
-            case p.Assemble():
+            case ev.AssembleBuckets():
                 return self._assemble()
-            case p.Announce():
+            case ev.Announce():
                 return self._asking(lambda: self._announce(effect))
-            case p.Deliver():
+            case ev.DeliverBuckets():
                 return self._asking(lambda: self._deliver(effect))
-            case p.CloseTable():
+            case ev.CloseTable():
                 return self._close_table()
-            case p.ReportSent():
+            case ev.ReportSent():
                 return self._asking(lambda: self._report_sent(effect))
-            case p.DropReceivers():
+            case ev.DropReceivers():
                 if self._delivery is not None:
                     self._delivery.withdraw(effect.engines)
-            case p.StopDelivery():
+            case ev.StopDelivery():
                 self._stop_delivery()
-            case p.GiveUp():
+            case ev.AbandonLease():
                 self._give_up(effect)
-            case p.GiveBack():
+            case ev.ReleaseLease():
                 self._farewell(m.Release(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch)))
             case _:  # pragma: no cover
                 assert_never(effect)
         return None
 
-    def _asking(self, step: Callable[[], p.AnyEvent | None]) -> p.AnyEvent | None:
+    def _asking(self, step: Callable[[], ev.AnyEvent | None]) -> ev.AnyEvent | None:
         """Do a step that asks the coordinator; a refusal or silence is an event like any other."""
         try:
             event = step()
         except RequestRefused as refused:
             self._log.debug("refused", code=refused.code.value, reason=refused.reason)
-            return p.Refusal(refused.code, refused.reason, refused.retry_after_s)
+            return ev.RequestRefusal(refused.code, refused.reason, refused.retry_after_s)
         except CoordinatorUnreachable as silence:
             if not self._silent:
                 self._log.warning("coordinator_silent", error=str(silence))
             self._silent = True
-            return p.Unreachable(str(silence))
+            return ev.Unreachable(str(silence))
         self._silent = False
         return event
 
-    def _acquire(self) -> p.AnyEvent:
+    def _acquire(self) -> ev.AnyEvent:
         with self._watch.phase("acquire"):
             message = m.Acquire(
                 request=self._key(), channel=self._channel, version=Version(self.version), rollback=self._rollback
             )
             answer = self._request(message)
         if not isinstance(answer, m.Granted):
-            return p.Broken(p.Ending.INTERNAL, f"the coordinator answered Acquire with {answer.kind}")
+            return ev.AttemptFailed(ev.EndReason.INTERNAL, f"the coordinator answered Acquire with {answer.kind}")
         self._engines, self._committed = answer.engines, answer.committed
         self._routes = answer.routes or None
         self._of.staging.granted(awaited=answer.may_leave_open)
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         may_leave_open = not self._catch_up and open_table.allowed(self._of, self.version, answer)
-        return p.LeaseGranted(answer.epoch, answer.committed, may_leave_open)
+        return ev.GotLease(answer.epoch, answer.committed, may_leave_open)
 
-    def _made(self) -> p.AnyEvent | None:
+    def _made(self) -> ev.AnyEvent | None:
         """Have what engines will read be made while the lease is asked for. What is wrong if that fails."""
         try:
             self._of.staging.make(self._watch)
@@ -238,7 +244,7 @@ class Drive:
             return self._source_failed(error)
         return None
 
-    def _assemble(self) -> p.AnyEvent:
+    def _assemble(self) -> ev.AnyEvent:
         staging = self._of.staging
         if self._saving is None and self._of.archive is not None and not self._catch_up:
             self._saving = self._of.archive.saving(self.version, staging.manifest)
@@ -250,13 +256,13 @@ class Drive:
             table = self._committed_table(table, self._committed)
         return self._digested(table)
 
-    def _digested(self, table: DigestTable) -> p.Digested:
+    def _digested(self, table: DigestTable) -> ev.Digested:
         manifest = self._of.staging.manifest
         seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
         self._log.info("digested", bytes=manifest.nbytes, buckets=len(manifest.buckets), **seconds)
-        return p.Digested(table.digest())
+        return ev.Digested(table.digest())
 
-    def _close_table(self) -> p.AnyEvent:
+    def _close_table(self) -> ev.AnyEvent:
         """Wait for the table of a version that was announced without, and give it to whoever takes the version."""
         staging = self._of.staging
         try:
@@ -264,7 +270,7 @@ class Drive:
         except SourceError as error:
             return self._source_failed(error)
         if table is None:
-            return p.Undigested(
+            return ev.Undigested(
                 "the ranks cannot digest what they expose any more: the table has to be made of buckets"
             )
         self._give_table(table)
@@ -277,7 +283,7 @@ class Drive:
             seal = self._of.seal.table(self._announced, Digest(table.digest())) if self._of.seal else b""
             self._delivery.tabled(Tabled(table, seal))
 
-    def _committed_table(self, ours: DigestTable, held: m.Held) -> DigestTable:
+    def _committed_table(self, ours: DigestTable, held: m.HeldVersion) -> DigestTable:
         """The committed table where it is of these weights: ours differs when it was made for other engines."""
         staging = self._of.staging
         try:
@@ -288,7 +294,7 @@ class Drive:
             return ours
         return staging.table
 
-    def _announce(self, effect: p.Announce) -> p.AnyEvent:
+    def _announce(self, effect: ev.Announce) -> ev.AnyEvent:
         staging, patience_s = self._of.staging, self._of.settings.request_timeout_s
         with self._watch.phase("announce"):
             manifest = Digest(staging.name)
@@ -316,9 +322,9 @@ class Drive:
                 blobs[table] = staging.table.encode()
             self._of.bus.request_with(message, blobs, patience_s, 6 * patience_s)
         self._log.info("announced", epoch=effect.epoch, manifest=manifest[:12], table=table[:12])
-        return (self._left_open() if effect.open else None) or p.Accepted()  # engines prepare meanwhile
+        return (self._left_open() if effect.open else None) or ev.Accepted()  # engines prepare meanwhile
 
-    def _left_open(self) -> p.AnyEvent | None:
+    def _left_open(self) -> ev.AnyEvent | None:
         """What engines read is exposed where a table follows, also where the answer to the announcement got lost."""
         if self.machine.open and not self.machine.table:
             try:
@@ -327,7 +333,7 @@ class Drive:
                 return self._source_failed(error)
         return None
 
-    def _deliver(self, effect: p.Deliver) -> p.AnyEvent | None:
+    def _deliver(self, effect: ev.DeliverBuckets) -> ev.AnyEvent | None:
         """Open the lanes and say where they are; from then on `_wait` watches them.
 
         Where a receiver would wait on a device for what the ranks still make there, that is waited for first.
@@ -338,7 +344,7 @@ class Drive:
         peers = self._peers(effect)
         unable = open_table.unable(peers, of.senders) if self.machine.open else {}
         table = None if self.machine.open else staging.table
-        session = Session(of.settings.channel, effect.epoch, self.version, staging.manifest, table)
+        session = TransferSession(of.settings.channel, effect.epoch, self.version, staging.manifest, table)
         sources = staging.sources(effect.receivers)
         for kind in peers:
             if isinstance(sender := of.senders[kind], Dividing):
@@ -350,7 +356,7 @@ class Drive:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
         tabled = self._table_first(effect) if self.machine.open else None
-        if isinstance(tabled, p.Broken | p.Undigested):
+        if isinstance(tabled, ev.AttemptFailed | ev.Undigested):
             return tabled
         epoch, failed = Epoch(effect.epoch), _told({**delivery.unopened, **unable})
         if of.seal:
@@ -364,7 +370,7 @@ class Drive:
             delivery.told()  # an answer may be lost where the offer was not
         return tabled if not self.machine.table else None
 
-    def _peers(self, effect: p.Deliver) -> dict[m.TransportKind, list[Peer]]:
+    def _peers(self, effect: ev.DeliverBuckets) -> dict[m.TransportKind, list[Peer]]:
         """By transport, for each of which there is a sender."""
         of = self._of
         peers: dict[m.TransportKind, list[Peer]] = {}
@@ -377,7 +383,7 @@ class Drive:
                 of.senders[kind] = of.make_sender(kind)
         return peers
 
-    def _table_first(self, effect: p.Deliver) -> p.AnyEvent | None:
+    def _table_first(self, effect: ev.DeliverBuckets) -> ev.AnyEvent | None:
         """What has to be known of an open table before the delivery that was just opened is offered."""
         staging = self._of.staging
         if staging.known is not None:
@@ -395,7 +401,7 @@ class Drive:
             self._log.warning("sender_stuck", transport=kind.value, epoch=delivery.epoch)
             self._of.senders.pop(kind, None)
 
-    def _report_sent(self, effect: p.ReportSent) -> p.AnyEvent:
+    def _report_sent(self, effect: ev.ReportSent) -> ev.AnyEvent:
         failed = _told(effect.failed)
         if failed:
             self._log.warning("engines_not_served", epoch=effect.epoch, failed=failed)
@@ -416,9 +422,9 @@ class Drive:
             self._of.bus.request_with(message, {table: self._of.staging.table.encode()}, patience_s, 6 * patience_s)
         else:
             self._request(message)
-        return p.Noted(effect.epoch)
+        return ev.Noted(effect.epoch)
 
-    def _give_up(self, effect: p.GiveUp) -> None:
+    def _give_up(self, effect: ev.AbandonLease) -> None:
         self._log.warning("giving_up", epoch=effect.epoch, reason=effect.reason)
         reason = effect.reason[:_TEXT]
         self._farewell(m.Abandon(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), reason=reason))
@@ -430,12 +436,12 @@ class Drive:
             # The lease runs out by itself; this only makes it quicker.
             self._log.debug("farewell_unheard", message=message.kind, error=str(error))
 
-    def _conclude_saving(self, verdict: p.Verdict) -> None:
+    def _conclude_saving(self, verdict: publication.RoundResult) -> None:
         """Keep the version's files if it was committed, and nothing otherwise."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
-        if verdict.ending is not p.Ending.COMMITTED:
+        if verdict.ending is not ev.EndReason.COMMITTED:
             return saving.discard()
         staging = self._of.staging
         notes = Notes(
@@ -456,7 +462,7 @@ class Drive:
 
     # -- the report ----------------------------------------------------------------------------------------------------
 
-    def report(self, verdict: p.Verdict) -> PublishReport:
+    def report(self, verdict: publication.RoundResult) -> PublishReport:
         """What is known now."""
         ended, manifest = self.machine.ended, self._of.staging.manifest
         theirs = {name: each for name, each in ended.seconds.items() if name != "total"} if ended else {}
@@ -464,7 +470,7 @@ class Drive:
             channel=self._of.settings.channel,
             version=self.version,
             epoch=self.machine.epoch,
-            outcome=m.Outcome.COMMITTED if verdict.ending is p.Ending.COMMITTED else m.Outcome.ABORTED,
+            outcome=m.Outcome.COMMITTED if verdict.ending is ev.EndReason.COMMITTED else m.Outcome.ABORTED,
             reason=verdict.reason,
             mode=self._of.mode,
             attempts=max(1, self.machine.attempt),
@@ -491,9 +497,9 @@ class Drive:
     def _request(self, message: m.ToCoordinator) -> m.ToAgent:
         return self._of.bus.request(message, deadline_s=self._of.settings.request_timeout_s)
 
-    def _source_failed(self, error: SourceError | WeightsDiffer) -> p.Broken:
+    def _source_failed(self, error: SourceError | WeightsDiffer) -> ev.AttemptFailed:
         self.cause, differ = error, isinstance(error, WeightsDiffer)
-        return p.Broken(p.Ending.WEIGHTS_CHANGED if differ else p.Ending.SOURCE_FAILED, str(error))
+        return ev.AttemptFailed(ev.EndReason.WEIGHTS_CHANGED if differ else ev.EndReason.SOURCE_FAILED, str(error))
 
     def _show(self, buckets_sent: int = 0) -> None:
         if self._of.progress is not None:

@@ -19,7 +19,7 @@ import torch
 
 from weightbus.control.log import get_log
 from weightbus.control.protocol import EngineInfo
-from weightbus.dataplane.digest import Box, ServedParameter, served_layout, sglang_checksum as fmix
+from weightbus.dataplane.digest import ParameterBox, ServedParameter, served_layout, sglang_checksum as fmix
 from weightbus.dataplane.tensors import LiveDigests, Manifest, TensorSpec
 
 from .expected_sglang_checksums import FmixDigester, FmixLayout, names_of
@@ -163,7 +163,7 @@ class _Running:
         return final.hexdigest()[:_DIGEST_DIGITS]
 
 
-def _part(whole: _Bytes, spec: TensorSpec, box: Box) -> _Bytes:
+def _part(whole: _Bytes, spec: TensorSpec, box: ParameterBox) -> _Bytes:
     """The bytes of `box`; a view when they are contiguous. Layouts cut dimensions 0 and 1 only."""
     dims = len(spec.shape)
     if dims == 0:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
-from weightbus.dataplane.digest import Box, ServedParameter, sglang_checksum as fmix
+from weightbus.dataplane.digest import ParameterBox, ServedParameter, sglang_checksum as fmix
 from weightbus.dataplane.tensors import Manifest
 
 
@@ -25,9 +25,9 @@ class FmixLayout:
     def __init__(self, manifest: Manifest, parameters: Sequence[ServedParameter]) -> None:
         self.manifest = manifest
         self.parameters = parameters
-        self._places: dict[int, list[tuple[int, Box, int]]] = defaultdict(list)
+        self._places: dict[int, list[tuple[int, ParameterBox, int]]] = defaultdict(list)
         sizes = [self._place(at, parameter) for at, parameter in enumerate(parameters)]
-        self.lanes = fmix.Lanes(sizes)
+        self.lanes = fmix.ChecksumLanes(sizes)
         self._tables: dict[int, fmix.Table] = {}
         self._on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
         for index in range(len(manifest.buckets)):
@@ -130,12 +130,12 @@ class FmixDigester:
         return {name: tuple(checksums) for name, checksums in found.items()}
 
 
-def _box_bytes(manifest: Manifest, box: Box) -> int:
+def _box_bytes(manifest: Manifest, box: ParameterBox) -> int:
     _, row_bytes, _, rows = _runs(manifest, box)
     return row_bytes * rows
 
 
-def _runs(manifest: Manifest, box: Box) -> tuple[int, int, int, int]:
+def _runs(manifest: Manifest, box: ParameterBox) -> tuple[int, int, int, int]:
     """A box as (first byte in its tensor, bytes of a run, bytes between runs, runs). Layouts cut dimensions 0 and 1."""
     spec = manifest.tensors[box.tensor]
     if not box.start:

@@ -19,8 +19,8 @@ from weightbus.control.machine import LENT, ChannelView, parse
 from weightbus.control.protocol import CoordinatorUnreachable, Malformed, RequestRefused
 
 from ..settings import TrainerSettings
-from .background_publisher import Background
-from .rank_commands import Beat, Ranks
+from .background_publisher import BackgroundPublisher
+from .rank_commands import CommandedRanks, KeepWaiting
 
 _log = get_log(__name__)
 
@@ -28,7 +28,7 @@ _SILENT: Final = frozenset({"lost", "dirty", "pending", LENT, "quarantined"})
 """States of engines, as the status names them, that answer no request."""
 
 
-class Pace(enum.Enum):
+class LagPolicy(enum.Enum):
     """What a training loop does now."""
 
     GO = "go"
@@ -38,7 +38,7 @@ class Pace(enum.Enum):
     """Nothing that is under way helps any more, or not in time."""
 
 
-class Ahead(msgspec.Struct, frozen=True):
+class LagStatus(msgspec.Struct, frozen=True):
     """Training would be too far ahead."""
 
     version: int
@@ -70,19 +70,19 @@ def oldest_served(channel: ChannelView | None, max_lag: int) -> int:
     return min((committed, *(each for each in versions if each is not None and 0 <= committed - each <= max_lag)))
 
 
-def pace(version: int, serving: int | None, max_lag: int, *, coming: bool, expired: bool) -> Pace:
+def pace(version: int, serving: int | None, max_lag: int, *, coming: bool, expired: bool) -> LagPolicy:
     """Whether to train from `version`, when `serving` is the oldest version served, or None if that is not known.
 
     `coming`: a publication has not ended. `expired`: there is no time left to wait.
     """
     if serving is not None and version - serving <= max_lag:
-        return Pace.GO
+        return LagPolicy.GO
     if expired or (serving is not None and not coming):
-        return Pace.TOO_FAR
-    return Pace.WAIT
+        return LagPolicy.TOO_FAR
+    return LagPolicy.WAIT
 
 
-class Coordinator(Protocol):
+class LagCoordinator(Protocol):
     """What is asked of control's `BusClient`."""
 
     def status(self, deadline_s: float = 10.0) -> bytes:
@@ -90,15 +90,15 @@ class Coordinator(Protocol):
         ...
 
 
-class Pacer:
+class LagLimit:
     """Holds one training loop back. All methods are called on its thread, on the root rank."""
 
-    def __init__(self, settings: TrainerSettings, coordinator: Coordinator, background: Background) -> None:
+    def __init__(self, settings: TrainerSettings, coordinator: LagCoordinator, background: BackgroundPublisher) -> None:
         self._settings = settings
         self._coordinator = coordinator
         self._background = background
 
-    def hold(self, version: int, ranks: Ranks) -> Ahead | None:
+    def hold(self, version: int, ranks: CommandedRanks) -> LagStatus | None:
         """Return when training may go on from `version`, or why it may not. Collective: `ranks` hear beats."""
         max_lag = self._settings.max_lag
         if max_lag is None:
@@ -110,17 +110,17 @@ class Pacer:
             serving, silence = self._serving(max_lag)
             expired = time.monotonic() >= deadline
             match pace(version, serving, max_lag, coming=coming, expired=expired):
-                case Pace.GO:
+                case LagPolicy.GO:
                     return None
-                case Pace.TOO_FAR:
+                case LagPolicy.TOO_FAR:
                     waited = f"after {self._settings.lag_timeout_s:.0f} s (lag_timeout_s)"
-                    ahead = Ahead(
+                    ahead = LagStatus(
                         version, serving, max_lag, silence or (waited if expired else "and nothing is coming")
                     )
                     _log.error("too_far_ahead", channel=self._settings.channel, reason=str(ahead))
                     return ahead
-                case Pace.WAIT:
-                    ranks.tell(Beat())
+                case LagPolicy.WAIT:
+                    ranks.tell(KeepWaiting())
                     left = max(0.0, deadline - time.monotonic())
                     self._background.wait_for_an_end(ended, min(self._settings.beat_s, left))
 

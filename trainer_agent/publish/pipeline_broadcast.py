@@ -17,7 +17,7 @@ from typing import Final, NamedTuple, Self, assert_never
 import msgspec
 import torch
 
-from weightbus.control.protocol import Offer, Place, TransportKind
+from weightbus.control.protocol import Endpoint, ProcessLocation, TransportKind
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.tensors import BucketSpec, LiveDigests, Manifest
 from weightbus.dataplane.transports import Address, Slot, Sources, cut
@@ -31,13 +31,13 @@ from . import rank_commands as orders
 from .expected_digests import LiveDigester, LivePlan, Want, joined
 
 
-class Layout(NamedTuple):
+class VersionLayout(NamedTuple):
     """What a version consists of, and who can send which part of it."""
 
     manifest: Manifest
-    stages: Stages | None
+    stages: PipelineBroadcast | None
     """None where one rank sends everything."""
-    places: tuple[Place, ...] = ()
+    places: tuple[ProcessLocation, ...] = ()
     """Where the ranks are; told where that matters for who sends."""
 
     @classmethod
@@ -50,9 +50,9 @@ class Layout(NamedTuple):
             if ranks[0] == 0 and len(ranks) > 1:
                 owners = [ranks.index(root) for root in roots]
                 manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes)
-                stages = Stages(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
+                stages = PipelineBroadcast(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
                 told = source.collect(msgspec.msgpack.encode(place_of(source.rank, source.device)))
-                return cls(manifest, stages, tuple(msgspec.msgpack.decode(each, type=Place) for each in told))
+                return cls(manifest, stages, tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in told))
         return cls(Manifest.of(source.model, tensors, settings.bucket_bytes), None)
 
 
@@ -72,7 +72,7 @@ class _Found(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class Read(NamedTuple):
+class StageDigests(NamedTuple):
     """What all of them have."""
 
     tensors: bytes
@@ -80,7 +80,7 @@ class Read(NamedTuple):
     live: tuple[LiveDigests, ...]
 
 
-class Stages:
+class PipelineBroadcast:
     """One rank's part. Calls are collective, but for `lend` and `close`."""
 
     def __init__(  # noqa: PLR0917  made in one place
@@ -109,7 +109,7 @@ class Stages:
         """On the leader: where its buckets go."""
         self._slots = slots
 
-    def read(self, wanted: Collection[Want], watch: Stopwatch) -> Read:
+    def read(self, wanted: Collection[Want], watch: Stopwatch) -> StageDigests:
         """Every stage reads and digests its buckets. Raises `SourceError` on every rank when one cannot."""
         failure: Exception | None = None
         try:
@@ -124,7 +124,7 @@ class Stages:
         if errors:
             raise AssemblyFailed("; ".join(errors))
         digests = {bucket: digest for each in all_found for bucket, digest in each.digests.items()}
-        return Read(
+        return StageDigests(
             b"".join(digests[index] for index in range(len(digests))), joined([each.live for each in all_found])
         )
 
@@ -168,7 +168,7 @@ class Stages:
 
     def _obey(self, order: orders.OfStages, watch: Stopwatch) -> None:
         match order:
-            case orders.Read():
+            case orders.ReadStage():
                 self.read(order.wanted, watch)
             case orders.Refill():
                 self.refill(order.first, order.last, watch)
@@ -242,7 +242,7 @@ def differing(manifest: Manifest, bucket: BucketSpec, found: bytes, expected: by
     ]
 
 
-def broadcast_order(offer: Offer, epoch: int, deadline_s: float, *, whole: bool) -> orders.Broadcast:
+def broadcast_order(offer: Endpoint, epoch: int, deadline_s: float, *, whole: bool) -> orders.Broadcast:
     """What the other sources have to know of an offer."""
     return orders.Broadcast(
         address=offer.address,

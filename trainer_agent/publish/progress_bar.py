@@ -13,7 +13,7 @@ LONG_S: Final = 3.0
 """Shorter work shows nothing."""
 
 
-class Bar:
+class ProgressBar:
     """Counts bytes; shows them after `LONG_S`, if anybody can see it."""
 
     def __init__(self, what: str, total_bytes: int, console: Console | None = None) -> None:

@@ -15,7 +15,7 @@ from ..checkpoints import Archive
 from ..machine import Mode
 from ..settings import TrainerSettings
 from . import rank_commands as orders
-from .bucket_staging import Staging
+from .bucket_staging import BucketStaging
 
 
 class Bus(Protocol):
@@ -70,10 +70,10 @@ class Progress(msgspec.Struct, frozen=True):
     buckets: int
 
 
-class Sealer(Protocol):
+class PublicationSigner(Protocol):
     """Signs for this trainer."""
 
-    def publication(self, message: m.Publish, previous: m.Held | None) -> m.Publish:
+    def publication(self, message: m.Publish, previous: m.HeldVersion | None) -> m.Publish:
         """`message`, to follow the committed version `previous`."""
         ...
 
@@ -81,25 +81,25 @@ class Sealer(Protocol):
         """Why `table` is to be believed for `message`, which left it open."""
         ...
 
-    def offer(self, offer: m.Offer, epoch: Epoch) -> m.Offer:
+    def offer(self, offer: m.Endpoint, epoch: Epoch) -> m.Endpoint:
         """`offer`, for one epoch."""
         ...
 
 
-class Outfit(msgspec.Struct):
+class PublisherContext(msgspec.Struct):
     """What outlives a publication and serves each of them."""
 
     settings: TrainerSettings
     bus: Bus
-    ranks: orders.Ranks
-    staging: Staging
+    ranks: orders.CommandedRanks
+    staging: BucketStaging
     make_sender: Callable[[m.TransportKind], Sender]
     senders: MutableMapping[m.TransportKind, Sender]
     boot: int
     """The life of the coordinator that was last heard of."""
     progress: Callable[[Progress], None] | None = None
     mode: Mode = Mode.LIVE
-    seal: Sealer | None = None
+    seal: PublicationSigner | None = None
     """Null where no keys are used."""
     archive: Archive | None = None
     """Keeps versions as files; null where none are kept."""

@@ -11,31 +11,31 @@ from typing import Final, assert_never
 
 import msgspec
 
-from ..machine import PublishReport, Verdict
+from ..machine import PublishReport, RoundResult
 from ..source import Source
 
 
-class Order(msgspec.Struct, frozen=True, tag=True):
+class RankCommand(msgspec.Struct, frozen=True, tag=True):
     """Root of what the leader says."""
 
 
-class Ready(Order, frozen=True, tag="Ready"):
+class Ready(RankCommand, frozen=True, tag="Ready"):
     """The leader stands; `publish` may be called."""
 
 
-class NotReady(Order, frozen=True, tag="NotReady"):
+class RankZeroFailed(RankCommand, frozen=True, tag="NotReady"):
     """The leader could not be started."""
 
     reason: str
 
 
-class Assemble(Order, frozen=True, tag="Assemble"):
+class AssembleBucket(RankCommand, frozen=True, tag="Assemble"):
     """Take part in assembling bucket `index`."""
 
     index: int
 
 
-class Make(Order, frozen=True, tag="Make"):
+class MakeDerived(RankCommand, frozen=True, tag="Make"):
     """Begin to make what this rank lets others read, from its weights as they are now; with `digests`, to digest it."""
 
     digests: bool
@@ -43,21 +43,21 @@ class Make(Order, frozen=True, tag="Make"):
     """Readers are told of what is made part by part."""
 
 
-class Expose(Order, frozen=True, tag="Expose"):
+class ExportMemory(RankCommand, frozen=True, tag="Expose"):
     """Make this rank's memory readable as it is now; digest its share of the model if `digests`."""
 
     digests: bool
     made: bool = False
-    """`Make` was said in this publication: nothing is begun anew."""
+    """`MakeDerived` was said in this publication: nothing is begun anew."""
     parts: bool = False
-    """As of `Make`."""
+    """As of `MakeDerived`."""
 
 
-class Digest(Order, frozen=True, tag="Digest"):
+class DigestExported(RankCommand, frozen=True, tag="Digest"):
     """Digest this rank's share of what it has exposed."""
 
 
-class Join(Order, frozen=True, tag="Join"):
+class JoinBroadcast(RankCommand, frozen=True, tag="Join"):
     """Take part in sending `epoch`, by a thread of this rank's own, to whoever comes to `address`."""
 
     address: str
@@ -66,20 +66,20 @@ class Join(Order, frozen=True, tag="Join"):
     deadline_s: float
 
 
-class Read(Order, frozen=True, tag="Read"):
+class ReadStage(RankCommand, frozen=True, tag="Read"):
     """Read and digest the buckets of this rank's stage, and what of `wanted` engines report of them."""
 
     wanted: tuple[tuple[str, int], ...]
 
 
-class Refill(Order, frozen=True, tag="Refill"):
+class Refill(RankCommand, frozen=True, tag="Refill"):
     """Read buckets `first` to `last`, exclusive, once more; each on its stage, which sends it."""
 
     first: int
     last: int
 
 
-class Broadcast(Order, frozen=True, tag="Broadcast"):
+class Broadcast(RankCommand, frozen=True, tag="Broadcast"):
     """Where this rank is a source, have it meet the engines of `epoch`."""
 
     address: str
@@ -93,11 +93,11 @@ class Broadcast(Order, frozen=True, tag="Broadcast"):
     """What was read last is all there; otherwise each bucket is read again."""
 
 
-class Beat(Order, frozen=True, tag="Beat"):
+class KeepWaiting(RankCommand, frozen=True, tag="Beat"):
     """Nothing to do; the leader is alive."""
 
 
-class Taken(Order, frozen=True, tag="Taken"):
+class BucketTaken(RankCommand, frozen=True, tag="Taken"):
     """The snapshot of `version` is taken; nobody is needed for the rest."""
 
     version: int
@@ -107,21 +107,33 @@ class Taken(Order, frozen=True, tag="Taken"):
     """Why training must not go on from it, though its publication does."""
 
 
-class Finish(Order, frozen=True, tag="Finish"):
+class Finish(RankCommand, frozen=True, tag="Finish"):
     """The publication is over."""
 
-    verdict: Verdict
+    verdict: RoundResult
     report: PublishReport
 
 
-OfStages = Read | Refill | Broadcast
+OfStages = ReadStage | Refill | Broadcast
 """What `stages.Stages` carries out."""
-AnyOrder = Ready | NotReady | Assemble | Make | Expose | Digest | Join | OfStages | Beat | Taken | Finish
+AnyOrder = (
+    Ready
+    | RankZeroFailed
+    | AssembleBucket
+    | MakeDerived
+    | ExportMemory
+    | DigestExported
+    | JoinBroadcast
+    | OfStages
+    | KeepWaiting
+    | BucketTaken
+    | Finish
+)
 
 _DECODER: Final[msgspec.msgpack.Decoder[AnyOrder]] = msgspec.msgpack.Decoder(AnyOrder)
 
 
-class Ranks:
+class CommandedRanks:
     """The group of one source, as the leader and the others speak in it."""
 
     def __init__(self, source: Source) -> None:
@@ -139,23 +151,23 @@ class Ranks:
 def unexpected(order: AnyOrder, expected: str) -> RuntimeError:  # noqa: C901  one line for each order
     """The error of a rank that is not where the leader believes it to be."""
     match order:
-        case Ready() | NotReady():
+        case Ready() | RankZeroFailed():
             told = "that the leader stands"
-        case Assemble():
+        case AssembleBucket():
             told = f"to assemble bucket {order.index}"
-        case Make():
+        case MakeDerived():
             told = "to make what it exposes"
-        case Expose():
+        case ExportMemory():
             told = "to expose its memory"
-        case Digest():
+        case DigestExported():
             told = "to digest its share"
-        case Join():
+        case JoinBroadcast():
             told = f"to send epoch {order.epoch}"
-        case Read() | Refill() | Broadcast():
+        case ReadStage() | Refill() | Broadcast():
             told = "to read or broadcast its stage"
-        case Beat():
+        case KeepWaiting():
             told = "to wait"
-        case Taken():
+        case BucketTaken():
             told = f"that the snapshot of version {order.version} is taken"
         case Finish():
             told = f"that version {order.report.version} is over"

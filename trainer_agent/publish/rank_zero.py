@@ -22,11 +22,11 @@ from weightbus.control.protocol import (
     Channel,
     ConfigurationError,
     Digest,
+    Endpoint,
     Epoch,
-    Held,
+    HeldVersion,
     Hello,
     Incarnation,
-    Offer,
     Outcome,
     Publish,
     RequestId,
@@ -42,35 +42,37 @@ from weightbus.dataplane.processes import default_runtime_dir, host_identity
 from weightbus.dataplane.tensors import Manifest
 from weightbus.dataplane.transports import Sender, sender
 
-from ..checkpoints import Archive, Policy, check_configs
-from ..export import Exposable, Exposure, place_of, topology_of
-from ..machine import Claim, Ending, Mode, PublishReport, Stopwatch, Verdict
+from ..checkpoints import Archive, ArchivePolicy, check_configs
+from ..export import Exportable, MemoryExport, place_of, topology_of
+from ..machine import EndReason, Mode, PublishReport, RoundResult, SnapshotClaim, Stopwatch
 from ..quantized import KnowsServed
 from ..settings import SendsOver, TrainerSettings
 from ..source import Source, SourceError, head_dim_of
-from .background_publisher import Background, End
-from .bucket_staging import InPlace, Pool, Staging
-from .driver import Drive
-from .lag_limit import Pacer
-from .pipeline_broadcast import Layout
-from .publisher_context import Outfit, Progress
-from .rank_commands import Assemble, Beat, Expose, Finish, Ranks, Taken
+from .background_publisher import BackgroundPublisher, End
+from .bucket_staging import BucketStaging, InPlace, StagingPool
+from .driver import PublicationDriver
+from .lag_limit import LagLimit
+from .pipeline_broadcast import VersionLayout
+from .publisher_context import Progress, PublisherContext
+from .rank_commands import AssembleBucket, BucketTaken, CommandedRanks, ExportMemory, Finish, KeepWaiting
 from .snapshot_rounds import SnapshotRounds, Times, behind_in, log_end
 
 _log = get_log(__name__)
 
 
-class Leader:
+class RankZero:
     """Publishes version after version. Not for several threads at once."""
 
-    def __init__(self, outfit: Outfit, pool: Pool, source: Source, exposure: Exposure | None = None) -> None:
+    def __init__(
+        self, outfit: PublisherContext, pool: StagingPool, source: Source, exposure: MemoryExport | None = None
+    ) -> None:
         self._outfit = outfit
         self._pool = pool
         self._source = source
         self._exposure = exposure
         self._times: dict[int, Times] = {}
         snapshots = SnapshotRounds(outfit, pool, source, self._times)
-        self._background = Background(
+        self._background = BackgroundPublisher(
             snapshots.stores,
             outfit.settings.overlap,
             snapshots.publish,
@@ -80,7 +82,7 @@ class Leader:
         )
         if doubt := outfit.settings.doubt():
             _log.warning("settings_doubted", channel=outfit.settings.channel, reason=doubt)
-        self._pacer = Pacer(outfit.settings, outfit.bus, self._background)
+        self._pacer = LagLimit(outfit.settings, outfit.bus, self._background)
         self._stood_s = 0.0
         """Since the last snapshot was handed over."""
 
@@ -116,13 +118,13 @@ class Leader:
         report = PublishReport(
             channel=self._outfit.settings.channel, version=version, epoch=0, outcome=Outcome.COMMITTED, reason=reason
         )
-        end = Verdict(Ending.COMMITTED, reason), report, None
+        end = RoundResult(EndReason.COMMITTED, reason), report, None
         self._tell(end[0], end[1])
         return end
 
     def publish(self, version: int, *, rollback: bool = False, catch_up: bool = False) -> End:
         """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""
-        drive = Drive(self._outfit, version, rollback=rollback, catch_up=catch_up)
+        drive = PublicationDriver(self._outfit, version, rollback=rollback, catch_up=catch_up)
         try:
             self._wait_for_snapshots()
             verdict = drive.run()
@@ -137,7 +139,7 @@ class Leader:
         self._tell(verdict, report)
         return verdict, report, drive.cause
 
-    def snapshot(self, version: int) -> tuple[Taken, Future[End]] | tuple[End, None]:
+    def snapshot(self, version: int) -> tuple[BucketTaken, Future[End]] | tuple[End, None]:
         """Copy the weights and tell every rank to go on; the future says how the publication ended, and never raises.
 
         Of a snapshot that could not be taken the end is returned, and every rank told. With `max_lag` returns when
@@ -166,7 +168,7 @@ class Leader:
         with watch.phase("hold"):
             ahead = self._pacer.hold(version, self._outfit.ranks)
         self._stood_s = watch.seconds["hold"]
-        taken = Taken(version, watch.seconds["claim"] + self._stood_s, str(ahead) if ahead else "")
+        taken = BucketTaken(version, watch.seconds["claim"] + self._stood_s, str(ahead) if ahead else "")
         self._outfit.ranks.tell(taken)
         _log.info("snapshot_taken", channel=self._outfit.settings.channel, version=version, **watch.seconds)
         return taken, future
@@ -180,7 +182,7 @@ class Leader:
                 end = _unpublished(self._outfit.settings.channel, version, error)
                 break
             futures.wait([future], self._outfit.settings.beat_s)
-            self._outfit.ranks.tell(Beat())
+            self._outfit.ranks.tell(KeepWaiting())
         else:
             end = future.result()
         self._tell(end[0], end[1])
@@ -198,10 +200,10 @@ class Leader:
             stack.callback(lambda: self._background.close(self._patience_s()))
 
     def _assemble(self, index: int, out: torch.Tensor) -> None:
-        self._outfit.ranks.tell(Assemble(index))
+        self._outfit.ranks.tell(AssembleBucket(index))
         self._source.assemble(self._outfit.staging.manifest, index, out)
 
-    def _claim(self, version: int) -> Claim:
+    def _claim(self, version: int) -> SnapshotClaim:
         if set(self._outfit.settings.transports()) <= IN_PLACE:
             raise ConfigurationError(
                 "transport = direct and sends give the weights that are being trained, and not a snapshot of them:"
@@ -222,14 +224,14 @@ class Leader:
     def _beat_until(self, deadline: float) -> None:
         if time.monotonic() >= deadline:
             raise TimeoutError(f"earlier snapshots were not published in {self._patience_s():.0f} s")
-        self._outfit.ranks.tell(Beat())
+        self._outfit.ranks.tell(KeepWaiting())
 
     def _patience_s(self) -> float:
         """How long all publications that are ahead can take, by their own deadlines."""
         limits = self._outfit.settings.limits()
         return self._background.ahead * (limits.attempts * (limits.acquire_s + limits.round_s) + limits.abandon_s) + 1.0
 
-    def _tell(self, verdict: Verdict, report: PublishReport) -> None:
+    def _tell(self, verdict: RoundResult, report: PublishReport) -> None:
         try:
             self._outfit.ranks.tell(Finish(verdict, report))
         except SourceError as error:
@@ -238,9 +240,9 @@ class Leader:
 
 
 def _unpublished(channel: str, version: int, error: BaseException, mode: Mode = Mode.SNAPSHOT) -> End:
-    ending = Ending.SOURCE_FAILED if isinstance(error, SourceError) else Ending.INTERNAL
+    ending = EndReason.SOURCE_FAILED if isinstance(error, SourceError) else EndReason.INTERNAL
     reason = f"{type(error).__name__}: {error}"
-    return Verdict(ending, reason), PublishReport.unpublished(channel, version, mode, reason), error
+    return RoundResult(ending, reason), PublishReport.unpublished(channel, version, mode, reason), error
 
 
 _INFO: Final = 20
@@ -248,8 +250,8 @@ _WARNING: Final = 30
 
 
 def lead(
-    source: Source, settings: TrainerSettings, layout: Layout, progress: Callable[[Progress], None] | None = None
-) -> Leader:
+    source: Source, settings: TrainerSettings, layout: VersionLayout, progress: Callable[[Progress], None] | None = None
+) -> RankZero:
     """Connect to the coordinator and make the staging memory. Root only."""
     manifest = layout.manifest
     check_configs(settings.served, settings.hf_config_dir)
@@ -283,12 +285,12 @@ def lead(
             topology=lambda: told,
         )
         undo.callback(bus.close)
-        ranks = Ranks(source)
-        outfit = Outfit(
+        ranks = CommandedRanks(source)
+        outfit = PublisherContext(
             settings=settings,
             bus=bus,
             ranks=ranks,
-            staging=Staging(
+            staging=BucketStaging(
                 source,
                 manifest,
                 pool,
@@ -305,7 +307,7 @@ def lead(
             archive=archive,
         )
         undo.pop_all()
-    return Leader(outfit, pool, source, exposure)
+    return RankZero(outfit, pool, source, exposure)
 
 
 def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
@@ -314,22 +316,22 @@ def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
         return None
     told = source.served if isinstance(source, KnowsServed) else None
     config_dir = settings.hf_config_dir or settings.served or (told if isinstance(told, Path) else None)
-    policy = Policy(settings.save_every, settings.keep_last, settings.keep_every)
+    policy = ArchivePolicy(settings.save_every, settings.keep_last, settings.keep_every)
     return Archive(settings.save_dir, settings.channel, policy, config_dir)
 
 
-def exposure_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> Exposure | None:
+def exposure_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> MemoryExport | None:
     """The means to let engines read this rank, where that was asked for and can be. The same answer on every rank."""
     read, sent = (kind in settings.preferences() for kind in (TransportKind.DIRECT, TransportKind.SENDS))
-    if not (read or sent) or not isinstance(source, Exposable):
+    if not (read or sent) or not isinstance(source, Exportable):
         return None
     folder = settings.runtime_dir or default_runtime_dir()
-    return Exposure(source, manifest, folder, settings.channel, read=read, sent=sent)
+    return MemoryExport(source, manifest, folder, settings.channel, read=read, sent=sent)
 
 
 def _tried(
-    exposure: Exposure | None, source: Source, settings: TrainerSettings
-) -> tuple[Exposure | None, dict[TransportKind, str]]:
+    exposure: MemoryExport | None, source: Source, settings: TrainerSettings
+) -> tuple[MemoryExport | None, dict[TransportKind, str]]:
     """Expose once, at the start: what cannot be exported goes through staging buckets, by the next transport.
 
     Returns also which transports are out because of that, and why. That is worth a warning only to who named them.
@@ -341,7 +343,7 @@ def _tried(
         if wanted:
             _log.log(level, "not_in_place", reason=reason)
         return None, dict.fromkeys(wanted, reason)
-    Ranks(source).tell(Expose(digests=False))
+    CommandedRanks(source).tell(ExportMemory(digests=False))
     try:
         exposure.expose()
     except NotExportable as error:
@@ -373,7 +375,7 @@ class _Seal:
         self._name, self._channel = AgentId(settings.name), Channel(settings.channel)
         self._secret = read_secret(curve.secret)
 
-    def publication(self, message: Publish, previous: Held | None) -> Publish:
+    def publication(self, message: Publish, previous: HeldVersion | None) -> Publish:
         """`message`, to follow the committed version `previous`."""
         return seal_publication(message, self._name, self._secret, previous)
 
@@ -381,7 +383,7 @@ class _Seal:
         """Why `table` is to be believed for `message`, which left it open."""
         return seal_table(message, table, self._secret).encode("ascii")
 
-    def offer(self, offer: Offer, epoch: Epoch) -> Offer:
+    def offer(self, offer: Endpoint, epoch: Epoch) -> Endpoint:
         """`offer`, for one epoch."""
         return seal_offer(offer, self._channel, epoch, self._secret)
 
@@ -409,7 +411,7 @@ def _trainer_info(source: Source, kinds: tuple[TransportKind, ...]) -> TrainerIn
 
 
 def _sender_maker(
-    source: Source, settings: TrainerSettings, exposure: Exposure | None
+    source: Source, settings: TrainerSettings, exposure: MemoryExport | None
 ) -> Callable[[TransportKind], Sender]:
     expose = None if exposure is None else exposure.standing
     describe = None if exposure is None else exposure.described

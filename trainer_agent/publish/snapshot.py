@@ -12,14 +12,14 @@ import torch
 
 from weightbus.dataplane.tensors import Manifest, TensorSpec
 
-from ..machine import Memory
+from ..machine import SnapshotMemory
 from ..source import Source
 
 
 class Store:
     """Memory of one snapshot, allocated when it is first taken and kept until `close`."""
 
-    def __init__(self, manifest: Manifest, device: torch.device, memory: Memory) -> None:
+    def __init__(self, manifest: Manifest, device: torch.device, memory: SnapshotMemory) -> None:
         self._manifest = manifest
         self._device = device
         self._memory = memory
@@ -30,7 +30,7 @@ class Store:
         """Have every bucket assembled, one after another, and keep it. On a GPU this only enqueues."""
         if not self._buckets:
             self._buckets = [self._empty(bucket.nbytes) for bucket in self._manifest.buckets]
-        direct = self._device.type != "cuda" or self._memory is Memory.DEVICE
+        direct = self._device.type != "cuda" or self._memory is SnapshotMemory.DEVICE
         scratch = [] if direct else self._scratch()
         for index, kept in enumerate(self._buckets):
             if direct:
@@ -58,7 +58,7 @@ class Store:
         self._buckets = []
 
     def _empty(self, nbytes: int) -> torch.Tensor:
-        if self._memory is Memory.DEVICE:
+        if self._memory is SnapshotMemory.DEVICE:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
 

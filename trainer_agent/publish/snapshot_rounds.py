@@ -10,13 +10,13 @@ from weightbus.control.log import get_log
 from weightbus.control.machine import LENT, ChannelView, parse
 from weightbus.control.protocol import WeightbusError
 
-from ..machine import Ending, Mode, PublishReport, Verdict
+from ..machine import EndReason, Mode, PublishReport, RoundResult
 from ..source import Source
 from .background_publisher import End
-from .bucket_staging import Pool, Staging
-from .driver import Drive
-from .publisher_context import Outfit
-from .rank_commands import Ranks
+from .bucket_staging import BucketStaging, StagingPool
+from .driver import PublicationDriver
+from .publisher_context import PublisherContext
+from .rank_commands import CommandedRanks
 from .snapshot import Store, StoredWeights
 
 _log = get_log(__name__)
@@ -35,7 +35,7 @@ class SnapshotRounds:
     Implements `background.Latecomers`, too.
     """
 
-    def __init__(self, outfit: Outfit, pool: Pool, source: Source, times: dict[int, Times]) -> None:
+    def __init__(self, outfit: PublisherContext, pool: StagingPool, source: Source, times: dict[int, Times]) -> None:
         settings, staging = outfit.settings, outfit.staging
         self.stores = [
             Store(staging.manifest, source.device, settings.snapshot_memory) for _ in range(settings.snapshots)
@@ -44,17 +44,17 @@ class SnapshotRounds:
         self._outfit, self._times = outfit, times
         self._warned: set[str] = set()
         """Why engines that are behind were not looked for, as far as that was said."""
-        self._outfits: list[Outfit] = []
+        self._outfits: list[PublisherContext] = []
         for store in self.stores:
             stored = StoredWeights(source, store)
-            ranks = Ranks(stored)
-            own = Staging(stored, staging.manifest, pool, ranks, staging.head_dim)
+            ranks = CommandedRanks(stored)
+            own = BucketStaging(stored, staging.manifest, pool, ranks, staging.head_dim)
             self._outfits.append(msgspec.structs.replace(outfit, ranks=ranks, staging=own, mode=Mode.SNAPSHOT))
 
     def publish(self, version: int, buffer: int) -> End:
         """Drive it to its end."""
         took = self._times.pop(version)
-        verdict, report, cause = self._run(Drive(self._own(buffer), version, stood_s=took.stood), buffer)
+        verdict, report, cause = self._run(PublicationDriver(self._own(buffer), version, stood_s=took.stood), buffer)
         report = msgspec.structs.replace(report, seconds={"snapshot": took.snapshot, **report.seconds})
         log_end(verdict, report)
         return verdict, report, cause
@@ -71,7 +71,7 @@ class SnapshotRounds:
 
     def bring(self, version: int, buffer: int) -> None:
         """Drive it to those who lack it. How that ended is in the log."""
-        verdict, report, _ = self._run(Drive(self._own(buffer), version, catch_up=True), buffer)
+        verdict, report, _ = self._run(PublicationDriver(self._own(buffer), version, catch_up=True), buffer)
         log_end(verdict, report)
 
     def _warn(self, error: str) -> None:
@@ -80,12 +80,12 @@ class SnapshotRounds:
             self._warned.add(error)
             _log.warning("not_looked_for_latecomers", error=error, advice=_ADVICE)
 
-    def _own(self, buffer: int) -> Outfit:
+    def _own(self, buffer: int) -> PublisherContext:
         own = self._outfits[buffer]
         own.boot = self._outfit.boot
         return own
 
-    def _run(self, drive: Drive, buffer: int) -> End:
+    def _run(self, drive: PublicationDriver, buffer: int) -> End:
         try:
             verdict = drive.run()
         except Exception as error:  # noqa: BLE001  it is logged there, and is what the handle raises
@@ -108,7 +108,7 @@ def behind_in(channel: ChannelView | None, version: int) -> tuple[str, ...]:
     )
 
 
-def log_end(verdict: Verdict, report: PublishReport) -> None:
+def log_end(verdict: RoundResult, report: PublishReport) -> None:
     """One line for each publication."""
     _log.log(
         _LEVELS.get(verdict.ending, _ERROR),
@@ -132,4 +132,4 @@ _NOT_BROUGHT: Final = frozenset({"lost", LENT})
 _INFO: Final = 20
 _WARNING: Final = 30
 _ERROR: Final = 40
-_LEVELS: Final = {Ending.COMMITTED: _INFO, Ending.ABORTED: _WARNING, Ending.LEASE_BUSY: _WARNING}
+_LEVELS: Final = {EndReason.COMMITTED: _INFO, EndReason.ABORTED: _WARNING, EndReason.LEASE_BUSY: _WARNING}

@@ -22,17 +22,17 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from weightbus.dataplane.quantize import Part, Scheme, Words, words_of
+from weightbus.dataplane.quantize import QuantizedPart, Scheme, Words, words_of
 from weightbus.dataplane.tensors import (
     DTYPES,
     ITEM_BYTES,
     Box,
     BucketSpec,
     Manifest,
-    Piece,
-    Pieces,
+    Shard,
+    Shards,
+    ShardView,
     TensorSpec,
-    View,
     contiguous_strides,
     coverage as cover,
 )
@@ -45,18 +45,18 @@ class Weight(msgspec.Struct, frozen=True):
 
     spec: TensorSpec
     scheme: Scheme
-    parts: tuple[Part, ...]
+    parts: tuple[QuantizedPart, ...]
     outputs: tuple[TensorSpec, ...]
     """As `parts`, under their names."""
 
     @property
-    def computed(self) -> tuple[tuple[Part, TensorSpec], ...]:
+    def computed(self) -> tuple[tuple[QuantizedPart, TensorSpec], ...]:
         """Those that follow from its elements: all but ``weight_shape``."""
         both = zip(self.parts, self.outputs, strict=True)
         return tuple((part, spec) for part, spec in both if part.cell[0])
 
 
-class Place(msgspec.Struct, frozen=True):
+class WeightPlace(msgspec.Struct, frozen=True):
     """Where a rectangle of a tensor goes: bytes from the start of the bucket or the arena, strides in elements."""
 
     arena: bool
@@ -71,11 +71,11 @@ class Job(msgspec.Struct, frozen=True):
 
     weight: int
     shape: tuple[int, ...]
-    held: Piece | None
+    held: Shard | None
     """Own memory that it reads; None for what was gathered."""
     raw: tuple[int, int]
     """... the raw bucket in which that lies, and its first byte there."""
-    targets: tuple[Place, ...]
+    targets: tuple[WeightPlace, ...]
     """Of every part but ``weight_shape``."""
     sums: tuple[int, Words] | None = None
     """The number of the sums that its elements are added to, and where they lie in their tensor."""
@@ -85,14 +85,14 @@ class Copy(msgspec.Struct, frozen=True):
     """A gathered tensor that stays as it is: from a raw bucket into the bucket. Root only."""
 
     raw: tuple[int, int]
-    target: Place
+    target: WeightPlace
 
 
-class Shape(msgspec.Struct, frozen=True):
+class WeightShape(msgspec.Struct, frozen=True):
     """The numbers of a ``weight_shape``. Root only."""
 
     numbers: tuple[int, ...]
-    target: Place
+    target: WeightPlace
 
 
 class BucketWork(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ class BucketWork(msgspec.Struct, frozen=True):
     """The raw buckets that it needs, on every rank alike."""
     jobs: tuple[Job, ...]
     copies: tuple[Copy, ...]
-    shapes: tuple[Shape, ...]
+    shapes: tuple[WeightShape, ...]
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -116,26 +116,26 @@ class Work(msgspec.Struct, frozen=True):
     """The number of the arena's first storage: that of dtype `d` is ``base + DTYPES.index(d)``."""
 
 
-class Kept(msgspec.Struct, frozen=True):
+class UnquantizedTensor(msgspec.Struct, frozen=True):
     """One rank's part in all buckets at once, for memory that stays."""
 
     work: Work
-    results: tuple[Piece, ...]
+    results: tuple[Shard, ...]
     """What lies in the arena then."""
-    summed: tuple[Piece, ...]
+    summed: tuple[Shard, ...]
     """Those of them that jobs sum up."""
     sums: tuple[str, ...]
     """By number: the tensor that they are of."""
 
 
 @dataclass(frozen=True, eq=False)
-class Division:
+class WeightDivision:
     """Which weights are divided among their holders and which are gathered; the same on every rank."""
 
     manifest: Manifest
     """Of what the weights become."""
     weights: tuple[Weight, ...]
-    pieces: Pieces | None
+    pieces: Shards | None
     """Every raw element once; None when it is not known where they lie."""
     rows: Mapping[str, Sequence[int]]
     """By raw tensor: its pieces."""
@@ -160,9 +160,9 @@ class Division:
         cls,
         manifest: Manifest,
         weights: Sequence[Weight],
-        pieces: Pieces | None,
+        pieces: Shards | None,
         roots: Sequence[int] | None = None,
-    ) -> Division:
+    ) -> WeightDivision:
         """`pieces` hold every raw element once; None gathers everything. `manifest` is of what the weights become.
 
         `roots` is, by bucket, the rank that it is assembled on, rank 0 where nothing is said; all that a weight becomes
@@ -194,7 +194,7 @@ class Division:
             roots=(0,) * len(manifest.buckets) if roots is None else tuple(roots),
         )
 
-    def raw_pieces(self) -> Pieces | None:
+    def raw_pieces(self) -> Shards | None:
         """Where what is gathered lies; None when that is not known."""
         if self.pieces is None:
             return None
@@ -214,14 +214,14 @@ class Division:
         """What `rank` does."""
         return _Draft(self, rank).work()
 
-    def kept(self, rank: int, base: int) -> Kept:
+    def kept(self, rank: int, base: int) -> UnquantizedTensor:
         """What `rank` does where its results stay where it makes them; `base` numbers the arena's first storage."""
         draft = _Draft(self, rank, base)
-        return Kept(draft.work(), tuple(draft.results), tuple(draft.summed), tuple(draft.sums))
+        return UnquantizedTensor(draft.work(), tuple(draft.results), tuple(draft.summed), tuple(draft.sums))
 
-    def travelling(self) -> Pieces:
+    def travelling(self) -> Shards:
         """Pieces of the manifest's tensors: what is quantised elsewhere than on its root, and what is not quantised."""
-        held: dict[int, list[Piece]] = defaultdict(list)
+        held: dict[int, list[Shard]] = defaultdict(list)
         if self.pieces is not None:
             quantised = {weight.spec.name for weight in self.weights}
             for name, rows in self.rows.items():
@@ -229,21 +229,21 @@ class Division:
                     held[int(self.pieces.holder[row])].append(self.pieces.at(row))
             for rank in sorted(set(self.pieces.holder.tolist())):
                 held[rank].extend(_Draft(self, rank).results)
-        return Pieces.join([Pieces.of(self.manifest.tensors, held[rank], rank) for rank in sorted({0, *held})])
+        return Shards.join([Shards.of(self.manifest.tensors, held[rank], rank) for rank in sorted({0, *held})])
 
 
 class _Draft:
     """One rank's work, while it is put together."""
 
-    def __init__(self, division: Division, rank: int, keeps: int | None = None) -> None:
+    def __init__(self, division: WeightDivision, rank: int, keeps: int | None = None) -> None:
         """`keeps`: results stay in an arena, which begins with this storage."""
         self._of = division
         self._rank = rank
         self._keeps = keeps is not None
         self._jobs: list[list[Job]] = [[] for _ in division.manifest.buckets]
-        self.results: list[Piece] = []
+        self.results: list[Shard] = []
         """What it makes for others, in its arena."""
-        self.summed: list[Piece] = []
+        self.summed: list[Shard] = []
         self.sums: dict[str, int] = {}
         """By tensor: their number."""
         self._ends = [0] * len(self._jobs)
@@ -251,7 +251,7 @@ class _Draft:
         first = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
         self._base = first if keeps is None else keeps
         self._copies: list[list[Copy]] = [[] for _ in self._jobs]
-        self._shapes: list[list[Shape]] = [[] for _ in self._jobs]
+        self._shapes: list[list[WeightShape]] = [[] for _ in self._jobs]
         for index, row in division.local.get(rank, ()):
             assert division.pieces is not None
             piece = division.pieces.at(row)
@@ -272,7 +272,7 @@ class _Draft:
         ]
         return Work(tuple(buckets), of.raw, max(self._ends, default=0), self._base)
 
-    def _job(self, index: int, weight: Weight, box: Box, held: Piece | None, raw: tuple[int, int]) -> None:
+    def _job(self, index: int, weight: Weight, box: Box, held: Shard | None, raw: tuple[int, int]) -> None:
         """Once for each bucket that a part of the weight is in: nearly always one."""
         made = weight.computed
         buckets = sorted({self._of.places[spec.name][0] for _, spec in made})
@@ -285,7 +285,7 @@ class _Draft:
             sums = self._summed(weight, box, held, len(made)) if self._keeps else None
             self._jobs[bucket].append(Job(index, box.shape, held, raw, targets, sums))
 
-    def _summed(self, weight: Weight, box: Box, held: Piece | None, parts: int) -> tuple[int, Words] | None:
+    def _summed(self, weight: Weight, box: Box, held: Shard | None, parts: int) -> tuple[int, Words] | None:
         """Whether the elements of the job whose `parts` were placed last are summed up as they are made."""
         words = words_of(weight.scheme, box, weight.spec.shape)
         if words is None or (held is not None and held.view.strides[-1] != 1):
@@ -294,25 +294,25 @@ class _Draft:
         self.summed.append(elements)
         return self.sums.setdefault(elements.tensor, len(self.sums)), words
 
-    def _target(self, bucket: int, part: Part, spec: TensorSpec, box: Box) -> Place:
+    def _target(self, bucket: int, part: QuantizedPart, spec: TensorSpec, box: Box) -> WeightPlace:
         """In the bucket for its root; in the arena for the others, and for what belongs to another bucket."""
         home, begin = self._of.places[spec.name]
         if self._at_root(bucket) and home == bucket and not self._keeps:
             strides = contiguous_strides(spec.shape)
             first = sum(at * step for at, step in zip(box.start, strides, strict=True))
-            return Place(False, begin + first * ITEM_BYTES[part.dtype], part.dtype, box.shape, strides)
+            return WeightPlace(False, begin + first * ITEM_BYTES[part.dtype], part.dtype, box.shape, strides)
         return self._in_arena(0 if self._keeps else bucket, spec, box, result=home == bucket or self._keeps)
 
-    def _in_arena(self, bucket: int, spec: TensorSpec, box: Box, *, result: bool) -> Place:
+    def _in_arena(self, bucket: int, spec: TensorSpec, box: Box, *, result: bool) -> WeightPlace:
         """Memory for `box` of a tensor, behind what lies there for the same bucket."""
         item = ITEM_BYTES[spec.dtype]
         offset = self._ends[bucket]
         self._ends[bucket] += -(-box.size * item // _ALIGNMENT) * _ALIGNMENT
         strides = contiguous_strides(box.shape)
         if result:
-            view = View(self._base + DTYPES.index(spec.dtype), offset // item, strides)
-            self.results.append(Piece(spec.name, box, spec.dtype, view))
-        return Place(True, offset, spec.dtype, box.shape, strides)
+            view = ShardView(self._base + DTYPES.index(spec.dtype), offset // item, strides)
+            self.results.append(Shard(spec.name, box, spec.dtype, view))
+        return WeightPlace(True, offset, spec.dtype, box.shape, strides)
 
     def _take_gathered(self) -> None:
         """What a root does with what others sent, and what is not computed."""
@@ -325,15 +325,17 @@ class _Draft:
         for weight in self._of.weights:
             for part, spec in zip(weight.parts, weight.outputs, strict=True):
                 if not part.cell[0]:
-                    self._shapes[self._of.places[spec.name][0]].append(Shape(weight.spec.shape, self._whole(spec)))
+                    self._shapes[self._of.places[spec.name][0]].append(
+                        WeightShape(weight.spec.shape, self._whole(spec))
+                    )
 
     def _at_root(self, bucket: int) -> bool:
         return self._of.roots[bucket] == self._rank
 
-    def _whole(self, spec: TensorSpec) -> Place:
+    def _whole(self, spec: TensorSpec) -> WeightPlace:
         if self._keeps:
             return self._in_arena(0, spec, Box.whole(spec.shape), result=True)
-        return Place(False, self._of.places[spec.name][1], spec.dtype, spec.shape, contiguous_strides(spec.shape))
+        return WeightPlace(False, self._of.places[spec.name][1], spec.dtype, spec.shape, contiguous_strides(spec.shape))
 
 
 def _places(manifest: Manifest) -> dict[str, tuple[int, int]]:
@@ -351,7 +353,7 @@ def _plain(manifest: Manifest, weights: Sequence[Weight]) -> tuple[TensorSpec, .
     return tuple(spec for spec in manifest.tensors if spec.name not in made)
 
 
-def _rows_by_tensor(pieces: Pieces | None) -> Mapping[str, list[int]]:
+def _rows_by_tensor(pieces: Shards | None) -> Mapping[str, list[int]]:
     found: dict[str, list[int]] = defaultdict(list)
     if pieces is not None:
         spaces: list[int] = pieces.boxes.space.tolist()
@@ -360,7 +362,7 @@ def _rows_by_tensor(pieces: Pieces | None) -> Mapping[str, list[int]]:
     return found
 
 
-def _divides(weight: Weight, pieces: Pieces | None, rows: Mapping[str, Sequence[int]]) -> bool:
+def _divides(weight: Weight, pieces: Shards | None, rows: Mapping[str, Sequence[int]]) -> bool:
     """Every holder of a part can quantise it alone."""
     if pieces is None:
         return False
@@ -369,7 +371,7 @@ def _divides(weight: Weight, pieces: Pieces | None, rows: Mapping[str, Sequence[
 
 
 def _local(
-    weights: Sequence[Weight], gathered: frozenset[int], pieces: Pieces | None, rows: Mapping[str, Sequence[int]]
+    weights: Sequence[Weight], gathered: frozenset[int], pieces: Shards | None, rows: Mapping[str, Sequence[int]]
 ) -> Mapping[int, Sequence[tuple[int, int]]]:
     """By rank: the pieces that it quantises for itself."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)

@@ -19,12 +19,12 @@ import torch
 from weightbus.dataplane.copy import Lanes
 from weightbus.dataplane.memory import Parts, addresses_of
 from weightbus.dataplane.quantize import PreparedTasks, Sums, Task, prepare
-from weightbus.dataplane.tensors import DTYPES as DTYPE_NAMES, ITEM_BYTES, Manifest, Pieces
+from weightbus.dataplane.tensors import DTYPES as DTYPE_NAMES, ITEM_BYTES, Manifest, Shards
 
-from ..assembly import DTYPES, Assembler, Exchange, Reach, pinned, plan
-from ..export import Exposable
+from ..assembly import DTYPES, Assembler, GatherExchange, GatherReach, pinned, plan
+from ..export import Exportable
 from ..source import Source
-from .quantization_plan import Division, Job, Place, Weight, Work
+from .quantization_plan import Job, Weight, WeightDivision, WeightPlace, Work
 from .quantized_uploads import WeightUploads
 from .ready_parts import bytes_with_marks, marks_at, parts_of
 
@@ -42,12 +42,12 @@ class Described(Protocol):
         ...
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         """Every element of every tensor once, the same on every rank; `storage` numbers what `memory` gives."""
         ...
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> GatherExchange | None:
         """How parcels travel between the ranks that `pieces` names; None where nothing does."""
         ...
 
@@ -57,7 +57,7 @@ class Described(Protocol):
 
 
 @runtime_checkable
-class ReadableSource(Source, Described, Exposable, Protocol):
+class ReadableSource(Source, Described, Exportable, Protocol):
     """A source that says where what it serves lies, and whose memory engines can read."""
 
 
@@ -81,11 +81,11 @@ class Assembly:
 
     def __init__(
         self,
-        division: Division,
+        division: WeightDivision,
         source: Source,
         described: Described | None,
         work: Work | None = None,
-        reach: Reach = Reach(),  # noqa: B008  immutable
+        reach: GatherReach = GatherReach(),  # noqa: B008  immutable
     ) -> None:
         """`work` is what this rank does, if it is not what `division` says of it. `reach` only differs in tests."""
         self._source = source
@@ -270,7 +270,7 @@ class Assembly:
             self._assembler = self._gatherer = None
 
 
-class Standing(Assembly):
+class QuantizationState(Assembly):
     """All that one rank quantises, in an arena that stays where it is, so that others can read it.
 
     Engines may read a part of the arena once its mark, which lies behind everything in the arena, shows the number of
@@ -278,7 +278,7 @@ class Standing(Assembly):
     ends before the next one makes anything.
     """
 
-    def __init__(self, division: Division, source: ReadableSource) -> None:
+    def __init__(self, division: WeightDivision, source: ReadableSource) -> None:
         """`division` is of the source's pieces."""
         held = source.held(source.tensors())
         base = int(held.storage.max()) + 1 if len(held) else 0
@@ -295,9 +295,9 @@ class Standing(Assembly):
         later = [each.raws for each in kept.work.buckets]
         self._later = [frozenset(raw for raws in later[index:] for raw in raws) for index in range(1, len(later) + 1)]
         """By bucket: what is gathered and needed behind it."""
-        self.pieces = Pieces.of(division.manifest.tensors, pieces, source.rank)
+        self.pieces = Shards.of(division.manifest.tensors, pieces, source.rank)
         """Of the served tensors, in what `memory` gives."""
-        self.summed = Pieces.of(division.manifest.tensors, kept.summed, source.rank)
+        self.summed = Shards.of(division.manifest.tensors, kept.summed, source.rank)
         """Those of them that are summed up while they are made."""
         self.sums_of = kept.sums
         """The tensors that `sums` are of."""
@@ -375,13 +375,13 @@ def _whole_items(memory: torch.Tensor, dtype: str) -> torch.Tensor:
     return memory[: memory.numel() // ITEM_BYTES[dtype] * ITEM_BYTES[dtype]].view(DTYPES[dtype])
 
 
-def _view(memory: torch.Tensor, place: Place) -> torch.Tensor:
+def _view(memory: torch.Tensor, place: WeightPlace) -> torch.Tensor:
     typed = _whole_items(memory, place.dtype)
     begin = typed.storage_offset() + place.offset // ITEM_BYTES[place.dtype]
     return typed.as_strided(place.shape, place.strides, begin)
 
 
-def _typed(memory: torch.Tensor, at: int, place: Place) -> torch.Tensor:
+def _typed(memory: torch.Tensor, at: int, place: WeightPlace) -> torch.Tensor:
     """The gathered tensor, of the same dtype and shape as where it goes."""
     count = ITEM_BYTES[place.dtype]
     for extent in place.shape:

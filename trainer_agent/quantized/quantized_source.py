@@ -23,27 +23,27 @@ import torch
 from weightbus.control.log import get_log
 from weightbus.dataplane.copy import Lanes
 from weightbus.dataplane.memory import Parts
-from weightbus.dataplane.quantize import Quantisation, Summed, UnknownScheme, outputs, read, tile_of
-from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
+from weightbus.dataplane.quantize import Quantization, Summed, UnknownScheme, outputs, read, tile_of
+from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec
 
-from ..assembly import Planned, check_manifest
+from ..assembly import BucketPlanCache, check_manifest
 from ..checkpoints import checkpoint_folder as folders
 from ..machine import UnfinishedCheckpoint
 from ..settings import TrainerSettings
 from ..source import Source, Staged, UnsupportedModel
-from .quantization_plan import Division, Weight
-from .quantized_assembly import Assembly, Described, ReadableSource, Standing
+from .quantization_plan import Weight, WeightDivision
+from .quantized_assembly import Assembly, Described, QuantizationState, ReadableSource
 
 _log = get_log(__name__)
 
 
-class QuantisedSource:
+class QuantizedSource:
     """Another source's weights, quantised. Satisfies `Source`."""
 
     def __init__(
         self,
         source: Source,
-        quantisation: Quantisation,
+        quantisation: Quantization,
         stored: Mapping[str, TensorSpec] | None = None,
         served: Path | Mapping[str, Any] | None = None,
     ) -> None:
@@ -71,7 +71,7 @@ class QuantisedSource:
         made = {weight.spec.name: weight.outputs for weight in self.weights}
         self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
         self._described = source if isinstance(source, Described) else None
-        self._planned = Planned[Assembly]()
+        self._planned = BucketPlanCache[Assembly]()
 
     def _tell_what_is_slow(self) -> None:
         slow = [each for each in self.weights if tile_of(each.scheme, each.spec.shape) is None]
@@ -124,17 +124,17 @@ class QuantisedSource:
     def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> Assembly:
         check_manifest(manifest, self._tensors)
         if self._described is None:
-            division = Division.of(manifest, self.weights, None)
+            division = WeightDivision.of(manifest, self.weights, None)
             return Assembly(division, self._source, None)
-        division = Division.of(manifest, self.weights, self._described.pieces, roots)
+        division = WeightDivision.of(manifest, self.weights, self._described.pieces, roots)
         if division.gathered:
             names = sorted(division.weights[index].spec.name for index in division.gathered)
             _log.info("gathered_to_quantise", weights=len(names), of=len(self.weights), first=names[0])
         return Assembly(division, self._source, self._described)
 
 
-class ReadableQuantisedSource(QuantisedSource):
-    """The same of a source whose memory engines can read. Satisfies `Exposable`, too.
+class ReadableQuantizedSource(QuantizedSource):
+    """The same of a source whose memory engines can read. Satisfies `Exportable`, too.
 
     Costs every rank as many bytes as what it quantises becomes, from the first time that it is exposed.
     """
@@ -142,14 +142,14 @@ class ReadableQuantisedSource(QuantisedSource):
     def __init__(
         self,
         source: ReadableSource,
-        quantisation: Quantisation,
+        quantisation: Quantization,
         stored: Mapping[str, TensorSpec] | None = None,
         served: Path | Mapping[str, Any] | None = None,
     ) -> None:
-        """As `QuantisedSource`."""
+        """As `QuantizedSource`."""
         super().__init__(source, quantisation, stored, served)
         self._readable = source
-        self._standing: Standing | None = None
+        self._standing: QuantizationState | None = None
 
     @property
     def rank(self) -> int:
@@ -164,7 +164,7 @@ class ReadableQuantisedSource(QuantisedSource):
         made = {weight.spec: len(weight.outputs) for weight in self.weights}
         return tuple(raw[spec] for spec in self._raw for _ in range(made.get(spec, 1)))
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
         """What this rank quantises, once in the group, and all that it holds of what stays as it is."""
         return self._standing_now().pieces.ordered(tensors)
 
@@ -206,10 +206,12 @@ class ReadableQuantisedSource(QuantisedSource):
         """What every rank passed, by rank. Collective."""
         return self._readable.collect(blob)
 
-    def _standing_now(self) -> Standing:
+    def _standing_now(self) -> QuantizationState:
         if self._standing is None:
             manifest = Manifest.of(self.model, self.tensors())
-            self._standing = Standing(Division.of(manifest, self.weights, self._readable.pieces), self._readable)
+            self._standing = QuantizationState(
+                WeightDivision.of(manifest, self.weights, self._readable.pieces), self._readable
+            )
         return self._standing
 
 
@@ -251,8 +253,8 @@ def quantised(source: Source, served: Path | Mapping[str, Any] | None) -> Source
         if any(_is_quantised(spec) for spec in source.tensors()):
             return source  # a checkpoint that is published as it lies there; engines compare it with their own
         if isinstance(source, ReadableSource):
-            return ReadableQuantisedSource(source, quantisation, stored, served)
-        return QuantisedSource(source, quantisation, stored, served)
+            return ReadableQuantizedSource(source, quantisation, stored, served)
+        return QuantizedSource(source, quantisation, stored, served)
     except UnknownScheme as error:
         raise UnsupportedModel(str(error)) from error
 

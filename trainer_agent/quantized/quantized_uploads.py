@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..assembly import Cargo, Placement, Reach, Uploads, cargo_of
+from ..assembly import GatherReach, Placement, UploadParts, Uploads, cargo_of
 from .quantization_plan import Job, Work
 
 
@@ -26,7 +26,7 @@ class Near(NamedTuple):
 class WeightUploads:
     """For one pass over the buckets of `work` after another, as long as all storages stay where they are."""
 
-    def __init__(self, work: Work, storages: Sequence[torch.Tensor], device: torch.device, reach: Reach) -> None:
+    def __init__(self, work: Work, storages: Sequence[torch.Tensor], device: torch.device, reach: GatherReach) -> None:
         self._work, self._storages, self._device, self._reach = work, storages, device, reach
         far = {
             number: storage.element_size()
@@ -66,7 +66,7 @@ class WeightUploads:
             self._uploads = None
 
 
-def _cargo(jobs: Sequence[Job], far: dict[int, int]) -> Cargo | None:
+def _cargo(jobs: Sequence[Job], far: dict[int, int]) -> UploadParts | None:
     places = [place for job in jobs if (place := _place(job)) and place.storage in far]
     return cargo_of(places, far) if places else None
 

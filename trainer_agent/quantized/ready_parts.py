@@ -16,7 +16,7 @@ finds the next ones made, and only the first is waited for."""
 _ALIGNMENT: Final = 16
 
 
-class Part(NamedTuple):
+class ReadyPart(NamedTuple):
     """What is made up to a mark."""
 
     jobs: int
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     """Bytes of the arena that are there then, from its beginning."""
 
 
-def parts_of(work: Work, shares: Sequence[float] = SHARES) -> tuple[Part, ...]:
+def parts_of(work: Work, shares: Sequence[float] = SHARES) -> tuple[ReadyPart, ...]:
     """The parts of what stays in one arena. None where nothing is made.
 
     Jobs that need nobody else are the first ones, and lie in the arena in their order; what is gathered first, and what
@@ -36,17 +36,17 @@ def parts_of(work: Work, shares: Sequence[float] = SHARES) -> tuple[Part, ...]:
         return ()
     jobs = work.buckets[0].jobs
     own = next((at for at, job in enumerate(jobs) if job.held is None), len(jobs))
-    found: list[Part] = []
+    found: list[ReadyPart] = []
     left = [share * work.arena_bytes for share in shares]
     end = 0
     for at, job in enumerate(jobs[:own]):
         end = max(end, _end(job))
         if left and end >= left[0] and (at + 1 == len(jobs) or jobs[at + 1].weight != job.weight):
-            found.append(Part(at + 1, end))
+            found.append(ReadyPart(at + 1, end))
             left = [each for each in left if each > end]
     if found and found[-1].end >= work.arena_bytes:
         found.pop()
-    return (*found, Part(len(jobs), work.arena_bytes))
+    return (*found, ReadyPart(len(jobs), work.arena_bytes))
 
 
 def marks_at(work: Work) -> int:
@@ -54,7 +54,7 @@ def marks_at(work: Work) -> int:
     return -(-work.arena_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def bytes_with_marks(work: Work, parts: Sequence[Part]) -> int:
+def bytes_with_marks(work: Work, parts: Sequence[ReadyPart]) -> int:
     """Of the arena."""
     return marks_at(work) + len(parts) * MARK_BYTES if parts else work.arena_bytes
 

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..source import SourceError
-from .rank_group import Ranks
-from .rank_layout import Refusal, Roster, check, encode
+from .rank_group import RankGroup
+from .rank_layout import LayoutRefusal, RankLayout, check, encode
 
 Own = TypeVar("Own")
 
 
-def together(ranks: Ranks, attempt: Callable[[], tuple[Roster, Own]]) -> tuple[tuple[Roster, ...], Own]:
+def together(ranks: RankGroup, attempt: Callable[[], tuple[RankLayout, Own]]) -> tuple[tuple[RankLayout, ...], Own]:
     """Run `attempt` here, hear what it found on the other ranks, and return both. Collective.
 
     Raises a `SourceError` on every rank when it failed on any, whatever it raised there, and `RanksDisagree` when
@@ -25,19 +25,19 @@ def together(ranks: Ranks, attempt: Callable[[], tuple[Roster, Own]]) -> tuple[t
         roster, own = attempt()
     except Exception as error:
         refused = error if isinstance(error, SourceError) else _wrapped(ranks.rank, error)
-        ranks.gather(encode(Refusal(f"{type(refused).__name__}: {refused}")))
+        ranks.gather(encode(LayoutRefusal(f"{type(refused).__name__}: {refused}")))
         if refused is error:
             raise
         raise refused from error
     return check(ranks.gather(encode(roster))), own
 
 
-def together_check(ranks: Ranks, check_here: Callable[[], None]) -> None:
+def together_check(ranks: RankGroup, check_here: Callable[[], None]) -> None:
     """Run `check_here` on every rank; a `SourceError` on all of them when it fails on any. Collective."""
 
-    def attempt() -> tuple[Roster, None]:
+    def attempt() -> tuple[RankLayout, None]:
         check_here()
-        return Roster({}, b""), None
+        return RankLayout({}, b""), None
 
     together(ranks, attempt)
 

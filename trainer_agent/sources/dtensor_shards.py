@@ -13,14 +13,14 @@ from math import prod
 
 import msgspec
 
-from weightbus.dataplane.tensors import Box, Piece, View
+from weightbus.dataplane.tensors import Box, Shard, ShardView
 
 from ..source import UnsupportedModel
 from .checkpoint_conversion import Axis, Slice
-from .row_runs import Run, extent, stretch
+from .row_runs import RowRun, extent, stretch
 
 
-class Cut(msgspec.Struct, frozen=True):
+class DTensorCut(msgspec.Struct, frozen=True):
     """This rank holds part `index` of `parts` equal ones of dimension `dim`.
 
     `after` is DTensor's split factor: into how many parts the dimension was cut before, by the cuts that come later
@@ -33,10 +33,10 @@ class Cut(msgspec.Struct, frozen=True):
     after: int = 1
 
 
-class Local(msgspec.Struct, frozen=True):
+class LocalShard(msgspec.Struct, frozen=True):
     """What a rank holds of one tensor: runs for each dimension, and where they lie in its own tensor `storage`."""
 
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[RowRun, ...], ...]
     strides: tuple[int, ...]
     storage: int
     dtype: str
@@ -47,7 +47,7 @@ class Local(msgspec.Struct, frozen=True):
         return tuple(extent(runs) for runs in self.runs)
 
 
-def runs_of(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[tuple[Run, ...], ...]:
+def runs_of(shape: Sequence[int], cuts: Sequence[DTensorCut]) -> tuple[tuple[RowRun, ...], ...]:
     """What is left of each dimension after `cuts`, in the order of the device mesh. No runs where nothing is left.
 
     Raises `UnsupportedModel` for a split factor that the later cuts do not explain.
@@ -55,17 +55,17 @@ def runs_of(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[tuple[Run, ...],
     return tuple(_cut_dim(size, [cut for cut in cuts if cut.dim == dim], shape) for dim, size in enumerate(shape))
 
 
-def _cut_dim(size: int, cuts: Sequence[Cut], shape: Sequence[int]) -> tuple[Run, ...]:
-    runs: tuple[Run, ...] = (Run(0, size),) if size else ()
+def _cut_dim(size: int, cuts: Sequence[DTensorCut], shape: Sequence[int]) -> tuple[RowRun, ...]:
+    runs: tuple[RowRun, ...] = (RowRun(0, size),) if size else ()
     for cut in _in_order(cuts, shape):
         share = -(-extent(runs) // cut.parts)
         runs = stretch(runs, cut.index * share, share)
     return runs
 
 
-def _in_order(cuts: Sequence[Cut], shape: Sequence[int]) -> list[Cut]:
+def _in_order(cuts: Sequence[DTensorCut], shape: Sequence[int]) -> list[DTensorCut]:
     """The order in which the cuts were made: a strided one after all that stand behind it."""
-    done: list[Cut] = []
+    done: list[DTensorCut] = []
     for position, cut in enumerate(reversed(cuts)):
         behind = cuts[len(cuts) - position :]
         if cut.after == 1:
@@ -80,7 +80,7 @@ def _in_order(cuts: Sequence[Cut], shape: Sequence[int]) -> list[Cut]:
     return done
 
 
-def pieces_of(piece: Slice, local: Local) -> Iterator[Piece]:
+def pieces_of(piece: Slice, local: LocalShard) -> Iterator[Shard]:
     """The pieces of a checkpoint tensor that a rank holds through `local`, which is of the slice's source."""
     held = [[_fixed(runs, at)] for runs, at in zip(local.runs, piece.origin, strict=True)]
     free = {axis.source for axis, size in zip(piece.axes, piece.shape, strict=True) if size > 1}
@@ -98,15 +98,15 @@ def pieces_of(piece: Slice, local: Local) -> Iterator[Piece]:
     for chosen in product(*choices):
         box = Box(tuple(each[0] for each in chosen), tuple(each[1] for each in chosen))
         offset = fixed + sum(each[2] for each in chosen)
-        yield Piece(piece.tensor, box, local.dtype, View(local.storage, offset, tuple(each[3] for each in chosen)))
+        yield Shard(piece.tensor, box, local.dtype, ShardView(local.storage, offset, tuple(each[3] for each in chosen)))
 
 
-def _fixed(runs: Sequence[Run], index: int) -> int | None:
+def _fixed(runs: Sequence[RowRun], index: int) -> int | None:
     """Where a rank has one index of a dimension."""
     return next((run.at + index - run.start for run in runs if run.start <= index < run.start + run.length), None)
 
 
-def _along(axis: Axis, size: int, piece: Slice, local: Local) -> tuple[tuple[int, int, int, int], ...]:
+def _along(axis: Axis, size: int, piece: Slice, local: LocalShard) -> tuple[tuple[int, int, int, int], ...]:
     """Intervals of an axis that a rank holds: first and last index, offset of the first in its memory, stride."""
     origin, step, stride = piece.origin[axis.source], axis.step, local.strides[axis.source]
     found: list[tuple[int, int, int, int]] = []

@@ -60,7 +60,7 @@ def listed(exported: Exported, dtype: torch.dtype | None) -> Listing:
     return Listing(tuple(tensors), forms, device)
 
 
-class Pass:
+class ExportPass:
     """One pass over the weights, held against the first."""
 
     def __init__(self, exported: Exported, listing: Listing) -> None:

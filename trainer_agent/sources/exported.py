@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
+from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec
 
 from ..assembly import DTYPES, check_manifest
 from ..source import SourceError
 from .collective_errors import together
-from .export_passes import Listing, Pass, guarded, listed
-from .rank_group import Ranks
-from .rank_layout import Roster
+from .export_passes import ExportPass, Listing, guarded, listed
+from .rank_group import RankGroup
+from .rank_layout import RankLayout
 
 Exporter = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """Yields (Hugging Face name, whole tensor)."""
@@ -76,7 +76,7 @@ class ExportedSource:
         Raises:
             SourceError: on every rank when the ranks export different tensors, or one of them fails.
         """
-        self._ranks = Ranks(group, timeout_s)
+        self._ranks = RankGroup(group, timeout_s)
         self._export = export
         self.model: str = model
         try:
@@ -85,7 +85,7 @@ class ExportedSource:
             self._ranks.close()
             raise
         self._device = device or self._listing.device
-        self._pass = Pass((), self._listing)
+        self._pass = ExportPass((), self._listing)
         self._next = 0
         self._early: dict[str, torch.Tensor] = {}
 
@@ -112,7 +112,7 @@ class ExportedSource:
         if (out is not None) != self.root:
             raise ValueError(f"rank {self._ranks.rank}: the root, and only the root, gives a buffer")
         if index != self._next or index == 0:
-            self._pass, self._early = Pass(guarded(self._export), self._listing), {}
+            self._pass, self._early = ExportPass(guarded(self._export), self._listing), {}
         wanted = dict(zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False))
         by_name = {spec.name: (spec, at) for spec, at in wanted.items()}
         missing = set(by_name)
@@ -137,16 +137,18 @@ class ExportedSource:
 
     def close(self) -> None:
         """Let go of the groups. Collective."""
-        self._pass, self._early = Pass((), self._listing), {}
+        self._pass, self._early = ExportPass((), self._listing), {}
         self._ranks.close()
 
     def _learn(self, dtype: torch.dtype | None) -> Listing:
         """What this rank exports, and that all ranks export the same."""
 
-        def attempt() -> tuple[Roster, Listing]:
+        def attempt() -> tuple[RankLayout, Listing]:
             found = listed(self._export(), dtype)
-            layout = Pieces.of(found.tensors, []).digest()
-            return Roster({"model": repr(self.model), "tensors": str(len(found.tensors)), "layout": layout}, b""), found
+            layout = Shards.of(found.tensors, []).digest()
+            return RankLayout(
+                {"model": repr(self.model), "tensors": str(len(found.tensors)), "layout": layout}, b""
+            ), found
 
         return together(self._ranks, attempt)[1]
 

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
+from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec
 
-from ..assembly import Assembler, BucketPlan, Exchange, check_manifest, plan
+from ..assembly import Assembler, BucketPlan, GatherExchange, check_manifest, plan
 from ..source import SourceError
 from .collective_errors import together, together_check
-from .module_shards import Held, describe, device_of
+from .module_shards import ModuleShard, describe, device_of
 from .parameter_identity import local
-from .rank_group import DEFAULT_TIMEOUT_S, Ranks
-from .rank_layout import Roster, settle
+from .rank_group import DEFAULT_TIMEOUT_S, RankGroup
+from .rank_layout import RankLayout, settle
 
 
 class FSDPSource:
@@ -52,7 +52,7 @@ class FSDPSource:
         Raises:
             SourceError: on every rank when any rank cannot serve; the first by rank is named on the others.
         """
-        self._ranks = Ranks(group, timeout_s)
+        self._ranks = RankGroup(group, timeout_s)
         try:
             self._held, self._pieces = self._settle(module, dtype, model)
         except SourceError:
@@ -109,16 +109,16 @@ class FSDPSource:
         return self._ranks.rank
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         """Every element once, as buckets are assembled from; `storage` numbers what `memory` gives."""
         return self._pieces
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> GatherExchange | None:
         """Between the ranks that anything is read from; None on the others, and where there is one."""
         return self._exchange
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
         """All that this rank holds of `tensors`, replicas included; `storage` numbers what `memory` gives."""
         return self._held.pieces.ordered(tensors)
 
@@ -142,20 +142,20 @@ class FSDPSource:
             self._assembler = (shards, Assembler(buckets, shards, self._ranks.rank, None, self._exchange))
         return self._assembler[1]
 
-    def _settle(self, module: nn.Module, dtype: torch.dtype | None, model: str | None) -> tuple[Held, Pieces]:
+    def _settle(self, module: nn.Module, dtype: torch.dtype | None, model: str | None) -> tuple[ModuleShard, Shards]:
         """What is served, and from where. A rank that cannot serve says so before it raises: the others wait for it."""
 
-        def attempt() -> tuple[Roster, Held]:
+        def attempt() -> tuple[RankLayout, ModuleShard]:
             own = describe(module, dtype, self._ranks.rank, model)
-            return Roster({"model": own.model, **own.facts()}, own.pieces.encode()), own
+            return RankLayout({"model": own.model, **own.facts()}, own.pieces.encode()), own
 
         rosters, own = together(self._ranks, attempt)
         return own, settle(rosters, own.tensors)
 
-    def _open_exchange(self) -> Exchange | None:
+    def _open_exchange(self) -> GatherExchange | None:
         """The group of the ranks that anything is read from. Collective over all ranks."""
         holders = sorted({0, *self._pieces.holder.tolist()})
         if len(holders) == 1:
             return None
         group = self._ranks.subgroup(holders, self._device)
-        return None if group is None else Exchange(group, self._ranks.global_ranks)
+        return None if group is None else GatherExchange(group, self._ranks.global_ranks)

@@ -20,8 +20,8 @@ from ..source import AssemblyFailed, SourceError, UnsupportedModel, check_manife
 from .checkpoint_conversion import architecture, head_dim, revert, stored_tensors
 from .collective_errors import together
 from .module_shards import device_of, served_dtypes
-from .rank_group import DEFAULT_TIMEOUT_S, Ranks
-from .rank_layout import Roster
+from .rank_group import DEFAULT_TIMEOUT_S, RankGroup
+from .rank_layout import RankLayout
 
 
 class FullTensorSource:
@@ -37,7 +37,7 @@ class FullTensorSource:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Arguments and errors as those of `FSDPSource`. Collective."""
-        self._ranks = Ranks(group, timeout_s)
+        self._ranks = RankGroup(group, timeout_s)
         self._module = module
         self._model = model or architecture(module)
         try:
@@ -96,7 +96,7 @@ class FullTensorSource:
 
     def _attempt(
         self, dtype: torch.dtype | None
-    ) -> tuple[Roster, tuple[torch.device, Mapping[str, str], tuple[TensorSpec, ...]]]:
+    ) -> tuple[RankLayout, tuple[torch.device, Mapping[str, str], tuple[TensorSpec, ...]]]:
         """What this rank would serve. All must gather the same, one after another, or wait for each other."""
         stored = stored_tensors(self._module)
         if not stored:
@@ -112,7 +112,7 @@ class FullTensorSource:
         )
         check_manifestable(tensors)
         facts = {"model": self._model, "tensors": Manifest.of(self._model, tensors).digest()}
-        return Roster(facts, b""), (device_of(list(stored.values())), dtypes, tensors)
+        return RankLayout(facts, b""), (device_of(list(stored.values())), dtypes, tensors)
 
     @torch.no_grad()
     def _gather(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
+from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec
 
 from ..assembly import Assembler, check_manifest, plan
 from .module_shards import describe
@@ -76,7 +76,7 @@ class HFModuleSource:
         return 0
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         """Every element, where it lies; `storage` numbers what `memory` gives."""
         return self._held.pieces
 
@@ -85,7 +85,7 @@ class HFModuleSource:
         """Nothing travels."""
         return
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
         """All of each of `tensors`, where it lies."""
         return self._held.pieces.ordered(tensors)
 

@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard as ShardPlacement
 
-from weightbus.dataplane.tensors import ITEM_BYTES, Piece, Pieces, TensorSpec
+from weightbus.dataplane.tensors import ITEM_BYTES, Shard, Shards, TensorSpec
 
 from ..assembly import objection
 from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_manifestable, check_served
 from .checkpoint_conversion import Slice, architecture, head_dim, slices, stored_tensors, unwrapped
-from .dtensor_shards import Cut, Local, pieces_of, runs_of
-from .parameter_identity import Kept, local
+from .dtensor_shards import DTensorCut, LocalShard, pieces_of, runs_of
+from .parameter_identity import ParameterIdentity, local
 
 # torch leaves parts of DTensor untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 
-class Held(msgspec.Struct, frozen=True):
+class ModuleShard(msgspec.Struct, frozen=True):
     """What one rank holds of a module."""
 
     model: str
@@ -30,15 +30,15 @@ class Held(msgspec.Struct, frozen=True):
     """Of the checkpoint: the same on every rank."""
     storages: tuple[torch.Tensor, ...]
     """The module's own tensors, in the order in which `pieces` number them; `local` gives this rank's part."""
-    pieces: Pieces
+    pieces: Shards
     head_dim: int | None
     facts: Callable[[], dict[str, str]]
     """What must be the same on every rank. Reads what is not sharded."""
-    kept: Kept
+    kept: ParameterIdentity
     """Whether the module still holds `storages`."""
 
 
-def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str | None = None) -> Held:
+def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str | None = None) -> ModuleShard:
     """Find every tensor of `module` that its checkpoint holds, and this rank's part of it. Reads no values of shards.
 
     Parameters are served in `dtype`, if it is given; buffers, and what the model itself keeps in float32, as they are.
@@ -52,15 +52,15 @@ def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str
     tensors = tuple(TensorSpec(each.tensor, served[each.source], each.shape) for each in form)
     check_manifestable(tensors)
     locals_ = {name: _local_of(name, tensor, index) for index, (name, tensor) in enumerate(stored.items())}
-    pieces = Pieces.of(tensors, _pieces(form, locals_), rank)
-    return Held(
+    pieces = Shards.of(tensors, _pieces(form, locals_), rank)
+    return ModuleShard(
         model=model or architecture(module),
         tensors=tensors,
         storages=tuple(stored.values()),
         pieces=pieces,
         head_dim=head_dim(module),
         facts=lambda: dict(_facts(stored, tensors)),
-        kept=Kept(lambda: stored_tensors(module)),
+        kept=ParameterIdentity(lambda: stored_tensors(module)),
     )
 
 
@@ -73,18 +73,18 @@ def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _pieces(form: Sequence[Slice], locals_: Mapping[str, Local | None]) -> Iterator[Piece]:
+def _pieces(form: Sequence[Slice], locals_: Mapping[str, LocalShard | None]) -> Iterator[Shard]:
     for each in form:
         held = locals_[each.source]
         if held is not None:
             yield from pieces_of(each, held)
 
 
-def _local_of(name: str, tensor: torch.Tensor, storage: int) -> Local | None:
+def _local_of(name: str, tensor: torch.Tensor, storage: int) -> LocalShard | None:
     """What this rank holds of one tensor; None for nothing."""
     mine = local(tensor)
     dtype = str(mine.dtype).removeprefix("torch.")
-    held = Local(runs_of(tuple(tensor.shape), _cuts(name, tensor)), tuple(mine.stride()), storage, dtype)
+    held = LocalShard(runs_of(tuple(tensor.shape), _cuts(name, tensor)), tuple(mine.stride()), storage, dtype)
     if not mine.numel():
         return None
     if held.shape != tuple(mine.shape):
@@ -95,7 +95,7 @@ def _local_of(name: str, tensor: torch.Tensor, storage: int) -> Local | None:
     return held
 
 
-def _cuts(name: str, tensor: torch.Tensor) -> list[Cut]:
+def _cuts(name: str, tensor: torch.Tensor) -> list[DTensorCut]:
     """How the ranks of its mesh share a tensor, in the order of the mesh."""
     if not isinstance(tensor, DTensor):
         return []
@@ -103,18 +103,18 @@ def _cuts(name: str, tensor: torch.Tensor) -> list[Cut]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise LayoutMismatch(f"{name!r} is spread over a mesh that this rank is not part of: {mesh}")
-    cuts: list[Cut] = []
+    cuts: list[DTensorCut] = []
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):
             continue
         # FSDP over tensor parallelism; a kind of Shard in some versions of torch, and in some not.
         strided = type(placement).__name__ == "_StridedShard"
-        if not strided and type(placement) is not Shard:
+        if not strided and type(placement) is not ShardPlacement:
             advice = "only replicated and sharded parameters are read"
             raise UnknownParameter(name, tensor.shape, f"placed as {placement!r}", advice)
         after = int(getattr(placement, "split_factor")) if strided else 1  # noqa: B009  # the class is private
         dim = int(getattr(placement, "dim"))  # noqa: B009
-        cuts.append(Cut(dim, mesh.size(axis), coordinate[axis], after))
+        cuts.append(DTensorCut(dim, mesh.size(axis), coordinate[axis], after))
     return cuts
 
 

@@ -38,7 +38,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Kept:
+class ParameterIdentity:
     """The parameters of one rank's model, as they were when its source was built."""
 
     def __init__(self, read: Reader) -> None:

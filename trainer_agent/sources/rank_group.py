@@ -29,7 +29,7 @@ _PAGE_BYTES: Final = 1024
 """A blob that fits here with its length is broadcast as one message."""
 
 
-class Ranks:
+class RankGroup:
     """All ranks of a source; rank 0 is the root."""
 
     def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:

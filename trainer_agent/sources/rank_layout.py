@@ -1,7 +1,7 @@
 """What the ranks tell each other when a source is built, and what they conclude from it. Pure data, no torch.
 
-Every rank sends one `Roster`, or a `Refusal` when it cannot serve its part, and then works out the same conclusion from
-all of them: the same error everywhere, or who holds what.
+Every rank sends one `RankLayout`, or a `LayoutRefusal` when it cannot serve its part, and then works out the same
+conclusion from all of them: the same error everywhere, or who holds what.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import msgspec
 
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.tensors import Pieces, TensorSpec, coverage as cover
+from weightbus.dataplane.tensors import Shards, TensorSpec, coverage as cover
 
 from ..source import RanksDisagree
 
 
-class Stage(msgspec.Struct, frozen=True):
+class PipelineStage(msgspec.Struct, frozen=True):
     """Which layers of a pipelined model one chunk of a rank holds, by the numbers that the layers have."""
 
     chunk: int
@@ -28,33 +28,33 @@ class Stage(msgspec.Struct, frozen=True):
     count: int
 
 
-class Roster(msgspec.Struct, frozen=True, tag="Roster"):
+class RankLayout(msgspec.Struct, frozen=True, tag="Roster"):
     """What one rank holds."""
 
     facts: dict[str, str]
     """What must be the same on every rank, readable: config, dtype, sizes of groups."""
     pieces: bytes
-    """`Pieces.encode()`, with the rank as their holder."""
-    stages: tuple[Stage, ...] = ()
+    """`Shards.encode()`, with the rank as their holder."""
+    stages: tuple[PipelineStage, ...] = ()
 
 
-class Refusal(msgspec.Struct, frozen=True, tag="Refusal"):
+class LayoutRefusal(msgspec.Struct, frozen=True, tag="Refusal"):
     """Why one rank cannot serve its part."""
 
     reason: str
 
 
-def encode(statement: Roster | Refusal) -> bytes:
+def encode(statement: RankLayout | LayoutRefusal) -> bytes:
     """What travels."""
     return msgspec.msgpack.encode(statement)
 
 
-def check(statements: Sequence[bytes]) -> tuple[Roster, ...]:
+def check(statements: Sequence[bytes]) -> tuple[RankLayout, ...]:
     """The rosters of all ranks. Raises `RanksDisagree` unless every rank serves its part of the same model."""
-    rosters: list[Roster] = []
+    rosters: list[RankLayout] = []
     for rank, blob in enumerate(statements):
-        statement = msgspec.msgpack.decode(blob, type=Roster | Refusal)
-        if isinstance(statement, Refusal):
+        statement = msgspec.msgpack.decode(blob, type=RankLayout | LayoutRefusal)
+        if isinstance(statement, LayoutRefusal):
             raise RanksDisagree(f"rank {rank} cannot serve its part: {statement.reason}")
         rosters.append(statement)
     first = rosters[0].facts
@@ -67,13 +67,13 @@ def check(statements: Sequence[bytes]) -> tuple[Roster, ...]:
     return tuple(rosters)
 
 
-def settle(rosters: Sequence[Roster], tensors: Sequence[TensorSpec]) -> Pieces:
+def settle(rosters: Sequence[RankLayout], tensors: Sequence[TensorSpec]) -> Shards:
     """What is read from whom: every element of every tensor once, of copies the lowest rank's.
 
     Raises `RanksDisagree` when the ranks together do not hold all of `tensors`.
     """
     try:
-        pieces = cover.once(Pieces.decode([roster.pieces for roster in rosters], tensors))
+        pieces = cover.once(Shards.decode([roster.pieces for roster in rosters], tensors))
         cover.prove(pieces)
     except ManifestError as error:
         raise RanksDisagree(

@@ -23,6 +23,6 @@ if TYPE_CHECKING:
         ReadLayout as ReadLayout,
         read_layout as read_layout,
     )
-    from .sender import DirectSender as DirectSender, Exposed as Exposed
+    from .sender import DirectSender as DirectSender, ExportedWeights as ExportedWeights
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

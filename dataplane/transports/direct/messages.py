@@ -21,7 +21,7 @@ from typing import Final
 import msgspec
 
 from ...processes import Deadline, Frames, WireMessage, decode
-from ...reshard import Reader
+from ...reshard import PlanReader
 from ..interface import Exporting
 
 
@@ -59,7 +59,7 @@ class Layout(WireMessage, frozen=True, tag="Layout"):
     """Sender: what every rank holds and exports."""
 
     pieces: bytes
-    """`Pieces.encode`."""
+    """`Shards.encode`."""
     exports: tuple[bytes, ...]
     """`ExportMap.encode`."""
 
@@ -67,7 +67,7 @@ class Layout(WireMessage, frozen=True, tag="Layout"):
 class Proposal(WireMessage, frozen=True, tag="Proposal"):
     """One worker's plan, and what it was made from."""
 
-    reader: Reader
+    reader: PlanReader
     recording: bytes
     plan: str
 
@@ -124,7 +124,7 @@ def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> N
 
 
 def encoded(message: ToReceiver) -> bytes:
-    """For `Lines.tell`: as `say` would send it."""
+    """For `ConnectionPool.tell`: as `say` would send it."""
     return _ENCODER.encode(message)
 
 

@@ -30,11 +30,11 @@ from ...copy import Lanes
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed, WorkerDied
 from ...memory import ExportMap, MadeRegion
 from ...processes import Deadline, FrameListener, Frames, open_runtime_dir
-from ...reshard import Plan, Proof, Reader, Recording, make_plan
-from ...tensors import DigestTable, Manifest, Pieces
+from ...reshard import LoadTrace, PlanReader, ReshardPlan, Verification, make_plan
+from ...tensors import DigestTable, Manifest, Shards
 from .. import worker_messages as worker_wire
-from ..interface import Address, EngineServer, Receipt, Session, Tabled
-from ..prerecorded_traces import Ahead
+from ..interface import Address, EngineServer, Receipt, Tabled, TransferSession
+from ..prerecorded_traces import PrerecordedTraces
 from ..worker_exchange import RETURN_S, ReplayFailed, Workers, regions_read
 from . import messages as direct_wire
 from .messages import Welcome
@@ -52,7 +52,7 @@ class ReadLayout:
     """What the trainer's ranks hold, as it was last heard."""
 
     digest: str
-    pieces: Pieces
+    pieces: Shards
     exports: tuple[ExportMap, ...]
 
 
@@ -62,11 +62,11 @@ class Agreement:
 
     layout: str
     recordings: tuple[str, ...]
-    readers: tuple[Reader, ...]
-    plans: tuple[Plan, ...]
+    readers: tuple[PlanReader, ...]
+    plans: tuple[ReshardPlan, ...]
     digests: tuple[str, ...]
     """Of the plans."""
-    proof: Proof
+    proof: Verification
 
     @cached_property
     def reads(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
@@ -87,10 +87,10 @@ def copied_s(nbytes: int) -> float:
 class DirectReceiver:
     """Implements `Receiver` for one engine."""
 
-    def __init__(self, runtime_dir: Path, ahead: Ahead | None = None) -> None:
+    def __init__(self, runtime_dir: Path, ahead: PrerecordedTraces | None = None) -> None:
         """`ahead` has what was worked out before any version came."""
         self._runtime_dir = runtime_dir
-        self._ahead = ahead if ahead is not None else Ahead()
+        self._ahead = ahead if ahead is not None else PrerecordedTraces()
         self._touched = False
         self._connection: Frames | None = None
         self._listener: FrameListener | None = None
@@ -98,7 +98,7 @@ class DirectReceiver:
         self._layout: ReadLayout | None = None
         self._made: dict[int, MadeRegion] = {}
         """By holder: what of `_layout` is made part by part."""
-        self._recordings: dict[str, Recording] = {}
+        self._recordings: dict[str, LoadTrace] = {}
         self._agreements: dict[int, Agreement] = {}
         """By the model, in the order in which the server calls the loader."""
         self._caller: ThreadPoolExecutor | None = None
@@ -129,7 +129,13 @@ class DirectReceiver:
         return self._touched
 
     def receive(  # noqa: PLR0917
-        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+        self,
+        session: TransferSession,
+        address: Address,
+        engine: str,
+        rank_offset: int,
+        server: EngineServer,
+        deadline_s: float,
     ) -> Receipt:
         """Have every worker take the version, and prove it. The server may still have to return: see `returned`."""
         del rank_offset  # there is no group here
@@ -181,7 +187,7 @@ class DirectReceiver:
     def _connect(self, address: Address, deadline: Deadline) -> Frames:
         return Frames.connect(address.address, deadline)
 
-    def _shake_hands(self, connection: Frames, session: Session, engine: str, deadline: Deadline) -> Welcome:
+    def _shake_hands(self, connection: Frames, session: TransferSession, engine: str, deadline: Deadline) -> Welcome:
         hello = direct_wire.Hello(channel=session.channel, epoch=session.epoch, engine=engine)
         direct_wire.say(connection, hello, deadline)
         reply = direct_wire.hear_sender(connection, deadline, "the sender's welcome")
@@ -212,7 +218,7 @@ class DirectReceiver:
     def _propose(
         self,
         connection: Frames,
-        readers: Sequence[Reader],
+        readers: Sequence[PlanReader],
         recordings: Sequence[str],
         digests: Sequence[str],
         deadline: Deadline,
@@ -231,7 +237,7 @@ class DirectReceiver:
         if not isinstance(reply, direct_wire.Agreed):
             raise TransferFailed(f"the trainer does not agree to the plan: {_reason(reply)}")
 
-    def _ask_table(self, connection: Frames, session: Session, deadline: Deadline) -> None:
+    def _ask_table(self, connection: Frames, session: TransferSession, deadline: Deadline) -> None:
         """Have a digest table that follows heard by a thread of its own, while the workers copy."""
         if session.table is not None or self._coming is not None:
             return
@@ -245,7 +251,7 @@ class DirectReceiver:
             self._hearer = ThreadPoolExecutor(1, "weightbus-hearer")
         return self._hearer
 
-    def _table_of(self, session: Session) -> DigestTable:
+    def _table_of(self, session: TransferSession) -> DigestTable:
         """What the workers have to hold; waited for where it follows. Raises `PeerLost`, `DeadlineExceeded`."""
         if self._coming is None:
             return session.known
@@ -257,7 +263,7 @@ class DirectReceiver:
     def _exchange(  # noqa: PLR0917
         self,
         connection: Frames,
-        session: Session,
+        session: TransferSession,
         welcome: Welcome,
         engine: str,
         server: EngineServer,
@@ -369,17 +375,17 @@ class DirectReceiver:
     def _work_out(self, known: Agreement) -> None:
         """What else follows from an agreement, while workers bind their plans."""
 
-    def _readers(self) -> tuple[Reader, ...]:
+    def _readers(self) -> tuple[PlanReader, ...]:
         """Whom plans are made for."""
         return self._workers.readers
 
-    def _carried(self, plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
+    def _carried(self, plans: tuple[ReshardPlan, ...]) -> tuple[ReshardPlan, ...]:
         """What of the plans the workers carry out by themselves: all of it."""
         return plans
 
     def _replay(
-        self, session: Session, welcome: Welcome, agreement: Agreement, deadline: Deadline
-    ) -> list[worker_wire.Replayed]:
+        self, session: TransferSession, welcome: Welcome, agreement: Agreement, deadline: Deadline
+    ) -> list[worker_wire.PlanExecuted]:
         """Copy, with `touched` kept true to what the workers say."""
         touched, self._touched = self._touched, True
         copied = Deadline(min(deadline.left(), copied_s(session.manifest.nbytes)))
@@ -424,10 +430,10 @@ def read_layout(connection: Frames, layout: str, manifest: Manifest, deadline: D
     if not isinstance(reply, direct_wire.Layout):
         raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
     exports = tuple(ExportMap.decode(each) for each in reply.exports)
-    return ReadLayout(layout, Pieces.decode([reply.pieces], manifest.tensors), exports)
+    return ReadLayout(layout, Shards.decode([reply.pieces], manifest.tensors), exports)
 
 
-def _hear_table(connection: Frames, session: Session, deadline: Deadline) -> Tabled:
+def _hear_table(connection: Frames, session: TransferSession, deadline: Deadline) -> Tabled:
     """The digest table of a session that was begun without. Raises `PeerLost`, `DeadlineExceeded`, `ManifestError`."""
     reply = direct_wire.hear_sender(connection, deadline, "the digest table")
     if not isinstance(reply, direct_wire.Table):

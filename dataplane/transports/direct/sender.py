@@ -18,10 +18,10 @@ from typing import Final
 
 from ...errors import DataplaneError, DeadlineExceeded, TransferFailed
 from ...memory import ExportMap
-from ...processes import Deadline, FrameListener, Line, Lines, open_runtime_dir
-from ...reshard import Recording, make_plan
-from ...tensors import Pieces
-from ..interface import JOIN_S, Address, Exporting, Peer, Session, Slot, Tabled
+from ...processes import ConnectionPool, Deadline, FrameListener, PooledConnection, open_runtime_dir
+from ...reshard import LoadTrace, make_plan
+from ...tensors import Shards
+from ..interface import JOIN_S, Address, Exporting, Peer, Slot, Tabled, TransferSession
 from . import messages as wire
 
 _REMEMBERED: Final = 4096
@@ -30,10 +30,10 @@ _LOOK_S: Final = 0.1
 
 
 @dataclass(frozen=True, eq=False)
-class Exposed:
+class ExportedWeights:
     """Everything that the ranks of a trainer let others read."""
 
-    pieces: Pieces
+    pieces: Shards
     """Of all ranks, in the tensors of the manifest that is published."""
     exports: tuple[ExportMap, ...]
     exporters: tuple[Exporting, ...]
@@ -49,14 +49,14 @@ class Exposed:
         parts = (self.given.pieces, *self.given.exports)
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
-    def again(self, exporters: tuple[Exporting, ...]) -> Exposed:
+    def again(self, exporters: tuple[Exporting, ...]) -> ExportedWeights:
         """The same layout, in another generation or round."""
         found = replace(self, exporters=exporters)
         vars(found).update(given=self.given, layout=self.layout)  # which take as long as the layout is large
         return found
 
 
-class _Peer(Line):
+class _Peer(PooledConnection):
     finished: bool = False
     asks: bool = False
     """For the digest table, which it has not got yet."""
@@ -65,11 +65,11 @@ class _Peer(Line):
 class DirectSender:
     """Implements `Sender` and `Tabling`. At each offer `expose` says where the version that is published lies."""
 
-    def __init__(self, runtime_dir: Path, channel: str, expose: Callable[[], Exposed]) -> None:
+    def __init__(self, runtime_dir: Path, channel: str, expose: Callable[[], ExportedWeights]) -> None:
         self._runtime_dir = runtime_dir
         self._channel = channel
         self._expose = expose
-        self._exposed: Exposed | None = None
+        self._exposed: ExportedWeights | None = None
         self._layout = ""
         self._given: bytes | None = None
         """The layout, as it is said; memory that all who are told share."""
@@ -79,7 +79,7 @@ class DirectSender:
         self._peers: dict[str, _Peer] = {}
         self._agreed: set[str] = set()
         self._listener: FrameListener | None = None
-        self._lines: Lines[_Peer] | None = None
+        self._lines: ConnectionPool[_Peer] | None = None
         self._lock = threading.Lock()
         """Of the three below: the table comes from any thread."""
         self._table: bytes | None = None
@@ -99,7 +99,7 @@ class DirectSender:
         """Nobody: no engine fails for another."""
         return frozenset()
 
-    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         """Export the memory, and listen for `peers` on a socket of this epoch."""
         self.close()
         exposed = self._expose()
@@ -114,7 +114,7 @@ class DirectSender:
         open_runtime_dir(self._runtime_dir)
         path = self._runtime_dir / f"{self._channel}-{session.epoch}-{os.getpid()}-d.sock"
         self._listener = FrameListener(path)
-        self._lines = Lines(self._heard, self._drop)
+        self._lines = ConnectionPool(self._heard, self._drop)
         self._lines.watch(self._listener, self._admit)
         with self._lock:
             self._table, self._follows = None, session.table is None
@@ -203,7 +203,7 @@ class DirectSender:
                 self._drop(peer, self._withdrawn[peer.name])
         lines.pump(timeout_s)
 
-    def _on_offer(self) -> Lines[_Peer]:
+    def _on_offer(self) -> ConnectionPool[_Peer]:
         """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
         if self._lines is None:
             raise TransferFailed("nothing is on offer: call offer first")
@@ -296,7 +296,7 @@ class DirectSender:
         if proposal.plan in self._agreed:
             return
         assert self._exposed is not None
-        recording = Recording.decode(proposal.recording, self._exposed.pieces.tensors)
+        recording = LoadTrace.decode(proposal.recording, self._exposed.pieces.tensors)
         plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
         if plan.digest() != proposal.plan:
             raise TransferFailed(

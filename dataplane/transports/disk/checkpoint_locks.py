@@ -82,9 +82,9 @@ class SessionFolder:
         """The sender still holds its lock."""
         return _locked(self._path / _SENDER)
 
-    def reader(self, engine: str) -> Reader:
+    def reader(self, engine: str) -> CheckpointReader:
         """What one engine's agent says, or says through this."""
-        return Reader(self._path / f"reader-{engine}")
+        return CheckpointReader(self._path / f"reader-{engine}")
 
     def being_read(self) -> bool:
         """Some agent may still be reading."""
@@ -101,7 +101,7 @@ class SessionFolder:
         shutil.rmtree(self._path, ignore_errors=True)
 
 
-class Reader:
+class CheckpointReader:
     """One engine's file."""
 
     def __init__(self, path: Path) -> None:

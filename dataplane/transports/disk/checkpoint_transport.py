@@ -24,9 +24,9 @@ import msgspec
 from ...digest import tensor_digest as integrity
 from ...errors import PeerLost, TransferFailed, Unsupported
 from ...processes import Deadline
-from ..interface import JOIN_S, Address, EngineServer, Peer, Receipt, Session, Slot
+from ..interface import JOIN_S, Address, EngineServer, Peer, Receipt, Slot, TransferSession
 from . import safetensors_file
-from .checkpoint_locks import POLL_S, Notes, Reader, SessionFolder
+from .checkpoint_locks import POLL_S, CheckpointReader, Notes, SessionFolder
 from .checkpoint_writer import NOTES, CheckpointWriter
 
 KEEP: Final = 2
@@ -42,7 +42,7 @@ class DiskSender:
         self._root = checkpoint_dir / channel
         self._hf_config_dir = hf_config_dir
         self._keep = keep
-        self._session: Session | None = None
+        self._session: TransferSession | None = None
         self._folder: SessionFolder | None = None
         self._writer: CheckpointWriter | None = None
         self._target = self._root
@@ -61,7 +61,7 @@ class DiskSender:
         """Nobody: no engine fails for another."""
         return frozenset()
 
-    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         """Begin a checkpoint. Raises `Unsupported` when the folder cannot be written."""
         self.close()
         self._session, self._failed, self._withdrawn, self._complete = session, {}, {}, False
@@ -125,7 +125,7 @@ class DiskSender:
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
-    def _open(self) -> Session:
+    def _open(self) -> TransferSession:
         if self._session is None:
             raise TransferFailed("nothing is on offer: call offer first")
         return self._session
@@ -160,7 +160,7 @@ class DiskSender:
 
     # -- readers -----------------------------------------------------------------------------------------------------
 
-    def _reader(self, engine: str) -> Reader:
+    def _reader(self, engine: str) -> CheckpointReader:
         assert self._folder is not None
         return self._folder.reader(engine)
 
@@ -208,7 +208,7 @@ class DiskReceiver:
 
     def __init__(self) -> None:
         self._touched = False
-        self._reader: Reader | None = None
+        self._reader: CheckpointReader | None = None
 
     @property
     def touched(self) -> bool:
@@ -216,7 +216,13 @@ class DiskReceiver:
         return self._touched
 
     def receive(  # noqa: PLR0917
-        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+        self,
+        session: TransferSession,
+        address: Address,
+        engine: str,
+        rank_offset: int,
+        server: EngineServer,
+        deadline_s: float,
     ) -> Receipt:
         """Wait for the checkpoint, check it, load it."""
         del rank_offset  # there is no group here
@@ -257,7 +263,7 @@ class DiskReceiver:
                 raise PeerLost(f"the sender ended before {target} was complete")
             time.sleep(min(POLL_S, deadline.check(f"the checkpoint {target}")))
 
-    def _check(self, target: Path, session: Session) -> None:
+    def _check(self, target: Path, session: TransferSession) -> None:
         try:
             found = msgspec.json.decode((target / NOTES).read_bytes(), type=Notes)
         except (OSError, ValueError) as error:
@@ -267,7 +273,7 @@ class DiskReceiver:
         check_tensors(target, session)
 
 
-def check_tensors(target: Path, session: Session) -> None:
+def check_tensors(target: Path, session: TransferSession) -> None:
     """Raise `DigestMismatch` unless every tensor of the checkpoint is the one of the session's table."""
     manifest = session.manifest
     for index, bucket in enumerate(manifest.buckets):
@@ -276,7 +282,7 @@ def check_tensors(target: Path, session: Session) -> None:
         integrity.check(memory, manifest.offsets_of(index), session.known.of_bucket(bucket), names)
 
 
-def _notes(session: Session) -> Notes:
+def _notes(session: TransferSession) -> Notes:
     return Notes(
         channel=session.channel,
         epoch=session.epoch,

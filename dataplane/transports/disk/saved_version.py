@@ -25,7 +25,7 @@ import msgspec
 from ...errors import TransferFailed
 from ...processes import Deadline
 from ...tensors import blob_digest
-from ..interface import Address, EngineServer, Receipt, Session
+from ..interface import Address, EngineServer, Receipt, TransferSession
 from .checkpoint_locks import Notes
 from .checkpoint_transport import check_tensors
 from .checkpoint_writer import NOTES
@@ -111,7 +111,13 @@ class SavedReceiver:
         return self._touched
 
     def receive(  # noqa: PLR0917
-        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+        self,
+        session: TransferSession,
+        address: Address,
+        engine: str,
+        rank_offset: int,
+        server: EngineServer,
+        deadline_s: float,
     ) -> Receipt:
         """Compare every tensor with the table, then have the folder loaded."""
         del engine, rank_offset
@@ -127,7 +133,7 @@ class SavedReceiver:
     def shutdown(self) -> None:
         """Nothing outlives a session."""
 
-    def _load(self, session: Session, target: Path, server: EngineServer, deadline: Deadline) -> Receipt:
+    def _load(self, session: TransferSession, target: Path, server: EngineServer, deadline: Deadline) -> Receipt:
         found = SavedVersion.read(target)
         wanted = (session.channel, session.version, session.manifest.digest(), session.known.digest())
         notes = found.notes if found else None

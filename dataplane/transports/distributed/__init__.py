@@ -8,6 +8,6 @@ if TYPE_CHECKING:
     from .receiver import DistributedReceiver as DistributedReceiver
     from .sender import DistributedSender as DistributedSender
     from .source_rank import SourceRank as SourceRank
-    from .store_proxy import Relay as Relay
+    from .store_proxy import StoreProxy as StoreProxy
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ...errors import DeadlineExceeded, TransferFailed
 from ...processes import Deadline, process_groups as backends, taken_s
-from .source_watchdog import Connections, StandIn, connections_of
+from .source_watchdog import Connections, SourceWatchdog, connections_of
 
 ROOT: Final = 0
 """SGLang's workers broadcast from rank 0 of the group, always."""
@@ -58,7 +58,7 @@ class BroadcastGroup:
         self.connections = connections or Connections()
         self._device = device
         self._backend: _Backend | None = backend
-        self._stand_in: StandIn | None = None
+        self._stand_in: SourceWatchdog | None = None
 
     @classmethod
     def form(  # noqa: PLR0917
@@ -104,7 +104,7 @@ class BroadcastGroup:
     def use(self, used: bool) -> None:
         """Whether servers wait in it from now on: they are let go when this process stands still meanwhile (gloo)."""
         if self._stand_in is None and used and self.connections.files:
-            self._stand_in = StandIn([self.connections])
+            self._stand_in = SourceWatchdog([self.connections])
         if self._stand_in is not None:
             self._stand_in.use(used)
 

@@ -19,9 +19,9 @@ from torch._C._distributed_c10d import Store
 
 from ...errors import TransferFailed
 from ...processes import Deadline, torch_threads
-from ..broadcast_order import Groups, own_group
+from ..broadcast_order import GroupSettings, own_group
 from .broadcast_group import BroadcastGroup, to_be_taken
-from .source_watchdog import StandIn
+from .source_watchdog import SourceWatchdog
 
 STILL_S: Final = 10.0
 """How much longer than the others an engine may take for a bucket; and three times as long as they took."""
@@ -37,7 +37,7 @@ _FACTOR: Final = 3.0
 _Group = TypeVar("_Group", bound="Leaving")
 
 
-class StoodStill(TransferFailed):
+class Stalled(TransferFailed):
     """Others have done what these have not, since long."""
 
     def __init__(self, members: tuple[int, ...], what: str, seconds: float) -> None:
@@ -58,7 +58,7 @@ class Stragglers:
         """When last, and how long since the last one had."""
 
     def look(self, done: Sequence[bool], now: float) -> None:
-        """Of every engine, whether it has. Raises `StoodStill` when those who have not had time enough.
+        """Of every engine, whether it has. Raises `Stalled` when those who have not had time enough.
 
         To be called all the time. While nobody did, the source itself stood still, and nobody got anything of it.
         """
@@ -71,7 +71,7 @@ class Stragglers:
             return
         if self._waited_s > self._still_s + _FACTOR * (self._last - self._since):
             late = tuple(member for member, each in enumerate(done) if not each)
-            raise StoodStill(late, self._what, self._waited_s)
+            raise Stalled(late, self._what, self._waited_s)
 
 
 class Behind:
@@ -86,7 +86,7 @@ class Behind:
         self._looked, self._waited_s, self._longest_s = since, 0.0, 0.0
 
     def look(self, at: Sequence[int], now: float) -> None:
-        """Raises `StoodStill` when nobody has gone on for long, and some have come further than others.
+        """Raises `Stalled` when nobody has gone on for long, and some have come further than others.
 
         To be called all the time, as `Stragglers.look`. How long is too long follows from the longest step so far.
         """
@@ -98,7 +98,7 @@ class Behind:
         first = max(at, default=0)
         late = tuple(member for member, bucket in enumerate(at) if bucket < first)
         if late and self._waited_s > STILL_S + _FACTOR * self._longest_s:
-            raise StoodStill(late, f"to come to bucket {first}", self._waited_s)
+            raise Stalled(late, f"to come to bucket {first}", self._waited_s)
 
 
 class EngineGroups:
@@ -108,7 +108,7 @@ class EngineGroups:
         """`name` is of all of them together."""
         self.name = name
         self._groups = tuple(groups)
-        self._stand_in: StandIn | None = None
+        self._stand_in: SourceWatchdog | None = None
         """One for all."""
 
     @classmethod
@@ -118,7 +118,7 @@ class EngineGroups:
         name: str,
         host: str,
         device: torch.device,
-        groups: Groups,
+        groups: GroupSettings,
         deadline: Deadline,
     ) -> EngineGroups:
         """Blocks until all have formed, of engines that are `apart`; `store` makes a client for each."""
@@ -152,7 +152,7 @@ class EngineGroups:
         """See `BroadcastGroup`."""
         connections = [group.connections for group in self._groups]
         if self._stand_in is None and used and any(each.files for each in connections):
-            self._stand_in = StandIn(connections)
+            self._stand_in = SourceWatchdog(connections)
         if self._stand_in is not None:
             self._stand_in.use(used)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..interface import Address, EngineServer, Receipt, Session
-from .server_receiver import JoiningReceiver
-from .sidecar_receiver import HandingReceiver
+from ..interface import Address, EngineServer, Receipt, TransferSession
+from .server_receiver import ServerReceiver
+from .sidecar_receiver import SidecarReceiver
 
 
 class DistributedReceiver:
@@ -20,9 +20,9 @@ class DistributedReceiver:
     def __init__(self, runtime_dir: Path, *, hands_on: bool = True) -> None:
         """`hands_on`: this process takes part itself, where it can."""
         self._hands_on = hands_on
-        self._handing = HandingReceiver(runtime_dir)
-        self._joining = JoiningReceiver()
-        self._used: HandingReceiver | JoiningReceiver = self._joining
+        self._handing = SidecarReceiver(runtime_dir)
+        self._joining = ServerReceiver()
+        self._used: SidecarReceiver | ServerReceiver = self._joining
         """In the last session."""
         self._remark = ""
         self._met_at = ""
@@ -39,7 +39,13 @@ class DistributedReceiver:
         return self._remark
 
     def receive(  # noqa: PLR0917
-        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+        self,
+        session: TransferSession,
+        address: Address,
+        engine: str,
+        rank_offset: int,
+        server: EngineServer,
+        deadline_s: float,
     ) -> Receipt:
         """Take every bucket and load it into `server`. Raises `TransferFailed`."""
         if self._met_at not in {"", address.address}:

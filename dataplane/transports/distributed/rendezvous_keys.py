@@ -157,7 +157,7 @@ class _Sealed:
         return hmac.digest(self._token, key.encode("utf-8") + b"\0" + word, "sha256").hex()
 
 
-class Meeting:
+class Rendezvous:
     """The sender's side. The store is served by this very process, so nothing here waits for anybody."""
 
     def __init__(
@@ -204,7 +204,7 @@ class Meeting:
             self._sealed.forget(name)
 
 
-class Attendance:
+class RendezvousKeys:
     """A receiver's side: asks on a thread of its own, and never blocks the receiver beyond its deadline.
 
     A store client cannot be given up on once it waits for a sender that stands still, so the receiver only looks at

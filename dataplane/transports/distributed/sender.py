@@ -29,11 +29,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
 from ...processes import Deadline, backend_for, bracketed, join_store, new_token, serve_store, torch_threads
-from ..broadcast_order import Groups, Sources
-from ..interface import JOIN_S, Address, Peer, Session, Slot
+from ..broadcast_order import GroupSettings, Sources
+from ..interface import JOIN_S, Address, Peer, Slot, TransferSession
 from .broadcast_group import BroadcastGroup
-from .engine_groups import STILL_FORMING_S, STILL_S, Behind, EngineGroups, StoodStill, Stragglers
-from .rendezvous_keys import BY_SIDECAR, POLL_S, Meeting, holding, settled, source_name
+from .engine_groups import STILL_FORMING_S, STILL_S, Behind, EngineGroups, Stalled, Stragglers
+from .rendezvous_keys import BY_SIDECAR, POLL_S, Rendezvous, holding, settled, source_name
 from .store_proxy import lead_nowhere
 
 _REASONS_S: Final = 0.3
@@ -58,8 +58,8 @@ class DistributedSender:
         self._device = device
         self._store: TCPStore | None = None
         """The one reference to the server: whoever uses the store has a client of its own."""
-        self._meeting: Meeting | None = None
-        self._session: Session | None = None
+        self._meeting: Rendezvous | None = None
+        self._session: TransferSession | None = None
         self._group: BroadcastGroup | EngineGroups | None = None
         """This source's own."""
         self._groups: tuple[str, ...] = ()
@@ -102,7 +102,7 @@ class DistributedSender:
         """See `transport.Dividing`."""
         self._divided = sources
 
-    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         """Open the rendezvous store. Raises `Unsupported` when this process's NCCL settings do not fit SGLang's."""
         self.close()
         backend = backend_for(self._device)
@@ -117,7 +117,7 @@ class DistributedSender:
         self._behind = None
         self._due = self._behind_due = 0.0
         self._token = new_token()
-        self._meeting = Meeting(join_store(self._store), session.epoch, self._token, self._engines, self._others)
+        self._meeting = Rendezvous(join_store(self._store), session.epoch, self._token, self._engines, self._others)
         world_size = 1 + sum(peer.tp for peer in peers)
         address = f"tcp://{bracketed(self._host)}:{self._store.port}"
         return Address(address, self._group_name(), backend, world_size, self._token)
@@ -141,7 +141,7 @@ class DistributedSender:
             else:
                 self._break_off()
                 base = f"weightbus-{self._channel}-{session.epoch}"
-                groups = self._known(Groups.of_sources(base, self._sources).names)
+                groups = self._known(GroupSettings.of_sources(base, self._sources).names)
                 self._forming = True
                 meeting.announce("group", groups.encode())
                 self._form(groups, forming)
@@ -208,7 +208,7 @@ class DistributedSender:
 
     # -- the session -------------------------------------------------------------------------------------------------
 
-    def _open(self) -> tuple[Meeting, Session]:
+    def _open(self) -> tuple[Rendezvous, TransferSession]:
         if self._session is None or self._meeting is None:
             raise TransferFailed("nothing is on offer: call offer first")
         return self._meeting, self._session
@@ -247,14 +247,14 @@ class DistributedSender:
 
     @property
     def _ranks(self) -> tuple[int, ...]:
-        """As in `Groups`."""
+        """As in `GroupSettings`."""
         return tuple(peer.tp for peer in self._peers) if self._apart or self._sidecars else ()
 
-    def _known(self, names: tuple[str, ...]) -> Groups:
+    def _known(self, names: tuple[str, ...]) -> GroupSettings:
         of, together = self._sources.of if self._others else (), bool(self._sidecars) and not self._apart
-        return Groups(names, of, self._ranks, together, self._sidecars)
+        return GroupSettings(names, of, self._ranks, together, self._sidecars)
 
-    def _form(self, groups: Groups, deadline: Deadline) -> None:
+    def _form(self, groups: GroupSettings, deadline: Deadline) -> None:
         """This source's own; the others are formed by theirs, in the order in which engines come to them."""
         assert self._store is not None
         size = groups.size(1 + sum(peer.tp for peer in self._peers))
@@ -287,7 +287,7 @@ class DistributedSender:
     def _watch(self) -> None:
         """Look whether all are well, where that is due: each of many buckets takes less time than is between two looks.
 
-        Raises `PeerLost` and `StoodStill`.
+        Raises `PeerLost` and `Stalled`.
         """
         if time.monotonic() >= self._due:
             self._check_receivers()
@@ -295,7 +295,7 @@ class DistributedSender:
             self._due = time.monotonic() + WATCH_S
 
     def _look_behind(self) -> None:
-        """Raise `StoodStill` for agents that do not come to a bucket for which others wait in the group."""
+        """Raise `Stalled` for agents that do not come to a bucket for which others wait in the group."""
         meeting, _ = self._open()
         if self._behind is None or time.monotonic() < self._behind_due:
             return
@@ -363,7 +363,7 @@ class DistributedSender:
 
     def _fail_all(self, error: DataplaneError) -> None:
         """A group of which one member is lost is lost."""
-        if isinstance(error, StoodStill):
+        if isinstance(error, Stalled):
             self._failed.update({self._engines[member]: str(error) for member in error.members})
         self._hear_reasons()
         engines = frozenset(self._engines)
@@ -409,7 +409,7 @@ class DistributedSender:
             lead_nowhere(*where)
 
 
-def _silent(meeting: Meeting, step: str, members: Sequence[str]) -> list[str]:
+def _silent(meeting: Rendezvous, step: str, members: Sequence[str]) -> list[str]:
     """Those of `members` who have not said it."""
     said = meeting.heard_from(step, members)
     return [member for member in members if member not in said]

@@ -15,9 +15,9 @@ import msgspec
 
 from ...errors import TransferFailed
 from ...processes import Deadline
-from ..broadcast_order import EnginePart, Groups
-from ..interface import Address, EngineServer, Receipt, Session
-from .rendezvous_keys import POLL_S, Attendance, holding, settled
+from ..broadcast_order import EnginePart, GroupSettings
+from ..interface import Address, EngineServer, Receipt, TransferSession
+from .rendezvous_keys import POLL_S, RendezvousKeys, holding, settled
 
 _RETURN_S: Final = 1.0
 """How long a server may take to return from a broadcast that its source has broken off: else it stands still."""
@@ -25,7 +25,7 @@ _LEAVE_S: Final = 5.0
 """How long a server may take to forget groups that are broken anyway."""
 
 
-class JoiningReceiver:
+class ServerReceiver:
     """Brings one engine's ranks into the group and has them take every bucket."""
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class JoiningReceiver:
         """The last call that was made of the server."""
         self._joins = False
         """It was to join a group, in the session that runs."""
-        self._meeting: Attendance | None = None
+        self._meeting: RendezvousKeys | None = None
         """Of the session that runs."""
 
     @property
@@ -50,7 +50,13 @@ class JoiningReceiver:
         return self._touched
 
     def receive(  # noqa: PLR0917
-        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+        self,
+        session: TransferSession,
+        address: Address,
+        engine: str,
+        rank_offset: int,
+        server: EngineServer,
+        deadline_s: float,
     ) -> Receipt:
         """Join the group if need be, then take every bucket."""
         deadline = Deadline(deadline_s)
@@ -59,7 +65,7 @@ class JoiningReceiver:
             self._held, self._server, self._asked = (), server, None
         self._doubted |= self._launch != server.launch
         self._launch = server.launch
-        self._meeting = meeting = Attendance(address.address, session.epoch, engine, address.token)
+        self._meeting = meeting = RendezvousKeys(address.address, session.epoch, engine, address.token)
         meeting.begin()
         if self._held:
             server.entrust(self._held, used=True)
@@ -108,16 +114,16 @@ class JoiningReceiver:
 
     def _join(  # noqa: PLR0917  in one place
         self,
-        meeting: Attendance,
+        meeting: RendezvousKeys,
         address: Address,
         rank_offset: int,
         server: EngineServer,
         deadline: Deadline,
         buckets: int,
-    ) -> tuple[Groups, EnginePart]:
+    ) -> tuple[GroupSettings, EnginePart]:
         """Into every group that the sender names, one after the other in its order, which is everybody's."""
         meeting.say("came", holding(() if self._doubted else self._held), deadline)
-        groups = Groups.decode(meeting.group(deadline), buckets)
+        groups = GroupSettings.decode(meeting.group(deadline), buckets)
         mine = groups.of_engine(rank_offset, address.world_size)
         if forms := self._doubted or mine.names != self._held:
             for group in self._held:
@@ -136,7 +142,7 @@ class JoiningReceiver:
         return groups, mine
 
     def _call(
-        self, meeting: Attendance, what: str, deadline: Deadline, function: Callable[..., None], *arguments: object
+        self, meeting: RendezvousKeys, what: str, deadline: Deadline, function: Callable[..., None], *arguments: object
     ) -> None:
         """Call the server on another thread, so that a sender that dies or gives up is noticed meanwhile."""
         if self._thread is None:

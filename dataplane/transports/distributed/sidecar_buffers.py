@@ -23,7 +23,7 @@ An idle group of two took 0.94 GB of an H200 (`idle_group_bytes` in tests/gpu/re
 _CUMEM: Final = "NCCL_CUMEM_ENABLE"
 
 
-class HandingMemory(Protocol):
+class SidecarBuffers(Protocol):
     """Slots of one size, kept from round to round. `EngineMemory` is this on the host."""
 
     @property
@@ -64,9 +64,9 @@ class GpuRoom:
         self._refused: dict[torch.device, tuple[int, str]] = {}
         """The smallest slots that could not be made, in bytes each, and why."""
 
-    def memory(self, device: torch.device) -> DeviceMemory:
+    def memory(self, device: torch.device) -> SidecarDeviceMemory:
         """Slots there; none yet."""
-        return DeviceMemory(device, partial(self._refuse, device))
+        return SidecarDeviceMemory(device, partial(self._refuse, device))
 
     def why_not(self, uuid: str, nbytes: int, held: int = 0) -> str:
         """Why a process cannot take buckets of `nbytes` on GPU `uuid`; empty where it can. `held` it would give back.
@@ -92,7 +92,7 @@ class GpuRoom:
             self._refused[device] = nbytes, reason
 
 
-class DeviceMemory:
+class SidecarDeviceMemory:
     """On a GPU, opened by CUDA IPC."""
 
     def __init__(self, device: torch.device, refused: Callable[[int, str], None]) -> None:

@@ -24,12 +24,12 @@ from ...digest import tensor_digest as integrity
 from ...errors import TransferFailed
 from ...memory import EngineMemory
 from ...processes import Deadline, address_towards, host_and_port, open_runtime_dir, reach_store, torch_threads
-from ..broadcast_order import EnginePart, Groups
-from ..interface import Address, EngineServer, Receipt, Session, SharedBucket
+from ..broadcast_order import EnginePart, GroupSettings
+from ..interface import Address, EngineServer, Receipt, SharedBucket, TransferSession
 from .broadcast_group import BroadcastGroup
 from .engine_groups import break_off, break_when_formed
-from .rendezvous_keys import POLL_S, Attendance, holding, settled
-from .sidecar_buffers import GpuRoom, HandingMemory, gpu_named
+from .rendezvous_keys import POLL_S, RendezvousKeys, holding, settled
+from .sidecar_buffers import GpuRoom, SidecarBuffers, gpu_named
 
 _LOG: Final = logging.getLogger(__name__)
 _RETURN_S: Final = 1.0
@@ -38,12 +38,12 @@ _RETURN_S: Final = 1.0
 _T = TypeVar("_T")
 
 
-class HandingReceiver:
+class SidecarReceiver:
     """Takes part for one engine. Its memory and its groups outlive rounds."""
 
     def __init__(self, runtime_dir: Path) -> None:
         self._runtime_dir = runtime_dir
-        self._memory: HandingMemory | None = None
+        self._memory: SidecarBuffers | None = None
         self._room = GpuRoom()
         self._opens = ""
         """Where `_memory` lies."""
@@ -57,7 +57,7 @@ class HandingReceiver:
         self._loads: list[Future[None]] = []
         """Of the last session, by bucket."""
         self._touched = False
-        self._meeting: Attendance | None = None
+        self._meeting: RendezvousKeys | None = None
         """Of the session that runs."""
         self._unknown = False
         """A sender did not know what an agent that comes by itself is."""
@@ -67,7 +67,7 @@ class HandingReceiver:
         """The server was asked to change weights in the last session."""
         return self._touched
 
-    def why_not(self, server: EngineServer, session: Session) -> str:
+    def why_not(self, server: EngineServer, session: TransferSession) -> str:
         """Why this process cannot take part in `session` for `server`; empty where it can, and has memory for it."""
         if not server.opens:
             return "no memory of this process is known that the server's workers could open"
@@ -92,12 +92,18 @@ class HandingReceiver:
         self._unknown = False
 
     def receive(  # noqa: PLR0917
-        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+        self,
+        session: TransferSession,
+        address: Address,
+        engine: str,
+        rank_offset: int,
+        server: EngineServer,
+        deadline_s: float,
     ) -> Receipt:
         """Join the groups if need be, then take every bucket and hand it on. To be asked `why_not` before."""
         deadline = Deadline(deadline_s)
         self._touched = False
-        self._meeting = meeting = Attendance(address.address, session.epoch, engine, address.token)
+        self._meeting = meeting = RendezvousKeys(address.address, session.epoch, engine, address.token)
         meeting.begin()
         reason = ""
         try:
@@ -147,7 +153,7 @@ class HandingReceiver:
 
     # -- a session ---------------------------------------------------------------------------------------------------
 
-    def _reserved(self, session: Session, server: EngineServer, deadline: Deadline) -> HandingMemory:
+    def _reserved(self, session: TransferSession, server: EngineServer, deadline: Deadline) -> SidecarBuffers:
         if self._moving():  # what is checked here must not change under the server's hands: it keeps what it has
             _LOG.warning("a broadcast that is over has not returned: its memory is left to it, and other is taken")
             self._let_go()
@@ -162,11 +168,11 @@ class HandingReceiver:
         return self._memory
 
     def _join(
-        self, meeting: Attendance, address: Address, rank_offset: int, deadline: Deadline, buckets: int
-    ) -> tuple[Groups, EnginePart]:
+        self, meeting: RendezvousKeys, address: Address, rank_offset: int, deadline: Deadline, buckets: int
+    ) -> tuple[GroupSettings, EnginePart]:
         """Into every group that the sender names, one after the other in its order, which is everybody's."""
         meeting.say("came", holding(tuple(self._groups), by_sidecar=True), deadline)
-        groups = Groups.decode(meeting.group(deadline), buckets)
+        groups = GroupSettings.decode(meeting.group(deadline), buckets)
         mine = groups.of_engine(rank_offset, address.world_size)
         if not mine.by_sidecar:
             self._unknown = True
@@ -194,10 +200,10 @@ class HandingReceiver:
 
     def _take(  # noqa: PLR0917  a bucket's way
         self,
-        meeting: Attendance,
-        session: Session,
+        meeting: RendezvousKeys,
+        session: TransferSession,
         index: int,
-        memory: HandingMemory,
+        memory: SidecarBuffers,
         group: BroadcastGroup,
         deadline: Deadline,
     ) -> None:
@@ -213,7 +219,7 @@ class HandingReceiver:
         integrity.check(target, manifest.offsets_of(index), session.known.of_bucket(manifest.buckets[index]), names)
 
     def _hand_on(
-        self, session: Session, index: int, memory: HandingMemory, server: EngineServer, deadline: Deadline
+        self, session: TransferSession, index: int, memory: SidecarBuffers, server: EngineServer, deadline: Deadline
     ) -> None:
         """Have the server load bucket `index`, on the loading thread."""
         manifest = session.manifest
@@ -225,12 +231,12 @@ class HandingReceiver:
         self._touched = True
         self._loads.append(self._loader.submit(server.load_shared, bucket, left))
 
-    def _await_load(self, meeting: Attendance, index: int, deadline: Deadline) -> None:
+    def _await_load(self, meeting: RendezvousKeys, index: int, deadline: Deadline) -> None:
         self._settle(meeting, self._loads[index], f"the server to load bucket {index}", deadline)
 
     def _call(
         self,
-        meeting: Attendance,
+        meeting: RendezvousKeys,
         what: str,
         deadline: Deadline,
         function: Callable[[], _T],
@@ -245,7 +251,7 @@ class HandingReceiver:
             given_up(answer)
             raise
 
-    def _settle(self, meeting: Attendance, answer: Future[_T], what: str, deadline: Deadline) -> _T:
+    def _settle(self, meeting: RendezvousKeys, answer: Future[_T], what: str, deadline: Deadline) -> _T:
         while not settled(answer, POLL_S):
             meeting.check()
             deadline.check(what)

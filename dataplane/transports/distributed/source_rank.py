@@ -19,11 +19,11 @@ import torch
 
 from ...errors import DataplaneError, PeerLost, TransferFailed
 from ...processes import Deadline, address_towards, backend_for, host_and_port, reach_store, torch_threads
-from ..broadcast_order import Groups, Sources
+from ..broadcast_order import GroupSettings, Sources
 from ..interface import Address
 from .broadcast_group import BroadcastGroup
-from .engine_groups import EngineGroups, StoodStill, break_when_formed
-from .rendezvous_keys import POLL_S, Attendance, settled, source_name
+from .engine_groups import EngineGroups, Stalled, break_when_formed
+from .rendezvous_keys import POLL_S, RendezvousKeys, settled, source_name
 from .sender import FORM_S
 
 _LOG: Final = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class SourceRank:
         """
         self.stop()
         group = self._session.leave_group() if self._session is not None else None
-        meeting = Attendance(address.address, epoch, source_name(self._number), address.token)
+        meeting = RendezvousKeys(address.address, epoch, source_name(self._number), address.token)
         self._session = SourceSession(self._number, self._device, sources, meeting, group, filled)
         self._session.start(address, tuple(buckets), Deadline(deadline_s))
 
@@ -110,7 +110,7 @@ class SourceSession:
         number: int,
         device: torch.device,
         sources: Sources,
-        meeting: Attendance,
+        meeting: RendezvousKeys,
         group: AnyGroup | None,
         filled: int,
     ) -> None:
@@ -190,7 +190,7 @@ class SourceSession:
                 self._group.use(False)
         except DataplaneError as error:
             reason = str(error) or type(error).__name__
-            if isinstance(error, StoodStill):
+            if isinstance(error, Stalled):
                 self._meeting.post("still", ",".join(map(str, error.members)))
         except Exception as error:  # noqa: BLE001  the leader hears of it, and the training loop must go on
             reason = f"{type(error).__name__}: {error}"
@@ -208,7 +208,7 @@ class SourceSession:
     def _join(self, address: Address, deadline: Deadline) -> None:
         holds = self._group is not None and not self._group.hung_up
         self._meeting.say("came", self._group.name if self._group and holds else "", deadline)
-        groups = Groups.decode(self._meeting.group(deadline), len(self._sources.of))
+        groups = GroupSettings.decode(self._meeting.group(deadline), len(self._sources.of))
         if len(groups.names) != self._sources.count:
             raise TransferFailed(f"the sender announced {len(groups.names)} groups for {self._sources.count} sources")
         name = groups.names[self._number]

@@ -106,7 +106,7 @@ def _as_published(address: object) -> bytes:
             raise OSError("no address of TCP")
 
 
-class StandIn:
+class SourceWatchdog:
     """A process that has the connections, and hears that this one lives. It ends with this object."""
 
     def __init__(self, connections: Sequence[Connections], silence_s: float | None = None) -> None:

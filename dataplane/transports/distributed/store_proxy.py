@@ -35,13 +35,13 @@ _CHUNK: Final = 1 << 16
 _DEAD_ENDS: Final = 4
 """As many are there at a time, with a thread each; a trainer that fails every few seconds leaves no more."""
 
-_relays: Final[weakref.WeakSet[Relay]] = weakref.WeakSet()
-_dead_ends: Final[deque[Relay]] = deque()
+_relays: Final[weakref.WeakSet[StoreProxy]] = weakref.WeakSet()
+_dead_ends: Final[deque[StoreProxy]] = deque()
 """The oldest first."""
 _lock: Final = threading.Lock()
 
 
-class Relay:
+class StoreProxy:
     """Listens at an address of this machine, and connects whoever comes to ``host:port``. Few bytes go through it."""
 
     def __init__(self, host: str, port: int, at: str, at_port: int = 0) -> None:
@@ -151,7 +151,7 @@ def lead_nowhere(host: str, port: int) -> None:
     Whoever comes for it is told that there will be no group.
     """
     with contextlib.suppress(OSError):  # another process has the port, or there are too many open files: as without
-        relay = Relay("", 0, host, port)
+        relay = StoreProxy("", 0, host, port)
         relay.cut()
         with _lock:
             _dead_ends.append(relay)

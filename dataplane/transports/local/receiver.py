@@ -18,7 +18,7 @@ from ...digest import tensor_digest as integrity
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
 from ...memory import CudaMemory, EngineMemory, HostMemory, ipc_handles as handles, posix_shm as segments
 from ...processes import Deadline, open_runtime_dir, taken_s
-from ..interface import Address, EngineServer, Receipt, Session, SharedBucket
+from ..interface import Address, EngineServer, Receipt, SharedBucket, TransferSession
 from .messages import (
     BucketDone,
     BucketReady,
@@ -50,7 +50,13 @@ class LocalReceiver:
         return self._touched
 
     def receive(  # noqa: PLR0917
-        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+        self,
+        session: TransferSession,
+        address: Address,
+        engine: str,
+        rank_offset: int,
+        server: EngineServer,
+        deadline_s: float,
     ) -> Receipt:
         """Take every bucket and load it into `server`."""
         del rank_offset  # there is no group here
@@ -86,7 +92,7 @@ class LocalReceiver:
 
     # -- a session ---------------------------------------------------------------------------------------------------
 
-    def _shake_hands(self, connection: Connection, session: Session, engine: str, deadline: Deadline) -> None:
+    def _shake_hands(self, connection: Connection, session: TransferSession, engine: str, deadline: Deadline) -> None:
         connection.send(Hello(channel=session.channel, epoch=session.epoch, engine=engine))
         reply = connection.from_sender(deadline, "the sender's welcome")
         if isinstance(reply, Refused | Welcome) and reply.epoch != session.epoch:
@@ -94,7 +100,9 @@ class LocalReceiver:
         if not isinstance(reply, Welcome):
             raise PeerLost(f"the sender refused this engine: {_reason(reply)}")
 
-    def _take_all(self, connection: Connection, session: Session, server: EngineServer, deadline: Deadline) -> bool:
+    def _take_all(
+        self, connection: Connection, session: TransferSession, server: EngineServer, deadline: Deadline
+    ) -> bool:
         checked = True
         loads: list[Future[None]] = []
         try:
@@ -119,7 +127,12 @@ class LocalReceiver:
         return checked
 
     def _copy(
-        self, session: Session, index: int, segment: handles.HostSegment, loads: list[Future[None]], deadline: Deadline
+        self,
+        session: TransferSession,
+        index: int,
+        segment: handles.HostSegment,
+        loads: list[Future[None]],
+        deadline: Deadline,
     ) -> None:
         """Copy bucket `index` into our own memory and check it, once the server is done with what lay there."""
         manifest, bucket = session.manifest, session.manifest.buckets[index]
@@ -140,7 +153,7 @@ class LocalReceiver:
 
     def _load(  # noqa: PLR0917  a bucket's way
         self,
-        session: Session,
+        session: TransferSession,
         server: EngineServer,
         index: int,
         memory: CudaMemory | None,

@@ -21,7 +21,7 @@ import torch
 
 from ...errors import PeerLost, TransferFailed, Unsupported
 from ...processes import Deadline, open_runtime_dir
-from ..interface import JOIN_S, Address, Peer, Session, Slot
+from ..interface import JOIN_S, Address, Peer, Slot, TransferSession
 from .messages import BucketDone, BucketReady, Connection, Failed, Finished, Hello, Refused, Welcome, failed
 
 _MAX_PATH: Final = 107
@@ -48,7 +48,7 @@ class LocalSender:
     def __init__(self, runtime_dir: Path, channel: str) -> None:
         self._runtime_dir = runtime_dir
         self._channel = channel
-        self._session: Session | None = None
+        self._session: TransferSession | None = None
         self._failed: dict[str, str] = {}
         self._withdrawn: dict[str, str] = {}
         self._live: dict[str, _Receiver] = {}
@@ -68,7 +68,7 @@ class LocalSender:
         """Nobody: no engine fails for another."""
         return frozenset()
 
-    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         """Listen for `peers` on a socket of this epoch."""
         self.close()
         self._session = session

@@ -6,14 +6,14 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import nixl_group as nixl_group
-    from .group_cache import Standing as Standing
-    from .group_forming import Forming as Forming
-    from .group_transfer import Passage as Passage
+    from .group_cache import GroupCache as GroupCache
+    from .group_forming import GroupForming as GroupForming
+    from .group_transfer import GroupTransfer as GroupTransfer
     from .p2p_group import warm as warm
-    from .rank_sender import RankSends as RankSends
-    from .receive_queue import Inbox as Inbox, beside_bytes as beside_bytes
+    from .rank_sender import RankSender as RankSender
+    from .receive_queue import ReceiveQueue as ReceiveQueue, beside_bytes as beside_bytes
     from .receiver import SendsReceiver as SendsReceiver
-    from .send_queue import Exchange as Exchange
+    from .send_queue import QueuePair as QueuePair
     from .sender import SendsSender as SendsSender
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -14,7 +14,7 @@ import time
 from typing import Final
 
 from ...errors import DataplaneError, DeadlineExceeded
-from ...processes import Deadline, SealedFrames, SealedListener
+from ...processes import Deadline, MacFrames, MacListener
 from . import messages as wire
 
 GREETING_S: Final = 2.0
@@ -25,14 +25,14 @@ _AGAIN_S: Final = 0.05
 """Before another connection is accepted, where one could not be."""
 
 
-class Doorman:
+class Acceptor:
     """Of one epoch. `came` is called from one thread."""
 
     def __init__(self, host: str, token: str) -> None:
         """Raises `TransferFailed` where no port can be opened."""
-        self._listener = SealedListener(host, token)
+        self._listener = MacListener(host, token)
         self.address = self._listener.address
-        self._came: queue.SimpleQueue[tuple[SealedFrames, wire.ToSender]] = queue.SimpleQueue()
+        self._came: queue.SimpleQueue[tuple[MacFrames, wire.ToSender]] = queue.SimpleQueue()
         self._bell, self._rings = socket.socketpair()
         self._free = threading.BoundedSemaphore(GREETED)
         self._closed = False
@@ -42,9 +42,9 @@ class Doorman:
         """For selectors."""
         return self._bell.fileno()
 
-    def came(self) -> list[tuple[SealedFrames, wire.ToSender]]:
+    def came(self) -> list[tuple[MacFrames, wire.ToSender]]:
         """Who knows the token, with what he said first."""
-        found: list[tuple[SealedFrames, wire.ToSender]] = []
+        found: list[tuple[MacFrames, wire.ToSender]] = []
         self._bell.setblocking(False)
         with contextlib.suppress(BlockingIOError):
             self._bell.recv(4096)
@@ -75,7 +75,7 @@ class Doorman:
                 continue
             threading.Thread(target=self._greet, args=(frames,), name="weightbus-greeting", daemon=True).start()
 
-    def _greet(self, frames: SealedFrames) -> None:
+    def _greet(self, frames: MacFrames) -> None:
         deadline = Deadline(GREETING_S)
         try:
             frames.greet(deadline)

@@ -20,7 +20,7 @@ MOST: Final = 1024
 """Of them, however often it failed."""
 
 
-class Ceiling:
+class ChunkLimit:
     """Of a sender's turns. Policy alone; used from one thread."""
 
     def __init__(self, first: int = FIRST) -> None:

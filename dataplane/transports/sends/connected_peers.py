@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from ...processes import Line
+from ...processes import PooledConnection
 from ..interface import Group
 from . import messages as wire
 
@@ -26,7 +26,7 @@ MOST_STOOD: Final = 4
 """Groups that a rank of the trainer keeps: each holds memory of its GPU. Further turns form theirs anew."""
 
 
-class Stood:
+class StalledPeers:
     """The groups in which everything has moved: several where engines take turns, each of other engines."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Stood:
         self._groups[formed.name] = formed, self._version
 
 
-class End(Line):
+class ConnectedPeer(PooledConnection):
     """An engine's sidecar, or a rank of the trainer."""
 
     def __init__(self, name: str, workers: int = 0) -> None:

@@ -11,7 +11,7 @@ _OF_ENGINES: Final = "let the engine take another transport"
 _OF_RANKS: Final = "leave sends out of the trainer's setting transport: with it no engine gets anything"
 
 
-class Crowded(NamedTuple):
+class GpuConflict(NamedTuple):
     """Why an engine is left out."""
 
     reason: str
@@ -19,7 +19,7 @@ class Crowded(NamedTuple):
     """Another engine is in its place, and not a rank of the trainer: in a group of its own it does no harm."""
 
 
-def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) -> dict[str, Crowded]:
+def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) -> dict[str, GpuConflict]:
     """The engines whose GPUs are taken, by the trainer's ranks or by engines before them.
 
     `ranks` and `engines` say which seat each rank and worker has (device_identity.py); empty for who has none. Raises
@@ -31,7 +31,7 @@ def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) ->
             raise TransferFailed(f"{holders[seat]} and rank {rank} {_on(seat, _OF_RANKS)}")
         holders |= {seat: f"rank {rank} of the trainer"} if seat else {}
     of_ranks = frozenset(holders)
-    found: dict[str, Crowded] = {}
+    found: dict[str, GpuConflict] = {}
     for name, told in engines.items():
         seats = [seat for seat in told if seat]
         taken = next((seat for at, seat in enumerate(seats) if seat in holders or seat in seats[:at]), "")
@@ -40,7 +40,7 @@ def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) ->
             continue
         other = holders.get(taken, "another of its workers")
         spared = taken in holders and taken not in of_ranks
-        found[name] = Crowded(f"a worker of {name} and {other} {_on(taken, _OF_ENGINES)}", spared)
+        found[name] = GpuConflict(f"a worker of {name} and {other} {_on(taken, _OF_ENGINES)}", spared)
     return found
 
 

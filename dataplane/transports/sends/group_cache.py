@@ -13,27 +13,27 @@ import time
 from collections.abc import Collection, Iterable
 from typing import Final, NamedTuple
 
-from .group_forming import Forming
-from .p2p_group import PairGroup
+from .group_forming import GroupForming
+from .p2p_group import P2PGroup
 
 SLACK_S: Final = 60.0
 """A group is there for so much longer than it is spoken of: who said that it has one still has it when it is used."""
 
 
 class _Kept(NamedTuple):
-    group: PairGroup
+    group: P2PGroup
     until: float
     timer: threading.Timer
 
 
-class Standing:
+class GroupCache:
     """Of one member. May be used from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: dict[str, _Kept] = {}
         """By name."""
-        self._forming: Forming | None = None
+        self._forming: GroupForming | None = None
         """Begun before anybody said that it will be used."""
 
     @property
@@ -43,7 +43,7 @@ class Standing:
         with self._lock:
             return tuple(name for name, each in self._kept.items() if not each.group.broken and now < each.until)
 
-    def keep(self, name: str, group: PairGroup, keep_s: float) -> None:
+    def keep(self, name: str, group: P2PGroup, keep_s: float) -> None:
         """Everything has moved in `group`, which may be used again within `keep_s`."""
         self._drop([name])
         if keep_s <= 0 or group.broken:
@@ -55,7 +55,7 @@ class Standing:
         timer.start()
         return None
 
-    def begin(self, forming: Forming) -> None:
+    def begin(self, forming: GroupForming) -> None:
         """A group forms that may be asked for until it is called off. So may those that are kept, instead."""
         self.call_off()
         with self._lock:
@@ -68,7 +68,7 @@ class Standing:
         if forming is not None:
             forming.discard()
 
-    def take(self, name: str, others: Collection[str] = ()) -> PairGroup | None:
+    def take(self, name: str, others: Collection[str] = ()) -> P2PGroup | None:
         """The group of that name, which is the caller's now. All are let go of but `others`.
 
         One that still forms is waited for. Raises `TransferFailed` where it did not.

@@ -1,8 +1,8 @@
 """Joining the group of an epoch, or one of which it is not known yet whether it will be used.
 
 A group takes longer to form than most versions to move. Where only one engine takes part, it can begin to form as soon
-as both ends are known (`Forming`), while the engine still records, plans and binds: nobody else waits in it if that
-fails. Whoever is told in the end to use it has it, or waits for the rest of it.
+as both ends are known (`GroupForming`), while the engine still records, plans and binds: nobody else waits in it if
+that fails. Whoever is told in the end to use it has it, or waits for the rest of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...errors import DeadlineExceeded, PeerLost, TransferFailed
 from ...processes import Deadline, address_towards, host_and_port, reach_store, torch_threads
 from ..interface import Group
 from .nixl_group import NixlGroup
-from .p2p_group import NOBODY, PairGroup
+from .p2p_group import NOBODY, P2PGroup
 
 _MOST_PAIRS: Final = 64
 """Of a rank and a worker, that are connected before it is known which of them exchange anything."""
@@ -30,7 +30,7 @@ def join(
     to: frozenset[int] = NOBODY,
     from_: frozenset[int] = NOBODY,
     memory: Sequence[torch.Tensor] = (),
-) -> PairGroup | NixlGroup:
+) -> P2PGroup | NixlGroup:
     """The group, formed under its own deadline. Raises `TransferFailed`."""
     deadline = Deadline(where.form_s)
     store = reach_store(where.store, deadline)
@@ -39,10 +39,10 @@ def join(
         return NixlGroup.form(
             store, where.name, mine, device, where.rank, where.size, deadline, to=to, from_=from_, memory=memory
         )
-    return PairGroup.form(store, where.name, mine, device, where.rank, where.size, deadline, to=to, from_=from_)
+    return P2PGroup.form(store, where.name, mine, device, where.rank, where.size, deadline, to=to, from_=from_)
 
 
-class Forming:
+class GroupForming:
     """Joins a group on a thread of its own, for whoever asks for it later. May be used from several threads."""
 
     def __init__(self, where: Group, device: torch.device) -> None:
@@ -51,7 +51,7 @@ class Forming:
         self.form_s = where.form_s
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._group: PairGroup | None = None
+        self._group: P2PGroup | None = None
         self._error: Exception | None = None
         self._unwanted = False
         ranks, workers = frozenset(range(where.ranks)), frozenset(range(where.ranks, where.size))
@@ -61,7 +61,7 @@ class Forming:
         self._arguments = where, device, to if pairs else NOBODY, from_ if pairs else NOBODY
         torch_threads.start(self._form, "weightbus-forming")
 
-    def result(self) -> PairGroup:
+    def result(self) -> P2PGroup:
         """The group, which is the caller's now. Raises what kept it from forming, `DeadlineExceeded`."""
         if not self._over.wait(self.form_s):
             self.discard()
@@ -88,7 +88,7 @@ class Forming:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             found = join(where, device, to=to, from_=from_)
-            assert isinstance(found, PairGroup)
+            assert isinstance(found, P2PGroup)
             with self._lock:
                 self._group = None if self._unwanted else found
             if self._unwanted:

@@ -20,12 +20,12 @@ import torch
 from ...errors import DataplaneError, NoRoom, PeerLost, TransferFailed
 from ...processes import Deadline, torch_threads
 from ..interface import Group
-from .group_cache import Standing
+from .group_cache import GroupCache
 from .group_forming import join
 from .messages import BEAT_S
 from .nixl_group import NixlGroup
-from .p2p_group import NOBODY, PairGroup
-from .send_queue import Exchange
+from .p2p_group import NOBODY, P2PGroup
+from .send_queue import QueuePair
 
 _LOOK_S: Final = 0.02
 _SAY_FIRST_S: Final = 1.0
@@ -35,7 +35,7 @@ _END_S: Final = 5.0
 
 @dataclass(slots=True, eq=False)
 class _Outcome:
-    group: PairGroup | NixlGroup | None = None
+    group: P2PGroup | NixlGroup | None = None
     done: bool = False
     error: BaseException | None = None
     over: threading.Event = field(default_factory=threading.Event)
@@ -46,7 +46,7 @@ class _Outcome:
     """From then on."""
 
 
-class Passage:
+class GroupTransfer:
     """For one epoch."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Passage:
         to: frozenset[int] = NOBODY,
         from_: frozenset[int] = NOBODY,
         memory: Sequence[torch.Tensor] = (),
-        standing: Standing | None = None,
+        standing: GroupCache | None = None,
         others: Collection[str] = (),
     ) -> None:
         """`to` and `from_` are those with whom messages are exchanged, which lie in `memory`.
@@ -69,12 +69,12 @@ class Passage:
         self._rank = rank
         self._device = device
         self._to, self._from, self._memory = to, from_, memory
-        self._standing = standing or Standing()
+        self._standing = standing or GroupCache()
         self._others = others
 
     def run(
         self,
-        move: Callable[[Exchange], None],
+        move: Callable[[QueuePair], None],
         called_off: Callable[[], str],
         beat: Callable[[], None],
         ready: Callable[[], object] = lambda: None,
@@ -111,8 +111,8 @@ class Passage:
             raise TransferFailed(f"{type(outcome.error).__name__}: {outcome.error}") from outcome.error
         return outcome.seconds
 
-    def _pass(self, move: Callable[[Exchange], None], ready: Callable[[], object], outcome: _Outcome) -> None:
-        group: PairGroup | NixlGroup | None = None
+    def _pass(self, move: Callable[[QueuePair], None], ready: Callable[[], object], outcome: _Outcome) -> None:
+        group: P2PGroup | NixlGroup | None = None
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
@@ -131,13 +131,13 @@ class Passage:
                     outcome.over.set()
                     time.sleep(_SAY_FIRST_S)
                 group.abort(str(error) or type(error).__name__)
-        if outcome.error is None and isinstance(group, PairGroup):
+        if outcome.error is None and isinstance(group, P2PGroup):
             self._standing.keep(self._where.name, group, self._where.keep_s)
         outcome.over.set()
         if group is not None and (outcome.error is not None or isinstance(group, NixlGroup)):
             group.close()
 
-    def _join(self) -> PairGroup | NixlGroup:
+    def _join(self) -> P2PGroup | NixlGroup:
         where = msgspec.structs.replace(self._where, rank=self._rank)
         known = self._standing.take(where.name, self._others)
         if where.stands:

@@ -1,4 +1,4 @@
-"""What the two halves of the sends transport, and the ranks of the trainer, say to each other over `SealedFrames`.
+"""What the two halves of the sends transport, and the ranks of the trainer, say to each other over `MacFrames`.
 
 receiver                     sender                      every rank of the trainer
   Hello  ------------------->       <-------------------  RankHello
@@ -33,7 +33,7 @@ class RankHello(WireMessage, frozen=True, tag="RankHello"):
     epoch: int
     rank: int
     known: tuple[str, ...]
-    """The parts that it still has: `Letters.schedule`."""
+    """The parts that it still has: `SentLetters.schedule`."""
     groups: tuple[str, ...] = ()
     """Those that it still has."""
     seat: str = ""
@@ -53,7 +53,7 @@ class Invited(WireMessage, frozen=True, tag="Invited"):
     plans: tuple[str, ...] = ()
     """Those that need not be proposed."""
     form: Group | None = None
-    """Its workers may begin to join this one: `Begin` says whether it is used."""
+    """Its workers may begin to join this one: `BeginSends` says whether it is used."""
 
 
 class Prepared(WireMessage, frozen=True, tag="Prepared"):
@@ -68,7 +68,7 @@ class Prepared(WireMessage, frozen=True, tag="Prepared"):
 
 
 class Form(WireMessage, frozen=True, tag="Form"):
-    """Sender, to a rank of the trainer: begin to join this group. `Begin` says whether it is used."""
+    """Sender, to a rank of the trainer: begin to join this group. `BeginSends` says whether it is used."""
 
     group: Group
 
@@ -77,7 +77,7 @@ class Forms(WireMessage, frozen=True, tag="Forms"):
     """Receiver: its workers have begun to join `Invited.form`."""
 
 
-class Letters(WireMessage, frozen=True, tag="Letters"):
+class SentLetters(WireMessage, frozen=True, tag="Letters"):
     """What one rank of the trainer sends to one worker. The tables are left out where the rank has them."""
 
     peer: int
@@ -88,29 +88,29 @@ class Letters(WireMessage, frozen=True, tag="Letters"):
     pack: bytes = b""
 
 
-class Begin(WireMessage, frozen=True, omit_defaults=True, tag="Begin"):
+class BeginSends(WireMessage, frozen=True, omit_defaults=True, tag="Begin"):
     """Sender: join the group, and move."""
 
     group: Group
-    letters: tuple[Letters, ...] = ()
+    letters: tuple[SentLetters, ...] = ()
     """For ranks of the trainer."""
     others: tuple[str, ...] = ()
     """The groups that a rank of the trainer keeps beside this one. A worker has no others."""
 
 
-class Beat(WireMessage, frozen=True, tag="Beat"):
+class GroupBeat(WireMessage, frozen=True, tag="Beat"):
     """Receiver or rank, every `BEAT_S` while the group forms and moves: it does not stand still."""
 
 
-class Through(WireMessage, frozen=True, tag="Through"):
+class BarrierReached(WireMessage, frozen=True, tag="Through"):
     """Receiver or rank: everything of it has moved."""
 
     seconds: float
     nbytes: int
 
 
-ToReceiver = Invited | Refused | Layout | Agreed | Form | Begin | Failed
-ToSender = Hello | RankHello | GiveLayout | Propose | Forms | Prepared | Beat | Through | Finished | Failed
+ToReceiver = Invited | Refused | Layout | Agreed | Form | BeginSends | Failed
+ToSender = Hello | RankHello | GiveLayout | Propose | Forms | Prepared | GroupBeat | BarrierReached | Finished | Failed
 
 BEAT_S: Final = 0.5
 SILENT_S: Final = 10.0
@@ -124,23 +124,23 @@ __all__ = [
     "BEAT_S",
     "SILENT_S",
     "Agreed",
-    "Beat",
-    "Begin",
+    "BarrierReached",
+    "BeginSends",
     "Failed",
     "Finished",
     "Form",
     "Forms",
     "GiveLayout",
     "Group",
+    "GroupBeat",
     "Hello",
     "Invited",
     "Layout",
-    "Letters",
     "Prepared",
     "Propose",
     "RankHello",
     "Refused",
-    "Through",
+    "SentLetters",
     "ToReceiver",
     "ToSender",
     "decoded",
@@ -157,7 +157,7 @@ def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> N
 
 
 def encoded(message: ToReceiver) -> bytes:
-    """For `Lines.tell`: as `say` would send it."""
+    """For `ConnectionPool.tell`: as `say` would send it."""
     return _ENCODER.encode(message)
 
 

@@ -26,7 +26,7 @@ from torch._C import _distributed_c10d as c10d
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, TurnLate, Unsupported
 from ...processes import Deadline
 from .copy_stream import OwnStream
-from .p2p_group import MOVED, NOBODY, Parcel
+from .p2p_group import MOVED, NOBODY, P2PChunk
 
 _LOG: Final = logging.getLogger(__name__)
 _OURS: Final = (TypeError, AttributeError, LookupError, AssertionError)
@@ -140,11 +140,11 @@ class NixlGroup(OwnStream):
             raise TransferFailed(f"group {name} of {size} ranks did not form: {error}") from error
         return group
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], deadline: Deadline) -> None:
+    def exchange(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk], deadline: Deadline) -> None:
         """Move all of these. Raises as `Posted.wait`."""
         self.post(sends, receives).wait(deadline)
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> _Reads:
+    def post(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> _Reads:
         """Begin to move all of these, after what `lane` holds by now."""
         with self._breaking():
             self.settle()
@@ -292,7 +292,7 @@ class _Reads:
         self._group.await_posts(self._mine, self._theirs, deadline)
 
 
-def _by_peer(parcels: Sequence[Parcel]) -> dict[int, list[torch.Tensor]]:
+def _by_peer(parcels: Sequence[P2PChunk]) -> dict[int, list[torch.Tensor]]:
     found: dict[int, list[torch.Tensor]] = {}
     for each in parcels:
         found.setdefault(each.peer, []).append(each.memory)

@@ -39,7 +39,7 @@ NOBODY: Final[frozenset[int]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parcel:
+class P2PChunk:
     """One message, as one of its ends sees it."""
 
     memory: torch.Tensor
@@ -75,7 +75,7 @@ class Posted(Protocol):
         ...
 
 
-class PairGroup(OwnStream):
+class P2PGroup(OwnStream):
     """One rank of the group. `post` and `exchange` are called by one thread, `abort` by any."""
 
     def __init__(self, backend: _Backend, device: torch.device, rank: int, size: int) -> None:
@@ -98,7 +98,7 @@ class PairGroup(OwnStream):
         *,
         to: frozenset[int] = NOBODY,
         from_: frozenset[int] = NOBODY,
-    ) -> PairGroup:
+    ) -> P2PGroup:
         """Join as `rank`; returns when all have. `host` is the address at which the others reach this process.
 
         NCCL connects a pair at its first message, which takes longer than the message: those that will be sent `to`,
@@ -120,11 +120,11 @@ class PairGroup(OwnStream):
         except (RuntimeError, ValueError) as error:
             raise TransferFailed(f"group {name} of {size} ranks did not form: {_short(error)}") from error
 
-    def exchange(self, sends: Sequence[Parcel], receives: Sequence[Parcel], deadline: Deadline) -> None:
+    def exchange(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk], deadline: Deadline) -> None:
         """Move all of these. Raises as `Posted.wait`."""
         self.post(sends, receives).wait(deadline)
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Posted:
+    def post(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> Posted:
         """Begin to move all of these, on a GPU after what `lane` holds by now.
 
         Two ranks match their messages in the order in which both name them. Raises `PeerLost`: the group is broken.
@@ -205,7 +205,7 @@ class PairGroup(OwnStream):
             raise PeerLost(f"the group broke: {self._broken}") from error
 
     def _post_on(
-        self, stream: torch.cuda.Stream, sends: Sequence[Parcel], receives: Sequence[Parcel]
+        self, stream: torch.cuda.Stream, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]
     ) -> list[c10d.Work]:
         """All of them as one group of NCCL, whose kernels run beside those of the other streams."""
         if not sends and not receives:
@@ -223,7 +223,7 @@ class PairGroup(OwnStream):
         byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         with self.lane():
             self.finish([self._backend.allreduce([torch.zeros(1, device=self._device)])], deadline)
-        sends, receives = ([Parcel(byte.clone(), peer) for peer in sorted(peers)] for peers in (to, from_))
+        sends, receives = ([P2PChunk(byte.clone(), peer) for peer in sorted(peers)] for peers in (to, from_))
         try:
             self.exchange(sends, receives, deadline)
         except TurnLate as error:  # this is no turn
@@ -239,7 +239,7 @@ def warm(device: torch.device) -> None:
         return
     torch.cuda.set_device(device)
     deadline = Deadline(_WARM_S)
-    alone = PairGroup(cast("_Backend", backends.nccl(c10d.HashStore(), 0, 1, deadline)), device, 0, 1)
+    alone = P2PGroup(cast("_Backend", backends.nccl(c10d.HashStore(), 0, 1, deadline)), device, 0, 1)
     try:
         alone._connect(frozenset({0}), frozenset({0}), deadline)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     finally:
@@ -248,7 +248,7 @@ def warm(device: torch.device) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Posted:
-    group: PairGroup
+    group: P2PGroup
     works: Sequence[c10d.Work]
 
     def wait(self, deadline: Deadline) -> None:

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ...errors import ManifestError, TransferFailed
-from ...reshard import Messages, Plan, Recording, Schedule, distances, make_plan, schedule
-from ..direct import Exposed, messages as direct_wire
+from ...reshard import LoadTrace, Messages, ReshardPlan, Schedule, distances, make_plan, schedule
+from ..direct import ExportedWeights, messages as direct_wire
 from . import messages as wire
 
 KEPT: Final = 16
@@ -30,21 +30,21 @@ _MOST_READY: Final = 256 * 1024 * 1024
 class _Agreed(NamedTuple):
     """A plan."""
 
-    plan: Plan
+    plan: ReshardPlan
     targets: int
     """How many its recording has."""
     turn: int
     """When it was used last, counted in versions."""
 
 
-class AgreedPlans:
+class PlanAgreement:
     """Of one leader. Used from one thread."""
 
     def __init__(self) -> None:
-        self._exposed: Exposed | None = None
+        self._exposed: ExportedWeights | None = None
         self._plans: dict[str, _Agreed] = {}
         """Those that were agreed to, by digest."""
-        self._made: dict[tuple[bytes, int, tuple[int, ...]], tuple[Plan, int]] = {}
+        self._made: dict[tuple[bytes, int, tuple[int, ...]], tuple[ReshardPlan, int]] = {}
         """What they were taken from, by what that was made from, and how many targets its recording has."""
         self._schedules: dict[str, Schedule] = {}
         """By plan, cut as `_cut` says."""
@@ -58,7 +58,7 @@ class AgreedPlans:
         """Bytes that are left for them."""
         self._version, self._turn = -1, 0
 
-    def turn_to(self, exposed: Exposed, version: int) -> None:
+    def turn_to(self, exposed: ExportedWeights, version: int) -> None:
         """It is sent next, and lies so. Plans of what lay otherwise are forgotten."""
         if self._exposed is None or exposed.layout != self._exposed.layout:
             self._plans, self._made = {}, {}
@@ -135,9 +135,9 @@ class AgreedPlans:
         peers: Sequence[tuple[int, str]],
         pair_bytes: int,
         alone_bytes: int,
-    ) -> tuple[wire.Letters, ...]:
+    ) -> tuple[wire.SentLetters, ...]:
         """What a holder sends to `peers`, each a rank of the group and its plan. What it has `known` is only named."""
-        found: list[wire.Letters] = []
+        found: list[wire.SentLetters] = []
         named = set(known)
         for peer, plan in peers:
             made = self.schedule(plan, pair_bytes, alone_bytes)
@@ -145,10 +145,10 @@ class AgreedPlans:
             part = None if key in self._names else self._part(plan, made, holder)
             name = self._names[key]
             if name in named:
-                found.append(wire.Letters(peer=peer, schedule=name))
+                found.append(wire.SentLetters(peer=peer, schedule=name))
                 continue
             messages, pack = self._ready.get(key) or part or self._part(plan, made, holder)
-            found.append(wire.Letters(peer=peer, schedule=name, messages=messages, pack=pack))
+            found.append(wire.SentLetters(peer=peer, schedule=name, messages=messages, pack=pack))
             named.add(name)
         return tuple(found)
 
@@ -156,13 +156,13 @@ class AgreedPlans:
         """Everybody knows its letters."""
         self._ready, self._room = {}, _MOST_READY
 
-    def _make(self, proposal: direct_wire.Proposal) -> tuple[Plan, int]:
+    def _make(self, proposal: direct_wire.Proposal) -> tuple[ReshardPlan, int]:
         assert self._exposed is not None
-        recording = Recording.decode(proposal.recording, self._exposed.pieces.tensors)
+        recording = LoadTrace.decode(proposal.recording, self._exposed.pieces.tensors)
         plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
         return plan, len(recording.targets)
 
-    def _alike(self, plan: Plan) -> Schedule | None:
+    def _alike(self, plan: ReshardPlan) -> Schedule | None:
         """That of another worker who copies the same, if there is one."""
         found = (each for name, each in self._schedules.items() if self._plans[name].plan.copies is plan.copies)
         return next(found, None)

@@ -16,14 +16,14 @@ import torch
 from ...copy import CopyTable, engine_for
 from ...errors import DataplaneError, NoRoom, PeerLost, TransferFailed, TurnLate
 from ...memory import device_name, seat_here
-from ...processes import Binding, Deadline, SealedFrames
+from ...processes import BackgroundInit, Deadline, MacFrames
 from ...reshard import Messages
 from ..interface import Address
 from . import messages as wire
-from .group_cache import Standing
-from .group_forming import Forming
-from .group_transfer import Passage
-from .send_queue import Mail, Outbox
+from .group_cache import GroupCache
+from .group_forming import GroupForming
+from .group_transfer import GroupTransfer
+from .send_queue import Mail, SendQueue
 
 _LOG: Final = logging.getLogger(__name__)
 _PACKET_S = 10.0
@@ -38,7 +38,7 @@ class _Bound(NamedTuple):
     addressed: tuple[tuple[int, str], ...]
     """Peers, and the name of what each is sent."""
     regions: tuple[torch.Tensor, ...]
-    outbox: Outbox
+    outbox: SendQueue
 
 
 class _Part(NamedTuple):
@@ -48,7 +48,7 @@ class _Part(NamedTuple):
     pack: CopyTable
 
     @classmethod
-    def of(cls, letters: wire.Letters) -> _Part:
+    def of(cls, letters: wire.SentLetters) -> _Part:
         return cls(Messages.decode(letters.messages), CopyTable.decode(letters.pack))
 
 
@@ -59,7 +59,7 @@ class _Kept:
         self.parts: dict[str, _Part] = {}
         """By name."""
         self.bound: _Bound | None = None
-        self.standing = Standing()
+        self.standing = GroupCache()
 
     def unbind(self) -> None:
         if self.bound is not None:
@@ -98,7 +98,7 @@ class _Session:
             self.kept.let_go()
 
 
-class RankSends:
+class RankSender:
     """Used from one thread."""
 
     def __init__(self, channel: str, rank: int) -> None:
@@ -145,11 +145,11 @@ class RankSends:
         self, session: _Session, address: Address, epoch: int, regions: tuple[torch.Tensor, ...], deadline: Deadline
     ) -> None:
         kept, stop = session.kept, session.stop
-        frames: SealedFrames | None = None
-        binding: Binding[Outbox] | None = None
+        frames: MacFrames | None = None
+        binding: BackgroundInit[SendQueue] | None = None
         less = False
         try:
-            frames = SealedFrames.reach(address.address, address.token, deadline)
+            frames = MacFrames.reach(address.address, address.token, deadline)
             device = regions[0].device if regions else torch.device("cpu")
             hello = wire.RankHello(
                 channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(kept.parts),
@@ -158,10 +158,10 @@ class RankSends:
             wire.say(frames, hello, deadline)
             begin = self._begun(frames, session, device, deadline)
             where, mail = begin.group, self._mail_of(kept, begin.letters)
-            bound = binding = Binding(lambda: _outbox_of(kept, mail, begin.letters, regions), late=session.end)
+            bound = binding = BackgroundInit(lambda: _outbox_of(kept, mail, begin.letters, regions), late=session.end)
             memory = bound.result().memory if where.nixl else ()  # which the group has to know
             to = frozenset(each.peer for each in mail if len(each.messages))
-            passage = Passage(
+            passage = GroupTransfer(
                 where, where.rank, device, to=to, memory=memory, standing=kept.standing, others=begin.others
             )
             seconds = passage.run(
@@ -170,7 +170,7 @@ class RankSends:
                 lambda: _beat(frames),
                 ready=bound.result,  # made while a group forms
             )
-            wire.say(frames, wire.Through(seconds=seconds, nbytes=bound.result().nbytes), Deadline(_PACKET_S))
+            wire.say(frames, wire.BarrierReached(seconds=seconds, nbytes=bound.result().nbytes), Deadline(_PACKET_S))
         except DataplaneError as error:
             session.failure = str(error) or type(error).__name__
             less = isinstance(error, NoRoom | TurnLate)
@@ -188,24 +188,24 @@ class RankSends:
             if binding is None or binding.settle():  # else it has what is kept, and says the last word
                 session.end()
 
-    def _begun(self, frames: SealedFrames, session: _Session, device: torch.device, deadline: Deadline) -> wire.Begin:
+    def _begun(self, frames: MacFrames, session: _Session, device: torch.device, deadline: Deadline) -> wire.BeginSends:
         message = self._next(frames, deadline, session.stop)
         if isinstance(message, wire.Form):
-            session.kept.standing.begin(Forming(message.group, device))
+            session.kept.standing.begin(GroupForming(message.group, device))
             message = self._next(frames, deadline, session.stop)
-        if not isinstance(message, wire.Begin):
+        if not isinstance(message, wire.BeginSends):
             raise PeerLost(f"the sender did not begin: {_reason(message)}")
         return message
 
     @staticmethod
-    def _next(frames: SealedFrames, deadline: Deadline, stop: threading.Event) -> wire.ToReceiver:
+    def _next(frames: MacFrames, deadline: Deadline, stop: threading.Event) -> wire.ToReceiver:
         while not frames.speaks(_LOOK_S):  # at once: the workers receive already
             deadline.check("the sender to begin")
             if stop.is_set():
                 raise PeerLost("this rank has gone on")
         return wire.hear_sender(frames, deadline, "the sender to begin")
 
-    def _mail_of(self, kept: _Kept, letters: Sequence[wire.Letters]) -> list[Mail]:
+    def _mail_of(self, kept: _Kept, letters: Sequence[wire.SentLetters]) -> list[Mail]:
         """What is sent to whom."""
         for each in letters:
             if each.messages or each.schedule not in kept.parts:
@@ -215,8 +215,8 @@ class RankSends:
 
 
 def _outbox_of(
-    kept: _Kept, mail: Sequence[Mail], letters: Sequence[wire.Letters], regions: tuple[torch.Tensor, ...]
-) -> Outbox:
+    kept: _Kept, mail: Sequence[Mail], letters: Sequence[wire.SentLetters], regions: tuple[torch.Tensor, ...]
+) -> SendQueue:
     """The outbox of this mail; the one of the last epoch if nothing is new."""
     addressed = tuple((each.peer, each.schedule) for each in letters)
     known = kept.bound
@@ -224,19 +224,19 @@ def _outbox_of(
         return known.outbox
     kept.unbind()
     device = regions[0].device if regions else torch.device("cpu")
-    made = Outbox(mail, regions, engine_for(device))
+    made = SendQueue(mail, regions, engine_for(device))
     kept.bound = _Bound(addressed, regions, made)
     return made
 
 
-def _beat(frames: SealedFrames) -> None:
+def _beat(frames: MacFrames) -> None:
     try:
-        wire.say(frames, wire.Beat(), Deadline(_PACKET_S))
+        wire.say(frames, wire.GroupBeat(), Deadline(_PACKET_S))
     except DataplaneError:
         return  # the sender is gone: that is heard of next
 
 
-def _called_off(frames: SealedFrames, stop: threading.Event) -> str:
+def _called_off(frames: MacFrames, stop: threading.Event) -> str:
     """Why it should not go on; the sender says nothing else while the group moves."""
     if stop.is_set():
         return "this rank has gone on"
@@ -248,14 +248,14 @@ def _called_off(frames: SealedFrames, stop: threading.Event) -> str:
         return f"the sender is gone: {error}"
 
 
-def _linger(frames: SealedFrames, deadline: Deadline, stop: threading.Event) -> None:
+def _linger(frames: MacFrames, deadline: Deadline, stop: threading.Event) -> None:
     """Keep the connection until the sender closes it: an end before its word was read would look like a death."""
     while not frames.waiting() and deadline.left() and not stop.wait(0.02):
         pass
     frames.close()
 
 
-def _tell(frames: SealedFrames, reason: str, *, less: bool) -> None:
+def _tell(frames: MacFrames, reason: str, *, less: bool) -> None:
     try:
         wire.say(frames, wire.Failed(reason=reason[:2048], less=less), Deadline(1.0))
     except DataplaneError:

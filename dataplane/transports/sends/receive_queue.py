@@ -16,19 +16,19 @@ from typing import Final
 import numpy as np
 import torch
 
-from ...copy import AXES, CopyEngine, CopyTable, DevicePoint, PreparedCopies
+from ...copy import AXES, CopyEngine, CopyTable, DeviceFence, PreparedCopies
 from ...errors import TransferFailed
 from ...memory import sizes_of
 from ...processes import Deadline
 from ...reshard import NOWHERE, Messages
 from ...tensors import DTYPES, Column
-from .p2p_group import Parcel, Posted
-from .send_queue import UNDER_WAY, Exchange, shared_out
+from .p2p_group import P2PChunk, Posted
+from .send_queue import UNDER_WAY, QueuePair, shared_out
 
 _BYTES: Final = DTYPES.index("uint8")
 
 
-class Inbox:
+class ReceiveQueue:
     """Bound to memory. `receive` is called on the thread of the transfer, `flip` on the scheduler's."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Inbox:
         self._device = device
         self._targets = targets
         self._staging: torch.Tensor | None = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
-        self._vacated = DevicePoint(device)
+        self._vacated = DeviceFence(device)
         """Behind what may still read or write that memory: torch gives away what its own stream has yet to work on."""
         placed = replace(unpack, source=np.zeros_like(unpack.source), source_at=unpack.source_at + at[unpack.source])
         self._flip: PreparedCopies | None = None
@@ -91,7 +91,7 @@ class Inbox:
         staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._device)
         if self._flip is not None:
             self._flip.follow(staging)
-        self._vacated = DevicePoint(self._device)
+        self._vacated = DeviceFence(self._device)
         self._staging = staging  # last: it is whole, or not attached
 
     def detach(self) -> None:
@@ -101,7 +101,7 @@ class Inbox:
             if self._flip is not None:
                 self._flip.follow(None)
 
-    def receive(self, group: Exchange, turn_s: float) -> None:
+    def receive(self, group: QueuePair, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`.
 
         What goes beside the parameters has room of its own, so all of it is asked for at once.
@@ -124,7 +124,7 @@ class Inbox:
         group.settle()
 
     @staticmethod
-    def _arrived(group: Exchange, posted: Posted, unpack: PreparedCopies | None, turn_s: float) -> None:
+    def _arrived(group: QueuePair, posted: Posted, unpack: PreparedCopies | None, turn_s: float) -> None:
         posted.wait(Deadline(turn_s))
         if unpack is not None:
             with group.lane():
@@ -143,12 +143,12 @@ class Inbox:
         self._flip, self._unpacks, self._places, self._kept = None, [], [], None
         self._staging = None
 
-    def _parcels(self, staging: torch.Tensor, places: Sequence[Sequence[int]]) -> list[Parcel]:
+    def _parcels(self, staging: torch.Tensor, places: Sequence[Sequence[int]]) -> list[P2PChunk]:
         """What is received in a turn. They keep the memory that they lie in."""
-        found: list[Parcel] = []
+        found: list[P2PChunk] = []
         for holder, nbytes, target, target_at, begin, aside in places:
             region, first = (staging, begin) if aside else (self._targets[target], target_at)
-            found.append(Parcel(region[first : first + nbytes], holder))
+            found.append(P2PChunk(region[first : first + nbytes], holder))
         return found
 
 

@@ -19,16 +19,16 @@ import msgspec
 
 from ...copy import CopyTable
 from ...errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported, WorkerDied
-from ...processes import Deadline, Frames, SealedFrames
-from ...reshard import Plan, Reader, Schedule, schedule
+from ...processes import Deadline, Frames, MacFrames
+from ...reshard import PlanReader, ReshardPlan, Schedule, schedule
 from ...tensors import Manifest
 from .. import worker_messages as worker_wire
 from ..direct import Agreement, DirectReceiver, ReadLayout, Welcome, read_layout
-from ..interface import Address, EngineServer, Group, Receipt, Session
-from ..prerecorded_traces import Ahead
+from ..interface import Address, EngineServer, Group, Receipt, TransferSession
+from ..prerecorded_traces import PrerecordedTraces
 from ..worker_exchange import ReplayFailed
 from . import messages as sends_wire
-from .worker_receivers import Leader, NotTaken, StandsStill, Takers
+from .worker_receivers import LeadSession, NotReceived, WorkerReceivers, WorkerStalled
 
 _SAY_S: Final = 10.0
 _MODEL: Final = 0
@@ -38,7 +38,7 @@ _MODEL: Final = 0
 class SendsReceiver(DirectReceiver):
     """Implements `Receiver` for one engine, and `transport.Stager`."""
 
-    def __init__(self, runtime_dir: Path, ahead: Ahead | None = None, *, beside: bool = True) -> None:
+    def __init__(self, runtime_dir: Path, ahead: PrerecordedTraces | None = None, *, beside: bool = True) -> None:
         """`beside`: versions may be taken while the server generates, where there is memory for it."""
         super().__init__(runtime_dir, ahead)
         self._beside = beside
@@ -48,7 +48,7 @@ class SendsReceiver(DirectReceiver):
         """Plans that the sender has made too."""
         self._schedules: tuple[str, tuple[Schedule, ...]] = ("", ())
         """With the plans that they were made from."""
-        self._takers = Takers(runtime_dir)
+        self._takers = WorkerReceivers(runtime_dir)
         self._early: Group | None = None
         """The group that the workers may begin to join."""
         self._forming = ""
@@ -67,7 +67,13 @@ class SendsReceiver(DirectReceiver):
         """How the last version was taken: ``beside`` or ``paused``; and why."""
 
     def receive(  # noqa: PLR0917
-        self, session: Session, address: Address, engine: str, rank_offset: int, server: EngineServer, deadline_s: float
+        self,
+        session: TransferSession,
+        address: Address,
+        engine: str,
+        rank_offset: int,
+        server: EngineServer,
+        deadline_s: float,
     ) -> Receipt:
         """Have every worker take the version, or put into place what `stage` took, and prove it."""
         if server.drafts:
@@ -105,20 +111,20 @@ class SendsReceiver(DirectReceiver):
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)
 
     def require_moving(self) -> None:
-        """Raise `StandsStill` while a worker that stood still has said nothing since."""
+        """Raise `WorkerStalled` while a worker that stood still has said nothing since."""
         self._takers.require_moving()
 
     def can_stage(self, manifest: Manifest) -> bool:
         """The workers know what they will be sent, if the trainer's layout is what it was, and have room for it.
 
-        Raises `StandsStill`: then the engine takes no part at all.
+        Raises `WorkerStalled`: then the engine takes no part at all.
         """
         self._takers.require_moving()
         objection = self._objection(manifest)
         self.mode = f"paused: {objection}" if objection else "beside"
         return not objection
 
-    def stage(self, session: Session, address: Address, engine: str, deadline_s: float) -> bool:
+    def stage(self, session: TransferSession, address: Address, engine: str, deadline_s: float) -> bool:
         """Take the version beside the parameters, while the server generates; False when it has to stand still.
 
         Changes nothing that is served. Raises `TransferFailed`.
@@ -172,12 +178,12 @@ class SendsReceiver(DirectReceiver):
     def _connect(self, address: Address, deadline: Deadline) -> Frames:
         if self._at_hand is not None:
             return self._at_hand[0]
-        return SealedFrames.reach(address.address, address.token, deadline)
+        return MacFrames.reach(address.address, address.token, deadline)
 
-    def _readers(self) -> tuple[Reader, ...]:
+    def _readers(self) -> tuple[PlanReader, ...]:
         return tuple(msgspec.structs.replace(reader, sent_to=True) for reader in super()._readers())
 
-    def _shake_hands(self, connection: Frames, session: Session, engine: str, deadline: Deadline) -> Welcome:
+    def _shake_hands(self, connection: Frames, session: TransferSession, engine: str, deadline: Deadline) -> Welcome:
         at_hand, self._at_hand = self._at_hand, None
         if at_hand is not None:
             return at_hand[1]
@@ -198,7 +204,7 @@ class SendsReceiver(DirectReceiver):
     def _exchange(  # noqa: PLR0917
         self,
         connection: Frames,
-        session: Session,
+        session: TransferSession,
         welcome: Welcome,
         engine: str,
         server: EngineServer,
@@ -220,7 +226,7 @@ class SendsReceiver(DirectReceiver):
             self._learn(reading.result())  # its thread reads under the session's deadline
         return None
 
-    def _carried(self, plans: tuple[Plan, ...]) -> tuple[Plan, ...]:
+    def _carried(self, plans: tuple[ReshardPlan, ...]) -> tuple[ReshardPlan, ...]:
         """None of it: their threads receive."""
         return tuple(replace(plan, copies=CopyTable.empty(), staging=CopyTable.empty()) for plan in plans)
 
@@ -242,7 +248,7 @@ class SendsReceiver(DirectReceiver):
             self._takers.expect(self._workers, self._schedules[1], deadline)
         return known
 
-    def _ask_table(self, connection: Frames, session: Session, deadline: Deadline) -> None:
+    def _ask_table(self, connection: Frames, session: TransferSession, deadline: Deadline) -> None:
         """Raises `TransferFailed`: what is sent is proven with a table that is known."""
         del connection, deadline
         assert session.known is not None
@@ -262,8 +268,8 @@ class SendsReceiver(DirectReceiver):
             each.digest()
 
     def _replay(
-        self, session: Session, welcome: Welcome, agreement: Agreement, deadline: Deadline
-    ) -> list[worker_wire.Replayed]:
+        self, session: TransferSession, welcome: Welcome, agreement: Agreement, deadline: Deadline
+    ) -> list[worker_wire.PlanExecuted]:
         """Take everything now, unless it was taken before; then all workers put it into place at a time."""
         del welcome
         if self._staged is None:
@@ -284,7 +290,7 @@ class SendsReceiver(DirectReceiver):
         """While workers are waited for: the trainer hears of one that stands still before the server answers."""
         try:
             self._takers.pulse()
-        except StandsStill as still:
+        except WorkerStalled as still:
             if self._connection is not None:
                 self._tell_sender(self._connection, str(still))
             raise
@@ -309,22 +315,22 @@ class SendsReceiver(DirectReceiver):
         )
         sends_wire.say(connection, prepared, deadline)
         begin = sends_wire.hear_sender(connection, deadline, "the sender to begin")
-        if not isinstance(begin, sends_wire.Begin):
+        if not isinstance(begin, sends_wire.BeginSends):
             raise PeerLost(f"the sender did not begin: {_reason(begin)}")
         began = time.monotonic()
         self._touched = not beside
-        leader = Leader(
+        leader = LeadSession(
             beat=lambda: _beat(connection),
             over=lambda: _over(connection),
             failed=lambda reason, less: self._tell_sender(connection, reason, less=less),
         )
         try:
             taken = self._takers.take(begin.group, leader, deadline, beside=beside)
-        except NotTaken as failed:
+        except NotReceived as failed:
             self._touched = failed.touched
             raise
         self.seconds["wire"] = max(each.seconds for each in taken)
-        through = sends_wire.Through(seconds=time.monotonic() - began, nbytes=sum(each.nbytes for each in taken))
+        through = sends_wire.BarrierReached(seconds=time.monotonic() - began, nbytes=sum(each.nbytes for each in taken))
         sends_wire.say(connection, through, deadline)
 
     def _objection(self, manifest: Manifest) -> str:
@@ -345,7 +351,7 @@ def _named(agreement: Agreement, cut: tuple[int, int]) -> str:
 
 def _beat(connection: Frames) -> None:
     try:
-        sends_wire.say(connection, sends_wire.Beat(), Deadline(_SAY_S))
+        sends_wire.say(connection, sends_wire.GroupBeat(), Deadline(_SAY_S))
     except (DataplaneError, OSError):
         return  # the sender is gone: that is heard of next
 

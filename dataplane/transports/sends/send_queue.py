@@ -11,21 +11,21 @@ from typing import Final, Protocol
 import numpy as np
 import torch
 
-from ...copy import CopyEngine, CopyTable, DevicePoint, PreparedCopies
+from ...copy import CopyEngine, CopyTable, DeviceFence, PreparedCopies
 from ...memory import sizes_of
 from ...processes import Deadline
 from ...reshard import NOWHERE, Messages
 from ...tensors import Column
-from .p2p_group import Parcel, Posted
+from .p2p_group import P2PChunk, Posted
 
 UNDER_WAY: Final = 2
 """Turns of a rank that move at a time: one is packed or unpacked while the other one is on the wire."""
 
 
-class Exchange(Protocol):
-    """What is asked of `PairGroup`."""
+class QueuePair(Protocol):
+    """What is asked of `P2PGroup`."""
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Posted:
+    def post(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> Posted:
         """Begin to move all of these."""
         ...
 
@@ -48,7 +48,7 @@ class Mail:
     pack: CopyTable
 
 
-class Outbox:
+class SendQueue:
     """Bound to memory. Used from one thread; the memory is read during `send` and at no other time."""
 
     def __init__(self, mail: Sequence[Mail], regions: Sequence[torch.Tensor], engine: CopyEngine) -> None:
@@ -59,7 +59,7 @@ class Outbox:
         at, self.staging_bytes = shared_out(at, self.staging_bytes, everything)
         device = regions[0].device if len(regions) else torch.device("cpu")
         self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
-        self._vacated = DevicePoint(device)
+        self._vacated = DeviceFence(device)
         """As an inbox's."""
         placed = replace(pack, target=np.zeros_like(pack.target), target_at=pack.target_at + at[pack.target])
         placed.check(sizes_of(regions), np.array([self.staging_bytes]))
@@ -69,16 +69,16 @@ class Outbox:
         self.nbytes = int(everything.nbytes.sum())
         """Of all messages."""
         self._packs: list[PreparedCopies | None] = [parts.get(turn) for turn in range(everything.turns)]
-        self._sends: list[list[Parcel]] = []
+        self._sends: list[list[P2PChunk]] = []
         for turn in range(everything.turns):
             self._sends.append(
                 [
-                    Parcel(_view(self._staging if source == NOWHERE else regions[source], begin, nbytes), to)
+                    P2PChunk(_view(self._staging if source == NOWHERE else regions[source], begin, nbytes), to)
                     for source, begin, nbytes, to in _ends(everything, everything.source, at, turn, peer)
                 ]
             )
 
-    def send(self, group: Exchange, turn_s: float) -> None:
+    def send(self, group: QueuePair, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`."""
         self._vacated.wait(Deadline(turn_s))
         under_way: deque[Posted] = deque()

@@ -18,16 +18,16 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ...errors import DataplaneError, PeerLost, TransferFailed
-from ...processes import Deadline, Frames, Lines, backend_for, bracketed, new_token, serve_store
+from ...processes import ConnectionPool, Deadline, Frames, backend_for, bracketed, new_token, serve_store
 from ...reshard import alone_bytes_on, pair_bytes_of
-from ..direct import Exposed
-from ..interface import JOIN_S, Address, Group, Peer, Session, Slot
+from ..direct import ExportedWeights
+from ..interface import JOIN_S, Address, Group, Peer, Slot, TransferSession
 from . import messages as wire
-from .acceptor import Doorman
-from .chunk_limit import Ceiling
-from .connected_peers import NOBODY, End, Formed, Stood, seen_by
+from .acceptor import Acceptor
+from .chunk_limit import ChunkLimit
+from .connected_peers import NOBODY, ConnectedPeer, Formed, StalledPeers, seen_by
 from .gpu_conflicts import crowded
-from .plan_agreement import AgreedPlans
+from .plan_agreement import PlanAgreement
 
 FORM_S: Final = 15.0
 """For a group whose members have all said that they are prepared."""
@@ -51,7 +51,7 @@ class SendsSender:
         host: str,
         channel: str,
         device: torch.device,
-        describe: Callable[[], Exposed],
+        describe: Callable[[], ExportedWeights],
         *,
         turn_s: float = TURN_S,
         form_s: float = FORM_S,
@@ -64,14 +64,14 @@ class SendsSender:
         """
         self._host, self._channel, self._device, self._describe, self._nixl = host, channel, device, describe, nixl
         self._turn_s, self._form_s, self._keep_s = turn_s, form_s, 0.0 if nixl else keep_s
-        self._stood = Stood()
+        self._stood = StalledPeers()
         self._formed = NOBODY
         """The group of this epoch."""
         self._early: tuple[Group, TCPStore] | None = None
         """One that may begin to form before it is known whether it will be used, and its store."""
         self._in_time: Deadline | None = None
         """Until when ranks may still join it, once workers have begun to: these wait for `form_s`, and no longer."""
-        self._exposed: Exposed | None = None
+        self._exposed: ExportedWeights | None = None
         self._layout = ""
         self._given: bytes | None = None
         """The layout, as it is said."""
@@ -82,21 +82,21 @@ class SendsSender:
         self._pair_bytes = 0
         self._most = 0
         """What `_pair_bytes` could be in a group of this size."""
-        self._ceiling = Ceiling()
+        self._ceiling = ChunkLimit()
         self._parts = self._ceiling.parts
         """Of it, when `_pair_bytes` was chosen."""
         self._looked_at = self._back_at = 0.0
         """Since the group began: when this last began to listen, and when it did after a while in which it had not."""
         self._alone_bytes = alone_bytes_on(device.type)
-        self._plans = AgreedPlans()
+        self._plans = PlanAgreement()
         self._failed: dict[str, str] = {}
         self._spared: set[str] = set()
         self._withdrawn: dict[str, str] = {}
-        self._engines: dict[str, End] = {}
-        self._ranks: dict[int, End] = {}
+        self._engines: dict[str, ConnectedPeer] = {}
+        self._ranks: dict[int, ConnectedPeer] = {}
         self._began = False
-        self._doorman: Doorman | None = None
-        self._lines: Lines[End] | None = None
+        self._doorman: Acceptor | None = None
+        self._lines: ConnectionPool[ConnectedPeer] | None = None
         self._store: TCPStore | None = None
         """The one reference to the server: letting go of it ends every wait in the store."""
 
@@ -110,7 +110,7 @@ class SendsSender:
         """Those on whose GPU another one was. Nobody else: when the group has begun, bytes are under way to all."""
         return frozenset(self._spared)
 
-    def offer(self, session: Session, peers: Sequence[Peer]) -> Address:
+    def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         """Listen for `peers`, and for the trainer's ranks. Raises `Unsupported` where NCCL would hang."""
         self.close()
         backend = "nixl" if self._nixl else backend_for(self._device)
@@ -123,13 +123,13 @@ class SendsSender:
         self._pair_bytes = self._cut_for(max(ranks, workers))
         self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
         self._spared = set()
-        self._engines = {peer.engine: End(peer.engine, peer.tp) for peer in peers}
-        self._ranks = {export.holder: End(f"rank {export.holder}") for export in exposed.exports}
+        self._engines = {peer.engine: ConnectedPeer(peer.engine, peer.tp) for peer in peers}
+        self._ranks = {export.holder: ConnectedPeer(f"rank {export.holder}") for export in exposed.exports}
         self._token = new_token()
         self._version, self._fell = session.version, False
         self._early = self._in_time = None
-        self._doorman = Doorman(self._host, self._token)
-        self._lines = Lines(self._heard, lambda end, reason: self._drop(end, f"{end.name}: {reason}"))
+        self._doorman = Acceptor(self._host, self._token)
+        self._lines = ConnectionPool(self._heard, lambda end, reason: self._drop(end, f"{end.name}: {reason}"))
         self._lines.watch(self._doorman, self._admit_all)
         return Address(
             self._doorman.address, f"weightbus-{self._channel}-{session.epoch}", backend, ranks + workers, self._token
@@ -214,7 +214,7 @@ class SendsSender:
     # -- waiting ------------------------------------------------------------------------------------------------------
 
     def _wait(
-        self, deadline: Deadline, pending: Callable[[End], bool], reproach: str, silent_s: float = math.inf
+        self, deadline: Deadline, pending: Callable[[ConnectedPeer], bool], reproach: str, silent_s: float = math.inf
     ) -> None:
         while late := [end for end in self._everybody() if pending(end)]:
             still = [end for end in late if silent_s < math.inf and self._on_offer().silent(end, silent_s)]
@@ -229,7 +229,7 @@ class SendsSender:
             self._pump(min(left, _LOOK_S))
         self._on_offer()
 
-    def _everybody(self) -> list[End]:
+    def _everybody(self) -> list[ConnectedPeer]:
         return [*self._engines.values(), *self._ranks.values()]
 
     def _pump(self, timeout_s: float) -> None:
@@ -242,7 +242,7 @@ class SendsSender:
                 self._drop(self._engines[engine], reason)
         lines.pump(timeout_s)
 
-    def _on_offer(self) -> Lines[End]:
+    def _on_offer(self) -> ConnectionPool[ConnectedPeer]:
         """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
         lines = self._lines
         if lines is None:
@@ -275,7 +275,7 @@ class SendsSender:
             return frames.close()
         end, reason = self._known(hello)
         if end is None:
-            lines.take(stranger := End(""), frames)
+            lines.take(stranger := ConnectedPeer(""), frames)
             return lines.let_go(stranger, wire.encoded(wire.Refused(epoch=self._epoch, reason=reason)))
         lines.take(end, frames)
         if isinstance(hello, wire.RankHello):
@@ -291,7 +291,7 @@ class SendsSender:
                 return lines.let_go(end)
         return self._let_form()
 
-    def _known(self, hello: wire.ToSender) -> tuple[End | None, str]:
+    def _known(self, hello: wire.ToSender) -> tuple[ConnectedPeer | None, str]:
         """Who has come; or None, and why it may not."""
         if not isinstance(hello, wire.Hello | wire.RankHello):
             return None, f"whoever comes begins with Hello, not with {hello.kind}"
@@ -302,10 +302,10 @@ class SendsSender:
             return None, "it does not take part, or the others have begun already"
         return (None, f"{end.name} is connected already") if end.frames is not None else (end, "")
 
-    def _heard(self, end: End, packet: bytes) -> None:  # noqa: C901  one line for each message
+    def _heard(self, end: ConnectedPeer, packet: bytes) -> None:  # noqa: C901  one line for each message
         """Raises `DataplaneError`."""
         match wire.decoded(packet):
-            case wire.Beat():
+            case wire.GroupBeat():
                 pass
             case wire.GiveLayout():
                 self._on_offer().tell(end, self._layout_to_give())
@@ -321,7 +321,7 @@ class SendsSender:
             case wire.Prepared() as prepared if end.workers and not self._began:
                 self._plans.check(prepared, end.workers, *self._cut)
                 end.prepared, end.groups, end.seats = prepared, frozenset({prepared.group}), prepared.seats
-            case wire.Through() if self._began:
+            case wire.BarrierReached() if self._began:
                 end.through = True
             case wire.Finished() if end.through:
                 end.finished = True
@@ -364,11 +364,11 @@ class SendsSender:
         stands = self._choose_group((tuple(self._ranks), tuple(offsets.items()), tuple(letters)))
         group = self._group(size, 0, self._formed.name, self._store, stands=stands)
         told = [
-            (end, wire.Begin(group=seen_by(holder, group), letters=mail, others=self._stood.names))
+            (end, wire.BeginSends(group=seen_by(holder, group), letters=mail, others=self._stood.names))
             for holder, end in self._ranks.items()
             for mail in [self._letters(holder, end, letters)]
         ]
-        told += [(end, wire.Begin(group=seen_by(offsets[name], group))) for name, end in self._engines.items()]
+        told += [(end, wire.BeginSends(group=seen_by(offsets[name], group))) for name, end in self._engines.items()]
         self._began = True
         self._plans.told()
         self._looked_at, self._back_at = time.monotonic(), 0.0
@@ -427,10 +427,12 @@ class SendsSender:
             nixl=self._nixl, stands=stands, ranks=ranks, keep_s=self._keep_s if self._stood.room else 0.0,
         )  # fmt: skip
 
-    def _letters(self, holder: int, end: End, letters: Sequence[tuple[int, str]]) -> tuple[wire.Letters, ...]:
+    def _letters(
+        self, holder: int, end: ConnectedPeer, letters: Sequence[tuple[int, str]]
+    ) -> tuple[wire.SentLetters, ...]:
         return self._plans.letters(holder, end.known, letters, *self._cut)
 
-    def _tell(self, end: End, message: wire.Begin | wire.Form) -> None:
+    def _tell(self, end: ConnectedPeer, message: wire.BeginSends | wire.Form) -> None:
         lines = self._on_offer()
         try:
             lines.tell(end, wire.encoded(message))
@@ -438,7 +440,7 @@ class SendsSender:
             self._on_offer()
             self._drop(end, f"{end.name}: {error}")
 
-    def _drop(self, end: End, reason: str) -> None:
+    def _drop(self, end: ConnectedPeer, reason: str) -> None:
         """It is out. While the group moves, so is everybody who is not through."""
         self._fell |= self._began and not (end.finished if end.workers else end.through)
         self._out(end, reason)
@@ -448,7 +450,7 @@ class SendsSender:
                 if not other.through:
                     self._out(other, f"the group broke: {reason}")
 
-    def _out(self, end: End, reason: str) -> None:
+    def _out(self, end: ConnectedPeer, reason: str) -> None:
         self._hang_up(end, "" if end.finished else reason)
         if not end.workers:
             if not end.through:
@@ -457,6 +459,6 @@ class SendsSender:
             self._failed.setdefault(end.name, reason)
             self._engines.pop(end.name, None)
 
-    def _hang_up(self, end: End, reason: str) -> None:
+    def _hang_up(self, end: ConnectedPeer, reason: str) -> None:
         if self._lines is not None:
             self._lines.let_go(end, wire.encoded(wire.Failed(reason=reason[:2048])) if reason else b"")

@@ -37,7 +37,7 @@ _SPARE: Final = 1.1
 """Room for what is taken beside the parameters, as a multiple of it."""
 
 
-class StandsStill(TransferFailed):
+class WorkerStalled(TransferFailed):
     """A worker of the server says nothing any more."""
 
     def __init__(self, rank: int) -> None:
@@ -47,7 +47,7 @@ class StandsStill(TransferFailed):
 
 
 @dataclass(frozen=True, slots=True)
-class Leader:
+class LeadSession:
     """What a transfer needs of the sidecar's connection to the trainer."""
 
     beat: Callable[[], None]
@@ -58,7 +58,7 @@ class Leader:
     """It is over here, and why; whether less at a time may do."""
 
 
-class Takers:
+class WorkerReceivers:
     """Used from one thread, but for `close`."""
 
     def __init__(self, runtime_dir: Path) -> None:
@@ -145,15 +145,15 @@ class Takers:
         return dead_among(self._threads.items())
 
     def require_moving(self) -> None:
-        """Raise `StandsStill` when a worker that stood still has said nothing since."""
+        """Raise `WorkerStalled` when a worker that stood still has said nothing since."""
         self._calm()
         for rank, (frames, heard_at) in sorted(self._still.items()):
             if not frames.speaks(max(0.0, heard_at + sends_wire.SILENT_S - time.monotonic())):
-                raise StandsStill(rank)
+                raise WorkerStalled(rank)
             self._still.pop(rank)[0].close()  # its thread begins anew, with a schedule; or it has died
 
     def pulse(self) -> None:
-        """Called often while workers are waited for that need not say anything. Raises `StandsStill`."""
+        """Called often while workers are waited for that need not say anything. Raises `WorkerStalled`."""
         now = time.monotonic()
         if self._ask_at == float("inf"):
             self._ask_at = now + sends_wire.BEAT_S
@@ -166,7 +166,7 @@ class Takers:
         for rank, asked_at in self._asked.items():
             if now - asked_at > sends_wire.SILENT_S:
                 self._stands(rank, asked_at)
-                raise StandsStill(rank)
+                raise WorkerStalled(rank)
         if now < self._ask_at:
             return
         self._ask_at = now + sends_wire.BEAT_S
@@ -186,7 +186,7 @@ class Takers:
         self._ask_at = float("inf")
 
     def room(self) -> str:
-        """Why the version cannot be taken beside what is served, empty when it can. Raises `StandsStill`."""
+        """Why the version cannot be taken beside what is served, empty when it can. Raises `WorkerStalled`."""
         self._calm()
         for rank, frames in sorted(self._threads.items()):
             began = time.monotonic()
@@ -197,7 +197,7 @@ class Takers:
                 room = worker_wire.hear_worker(frames, Deadline(sends_wire.SILENT_S), f"worker {rank}")
             except DeadlineExceeded as error:
                 self._stands(rank, began)
-                raise StandsStill(rank) from error
+                raise WorkerStalled(rank) from error
             except DataplaneError as error:
                 self._threads.pop(rank).close()
                 return f"worker {rank}: {error}"
@@ -210,10 +210,10 @@ class Takers:
 
     # -- a transfer ---------------------------------------------------------------------------------------------------
 
-    def take(self, group: Group, leader: Leader, deadline: Deadline, *, beside: bool) -> list[worker_wire.Taken]:
+    def take(self, group: Group, leader: LeadSession, deadline: Deadline, *, beside: bool) -> list[worker_wire.Taken]:
         """Have all of them join `group`, as its rank and those that follow, and receive everything.
 
-        Whoever fails first, here or elsewhere, ends it for all. Raises `NotTaken`.
+        Whoever fails first, here or elsewhere, ends it for all. Raises `NotReceived`.
         """
         self._calm()
         for at, rank in enumerate(sorted(self._threads)):
@@ -258,7 +258,7 @@ class Takers:
             self._still[rank] = frames, heard_at
 
 
-class NotTaken(TransferFailed):
+class NotReceived(TransferFailed):
     """At least one worker did not receive everything."""
 
     def __init__(self, detail: str, touched: bool) -> None:
@@ -270,7 +270,7 @@ class NotTaken(TransferFailed):
 class _Transfer:
     """From `Take` to the last answer."""
 
-    def __init__(self, threads: dict[int, Frames], leader: Leader, *, beside: bool) -> None:
+    def __init__(self, threads: dict[int, Frames], leader: LeadSession, *, beside: bool) -> None:
         self._threads, self._leader, self._beside = dict(threads), leader, beside
         self._found: dict[int, worker_wire.ToSidecar] = {}
         self._heard = dict.fromkeys(threads, time.monotonic())
@@ -298,7 +298,7 @@ class _Transfer:
         for rank in silent:
             stands(rank, self._heard[rank])
         changed = any(not isinstance(each, worker_wire.Failed) or each.touched for each in self._found.values())
-        raise NotTaken(self._reason, not self._beside and (bool(silent) or changed))
+        raise NotReceived(self._reason, not self._beside and (bool(silent) or changed))
 
     @property
     def _waits(self) -> bool:
@@ -330,7 +330,7 @@ class _Transfer:
             return
         late = time.monotonic() - sends_wire.SILENT_S
         still = [rank for rank, heard_at in self._heard.items() if rank not in self._found and heard_at < late]
-        self._end(str(StandsStill(still[0])) if still else self._leader.over())
+        self._end(str(WorkerStalled(still[0])) if still else self._leader.over())
 
     def _end(self, reason: str, less: bool = False) -> None:
         if not reason or self._reason:

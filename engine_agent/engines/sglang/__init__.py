@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from .checkpoint_spec import Expected as Expected
     from .compatibility import lacking as lacking, transports_of as transports_of
     from .http_client import Keys as Keys
-    from .memory_occupation import Lending as Lending
+    from .memory_occupation import MemoryOccupation as MemoryOccupation
     from .preflight import tell as tell
     from .server_identity import (
         ServerFacts as ServerFacts,
@@ -20,6 +20,6 @@ if TYPE_CHECKING:
         workers_of as workers_of,
     )
     from .sglang_server import CALL_S as CALL_S, SGLangServer as SGLangServer
-    from .worker_health import VERIFY_S as VERIFY_S, Vitals as Vitals, proof_s as proof_s
+    from .worker_health import VERIFY_S as VERIFY_S, WorkerHealth as WorkerHealth, proof_s as proof_s
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

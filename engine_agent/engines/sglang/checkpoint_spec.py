@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from weightbus.dataplane.quantize import Quantisation, UnknownScheme, hf_quantization_config as quantisation_config
+from weightbus.dataplane.quantize import Quantization, UnknownScheme, hf_quantization_config as quantisation_config
 
 from ...errors import UnfitManifest
 
@@ -52,7 +52,7 @@ class Expected(msgspec.Struct, frozen=True):
     """Of the model as a whole, from config.json."""
     optional: frozenset[str]
     """May be missing: tied to another tensor."""
-    quantisation: Quantisation | None = None
+    quantisation: Quantization | None = None
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -118,7 +118,7 @@ def dense(architectures: Sequence[str]) -> bool:
     return bool(architectures) and _DENSE.issuperset(architectures)
 
 
-def _quantisation(folder: Path, config: _Config) -> Quantisation | None:
+def _quantisation(folder: Path, config: _Config) -> Quantization | None:
     try:
         return quantisation_config.read(msgspec.structs.asdict(config))
     except UnknownScheme as error:

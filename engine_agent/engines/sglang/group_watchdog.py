@@ -32,7 +32,7 @@ _PROGRAM: Final = Path(__file__).with_name("group_watchdog_main.py")
 _log = get_log(__name__)
 
 
-class StandIn:
+class GroupWatchdog:
     """A process that hears of the server's groups, and that this one lives. Started with the first group."""
 
     def __init__(self, url: str, keys: Keys, silence_s: float = SILENCE_S) -> None:

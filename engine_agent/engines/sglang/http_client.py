@@ -45,7 +45,7 @@ class Keys(msgspec.Struct, frozen=True):
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-class Wire:
+class HttpClient:
     """Calls one server. May be used from several threads."""
 
     def __init__(self, url: str, keys: Keys) -> None:

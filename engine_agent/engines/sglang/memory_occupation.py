@@ -29,7 +29,7 @@ class _Lent(msgspec.Struct, frozen=True):
     tags: tuple[str, ...] = ()
 
 
-class Lending:
+class MemoryOccupation:
     """Of one server. Used by the thread that calls it."""
 
     def __init__(self, path: Path | None = None) -> None:

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from weightbus.dataplane.quantize import Element, Quantisation, Scheme
+from weightbus.dataplane.quantize import Element, Quantization, Scheme
 
 from .api_versions import Dialect
 from .server_identity import ServerFacts
@@ -32,7 +32,7 @@ _SERVE_BLOCKS: Final = (
 
 
 def objections(
-    quantisation: Quantisation | None, names: Iterable[str], facts: ServerFacts, dialect: Dialect
+    quantisation: Quantization | None, names: Iterable[str], facts: ServerFacts, dialect: Dialect
 ) -> Iterator[str]:
     """What speaks against updating a server of such a checkpoint, whose tensors have these names."""
     asked = facts.quantization.replace("_", "-")

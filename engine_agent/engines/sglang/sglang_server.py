@@ -16,13 +16,13 @@ import msgspec
 from weightbus.dataplane.processes import bracketed, host_and_port
 from weightbus.dataplane.tensors import TensorSpec
 from weightbus.dataplane.transports import Address, SharedBucket
-from weightbus.dataplane.transports.distributed import Relay
+from weightbus.dataplane.transports.distributed import StoreProxy
 
-from ...errors import AnotherLaunch, NothingToGive, ServerError, ServerRefused, ServerSilent
+from ...errors import AnotherGeneration, NothingToGive, ServerError, ServerRefused, ServerSilent
 from .api_versions import Dialect, dialect_of
-from .group_watchdog import StandIn
-from .http_client import Keys, Observer, Wire
-from .memory_occupation import TAGS, WEIGHTS, Lending
+from .group_watchdog import GroupWatchdog
+from .http_client import HttpClient, Keys, Observer
+from .memory_occupation import TAGS, WEIGHTS, MemoryOccupation
 from .pickle_payload import LOAD_FORMAT, LOADER, invitation, serialized
 from .reachability_probe import reached_at
 from .server_identity import ServerFacts, facts_of, start_time
@@ -46,12 +46,14 @@ class SGLangServer:
     `connect` must come first. One thread makes the calls; `alive` and `label` may come from another.
     """
 
-    def __init__(self, url: str, keys: Keys | None = None, dialect: str = "", lending: Lending | None = None) -> None:
+    def __init__(
+        self, url: str, keys: Keys | None = None, dialect: str = "", lending: MemoryOccupation | None = None
+    ) -> None:
         """`lending` knows what memory the server has given back."""
         self.url = url
-        self._lending = lending or Lending()
-        self._wire = Wire(url, keys or Keys())
-        self._stand_in = StandIn(url, keys or Keys())
+        self._lending = lending or MemoryOccupation()
+        self._wire = HttpClient(url, keys or Keys())
+        self._stand_in = GroupWatchdog(url, keys or Keys())
         self._override = dialect
         self._facts: ServerFacts | None = None
         self._unrecordable = ("", "")
@@ -59,7 +61,7 @@ class SGLangServer:
         self._dialect: Dialect | None = None
         self._session = False
         self._touched = False
-        self._relay: Relay | None = None
+        self._relay: StoreProxy | None = None
         self._left: deque[str] = deque(maxlen=_LEFT)
         """Groups that are not to be joined any more: who joins waits on another thread than who leaves."""
         self._opens = ("", "")
@@ -410,7 +412,7 @@ class SGLangServer:
             relay = None
             if at := reached_at(self.url):
                 with contextlib.suppress(OSError):  # then it is met as it was before there were relays
-                    relay = self._relay = Relay(*to, at)
+                    relay = self._relay = StoreProxy(*to, at)
         if address.group in self._left:
             self._cut()
             raise ServerError(_JOIN, f"not made: {address.group} was left before")
@@ -429,14 +431,14 @@ class SGLangServer:
         self._wire.admin(path, body, max(deadline_s - (time.monotonic() - started), 0.001))
 
     def _check_launch(self, path: str, deadline_s: float) -> None:
-        """Raise `AnotherLaunch` unless the server is still the one that was meant.
+        """Raise `AnotherGeneration` unless the server is still the one that was meant.
 
         A server that was launched anew generates, from weights of its own: a bucket or a label would make them lie.
         The agent may have been stopped while that happened, so this is asked right before the call, unless it was a
         moment ago, in which no server can have been started.
         """
         if self._launch and time.monotonic() >= self._looked_at + _LOOK_S and not self._look(deadline_s):
-            raise AnotherLaunch(path)
+            raise AnotherGeneration(path)
 
     def _look(self, deadline_s: float) -> bool:
         """Is this the launch that is meant? Another shows by its process, where that can be seen, and by its label."""

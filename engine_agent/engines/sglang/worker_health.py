@@ -25,7 +25,7 @@ _LOOK_S: Final = 10.0
 """For the answer. A batch may have to end before it, which it has to before a pause, too."""
 
 
-class Vitals:
+class WorkerHealth:
     """Of one server, from launch to launch. Used from one thread."""
 
     def __init__(self, server: SGLangServer) -> None:

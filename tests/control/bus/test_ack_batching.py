@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from weightbus.control.bus.ack_batching import HOLD_S, PROMPT_S, Receipts, acknowledges
+from weightbus.control.bus.ack_batching import HOLD_S, PROMPT_S, AckBatcher, acknowledges
 from weightbus.control.machine.events import Peer
 from weightbus.control.protocol.enums import EngineHealth, PauseMode, Step, TransportKind
-from weightbus.control.protocol.message_fields import Message, Offer as Bytes, Policy
+from weightbus.control.protocol.message_fields import Endpoint as Bytes, Message, Policy
 from weightbus.control.protocol.messages import (
     Abort,
     Ack,
@@ -62,8 +62,8 @@ def answer(kind: type[Message], epoch: int = 5, request: str = "k") -> Any:
             return Failed(**common, step=Step.TRANSFER, health=EngineHealth.CLEAN, reason="r")
 
 
-def owing(*answers: Any) -> Receipts:
-    receipts = Receipts()
+def owing(*answers: Any) -> AckBatcher:
+    receipts = AckBatcher()
     receipts.owe([(ONE, each) for each in answers], 0.0)
     return receipts
 

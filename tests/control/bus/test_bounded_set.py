@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from weightbus.control.bus.bounded_set import MOST, Recent
+from weightbus.control.bus.bounded_set import MOST, BoundedSet
 
 
 def test_the_last_ones_are_known() -> None:
     """However many were added; who is added once more is one of the last."""
-    known = Recent[int](3)
+    known = BoundedSet[int](3)
     known.update((1, 2, 3))
     known.add(1)
     known.add(4)
@@ -19,7 +19,7 @@ def test_the_last_ones_are_known() -> None:
 
 def test_months_of_additions_take_no_more_room() -> None:
     """A digest for each version, say."""
-    known = Recent[str]()
+    known = BoundedSet[str]()
     for number in range(100 * MOST):
         known.add(str(number))
     assert len(known) == MOST

@@ -18,7 +18,7 @@ from weightbus.control.bus.interface import TurnedAway
 from weightbus.control.bus.router import RouterBus, ServerKeys
 from weightbus.control.bus.session import Timing
 from weightbus.control.bus.sockets import new_keypair, public_of
-from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.cli.deployment_keys import KeyOwner, provision
 from weightbus.control.machine.events import MessageReceived, Peer
 from weightbus.control.protocol.enums import MAX_PAGE_BYTES, Code, Role
 from weightbus.control.protocol.errors import (
@@ -527,7 +527,7 @@ def test_what_was_put_before_and_is_there_no_more_is_put_again(there: Coordinato
 
 def test_friend_with_a_key(tmp_path: Path) -> None:
     """With keys the client joins; with a stranger's key it learns that it is not heard."""
-    provision(tmp_path, [Member(AgentId("friend"), Role.ENGINE, (Channel("policy"),))])
+    provision(tmp_path, [KeyOwner(AgentId("friend"), Role.ENGINE, (Channel("policy"),))])
     write_pair(tmp_path / "elsewhere", "friend", new_keypair, public_of)
     coordinator = Coordinator(keys=ServerKeys.read(tmp_path))
     try:

@@ -14,10 +14,10 @@ import zmq
 from weightbus.control.bus import router as bus_module, sockets
 from weightbus.control.bus.dealer import DealerLink
 from weightbus.control.bus.interface import Delivery, Distrusted, Rejected, Throttled, TurnedAway
-from weightbus.control.bus.rate_limit import Throttle
+from weightbus.control.bus.rate_limit import RateLimiter
 from weightbus.control.bus.router import RouterBus, ServerKeys
 from weightbus.control.bus.sockets import new_keypair, public_of
-from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.cli.deployment_keys import KeyOwner, provision
 from weightbus.control.machine.events import MessageReceived, Peer, Principal
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Role
@@ -40,7 +40,7 @@ def bus() -> Iterator[RouterBus]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Keys of the coordinator and of agent `friend`, an engine of channel c."""
-    provision(tmp_path, [Member(AgentId("friend"), Role.ENGINE, (Channel("c"),))])
+    provision(tmp_path, [KeyOwner(AgentId("friend"), Role.ENGINE, (Channel("c"),))])
     return tmp_path
 
 
@@ -149,7 +149,7 @@ def test_what_is_not_taken_is_bounded_in_bytes(bus: RouterBus) -> None:
 
 def test_a_flood_is_dropped_and_its_neighbour_heard(bus: RouterBus) -> None:
     """Above its rate a peer's messages are dropped unread, counted, and told of once; another's come through."""
-    bus._throttle = Throttle(rate=0.001, burst=20)
+    bus._throttle = RateLimiter(rate=0.001, burst=20)
     flood, neighbour = link_to(bus), link_to(bus)
     say(bus, flood)
     sent, found = 0, list[object]()
@@ -313,7 +313,7 @@ def distrust(folder: Path, name: str) -> None:
 
 def trust_second(bus: RouterBus, folder: Path, role: Role) -> list[object]:
     """Put `second` on the list, and wait until the bus knows; what came in meanwhile."""
-    provision(folder, [Member(AgentId("second"), role, (Channel("c"),))])
+    provision(folder, [KeyOwner(AgentId("second"), role, (Channel("c"),))])
     came_in: list[object] = []
     until(lambda: came_in.extend(bus.poll(0.05)) or any(who.name == "second" for who in bus._trusted.values()))
     return came_in
@@ -354,7 +354,7 @@ def test_distrust_of_one_leaves_the_others(curve_bus: RouterBus, folder: Path) -
 
 def test_a_changed_entry_is_a_lost_one(curve_bus: RouterBus, folder: Path) -> None:
     """Another role or channel than the agent joined with: it has to join again, as what it is now."""
-    provision(folder, [Member(AgentId("friend"), Role.OBSERVER, (Channel("c"),))])
+    provision(folder, [KeyOwner(AgentId("friend"), Role.OBSERVER, (Channel("c"),))])
     found = until(lambda: curve_bus.poll(0.3))
     assert isinstance(found, list)
     assert [type(item) for item in found] == [Distrusted]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weightbus.control.bus.session import (
+    AgentSession,
     Asked,
     Connect,
     Deliver,
@@ -19,7 +20,6 @@ from weightbus.control.bus.session import (
     Resolve,
     SayAlive,
     SayHello,
-    Session,
     Ticked,
     Timing,
     Transmit,
@@ -54,7 +54,7 @@ class Conversation:
 
     def __init__(self, endpoint: str = "tcp://there:1") -> None:
         self.now = 100.0
-        self.session = Session(endpoint, "me", Timing(), self.now)
+        self.session = AgentSession(endpoint, "me", Timing(), self.now)
         self.key = RequestId("")
 
     def __call__(self, event: Event) -> tuple[Effect, ...]:

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from weightbus.control.journal.election import Deposed, Election, Leader, Term
-from weightbus.control.journal.etcd_client import Etcd, EtcdUnavailable, Json, KeyValue, Outcome
+from weightbus.control.journal.election import Deposed, Election, LeaderRecord, Term
+from weightbus.control.journal.etcd_client import Etcd, EtcdUnavailable, Json, KeyValue, TxnResult
 
 DEADLINE_S = 60.0
 
@@ -24,9 +24,9 @@ class SlowStore:
         self._grant_s, self._renewals_s = grant_s, list(renewals_s)
         self.unanswered = threading.Event()
 
-    def txn(self, conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> Outcome:
+    def txn(self, conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> TxnResult:
         del conditions, then, otherwise
-        return Outcome(succeeded=True, revision=1, found=())
+        return TxnResult(succeeded=True, revision=1, found=())
 
     def grant(self, ttl_s: float) -> int:
         del ttl_s
@@ -45,7 +45,7 @@ class SlowStore:
         del lease
 
     def elect(self, ttl_s: float) -> Term:
-        term = Election(cast("Etcd", self), "wb", Leader("c0", ""), ttl_s, lambda: self.now).stand()
+        term = Election(cast("Etcd", self), "wb", LeaderRecord("c0", ""), ttl_s, lambda: self.now).stand()
         assert isinstance(term, Term)
         return term
 
@@ -56,17 +56,17 @@ class ScrawledStore:
     def __init__(self, written: bytes) -> None:
         self._written = base64.b64encode(written).decode()
 
-    def txn(self, conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> Outcome:
+    def txn(self, conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> TxnResult:
         del conditions, then, otherwise
         key = base64.b64encode(b"wb/leader").decode()
-        return Outcome(succeeded=False, revision=1, found=(KeyValue(key=key, value=self._written),))
+        return TxnResult(succeeded=False, revision=1, found=(KeyValue(key=key, value=self._written),))
 
 
 @pytest.mark.parametrize("written", [b"me", b"\xff", b"[1]", b""])
 def test_a_leader_s_key_that_says_nothing_is_somebody_s_all_the_same(written: bytes) -> None:
     """Standbys wait until it is gone, and say so; they do not end by it."""
-    found = Election(cast("Etcd", ScrawledStore(written)), "wb", Leader("c0", ""), 5.0).stand()
-    assert isinstance(found, Leader)
+    found = Election(cast("Etcd", ScrawledStore(written)), "wb", LeaderRecord("c0", ""), 5.0).stand()
+    assert isinstance(found, LeaderRecord)
     assert "unreadable" in found.name
 
 

@@ -16,13 +16,13 @@ import pytest
 
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, quick_etcd_member
 from weightbus.control.cli.entry_point import main
-from weightbus.control.journal.election import Deposed, Election, Leader, Term
+from weightbus.control.journal.election import Deposed, Election, LeaderRecord, Term
 from weightbus.control.journal.etcd_client import (
     Etcd,
     EtcdUnavailable,
     Json,
     Login,
-    Outcome,
+    TxnResult,
     delete,
     parse_url,
     put,
@@ -64,15 +64,15 @@ class Candidates:
         self.clients.append(Etcd((self.member.address,), self.call_s, self.login))
         return self.clients[-1]
 
-    def stand(self, name: str = "c0", clock: Callable[[], float] = time.monotonic) -> Term | Leader:
-        found = Election(self.etcd(), self.prefix, Leader(name, f"tcp://{name}:1"), self.ttl_s, clock).stand()
+    def stand(self, name: str = "c0", clock: Callable[[], float] = time.monotonic) -> Term | LeaderRecord:
+        found = Election(self.etcd(), self.prefix, LeaderRecord(name, f"tcp://{name}:1"), self.ttl_s, clock).stand()
         if isinstance(found, Term):
             self.terms.append(found)
         return found
 
     def lead(self, **options: object) -> EtcdJournal:
         found = self.stand()
-        if isinstance(found, Leader):
+        if isinstance(found, LeaderRecord):
             raise RuntimeError(f"somebody leads: {found}")  # noqa: TRY004
         return EtcdJournal(self.etcd(), self.prefix, found, **{"by": 1, **options})  # type: ignore[arg-type]
 
@@ -183,7 +183,7 @@ def test_a_leader_that_cannot_renew_stops_before_another_begins(candidates: Cand
     term._over.set()
     term._thread.join()
     term._until, now[0] = TTL_S, TTL_S
-    assert isinstance(candidates.stand("c1"), Leader), "etcd still lets nobody else lead"
+    assert isinstance(candidates.stand("c1"), LeaderRecord), "etcd still lets nobody else lead"
     with pytest.raises(Deposed, match="not be renewed"):
         journal.confirm()
 
@@ -192,7 +192,7 @@ def test_who_leads_is_known_to_the_others(candidates: Candidates) -> None:
     """The loser of an election learns the name and the endpoint of the winner; a resignation makes room at once."""
     term = candidates.stand("c0")
     assert isinstance(term, Term)
-    assert candidates.stand("c1") == Leader("c0", "tcp://c0:1")
+    assert candidates.stand("c1") == LeaderRecord("c0", "tcp://c0:1")
     term.resign()
     assert isinstance(candidates.stand("c1"), Term)
 
@@ -230,7 +230,7 @@ def unsure(candidates: Candidates, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         journal.write(record)
     txn = journal._etcd.txn
 
-    def loses(conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> Outcome:
+    def loses(conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> TxnResult:
         txn(conditions, then, otherwise)
         raise EtcdUnavailable(("m",), "the answer was lost")
 

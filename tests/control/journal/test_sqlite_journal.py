@@ -25,7 +25,7 @@ from weightbus.control.machine.reply_cache import ANSWERS, HISTORY
 from weightbus.control.protocol.enums import Outcome
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import EngineReport, Held
+from weightbus.control.protocol.message_fields import EngineReport, HeldVersion
 
 from ..journal_contract import POLICY, RECORDS, JournalContract, closed, commit, taken
 
@@ -171,7 +171,7 @@ def test_a_journal_of_the_first_release_is_read(tmp_path: Path) -> None:
         assert again.restore()[Channel("policy")].answers[RequestId("r1")] == known.answers[RequestId("r1")]
         assert again._db.execute("SELECT schema FROM meta").fetchone() == (SCHEMA,)
     assert (journal.boot, known.epoch, known.committed_epoch) == (2, 2, 1)
-    assert known.committed == Held(version=Version(1), manifest=Digest("a" * 64), table=Digest("b" * 64))
+    assert known.committed == HeldVersion(version=Version(1), manifest=Digest("a" * 64), table=Digest("b" * 64))
     assert [(past.version, past.epoch) for past in known.history] == [(1, 1)]
     answer = known.answers[RequestId("r1")]
     assert (answer.question, answer.closed) == ("", True)

@@ -6,7 +6,7 @@ import hashlib
 
 from hypothesis import given, strategies as st
 
-from weightbus.control.machine.blob_cache import MAX_BLOBS, Blobs
+from weightbus.control.machine.blob_cache import MAX_BLOBS, BlobCache
 from weightbus.control.protocol.enums import MAX_PAGE_BYTES, MAX_PAGES, Code
 
 
@@ -17,7 +17,7 @@ def name(blob: bytes) -> str:
 @given(st.binary(max_size=2000), st.integers(1, 5), st.randoms())
 def test_pages_in_any_order_make_the_blob(blob: bytes, pages: int, order: object) -> None:
     """However a blob is cut and in whatever order its pages come, repeated ones too, it is there when all are."""
-    blobs = Blobs(10_000)
+    blobs = BlobCache(10_000)
     size = -(-len(blob) // pages) or 1
     cut = [(index, blob[index * size : (index + 1) * size]) for index in range(pages)] * 2
     order.shuffle(cut)  # type: ignore[attr-defined]
@@ -31,7 +31,7 @@ def test_pages_in_any_order_make_the_blob(blob: bytes, pages: int, order: object
 def test_large_blob_is_read_page_by_page() -> None:
     """Pages are cut at `MAX_PAGE_BYTES`, and there is none after the last."""
     blob = b"x" * (MAX_PAGE_BYTES + 1)
-    blobs = Blobs(10**7)
+    blobs = BlobCache(10**7)
     blobs.put(name(blob), 0, 2, blob[:MAX_PAGE_BYTES])
     blobs.put(name(blob), 1, 2, blob[MAX_PAGE_BYTES:])
     assert [blobs.page(name(blob), page) for page in range(3)] == [(blob[:-1], 2), (b"x", 2), None]
@@ -39,7 +39,7 @@ def test_large_blob_is_read_page_by_page() -> None:
 
 def test_wrong_bytes_are_refused_and_forgotten() -> None:
     """A blob that does not hash to its name is not kept, not even in part."""
-    blobs = Blobs(1000)
+    blobs = BlobCache(1000)
     verdict = blobs.put(name(b"right"), 0, 1, b"wrong")
     assert verdict.code is Code.BAD_BLOB
     assert (name(b"right") in blobs, blobs.held_bytes) == (False, 0)
@@ -49,7 +49,7 @@ def test_wrong_bytes_are_refused_and_forgotten() -> None:
 def test_who_cuts_otherwise_begins_anew() -> None:
     """Another life of a publisher, or of its release: pages of two cuts are no blob, and none of the first is kept."""
     blob = bytes(range(12))
-    blobs = Blobs(1000)
+    blobs = BlobCache(1000)
     for page in (2, 0):
         assert blobs.put(name(blob), page, 3, blob[4 * page : 4 * page + 4]).ok
     for page in (0, 1):
@@ -61,7 +61,7 @@ def test_who_cuts_otherwise_begins_anew() -> None:
 
 def test_pages_out_of_bounds_are_refused() -> None:
     """Page numbers, page counts and page sizes have limits."""
-    blobs = Blobs(10**7)
+    blobs = BlobCache(10**7)
     for page, pages, data in ((1, 1, b""), (0, 0, b""), (0, MAX_PAGES + 1, b""), (0, 1, b"x" * (MAX_PAGE_BYTES + 1))):
         assert blobs.put(name(data), page, pages, data).code is Code.BAD_BLOB
     assert blobs.held_bytes == 0
@@ -69,7 +69,7 @@ def test_pages_out_of_bounds_are_refused() -> None:
 
 def test_room_is_made_from_what_nobody_needs() -> None:
     """Pinned blobs stay; the longest unused other one goes first; when all is pinned the newcomer is refused."""
-    blobs = Blobs(30)
+    blobs = BlobCache(30)
     old, used, pinned = (bytes([letter]) * 10 for letter in b"abc")
     for blob in (old, used, pinned):
         blobs.put(name(blob), 0, 1, blob)
@@ -84,7 +84,7 @@ def test_room_is_made_from_what_nobody_needs() -> None:
 
 def test_uploads_that_never_end_do_not_fill_the_store() -> None:
     """Unfinished uploads count, and give way to others."""
-    blobs = Blobs(30)
+    blobs = BlobCache(30)
     for start in range(10):
         blobs.put(name(bytes([start])), 0, 2, b"x" * 15)
         blobs.check()
@@ -93,7 +93,7 @@ def test_uploads_that_never_end_do_not_fill_the_store() -> None:
 
 def test_empty_pages_do_not_collect() -> None:
     """Pages without a byte take memory too: uploads, and small blobs, are bounded in number. The newest stay."""
-    blobs = Blobs(10**7)
+    blobs = BlobCache(10**7)
     kept = b"pinned"
     blobs.put(name(kept), 0, 1, kept)
     blobs.pin([name(kept)])

@@ -22,9 +22,9 @@ from weightbus.control.machine.effects import (
 )
 from weightbus.control.machine.events import (
     Burst,
+    ConnectionLost,
     MessageReceived,
     Peer,
-    PeerLost,
     Persisted,
     PersistFailed,
     StopRequested,
@@ -790,7 +790,7 @@ def test_who_replaces_an_agent_is_seated_before_the_rest_of_its_burst_is_read() 
     """
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
-    world.handle(PeerLost(peer=engine.peer))
+    world.handle(ConnectionLost(peer=engine.peer))
     engine.incarnation = Incarnation("e0.another")
     peer = Peer(b"another")
     asked = Acquire(request=trainer.key(), channel=CHANNEL, version=Version(1))

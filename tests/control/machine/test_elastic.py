@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 from structlog.testing import capture_logs
 
-from weightbus.control.machine.effects import Committed, EpochTaken, Redriven, RoundEnded
+from weightbus.control.machine.effects import Committed, EpochTaken, RoundEnded, TransferRetried
 from weightbus.control.protocol.enums import EngineHealth, Outcome, Step, TransportKind
 from weightbus.control.protocol.message_fields import Message, Policy
 from weightbus.control.protocol.messages import (
@@ -25,7 +25,7 @@ from weightbus.control.protocol.messages import (
     Send,
     Transfer,
 )
-from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.metrics import Metrics, Side
 from weightbus.control.server.reporter import Reporter
 
 from ..world import CHANNEL, LIMITS, Engine, Trainer, World, readiness_of
@@ -81,7 +81,9 @@ def test_at_most_so_many_stand_still(most: int, waves: int) -> None:
     assert rolling.commits() == [1]
     assert [engine.weights for engine in rolling.engines] == [1] * 4
     assert rolling.world.ready == ("e0", "e1", "e2", "e3")
-    assert not [each for each in rolling.world.observed if isinstance(each, Redriven)], "nobody is sent anything twice"
+    assert not [each for each in rolling.world.observed if isinstance(each, TransferRetried)], (
+        "nobody is sent anything twice"
+    )
 
 
 @pytest.mark.parametrize("how", ["gone", "not reached"])
@@ -139,7 +141,7 @@ def test_the_status_says_who_waits() -> None:
     def look(message: Message) -> None:
         if isinstance(message, Transfer):
             view = rolling.world.machine.status(rolling.world.now)
-            meters = Meters(Side.COORDINATOR)
+            meters = Metrics(Side.COORDINATOR)
             Reporter(meters).show(view)
             waiting = meters.registry.get_sample_value("weightbus_round_engines_waiting", {"channel": CHANNEL})
             seen.append((view.channels[CHANNEL].round.max_paused, waiting))
@@ -215,7 +217,7 @@ def test_the_log_says_why_a_round_stopped() -> None:
     rolling.world.publish(rolling.trainer, 2)
     ended = [each for each in rolling.world.observed[before:] if isinstance(each, RoundEnded)]
     with capture_logs() as lines:
-        Reporter(Meters(Side.COORDINATOR)).observe(ended[0])
+        Reporter(Metrics(Side.COORDINATOR)).observe(ended[0])
     assert [(line["event"], line["log_level"]) for line in lines] == [("round_ended", "warning")]
     assert "1 of 1 engines that were paused for version 2 do not serve" in lines[0]["reason"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.machine.reply_cache import HISTORY, Past, remembered
+from weightbus.control.machine.reply_cache import HISTORY, PastVersion, remembered
 from weightbus.control.protocol.enums import Code, Outcome, SlowEngines, TransportKind
 from weightbus.control.protocol.ids import AgentId, Epoch, Version
 
@@ -297,9 +297,11 @@ def test_row_8_what_may_be_gone_back_to_is_known_after_a_restart() -> None:
     world.restart()
     assert world.machine.channels["policy"].history == told
     assert world.machine.status(0.0).channels["policy"].history[-1].version == 3
-    many: tuple[Past, ...] = ()
+    many: tuple[PastVersion, ...] = ()
     for epoch in range(1, 2 * HISTORY):
-        many = remembered(remembered(many, Past(Version(1), Epoch(epoch))), Past(Version(1), Epoch(epoch)))
+        many = remembered(
+            remembered(many, PastVersion(Version(1), Epoch(epoch))), PastVersion(Version(1), Epoch(epoch))
+        )
     assert [past.epoch for past in many] == list(range(HISTORY, 2 * HISTORY)), "the newest, each once"
 
 

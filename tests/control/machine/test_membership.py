@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from weightbus.control.machine.effects import AgentLeft, Evict, Refusal
-from weightbus.control.machine.events import MessageReceived, Peer, PeerLost, Principal, Tick
+from weightbus.control.machine.events import ConnectionLost, MessageReceived, Peer, Principal, Tick
 from weightbus.control.machine.membership import Membership
 from weightbus.control.machine.states import RoundState
 from weightbus.control.protocol.enums import PROTOCOL, Code, EngineHealth, Role, Step
@@ -62,7 +62,7 @@ def test_dead_connection_frees_the_name_at_once() -> None:
     world = World()
     engine = world.engine("e0")
     engine.die()
-    world.handle(PeerLost(peer=engine.peer))
+    world.handle(ConnectionLost(peer=engine.peer))
     engine.live()
     world.settle()
     assert refusals(world, "e0") == []
@@ -127,7 +127,7 @@ def test_an_engine_whose_connection_is_gone_is_lost_unless_it_comes_back(back: b
     world = World()
     engine = world.engine("e0")
     engine.alive = False
-    world.handle(PeerLost(peer=engine.peer))
+    world.handle(ConnectionLost(peer=engine.peer))
     assert world.ready == ("e0",)
     world.now += world.limits.reconnect_s - 0.1
     world.handle(Tick())
@@ -148,7 +148,7 @@ def test_a_trainer_without_a_connection_keeps_its_lease() -> None:
     trainer.stop_before = Publish
     trainer.acquire(1)
     world.settle()
-    world.handle(PeerLost(peer=trainer.peer))
+    world.handle(ConnectionLost(peer=trainer.peer))
     world.now += world.limits.reconnect_s + 0.1
     world.handle(Tick())
     assert world.machine.channels[CHANNEL].lease is not None
@@ -164,7 +164,7 @@ def test_a_trainer_that_engines_stand_still_for_has_to_come_back_soon() -> None:
     trainer.acquire(1)
     world.settle()
     trainer.die()
-    world.handle(PeerLost(peer=trainer.peer))
+    world.handle(ConnectionLost(peer=trainer.peer))
     began = world.now
     world.advance_until(lambda: world.ready == ("e0",) or world.machine.channels[CHANNEL].round is None)
     assert world.now - began < world.limits.reconnect_s + 2
@@ -182,7 +182,7 @@ def test_a_trainer_whose_bytes_travel_has_to_come_back_as_soon() -> None:
     trainer.say(trainer.offering)
     world.settle()
     trainer.die()
-    world.handle(PeerLost(peer=trainer.peer))
+    world.handle(ConnectionLost(peer=trainer.peer))
     began = world.now
     world.advance_until(lambda: world.machine.channels[CHANNEL].lease is None)
     assert world.now - began < world.limits.reconnect_s + 2
@@ -198,7 +198,7 @@ def test_a_trainer_that_was_gone_before_its_bytes_were_needed_again_is_not_waite
     trainer.acquire(1)
     world.settle()
     trainer.alive = False
-    world.handle(PeerLost(peer=trainer.peer))
+    world.handle(ConnectionLost(peer=trainer.peer))
     world.advance(2.0)
     for answer in e1.answers(held[0]):
         e1.say(answer)
@@ -310,7 +310,7 @@ def test_restarted_agent_of_a_server_is_not_its_own_rival() -> None:
     engine.connect()
     world.settle()
     engine.die()
-    world.handle(PeerLost(peer=engine.peer))
+    world.handle(ConnectionLost(peer=engine.peer))
     engine.live()
     world.settle()
     assert refusals(world, "e0") == []
@@ -339,14 +339,14 @@ def test_connection_that_breaks_does_not_hand_the_server_over() -> None:
     """Who may come back keeps its server; another name gets it once the old one is lost, and is not given it back."""
     world = World()
     first = world.engine("e0", url=URL)
-    world.handle(PeerLost(peer=first.peer))
+    world.handle(ConnectionLost(peer=first.peer))
     world.engine("e1", url=URL)
     assert refusals(world, "e1") == [Code.SERVER_TAKEN]
     first.connect()
     world.settle()
     assert world.ready == ("e0",)
     first.die()
-    world.handle(PeerLost(peer=first.peer))
+    world.handle(ConnectionLost(peer=first.peer))
     world.advance(world.limits.reconnect_s + 1)
     assert world.ready == ("e1",)
     first.live()

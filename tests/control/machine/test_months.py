@@ -6,7 +6,7 @@ import pytest
 
 from weightbus.control.machine import blob_cache as blobs, routing
 from weightbus.control.machine.limits import Limits
-from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.metrics import Metrics, Side
 from weightbus.control.server.reporter import Reporter
 
 from ...kit.sizes import sizes
@@ -22,7 +22,7 @@ def test_engines_that_came_and_went_leave_nothing_behind(monkeypatch: pytest.Mon
     """Each under a name of its own, as an autoscaler gives it, and every one takes part in a round."""
     monkeypatch.setattr(routing, "_REMEMBERED", MOST)
     monkeypatch.setattr(blobs, "MAX_BLOBS", MOST)
-    world, meters = World(LIMITS), Meters(Side.COORDINATOR)
+    world, meters = World(LIMITS), Metrics(Side.COORDINATOR)
     reporter = Reporter(meters)
     world.engine("stays")
     trainer = world.trainer()

@@ -9,7 +9,7 @@ import pytest
 from weightbus.control.machine.effects import RoundEnded
 from weightbus.control.machine.routing import PREFERRED
 from weightbus.control.protocol.enums import Outcome, Step, TransportKind
-from weightbus.control.protocol.message_fields import Place, Policy
+from weightbus.control.protocol.message_fields import Policy, ProcessLocation
 from weightbus.control.protocol.messages import Granted, Send, Topology, Transfer, Verified
 
 from ..world import CHANNEL, Agent, Engine, Trainer, World
@@ -25,7 +25,7 @@ ROUND = list[tuple[str, TransportKind]]
 
 def on(agent: Agent, *devices: str, host: str = "h1") -> None:
     """Tell where its ranks or workers are."""
-    places = tuple(Place(rank=rank, host=host, device=device) for rank, device in enumerate(devices))
+    places = tuple(ProcessLocation(rank=rank, host=host, device=device) for rank, device in enumerate(devices))
     agent.say(Topology(request=agent.key(), places=places))
     agent.world.settle()
 
@@ -151,7 +151,7 @@ def test_who_nccl_takes_for_several_hosts_is_in_one_group() -> None:
     """Whoever says so in NCCL's own variable stands in for hosts with GPUs of their own."""
     world, trainer = fleet({"a": ("gpu-0",), "b": ("gpu-0",)})
     for name in "ab":
-        place = Place(rank=0, host="h1", device="gpu-0", seat=f"{name}/gpu-0")
+        place = ProcessLocation(rank=0, host="h1", device="gpu-0", seat=f"{name}/gpu-0")
         agent = world.agents[name]
         agent.say(Topology(request=agent.key(), places=(place,)))
     world.settle()

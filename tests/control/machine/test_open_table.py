@@ -7,8 +7,8 @@ import pytest
 
 from weightbus.control.machine.effects import Committed, Persist, RoundClosed
 from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.participant import Member
-from weightbus.control.machine.round_commands import Orders
+from weightbus.control.machine.participant import Participant
+from weightbus.control.machine.round_commands import RoundCommands
 from weightbus.control.machine.states import EnginePhase
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Code, EngineHealth, Outcome, SlowEngines, Step, TransportKind
@@ -264,7 +264,7 @@ def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(
     )
     info = engine_info()
     members = [
-        Member(
+        Participant(
             name=AgentId(name),
             info=info,
             phase=EnginePhase.PREPARED,
@@ -274,7 +274,7 @@ def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(
         )
         for name, shares in (("e0", True), ("e1", False))
     ]
-    send = Orders(publish, Limits()).send(Epoch(1), members)
+    send = RoundCommands(publish, Limits()).send(Epoch(1), members)
     assert [each.shares for each in send.receivers] == [told, False]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.control.machine.events import PeerLost
+from weightbus.control.machine.events import ConnectionLost
 from weightbus.control.machine.states import EnginePhase
 from weightbus.control.protocol.enums import EngineHealth, Step
 from weightbus.control.protocol.message_fields import Message, Policy
@@ -60,7 +60,7 @@ def test_who_is_through_its_turn_and_comes_back_says_again_that_it_serves(life: 
     assert "e0" in world.ready
 
     e0.generating, e0.deaf = False, True
-    world.handle(PeerLost(peer=e0.peer))
+    world.handle(ConnectionLost(peer=e0.peer))
     e0.connect() if life == "same" else e0.live()
     world.settle()
     assert "e0" not in world.ready

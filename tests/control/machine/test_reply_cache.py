@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from weightbus.control.machine.reply_cache import Answers, Ending, question
+from weightbus.control.machine.reply_cache import RoundReplies, RoundReply, question
 from weightbus.control.protocol.enums import Code
 from weightbus.control.protocol.ids import Digest, Epoch, RequestId, Version
 from weightbus.control.protocol.messages import Publish
@@ -31,7 +31,7 @@ OTHER = msgspec.structs.replace(PUBLISH, table=Digest("c" * 64))
 )
 def test_an_answer_that_was_kept_without_its_question_answers_it(kept: str, asked: Publish, refused: bool) -> None:
     """As those of the first release are: whoever repeats a `Publish` is told its end, and not that it asks another."""
-    known = Answers({RequestId("p"): Ending(closed("p").done, kept)})
+    known = RoundReplies({RequestId("p"): RoundReply(closed("p").done, kept)})
     verdict = known.contradicts(asked)
     assert (verdict is not None and verdict.code is Code.NOT_ALLOWED) is refused
     later = known.contradicts(msgspec.structs.replace(asked, version=Version(2)))

@@ -11,7 +11,7 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from weightbus.control.machine.effects import Committed, EngineFailed, EpochTaken, SendTo
-from weightbus.control.machine.events import PeerLost
+from weightbus.control.machine.events import ConnectionLost
 from weightbus.control.machine.limits import Limits
 from weightbus.control.machine.states import EnginePhase, RoundState
 from weightbus.control.protocol.enums import EngineHealth, Outcome, Step, TransportKind
@@ -1366,7 +1366,7 @@ def test_who_took_its_turn_and_comes_back_says_that_it_serves_before_it_is_ready
     assert "e0" in world.ready
     assert world.machine.channels[CHANNEL].round, "the second one's turn is not over"
     first.deaf = True
-    world.handle(PeerLost(peer=first.peer))
+    world.handle(ConnectionLost(peer=first.peer))
     if life == "same":
         first.connect()
     else:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.participant import Member
-from weightbus.control.machine.round_commands import Orders
+from weightbus.control.machine.participant import Participant
+from weightbus.control.machine.round_commands import RoundCommands
 from weightbus.control.machine.states import EnginePhase
 from weightbus.control.protocol.enums import TransportKind
 from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Offer
+from weightbus.control.protocol.message_fields import Endpoint
 from weightbus.control.protocol.messages import Publish, Transfer
 
 from ..world import CHANNEL, digest, engine_info
 
 
-def member(name: str, tp: int, transport: TransportKind) -> Member:
-    return Member(
+def member(name: str, tp: int, transport: TransportKind) -> Participant:
+    return Participant(
         name=AgentId(name),
         info=engine_info(name, tp=tp),
         phase=EnginePhase.PREPARED,
@@ -38,8 +38,10 @@ def test_every_worker_of_a_group_has_a_rank_of_its_own() -> None:
     )
     group, alone = TransportKind.DISTRIBUTED, TransportKind.LOCAL
     members = [member("e0", 2, group), member("e1", 4, alone), member("e2", 3, group), member("e3", 1, group)]
-    orders = Orders(publish, Limits())
+    orders = RoundCommands(publish, Limits())
     send = orders.send(Epoch(1), members)
     assert [(each.transport, each.tp) for each in send.receivers] == [(group, 2), (alone, 4), (group, 3), (group, 1)]
-    told = [orders.transfer(each, Offer(transport=group, address="a")) for each in members if each.transport is group]
+    told = [
+        orders.transfer(each, Endpoint(transport=group, address="a")) for each in members if each.transport is group
+    ]
     assert [each.rank_offset for each in told if isinstance(each, Transfer)] == [1, 3, 6]

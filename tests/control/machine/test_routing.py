@@ -8,11 +8,17 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from weightbus.control.machine.route import Ends
+from weightbus.control.machine.route import TransferEnds
 from weightbus.control.machine.routing import PREFERRED, choose, objection
 from weightbus.control.protocol.enums import Reach, TransportKind
 from weightbus.control.protocol.ids import RequestId
-from weightbus.control.protocol.message_fields import EngineInfo, Lack, Nic, Place, TrainerInfo
+from weightbus.control.protocol.message_fields import (
+    EngineInfo,
+    MissingTransport,
+    NetworkInterface,
+    ProcessLocation,
+    TrainerInfo,
+)
 from weightbus.control.protocol.messages import Topology
 
 from ..world import engine_info, trainer_info
@@ -26,17 +32,18 @@ DIRECT, SENDS, LOCAL, GROUP, DISK = (
 )
 STOCK = (LOCAL, GROUP, DISK)
 """What a server without our loader takes."""
-ETH = Nic(name="eth0", addresses=("10.0.0.1",), mbps=100_000)
+ETH = NetworkInterface(name="eth0", addresses=("10.0.0.1",), mbps=100_000)
 
 
 def told(**more: Any) -> Topology:
     return Topology(request=RequestId("k"), **more)
 
 
-def places(*devices: str, host: str = "h0", **reach: dict[str, Reach]) -> tuple[Place, ...]:
+def places(*devices: str, host: str = "h0", **reach: dict[str, Reach]) -> tuple[ProcessLocation, ...]:
     """Processes on these GPUs; `reach` by GPU, null where it is left out."""
     return tuple(
-        Place(rank=rank, host=host, device=device, reach=reach.get(device)) for rank, device in enumerate(devices)
+        ProcessLocation(rank=rank, host=host, device=device, reach=reach.get(device))
+        for rank, device in enumerate(devices)
     )
 
 
@@ -50,109 +57,125 @@ def engine(**changes: Any) -> EngineInfo:
 
 ON_GPU: dict[str, Any] = {"device": "cuda"}
 AWAY: dict[str, Any] = {"host": "h1"}
-CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
-    ("same host, loader", Ends(trainer(), engine()), DIRECT, "direct: on the trainer's host"),
-    ("another host, loader", Ends(trainer(), engine(**AWAY)), SENDS, "different hosts"),
-    ("same host, stock", Ends(trainer(), engine(transports=STOCK)), LOCAL, "does not offer it"),
-    ("another host, stock", Ends(trainer(), engine(transports=STOCK, **AWAY)), GROUP, "local: trainer and engine"),
-    ("replicas", Ends(trainer(), engine(dp=2)), DISK, "only disk reaches every replica"),
-    ("stages", Ends(trainer(), engine(pp=2)), LOCAL, "direct: pp=2"),
-    ("stages elsewhere", Ends(trainer(), engine(pp=2, **AWAY)), DISK, "distributed: pp=2"),
-    ("other device", Ends(trainer(), engine(**ON_GPU)), LOCAL, "trainer on cpu, engine on cuda"),
-    ("no GPU for its GPU", Ends(trainer(**ON_GPU), engine()), DISK, "cannot open the trainer's device memory"),
-    ("nothing offered", Ends(trainer(transports=()), engine()), None, "the trainer offers none"),
-    ("nothing fits", Ends(trainer(transports=(LOCAL,)), engine(**AWAY)), None, "no transport: local"),
+CASES: list[tuple[str, TransferEnds, TransportKind | None, str]] = [
+    ("same host, loader", TransferEnds(trainer(), engine()), DIRECT, "direct: on the trainer's host"),
+    ("another host, loader", TransferEnds(trainer(), engine(**AWAY)), SENDS, "different hosts"),
+    ("same host, stock", TransferEnds(trainer(), engine(transports=STOCK)), LOCAL, "does not offer it"),
+    (
+        "another host, stock",
+        TransferEnds(trainer(), engine(transports=STOCK, **AWAY)),
+        GROUP,
+        "local: trainer and engine",
+    ),
+    ("replicas", TransferEnds(trainer(), engine(dp=2)), DISK, "only disk reaches every replica"),
+    ("stages", TransferEnds(trainer(), engine(pp=2)), LOCAL, "direct: pp=2"),
+    ("stages elsewhere", TransferEnds(trainer(), engine(pp=2, **AWAY)), DISK, "distributed: pp=2"),
+    ("other device", TransferEnds(trainer(), engine(**ON_GPU)), LOCAL, "trainer on cpu, engine on cuda"),
+    ("no GPU for its GPU", TransferEnds(trainer(**ON_GPU), engine()), DISK, "cannot open the trainer's device memory"),
+    ("nothing offered", TransferEnds(trainer(transports=()), engine()), None, "the trainer offers none"),
+    ("nothing fits", TransferEnds(trainer(transports=(LOCAL,)), engine(**AWAY)), None, "no transport: local"),
     # the configuration wins over the preference
-    ("trainer's order", Ends(trainer(transports=(DISK, DIRECT)), engine()), DISK, "disk: a checkpoint"),
-    ("trainer's only", Ends(trainer(transports=(SENDS,)), engine()), SENDS, "sends: apart"),
-    ("engine's only", Ends(trainer(), engine(transports=(DISK,))), DISK, "direct: the engine agent does not offer it"),
+    ("trainer's order", TransferEnds(trainer(transports=(DISK, DIRECT)), engine()), DISK, "disk: a checkpoint"),
+    ("trainer's only", TransferEnds(trainer(transports=(SENDS,)), engine()), SENDS, "sends: apart"),
+    (
+        "engine's only",
+        TransferEnds(trainer(), engine(transports=(DISK,))),
+        DISK,
+        "direct: the engine agent does not offer it",
+    ),
     # a snapshot is not what lies in memory
-    ("snapshot", Ends(trainer(), engine(), snapshot=True), LOCAL, "trained on"),
+    ("snapshot", TransferEnds(trainer(), engine(), snapshot=True), LOCAL, "trained on"),
     # where the ranks are
     (
         "a rank elsewhere",
-        Ends(trainer(), engine(), told(places=(*places("cpu"), Place(rank=1, host="h1", device="cpu")))),
+        TransferEnds(
+            trainer(), engine(), told(places=(*places("cpu"), ProcessLocation(rank=1, host="h1", device="cpu")))
+        ),
         SENDS,
         "rank 1 of the trainer on another host",
     ),
     # what containers share
     (
         "containers apart",
-        Ends(trainer(), engine(), told(files="h0/a", folder="1"), told(files="h0/b", folder="2")),
+        TransferEnds(trainer(), engine(), told(files="h0/a", folder="1"), told(files="h0/b", folder="2")),
         SENDS,
         "containers that do not share the folder",
     ),
     (
         "containers with one folder",
-        Ends(trainer(), engine(), told(files="h0/a", folder="1"), told(files="h0/b", folder="1")),
+        TransferEnds(trainer(), engine(), told(files="h0/a", folder="1"), told(files="h0/b", folder="1")),
         DIRECT,
         "direct",
     ),
     (
         "one file system, two folders",
-        Ends(trainer(), engine(), told(files="h0/a", folder="1"), told(files="h0/a", folder="2")),
+        TransferEnds(trainer(), engine(), told(files="h0/a", folder="1"), told(files="h0/a", folder="2")),
         DIRECT,
         "direct",
     ),
     # addresses
     (
         "loopback for another host",
-        Ends(trainer(), engine(**AWAY), told(address="127.0.0.1", nics=(ETH,)), told()),
+        TransferEnds(trainer(), engine(**AWAY), told(address="127.0.0.1", nics=(ETH,)), told()),
         DISK,
         "tells engines to come to 127.0.0.1",
     ),
     (
         "loopback for another namespace",
-        Ends(trainer(transports=(SENDS, DISK)), engine(), told(address="::1", network="h0/1"), told(network="h0/2")),
+        TransferEnds(
+            trainer(transports=(SENDS, DISK)), engine(), told(address="::1", network="h0/1"), told(network="h0/2")
+        ),
         DISK,
         "cannot reach",
     ),
     (
         "loopback in one namespace",
-        Ends(trainer(transports=(SENDS,)), engine(), told(address="localhost", network="n"), told(network="n")),
+        TransferEnds(trainer(transports=(SENDS,)), engine(), told(address="localhost", network="n"), told(network="n")),
         SENDS,
         "sends",
     ),
     (
         "every address, which is the engine's own",
-        Ends(trainer(), engine(**AWAY), told(address="0.0.0.0"), told()),
+        TransferEnds(trainer(), engine(**AWAY), told(address="0.0.0.0"), told()),
         DISK,
         "tells engines to come to 0.0.0.0",
     ),
     (
         "a loopback address written as another family's",
-        Ends(trainer(), engine(**AWAY), told(address="::ffff:127.0.0.1"), told()),
+        TransferEnds(trainer(), engine(**AWAY), told(address="::ffff:127.0.0.1"), told()),
         DISK,
         "cannot reach",
     ),
     (
         "no address at all: the attempt will show",
-        Ends(trainer(), engine(**AWAY), told(address="tcp://[10.0.0.1"), told()),
+        TransferEnds(trainer(), engine(**AWAY), told(address="tcp://[10.0.0.1"), told()),
         SENDS,
         "sends: elsewhere",
     ),
     (
         "an address of the network",
-        Ends(trainer(), engine(**AWAY), told(address="10.0.0.1"), told()),
+        TransferEnds(trainer(), engine(**AWAY), told(address="10.0.0.1"), told()),
         SENDS,
         "sends: elsewhere",
     ),
     # GPUs
     (
         "one GPU for both",
-        Ends(trainer(**ON_GPU), engine(**ON_GPU), told(places=places("a")), told(places=places("a", a={}))),
+        TransferEnds(trainer(**ON_GPU), engine(**ON_GPU), told(places=places("a")), told(places=places("a", a={}))),
         DIRECT,
         "1 pairs share a GPU",
     ),
     (
         "two ranks on one GPU",
-        Ends(trainer(**ON_GPU), engine(**ON_GPU, **AWAY), told(places=places("a", "a")), told(places=places("b"))),
+        TransferEnds(
+            trainer(**ON_GPU), engine(**ON_GPU, **AWAY), told(places=places("a", "a")), told(places=places("b"))
+        ),
         GROUP,
         "ranks 0 and 1 of the trainer are on one GPU",
     ),
     (
         "NVLink between them",
-        Ends(
+        TransferEnds(
             trainer(**ON_GPU),
             engine(**ON_GPU),
             told(places=places("a")),
@@ -163,7 +186,7 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
     ),
     (
         "no peer access",
-        Ends(
+        TransferEnds(
             trainer(**ON_GPU),
             engine(**ON_GPU),
             told(places=places("a")),
@@ -174,7 +197,7 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
     ),
     (
         "no peer access, as the trainer's driver says",
-        Ends(
+        TransferEnds(
             trainer(**ON_GPU),
             engine(**ON_GPU),
             told(places=places("a", a={"b": Reach.NONE})),
@@ -185,19 +208,19 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
     ),
     (
         "a GPU that the server does not see",
-        Ends(trainer(**ON_GPU), engine(**ON_GPU), told(places=places("a")), told(places=places("b", b={}))),
+        TransferEnds(trainer(**ON_GPU), engine(**ON_GPU), told(places=places("a")), told(places=places("b", b={}))),
         SENDS,
         "does not see a GPU of the trainer's",
     ),
     (
         "nobody knows",
-        Ends(trainer(**ON_GPU), engine(**ON_GPU), told(places=places("a")), told(places=places("b"))),
+        TransferEnds(trainer(**ON_GPU), engine(**ON_GPU), told(places=places("a")), told(places=places("b"))),
         DIRECT,
         "which GPUs reach each other was not told",
     ),
     (
         "the root is seen, another rank is not",
-        Ends(
+        TransferEnds(
             trainer(**ON_GPU),
             engine(transports=(DIRECT, LOCAL), **ON_GPU),
             told(places=places("a", "c")),
@@ -208,7 +231,7 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
     ),
     (
         "NCCL on a shared GPU",
-        Ends(
+        TransferEnds(
             trainer(transports=(SENDS, GROUP, DISK), **ON_GPU),
             engine(**ON_GPU),
             told(places=places("a")),
@@ -219,7 +242,7 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
     ),
     (
         "two workers on one GPU",
-        Ends(
+        TransferEnds(
             trainer(transports=(SENDS, GROUP, DISK), **ON_GPU),
             engine(tp=2, **ON_GPU),
             told(places=places("a")),
@@ -230,7 +253,7 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
     ),
     (
         "a group needs only the root's GPU",
-        Ends(
+        TransferEnds(
             trainer(transports=(SENDS, GROUP), **ON_GPU),
             engine(**ON_GPU),
             told(places=places("a", "b")),
@@ -243,7 +266,7 @@ CASES: list[tuple[str, Ends, TransportKind | None, str]] = [
 
 
 @pytest.mark.parametrize(("ends", "transport", "words"), [each[1:] for each in CASES], ids=[each[0] for each in CASES])
-def test_the_choice_and_its_reason(ends: Ends, transport: TransportKind | None, words: str) -> None:
+def test_the_choice_and_its_reason(ends: TransferEnds, transport: TransportKind | None, words: str) -> None:
     """The first of the preferences that nothing speaks against, and in the reason whatever spoke against the others."""
     route = choose(ends)
     assert route.transport is transport, route.reason
@@ -252,10 +275,10 @@ def test_the_choice_and_its_reason(ends: Ends, transport: TransportKind | None, 
 
 def test_what_an_agent_lacks_is_said_in_its_own_words() -> None:
     """With what would change it; of the trainer's too."""
-    told_engine = told(lacking={DIRECT: Lack(found="no loader of ours", needed="launch it with one")})
-    told_trainer = told(lacking={SENDS: Lack(found="left out", needed="add it")})
+    told_engine = told(lacking={DIRECT: MissingTransport(found="no loader of ours", needed="launch it with one")})
+    told_trainer = told(lacking={SENDS: MissingTransport(found="left out", needed="add it")})
     offered = tuple(kind for kind in PREFERRED if kind is not SENDS)
-    route = choose(Ends(trainer(transports=offered), engine(transports=STOCK), told_trainer, told_engine))
+    route = choose(TransferEnds(trainer(transports=offered), engine(transports=STOCK), told_trainer, told_engine))
     assert route.transport is LOCAL
     assert route.hurdles[DIRECT] == ("no loader of ours", "launch it with one")
     assert route.hurdles[SENDS] == ("trainer: left out", "add it")
@@ -263,15 +286,15 @@ def test_what_an_agent_lacks_is_said_in_its_own_words() -> None:
 
 def test_what_was_found_out_since_the_hello_counts() -> None:
     """An engine that offered a transport says later that it cannot: the next one of the trainer's is taken."""
-    told_engine = told(lacking={DIRECT: Lack(found="its loader begins threads", needed="another model")})
-    route = choose(Ends(trainer(), engine(), None, told_engine))
+    told_engine = told(lacking={DIRECT: MissingTransport(found="its loader begins threads", needed="another model")})
+    route = choose(TransferEnds(trainer(), engine(), None, told_engine))
     assert route.transport not in {None, DIRECT}
     assert route.hurdles[DIRECT] == ("its loader begins threads", "another model")
 
 
 def test_the_advice_for_a_loopback_address_names_the_interfaces() -> None:
     """So that nobody has to look for the address that is to be set."""
-    found = objection(SENDS, Ends(trainer(), engine(**AWAY), told(address="127.0.0.1", nics=(ETH,))))
+    found = objection(SENDS, TransferEnds(trainer(), engine(**AWAY), told(address="127.0.0.1", nics=(ETH,))))
     assert found is not None
     assert "10.0.0.1 (eth0)" in found.needed
 
@@ -284,7 +307,7 @@ _topologies = st.none() | st.builds(
     address=st.sampled_from(["", "127.0.0.1", "10.0.0.1", "::1", "not a host", "[10.0.0.1", "tcp://[x]"]),
     places=st.lists(
         st.builds(
-            Place,
+            ProcessLocation,
             rank=st.integers(0, 3),
             host=st.sampled_from(["h0", "h1"]),
             device=st.sampled_from(["cpu", "a", "b"]),
@@ -317,7 +340,7 @@ def test_every_choice_is_allowed_and_explained(
 
     Whatever agents say of their addresses, too: the coordinator must not fall over a setting of theirs.
     """
-    ends = Ends(ours, theirs, from_trainer, from_engine, snapshot)
+    ends = TransferEnds(ours, theirs, from_trainer, from_engine, snapshot)
     route = choose(ends)
     faster = PREFERRED if route.transport is None else PREFERRED[: PREFERRED.index(route.transport)]
     assert set(route.hurdles) == set(faster)
@@ -348,5 +371,5 @@ def test_who_shares_a_gpu_with_the_trainer_is_known(
     ranks: tuple[str, ...], workers: tuple[str, ...], shares: bool
 ) -> None:
     """Any rank with any worker; what was not told is not guessed."""
-    ends = Ends(trainer(**ON_GPU), engine(**ON_GPU), told(places=places(*ranks)), told(places=places(*workers)))
+    ends = TransferEnds(trainer(**ON_GPU), engine(**ON_GPU), told(places=places(*ranks)), told(places=places(*workers)))
     assert choose(ends).shares is shares

@@ -13,17 +13,17 @@ from weightbus.control.machine import channel, coordinator, engine_registry as f
 from weightbus.control.machine.effects import Acknowledge, SendTo
 from weightbus.control.machine.events import Burst, MessageReceived
 from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.pending_commands import Duties
+from weightbus.control.machine.pending_commands import PendingCommands
 from weightbus.control.machine.reply_cache import GRANTS
 from weightbus.control.machine.round import Round
-from weightbus.control.machine.round_commands import Orders
+from weightbus.control.machine.round_commands import RoundCommands
 from weightbus.control.machine.route import Route
 from weightbus.control.machine.status import StatusView
 from weightbus.control.machine.waves import Capacity
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
 from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.control.protocol.messages import (
     Abort,
     Acquire,
@@ -38,7 +38,7 @@ from weightbus.control.protocol.messages import (
     Send,
     Sent,
 )
-from weightbus.control.server.status_snapshot import StatusDesk
+from weightbus.control.server.status_snapshot import StatusSnapshots
 
 from ..world import CHANNEL, MANIFEST, World, digest, engine_info, table_of
 
@@ -93,20 +93,20 @@ def test_thousands_of_reasons_fit_into_one_message(word: str) -> None:
         bytes=1,
         buckets=1,
     )
-    outside: dict[str, Any] = {"duties": Duties(1.0, 8.0), "story": deque(), "note": lambda _what: None}
+    outside: dict[str, Any] = {"duties": PendingCommands(1.0, 8.0), "story": deque(), "note": lambda _what: None}
     round_ = Round(publish, AgentId("t"), routes, infos, Capacity(), limits=Limits(), now=0.0, **outside)
     done = round_.done(1.0)
     assert all(report.reason.startswith(word) for report in done.engines)
     codec.TO_AGENT.encode(done)
     why = dict.fromkeys(names, word * codec.MAX_PROSE)
-    codec.TO_AGENT.encode(Orders(publish, Limits()).withdraw(Epoch(1), why))
+    codec.TO_AGENT.encode(RoundCommands(publish, Limits()).withdraw(Epoch(1), why))
     sent = Sent(request=RequestId("s"), channel=CHANNEL, epoch=Epoch(1), failed=why)
     codec.TO_COORDINATOR.encode(sent)
 
 
 def test_a_fleet_of_long_names_fits_into_one_message() -> None:
     """What names every engine that is let in can be sent, though pods are called what they are called."""
-    held = Held(version=Version(2**53), manifest=digest(MANIFEST), table=digest(table_of(1)))
+    held = HeldVersion(version=Version(2**53), manifest=digest(MANIFEST), table=digest(table_of(1)))
     names = [AgentId(f"{number:064d}") for number in range(Limits().max_agents)]
     info = engine_info(
         url=f"http://{'n' * 120}:30000", host="h" * 36, transports=tuple(TransportKind), live_digest="x" * 20, held=held
@@ -158,7 +158,7 @@ def test_what_many_are_told_alike_is_one_object() -> None:
 
 def test_the_longest_due_goes_first() -> None:
     """Duties come in the order in which they fell due; replaced and dropped ones never come."""
-    duties = Duties(1.0, 8.0)
+    duties = PendingCommands(1.0, 8.0)
     for number, name in enumerate("abc"):
         duties.assign(AgentId(name), abort(number + 1), 0.1 * number)
     duties.assign(AgentId("a"), abort(9), 0.3)
@@ -176,7 +176,7 @@ def test_the_longest_due_goes_first() -> None:
 
 def test_only_the_newest_order_is_given() -> None:
     """Of orders that replace each other before any was due, one is told, once; what was dropped is not."""
-    duties = Duties(1.0, 8.0)
+    duties = PendingCommands(1.0, 8.0)
     for number, name in enumerate("aba"):
         duties.assign(AgentId(name), abort(number + 1), 0.0)
     duties.drop(AgentId("b"))
@@ -188,7 +188,7 @@ def test_only_the_newest_order_is_given() -> None:
 
 def test_what_is_told_together_is_repeated_together() -> None:
     """Thousands have one timer; who answered, or was told something else meanwhile, is not told again."""
-    duties = Duties(1.0, 8.0)
+    duties = PendingCommands(1.0, 8.0)
     names = [AgentId(f"e{number}") for number in range(4)]
     duties.assign_all(names, (abort(1),), 0.0)
     assert [agents for agents, _ in duties.due(0.0)] == [tuple(names)]
@@ -205,7 +205,7 @@ def test_what_is_told_together_is_repeated_together() -> None:
 
 def test_what_follows_is_repeated_alone() -> None:
     """Who has answered the first of two commands is told the second again, when it would have been told both."""
-    duties = Duties(1.0, 8.0)
+    duties = PendingCommands(1.0, 8.0)
     for name in "abc":
         duties.assign_all((AgentId(name),), (abort(1), abort(2)), 0.0)
     assert [(*agents, command.epoch) for agents, command in duties.due(0.0)] == [
@@ -224,7 +224,7 @@ def test_what_follows_is_repeated_alone() -> None:
 
 def test_who_goes_on_after_all_others_ended_is_still_told() -> None:
     """A duty whose agents have all answered has no timer any more; one that comes to it gets a new one."""
-    duties = Duties(1.0, 8.0)
+    duties = PendingCommands(1.0, 8.0)
     duties.assign_all([AgentId("a"), AgentId("b")], (abort(1), abort(2)), 1.0)
     duties.go_on(AgentId("a"))
     duties.drop(AgentId("a"))
@@ -257,7 +257,7 @@ def test_what_many_answered_is_one_effect() -> None:
     assert kinds == [Acknowledge, SendTo, Acknowledge], "each in its place"
 
 
-def reader(desk: StatusDesk[StatusView], wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
+def reader(desk: StatusSnapshots[StatusView], wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
     thread = threading.Thread(target=lambda: found.append(desk.read(wake)))
     thread.start()
     return thread
@@ -266,7 +266,7 @@ def reader(desk: StatusDesk[StatusView], wake: Callable[[], None], found: list[S
 def test_the_status_is_written_for_readers_only() -> None:
     """A loop that nobody asks writes nothing; who asks gets what is true after the question."""
     written: list[float] = []
-    desk = StatusDesk(lambda now: (written.append(now), QUIET)[1])
+    desk = StatusSnapshots(lambda now: (written.append(now), QUIET)[1])
     desk.open()
     for _ in range(100):
         desk.serve()
@@ -291,7 +291,7 @@ def test_a_status_that_takes_long_is_written_seldom() -> None:
         now[0] += 0.03
         return QUIET
 
-    desk = StatusDesk(slow, lambda: now[0])
+    desk = StatusSnapshots(slow, lambda: now[0])
     desk.open()
     writes = 0
     while now[0] < 3.0:
@@ -305,7 +305,7 @@ def test_a_status_that_takes_long_is_written_seldom() -> None:
 
 def test_a_loop_that_is_over_keeps_nobody_waiting() -> None:
     """Readers that wait when the loop ends get its last word."""
-    desk = StatusDesk(lambda _now: QUIET)
+    desk = StatusSnapshots(lambda _now: QUIET)
     desk.open()
     asked, found = threading.Event(), []
     thread = reader(desk, asked.set, found)

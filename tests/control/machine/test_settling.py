@@ -5,16 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from weightbus.control.machine.engine_record import Engine
-from weightbus.control.machine.engine_registry import Fleet
-from weightbus.control.machine.events import MessageReceived, PeerLost, StopRequested
+from weightbus.control.machine.engine_record import EngineRecord
+from weightbus.control.machine.engine_registry import EngineRegistry
+from weightbus.control.machine.events import ConnectionLost, MessageReceived, StopRequested
 from weightbus.control.machine.membership import Agent
-from weightbus.control.machine.pending_commands import Duties
+from weightbus.control.machine.pending_commands import PendingCommands
 from weightbus.control.machine.routing import Router
 from weightbus.control.machine.states import EnginePhase, RoundState
 from weightbus.control.protocol.enums import Code, Outcome, SlowEngines, Step
 from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Held, Message, Policy
+from weightbus.control.protocol.message_fields import HeldVersion, Message, Policy
 from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
@@ -31,12 +31,12 @@ from weightbus.control.protocol.messages import (
 
 from ..world import CHANNEL, LIMITS, World
 
-V1 = Held(version=Version(1), manifest=Digest("a" * 64), table=Digest("b" * 64))
+V1 = HeldVersion(version=Version(1), manifest=Digest("a" * 64), table=Digest("b" * 64))
 V2 = msgspec.structs.replace(V1, version=Version(2), table=Digest("c" * 64))
 
 
-def fleet_of_one() -> tuple[Fleet, Engine]:
-    fleet = Fleet(Channel("policy"), LIMITS, Router(), Duties(LIMITS.retry_s, LIMITS.retry_max_s))
+def fleet_of_one() -> tuple[EngineRegistry, EngineRecord]:
+    fleet = EngineRegistry(Channel("policy"), LIMITS, Router(), PendingCommands(LIMITS.retry_s, LIMITS.retry_max_s))
     world = World()
     world.engine("e0")
     agent = world.machine.members.get(world.agents["e0"].name)
@@ -157,7 +157,7 @@ def test_who_is_back_on_another_connection_is_told_at_once() -> None:
     world.settle()
     world.advance(3.1)
     told = len(e0.got(Prepare))
-    world.handle(PeerLost(peer=e0.peer))
+    world.handle(ConnectionLost(peer=e0.peer))
     e0.connect()
     world.settle()
     assert len(e0.got(Prepare)) == told + 1
@@ -175,7 +175,7 @@ def test_who_is_back_before_it_heard_anything_is_told_all_of_it_again() -> None:
     trainer.say(trainer.offering)
     world.settle()
     assert (len(e0.got(Pause)), len(e0.got(Transfer))) == (1, 1)
-    world.handle(PeerLost(peer=e0.peer))
+    world.handle(ConnectionLost(peer=e0.peer))
     e0.deaf = False
     e0.connect()
     world.settle()

@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given, strategies as st
 
 from weightbus.control.machine.effects import RoundEnded
-from weightbus.control.machine.engine_record import Window
+from weightbus.control.machine.engine_record import VersionWindow
 from weightbus.control.protocol.enums import EngineHealth, Outcome, Step
 from weightbus.control.protocol.ids import Digest, Version
-from weightbus.control.protocol.message_fields import Held, Policy
+from weightbus.control.protocol.message_fields import HeldVersion, Policy
 from weightbus.control.protocol.messages import Alive, Prepare
-from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.metrics import Metrics, Side
 from weightbus.control.server.reporter import Reporter
 
 from ..world import Engine, Trainer, World
 
 
-def held(version: int, table: str = "t") -> Held:
-    return Held(version=Version(version), manifest=Digest("m" * 64), table=Digest(f"{table}{version}"))
+def held(version: int, table: str = "t") -> HeldVersion:
+    return HeldVersion(version=Version(version), manifest=Digest("m" * 64), table=Digest(f"{table}{version}"))
 
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5), st.booleans()), max_size=12))
@@ -27,7 +27,7 @@ def test_what_is_allowed_is_the_committed_version_and_those_less_than_max_lag_be
     commits: list[tuple[int, int, bool]],
 ) -> None:
     """Compared with a plain list of everything that was committed since the channel last went back."""
-    window, story, version = Window(), list[Held](), 50
+    window, story, version = VersionWindow(), list[HeldVersion](), 50
     for number, (step, max_lag, rollback) in enumerate(commits):
         version = version - step if rollback else version + step
         new = held(version, f"{number}-")
@@ -43,8 +43,8 @@ def test_what_is_allowed_is_the_committed_version_and_those_less_than_max_lag_be
 
 def test_before_anything_is_committed_the_weights_of_a_launch_may_serve() -> None:
     """And nothing else: a version that the channel does not know may be anything, whoever claims it."""
-    assert Window().allows(None)
-    assert not Window(None, max_lag=3).allows(held(1))
+    assert VersionWindow().allows(None)
+    assert not VersionWindow(None, max_lag=3).allows(held(1))
 
 
 def test_a_clean_engine_that_claims_what_the_channel_does_not_know_is_not_ready() -> None:
@@ -134,7 +134,7 @@ def test_what_closes_the_window(deployment: tuple[World, Trainer, Engine], how: 
 def test_how_long_training_stood_still_is_a_metric(deployment: tuple[World, Trainer, Engine]) -> None:
     """As the trainer said in its `Publish`; a trainer that did not wait adds nothing."""
     world, trainer, _ = deployment
-    meters = Meters(Side.COORDINATOR)
+    meters = Metrics(Side.COORDINATOR)
     reporter = Reporter(meters)
     plain = trainer.try_say
     trainer.try_say = lambda message, blob=None: plain(  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from weightbus.control.protocol.enums import Outcome
 from weightbus.control.protocol.errors import Malformed
 from weightbus.control.protocol.message_fields import Message, Policy
 from weightbus.control.protocol.messages import Abort, Commit, Pause, Prepare, RoundDone, Send, ToAgent, Transfer
-from weightbus.control.server.event_loop import Server
+from weightbus.control.server.event_loop import EventLoop
 
 from ..server.test_event_loop import Running, Wire
 from ..world import LIMITS, Agent, Engine, Trainer, World, engine_info, trainer_info
@@ -156,7 +156,7 @@ def test_the_loop_says_what_it_could_not_send(tmp_path: Path, engines: int) -> N
     """To one engine or to several alike: the round is over long before any deadline, and it is counted."""
     bus, observed = _Unwriting(), list[AnyObservation]()
     journal = SqliteJournal(tmp_path / "journal", by=1)
-    running = Running(Server(bus, journal, LIMITS, observe=observed.append))
+    running = Running(EventLoop(bus, journal, LIMITS, observe=observed.append))
     wire = Wire(bus.link)
     for number in range(engines):
         wire.add(Engine(wire.world, f"e{number}", engine_info(f"e{number}")))

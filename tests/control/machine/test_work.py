@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from weightbus.control.machine.effects import AnyEffect, SendTo
-from weightbus.control.machine.events import AnyEvent, MessageReceived, Peer, PeerLost
+from weightbus.control.machine.events import AnyEvent, ConnectionLost, MessageReceived, Peer
 from weightbus.control.protocol.enums import EngineHealth, Outcome, Step
 from weightbus.control.protocol.messages import (
     Failed,
@@ -66,7 +66,7 @@ class CountingWorld(World):
             self.by_peer = {agent.peer: agent for agent in self.agents.values()}
         agent = self.by_peer.get(effect.peer)
         if agent is None or not agent.alive:
-            self.handle(PeerLost(peer=effect.peer))
+            self.handle(ConnectionLost(peer=effect.peer))
         else:
             agent.take(effect.message)
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.control import protocol as m
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.codec import Wire
+from weightbus.control.protocol.codec import MessageCodec
 from weightbus.control.protocol.errors import Malformed, Oversize, ProtocolError, UnknownMessage, WrongProtocol
 from weightbus.control.protocol.ids import (
     AgentId,
@@ -39,7 +39,7 @@ VERSION = Version(41)
 MANIFEST = Digest("a" * 64)
 TABLE = Digest("b" * 64)
 ENGINE = AgentId("e0")
-HELD = m.Held(version=VERSION, manifest=MANIFEST, table=TABLE)
+HELD = m.HeldVersion(version=VERSION, manifest=MANIFEST, table=TABLE)
 INFO = m.EngineInfo(
     url="http://127.0.0.1:30000",
     server_version="0.5.23",
@@ -55,8 +55,8 @@ INFO = m.EngineInfo(
 )
 TRAINER = m.TrainerInfo(host="boot-1", device="cpu", ranks=4, transports=(m.TransportKind.DISTRIBUTED,))
 POLICY = m.Policy(pause=m.PauseMode.IN_PLACE, flush=False, min_engines=2, redrives=3, transfer_timeout_s=9.5)
-SEAL = m.Seal(signer=AgentId("t0"), previous=HELD, signature="c" * 128)
-OFFER = m.Offer(
+SEAL = m.PublicationSignature(signer=AgentId("t0"), previous=HELD, signature="c" * 128)
+OFFER = m.Endpoint(
     transport=m.TransportKind.DISTRIBUTED,
     address="tcp://10.0.0.1:6000",
     group="g",
@@ -65,7 +65,7 @@ OFFER = m.Offer(
     token="t",
     signature="d" * 128,
 )
-RECEIVER = m.Receiver(engine=ENGINE, transport=m.TransportKind.LOCAL, tp=2, url="http://127.0.0.1:30000")
+RECEIVER = m.ReceivingEngine(engine=ENGINE, transport=m.TransportKind.LOCAL, tp=2, url="http://127.0.0.1:30000")
 REPORT = m.EngineReport(
     engine=ENGINE,
     outcome=m.Outcome.QUARANTINED,
@@ -102,9 +102,9 @@ TO_COORDINATOR: tuple[tuple[m.ToCoordinator, bytes | None], ...] = (
             files="boot-1/mnt:[2]",
             folder="fe01:2a",
             address="10.0.0.1",
-            places=(m.Place(rank=0, host="boot-1", device="gpu-0", reach={"gpu-1": m.Reach.NVLINK}),),
-            nics=(m.Nic(name="eth0", addresses=("10.0.0.1", "fd00::2"), mbps=100_000),),
-            lacking={m.TransportKind.SENDS: m.Lack(found="no loader", needed="launch it with ours")},
+            places=(m.ProcessLocation(rank=0, host="boot-1", device="gpu-0", reach={"gpu-1": m.Reach.NVLINK}),),
+            nics=(m.NetworkInterface(name="eth0", addresses=("10.0.0.1", "fd00::2"), mbps=100_000),),
+            lacking={m.TransportKind.SENDS: m.MissingTransport(found="no loader", needed="launch it with ours")},
             takes={m.TransportKind.DIRECT: 4096},
         ),
         None,
@@ -205,7 +205,7 @@ def wire_bytes(frames: codec.Frames) -> bytes:
 
 
 @pytest.mark.parametrize(("wire", "message", "blob"), CASES, ids=_NAMES)
-def test_golden(wire: Wire[m.Message], message: m.Message, blob: bytes | None) -> None:
+def test_golden(wire: MessageCodec[m.Message], message: m.Message, blob: bytes | None) -> None:
     """Every message has the bytes it always had, and comes back from them as it went."""
     frames = wire.encode(message, blob)
     assert wire_bytes(frames) == (GOLDEN / f"{type(message).__name__}.bin").read_bytes()
@@ -217,7 +217,7 @@ def test_golden(wire: Wire[m.Message], message: m.Message, blob: bytes | None) -
     [case for case in CASES if (GOLDEN / "full" / f"{type(case[1]).__name__}.bin").exists()],
     ids=lambda each: type(each).__name__,
 )
-def test_defaults_may_be_written_out(wire: Wire[m.Message], message: m.Message, blob: bytes | None) -> None:
+def test_defaults_may_be_written_out(wire: MessageCodec[m.Message], message: m.Message, blob: bytes | None) -> None:
     """What has its default is not sent, and a sender that does send it means the same."""
     full = frames_of((GOLDEN / "full" / f"{type(message).__name__}.bin").read_bytes())
     assert wire.decode(full) == (message, blob)
@@ -225,7 +225,9 @@ def test_defaults_may_be_written_out(wire: Wire[m.Message], message: m.Message, 
 
 
 @pytest.mark.parametrize(("wire", "message", "blob"), CASES, ids=_NAMES)
-def test_header_and_payload_travel_in_one_frame(wire: Wire[m.Message], message: m.Message, blob: bytes | None) -> None:
+def test_header_and_payload_travel_in_one_frame(
+    wire: MessageCodec[m.Message], message: m.Message, blob: bytes | None
+) -> None:
     """What travels is one frame, or two with a blob, and is taken apart again as it was."""
     parts = wire.encode(message, blob)
     packed = codec.pack(parts)
@@ -236,7 +238,7 @@ def test_header_and_payload_travel_in_one_frame(wire: Wire[m.Message], message: 
 
 @pytest.mark.parametrize(("wire", "message", "blob"), CASES, ids=_NAMES)
 def test_the_short_way_reads_what_the_long_one_does(
-    wire: Wire[m.Message], message: m.Message, blob: bytes | None
+    wire: MessageCodec[m.Message], message: m.Message, blob: bytes | None
 ) -> None:
     """Also when the same comes again, and what follows it is something else."""
     packed = codec.pack(wire.encode(message, blob))
@@ -262,7 +264,7 @@ def test_the_short_way_reads_what_the_long_one_does(
     ("wire", "message", "blob"), [case for case in CASES if case[2] is None], ids=lambda each: type(each).__name__
 )
 def test_a_blob_too_many_is_refused_though_the_rest_was_read_before(
-    wire: Wire[m.Message], message: m.Message, blob: bytes | None
+    wire: MessageCodec[m.Message], message: m.Message, blob: bytes | None
 ) -> None:
     """What was read last is known by its only frame."""
     packed = codec.pack(wire.encode(message, blob))
@@ -399,7 +401,7 @@ def test_long_reasons_are_cut_not_lost() -> None:
 
 @FUZZ
 @given(wire=st.sampled_from([codec.TO_COORDINATOR, codec.TO_AGENT]), frames=st.lists(st.binary(), max_size=4))
-def test_any_bytes_are_refused_with_a_typed_error(wire: Wire[m.Message], frames: list[bytes]) -> None:
+def test_any_bytes_are_refused_with_a_typed_error(wire: MessageCodec[m.Message], frames: list[bytes]) -> None:
     """Random frames raise nothing but `ProtocolError`."""
     with pytest.raises(ProtocolError):
         wire.decode(frames)

@@ -17,14 +17,14 @@ from weightbus.control.protocol.enums import Role
 from weightbus.control.protocol.errors import PeerKeyError
 from weightbus.control.protocol.ids import AgentId, Channel
 from weightbus.control.protocol.signatures import signing_key_of
-from weightbus.control.security.allow_list import RELOAD_S, TRUST_FILE, Entry, TrustList, edited, read_trust
+from weightbus.control.security.allow_list import RELOAD_S, TRUST_FILE, TrustEntry, TrustList, edited, read_trust
 
 HERE = (Channel("policy"),)
 
 
-def new_entry(role: Role = Role.ENGINE, channels: tuple[str, ...] = HERE) -> Entry:
+def new_entry(role: Role = Role.ENGINE, channels: tuple[str, ...] = HERE) -> TrustEntry:
     pair = new_keypair()
-    return Entry(role, channels, pair.public, signing_key_of(pair.secret))
+    return TrustEntry(role, channels, pair.public, signing_key_of(pair.secret))
 
 
 E0 = new_entry()

@@ -8,16 +8,16 @@ import pytest
 
 from weightbus.control.bus.sockets import new_keypair, public_of
 from weightbus.control.protocol.errors import PeerKeyError
-from weightbus.control.security.curve_keys import CurveFiles, KeyPair, Written, read_public, read_secret, write_pair
+from weightbus.control.security.curve_keys import CurveFiles, KeyPair, WrittenKeys, read_public, read_secret, write_pair
 
 
-def write(folder: Path, name: str) -> Written:
+def write(folder: Path, name: str) -> WrittenKeys:
     return write_pair(folder, name, new_keypair, public_of)
 
 
 def test_pair_is_written_and_private(tmp_path: Path) -> None:
     """The secret is for its owner only; both halves belong together."""
-    assert write(tmp_path, "e0") is Written.CREATED
+    assert write(tmp_path, "e0") is WrittenKeys.CREATED
     secret, public = tmp_path / "e0.key", tmp_path / "e0.pub"
     assert secret.stat().st_mode & 0o777 == 0o600
     assert public_of(read_secret(secret)) == read_public(public)
@@ -28,9 +28,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     """A second run keeps the pair, and completes one whose public half was removed."""
     write(tmp_path, "e0")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert write(tmp_path, "e0") is Written.KEPT
+    assert write(tmp_path, "e0") is WrittenKeys.KEPT
     (tmp_path / "e0.pub").unlink()
-    assert write(tmp_path, "e0") is Written.COMPLETED
+    assert write(tmp_path, "e0") is WrittenKeys.COMPLETED
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

@@ -11,10 +11,10 @@ from hypothesis import given, strategies as st
 from weightbus.control.bus.sockets import new_keypair
 from weightbus.control.protocol.enums import PauseMode, Role, TransportKind
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Held, Offer, Policy
+from weightbus.control.protocol.message_fields import Endpoint, HeldVersion, Policy
 from weightbus.control.protocol.messages import Prepare, Publish, Transfer
 from weightbus.control.protocol.signatures import sign, signed_by, signing_key_of
-from weightbus.control.security.allow_list import Entry
+from weightbus.control.security.allow_list import TrustEntry
 from weightbus.control.security.signed_publications import (
     Distrust,
     doubt,
@@ -29,8 +29,8 @@ CHANNEL = Channel("policy")
 TRAINER, OTHER, ENGINE = (new_keypair() for _ in range(3))
 
 
-def entry(role: Role, pair: object, *channels: str) -> Entry:
-    return Entry(role, channels or (CHANNEL,), pair.public, signing_key_of(pair.secret))  # type: ignore[attr-defined]
+def entry(role: Role, pair: object, *channels: str) -> TrustEntry:
+    return TrustEntry(role, channels or (CHANNEL,), pair.public, signing_key_of(pair.secret))  # type: ignore[attr-defined]
 
 
 TRUSTED = {
@@ -44,8 +44,8 @@ def digest(text: str) -> Digest:
     return Digest(hashlib.sha256(text.encode()).hexdigest())
 
 
-def held(version: int, what: str = "") -> Held:
-    return Held(version=Version(version), manifest=digest("manifest"), table=digest(f"table {version} {what}"))
+def held(version: int, what: str = "") -> HeldVersion:
+    return HeldVersion(version=Version(version), manifest=digest("manifest"), table=digest(f"table {version} {what}"))
 
 
 def publication(version: int = 5, epoch: int = 9) -> Publish:
@@ -78,11 +78,11 @@ def offered(publish: Publish, **lies: object) -> Prepare:
     return msgspec.structs.replace(prepare, **lies)
 
 
-def sealed(previous: Held | None = None, **fields: int) -> Publish:
+def sealed(previous: HeldVersion | None = None, **fields: int) -> Publish:
     return seal_publication(publication(**fields), AgentId("t0"), TRAINER.secret, previous)
 
 
-def kind(prepare: Prepare, serving: Held | None = None) -> Distrust | None:
+def kind(prepare: Prepare, serving: HeldVersion | None = None) -> Distrust | None:
     found = doubt(prepare, serving, TRUSTED)
     return found.kind if found else None
 
@@ -151,7 +151,7 @@ def test_every_digit_of_a_signature_counts(at: int, digit: str) -> None:
 
 
 @pytest.mark.parametrize("previous", [None, held(3), held(7)])
-def test_the_chain_is_signed_too(previous: Held | None) -> None:
+def test_the_chain_is_signed_too(previous: HeldVersion | None) -> None:
     """What a statement follows cannot be told differently afterwards."""
     good = sealed(held(4))
     seal = msgspec.structs.replace(good.seal, previous=previous)
@@ -167,10 +167,10 @@ def test_the_chain_is_signed_too(previous: Held | None) -> None:
         (held(3), 5, held(4), Distrust.ROLLED_BACK),
         (held(9), 5, held(6), Distrust.ROLLED_BACK),
         (held(4, "other"), 5, held(4), Distrust.FORKED),
-        (Held(version=Version(4), manifest=digest("other"), table=held(4).table), 5, held(4), Distrust.FORKED),
+        (HeldVersion(version=Version(4), manifest=digest("other"), table=held(4).table), 5, held(4), Distrust.FORKED),
     ],
 )
-def test_history_is_one_line(previous: Held | None, version: int, serving: Held, found: Distrust) -> None:
+def test_history_is_one_line(previous: HeldVersion | None, version: int, serving: HeldVersion, found: Distrust) -> None:
     """A coordinator that lies to a trainer about what is committed makes it sign what engines refuse."""
     assert kind(offered(sealed(previous, version=version)), serving) is found
 
@@ -199,7 +199,7 @@ def test_signatures_are_of_one_key_and_one_statement() -> None:
 
 
 OFFER_FIELDS = {"transport", "address", "group", "backend", "world_size", "token", "signature"}
-OFFER = Offer(
+OFFER = Endpoint(
     transport=TransportKind.DISTRIBUTED,
     address="tcp://10.0.0.1:6000",
     group="g",
@@ -209,7 +209,7 @@ OFFER = Offer(
 )
 
 
-def transfer(offer: Offer, epoch: int = 9) -> Transfer:
+def transfer(offer: Endpoint, epoch: int = 9) -> Transfer:
     return Transfer(
         channel=CHANNEL,
         epoch=Epoch(epoch),
@@ -251,7 +251,7 @@ def test_nobody_sends_engines_elsewhere(lie: dict[str, object]) -> None:
 
 def test_every_field_of_an_offer_is_signed() -> None:
     """A field that is added is signed with the others, and is tried above."""
-    assert {field.name for field in msgspec.structs.fields(Offer)} == OFFER_FIELDS
+    assert {field.name for field in msgspec.structs.fields(Endpoint)} == OFFER_FIELDS
 
 
 def test_an_offer_is_of_one_epoch_and_one_trainer() -> None:
@@ -268,7 +268,7 @@ def test_an_offer_is_of_one_epoch_and_one_trainer() -> None:
         assert objection.kind is found
 
 
-def left_open(previous: Held | None = None) -> Publish:
+def left_open(previous: HeldVersion | None = None) -> Publish:
     """A publication whose table follows."""
     bare = msgspec.structs.replace(publication(), table=Digest(""))
     return seal_publication(bare, AgentId("t0"), TRAINER.secret, previous)
@@ -308,10 +308,10 @@ def test_a_signature_under_a_table_is_good_for_one_table_of_one_publication() ->
 @pytest.mark.parametrize(
     "now", [entry(Role.TRAINER, TRAINER, "another"), entry(Role.ENGINE, TRAINER), None], ids=["channel", "role", "gone"]
 )
-def test_every_signature_is_judged_by_the_list_as_it_is_now(now: Entry | None) -> None:
+def test_every_signature_is_judged_by_the_list_as_it_is_now(now: TrustEntry | None) -> None:
     """Who is trusted with something else since `Prepare` is believed neither a table nor an offer any more."""
     publish, table = left_open(), held(5).table
-    offer = seal_offer(Offer(transport=TransportKind.LOCAL, address="a"), CHANNEL, Epoch(9), TRAINER.secret)
+    offer = seal_offer(Endpoint(transport=TransportKind.LOCAL, address="a"), CHANNEL, Epoch(9), TRAINER.secret)
     transfer = Transfer(
         channel=CHANNEL,
         epoch=Epoch(9),

@@ -10,7 +10,7 @@ from weightbus.control.protocol.errors import JournalUnwritable
 from weightbus.control.server import candidate as module
 from weightbus.control.server.candidate import Candidate
 from weightbus.control.server.settings import CoordinatorSettings
-from weightbus.control.server.standby import Ports
+from weightbus.control.server.standby import StandbyPorts
 
 
 class Term:
@@ -26,7 +26,7 @@ class Term:
 class Standby:
     """Is elected once, and told to stop the next time."""
 
-    ports = Ports(router=1, http=2)
+    ports = StandbyPorts(router=1, http=2)
     terms: ClassVar[list[Term | None]]
 
     def __init__(self, *_given: object) -> None:

@@ -19,12 +19,12 @@ from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.bus.in_memory import MemoryBus
 from weightbus.control.bus.router import RouterBus
 from weightbus.control.bus.session import Timing
-from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.cli.deployment_keys import KeyOwner, provision
 from weightbus.control.machine.status import StatusView
 from weightbus.control.protocol.errors import ConfigurationError, RequestRefused
 from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId, Version
 from weightbus.control.security.allow_list import TRUST_FILE
-from weightbus.control.server.coordinator_process import Service
+from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 
 CHANNEL = Channel("policy")
@@ -50,7 +50,7 @@ class Running:
     """A service on a thread."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
-        self.service = Service(settings(folder, port))
+        self.service = CoordinatorProcess(settings(folder, port))
         self.port = self.service.router_port
         self._thread = threading.Thread(target=self.service.run)
         self._thread.start()
@@ -108,7 +108,7 @@ class Engine:
 
     def __init__(self, port: int, name: str) -> None:
         self.name = name
-        self.held: m.Held | None = None
+        self.held: m.HeldVersion | None = None
         self.client = agent(port, name, m.Role.ENGINE, self._info)
         self.client.start(DEADLINE_S)
         self.welcomes = 0
@@ -159,7 +159,7 @@ class Engine:
             case m.Pause(epoch=epoch):
                 yield m.Paused(request=key(), channel=CHANNEL, epoch=epoch, seconds=0.01)
             case m.Transfer(epoch=epoch, manifest=manifest, table=table, version=version):
-                self.held = m.Held(version=version, manifest=manifest, table=table)
+                self.held = m.HeldVersion(version=version, manifest=manifest, table=table)
                 yield m.Transferred(request=key(), channel=CHANNEL, epoch=epoch, bytes=10, buckets=1, seconds=0.01)
                 yield m.Verified(
                     request=key(),
@@ -190,7 +190,7 @@ def publish(trainer: BusClient, version: int) -> m.RoundDone:
     while time.monotonic() < end:
         match trainer.next(0.1):
             case m.Send(epoch=epoch):
-                offer = m.Offer(transport=LOCAL, address="/x")
+                offer = m.Endpoint(transport=LOCAL, address="/x")
                 trainer.request(m.Offered(request=key(), channel=CHANNEL, epoch=epoch, offers=(offer,)))
                 trainer.request(m.Sent(request=key(), channel=CHANNEL, epoch=epoch))
             case m.RoundDone() as done if done.version == version:
@@ -263,7 +263,7 @@ def test_readiness_follows_the_loop(running: Running, tmp_path: Path) -> None:
     assert running.service.readiness().ready
     running.stop()
     assert running.service.readiness().reason == "stopping"
-    stuck = Service(settings(tmp_path / "stuck"))
+    stuck = CoordinatorProcess(settings(tmp_path / "stuck"))
     stuck.server.moved_at -= 100.0
     assert "not moved" in stuck.readiness().reason
     stuck.close()
@@ -272,9 +272,9 @@ def test_readiness_follows_the_loop(running: Running, tmp_path: Path) -> None:
 def test_a_coordinator_that_trusts_nobody_is_not_ready(tmp_path: Path) -> None:
     """Nobody can join it: whoever looks after it has to hear of that before the fleet is gone."""
     keys = tmp_path / "keys"
-    provision(keys, [Member(AgentId("e0"), m.Role.ENGINE, (CHANNEL,))])
+    provision(keys, [KeyOwner(AgentId("e0"), m.Role.ENGINE, (CHANNEL,))])
     locked = msgspec.structs.replace(settings(tmp_path), insecure_loopback=False, keys=keys)
-    with contextlib.closing(Service(locked)) as service:
+    with contextlib.closing(CoordinatorProcess(locked)) as service:
         assert service.readiness().ready
         assert service.server.machine._attendance._keyed, "the machine knows that nobody joins without a key"
         trust = keys / TRUST_FILE
@@ -293,10 +293,10 @@ def test_what_cannot_start_leaves_nothing_behind(running: Running, tmp_path: Pat
     """A second coordinator on the same port fails with advice; its journal is free, its ports are too."""
     other = tmp_path / "other"
     with pytest.raises(ConfigurationError, match="router_port"):
-        Service(settings(other, running.port))
-    free = Service(settings(other))
+        CoordinatorProcess(settings(other, running.port))
+    free = CoordinatorProcess(settings(other))
     free.close()
-    Service(settings(other)).close()
+    CoordinatorProcess(settings(other)).close()
 
 
 def test_memory_bus_is_as_faithful_as_sockets() -> None:

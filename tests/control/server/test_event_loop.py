@@ -16,7 +16,7 @@ from weightbus.control.bus.in_memory import MemoryBus
 from weightbus.control.bus.interface import AgentLink, Delivery, Distrusted, Incoming
 from weightbus.control.bus.router import RouterBus
 from weightbus.control.journal.election import Deposed, Term
-from weightbus.control.journal.etcd_client import Etcd, KeyValue, Outcome
+from weightbus.control.journal.etcd_client import Etcd, KeyValue, TxnResult
 from weightbus.control.journal.etcd_journal import EtcdJournal
 from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine.effects import (
@@ -30,7 +30,7 @@ from weightbus.control.machine.effects import (
 )
 from weightbus.control.machine.events import Peer
 from weightbus.control.machine.limits import Limits
-from weightbus.control.protocol.enums import Code, Outcome as Ended, Role
+from weightbus.control.protocol.enums import Code, Role, TxnResult as Ended
 from weightbus.control.protocol.errors import JournalUnwritable, NotNewer
 from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
 from weightbus.control.protocol.message_fields import Message
@@ -48,8 +48,8 @@ from weightbus.control.protocol.messages import (
     Welcome,
 )
 from weightbus.control.server import event_loop as module
-from weightbus.control.server.event_loop import GATHER_PACE, GATHER_S, SETTLE_S, Server
-from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.event_loop import GATHER_PACE, GATHER_S, SETTLE_S, EventLoop
+from weightbus.control.server.metrics import Metrics, Side
 from weightbus.control.server.reporter import TimedJournal
 
 from ..world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
@@ -61,7 +61,7 @@ LIMITS = Limits(retry_s=0.05, probe_s=0.05, heartbeat_s=0.2, silence_s=60.0)
 class Running:
     """A server on a thread of its own."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: EventLoop) -> None:
         self.server = server
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -89,7 +89,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
     def begin(bus: MemoryBus | RouterBus, observed: list[AnyObservation] | None = None) -> Running:
         journal = SqliteJournal(tmp_path / "journal", by=1)
-        server = Server(bus, journal, LIMITS, observe=(observed if observed is not None else []).append)
+        server = EventLoop(bus, journal, LIMITS, observe=(observed if observed is not None else []).append)
         running = Running(server)
 
         def close() -> None:
@@ -307,7 +307,7 @@ class FailingJournal:
 def test_journal_that_fails_is_tried_again() -> None:
     """A full disk ends nothing: requests are refused until the probe gets through, then they are granted."""
     bus, journal = MemoryBus(), FailingJournal()
-    running = Running(Server(bus, journal, LIMITS, observe=lambda _what: None))  # type: ignore[arg-type]
+    running = Running(EventLoop(bus, journal, LIMITS, observe=lambda _what: None))  # type: ignore[arg-type]
     wire = Wire(bus.link)
     trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
     wire.until(lambda: bool(trainer.got(Welcome)))
@@ -335,7 +335,7 @@ class NewerJournal(FailingJournal):
 def test_a_journal_that_holds_a_newer_version_ends_the_round_and_not_the_loop() -> None:
     """The trainer is told, and the loop serves on."""
     bus, journal = MemoryBus(), NewerJournal()
-    running = Running(Server(bus, journal, LIMITS, observe=lambda _what: None))  # type: ignore[arg-type]
+    running = Running(EventLoop(bus, journal, LIMITS, observe=lambda _what: None))  # type: ignore[arg-type]
     wire = Wire(bus.link)
     trainer = wire.add(Trainer(wire.world, "trainer", trainer_info()))
     wire.until(lambda: bool(trainer.got(Welcome)))
@@ -358,8 +358,8 @@ class YesStore:
     def under(self, _prefix: str) -> tuple[KeyValue, ...]:
         return ()
 
-    def txn(self, *_asked: object) -> Outcome:
-        return Outcome(succeeded=True, revision=1, found=())
+    def txn(self, *_asked: object) -> TxnResult:
+        return TxnResult(succeeded=True, revision=1, found=())
 
     def revoke(self, _lease: int) -> None:
         pass
@@ -372,8 +372,8 @@ def test_a_leader_whose_time_is_over_looks_at_nothing_that_came_in() -> None:
     term = Term(store, "p/leader", token=1, lease=1, ttl_s=3600.0, granted_at=0.0, clock=lambda: now[0])
     observed: list[AnyObservation] = []
     bus = MemoryBus()
-    journal = TimedJournal(EtcdJournal(store, "p", term), Meters(Side.COORDINATOR))
-    server = Server(bus, journal, LIMITS, observe=observed.append)
+    journal = TimedJournal(EtcdJournal(store, "p", term), Metrics(Side.COORDINATOR))
+    server = EventLoop(bus, journal, LIMITS, observe=observed.append)
     link = bus.link()
     link.open()
     hello = msgspec.structs.replace(Trainer(World(), "t0", trainer_info()).hello(), incarnation="1")
@@ -409,7 +409,7 @@ def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> No
     sent: list[tuple[Peer, Message]] = []
     bus.send = lambda peer, message, _blob=None: (sent.append((peer, message)), Delivery.SENT)[1]  # type: ignore[method-assign,assignment]
     journal = SqliteJournal(tmp_path / "journal", by=1)
-    server = Server(bus, journal, LIMITS, observe=lambda _what: None)
+    server = EventLoop(bus, journal, LIMITS, observe=lambda _what: None)
     one, two = Peer(b"one"), Peer(b"two")
     asked = [Release(request=RequestId(f"k{number}"), channel=CHANNEL, epoch=Epoch(1)) for number in range(2)]
     acks = [Ack(request=each.request) for each in asked]
@@ -430,7 +430,7 @@ def test_a_stream_of_heartbeats_gathers_while_nobody_waits(tmp_path: Path) -> No
     poll = bus.poll
     bus.poll = lambda _timeout_s, gather_s=0.0: (gathered.append(gather_s), poll(0.0))[1]  # type: ignore[method-assign]
     journal = SqliteJournal(tmp_path / "journal", by=1)
-    server = Server(bus, journal, LIMITS, observe=lambda _what: None, clock=lambda: now[0])
+    server = EventLoop(bus, journal, LIMITS, observe=lambda _what: None, clock=lambda: now[0])
     link = bus.link()
     link.open()
     hello = msgspec.structs.replace(Trainer(World(), "t0", trainer_info()).hello(), incarnation="1")

@@ -12,7 +12,7 @@ import structlog
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.server import http_server as http_module, metrics as telemetry
 from weightbus.control.server.http_server import HttpPort, Readiness
-from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.metrics import Metrics, Side
 
 
 class World:
@@ -21,7 +21,7 @@ class World:
     def __init__(self) -> None:
         self.verdict = Readiness(True)
         self.broken = False
-        self.meters = Meters(Side.COORDINATOR)
+        self.meters = Metrics(Side.COORDINATOR)
         self.port = HttpPort(
             "127.0.0.1",
             0,

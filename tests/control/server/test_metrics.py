@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 
 from weightbus.control.protocol.errors import InvariantBroken
 from weightbus.control.server import metrics as telemetry
-from weightbus.control.server.metrics import METRICS, Kind, Meters, Side, configure_logging, markdown_table
+from weightbus.control.server.metrics import METRICS, MetricKind, Metrics, Side, configure_logging, markdown_table
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,7 +27,7 @@ def _logs_as_before() -> Iterator[None]:
 @pytest.mark.parametrize("side", Side)
 def test_every_metric_of_a_side_is_exposed(side: Side) -> None:
     """What is declared is what a scraper sees, with its help; nothing else is."""
-    text = generate_latest(Meters(side).registry).decode()
+    text = generate_latest(Metrics(side).registry).decode()
     exposed = {name for name in re.findall(r"^# HELP (\S+)", text, re.MULTILINE) if not name.endswith("_created")}
     assert exposed == {each.name for each in METRICS if each.side is side}
 
@@ -38,13 +38,13 @@ def test_names_follow_prometheus() -> None:
     assert len(set(names)) == len(names)
     for each in METRICS:
         assert re.fullmatch(r"weightbus_[a-z_]+", each.name)
-        assert (each.kind is Kind.COUNTER) == each.name.endswith("_total")
-        assert each.kind is not Kind.HISTOGRAM or each.name.endswith("_seconds")
+        assert (each.kind is MetricKind.COUNTER) == each.name.endswith("_total")
+        assert each.kind is not MetricKind.HISTOGRAM or each.name.endswith("_seconds")
 
 
 def test_values_arrive() -> None:
     """Gauges are set, counters raised, histograms observed."""
-    meters = Meters(Side.COORDINATOR)
+    meters = Metrics(Side.COORDINATOR)
     meters.set(telemetry.COMMITTED_VERSION, 5, channel="c")
     meters.add(telemetry.ROUNDS, channel="c", outcome="committed")
     meters.add(telemetry.ROUNDS, 2, channel="c", outcome="committed")
@@ -57,7 +57,7 @@ def test_values_arrive() -> None:
 
 def test_replaced_labels_leave_no_ghosts() -> None:
     """A lease holder or engine that is gone is gone from the metrics."""
-    meters = Meters(Side.COORDINATOR)
+    meters = Metrics(Side.COORDINATOR)
     meters.replace(telemetry.LEASE_INFO, {("c", "t0"): 1, ("d", "t1"): 1})
     meters.replace(telemetry.LEASE_INFO, {("c", "t2"): 1, ("d", "t1"): 1})
     samples = {
@@ -72,9 +72,9 @@ def test_replaced_labels_leave_no_ghosts() -> None:
 def test_misuse_is_our_bug() -> None:
     """A metric of another side or kind raises instead of being dropped."""
     with pytest.raises(InvariantBroken, match="gauge of the coordinator"):
-        Meters(Side.ENGINE).set(telemetry.COMMITTED_VERSION, 1, channel="c")
+        Metrics(Side.ENGINE).set(telemetry.COMMITTED_VERSION, 1, channel="c")
     with pytest.raises(InvariantBroken, match="used as counter"):
-        Meters(Side.COORDINATOR).add(telemetry.COMMITTED_VERSION, channel="c")
+        Metrics(Side.COORDINATOR).add(telemetry.COMMITTED_VERSION, channel="c")
 
 
 def test_table_lists_every_metric() -> None:

@@ -8,9 +8,9 @@ from structlog.testing import capture_logs
 from weightbus.control.machine.effects import Refusal
 from weightbus.control.protocol.enums import Code, EngineHealth, Step
 from weightbus.control.protocol.ids import Digest, Version
-from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.control.protocol.messages import Prepare
-from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.metrics import Metrics, Side
 from weightbus.control.server.reporter import REFUSALS_LOGGED, Reporter
 
 from ..world import CHANNEL, World
@@ -19,7 +19,7 @@ from ..world import CHANNEL, World
 def test_a_flood_of_refusals_is_counted_and_hardly_logged() -> None:
     """Strangers cannot fill the disk with our log; how many lines were left out is said, and nothing is uncounted."""
     now = [0.0]
-    meters = Meters(Side.COORDINATOR)
+    meters = Metrics(Side.COORDINATOR)
     with capture_logs() as lines:
         reporter = Reporter(meters, lambda: now[0])
         for number in range(1000):
@@ -39,7 +39,7 @@ def test_a_flood_of_refusals_is_counted_and_hardly_logged() -> None:
 )
 def test_an_engine_s_late_answer_is_counted_and_not_told(message: str, code: Code, told: bool) -> None:
     """To be late is nobody's fault, and the engine need do nothing. A trainer that is late has lost its lease."""
-    meters = Meters(Side.COORDINATOR)
+    meters = Metrics(Side.COORDINATOR)
     with capture_logs() as lines:
         Reporter(meters).observe(Refusal(agent="e0", message=message, code=code, reason="x"))
     assert [line["log_level"] for line in lines] == ["info" if told else "debug"]
@@ -48,7 +48,7 @@ def test_an_engine_s_late_answer_is_counted_and_not_told(message: str, code: Cod
 
 def test_connections_are_counted_as_the_bus_counts_them() -> None:
     """The counters follow, however often they are brought up to date."""
-    meters = Meters(Side.COORDINATOR)
+    meters = Metrics(Side.COORDINATOR)
     reporter = Reporter(meters)
     for accepted in (0, 3, 3, 10):
         reporter.count_connections({"accepted": accepted, "refused": accepted // 2})
@@ -57,13 +57,13 @@ def test_connections_are_counted_as_the_bus_counts_them() -> None:
     assert value("weightbus_connections_total", {"event": "refused"}) == 5
 
 
-def held(version: int, table: str = "c" * 64) -> Held:
-    return Held(version=Version(version), manifest=Digest("d" * 64), table=Digest(table))
+def held(version: int, table: str = "c" * 64) -> HeldVersion:
+    return HeldVersion(version=Version(version), manifest=Digest("d" * 64), table=Digest(table))
 
 
 def shown(world: World, engine: str) -> tuple[float | None, float | None]:
     """Version and lag, as the gauges have them."""
-    meters = Meters(Side.COORDINATOR)
+    meters = Metrics(Side.COORDINATOR)
     Reporter(meters).show(world.machine.status(world.now))
     value, labels = meters.registry.get_sample_value, {"channel": CHANNEL, "engine": engine}
     return value("weightbus_engine_version", labels), value("weightbus_engine_version_lag", labels)
@@ -75,7 +75,7 @@ def test_a_version_that_was_never_committed_here_is_none(health: EngineHealth) -
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
 
-    def says(held: Held) -> tuple[float | None, float | None]:
+    def says(held: HeldVersion) -> tuple[float | None, float | None]:
         engine.held, engine.health = held, health
         world.advance(world.limits.heartbeat_s)
         view = world.machine.status(world.now).channels[CHANNEL].engines["e0"]

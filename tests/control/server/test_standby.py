@@ -15,7 +15,7 @@ import structlog
 from weightbus.control.bus.dealer import DealerLink
 from weightbus.control.bus.rejections import REJECTED_KEY
 from weightbus.control.cli.entry_point import main
-from weightbus.control.journal.election import Election, Leader
+from weightbus.control.journal.election import Election, LeaderRecord
 from weightbus.control.journal.etcd_client import EtcdUnavailable
 from weightbus.control.protocol.enums import Code, Role
 from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
@@ -37,8 +37,8 @@ HELLO = Hello(
 class Follower:
     """An election that somebody else has won."""
 
-    def stand(self) -> Leader:
-        return Leader("c0", "tcp://127.0.0.1:1")
+    def stand(self) -> LeaderRecord:
+        return LeaderRecord("c0", "tcp://127.0.0.1:1")
 
 
 @pytest.fixture
@@ -128,12 +128,12 @@ class Unreachable:
     def __init__(self, standby: Standby, problems: Sequence[str]) -> None:
         self._standby, self._problems = standby, list(problems)
 
-    def stand(self) -> Leader:
+    def stand(self) -> LeaderRecord:
         problem = self._problems.pop(0)
         if not self._problems:
             self._standby.stop()
         if not problem:
-            return Leader("c0", "tcp://127.0.0.1:1")
+            return LeaderRecord("c0", "tcp://127.0.0.1:1")
         raise EtcdUnavailable(["127.0.0.1:1"], problem)
 
 

@@ -15,7 +15,7 @@ from weightbus.control.cli.entry_point import main
 from weightbus.control.machine.routing import PREFERRED
 from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
 from weightbus.control.protocol.errors import Malformed
-from weightbus.control.protocol.message_fields import Lack, Message, Place
+from weightbus.control.protocol.message_fields import Message, MissingTransport, ProcessLocation
 from weightbus.control.protocol.messages import Failed, Granted, Prepare, Send, Topology, Transfer
 from weightbus.control.server import transport_plan as plan_document
 
@@ -95,7 +95,10 @@ def test_what_is_told_counts_from_the_next_round_on(world: World) -> None:
     assert isinstance(silent, Granted)
     assert silent.routes == {}, "an older trainer would refuse the field"
 
-    tell(trainer, places=(Place(rank=0, host="h0", device="cpu"), Place(rank=1, host="h1", device="cpu")))
+    tell(
+        trainer,
+        places=(ProcessLocation(rank=0, host="h0", device="cpu"), ProcessLocation(rank=1, host="h1", device="cpu")),
+    )
     world.publish(trainer, 2)
     granted = trainer.got(Granted)[-1]
     assert isinstance(granted, Granted)
@@ -109,7 +112,7 @@ def test_who_moves_or_comes_between_two_versions_is_routed_anew(world: World) ->
     trainer = world.trainer("t", transports=(LOCAL, SENDS))
     before = {each.engine: each.transport for each in world.publish(trainer, 1).engines}
     assert before["near"] is LOCAL
-    tell(engine_of(world, "near"), lacking={LOCAL: Lack("its shared memory is gone")})
+    tell(engine_of(world, "near"), lacking={LOCAL: MissingTransport("its shared memory is gone")})
     after = {each.engine: each.transport for each in world.publish(trainer, 2).engines}
     assert after["near"] is not LOCAL
     world.engine("late")
@@ -150,8 +153,8 @@ def test_the_plan_names_transports_reasons_and_bytes(world: World) -> None:
     before = plan(world)
     assert before.engines["near"].bytes_per_gpu is None
     assert before.engines["stock"].bytes_per_gpu is None
-    tell(engine_of(world, "near"), takes={DIRECT: 1234}, places=(Place(rank=0, host="h0", device="cpu"),))
-    tell(engine_of(world, "stock"), lacking={DIRECT: Lack(found="no loader", needed="launch it with ours")})
+    tell(engine_of(world, "near"), takes={DIRECT: 1234}, places=(ProcessLocation(rank=0, host="h0", device="cpu"),))
+    tell(engine_of(world, "stock"), lacking={DIRECT: MissingTransport(found="no loader", needed="launch it with ours")})
     world.publish(trainer, 1)
     found = plan(world)
     assert found.trainer is not None
@@ -162,7 +165,10 @@ def test_the_plan_names_transports_reasons_and_bytes(world: World) -> None:
     assert stock.bytes_per_gpu == found.trainer.bytes
     assert stock.faster[0] == plan_document.Faster(DIRECT, "no loader", "launch it with ours")
 
-    tell(engine_of(world, "near"), lacking={DIRECT: Lack(found="its loader was replaced", needed="launch it anew")})
+    tell(
+        engine_of(world, "near"),
+        lacking={DIRECT: MissingTransport(found="its loader was replaced", needed="launch it anew")},
+    )
     moved = plan(world).engines["near"]
     assert (moved.transport is DIRECT, moved.last) == (False, DIRECT), "what is planned is not what it took"
 
@@ -180,7 +186,7 @@ def test_the_plan_names_transports_reasons_and_bytes(world: World) -> None:
 def test_people_see_what_a_faster_one_needs(world: World) -> None:
     """With --explain; without it the choice alone."""
     world.trainer("t", transports=PREFERRED)
-    tell(engine_of(world, "stock"), lacking={DIRECT: Lack(found="no loader", needed="launch it with ours")})
+    tell(engine_of(world, "stock"), lacking={DIRECT: MissingTransport(found="no loader", needed="launch it with ours")})
     view = world.plan
     console = Console(width=200, no_color=True)
     with console.capture() as short:

@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy import ready_flags as module
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
-from weightbus.dataplane.copy.ready_flags import Marks, marks_in, needs_of, stages_of
+from weightbus.dataplane.copy.ready_flags import ReadyFlags, marks_in, needs_of, stages_of
 from weightbus.dataplane.errors import DeadlineExceeded, ManifestError, PeerLost, StaleSession
 from weightbus.dataplane.memory.export_map import MadeRegion
 
@@ -89,9 +89,9 @@ def test_marks_lie_in_their_region(made: MadeRegion) -> None:
     assert found.data_ptr() == region.data_ptr() + 8
 
 
-def bound(parts: int, round_: int, gone: Callable[[], None] = alive, within_s: float = 30.0) -> tuple[Marks, Any]:
+def bound(parts: int, round_: int, gone: Callable[[], None] = alive, within_s: float = 30.0) -> tuple[ReadyFlags, Any]:
     memory = torch.zeros(parts, dtype=torch.int64)
-    made = Marks({3: memory}, gone)
+    made = ReadyFlags({3: memory}, gone)
     made.begin({3: round_}, within_s, wanted)
     return made, memory
 
@@ -212,14 +212,16 @@ def test_marks_on_a_gpu_are_read_beside_the_copies(monkeypatch: pytest.MonkeyPat
     assert gpu.told == ["synchronised"]
 
 
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch, **memory: torch.Tensor) -> tuple[Marks, FakeGPU, list[tuple[int, ...]]]:
+def on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, **memory: torch.Tensor
+) -> tuple[ReadyFlags, FakeGPU, list[tuple[int, ...]]]:
     """Marks of holders 0, 1, ... which are said to be on a GPU; and whose are looked at, look by look."""
     gpu, looks, look = FakeGPU(monkeypatch), list[tuple[int, ...]](), module._FarMarks.look
     monkeypatch.setattr(
         module._FarMarks, "look", lambda self, marks: (looks.append(tuple(marks)), look(self, marks))[1]
     )
     monkeypatch.setattr(module, "_SPIN_S", 10.0)
-    marks = Marks(dict(enumerate(memory.values())), alive)
+    marks = ReadyFlags(dict(enumerate(memory.values())), alive)
     marks._far = module._FarMarks(marks._marks, torch.device("cuda", 0))
     return marks, gpu, looks
 

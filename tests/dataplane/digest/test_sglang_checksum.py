@@ -58,7 +58,7 @@ def noise(words: int, seed: int = 0) -> npt.NDArray[np.uint8]:
 
 def checksum(data: npt.NDArray[np.uint8]) -> str:
     """Of one parameter that lies in one piece."""
-    lanes = fmix.Lanes([data.nbytes])
+    lanes = fmix.ChecksumLanes([data.nbytes])
     found = lanes.zeros()
     fmix.accumulate(data, fmix.segments(0, data.nbytes, data.nbytes, 1, word=0, tile=0), found)
     return lanes.finish(found)[0]
@@ -77,7 +77,7 @@ def test_any_cut_in_any_order_gives_the_same(data: st.DataObject) -> None:
     """Pieces of two parameters, out of order, with zeros behind one of them."""
     first, second = noise(data.draw(st.integers(1, 20_000)), 1), noise(data.draw(st.integers(1, 9_000)), 2)
     padding = data.draw(st.integers(0, 9_000))
-    lanes = fmix.Lanes([first.nbytes, second.nbytes + padding * 4])
+    lanes = fmix.ChecksumLanes([first.nbytes, second.nbytes + padding * 4])
     found = lanes.zeros()
     pieces: list[tuple[npt.NDArray[np.uint8], int, int, int]] = []
     for parameter, whole in enumerate((first, second)):
@@ -102,7 +102,7 @@ def test_a_slice_of_columns_is_packed_row_after_row(rows: int, width: int, gap: 
     whole = noise(rows * (width + gap)).reshape(rows, -1)
     packed = np.ascontiguousarray(whole[:, : width * 4]).reshape(-1)
     before = noise(word, 3)
-    lanes = fmix.Lanes([before.nbytes + packed.nbytes])
+    lanes = fmix.ChecksumLanes([before.nbytes + packed.nbytes])
     found = lanes.zeros()
     fmix.accumulate(before, fmix.segments(0, before.nbytes, before.nbytes, 1, word=0, tile=0), found)
     fmix.accumulate(whole.reshape(-1), fmix.segments(0, width * 4, (width + gap) * 4, rows, word=word, tile=0), found)
@@ -113,7 +113,7 @@ def test_a_slice_of_columns_is_packed_row_after_row(rows: int, width: int, gap: 
 def test_bytes_that_are_no_words_are_refused() -> None:
     """Such a parameter has no prediction; a wrong one would condemn a sound engine."""
     with pytest.raises(ValueError, match="multiple of four"):
-        fmix.Lanes([6])
+        fmix.ChecksumLanes([6])
 
 
 def test_the_kernel_adds_what_numpy_adds() -> None:

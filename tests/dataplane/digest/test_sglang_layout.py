@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weightbus.dataplane.digest.sglang_layout import Box, ServedParameter, served_layout
+from weightbus.dataplane.digest.sglang_layout import ParameterBox, ServedParameter, served_layout
 from weightbus.dataplane.tensors.manifest import TensorSpec
 
 HIDDEN, FFN, HEAD_DIM = 12, 24, 4
@@ -70,7 +70,7 @@ def served(name: str, weights: dict[str, torch.Tensor], tp: int, rank: int) -> t
 def materialise(parameter: ServedParameter, specs: list[TensorSpec], weights: dict[str, torch.Tensor]) -> torch.Tensor:
     """The elements that the layout says, in its order."""
 
-    def cut(box: Box) -> torch.Tensor:
+    def cut(box: ParameterBox) -> torch.Tensor:
         part = weights[specs[box.tensor].name]
         for dim, (start, size) in enumerate(zip(box.start, box.size, strict=True)):
             part = part.narrow(dim, start, size)

@@ -21,7 +21,7 @@ from hypothesis import given, strategies as st
 
 from weightbus.dataplane.errors import ManifestError, NotExportable, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.memory import export_messages as wire, exporter as exporter_module, importer as exported
-from weightbus.dataplane.memory.export_map import ExportMap, MadeRegion, Parts, Place, Region
+from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, MadeRegion, Parts, Region
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter
 
@@ -307,7 +307,7 @@ def test_memory_of_a_gpu_is_not_for_this_exporter(exporter: RegionExporter) -> N
         b"WBX1",
         wire.encode_ask(wire.Ask(1, (0,)))[:-1],
         b"XXXX" + wire.encode_ask(wire.Ask(1, (0,)))[4:],
-        wire.encode_grant(wire.Grant(1, (wire.Granted(0, 1, 4),))),
+        wire.encode_grant(wire.Grant(1, (wire.GrantedRegions(0, 1, 4),))),
     ],
 )
 def test_what_is_no_request_is_refused(packet: bytes) -> None:
@@ -318,12 +318,14 @@ def test_what_is_no_request_is_refused(packet: bytes) -> None:
 
 def test_answers_survive_the_wire() -> None:
     """Both kinds of memory, and refusals; a region without bytes is out of bounds."""
-    grant = wire.Grant(7, (wire.Granted(0, wire.HOST, 4), wire.Granted(9, wire.CUDA, 8, "GPU-12345678", b"h" * 64)))
+    grant = wire.Grant(
+        7, (wire.GrantedRegions(0, wire.HOST, 4), wire.GrantedRegions(9, wire.CUDA, 8, "GPU-12345678", b"h" * 64))
+    )
 
     assert wire.decode_answer(wire.encode_grant(grant)) == grant
     assert wire.decode_answer(wire.encode_refuse(wire.Refuse(7, "no"))) == wire.Refuse(7, "no")
     with pytest.raises(TransferFailed, match="out of bounds"):
-        wire.decode_answer(wire.encode_grant(wire.Grant(7, (wire.Granted(0, wire.HOST, 0),))))
+        wire.decode_answer(wire.encode_grant(wire.Grant(7, (wire.GrantedRegions(0, wire.HOST, 0),))))
 
 
 def test_memory_on_another_gpu_is_a_peers(
@@ -336,7 +338,9 @@ def test_memory_on_another_gpu_is_a_peers(
     monkeypatch.setattr(exported, "device_name", lambda _: "mine")
     opened = importer._exporters[3]
     monkeypatch.setattr(opened.__class__, "_opened", lambda _, granted: torch.zeros(granted.nbytes, dtype=torch.uint8))
-    grant = wire.Grant(1, tuple(wire.Granted(at, wire.CUDA, 64, uuid, b"") for at, uuid in ((1, "mine"), (2, "its"))))
+    grant = wire.Grant(
+        1, tuple(wire.GrantedRegions(at, wire.CUDA, 64, uuid, b"") for at, uuid in ((1, "mine"), (2, "its")))
+    )
 
     opened._take(grant, (1, 2), [])
 
@@ -357,7 +361,11 @@ def test_descriptors_are_closed_behind_mappings(exporter: RegionExporter, import
 
 
 MADE = ExportMap(
-    0, "here", (Region(100, "cpu"), Region(4096, "cpu")), (Place(0, 0), Place(1, 64)), Parts(1, (8, 32), 64)
+    0,
+    "here",
+    (Region(100, "cpu"), Region(4096, "cpu")),
+    (ExportedPlace(0, 0), ExportedPlace(1, 64)),
+    Parts(1, (8, 32), 64),
 )
 
 
@@ -372,7 +380,7 @@ def test_maps_with_tensors_outside_of_their_regions_are_refused(
 ) -> None:
     """Whatever the numbers."""
     regions = tuple(Region(size, "cpu") for size in sizes)
-    blob = ExportMap(0, "h", regions, tuple(Place(*each) for each in places)).encode()
+    blob = ExportMap(0, "h", regions, tuple(ExportedPlace(*each) for each in places)).encode()
     if all(0 <= region < len(sizes) and 0 <= offset < sizes[region] for region, offset in places):
         columns = ExportMap.decode(blob).columns()
         assert list(zip(*(column.tolist() for column in columns), strict=True)) == places

@@ -9,7 +9,7 @@ import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, TransferFailed
 from weightbus.dataplane.processes import background_init as binding
-from weightbus.dataplane.processes.background_init import Binding
+from weightbus.dataplane.processes.background_init import BackgroundInit
 
 WAIT_S = 20.0
 
@@ -37,14 +37,14 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
 def test_what_is_made_is_had_by_whoever_asks() -> None:
     """And what it raises is raised there; nothing is late."""
     late = threading.Event()
-    made = Binding(lambda: 7, late.set)
+    made = BackgroundInit(lambda: 7, late.set)
     assert made.result() == 7
     assert made.settle()
 
     def refuse() -> int:
         raise TransferFailed("no room")
 
-    failed = Binding(refuse, late.set)
+    failed = BackgroundInit(refuse, late.set)
     with pytest.raises(TransferFailed, match="no room"):
         failed.result()
     assert failed.settle()
@@ -53,7 +53,7 @@ def test_what_is_made_is_had_by_whoever_asks() -> None:
 
 def test_one_that_does_not_return_holds_nobody(slow: Slow) -> None:
     """Whoever gave it up hears of its end, by its thread."""
-    made = Binding(slow, slow.late.set)
+    made = BackgroundInit(slow, slow.late.set)
     with pytest.raises(DeadlineExceeded, match="bound to memory"):
         made.result()
     assert not made.settle()

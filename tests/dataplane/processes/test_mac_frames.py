@@ -11,13 +11,13 @@ import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, Forged, PeerLost, TransferFailed
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import SealedFrames, SealedListener, address_towards, host_and_port
+from weightbus.dataplane.processes.mac_frames import MacFrames, MacListener, address_towards, host_and_port
 
 WAIT_S = 20.0
-Pair = tuple[SealedFrames, SealedFrames]
+Pair = tuple[MacFrames, MacFrames]
 
 
-def greeted(listener: SealedListener, seconds: float) -> SealedFrames:
+def greeted(listener: MacListener, seconds: float) -> MacFrames:
     """Whoever connects next; hung up on where he does not know the token."""
     deadline = Deadline(seconds)
     frames = listener.take(deadline)
@@ -31,10 +31,10 @@ def greeted(listener: SealedListener, seconds: float) -> SealedFrames:
 
 def pair(host: str = "127.0.0.1", theirs: str = "token") -> Pair:
     """Both ends of a connection; the one that connects believes that the token is `theirs`."""
-    listener = SealedListener(host, "token")
+    listener = MacListener(host, "token")
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(greeted, listener, WAIT_S)
-        reached = SealedFrames.reach(listener.address, theirs, Deadline(WAIT_S))
+        reached = MacFrames.reach(listener.address, theirs, Deadline(WAIT_S))
         found = accepted.result(WAIT_S), reached
     listener.close()
     return found
@@ -71,11 +71,11 @@ def test_the_first_message_may_be_large() -> None:
 
 def test_who_does_not_know_the_token_says_nothing() -> None:
     """Either end refuses a stranger before his first word."""
-    listener = SealedListener("127.0.0.1", "token")
+    listener = MacListener("127.0.0.1", "token")
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(greeted, listener, WAIT_S)
         with pytest.raises(Forged, match="stranger"):
-            SealedFrames.reach(listener.address, "another", Deadline(WAIT_S))
+            MacFrames.reach(listener.address, "another", Deadline(WAIT_S))
         with pytest.raises(Forged, match="stranger"):
             accepted.result(WAIT_S)
     listener.close()
@@ -96,7 +96,7 @@ def test_what_was_said_once_is_not_said_again(ends: Pair) -> None:
 
 def test_a_stranger_cannot_fill_the_memory() -> None:
     """Nothing that he announces is read: he has to show first that he knows the token."""
-    listener = SealedListener("127.0.0.1", "token")
+    listener = MacListener("127.0.0.1", "token")
     with socket.create_connection(host_and_port(listener.address)) as stranger:
         stranger.sendall(bytes(16) + struct.pack("<Q", 1 << 40) + bytes(24))
         with pytest.raises(Forged):
@@ -106,13 +106,13 @@ def test_a_stranger_cannot_fill_the_memory() -> None:
 
 def test_whoever_says_nothing_costs_a_deadline() -> None:
     """A connection that greets nobody, and an address where nobody listens."""
-    listener = SealedListener("127.0.0.1", "token")
+    listener = MacListener("127.0.0.1", "token")
     with socket.create_connection(host_and_port(listener.address)), pytest.raises(DeadlineExceeded):
         greeted(listener, 0.2)
     listener.close()
 
     with pytest.raises(PeerLost, match="does not answer"):
-        SealedFrames.reach(listener.address, "token", Deadline(WAIT_S))
+        MacFrames.reach(listener.address, "token", Deadline(WAIT_S))
 
 
 def test_ipv6_and_what_is_no_address() -> None:

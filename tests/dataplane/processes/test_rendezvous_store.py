@@ -10,7 +10,7 @@ import pytest
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.processes import rendezvous_store as rendezvous
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import SealedListener, address_towards, family_of
+from weightbus.dataplane.processes.mac_frames import MacListener, address_towards, family_of
 from weightbus.dataplane.processes.rendezvous_store import ask_for_names, join_store, reach_store, serve_store
 from weightbus.dataplane.transports.registry import receiver
 
@@ -72,7 +72,7 @@ def test_a_store_of_ipv6_is_reached() -> None:
     assert address_towards("::1", store.port) == "::1"
 
 
-@pytest.mark.parametrize("make", [serve_store, lambda host: SealedListener(host, "0" * 64)])
+@pytest.mark.parametrize("make", [serve_store, lambda host: MacListener(host, "0" * 64)])
 def test_an_address_of_another_machine_is_refused_in_words(make: object) -> None:
     """192.0.2.1 is nobody's; with brackets it is no address."""
     assert callable(make)

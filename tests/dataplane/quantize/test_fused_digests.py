@@ -16,7 +16,7 @@ from weightbus.dataplane.quantize.quantize_tasks import Sums, Task, prepare
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
 
 CPU = torch.device("cpu")
 BLOCKS = fp8_block((16, 16))
@@ -95,14 +95,14 @@ def test_every_scheme_is_decided() -> None:
     assert words_of(renamed, Box((16, 32), (32, 64)), (64, 64)) == (16 * 8 + 4, 8)
 
 
-def pieces(*boxes: tuple[int, tuple[int, int], tuple[int, int]]) -> Pieces:
+def pieces(*boxes: tuple[int, tuple[int, int], tuple[int, int]]) -> Shards:
     specs = [TensorSpec(f"t{number}", "float8_e4m3fn", (64, 64)) for number in range(4)]
     rows = [
-        Piece(f"t{number}", box, "float8_e4m3fn", View(0, 0, contiguous_strides(box.shape)))
+        Shard(f"t{number}", box, "float8_e4m3fn", ShardView(0, 0, contiguous_strides(box.shape)))
         for number, start, stop in boxes
         for box in [Box(start, stop)]
     ]
-    return Pieces.of(specs, rows)
+    return Shards.of(specs, rows)
 
 
 def test_sums_count_only_where_they_are_of_all_that_falls_to_a_rank() -> None:

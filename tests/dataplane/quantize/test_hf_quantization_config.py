@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane.quantize.hf_quantization_config import Quantisation, outputs, read
+from weightbus.dataplane.quantize.hf_quantization_config import Quantization, outputs, read
 from weightbus.dataplane.quantize.schemes import Scheme, UnknownScheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
 from weightbus.dataplane.tensors.manifest import TensorSpec
 
@@ -68,7 +68,7 @@ def grouped(**more: object) -> Config:
     return config
 
 
-def of(config: Config) -> Quantisation:
+def of(config: Config) -> Quantization:
     found = read({"architectures": ["X"], "quantization_config": config})
     assert found is not None
     return found

@@ -12,11 +12,11 @@ from hypothesis import given, settings, strategies as st
 from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import CoverageError, DigestMismatch, ManifestError, Unsupported
-from weightbus.dataplane.reshard.digest_shares import Division, divide
+from weightbus.dataplane.reshard.digest_shares import DigestDivision, divide
 from weightbus.dataplane.reshard.share_digester import ShareDigest
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
 
 TENSORS = (
     TensorSpec("even", "bfloat16", (12, 16)),
@@ -47,7 +47,7 @@ class Ranks:
         torch.manual_seed(data.draw(st.integers(0, 99)))
         self.values = {spec.name: torch.randn(spec.shape).to(getattr(torch, spec.dtype)) for spec in TENSORS}
         self.memories: list[list[torch.Tensor]] = [[] for _ in range(RANKS)]
-        pieces: list[list[Piece]] = [[] for _ in range(RANKS)]
+        pieces: list[list[Shard]] = [[] for _ in range(RANKS)]
         for spec in TENSORS:
             parts = tuple(data.draw(st.sampled_from([n for n in (1, 2, 3) if e % n == 0])) for e in spec.shape)
             for box in cuts(spec.shape, parts):
@@ -58,12 +58,12 @@ class Ranks:
                         value = value.t().contiguous().t()
                     else:
                         value = value.contiguous()
-                    view = View(len(self.memories[rank]), 0, tuple(value.stride()))
-                    pieces[rank].append(Piece(spec.name, box, dtype, view))
+                    view = ShardView(len(self.memories[rank]), 0, tuple(value.stride()))
+                    pieces[rank].append(Shard(spec.name, box, dtype, view))
                     self.memories[rank].append(value)
-        self.pieces = Pieces.join([Pieces.of(TENSORS, mine, rank) for rank, mine in enumerate(pieces)])
+        self.pieces = Shards.join([Shards.of(TENSORS, mine, rank) for rank, mine in enumerate(pieces)])
 
-    def reports(self, division: Division, pass_bytes: int) -> tuple[list[np.ndarray], list[bytes]]:
+    def reports(self, division: DigestDivision, pass_bytes: int) -> tuple[list[np.ndarray], list[bytes]]:
         """What each rank says."""
         found = [
             ShareDigest(division.share(rank, pass_bytes), memory, torch.device("cpu"), TorchEngine()).run()
@@ -105,14 +105,16 @@ def test_every_element_is_read_once(data: st.DataObject) -> None:
     assert sum(int(share.odd.copies.target_bytes.sum()) for share in shares) == apart
 
 
-def whole(tensor: TensorSpec, storage: int) -> Piece:
-    return Piece(tensor.name, Box.whole(tensor.shape), tensor.dtype, View(storage, 0, contiguous_strides(tensor.shape)))
+def whole(tensor: TensorSpec, storage: int) -> Shard:
+    return Shard(
+        tensor.name, Box.whole(tensor.shape), tensor.dtype, ShardView(storage, 0, contiguous_strides(tensor.shape))
+    )
 
 
 def test_replicas_take_turns() -> None:
     """Two ranks that hold everything read about half of it each."""
     tensors = tuple(TensorSpec(f"t{n}", "bfloat16", (8, 8)) for n in range(10))
-    pieces = Pieces.join([Pieces.of(tensors, [whole(t, n) for n, t in enumerate(tensors)], rank) for rank in range(2)])
+    pieces = Shards.join([Shards.of(tensors, [whole(t, n) for n, t in enumerate(tensors)], rank) for rank in range(2)])
 
     division = divide(pieces)
 
@@ -125,20 +127,20 @@ def test_a_model_of_odd_boxes_is_left_to_buckets(monkeypatch: pytest.MonkeyPatch
     tensors = TENSORS[1:2]
 
     with pytest.raises(Unsupported, match="odd"):
-        divide(Pieces.of(tensors, [whole(tensors[0], 0)]))
+        divide(Shards.of(tensors, [whole(tensors[0], 0)]))
 
 
 def test_a_hole_is_named() -> None:
     """No digest is made of a part of a model."""
-    half = Piece("even", Box((0, 0), (6, 16)), "bfloat16", View(0, 0, (16, 1)))
+    half = Shard("even", Box((0, 0), (6, 16)), "bfloat16", ShardView(0, 0, (16, 1)))
 
     with pytest.raises(CoverageError, match="even"):
-        divide(Pieces.of(TENSORS[:1], [half]))
+        divide(Shards.of(TENSORS[:1], [half]))
 
 
 def test_sums_of_other_tensors_are_refused() -> None:
     """A rank that counts otherwise than the root runs another version."""
-    division = divide(Pieces.of(TENSORS[:1], [whole(TENSORS[0], 0)]))
+    division = divide(Shards.of(TENSORS[:1], [whole(TENSORS[0], 0)]))
 
     with pytest.raises(ManifestError, match="rank 0 gave sums of 2 tensors, 1 fell"):
         division.digests([np.zeros((2, 2), np.uint64)], [b""])
@@ -147,9 +149,9 @@ def test_sums_of_other_tensors_are_refused() -> None:
 def test_masters_that_differ_are_noticed() -> None:
     """Odd boxes that overlap must agree: two ranks cannot both be right."""
     tensors = TENSORS[1:2]
-    pieces = Pieces.of(tensors, [whole(tensors[0], 0)])
+    pieces = Shards.of(tensors, [whole(tensors[0], 0)])
     division = divide(pieces)
-    twice = Division(Pieces.join([pieces, Pieces.of(tensors, [whole(tensors[0], 0)], 1)]), division.odd)
+    twice = DigestDivision(Shards.join([pieces, Shards.of(tensors, [whole(tensors[0], 0)], 1)]), division.odd)
 
     with pytest.raises(DigestMismatch, match="trainer rank 0"):
         twice.digests([np.zeros((2, 0), np.uint64)] * 2, [bytes(60), bytes(59) + b"x"])

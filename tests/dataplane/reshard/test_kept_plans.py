@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.reshard.load_trace import Recording
-from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
+from weightbus.dataplane.reshard.load_trace import LoadTrace
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.reshard.send_schedule import Schedule
 from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.direct.sender import Exposed
-from weightbus.dataplane.transports.sends.plan_agreement import KEPT, AgreedPlans
+from weightbus.dataplane.transports.direct.sender import ExportedWeights
+from weightbus.dataplane.transports.sends.plan_agreement import KEPT, PlanAgreement
 
 from ...kit.toy_sends import SendsWorld
 
@@ -25,11 +25,11 @@ CUT = 1 << 20, 1 << 16
 class Fleet:
     """Workers that are alike, but for their GPUs."""
 
-    def __init__(self, exposed: Exposed, recording: Recording, reader: Reader) -> None:
+    def __init__(self, exposed: ExportedWeights, recording: LoadTrace, reader: PlanReader) -> None:
         self.exposed, self._recording, self._reader = exposed, recording, reader
         self._plan = make_plan(exposed.pieces, exposed.exports, recording, reader)
 
-    def plan(self, device: str) -> Plan:
+    def plan(self, device: str) -> ReshardPlan:
         return replace(self._plan, reader=msgspec.structs.replace(self._reader, device=device))
 
     def proposal(self, device: str) -> direct_wire.Proposal:
@@ -47,7 +47,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     world.close()
 
 
-def take_part(made: AgreedPlans, fleet: Fleet, version: int, *devices: str) -> list[Schedule]:
+def take_part(made: PlanAgreement, fleet: Fleet, version: int, *devices: str) -> list[Schedule]:
     """These workers take it; only whom the leader does not know proposes."""
     made.turn_to(fleet.exposed, version)
     for device in devices:
@@ -60,7 +60,7 @@ def take_part(made: AgreedPlans, fleet: Fleet, version: int, *devices: str) -> l
 
 def test_thousands_that_come_and_go_leave_nothing_behind(fleet: Fleet) -> None:
     """Weeks of a fleet that changes: every invitation names what is kept, and schedules are looked through."""
-    made = AgreedPlans()
+    made = PlanAgreement()
     for version in range(2000):
         take_part(made, fleet, version, "stays", f"guest {version}")
         assert len(made.digests) <= KEPT + 3
@@ -76,7 +76,7 @@ def test_thousands_that_come_and_go_leave_nothing_behind(fleet: Fleet) -> None:
 
 def test_who_takes_part_in_every_version_proposes_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are that take turns, and though one is away for some versions."""
-    made, proposed = AgreedPlans(), list[str]()
+    made, proposed = PlanAgreement(), list[str]()
     agree = made.agree
 
     def counted(proposal: direct_wire.Proposal) -> str:
@@ -96,7 +96,7 @@ def test_who_takes_part_in_every_version_proposes_once(fleet: Fleet, monkeypatch
 
 def test_who_was_forgotten_proposes_again_and_gets_the_same_schedule(fleet: Fleet) -> None:
     """And who prepares by a plan that is not known here is told to propose it."""
-    made = AgreedPlans()
+    made = PlanAgreement()
     (before,) = take_part(made, fleet, 1, "away")
     for version in range(2, KEPT + 5):
         take_part(made, fleet, version, "another")
@@ -108,14 +108,14 @@ def test_who_was_forgotten_proposes_again_and_gets_the_same_schedule(fleet: Flee
 
 def test_workers_that_copy_the_same_have_one_schedule_each_under_its_own_plan(fleet: Fleet) -> None:
     """It is made once, and says whose it is."""
-    one, two = take_part(AgreedPlans(), fleet, 1, "one", "two")
+    one, two = take_part(PlanAgreement(), fleet, 1, "one", "two")
     assert one.messages is two.messages
     assert (one.plan, two.plan) == (fleet.plan("one").digest(), fleet.plan("two").digest())
 
 
 def test_a_schedule_that_is_cut_otherwise_is_another_one(fleet: Fleet) -> None:
     """The cut is part of it; what was cut before is kept no longer."""
-    made = AgreedPlans()
+    made = PlanAgreement()
     (before,) = take_part(made, fleet, 1, "one")
     plan = fleet.plan("one").digest()
     other = made.schedule(plan, 64, 16)
@@ -126,7 +126,7 @@ def test_a_schedule_that_is_cut_otherwise_is_another_one(fleet: Fleet) -> None:
 
 def test_of_memory_that_lies_otherwise_nothing_is_known(fleet: Fleet) -> None:
     """Plans are of the trainer's layout: what was agreed to under another one would be read from the wrong places."""
-    made = AgreedPlans()
+    made = PlanAgreement()
     take_part(made, fleet, 1, "one")
     exports = tuple([msgspec.structs.replace(each, host="elsewhere") for each in fleet.exposed.exports])
     made.turn_to(replace(fleet.exposed, exports=exports), 1)

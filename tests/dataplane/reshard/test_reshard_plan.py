@@ -17,14 +17,14 @@ from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import CoverageError, ManifestError
-from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
-from weightbus.dataplane.reshard.load_trace import Cause, LoadedTensor, Recording, Target
-from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
+from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
+from weightbus.dataplane.reshard.load_trace import Cause, LoadedTensor, LoadTrace, Target
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
 
-READER = Reader(rank=0, host="here", device="cpu")
+READER = PlanReader(rank=0, host="here", device="cpu")
 
 
 def cuts(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
@@ -40,9 +40,9 @@ def cuts(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
 
 
 @st.composite
-def layouts(draw: st.DrawFn, tensors: tuple[TensorSpec, ...], holders: int, replicas: int = 1) -> list[list[Piece]]:
+def layouts(draw: st.DrawFn, tensors: tuple[TensorSpec, ...], holders: int, replicas: int = 1) -> list[list[Shard]]:
     """Every tensor cut somehow, its parts given to holders, at random places of their memories, some transposed."""
-    pieces: list[list[Piece]] = [[] for _ in range(holders)]
+    pieces: list[list[Shard]] = [[] for _ in range(holders)]
     ends = [0] * holders
     for spec in tensors:
         parts = tuple(
@@ -54,7 +54,7 @@ def layouts(draw: st.DrawFn, tensors: tuple[TensorSpec, ...], holders: int, repl
                 if len(box.shape) == 2 and draw(st.booleans()):
                     strides = (1, box.shape[0])
                 ends[holder] += draw(st.integers(0, 1)) * 8
-                pieces[holder].append(Piece(spec.name, box, spec.dtype, View(0, ends[holder], strides)))
+                pieces[holder].append(Shard(spec.name, box, spec.dtype, ShardView(0, ends[holder], strides)))
                 ends[holder] += box.size
     return pieces
 
@@ -67,29 +67,31 @@ TENSORS = (
 )
 
 
-def sizes(pieces: list[list[Piece]]) -> list[int]:
+def sizes(pieces: list[list[Shard]]) -> list[int]:
     return [max((p.view.offset + p.box.size for p in mine), default=1) for mine in pieces]
 
 
-def exported(pieces: list[list[Piece]], hosts: list[str] | None = None) -> list[ExportMap]:
+def exported(pieces: list[list[Shard]], hosts: list[str] | None = None) -> list[ExportMap]:
     """One region and one local tensor for each holder, 64 bytes into the region."""
     return [
-        ExportMap(holder, hosts[holder] if hosts else "here", (Region(64 + 2 * nbytes, "cpu"),), (Place(0, 64),))
+        ExportMap(
+            holder, hosts[holder] if hosts else "here", (Region(64 + 2 * nbytes, "cpu"),), (ExportedPlace(0, 64),)
+        )
         for holder, nbytes in enumerate(sizes(pieces))
     ]
 
 
-def joined(pieces: list[list[Piece]]) -> Pieces:
-    return Pieces.join([Pieces.of(TENSORS, mine, holder) for holder, mine in enumerate(pieces)])
+def joined(pieces: list[list[Shard]]) -> Shards:
+    return Shards.join([Shards.of(TENSORS, mine, holder) for holder, mine in enumerate(pieces)])
 
 
-def recording_of(pieces: list[Piece], size: int, loaded: tuple[int, ...] = ()) -> Recording:
+def recording_of(pieces: list[Shard], size: int, loaded: tuple[int, ...] = ()) -> LoadTrace:
     target = Target("flat", "bfloat16", (size,), (1,), parameter=True)
     causes = tuple(LoadedTensor(index, Cause.COMPUTED) for index in loaded)
-    return Recording(0, (target,), Pieces.of(TENSORS, pieces), loaded=causes)
+    return LoadTrace(0, (target,), Shards.of(TENSORS, pieces), loaded=causes)
 
 
-def fill(pieces: list[list[Piece]], values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def fill(pieces: list[list[Shard]], values: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     """The holders' memories, element by element."""
     memories = [torch.zeros(32 + size, dtype=torch.bfloat16) for size in sizes(pieces)]
     for memory, mine in zip(memories, pieces, strict=True):
@@ -99,7 +101,7 @@ def fill(pieces: list[list[Piece]], values: dict[str, torch.Tensor]) -> list[tor
     return memories
 
 
-def cut(values: dict[str, torch.Tensor], piece: Piece) -> torch.Tensor:
+def cut(values: dict[str, torch.Tensor], piece: Shard) -> torch.Tensor:
     return values[piece.tensor][tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))]
 
 
@@ -108,7 +110,7 @@ def random_values() -> dict[str, torch.Tensor]:
     return {spec.name: torch.randn(spec.shape).to(torch.bfloat16) for spec in TENSORS}
 
 
-def carry_out(plan: Plan, memories: list[torch.Tensor], target: torch.Tensor, buffer: torch.Tensor) -> None:
+def carry_out(plan: ReshardPlan, memories: list[torch.Tensor], target: torch.Tensor, buffer: torch.Tensor) -> None:
     sources = [memories[source.holder].view(torch.uint8) for source in plan.sources]
     source_bytes = np.array([len(source) for source in sources], np.int64)
     plan.copies.check(source_bytes, np.array([target.numel() * 2]))
@@ -160,24 +162,24 @@ def test_digests_of_boxes_are_digests_of_tensors(data: st.DataObject) -> None:
         assert found[16 * index : 16 * index + 16] == expected
 
 
-def column_slices(count: int) -> tuple[list[list[Piece]], list[Piece]]:
+def column_slices(count: int) -> tuple[list[list[Shard]], list[Shard]]:
     """`count` experts apart in the trainer, stacked in the engine."""
-    tensors = [Piece(f"e{n}", Box((0, 0), (4, 8)), "bfloat16", View(0, 64 * n, (8, 1))) for n in range(count)]
-    return [tensors], [replace_view(piece, View(0, 32 * at, (8, 1))) for at, piece in enumerate(tensors)]
+    tensors = [Shard(f"e{n}", Box((0, 0), (4, 8)), "bfloat16", ShardView(0, 64 * n, (8, 1))) for n in range(count)]
+    return [tensors], [replace_view(piece, ShardView(0, 32 * at, (8, 1))) for at, piece in enumerate(tensors)]
 
 
-def replace_view(piece: Piece, view: View) -> Piece:
-    return Piece(piece.tensor, piece.box, piece.dtype, view)
+def replace_view(piece: Shard, view: ShardView) -> Shard:
+    return Shard(piece.tensor, piece.box, piece.dtype, view)
 
 
 def test_neighbours_become_one_row() -> None:
     """128 experts that lie at equal distances are one row of the table, not 128."""
     trainer, engine = column_slices(128)
     tensors = tuple(TensorSpec(f"e{n}", "bfloat16", (4, 8)) for n in range(128))
-    pieces = Pieces.of(tensors, trainer[0])
+    pieces = Shards.of(tensors, trainer[0])
     target = Target("w", "bfloat16", (128 * 32,), (1,), parameter=True)
-    recording = Recording(0, (target,), Pieces.of(tensors, engine))
-    export = ExportMap(0, "here", (Region(128 * 128, "cpu"),), (Place(0, 0),))
+    recording = LoadTrace(0, (target,), Shards.of(tensors, engine))
+    export = ExportMap(0, "here", (Region(128 * 128, "cpu"),), (ExportedPlace(0, 0),))
 
     plan = make_plan(pieces, [export], recording, READER)
 
@@ -186,8 +188,8 @@ def test_neighbours_become_one_row() -> None:
     assert plan.copies.run.tolist() == [32]
 
 
-def two_replicas() -> tuple[list[list[Piece]], list[Piece]]:
-    mine = [Piece(spec.name, Box.whole(spec.shape), "bfloat16", View(0, 1000 * at, contiguous_strides(spec.shape)))
+def two_replicas() -> tuple[list[list[Shard]], list[Shard]]:
+    mine = [Shard(spec.name, Box.whole(spec.shape), "bfloat16", ShardView(0, 1000 * at, contiguous_strides(spec.shape)))
             for at, spec in enumerate(TENSORS)]  # fmt: skip
     return [mine, mine], mine
 
@@ -229,13 +231,13 @@ def test_a_gpu_prefers_its_own_memory_to_its_neighbours() -> None:
     ]
     recording = recording_of(engine, 4000)
 
-    own = make_plan(joined(replicas), exports, recording, Reader(0, "here", "GPU-1", ("GPU-0",)))
-    peer = make_plan(joined(replicas[:1]), exports[:1], recording, Reader(0, "here", "GPU-1", ("GPU-0",)))
+    own = make_plan(joined(replicas), exports, recording, PlanReader(0, "here", "GPU-1", ("GPU-0",)))
+    peer = make_plan(joined(replicas[:1]), exports[:1], recording, PlanReader(0, "here", "GPU-1", ("GPU-0",)))
 
     assert {source.holder for source in own.sources} == {1}
     assert {source.holder for source in peer.sources} == {0}
     with pytest.raises(CoverageError, match="can read"):
-        make_plan(joined(replicas[:1]), exports[:1], recording, Reader(0, "here", "GPU-1"))
+        make_plan(joined(replicas[:1]), exports[:1], recording, PlanReader(0, "here", "GPU-1"))
 
 
 def test_both_sides_make_the_same_plan() -> None:
@@ -243,7 +245,7 @@ def test_both_sides_make_the_same_plan() -> None:
     replicas, engine = two_replicas()
     recording = recording_of(engine, 4000)
     exports = exported(replicas)
-    again = Recording.decode(recording.encode(), TENSORS)
+    again = LoadTrace.decode(recording.encode(), TENSORS)
     moved = [replace_place(each) for each in exports]
 
     plan = make_plan(joined(replicas), exports, recording, READER)
@@ -275,7 +277,7 @@ def test_every_part_of_a_plan_is_in_its_digest() -> None:
 
 
 def replace_place(export: ExportMap) -> ExportMap:
-    return ExportMap(export.holder, export.host, export.regions, (Place(0, 32),))
+    return ExportMap(export.holder, export.host, export.regions, (ExportedPlace(0, 32),))
 
 
 def test_a_hole_is_named() -> None:
@@ -317,19 +319,19 @@ def test_large_models_are_planned_in_seconds() -> None:
     stop = start + np.array([64, 2])
     stride = np.tile(np.array([2, 1]), (count * ranks, 1))
     zeros = np.zeros(count * ranks, np.int64)
-    base = Pieces.of(tensors, [])
+    base = Shards.of(tensors, [])
     dtype = np.full(count * ranks, 5)
     pieces = replace(
         base, boxes=replace(base.boxes, space=space, start=start, stop=stop), holder=holder, storage=zeros, dtype=dtype,
         offset=space * 128, stride=stride, shift=zeros,
     )  # fmt: skip
-    exports = [ExportMap(rank, "here", (Region(count * 256, "cpu"),), (Place(0, 0),)) for rank in range(ranks)]
+    exports = [ExportMap(rank, "here", (Region(count * 256, "cpu"),), (ExportedPlace(0, 0),)) for rank in range(ranks)]
     wanted = [
-        Piece(spec.name, Box((0, 0), (32, 128)), "bfloat16", View(0, 4096 * at, (128, 1)))
+        Shard(spec.name, Box((0, 0), (32, 128)), "bfloat16", ShardView(0, 4096 * at, (128, 1)))
         for at, spec in enumerate(tensors)
     ]
     target = Target("w", "bfloat16", (count * 4096,), (1,), parameter=True)
-    recording = Recording(0, (target,), Pieces.of(tensors, wanted))
+    recording = LoadTrace(0, (target,), Shards.of(tensors, wanted))
 
     began = time.process_time()
     plan = make_plan(pieces, exports, recording, READER)

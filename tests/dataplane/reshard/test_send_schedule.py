@@ -17,10 +17,10 @@ from hypothesis import given, settings, strategies as st
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchEngine
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
+from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.reshard.load_trace import Recording, Target
-from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
+from weightbus.dataplane.reshard.load_trace import LoadTrace, Target
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.reshard.send_schedule import (
     MIN_PAIR_BYTES,
     NOWHERE,
@@ -33,14 +33,14 @@ from weightbus.dataplane.reshard.send_schedule import (
 )
 from weightbus.dataplane.tensors.boxes import Box, Column
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
-from weightbus.dataplane.transports.sends.p2p_group import Parcel
-from weightbus.dataplane.transports.sends.receive_queue import Inbox, beside_bytes
-from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY, Mail, Outbox
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
+from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
+from weightbus.dataplane.transports.sends.receive_queue import ReceiveQueue, beside_bytes
+from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY, Mail, SendQueue
 
 from .test_reshard_plan import TENSORS, cut, exported, fill, joined, layouts, random_values, recording_of, sizes
 
-SENT_TO = Reader(rank=0, host="elsewhere", device="cpu", sent_to=True)
+SENT_TO = PlanReader(rank=0, host="elsewhere", device="cpu", sent_to=True)
 PAIR_BYTES = st.sampled_from([64, 128, 512, 1 << 20])
 PROMPT_S = 20.0
 ALONE_BYTES = st.sampled_from([1, 16, 200, 1 << 20])
@@ -49,7 +49,7 @@ ALONE_BYTES = st.sampled_from([1, 16, 200, 1 << 20])
 class Posting:
     """Messages of one post of a rank, which has to wait for them."""
 
-    def __init__(self, board: Board, parcels: Sequence[tuple[Parcel, bool]]) -> None:
+    def __init__(self, board: Board, parcels: Sequence[tuple[P2PChunk, bool]]) -> None:
         self.board, self.parcels = board, parcels
         self.wanted = False
         self.left = len(parcels)
@@ -67,9 +67,9 @@ class Board:
     def __init__(self, *, eager: bool) -> None:
         self.news = threading.Condition()
         self._eager = eager
-        self._posted: dict[tuple[int, int, bool], deque[tuple[Posting, Parcel]]] = {}
+        self._posted: dict[tuple[int, int, bool], deque[tuple[Posting, P2PChunk]]] = {}
 
-    def post(self, rank: int, parcels: Sequence[tuple[Parcel, bool]]) -> Posting:
+    def post(self, rank: int, parcels: Sequence[tuple[P2PChunk, bool]]) -> Posting:
         with self.news:
             posting = Posting(self, parcels)
             for parcel, sent in parcels:
@@ -97,7 +97,7 @@ class Member:
     def __init__(self, board: Board, rank: int) -> None:
         self._board, self._rank = board, rank
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Posting:
+    def post(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> Posting:
         return self._board.post(self._rank, [(each, True) for each in sends] + [(each, False) for each in receives])
 
     def lane(self) -> contextlib.AbstractContextManager[None]:
@@ -107,13 +107,13 @@ class Member:
         pass
 
 
-def deliver(boxes: Sequence[Outbox | Inbox], *, eager: bool) -> None:
+def deliver(boxes: Sequence[SendQueue | ReceiveQueue], *, eager: bool) -> None:
     """All ranks at a time, each as fast as it can."""
     board = Board(eager=eager)
 
     def carry(rank: int) -> None:
         box, member = boxes[rank], Member(board, rank)
-        if isinstance(box, Outbox):
+        if isinstance(box, SendQueue):
             box.send(member, PROMPT_S)
         else:
             box.receive(member, PROMPT_S)
@@ -123,10 +123,10 @@ def deliver(boxes: Sequence[Outbox | Inbox], *, eager: bool) -> None:
             each.result()
 
 
-def outboxes(plans: list[Plan], made: list[Schedule], memories: list[torch.Tensor]) -> list[Outbox]:
+def outboxes(plans: list[ReshardPlan], made: list[Schedule], memories: list[torch.Tensor]) -> list[SendQueue]:
     """Of every holder, with what it sends to all workers, whose ranks follow the holders'."""
     return [
-        Outbox(
+        SendQueue(
             [
                 Mail(len(memories) + at, *each.of_holder(holder, plan))
                 for at, (plan, each) in enumerate(zip(plans, made, strict=True))
@@ -158,7 +158,7 @@ def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
 
     out = outboxes(plans, made, memories)
     ins = [
-        Inbox(
+        ReceiveQueue(
             each.messages, each.unpack, [target.view(torch.uint8), buffer], TorchEngine(), target.device, beside=beside
         )
         for each, target, buffer in zip(made, targets, buffers, strict=True)
@@ -199,7 +199,7 @@ def test_the_next_version_needs_no_new_tables(data: st.DataObject) -> None:
     target = torch.zeros(sizes([worker])[0], dtype=torch.bfloat16)
     buffer = torch.zeros(plan.staging_bytes, dtype=torch.uint8)
     engine = CountingEngine()
-    inbox = Inbox(
+    inbox = ReceiveQueue(
         made.messages, made.unpack, [target.view(torch.uint8), buffer], engine, target.device, beside=True
     )  # fmt: skip
     bound, kept = engine.bound, []
@@ -215,7 +215,7 @@ def test_the_next_version_needs_no_new_tables(data: st.DataObject) -> None:
         inbox.detach()
         assert inbox.memory == ()
         kept.append(arena)  # so that the next one lies elsewhere
-        again = Inbox(
+        again = ReceiveQueue(
             made.messages, made.unpack, [expected.view(torch.uint8), expected_buffer], TorchEngine(), target.device,
             beside=False,
         )  # fmt: skip
@@ -245,22 +245,22 @@ class CountingEngine(TorchEngine):
         return super().parts(table, parts, sources, targets)
 
 
-def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tuple[Pieces, list[ExportMap], Recording]:
+def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tuple[Shards, list[ExportMap], LoadTrace]:
     """`count` matrices of 64 KB that lie whole in one rank and in one worker."""
     tensors = tuple(TensorSpec(f"t{index}", "bfloat16", (128, 256)) for index in range(count))
     boxes = [Box.whole(spec.shape) for spec in tensors]
     strides = contiguous_strides((128, 256))
     pieces = [
-        Piece(spec.name, box, dtype, View(index, 0, strides))
+        Shard(spec.name, box, dtype, ShardView(index, 0, strides))
         for index, (spec, box) in enumerate(zip(tensors, boxes, strict=True))
     ]
-    wanted = [Piece(piece.tensor, piece.box, stored, piece.view) for piece in pieces]
+    wanted = [Shard(piece.tensor, piece.box, stored, piece.view) for piece in pieces]
     targets = tuple(Target(spec.name, stored, (128, 256), strides, parameter=True) for spec in tensors)
     item = {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
     export = ExportMap(
-        0, "here", (Region(128 * 256 * item, "cpu"),) * count, tuple(Place(at, 0) for at in range(count))
+        0, "here", (Region(128 * 256 * item, "cpu"),) * count, tuple(ExportedPlace(at, 0) for at in range(count))
     )
-    return Pieces.of(tensors, pieces), [export], Recording(0, targets, Pieces.of(tensors, wanted))
+    return Shards.of(tensors, pieces), [export], LoadTrace(0, targets, Shards.of(tensors, wanted))
 
 
 class Asked:
@@ -269,7 +269,7 @@ class Asked:
     def __init__(self) -> None:
         self.done: list[str] = []
 
-    def post(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Asked:
+    def post(self, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> Asked:
         assert not sends
         assert receives
         self.done.append("post")
@@ -294,7 +294,7 @@ def test_what_has_room_of_its_own_is_asked_for_at_once(*, beside: bool) -> None:
     turns = made.messages.turns
     assert turns > 2 * UNDER_WAY
     targets = [torch.zeros(128 * 256 * 2, dtype=torch.uint8) for _ in range(8)]
-    box = Inbox(made.messages, made.unpack, targets, TorchEngine(), torch.device("cpu"), beside=beside)
+    box = ReceiveQueue(made.messages, made.unpack, targets, TorchEngine(), torch.device("cpu"), beside=beside)
     asked = Asked()
     box.receive(asked, PROMPT_S)
     assert asked.done.index("wait") == (turns if beside else UNDER_WAY)
@@ -360,7 +360,7 @@ def test_what_a_pair_may_move_fits_for_all_pairs_of_a_rank(device: str, most: in
 def test_turns_of_every_rank_begin_with_the_first() -> None:
     """And follow one another: two ranks of eight matrices each, several of them in a turn."""
     pieces, exports, recording = model(16)
-    halves = Pieces.join([pieces.take(np.arange(rank, 16, 2)) for rank in range(2)])
+    halves = Shards.join([pieces.take(np.arange(rank, 16, 2)) for rank in range(2)])
     halves = replace(halves, holder=np.repeat(np.arange(2), 8))
     maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(2)]
 
@@ -374,7 +374,7 @@ def test_turns_of_every_rank_begin_with_the_first() -> None:
 def test_a_rank_finds_what_it_sends_in_its_own_regions(held: str) -> None:
     """Of its own matrices each is in another one; the plan counts those of all ranks."""
     pieces, exports, recording = model(16, held)
-    halves = Pieces.join([pieces.take(np.arange(rank, 16, 2)) for rank in range(2)])
+    halves = Shards.join([pieces.take(np.arange(rank, 16, 2)) for rank in range(2)])
     halves = replace(halves, holder=np.repeat(np.arange(2), 8))
     maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(2)]
     plan = make_plan(halves, maps, recording, SENT_TO)
@@ -394,14 +394,14 @@ def test_small_rows_share_a_message() -> None:
     """A thousand norms are one message and not a thousand."""
     tensors = tuple(TensorSpec(f"n{index}", "bfloat16", (64,)) for index in range(1000))
     pieces = [
-        Piece(spec.name, Box.whole((64,)), "bfloat16", View(0, 100 * at, (1,))) for at, spec in enumerate(tensors)
+        Shard(spec.name, Box.whole((64,)), "bfloat16", ShardView(0, 100 * at, (1,))) for at, spec in enumerate(tensors)
     ]
-    wanted = [Piece(spec.name, Box.whole((64,)), "bfloat16", View(at, 0, (1,))) for at, spec in enumerate(tensors)]
+    wanted = [Shard(spec.name, Box.whole((64,)), "bfloat16", ShardView(at, 0, (1,))) for at, spec in enumerate(tensors)]
     targets = tuple(Target(spec.name, "bfloat16", (64,), (1,), parameter=True) for spec in tensors)
-    recording = Recording(0, targets, Pieces.of(tensors, wanted))
-    export = ExportMap(0, "here", (Region(200 * 1000, "cpu"),), (Place(0, 0),))
+    recording = LoadTrace(0, targets, Shards.of(tensors, wanted))
+    export = ExportMap(0, "here", (Region(200 * 1000, "cpu"),), (ExportedPlace(0, 0),))
 
-    made = schedule(make_plan(Pieces.of(tensors, pieces), [export], recording, SENT_TO), 1000, pair_bytes_of(1))
+    made = schedule(make_plan(Shards.of(tensors, pieces), [export], recording, SENT_TO), 1000, pair_bytes_of(1))
 
     assert len(made.messages) == 1
     assert made.messages.nbytes.sum() == 1000 * 128
@@ -410,7 +410,7 @@ def test_small_rows_share_a_message() -> None:
 def test_replicas_share_the_sending() -> None:
     """Four equal replicas, sixteen tensors: each sends a quarter."""
     pieces, exports, recording = model(16)
-    replicas = Pieces.join([replace(pieces, holder=np.full(len(pieces), rank)) for rank in range(4)])
+    replicas = Shards.join([replace(pieces, holder=np.full(len(pieces), rank)) for rank in range(4)])
     maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(4)]
 
     made = schedule(make_plan(replicas, maps, recording, SENT_TO), 16, pair_bytes_of(4))
@@ -422,7 +422,7 @@ def test_both_sides_make_the_same_schedule() -> None:
     """Equal plans, equal digest; another bound of a turn, another digest."""
     pieces, exports, recording = model(8)
     plan = make_plan(pieces, exports, recording, SENT_TO)
-    again = make_plan(pieces, exports, Recording.decode(recording.encode(), pieces.tensors), SENT_TO)
+    again = make_plan(pieces, exports, LoadTrace.decode(recording.encode(), pieces.tensors), SENT_TO)
 
     assert schedule(plan, 8, 1 << 20).digest() == schedule(again, 8, 1 << 20).digest()
     assert schedule(plan, 8, 1 << 16).digest() != schedule(plan, 8, 1 << 20).digest()
@@ -435,7 +435,7 @@ def test_other_hosts_send_and_are_not_read() -> None:
 
     assert len(make_plan(pieces, exports, recording, SENT_TO).copies) == 1
     with pytest.raises(ManifestError):
-        make_plan(pieces, exports, recording, Reader(0, "elsewhere", "cpu"))
+        make_plan(pieces, exports, recording, PlanReader(0, "elsewhere", "cpu"))
 
 
 def test_a_message_outside_of_its_region_is_refused() -> None:
@@ -480,14 +480,14 @@ def test_rows_of_all_dtypes_begin_where_their_items_may(pair_bytes: int) -> None
     """Behind an odd number of bytes, too, on the wire and in staging: a GPU reads no bfloat16 from an odd address."""
     dtypes = ("float8_e4m3fn", "bfloat16", "float8_e4m3fn", "float32", "bfloat16", "float64")
     tensors = tuple(TensorSpec(f"{dtype}.{at}", dtype, (at + 3, 5)) for at, dtype in enumerate(dtypes))
-    columns = [(spec, Box((0, 1), (spec.shape[0], 4)), View(at, 1, (5, 1))) for at, spec in enumerate(tensors)]
-    pieces = Pieces.of(tensors, [Piece(spec.name, Box.whole(spec.shape), spec.dtype, View(at, 0, (5, 1)))
+    columns = [(spec, Box((0, 1), (spec.shape[0], 4)), ShardView(at, 1, (5, 1))) for at, spec in enumerate(tensors)]
+    pieces = Shards.of(tensors, [Shard(spec.name, Box.whole(spec.shape), spec.dtype, ShardView(at, 0, (5, 1)))
                                  for at, spec in enumerate(tensors)])  # fmt: skip
-    wanted = Pieces.of(tensors, [Piece(spec.name, box, spec.dtype, view) for spec, box, view in columns])
+    wanted = Shards.of(tensors, [Shard(spec.name, box, spec.dtype, view) for spec, box, view in columns])
     targets = tuple(Target(spec.name, spec.dtype, spec.shape, (5, 1), parameter=True) for spec in tensors)
     regions = tuple(Region(spec.nbytes, "cpu") for spec in tensors)
-    export = ExportMap(0, "here", regions, tuple(Place(at, 0) for at in range(len(tensors))))
-    plan = make_plan(pieces, [export], Recording(0, targets, wanted), SENT_TO)
+    export = ExportMap(0, "here", regions, tuple(ExportedPlace(at, 0) for at in range(len(tensors))))
+    plan = make_plan(pieces, [export], LoadTrace(0, targets, wanted), SENT_TO)
 
     made = schedule(plan, len(tensors), pair_bytes)
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import DigestMismatch
-from weightbus.dataplane.reshard.verification import Proof, RankProof
+from weightbus.dataplane.reshard.verification import RankVerification, Verification
 from weightbus.dataplane.tensors.boxes import Boxes
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors.shards import Shards
 
 TENSORS = tuple(TensorSpec(f"t{number}", "bfloat16", (8, 8)) for number in range(6))
 
@@ -35,9 +35,9 @@ class Held:
         sums = rng.integers(0, 2**64, (2, len(atoms)), np.uint64)
         self.lanes = [sums[:, rank] for rank in ranks]
         corner = np.zeros((len(atoms), 2), np.int64)
-        nothing = Pieces.of(TENSORS, [])
-        parts = tuple(RankProof(cast("Any", None), rank, cast("Any", None), nothing, 0) for rank in ranks)
-        self.proof = Proof(TENSORS, Boxes(self.space, corner, corner), parts, ())
+        nothing = Shards.of(TENSORS, [])
+        parts = tuple(RankVerification(cast("Any", None), rank, cast("Any", None), nothing, 0) for rank in ranks)
+        self.proof = Verification(TENSORS, Boxes(self.space, corner, corner), parts, ())
         totals = np.zeros((2, len(TENSORS)), np.uint64)
         for lane in (0, 1):
             np.add.at(totals[lane], self.space, sums[lane])

@@ -9,19 +9,19 @@ import pytest
 
 from weightbus.dataplane.tensors.coverage import in_turn
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces, whole
+from weightbus.dataplane.tensors.shards import Shards, whole
 
 TENSORS = tuple(TensorSpec(f"t{number}", "bfloat16", (8, 4)) for number in range(48))
 
 
-def held(stages: int, replicas: int) -> Pieces:
+def held(stages: int, replicas: int) -> Shards:
     """Every stage of a pipeline holds tensors that follow each other, on ranks that follow each other."""
     pieces = [
-        Pieces.of(TENSORS, [whole(spec, "bfloat16", 0)], number * stages // len(TENSORS) * replicas + replica)
+        Shards.of(TENSORS, [whole(spec, "bfloat16", 0)], number * stages // len(TENSORS) * replicas + replica)
         for number, spec in enumerate(TENSORS)
         for replica in range(replicas)
     ]
-    return Pieces.join(pieces)
+    return Shards.join(pieces)
 
 
 @pytest.mark.parametrize("reader", [0, 1, 7, -1, 1 << 70])

@@ -15,7 +15,7 @@ from weightbus.dataplane.errors import CoverageError, ManifestError
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides, order_of, whole
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides, order_of, whole
 
 FEW = settings(max_examples=40, deadline=None)
 Place = tuple[int, int, int]
@@ -28,7 +28,7 @@ SPECS = (
 )
 
 
-def places(pieces: Pieces) -> dict[tuple[str, tuple[int, ...]], list[Place]]:
+def places(pieces: Shards) -> dict[tuple[str, tuple[int, ...]], list[Place]]:
     """Where each element lies, by walking through all of them."""
     found: dict[tuple[str, tuple[int, ...]], list[Place]] = defaultdict(list)
     for row in range(len(pieces)):
@@ -54,11 +54,11 @@ def cuts(draw: st.DrawFn, box: Box) -> list[Box]:
 
 
 @st.composite
-def model(draw: st.DrawFn, most: int = 3) -> Pieces:
+def model(draw: st.DrawFn, most: int = 3) -> Shards:
     """Every tensor by up to `most` holders, each with a cut of its own; some views are transposed."""
     parts = []
     for holder in range(draw(st.integers(1, most))):
-        rows: list[Piece] = []
+        rows: list[Shard] = []
         for number, spec in enumerate(SPECS):
             transposed = draw(st.booleans())
             strides = contiguous_strides(spec.shape)
@@ -66,28 +66,28 @@ def model(draw: st.DrawFn, most: int = 3) -> Pieces:
                 strides = tuple(reversed(contiguous_strides(tuple(reversed(spec.shape)))))
             for box in draw(cuts(Box.whole(spec.shape))):
                 offset = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
-                rows.append(Piece(spec.name, box, spec.dtype, View(number, offset, strides)))
-        parts.append(Pieces.of(SPECS, draw(st.permutations(rows)), holder))
-    return Pieces.join(parts)
+                rows.append(Shard(spec.name, box, spec.dtype, ShardView(number, offset, strides)))
+        parts.append(Shards.of(SPECS, draw(st.permutations(rows)), holder))
+    return Shards.join(parts)
 
 
 @FEW
 @given(model())
-def test_rows_come_back_as_they_went_in(pieces: Pieces) -> None:
+def test_rows_come_back_as_they_went_in(pieces: Shards) -> None:
     """A table built from its own rows is the same table, and so is one that has travelled."""
-    again = Pieces.join(
+    again = Shards.join(
         [
-            Pieces.of(SPECS, [pieces.held_by(h).at(i) for i in range(len(pieces.held_by(h)))], h)
+            Shards.of(SPECS, [pieces.held_by(h).at(i) for i in range(len(pieces.held_by(h)))], h)
             for h in sorted(set(pieces.holder.tolist()))
         ]
     )
     assert places(again) == places(pieces)
-    assert np.array_equal(Pieces.decode([pieces.encode()], SPECS).numbers(), pieces.numbers())
+    assert np.array_equal(Shards.decode([pieces.encode()], SPECS).numbers(), pieces.numbers())
 
 
 @FEW
 @given(model())
-def test_merging_moves_nothing(pieces: Pieces) -> None:
+def test_merging_moves_nothing(pieces: Shards) -> None:
     """Merged pieces hold the same elements in the same places, and never in more pieces."""
     merged = cover.merge(pieces)
     assert len(merged) <= len(pieces)
@@ -102,15 +102,15 @@ def test_a_tensor_that_was_cut_along_one_axis_merges_into_one_piece(data: st.Dat
     """Neighbours that are neighbours in memory become one; the order in which they are given does not matter."""
     spec = SPECS[0]
     at = sorted({0, 5, *data.draw(st.lists(st.integers(1, 4)))})
-    rows = [Piece(spec.name, Box((a, 0), (b, 4)), "bfloat16", View(0, 7 + a * 4, (4, 1))) for a, b in pairwise(at)]
-    merged = cover.merge(Pieces.of(SPECS, data.draw(st.permutations(rows))))
-    assert [merged.at(0)] == [Piece(spec.name, Box.whole(spec.shape), "bfloat16", View(0, 7, (4, 1)))]
+    rows = [Shard(spec.name, Box((a, 0), (b, 4)), "bfloat16", ShardView(0, 7 + a * 4, (4, 1))) for a, b in pairwise(at)]
+    merged = cover.merge(Shards.of(SPECS, data.draw(st.permutations(rows))))
+    assert [merged.at(0)] == [Shard(spec.name, Box.whole(spec.shape), "bfloat16", ShardView(0, 7, (4, 1)))]
     assert len(merged) == 1
 
 
 @FEW
 @given(model())
-def test_every_element_is_read_once_and_from_the_lowest_holder(pieces: Pieces) -> None:
+def test_every_element_is_read_once_and_from_the_lowest_holder(pieces: Shards) -> None:
     """Of replicas, in whatever cuts, one is left for each element, from the lowest holder; and that is a proof."""
     chosen = cover.once(pieces)
     cover.prove(chosen)
@@ -121,7 +121,7 @@ def test_every_element_is_read_once_and_from_the_lowest_holder(pieces: Pieces) -
 
 @FEW
 @given(model(most=1), st.data())
-def test_a_part_that_is_missing_is_named(pieces: Pieces, data: st.DataObject) -> None:
+def test_a_part_that_is_missing_is_named(pieces: Shards, data: st.DataObject) -> None:
     """Without any one of the pieces of a single holder the proof fails, and names that piece's tensor."""
     lost = data.draw(st.integers(0, len(pieces) - 1))
     with pytest.raises(CoverageError) as failure:
@@ -131,7 +131,7 @@ def test_a_part_that_is_missing_is_named(pieces: Pieces, data: st.DataObject) ->
 
 @FEW
 @given(model(most=1), st.data())
-def test_a_part_that_is_there_twice_is_named(pieces: Pieces, data: st.DataObject) -> None:
+def test_a_part_that_is_there_twice_is_named(pieces: Shards, data: st.DataObject) -> None:
     """An overlap is no proof either, even where the number of elements is right."""
     twice = data.draw(st.integers(0, len(pieces) - 1))
     with pytest.raises(CoverageError) as failure:
@@ -141,7 +141,7 @@ def test_a_part_that_is_there_twice_is_named(pieces: Pieces, data: st.DataObject
 
 @FEW
 @given(model(), st.randoms())
-def test_the_digest_is_of_the_description_and_not_of_its_order(pieces: Pieces, random: Random) -> None:
+def test_the_digest_is_of_the_description_and_not_of_its_order(pieces: Shards, random: Random) -> None:
     """Any order of pieces, and of tensors, has the same digest; any other piece has another."""
     order = list(range(len(pieces)))
     random.shuffle(order)
@@ -150,49 +150,49 @@ def test_the_digest_is_of_the_description_and_not_of_its_order(pieces: Pieces, r
     assert pieces.take(np.arange(1, len(pieces))).digest() != pieces.digest()
     backwards = tuple(reversed(SPECS))
     rows = [pieces.held_by(0).at(i) for i in range(len(pieces.held_by(0)))]
-    assert Pieces.of(backwards, rows).digest() == Pieces.of(SPECS, rows).digest()
+    assert Shards.of(backwards, rows).digest() == Shards.of(SPECS, rows).digest()
 
 
 def test_the_digest_is_the_same_on_every_machine() -> None:
     """It is pinned: ranks of different hosts compare it, and plans are kept under it."""
-    pieces = Pieces.of(SPECS, [whole(spec, spec.dtype, number) for number, spec in enumerate(SPECS)])
+    pieces = Shards.of(SPECS, [whole(spec, spec.dtype, number) for number, spec in enumerate(SPECS)])
     assert pieces.digest() == "ad8ef6036d697ae47eca34318ddbba1e4fd68e924fb782c316a4ae863b71f5d3"
 
 
 @pytest.mark.parametrize(
     ("piece", "why"),
     [
-        (Piece("stranger", Box((0,), (1,)), "bfloat16", View(0, 0, (1,))), "not served"),
-        (Piece("matrix", Box((0, 0), (6, 4)), "bfloat16", View(0, 0, (4, 1))), "outside"),
-        (Piece("matrix", Box((1, 0), (1, 4)), "bfloat16", View(0, 0, (4, 1))), "empty"),
-        (Piece("matrix", Box((0, 0), (1, 4)), "bfloat16", View(0, 0, (1,))), "outside"),
+        (Shard("stranger", Box((0,), (1,)), "bfloat16", ShardView(0, 0, (1,))), "not served"),
+        (Shard("matrix", Box((0, 0), (6, 4)), "bfloat16", ShardView(0, 0, (4, 1))), "outside"),
+        (Shard("matrix", Box((1, 0), (1, 4)), "bfloat16", ShardView(0, 0, (4, 1))), "empty"),
+        (Shard("matrix", Box((0, 0), (1, 4)), "bfloat16", ShardView(0, 0, (1,))), "outside"),
     ],
 )
-def test_what_is_no_part_of_its_tensor_is_refused(piece: Piece, why: str) -> None:
+def test_what_is_no_part_of_its_tensor_is_refused(piece: Shard, why: str) -> None:
     """A piece that names no tensor, or lies outside of its own, is an error and not a smaller piece."""
     with pytest.raises(ManifestError, match=why):
-        Pieces.of(SPECS, [piece])
+        Shards.of(SPECS, [piece])
 
 
 def test_what_arrives_is_checked() -> None:
     """Bytes that are no table, a table of other tensors, and a box outside of its tensor are refused."""
-    pieces = Pieces.of(SPECS, [whole(SPECS[0], "bfloat16", 0)])
+    pieces = Shards.of(SPECS, [whole(SPECS[0], "bfloat16", 0)])
     with pytest.raises(ManifestError, match="not a table"):
-        Pieces.decode([b"\xc1"], SPECS)
+        Shards.decode([b"\xc1"], SPECS)
     with pytest.raises(ManifestError, match="other tensors"):
-        Pieces.decode([pieces.encode()], SPECS[:2])
+        Shards.decode([pieces.encode()], SPECS[:2])
     wire = msgspec.msgpack.decode(pieces.encode())
     numbers = np.frombuffer(wire["numbers"], "<i8").copy()
     numbers[9] = 100
     with pytest.raises(ManifestError, match="outside"):
-        Pieces.decode([msgspec.msgpack.encode(wire | {"numbers": numbers.tobytes()})], SPECS)
+        Shards.decode([msgspec.msgpack.encode(wire | {"numbers": numbers.tobytes()})], SPECS)
     with pytest.raises(ManifestError, match="bytes for"):
-        Pieces.decode([msgspec.msgpack.encode(wire | {"numbers": numbers.tobytes()[1:]})], SPECS)
+        Shards.decode([msgspec.msgpack.encode(wire | {"numbers": numbers.tobytes()[1:]})], SPECS)
 
 
 @FEW
 @given(model())
-def test_a_part_of_a_piece_is_where_the_piece_says(pieces: Pieces) -> None:
+def test_a_part_of_a_piece_is_where_the_piece_says(pieces: Shards) -> None:
     """Cutting a piece moves its offset by its strides."""
     boxes = pieces.boxes.take(np.arange(len(pieces)))
     last = type(boxes)(boxes.space, boxes.stop - 1, boxes.stop)
@@ -216,7 +216,7 @@ def test_rows_ascend_as_they_would_column_by_column(data: st.DataObject) -> None
 
 def test_pieces_of_fewer_axes_than_their_tensors_are_refused() -> None:
     """They would say nothing of where on the others they are."""
-    flat = Pieces.of([TensorSpec("a", "float32", (4,))], [whole(TensorSpec("a", "float32", (4,)), "float32", 0)])
+    flat = Shards.of([TensorSpec("a", "float32", (4,))], [whole(TensorSpec("a", "float32", (4,)), "float32", 0)])
     with pytest.raises(ManifestError, match="1 axes"):
         replace(flat, tensors=(TensorSpec("a", "float32", (4, 2)),)).check()
 
@@ -225,16 +225,16 @@ def test_a_model_of_20000_tensors_on_64_ranks_takes_seconds() -> None:
     """A million pieces are joined, chosen, proven, merged and named by columns: no loop in Python could keep up."""
     count, ranks = 20_000, 64
     specs = tuple(TensorSpec(f"t{i}", "bfloat16", (64, 128)) for i in range(count))
-    one = Pieces.of(
-        specs, [Piece(s.name, Box((0, 0), (1, 128)), s.dtype, View(i, 0, (128, 1))) for i, s in enumerate(specs)]
+    one = Shards.of(
+        specs, [Shard(s.name, Box((0, 0), (1, 128)), s.dtype, ShardView(i, 0, (128, 1))) for i, s in enumerate(specs)]
     )
     parts = []
     for rank in range(ranks):
         step = np.array([rank, 0])
         boxes = type(one.boxes)(one.boxes.space, one.boxes.start + step, one.boxes.stop + step)
-        parts.append(Pieces(specs, boxes, one.holder + rank, one.storage, one.dtype, one.offset, one.stride, one.shift))
+        parts.append(Shards(specs, boxes, one.holder + rank, one.storage, one.dtype, one.offset, one.stride, one.shift))
     began = time.process_time()
-    pieces = cover.once(Pieces.join(parts))
+    pieces = cover.once(Shards.join(parts))
     cover.prove(pieces)
     assert len(cover.merge(pieces)) == count * ranks
     assert time.process_time() - began < 90, "about 7 s on a slow core of its own; a loop takes minutes"

@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.transports.broadcast_order import Groups, Sources, cut
+from weightbus.dataplane.transports.broadcast_order import GroupSettings, Sources, cut
 
 OWNERS = st.lists(st.integers(0, 3), min_size=1, max_size=24).map(
     lambda found: [sorted(set(found)).index(owner) for owner in found]
@@ -44,8 +44,8 @@ def test_one_source_changes_nothing() -> None:
     tensors = tensors_of([0] * 9)
     manifest, sources = cut("M", tensors, [0] * 9, 40)
     assert manifest == Manifest.of("M", tensors, 40)
-    assert Groups.of_sources("weightbus-c-3", sources).encode() == "weightbus-c-3"
-    assert Groups.decode("weightbus-c-3", len(sources.of)) == Groups(("weightbus-c-3",), ())
+    assert GroupSettings.of_sources("weightbus-c-3", sources).encode() == "weightbus-c-3"
+    assert GroupSettings.decode("weightbus-c-3", len(sources.of)) == GroupSettings(("weightbus-c-3",), ())
     assert [list(row) for row in sources.rows] == [[bucket] for bucket in range(len(sources.of))]
     assert [sources.needed(row, 2) for row in sources.rows] == [
         bucket - 2 if bucket > 1 else -1 for bucket in range(len(sources.of))
@@ -77,27 +77,27 @@ def test_rows_cover_all_buckets_and_need_only_earlier_ones(owners: list[int], sl
 
 def test_groups_are_told_as_they_were_said() -> None:
     """Names in order, the leader's first; and which of them each bucket comes by."""
-    groups = Groups.of_sources("weightbus-c-3", Sources((0, 1, 2, 0)))
+    groups = GroupSettings.of_sources("weightbus-c-3", Sources((0, 1, 2, 0)))
     assert groups.names == ("weightbus-c-3", "weightbus-c-3-source1", "weightbus-c-3-source2")
-    assert Groups.decode(groups.encode(), 4) == groups
+    assert GroupSettings.decode(groups.encode(), 4) == groups
     assert [groups.names[groups.source_of(bucket)] for bucket in range(4)] == [*groups.names, "weightbus-c-3"]
 
 
 def test_engines_alone_find_their_groups_by_their_first_rank() -> None:
     """With every source one of their own, in which they are all but the source; else they are who they are."""
-    groups = Groups.of_sources("g", Sources((0, 1)), (1, 2, 4))
-    assert Groups.decode(groups.encode(), 2) == groups
+    groups = GroupSettings.of_sources("g", Sources((0, 1)), (1, 2, 4))
+    assert GroupSettings.decode(groups.encode(), 2) == groups
     assert groups.of_engine(1, 8) == (("g-at1", "g-source1-at1"), 1, 2, False)
     assert groups.of_engine(2, 8) == (("g-at2", "g-source1-at2"), 1, 3, False)
     assert groups.of_engine(4, 8) == (("g-at4", "g-source1-at4"), 1, 5, False)
     for nobody in (0, 3, 8):
         with pytest.raises(TransferFailed, match=f"none at {nobody}"):
             groups.of_engine(nobody, 8)
-    assert Groups.of_sources("g", Sources((0,))).of_engine(2, 4) == (("g",), 2, 4, False)
+    assert GroupSettings.of_sources("g", Sources((0,))).of_engine(2, 4) == (("g",), 2, 4, False)
     assert groups.held(3) == tuple((groups.of_engine(first, 8).names, False) for first in (1, 2, 4))
-    assert Groups.of_sources("g", Sources((0,))).held(2) == ((("g",), False), (("g",), False))
-    one = Groups.of_sources("g", Sources((0,)), (2,))
-    assert Groups.decode(one.encode(), 1) == one
+    assert GroupSettings.of_sources("g", Sources((0,))).held(2) == ((("g",), False), (("g",), False))
+    one = GroupSettings.of_sources("g", Sources((0,)), (2,))
+    assert GroupSettings.decode(one.encode(), 1) == one
 
 
 @given(st.data(), st.lists(st.integers(1, 8), min_size=1, max_size=6), st.booleans(), st.integers(1, 3))
@@ -107,8 +107,8 @@ def test_every_rank_of_every_group_is_somebody_s_once(
     """Whoever takes part, workers or an agent in their place: ranks 1 and up are given out without a gap."""
     sidecars = tuple(place for place in range(len(workers)) if data.draw(st.booleans()))
     owners = Sources(tuple(range(sources)))
-    groups = Groups.of_sources("g", owners, tuple(workers), together=together, sidecars=sidecars)
-    assert Groups.decode(groups.encode(), sources) == groups
+    groups = GroupSettings.of_sources("g", owners, tuple(workers), together=together, sidecars=sidecars)
+    assert GroupSettings.decode(groups.encode(), sources) == groups
     world, first = 1 + sum(workers), 1
     taken: dict[str, list[int]] = {}
     sizes: dict[str, set[int]] = {}
@@ -131,9 +131,9 @@ def test_every_rank_of_every_group_is_somebody_s_once(
 
 def test_what_is_told_to_older_engines_is_what_they_know() -> None:
     """Fields that they have never heard of are left out where nothing is said by them."""
-    assert Groups.of_sources("g", Sources((0,))).encode() == "g"
-    assert Groups(("g",), (), (1, 2)).encode() == '{"names":["g"],"of":[],"ranks":[1,2]}'
-    assert Groups(("g",), (), (1, 2), True, (1,)).encode() == (
+    assert GroupSettings.of_sources("g", Sources((0,))).encode() == "g"
+    assert GroupSettings(("g",), (), (1, 2)).encode() == '{"names":["g"],"of":[],"ranks":[1,2]}'
+    assert GroupSettings(("g",), (), (1, 2), True, (1,)).encode() == (
         '{"names":["g"],"of":[],"ranks":[1,2],"together":true,"sidecars":[1]}'
     )
 
@@ -141,19 +141,19 @@ def test_what_is_told_to_older_engines_is_what_they_know() -> None:
 @pytest.mark.parametrize(
     ("word", "buckets"),
     [
-        (Groups(("a", "b"), (0, 1)).encode(), 3),
-        (Groups(("a", "b"), (0, 2)).encode(), 2),
+        (GroupSettings(("a", "b"), (0, 1)).encode(), 3),
+        (GroupSettings(("a", "b"), (0, 2)).encode(), 2),
         ('{"names": ["a"]', 1),
         ('{"names": ["a"], "of": [0], "more": 1}', 1),
-        (Groups(("a", "b"), (), (1, 2)).encode(), 2),
-        (Groups(("a",), (), (1, 0)).encode(), 2),
-        (Groups(("a",), (), (1, 2), True, (2,)).encode(), 1),
+        (GroupSettings(("a", "b"), (), (1, 2)).encode(), 2),
+        (GroupSettings(("a",), (), (1, 0)).encode(), 2),
+        (GroupSettings(("a",), (), (1, 2), True, (2,)).encode(), 1),
     ],
 )
 def test_groups_that_do_not_fit_are_refused(word: str, buckets: int) -> None:
     """No server is asked to join what leaves a bucket without a group."""
     with pytest.raises(TransferFailed, match="announced"):
-        Groups.decode(word, buckets)
+        GroupSettings.decode(word, buckets)
 
 
 # -- nobody waits in a circle -----------------------------------------------------------------------------------------
@@ -163,15 +163,15 @@ Step = tuple[str, ...]
 
 
 def engine_steps(sources: Sources) -> list[Step]:
-    """What an engine does, one after the other, or has its server do: as receivers go through `Groups`."""
-    groups = Groups.of_sources("g", sources)
+    """What an engine does, one after the other, or has its server do: as receivers go through `GroupSettings`."""
+    groups = GroupSettings.of_sources("g", sources)
     joins = [("join", name) for name in groups.names]
     return [*joins, *(("take", str(bucket)) for bucket in range(len(sources.of)))]
 
 
 def source_steps(sources: Sources, number: int) -> list[Step]:
     """A source's own group and buckets, as `SourceRank` and the leader have them."""
-    joins = [("join", Groups.of_sources("g", sources).names[number])]
+    joins = [("join", GroupSettings.of_sources("g", sources).names[number])]
     return [*joins, *(("take", str(bucket)) for bucket in sources.own(number))]
 
 

@@ -9,15 +9,15 @@ from weightbus.control.protocol.enums import EngineHealth, Step
 from weightbus.control.protocol.errors import InvariantBroken
 from weightbus.engine_agent.machine.events import (
     Answer,
-    Finished,
     ForgetAnswers,
     Label,
+    OperationDone,
     Receive,
     Received,
-    Record,
-    Release,
+    ReleaseServer,
     Remember,
-    Run,
+    RunOperation,
+    StateRecord,
     Verify,
 )
 from weightbus.engine_agent.machine.operation_state import HOLD_S
@@ -40,12 +40,12 @@ def test_a_round_from_prepare_to_serving() -> None:
     assert ran(received) == ["Verify"]
     verified = only(world.end())
     assert (verified.version, verified.table, verified.verified_by) == (7, TABLE, "live-digest")
-    assert ran(world.commit()) == ["Release"]
+    assert ran(world.commit()) == ["ReleaseServer"]
     serving = only(world.end())
     assert (serving.version, serving.paused_s) == (7, 1.5)
     view = world.machine.view()
     assert (view.health, view.paused, view.reached) == (CLEAN, False, None)
-    assert view.held == m.Held(version=7, manifest=MANIFEST, table=TABLE)  # type: ignore[arg-type]
+    assert view.held == m.HeldVersion(version=7, manifest=MANIFEST, table=TABLE)  # type: ignore[arg-type]
 
 
 def test_dirty_is_durable_before_the_first_byte() -> None:
@@ -56,7 +56,7 @@ def test_dirty_is_durable_before_the_first_byte() -> None:
     remember, run = effects
     assert isinstance(remember, Remember)
     assert remember.record.health is DIRTY
-    assert isinstance(run, Run)
+    assert isinstance(run, RunOperation)
 
 
 def test_what_was_proven_is_remembered_while_the_coordinator_commits() -> None:
@@ -67,7 +67,7 @@ def test_what_was_proven_is_remembered_while_the_coordinator_commits() -> None:
     world.end()
     verified, label, remember = world.end()
     assert isinstance(verified, Answer)
-    assert isinstance(label, Run)
+    assert isinstance(label, RunOperation)
     assert isinstance(remember, Remember)
     assert (remember.record.health, remember.record.held and remember.record.held.version) == (PENDING, 7)
 
@@ -80,7 +80,7 @@ def test_the_label_is_set_while_the_coordinator_commits() -> None:
     assert world.doing == Label(7, HOLD_S)
     assert ran(world.commit()) == []
     world.end()
-    assert world.doing == Release(7, flush=True, deadline_s=30.0, labelled=True)
+    assert world.doing == ReleaseServer(7, flush=True, deadline_s=30.0, labelled=True)
     assert only(world.end()).version == 7
 
 
@@ -90,7 +90,7 @@ def test_a_commit_flushes_as_the_policy_says(flush: bool) -> None:
     world = World()
     world.to_loaded()
     world.commit(flush=flush)
-    assert isinstance(world.doing, Release)
+    assert isinstance(world.doing, ReleaseServer)
     assert world.doing.flush is flush
 
 
@@ -117,7 +117,7 @@ def test_a_label_that_is_not_known_to_be_there_is_set_at_the_commit(spoilt: str)
         world.end()
         world.fail()
     world.commit(1 if spoilt == "failed" else 2)
-    assert isinstance(world.doing, Release)
+    assert isinstance(world.doing, ReleaseServer)
     assert not world.doing.labelled
 
 
@@ -142,7 +142,7 @@ def test_transfer_untouched_is_clean_again_and_resumes_on_abort() -> None:
     assert (failed.step, failed.health) == (Step.TRANSFER, CLEAN)
     assert world.record is not None
     assert world.record.health is CLEAN
-    assert ran(world.abort(2)) == ["Release"]
+    assert ran(world.abort(2)) == ["ReleaseServer"]
     assert only(world.end()).version == 7
 
 
@@ -180,7 +180,7 @@ def test_a_table_that_follows_is_the_one_of_what_is_held(proven: bool) -> None:
         received = (*received, *world.end())
     verified = answers(received)[-1]
     assert (verified.version, verified.table) == (7, TABLE)
-    assert world.record.held == m.Held(version=7, manifest=MANIFEST, table=TABLE)  # type: ignore[arg-type]
+    assert world.record.held == m.HeldVersion(version=7, manifest=MANIFEST, table=TABLE)  # type: ignore[arg-type]
     assert only(world.commit(table=OTHER)).step is Step.COMMIT
     world.commit()
     assert only(world.end()).version == 7
@@ -209,7 +209,7 @@ def test_what_was_prepared_open_is_taken_open() -> None:
 
 def test_epochs_that_have_passed_stay_passed_for_the_next_agent() -> None:
     """What was said before a restart of the sidecar is as stale after it: its record knows the epoch."""
-    world = World(Record(identity="first", health=CLEAN, epoch=9))
+    world = World(StateRecord(identity="first", health=CLEAN, epoch=9))
     assert [type(effect).__name__ for effect in world.prepare(8)] == ["Note"]
     assert world.doing is None
     world.prepare(9)
@@ -283,7 +283,7 @@ def to_staged(world: World) -> None:
     """A clean server takes a version beside what it serves."""
     world.to_serving()
     world.prepare(2, 8)
-    world.end(Finished(beside=True))
+    world.end(OperationDone(beside=True))
     assert ran(world.pause(2)) == []
     assert ran(world.transfer(2, 8)) == ["Stage"]
 
@@ -293,7 +293,7 @@ def test_a_version_taken_beside_stops_the_server_for_the_flip() -> None:
     world = World()
     world.to_serving()
     world.prepare(2, 8)
-    world.end(Finished(beside=True))
+    world.end(OperationDone(beside=True))
     paused = world.pause(2)
     assert isinstance(only(paused), m.Paused)
     assert ran(paused) == []
@@ -305,7 +305,7 @@ def test_a_version_taken_beside_stops_the_server_for_the_flip() -> None:
     assert isinstance(remember, Remember)
     assert remember.record.health is DIRTY
     (run,) = world.end()
-    assert isinstance(run, Run)
+    assert isinstance(run, RunOperation)
     assert isinstance(run.operation, Receive)
     assert isinstance(only(world.end()), m.Transferred)
     world.end()
@@ -338,7 +338,7 @@ def test_a_dead_server_is_not_said_to_serve(noticed: str) -> None:
         assert only(world.abort(2)).step is Step.RESUME
         return
     world.abort(2)
-    assert world.doing == Release(None, False, 30.0, look=True)
+    assert world.doing == ReleaseServer(None, False, 30.0, look=True)
     if noticed == "meanwhile":
         assert cancels(world.gone())
     failed = only(world.fail())
@@ -352,7 +352,7 @@ def test_a_server_is_looked_at_until_it_was_seen_to_work() -> None:
     world.fail()
     for look, ends in ((True, world.fail), (True, world.end), (False, world.end)):
         world.abort(2)
-        assert world.doing == Release(None, False, 30.0, look=look)
+        assert world.doing == ReleaseServer(None, False, 30.0, look=look)
         ends()
 
 
@@ -367,7 +367,7 @@ def test_a_doubt_ends_with_what_it_was_about() -> None:
     world.end()
     world.to_serving(2)
     world.abort(2)
-    assert world.doing == Release(None, False, 30.0)
+    assert world.doing == ReleaseServer(None, False, 30.0)
 
 
 @pytest.mark.parametrize("during", ["Stage", "PauseServer"])
@@ -379,7 +379,7 @@ def test_an_abort_keeps_it_from_being_put_into_place(during: str) -> None:
         world.end()
     assert cancels(world.abort(2))
     effects = world.end()
-    assert ran(effects) in ([], ["Release"])
+    assert ran(effects) in ([], ["ReleaseServer"])
     if world.doing is not None:
         world.end()
     assert (world.machine.paused, world.machine.health) == (False, CLEAN)
@@ -392,7 +392,7 @@ def test_a_server_that_does_not_generate_takes_nothing_beside() -> None:
     world.transfer()
     world.fail(touched=True)
     world.prepare(epoch=2)
-    world.end(Finished(beside=True))
+    world.end(OperationDone(beside=True))
     assert ran(world.pause(epoch=2)) == ["PauseServer"]
     world.end()
     assert ran(world.transfer(epoch=2)) == ["Receive"]
@@ -474,7 +474,7 @@ def test_commit_of_another_table_is_refused() -> None:
     world.to_loaded()
     failed = only(world.commit(table=OTHER))
     assert (failed.step, failed.health) == (Step.COMMIT, PENDING)
-    assert ran(world.commit()) == ["Release"]
+    assert ran(world.commit()) == ["ReleaseServer"]
 
 
 def test_commit_failure_is_held_back_and_can_be_repeated_by_a_new_commit() -> None:
@@ -487,7 +487,7 @@ def test_commit_failure_is_held_back_and_can_be_repeated_by_a_new_commit() -> No
     assert ran((*failed, *world.tick(2))) == ["PauseServer"]
     world.end()
     assert world.machine.view().paused
-    assert ran(world.commit()) == ["Release"]
+    assert ran(world.commit()) == ["ReleaseServer"]
 
 
 def test_a_server_that_resumes_late_is_paused_when_it_answers_again() -> None:
@@ -506,7 +506,7 @@ def test_a_server_that_resumes_late_is_paused_when_it_answers_again() -> None:
 @pytest.mark.parametrize("lives", [1, 2])
 def test_a_stray_agent_touches_nothing(label: str, lives: int) -> None:
     """Before a welcome a server is neither paused nor resumed, not even by an agent that was started again."""
-    record: Record | None = None
+    record: StateRecord | None = None
     for _ in range(lives):
         world = World(record, label=label, joined=False)
         world.tick(100)
@@ -518,7 +518,7 @@ def test_a_stray_agent_touches_nothing(label: str, lives: int) -> None:
 
 def test_a_dirty_server_is_held_back_without_the_coordinator() -> None:
     """The record of a round is enough to know whose server it is."""
-    record = Record(identity="first", health=m.EngineHealth.DIRTY, epoch=3)
+    record = StateRecord(identity="first", health=m.EngineHealth.DIRTY, epoch=3)
     world = World(record, joined=False)
     assert ran(tuple(world.effects)) == ["PauseServer"]
 
@@ -529,7 +529,7 @@ def test_pause_lease_resumes_a_clean_engine() -> None:
     world.to_paused()
     assert ran(world.tick(9, heard=True)) == []
     assert ran(world.tick(9.9)) == []
-    assert ran(world.tick(0.2)) == ["Release"]
+    assert ran(world.tick(0.2)) == ["ReleaseServer"]
     assert answers(world.end()) == []
     assert not world.machine.view().paused
     assert only(world.transfer()).health is CLEAN
@@ -609,9 +609,9 @@ def test_losing_the_server_while_waiting_is_said_at_once(stage: str, step: Step)
 
 def test_an_agent_restart_keeps_dirty_dirty() -> None:
     """The record outlives the agent: the server is paused again before anything else."""
-    world = World(Record(identity="first", health=DIRTY, epoch=3))
+    world = World(StateRecord(identity="first", health=DIRTY, epoch=3))
     assert world.machine.view().health is DIRTY
-    assert [type(effect).__name__ for effect in world.effects if isinstance(effect, Run)] == ["Run"]
+    assert [type(effect).__name__ for effect in world.effects if isinstance(effect, RunOperation)] == ["RunOperation"]
     world.end()
     assert only(world.abort(3)).health is DIRTY
     assert answers(world.prepare(2)) == []
@@ -633,7 +633,7 @@ def test_an_agent_restart_while_serving() -> None:
     before.to_serving(4)
     world = World(before.record)
     assert (world.machine.view().health, world.doing) == (CLEAN, None)
-    assert ran(world.commit(4)) == ["Release"]
+    assert ran(world.commit(4)) == ["ReleaseServer"]
     assert only(world.end()).version == 7
 
 
@@ -660,7 +660,7 @@ def test_a_new_boot_of_the_coordinator_stops_old_answers() -> None:
     world.to_loaded()
     assert world.welcome(1) == ()
     assert any(isinstance(effect, ForgetAnswers) for effect in world.welcome(2))
-    assert ran(world.commit(9)) == ["Release"]
+    assert ran(world.commit(9)) == ["ReleaseServer"]
 
 
 def test_commands_to_a_lost_server_fail_at_once() -> None:
@@ -677,9 +677,9 @@ def test_commands_to_a_lost_server_fail_at_once() -> None:
 def test_abort_without_a_round_frees_a_clean_engine() -> None:
     """Settling: the coordinator aborts what it does not know, and a clean engine says what it serves."""
     world = World()
-    assert ran(world.abort(3)) == ["Release"]
+    assert ran(world.abort(3)) == ["ReleaseServer"]
     assert only(world.end()).version is None
-    assert ran(world.abort(3)) == ["Release"], "whether it still does is asked each time"
+    assert ran(world.abort(3)) == ["ReleaseServer"], "whether it still does is asked each time"
     assert only(world.end()).version is None
 
 
@@ -747,7 +747,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.mixed = False
         if kind == "PauseServer" and ok:
             self.free = False
-        if kind == "Release" and ok:
+        if kind == "ReleaseServer" and ok:
             assert not self.mixed, "a server with mixed weights was set free"
             self.free = True
         if ok:
@@ -786,7 +786,7 @@ class AnyOrder(RuleBasedStateMachine):
     @invariant()
     def a_release_with_a_version_is_of_proven_weights(self) -> None:
         doing = self.world.doing
-        if isinstance(doing, Release) and not self.outlived:
+        if isinstance(doing, ReleaseServer) and not self.outlived:
             assert not self.mixed
 
 

@@ -10,14 +10,14 @@ from weightbus.engine_agent.machine.events import (
     Commanded,
     Effect,
     Event,
-    Finished,
     Operated,
+    OperationDone,
     Received,
-    Record,
     Remember,
-    Run,
+    RunOperation,
+    StateRecord,
 )
-from weightbus.engine_agent.sidecar.effect_dispatcher import Dispatcher
+from weightbus.engine_agent.sidecar.effect_dispatcher import EffectDispatcher
 
 from ..world import World, answers, cancels, only, ran
 
@@ -148,15 +148,15 @@ def test_nothing_is_taken_while_the_record_cannot_be_written() -> None:
     posted: list[Event] = []
     full = True
 
-    def write(_record: Record) -> None:
+    def write(_record: StateRecord) -> None:
         if full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    dispatcher = Dispatcher(world.machine, write, begun.append, posted.append)
+    dispatcher = EffectDispatcher(world.machine, write, begun.append, posted.append)
     for told in (world.pause_message(), world.transfer_message()):
         dispatcher.dispatch(Commanded(told), world.now)
-    dispatcher.dispatch(Operated(2, Finished()), world.now)
-    runs = [effect for effect in begun if isinstance(effect, Run)]
+    dispatcher.dispatch(Operated(2, OperationDone()), world.now)
+    runs = [effect for effect in begun if isinstance(effect, RunOperation)]
     assert [type(run.operation).__name__ for run in runs] == ["PauseServer"]
     (refused,) = posted
     assert isinstance(refused, Operated)

@@ -16,12 +16,12 @@ import pytest
 
 from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
 from weightbus.control.protocol.ids import Digest, Epoch, Version
-from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.control.protocol.messages import Abort, Pause, Prepare, Transfer
 from weightbus.dataplane.transports.disk.saved_version import PUBLICATION, SavedReceiver, leaving
-from weightbus.dataplane.transports.interface import Receipt, Session
-from weightbus.engine_agent.machine.operation_state import View
-from weightbus.engine_agent.machine.resync import AGAIN_S, SAVED, STEP_S, CatchUp, Stage
+from weightbus.dataplane.transports.interface import Receipt, TransferSession
+from weightbus.engine_agent.machine.operation_state import ServerView
+from weightbus.engine_agent.machine.resync import AGAIN_S, SAVED, STEP_S, Resync, ResyncStage
 from weightbus.engine_agent.machine.weight_state import WeightState
 from weightbus.engine_agent.sidecar import file_resync as saved_versions
 from weightbus.trainer_agent import TrainerAgent
@@ -32,11 +32,11 @@ from ..sidecar.test_driver import Deployment, coordinator, until
 
 __all__ = ["coordinator"]
 
-SEVEN = Held(version=Version(7), manifest=Digest("a" * 64), table=Digest("b" * 64))
+SEVEN = HeldVersion(version=Version(7), manifest=Digest("a" * 64), table=Digest("b" * 64))
 
 
-def view(**changes: Any) -> View:
-    plain = View(
+def view(**changes: Any) -> ServerView:
+    plain = ServerView(
         up=True,
         health=EngineHealth.CLEAN,
         held=None,
@@ -51,14 +51,14 @@ def view(**changes: Any) -> View:
     return msgspec.structs.replace(plain, **changes)
 
 
-def looking(machine: CatchUp) -> None:
+def looking(machine: Resync) -> None:
     assert not machine.looks(view(), 7, 100.0)
     assert machine.looks(view(), 7, 110.0)
 
 
 def test_the_steps_of_a_round_at_the_epoch_it_is_at() -> None:
     """One after another, each when the one before has been reached; then the coordinator is waited for."""
-    machine = CatchUp("c", 10.0)
+    machine = Resync("c", 10.0)
     looking(machine)
     prepare = machine.found(SEVEN, "/saved", view(), 110.0)
     assert isinstance(prepare, Prepare)
@@ -70,7 +70,7 @@ def test_the_steps_of_a_round_at_the_epoch_it_is_at() -> None:
     assert (transfer.offer.address, transfer.offer.group) == ("/saved", SAVED)
     assert machine.step(view(reached=Step.PAUSE, doing="receive"), 900.0) is None
     assert machine.step(view(reached=Step.VERIFY, held=SEVEN, health=EngineHealth.PENDING), 901.0) is None
-    assert machine.stage is Stage.WATCHING
+    assert machine.stage is ResyncStage.WATCHING
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,9 @@ def test_the_steps_of_a_round_at_the_epoch_it_is_at() -> None:
         (view(epoch=Epoch(0)), 7),
     ],
 )
-def test_nothing_is_looked_for_without_need(seen: View, committed: int | None) -> None:
+def test_nothing_is_looked_for_without_need(seen: ServerView, committed: int | None) -> None:
     """An engine that holds it, that a round has, or that nobody has spoken to yet."""
-    machine = CatchUp("c", 0.0)
+    machine = Resync("c", 0.0)
     assert not machine.looks(seen, committed, 0.0)
     assert not machine.looks(seen, committed, 1000.0)
 
@@ -94,7 +94,7 @@ def test_nothing_is_looked_for_without_need(seen: View, committed: int | None) -
 @pytest.mark.parametrize("looked_before", [True, False])
 def test_memory_that_was_given_back_is_not_taken_for_what_was_there(looked_before: bool) -> None:
     """Whoever asked for it has it until another version comes: then that one is loaded, as by any engine."""
-    machine = CatchUp("c", 10.0)
+    machine = Resync("c", 10.0)
     if looked_before:  # the coordinator's word for 7 may come later than the version itself
         assert not machine.looks(view(held=SEVEN), 6, 0.0)
     lent = view(lent=True, health=EngineHealth.PENDING)
@@ -107,7 +107,7 @@ def test_memory_that_was_given_back_is_not_taken_for_what_was_there(looked_befor
 
 def test_a_round_is_waited_for_first() -> None:
     """And the wait begins anew when one came."""
-    machine = CatchUp("c", 10.0)
+    machine = Resync("c", 10.0)
     assert not machine.looks(view(), 7, 0.0)
     assert not machine.looks(view(), 7, 9.9)
     assert not machine.looks(view(reached=Step.PREPARE), 7, 9.9)
@@ -117,17 +117,17 @@ def test_a_round_is_waited_for_first() -> None:
 
 def test_a_round_of_the_coordinator_ends_it() -> None:
     """Its epoch is higher; nothing more is said at the old one."""
-    machine = CatchUp("c", 10.0)
+    machine = Resync("c", 10.0)
     looking(machine)
     assert machine.found(SEVEN, "/saved", view(), 110.0)
     assert machine.step(view(epoch=Epoch(5), reached=Step.PREPARE), 111.0) is None
-    assert machine.stage is Stage.WATCHING
+    assert machine.stage is ResyncStage.WATCHING
 
 
 @pytest.mark.parametrize("how", ["failed", "hangs"])
 def test_what_comes_to_nothing_is_aborted_and_tried_again_later(how: str) -> None:
     """So that a paused engine goes on."""
-    machine = CatchUp("c", 10.0)
+    machine = Resync("c", 10.0)
     looking(machine)
     assert machine.found(SEVEN, "/saved", view(), 110.0)
     if how == "failed":
@@ -144,12 +144,12 @@ def test_what_comes_to_nothing_is_aborted_and_tried_again_later(how: str) -> Non
 
 def test_a_server_that_is_gone_ends_it() -> None:
     """Whatever comes back in its place holds nothing of what was begun, and is given nothing of it."""
-    machine = CatchUp("c", 10.0)
+    machine = Resync("c", 10.0)
     looking(machine)
     assert machine.found(SEVEN, "/saved", view(), 110.0)
     assert isinstance(machine.step(view(reached=Step.PREPARE), 111.0), Pause)
     assert machine.step(view(up=False, reached=Step.PAUSE, paused=True), 112.0) is None
-    assert machine.stage is Stage.WATCHING
+    assert machine.stage is ResyncStage.WATCHING
     assert machine.step(view(reached=Step.PAUSE, paused=True), 113.0) is None
 
 
@@ -190,7 +190,7 @@ def test_a_server_that_was_launched_again_loads_what_was_kept(
     free: list[bool] = []
     load = SavedReceiver._load
 
-    def looked(receiver: SavedReceiver, session: Session, target: Path, *more: Any) -> Receipt:
+    def looked(receiver: SavedReceiver, session: TransferSession, target: Path, *more: Any) -> Receipt:
         with leaving(target) as now:
             free.append(now)
         return load(receiver, session, target, *more)

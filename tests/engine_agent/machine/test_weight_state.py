@@ -10,47 +10,60 @@ from weightbus.control.machine.states import diagram
 from weightbus.control.protocol.enums import EngineHealth
 from weightbus.control.protocol.errors import IllegalMove, InvariantBroken
 from weightbus.control.protocol.ids import Digest, Version
-from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.engine_agent.machine.weight_state import (
     GENERATES,
     HEALTH,
     MOVES,
     TABLE,
-    Began,
-    Committed,
-    Doubted,
     Keep,
-    Launched,
-    Proved,
-    Recognised,
-    Resumed,
-    Spared,
-    Stilled,
-    Touched,
+    ServerLaunched,
+    ServerPaused,
+    ServerRecognized,
+    ServerResumed,
+    TransferBegan,
+    VersionCommitted,
+    VersionVerified,
     WeightEvent,
     Weights,
+    WeightsDirtied,
+    WeightsDoubted,
     WeightState,
+    WeightsUntouched,
 )
 
-SEVEN = Held(version=Version(7), manifest=Digest("a" * 64), table=Digest("b" * 64))
+SEVEN = HeldVersion(version=Version(7), manifest=Digest("a" * 64), table=Digest("b" * 64))
 EVENTS: tuple[WeightEvent, ...] = (
-    Stilled(),
-    Doubted(),
-    Began(Version(8)),
-    Spared(),
-    Touched(),
-    Proved(SEVEN),
-    Resumed(ordered=True),
-    Committed(),
+    ServerPaused(),
+    WeightsDoubted(),
+    TransferBegan(Version(8)),
+    WeightsUntouched(),
+    WeightsDirtied(),
+    VersionVerified(SEVEN),
+    ServerResumed(ordered=True),
+    VersionCommitted(),
 )
 WAYS: dict[WeightState, tuple[WeightEvent, ...]] = {
-    WeightState.UNKNOWN: (Launched(fresh=False),),
-    WeightState.CLEAN: (Launched(fresh=True),),
-    WeightState.PAUSED: (Launched(fresh=True), Stilled()),
-    WeightState.STAGED: (Launched(fresh=True), Stilled(), Began(Version(7))),
-    WeightState.DIRTY: (Launched(fresh=True), Stilled(), Began(Version(7)), Touched()),
-    WeightState.LOADED: (Launched(fresh=True), Stilled(), Began(Version(7)), Touched(), Proved(SEVEN)),
-    WeightState.SERVING: (Launched(fresh=True), Stilled(), Began(Version(7)), Touched(), Proved(SEVEN), Committed()),
+    WeightState.UNKNOWN: (ServerLaunched(fresh=False),),
+    WeightState.CLEAN: (ServerLaunched(fresh=True),),
+    WeightState.PAUSED: (ServerLaunched(fresh=True), ServerPaused()),
+    WeightState.STAGED: (ServerLaunched(fresh=True), ServerPaused(), TransferBegan(Version(7))),
+    WeightState.DIRTY: (ServerLaunched(fresh=True), ServerPaused(), TransferBegan(Version(7)), WeightsDirtied()),
+    WeightState.LOADED: (
+        ServerLaunched(fresh=True),
+        ServerPaused(),
+        TransferBegan(Version(7)),
+        WeightsDirtied(),
+        VersionVerified(SEVEN),
+    ),
+    WeightState.SERVING: (
+        ServerLaunched(fresh=True),
+        ServerPaused(),
+        TransferBegan(Version(7)),
+        WeightsDirtied(),
+        VersionVerified(SEVEN),
+        VersionCommitted(),
+    ),
 }
 """How a server comes to be in each state."""
 
@@ -77,14 +90,16 @@ def test_every_event_in_every_state(state: WeightState, event: WeightEvent) -> N
         assert (machine.state, machine.held, machine.taking, machine.paused) == before, "an illegal event changed it"
         return
     machine.handle(event, 2.0)
-    if not isinstance(event, Committed) or machine.held is not None:  # launch weights are nobody's version to commit
+    if (
+        not isinstance(event, VersionCommitted) or machine.held is not None
+    ):  # launch weights are nobody's version to commit
         machine.check()
     assert machine.state in allowed
 
 
 def test_every_event_has_a_row() -> None:
     """An event that nobody decided about does not exist; those that begin anew are the only ones without a row."""
-    assert set(TABLE) | {Recognised, Launched} == set(get_args(WeightEvent))
+    assert set(TABLE) | {ServerRecognized, ServerLaunched} == set(get_args(WeightEvent))
     assert {type(event) for event in EVENTS} == set(TABLE)
     assert set(HEALTH) == set(WeightState)
 
@@ -100,8 +115,8 @@ def test_dirty_is_left_by_a_proof_and_by_nothing_else() -> None:
         ways += MOVES[state] - ({WeightState.UNKNOWN, WeightState.PAUSED} if state is WeightState.STAGED else set())
     assert not reached & GENERATES
     machine = weights(WeightState.DIRTY)
-    machine.handle(Began(Version(8)), 2.0)
-    machine.handle(Spared(), 3.0)
+    machine.handle(TransferBegan(Version(8)), 2.0)
+    machine.handle(WeightsUntouched(), 3.0)
     assert machine.state is WeightState.DIRTY, "what was spared goes back to what it was, and not to something better"
 
 
@@ -112,11 +127,11 @@ def test_what_was_spared_is_what_it_was(state: WeightState) -> None:
     """A transfer that touched nothing leaves the version, the health and the record as they were."""
     machine = weights(state)
     if state is WeightState.CLEAN:
-        machine.handle(Stilled(), 2.0)
+        machine.handle(ServerPaused(), 2.0)
     before = (machine.state, machine.held, machine.health)
-    assert machine.handle(Began(Version(9)), 3.0) in {(Keep(EngineHealth.DIRTY, None),), ()}
+    assert machine.handle(TransferBegan(Version(9)), 3.0) in {(Keep(EngineHealth.DIRTY, None),), ()}
     assert str(machine) == "STAGED(9)"
-    machine.handle(Spared(), 4.0)
+    machine.handle(WeightsUntouched(), 4.0)
     machine.check()
     assert (machine.state, machine.held, machine.health) == before
 
@@ -142,10 +157,10 @@ def test_the_record_is_never_better_than_the_truth() -> None:
         (EngineHealth.DIRTY, None, "DIRTY"),
     ],
 )
-def test_a_record_is_recognised(health: EngineHealth, held: Held | None, name: str) -> None:
+def test_a_record_is_recognised(health: EngineHealth, held: HeldVersion | None, name: str) -> None:
     """After a restart of the agent the server is what the record says, and nothing has to be written again."""
     machine = weights(WeightState.DIRTY)
-    assert machine.handle(Recognised(health, held), 5.0) == ()
+    assert machine.handle(ServerRecognized(health, held), 5.0) == ()
     machine.check()
     assert (str(machine), machine.paused) == (name, None)
 

@@ -26,21 +26,21 @@ import torch
 from structlog.testing import capture_logs
 
 from weightbus.control import protocol as m
-from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.cli.deployment_keys import KeyOwner, provision
 from weightbus.control.protocol.enums import EngineHealth, Role
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Version
-from weightbus.control.protocol.message_fields import Held
+from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.control.security.allow_list import TRUST_FILE, edited
 from weightbus.dataplane.transports.interface import JOIN_S
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.errors import ServerInUse
-from weightbus.engine_agent.machine.events import Commanded, Release
-from weightbus.engine_agent.machine.operation_state import View
+from weightbus.engine_agent.machine.events import Commanded, ReleaseServer
+from weightbus.engine_agent.machine.operation_state import ServerView
 from weightbus.engine_agent.machine.weight_state import WeightState
 from weightbus.engine_agent.sidecar.driver import EngineAgent
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
-from weightbus.engine_agent.sidecar.state_file import RecordFile
+from weightbus.engine_agent.sidecar.state_file import StateFile
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.machine.errors import PublishFailed, RoundAborted
@@ -158,9 +158,9 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int,
     provision(
         folder / "keys",
         [
-            Member(AgentId("e0"), Role.ENGINE, everywhere),
-            Member(AgentId("e1"), Role.ENGINE, everywhere),
-            Member(AgentId("trainer"), Role.TRAINER, everywhere),
+            KeyOwner(AgentId("e0"), Role.ENGINE, everywhere),
+            KeyOwner(AgentId("e1"), Role.ENGINE, everywhere),
+            KeyOwner(AgentId("trainer"), Role.TRAINER, everywhere),
         ],
     )
     argv = [sys.executable, "-m", "weightbus.control.cli.entry_point", "coordinator", f"--router-port={port}"]
@@ -289,7 +289,7 @@ def test_a_server_that_dies_half_way_comes_back_paused(deployment: Deployment) -
     with contextlib.suppress(Exception):
         deployment.publish(7)
     until("the loss", lambda: not deployment.view.up)
-    record = RecordFile(deployment.folder / "state", "e0").read()
+    record = StateFile(deployment.folder / "state", "e0").read()
     assert record is not None
     assert record.health.value == "dirty"
     deployment.fake.restart()
@@ -318,8 +318,10 @@ def test_ready_means_the_committed_version(  # noqa: PLR0917  the parameters of 
 ) -> None:
     """An engine that rounds have left behind is not ready, nor one that may have been, by the newest word heard."""
     agent = EngineAgent(EngineAgentSettings(name="e0", channel="c", state_dir=tmp_path))
-    weights = None if held is None else Held(version=Version(held), manifest=Digest("a" * 64), table=Digest("b" * 64))
-    agent._view = View(
+    weights = (
+        None if held is None else HeldVersion(version=Version(held), manifest=Digest("a" * 64), table=Digest("b" * 64))
+    )
+    agent._view = ServerView(
         up=True,
         health=EngineHealth.CLEAN,
         held=weights,
@@ -399,7 +401,7 @@ def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(agent._late, "_write", full)
-    offer = m.Offer(transport=m.TransportKind.LOCAL, address="/run/x")
+    offer = m.Endpoint(transport=m.TransportKind.LOCAL, address="/run/x")
     order: dict[str, Any] = {"channel": Channel("c"), "epoch": Epoch(1), "deadline_s": 30.0}
     weights: dict[str, Any] = {"version": Version(7), "manifest": Digest("a" * 64), "table": Digest("b" * 64)}
     agent._dispatch(Commanded(m.Transfer(**order, **weights, offer=offer, rank_offset=1)))
@@ -412,7 +414,7 @@ def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
     agent._dispatch(Commanded(m.Abort(**order, reason="the test says so")))
     run = agent._operations.get_nowait()
     assert run is not None
-    assert isinstance(run.operation, Release)
+    assert isinstance(run.operation, ReleaseServer)
     monkeypatch.undo()
     agent._step(None)
     kept = agent._records.read()

@@ -15,7 +15,7 @@ from weightbus.dataplane.tensors.manifest import blob_digest
 from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
 from weightbus.dataplane.transports.disk.saved_version import MANIFEST, PUBLICATION, TABLE, place_of
 from weightbus.engine_agent.sidecar import file_resync as saved_versions
-from weightbus.engine_agent.sidecar.file_resync import SavedVersions
+from weightbus.engine_agent.sidecar.file_resync import FileResync
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
 
 
@@ -53,7 +53,7 @@ def test_only_what_was_committed_is_found(
     monkeypatch.setattr(saved_versions, "parse", lambda _: SimpleNamespace(channels=channels))
     monkeypatch.setattr(saved_versions, "_log", SimpleNamespace(warning=lambda event, **_: said.append(event)))
     settings = EngineAgentSettings(name="e0", channel="c", server="http://127.0.0.1:1", saved_dir=tmp_path)
-    versions = SavedVersions(settings, cast("Any", None))
+    versions = FileResync(settings, cast("Any", None))
     try:
         for _ in range(2):
             assert (versions._search(Coordinator()) is not None) == found
@@ -67,11 +67,11 @@ def test_a_folder_that_is_not_there_is_said_at_the_start(tmp_path: Path, monkeyp
     said: list[str] = []
     monkeypatch.setattr(saved_versions, "_log", SimpleNamespace(warning=lambda event, **_: said.append(event)))
     settings = EngineAgentSettings(name="e0", channel="c", saved_dir=tmp_path / "later")
-    SavedVersions(settings, cast("Any", None)).close()
+    FileResync(settings, cast("Any", None)).close()
     assert said == ["saved_dir_missing"]
     (tmp_path / "later").mkdir()
-    SavedVersions(settings, cast("Any", None)).close()
+    FileResync(settings, cast("Any", None)).close()
     assert said == ["saved_dir_missing"]
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="is a file"):
-        SavedVersions(msgspec.structs.replace(settings, saved_dir=tmp_path / "file"), cast("Any", None))
+        FileResync(msgspec.structs.replace(settings, saved_dir=tmp_path / "file"), cast("Any", None))

@@ -13,14 +13,14 @@ import pytest
 from weightbus.control.protocol.enums import EngineHealth, Step
 from weightbus.control.protocol.ids import Epoch
 from weightbus.engine_agent.errors import NothingToGive, ServerUnreachable
-from weightbus.engine_agent.machine.events import Record, ServerFound
-from weightbus.engine_agent.machine.operation_state import View
+from weightbus.engine_agent.machine.events import ServerFound, StateRecord
+from weightbus.engine_agent.machine.operation_state import ServerView
 from weightbus.engine_agent.machine.weight_state import WeightState
 from weightbus.engine_agent.sidecar import memory_release as giving
-from weightbus.engine_agent.sidecar.memory_release import Giving, Noticed
+from weightbus.engine_agent.sidecar.memory_release import MemoryRelease, Noticed
 
-HELD = Record(identity="launch", health=EngineHealth.CLEAN)
-VIEW = View(
+HELD = StateRecord(identity="launch", health=EngineHealth.CLEAN)
+VIEW = ServerView(
     up=True,
     health=EngineHealth.CLEAN,
     held=None,
@@ -40,10 +40,10 @@ class Sidecar:
     def __init__(self, *, writes: bool = True, refuses: bool = False) -> None:
         self.done: list[str] = []
         self.writes, self.refuses = writes, refuses
-        self.record: Record | None = HELD
+        self.record: StateRecord | None = HELD
         self.lent_weights = False
         self.seen: list[bool] = []
-        self.giving = Giving(cast("Any", self), self.post, lambda: self.record)
+        self.giving = MemoryRelease(cast("Any", self), self.post, lambda: self.record)
 
     def give_up(self) -> SimpleNamespace:
         self.done.append("given up")
@@ -62,7 +62,7 @@ class Sidecar:
         self.seen.append(self.giving.lent)
         if self.writes:
             self.done.append("written off")
-            self.record = Record(identity=event.identity, health=EngineHealth.PENDING)
+            self.record = StateRecord(identity=event.identity, health=EngineHealth.PENDING)
 
     def order(self) -> Exception | None:
         asked: Future[None] = Future()

@@ -11,36 +11,36 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.cli.deployment_keys import KeyOwner, provision
 from weightbus.control.protocol.enums import Role, TransportKind
 from weightbus.control.protocol.errors import NotWanted
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Offer, Policy, Seal
+from weightbus.control.protocol.message_fields import Endpoint, Policy, PublicationSignature
 from weightbus.control.protocol.messages import Prepare, Publish, Transfer
 from weightbus.control.security.allow_list import TRUST_FILE, TrustList
 from weightbus.control.security.curve_keys import read_secret
 from weightbus.control.security.signed_publications import seal_offer, seal_publication, seal_table
-from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.metrics import Metrics, Side
 from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed, WorkerDied
 from weightbus.dataplane.tensors.manifest import DigestTable
-from weightbus.dataplane.transports.interface import Receipt, Session, Tabled
-from weightbus.dataplane.transports.sends.worker_receivers import StandsStill
+from weightbus.dataplane.transports.interface import Receipt, Tabled, TransferSession
+from weightbus.dataplane.transports.sends.worker_receivers import WorkerStalled
 from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
 from weightbus.engine_agent.engines.sglang.server_identity import facts_of
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError
 from weightbus.engine_agent.machine.events import (
-    Broken,
-    Finished,
     Label,
+    OperationDone,
+    OperationFailed,
     PauseServer,
     Receive,
     Received,
-    Release,
+    ReleaseServer,
     Validate,
 )
 from weightbus.engine_agent.sidecar import operation_executor as worker_module
-from weightbus.engine_agent.sidecar.operation_executor import Worker
+from weightbus.engine_agent.sidecar.operation_executor import OperationExecutor
 from weightbus.engine_agent.sidecar.topology import places_on
 
 TRANSFER = Transfer(
@@ -49,7 +49,7 @@ TRANSFER = Transfer(
     version=Version(1),
     manifest=Digest("a" * 64),
     table=Digest("b" * 64),
-    offer=Offer(transport=TransportKind.DISTRIBUTED, address="tcp://127.0.0.1:9"),
+    offer=Endpoint(transport=TransportKind.DISTRIBUTED, address="tcp://127.0.0.1:9"),
     rank_offset=1,
     deadline_s=600.0,
 )
@@ -65,11 +65,11 @@ PREPARE = Prepare(
 )
 
 
-def worker(**server_info: Any) -> Worker:
+def worker(**server_info: Any) -> OperationExecutor:
     """The worker of a server that says so of itself."""
     told = {"version": "0.5.23", "tp_size": 2, "device": "cpu"} | server_info
     server = SimpleNamespace(facts=facts_of(told, {}, "http://nowhere:1"), dialect=dialect_of(str(told["version"])))
-    return Worker("e0", cast("Any", server), cast("Any", None), None, Meters(Side.ENGINE))
+    return OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(Side.ENGINE))
 
 
 @pytest.mark.parametrize(
@@ -97,21 +97,21 @@ def test_live_digests_are_promised_where_they_can_be_predicted(server_info: dict
 
 def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     """Neither manifest nor server is looked at; the cause is counted, and the reason says what to do."""
-    provision(tmp_path, [Member(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
-    meters = Meters(Side.ENGINE)
+    provision(tmp_path, [KeyOwner(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
+    meters = Metrics(Side.ENGINE)
     server = cast("Any", SimpleNamespace(expect=lambda _identity: None, untouched=lambda: None, touched=False))
-    made = Worker("e0", server, cast("Any", None), None, meters, trust=TrustList(tmp_path / TRUST_FILE))
+    made = OperationExecutor("e0", server, cast("Any", None), None, meters, trust=TrustList(tmp_path / TRUST_FILE))
     prepare = PREPARE
     result = made.perform(Validate(prepare, ""))
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert "version 5 is not believed (unsigned)" in result.reason
     counted = meters.registry.get_sample_value("weightbus_sidecar_publications_refused_total", {"cause": "unsigned"})
     assert counted == 1
-    seal = Seal(signer=AgentId("t0"), previous=None, signature="0" * 128)
+    seal = PublicationSignature(signer=AgentId("t0"), previous=None, signature="0" * 128)
     result = made.perform(Validate(msgspec.structs.replace(prepare, seal=seal), ""))
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert "(forged)" in result.reason
-    offer = Offer(transport=TransportKind.LOCAL, address="/run/x")
+    offer = Endpoint(transport=TransportKind.LOCAL, address="/run/x")
     transfer = Transfer(
         channel=prepare.channel,
         epoch=prepare.epoch,
@@ -123,11 +123,11 @@ def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path
         deadline_s=1.0,
     )
     result = made.perform(Receive(transfer, ""))
-    assert result == Broken(result.reason, touched=False)
+    assert result == OperationFailed(result.reason, touched=False)
     assert "(unknown_signer)" in result.reason
     (tmp_path / TRUST_FILE).unlink()
     result = made.perform(Validate(msgspec.structs.replace(prepare, seal=seal), ""))
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert "(unknown_signer)" in result.reason
 
 
@@ -138,9 +138,9 @@ def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
     def receiver(kind: str) -> Any:
         made.append(kind)
 
-    gone = Worker("e0", SGLangServer("http://127.0.0.1:9"), receiver, None, Meters(Side.ENGINE))
+    gone = OperationExecutor("e0", SGLangServer("http://127.0.0.1:9"), receiver, None, Metrics(Side.ENGINE))
     result = gone.perform(Receive(TRANSFER, ""))
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert "/model_info" in result.reason
     assert not result.touched
     assert not made
@@ -155,12 +155,12 @@ def test_a_server_is_looked_at_ahead_of_its_pause_and_of_nothing_else() -> None:
         raise ServerError("/model_info", "gone")
 
     server = cast("Any", SimpleNamespace(look_ahead=look))
-    made = Worker("e0", server, cast("Any", None), None, Meters(Side.ENGINE))
+    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(Side.ENGINE))
 
-    made.look_ahead(Validate(PREPARE, ""), Broken("it does not fit"))
-    made.look_ahead(PauseServer("in_place", 5.0), Finished())
+    made.look_ahead(Validate(PREPARE, ""), OperationFailed("it does not fit"))
+    made.look_ahead(PauseServer("in_place", 5.0), OperationDone())
     assert looks == []
-    made.look_ahead(Validate(PREPARE, ""), Finished())
+    made.look_ahead(Validate(PREPARE, ""), OperationDone())
     assert looks == ["look"]
 
 
@@ -168,7 +168,7 @@ def test_what_fits_is_remembered_of_one_launch(monkeypatch: pytest.MonkeyPatch) 
     """A server that lends its memory is another one with every version, for months: nothing is kept of those before."""
     facts = SimpleNamespace(identity="")
     server = cast("Any", SimpleNamespace(facts=facts, dialect="d"))
-    made = Worker("e0", server, cast("Any", None), None, Meters(Side.ENGINE))
+    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(Side.ENGINE))
     checks: list[str] = []
     monkeypatch.setattr(worker_module.checkpoint, "expected", lambda _folder: None)
     monkeypatch.setattr(worker_module.validate, "check", lambda _layout, of, *_: checks.append(of.identity))
@@ -191,9 +191,9 @@ def test_the_cache_is_flushed_where_it_is_asked_for_and_before_anything_is_gener
 
     names = ("expect", "set_label", "take_rest_back", "flush", "resume")
     server = cast("Any", SimpleNamespace(**{name: noting(name) for name in names}))
-    made = Worker("e0", server, cast("Any", None), None, Meters(Side.ENGINE))
+    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(Side.ENGINE))
 
-    made.perform(Release(7, flush=flush, deadline_s=5.0))
+    made.perform(ReleaseServer(7, flush=flush, deadline_s=5.0))
 
     assert calls[1:] == ["set_label", "take_rest_back", *(["flush"] if flush else []), "resume"]
 
@@ -228,11 +228,11 @@ def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
         take_weights_back=lambda _deadline_s: None,
         end_update=end_update,
     )
-    agent = Worker("e0", cast("Any", server), cast("Any", lambda _kind: Full()), None, Meters(Side.ENGINE))
+    agent = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: Full()), None, Metrics(Side.ENGINE))
     monkeypatch.setattr(agent, "_fit", lambda *_: (None, None))
-    local = Offer(transport=TransportKind.LOCAL, address="/run/x")
+    local = Endpoint(transport=TransportKind.LOCAL, address="/run/x")
     result = agent.perform(Receive(msgspec.structs.replace(TRANSFER, offer=local), ""))
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert str(problem) in result.reason
     assert result.touched is touched
     assert calls == ["end_update"]
@@ -264,7 +264,9 @@ class Returns:
         names = ("expect", "untouched", "take_weights_back", "set_label", "take_rest_back", "resume", "end_update")
         quiet = {name: self.noting(name) for name in names}
         server = SimpleNamespace(touched=False, updating=session, pause=self.noting("pause"), **quiet)
-        self.worker = Worker("e0", cast("Any", server), cast("Any", lambda _kind: self.receiver), None, METERS)
+        self.worker = OperationExecutor(
+            "e0", cast("Any", server), cast("Any", lambda _kind: self.receiver), None, METERS
+        )
         monkeypatch.setattr(self.worker, "_fit", lambda *_: (None, None))
         self.take()
 
@@ -272,7 +274,7 @@ class Returns:
         return lambda *_: self.calls.append(call) if call not in {"expect", "untouched", "take_weights_back"} else None
 
     def take(self, launch: str = "one") -> object:
-        direct = Offer(transport=TransportKind.DIRECT, address="/run/x")
+        direct = Endpoint(transport=TransportKind.DIRECT, address="/run/x")
         return self.worker.perform(Receive(msgspec.structs.replace(TRANSFER, offer=direct), ""), launch)
 
     def did(self, operation: Any, launch: str = "one") -> tuple[object, list[str]]:
@@ -281,8 +283,8 @@ class Returns:
         return self.worker.perform(operation, launch), list(self.calls)
 
 
-METERS = Meters(Side.ENGINE)
-RELEASE = Release(7, flush=False, deadline_s=5.0, labelled=True)
+METERS = Metrics(Side.ENGINE)
+RELEASE = ReleaseServer(7, flush=False, deadline_s=5.0, labelled=True)
 
 
 def test_what_comes_after_the_call_waits_for_its_return(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +308,7 @@ def test_a_server_that_returned_badly_is_not_resumed(monkeypatch: pytest.MonkeyP
     made.receiver.wrong = "it said no"
     for _ in range(2):
         result, calls = made.did(RELEASE)
-        assert isinstance(result, Broken)
+        assert isinstance(result, OperationFailed)
         assert "it said no" in result.reason
         assert calls == ["returned"]
     assert made.did(RELEASE, "another")[1] == ["take_rest_back", "resume"]
@@ -343,7 +345,7 @@ def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:
             expect=lambda _identity: None, untouched=lambda: None, touched=False, label=lambda _deadline_s: "default"
         ),
     )
-    busy = Worker("e0", server, receiver, None, Meters(Side.ENGINE))
+    busy = OperationExecutor("e0", server, receiver, None, Metrics(Side.ENGINE))
     busy.blobs = SlowBlobs()
     with ThreadPoolExecutor(1) as thread:
         ended = thread.submit(busy.perform, Receive(TRANSFER, ""), "", 7)
@@ -352,7 +354,7 @@ def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:
         busy.cancel(7)
         go_on.set()
         result = ended.result(60.0)
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert "called off" in result.reason
     assert (result.touched, made) == (False, [])
 
@@ -369,10 +371,10 @@ def test_an_operation_that_was_called_off_before_it_began_asks_nothing() -> None
             label=lambda _deadline_s: asked.append("label"),
         ),
     )
-    late = Worker("e0", server, cast("Any", None), None, Meters(Side.ENGINE))
+    late = OperationExecutor("e0", server, cast("Any", None), None, Metrics(Side.ENGINE))
     late.cancel(3)
     result = late.perform(Receive(TRANSFER, ""), "", 3)
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert "called off" in result.reason
     assert asked == ["label"], "one harmless question, and nothing after it"
 
@@ -384,13 +386,13 @@ def test_a_server_of_which_a_worker_has_died_is_asked_nothing_more(
     """It takes seconds to end, in which it answers no call; its next launch is another one."""
     made = Returns(monkeypatch, session=True)
     monkeypatch.setattr(made.receiver, "receive", lambda *_: (_ for _ in ()).throw(WorkerDied(1)))
-    receive = Receive(msgspec.structs.replace(TRANSFER, offer=Offer(transport=kind, address="/run/x")), "")
+    receive = Receive(msgspec.structs.replace(TRANSFER, offer=Endpoint(transport=kind, address="/run/x")), "")
     result, calls = made.did(receive, "two")
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert result.touched
     assert not calls
     for operation in (PauseServer("retract", 60.0), RELEASE, Label(7, 5.0)):
-        assert made.did(operation, "two") == (Broken("worker 1 of the server has died"), [])
+        assert made.did(operation, "two") == (OperationFailed("worker 1 of the server has died"), [])
     assert made.did(RELEASE, "three")[1] == ["take_rest_back", "resume"]
 
 
@@ -401,7 +403,7 @@ class Minds(Early):
 
     def require_moving(self) -> None:
         if self.stands:
-            raise StandsStill(1)
+            raise WorkerStalled(1)
 
     def receive(self, *_: object) -> Receipt:
         self.require_moving()
@@ -434,18 +436,18 @@ def test_a_server_of_which_a_worker_stands_still_is_asked_nothing_before_that_go
     made = Returns(monkeypatch, session=True)
     still = kind(made.calls)
     monkeypatch.setattr(made.worker, "_make", lambda _kind: still)
-    offer = Offer(transport=TransportKind.SENDS, address="/run/x")
+    offer = Endpoint(transport=TransportKind.SENDS, address="/run/x")
     receive = Receive(msgspec.structs.replace(TRANSFER, offer=offer), "")
     found, calls = made.did(receive, "two")
-    assert isinstance(found, Broken)
+    assert isinstance(found, OperationFailed)
     assert calls == []
     for operation in (PauseServer("retract", 60.0), RELEASE):
         found, calls = made.did(operation, "two")
-        assert isinstance(found, Broken)
+        assert isinstance(found, OperationFailed)
         assert "worker 1 of the server stands still" in found.reason
         assert calls == []
     still.stands = False
-    assert made.did(PauseServer("retract", 60.0), "two") == (Finished(), ["pause"])
+    assert made.did(PauseServer("retract", 60.0), "two") == (OperationDone(), ["pause"])
     closed = ["close"] if kind is Still else []
     assert made.did(RELEASE, "two")[1] == [*closed, "take_rest_back", "resume"]
 
@@ -469,17 +471,17 @@ def test_where_workers_are_is_known_of_the_launch_that_said_so(monkeypatch: pyte
     receiver = Placed()
     quiet = {name: lambda *_: None for name in ("expect", "untouched", "take_weights_back", "end_update")}
     server = SimpleNamespace(touched=False, updating=False, facts=SimpleNamespace(identity="one"), **quiet)
-    made = Worker("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS)
+    made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS)
     monkeypatch.setattr(made, "_fit", lambda *_: (None, None))
-    offer = Offer(transport=TransportKind.SENDS, address="/run/x")
+    offer = Endpoint(transport=TransportKind.SENDS, address="/run/x")
     receive = Receive(msgspec.structs.replace(TRANSFER, offer=offer), "")
     assert made.devices == ()
     receiver.come = ("gpu-0",)
-    assert isinstance(made.perform(receive), Broken)
+    assert isinstance(made.perform(receive), OperationFailed)
     assert made.devices == ("gpu-0",)
     assert [each.device for each in places_on(made.devices)] == ["gpu-0"]
     server.facts.identity, receiver.come = "another", None
-    assert isinstance(made.perform(receive), Broken)
+    assert isinstance(made.perform(receive), OperationFailed)
     assert made.devices == ()
     receiver.come = ("gpu-1",)
     made.perform(receive)
@@ -490,16 +492,16 @@ class Following:
     """A receiver that was given a table on its way, and proved by it."""
 
     def __init__(self, tabled: Tabled | None) -> None:
-        self.tabled, self.touched, self.sessions = tabled, True, list[Session]()
+        self.tabled, self.touched, self.sessions = tabled, True, list[TransferSession]()
 
-    def receive(self, session: Session, *_: object) -> Receipt:
+    def receive(self, session: TransferSession, *_: object) -> Receipt:
         self.sessions.append(session)
         return Receipt(1, 1, checked=True, tabled=self.tabled)
 
 
 def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *, signed: str, version: int = 5) -> tuple[object, Following]:
     """What comes of a version whose table followed, `signed` by its trainer, by nobody, or not needing to be."""
-    provision(folder, [Member(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
+    provision(folder, [KeyOwner(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
     secret = read_secret(folder / "agents" / "t0.key")
     table = DigestTable(manifest=PREPARE.manifest, version=version, algorithm="mix64x2", tensors=b"")
     publish = Publish(
@@ -518,11 +520,13 @@ def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *, signed: str, version
     quiet = {name: lambda *_: None for name in ("expect", "untouched", "take_weights_back", "end_update", "answers")}
     server = SimpleNamespace(touched=False, updating=False, **quiet)
     trust = None if signed == "without keys" else TrustList(folder / TRUST_FILE)
-    made = Worker("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS, trust=trust)
+    made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS, trust=trust)
     monkeypatch.setattr(made, "_fit", lambda *_: (None, None))
     prepare = msgspec.structs.replace(PREPARE, table=Digest(""), seal=publish.seal)
-    assert isinstance(made.perform(Validate(prepare, "")), Finished)
-    offer = seal_offer(Offer(transport=TransportKind.DIRECT, address="/run/x"), publish.channel, publish.epoch, secret)
+    assert isinstance(made.perform(Validate(prepare, "")), OperationDone)
+    offer = seal_offer(
+        Endpoint(transport=TransportKind.DIRECT, address="/run/x"), publish.channel, publish.epoch, secret
+    )
     transfer = msgspec.structs.replace(
         TRANSFER, epoch=PREPARE.epoch, version=PREPARE.version, table=Digest(""), offer=offer
     )
@@ -549,7 +553,7 @@ def test_a_table_that_nobody_signed_is_not_believed(
     name = "weightbus_sidecar_publications_refused_total"
     before = METERS.registry.get_sample_value(name, cause) or 0.0
     result, _ = taken(tmp_path, monkeypatch, signed=signed)
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert result.touched
     assert "(forged)" in result.reason
     assert METERS.registry.get_sample_value(name, cause) == before + 1
@@ -558,9 +562,9 @@ def test_a_table_that_nobody_signed_is_not_believed(
 def test_a_table_of_another_version_or_none_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nothing is signed, too."""
     result, _ = taken(tmp_path / "a", monkeypatch, signed="without keys", version=6)
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert result.touched
     result, _ = taken(tmp_path / "b", monkeypatch, signed="never")
-    assert isinstance(result, Broken)
+    assert isinstance(result, OperationFailed)
     assert result.touched
     assert "did not come" in result.reason

@@ -15,10 +15,10 @@ from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports import prerecording as rehearsal, registry as transports
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
-from weightbus.engine_agent.machine.operation_state import View
+from weightbus.engine_agent.machine.operation_state import ServerView
 from weightbus.engine_agent.sidecar import prerecording as rehearsing
 from weightbus.engine_agent.sidecar.memory_release import Noticed
-from weightbus.engine_agent.sidecar.prerecording import Rehearsing
+from weightbus.engine_agent.sidecar.prerecording import Prerecorder
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
 
 from ...kit import tiny_model
@@ -48,7 +48,7 @@ class Stage:
     paused: bool = False
     record_ahead: bool = True
 
-    def carry_out(self) -> tuple[Rehearsing, list[str]]:
+    def carry_out(self) -> tuple[Prerecorder, list[str]]:
         """One life of the agent; what it said."""
         settings = EngineAgentSettings(
             name="e0", channel="c", server=self.fake.url, insecure_loopback=True, state_dir=self.folder / "state",
@@ -57,8 +57,8 @@ class Stage:
         server = SGLangServer(self.fake.url)
         server.connect()
         posted: list[Noticed] = []
-        view = cast("View", type("Seen", (), {"paused": self.paused}))
-        made = Rehearsing(settings, server, lambda: view, posted.append, self.foreseen.append)
+        view = cast("ServerView", type("Seen", (), {"paused": self.paused}))
+        made = Prerecorder(settings, server, lambda: view, posted.append, self.foreseen.append)
         with capture_logs() as logs:
             made.carry_out()
         assert made.over
@@ -75,7 +75,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         asked.append(tensors)
         return 1
 
-    monkeypatch.setattr(rehearsal.Rehearsal, "record", record)
+    monkeypatch.setattr(rehearsal.Prerecording, "record", record)
     monkeypatch.setattr(rehearsing, "_CPU", tmp_path / "cpuinfo")
     monkeypatch.setattr(rehearsing, "_AGAIN_S", 0.01, raising=False)
     (tmp_path / "cpuinfo").write_text("flags: fpu avx2\n")
@@ -175,12 +175,12 @@ def test_a_server_that_reads_a_prompt_is_left_alone(stage: Stage, busy: dict[str
 def test_an_update_that_a_server_has_not_begun_is_not_ended(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """To end it would wait behind it, with all new requests behind both; the next update finds it open and uses it."""
 
-    def record(asked: rehearsal.Rehearsal, *arguments: object) -> int:
+    def record(asked: rehearsal.Prerecording, *arguments: object) -> int:
         cast("SGLangServer", arguments[2])._begin_update(5.0)
         asked.pending = True
         raise TransferFailed("it has requests")
 
-    monkeypatch.setattr(rehearsal.Rehearsal, "record", record)
+    monkeypatch.setattr(rehearsal.Prerecording, "record", record)
 
     _, said = stage.carry_out()
 
@@ -258,7 +258,7 @@ def test_what_fails_is_said_and_the_agent_goes_on(
         server._begin_update(5.0)
         raise error
 
-    monkeypatch.setattr(rehearsal.Rehearsal, "record", record)
+    monkeypatch.setattr(rehearsal.Prerecording, "record", record)
 
     _, said = stage.carry_out()
 
@@ -279,10 +279,10 @@ def test_a_server_without_our_loader_is_not_asked(stage: Stage) -> None:
 @pytest.mark.parametrize("when", ["before", "while it looks", "just before it asks"])
 def test_a_closed_agent_asks_its_server_for_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     """New requests would wait for a recording that nobody wants, and the agent's end for the server."""
-    lives: list[Rehearsing] = []
-    made, plain = Rehearsing.__init__, rehearsal.Rehearsal.record
+    lives: list[Prerecorder] = []
+    made, plain = Prerecorder.__init__, rehearsal.Prerecording.record
 
-    def begin(self: Rehearsing, *arguments: Any) -> None:
+    def begin(self: Prerecorder, *arguments: Any) -> None:
         made(self, *arguments)
         lives.append(self)
         if when == "before":
@@ -290,24 +290,24 @@ def test_a_closed_agent_asks_its_server_for_nothing(stage: Stage, monkeypatch: p
 
     looked: list[str] = []
 
-    def idle(self: Rehearsing) -> bool:
+    def idle(self: Prerecorder) -> bool:
         looked.append(when)
         if when == "while it looks":
             self.close()
         return True
 
-    def record(self: rehearsal.Rehearsal, *arguments: Any) -> int:
+    def record(self: rehearsal.Prerecording, *arguments: Any) -> int:
         lives[0].close()
         return plain(self, *arguments)
 
-    monkeypatch.setattr(Rehearsing, "__init__", begin)
+    monkeypatch.setattr(Prerecorder, "__init__", begin)
     if when == "just before it asks":
         monkeypatch.undo()
-        monkeypatch.setattr(Rehearsing, "__init__", begin)
-        plain = rehearsal.Rehearsal.record
-        monkeypatch.setattr(rehearsal.Rehearsal, "record", record)
+        monkeypatch.setattr(Prerecorder, "__init__", begin)
+        plain = rehearsal.Prerecording.record
+        monkeypatch.setattr(rehearsal.Prerecording, "record", record)
         monkeypatch.setattr(rehearsing, "_CPU", stage.folder / "cpuinfo")
-    monkeypatch.setattr(Rehearsing, "_idle", idle)
+    monkeypatch.setattr(Prerecorder, "_idle", idle)
     called: list[str] = []
     monkeypatch.setattr(SGLangServer, "load_direct", lambda _self, path, _deadline_s: called.append(path))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.engine_agent.sidecar.process_lock import Claim, ClaimHeld, server_claim
+from weightbus.engine_agent.sidecar.process_lock import LockHeld, ProcessLock, server_claim
 
 HOLD = """
 import sys
@@ -29,7 +29,7 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"held\n"
     claim = server_claim(tmp_path, "http://localhost:30000/", "e1")
-    with pytest.raises(ClaimHeld) as held:
+    with pytest.raises(LockHeld) as held:
         claim.take()
     assert held.value.holder == f"e0 (process {holder.pid})"
     holder.kill()
@@ -54,10 +54,10 @@ def test_what_is_one_server(tmp_path: Path, one: str, other: str, same: bool) ->
 
 def test_a_released_claim_can_be_taken(tmp_path: Path) -> None:
     """By anybody, as often as one likes."""
-    first, second = Claim(tmp_path / "lock", "one"), Claim(tmp_path / "lock", "two")
+    first, second = ProcessLock(tmp_path / "lock", "one"), ProcessLock(tmp_path / "lock", "two")
     for _ in range(2):
         first.take()
-        with pytest.raises(ClaimHeld, match="held by one"):
+        with pytest.raises(LockHeld, match="held by one"):
             second.take()
         first.release()
         second.take()

@@ -13,7 +13,7 @@ from weightbus.control.protocol.enums import Code
 from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
 from weightbus.control.protocol.ids import Channel, Epoch, RequestId
 from weightbus.control.protocol.messages import Ack, Paused, ToAgent
-from weightbus.engine_agent.sidecar.reply_sender import Speaker
+from weightbus.engine_agent.sidecar.reply_sender import ReplySender
 
 WAIT_S = 30.0
 
@@ -53,8 +53,8 @@ def line() -> Line:
 
 
 @pytest.fixture
-def speaker(line: Line) -> Iterator[Speaker]:
-    made = Speaker(lambda: cast("BusClient", line), "e0")
+def speaker(line: Line) -> Iterator[ReplySender]:
+    made = ReplySender(lambda: cast("BusClient", line), "e0")
     yield made
     line.answer.set()
     made.stop()
@@ -64,7 +64,7 @@ def said(key: str) -> Paused:
     return Paused(request=RequestId(key), channel=Channel("c"), epoch=Epoch(1), seconds=0.1)
 
 
-def test_what_is_there_is_said_at_once(speaker: Speaker, line: Line) -> None:
+def test_what_is_there_is_said_at_once(speaker: ReplySender, line: Line) -> None:
     """In order, and no answer waits for the receipt of the one before."""
     for key in ("a", "b", "c"):
         speaker.say(said(key))
@@ -72,7 +72,7 @@ def test_what_is_there_is_said_at_once(speaker: Speaker, line: Line) -> None:
     assert line.until(3) == ["a", "b", "c"]
 
 
-def test_the_same_words_are_said_once_at_a_time(speaker: Speaker, line: Line) -> None:
+def test_the_same_words_are_said_once_at_a_time(speaker: ReplySender, line: Line) -> None:
     """A command that is repeated is answered with the same words; two questions of one key would have one answer."""
     for key in ("a", "a", "b"):
         speaker.say(said(key))
@@ -83,7 +83,7 @@ def test_the_same_words_are_said_once_at_a_time(speaker: Speaker, line: Line) ->
     assert line.until(3) == ["a", "b", "c"]
 
 
-def test_what_was_not_heard_is_said_again(speaker: Speaker, line: Line) -> None:
+def test_what_was_not_heard_is_said_again(speaker: ReplySender, line: Line) -> None:
     """Until it is; what was refused is not, and what was heard is not either."""
     unheard = CoordinatorUnreachable("tcp://nowhere", 1.0, "Paused", "nothing was heard")
     line.errors = [unheard, RequestRefused(Code.STALE_EPOCH, "too late", 0.0)]
@@ -96,7 +96,7 @@ def test_what_was_not_heard_is_said_again(speaker: Speaker, line: Line) -> None:
     assert line.until(5)[4:] == ["d"]
 
 
-def test_another_boot_is_told_nothing_of_before(speaker: Speaker, line: Line) -> None:
+def test_another_boot_is_told_nothing_of_before(speaker: ReplySender, line: Line) -> None:
     """The coordinator has another life: what was for the last one is not said."""
     speaker.say(said("a"))
     speaker.forget()

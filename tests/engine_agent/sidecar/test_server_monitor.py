@@ -19,7 +19,7 @@ from weightbus.engine_agent.engines.sglang.server_identity import start_time, wo
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerUnreachable
 from weightbus.engine_agent.machine.events import ServerFound, ServerGone
-from weightbus.engine_agent.sidecar.server_monitor import Watch
+from weightbus.engine_agent.sidecar.server_monitor import ServerMonitor
 
 from ...kit import tiny_model
 from ...kit.fake_sglang import FakeSGLang
@@ -91,7 +91,7 @@ def test_who_waits_for_a_server_of_which_a_worker_has_died_is_told_at_once(
     """SGLang takes seconds to end, and its HTTP side answers so long. The next launch is another server."""
     told: queue.Queue[ServerFound | ServerGone] = queue.Queue()
     server = SGLangServer(fake.url)
-    watch = Watch(server, told.put)
+    watch = ServerMonitor(server, told.put)
     watch.start()
     assert isinstance(told.get(timeout=AT_ONCE_S), ServerFound)
     errors: queue.Queue[ServerUnreachable] = queue.Queue()

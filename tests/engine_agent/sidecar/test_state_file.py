@@ -9,20 +9,20 @@ from weightbus.control.protocol.enums import EngineHealth
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.engine_agent.durable_file import write_durably
 from weightbus.engine_agent.errors import StateInUse, StateUnreadable, StateUnwritable
-from weightbus.engine_agent.machine.events import Record
+from weightbus.engine_agent.machine.events import StateRecord
 from weightbus.engine_agent.sidecar import state_file as record_file
-from weightbus.engine_agent.sidecar.state_file import RecordFile
+from weightbus.engine_agent.sidecar.state_file import StateFile
 
 
 def test_a_claim_leaves_the_record_as_it_is(tmp_path: Path) -> None:
     """That the folder can be written is tried out beside the record."""
-    record = Record(identity="first", health=EngineHealth.DIRTY, epoch=3)
-    first = RecordFile(tmp_path / "state", "e0")
+    record = StateRecord(identity="first", health=EngineHealth.DIRTY, epoch=3)
+    first = StateFile(tmp_path / "state", "e0")
     first.claim()
     assert first.read() is None
     first.write(record)
     first.release()
-    second = RecordFile(tmp_path / "state", "e0")
+    second = StateFile(tmp_path / "state", "e0")
     second.claim()
     assert second.read() == record
 
@@ -30,19 +30,19 @@ def test_a_claim_leaves_the_record_as_it_is(tmp_path: Path) -> None:
 def test_a_record_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bytes are on the disk before it takes the old one's place, and the new name is before `write` returns."""
     disk = DiskCalls(monkeypatch)
-    records = RecordFile(tmp_path / "state", "e0")
+    records = StateFile(tmp_path / "state", "e0")
     for epoch in (1, 2):
         disk.calls.clear()
-        records.write(Record(identity="first", health=EngineHealth.CLEAN, epoch=epoch))
+        records.write(StateRecord(identity="first", health=EngineHealth.CLEAN, epoch=epoch))
         assert disk.calls == [("sync file", "e0.json.new"), ("rename to", "e0.json"), ("sync folder", "state")]
         assert disk.synced["e0.json.new"] == records.path.read_bytes()
 
 
 def test_what_is_kept_beside_a_record_is_written_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By another thread, at the same time: neither is taken for the other, and both are kept."""
-    record = Record(identity="first", health=EngineHealth.CLEAN, epoch=1)
-    records = RecordFile(tmp_path, "e0")
-    write_fresh = record_file._write_fresh
+    record = StateRecord(identity="first", health=EngineHealth.CLEAN, epoch=1)
+    records = StateFile(tmp_path, "e0")
+    write_fresh = record_file.write_fresh
 
     def meanwhile(path: Path, content: bytes) -> Path:
         fresh = write_fresh(path, content)
@@ -50,7 +50,7 @@ def test_what_is_kept_beside_a_record_is_written_beside_it(tmp_path: Path, monke
             write_durably(tmp_path / "e0.manifest", b"a manifest")
         return fresh
 
-    monkeypatch.setattr(record_file, "_write_fresh", meanwhile)
+    monkeypatch.setattr(record_file, "write_fresh", meanwhile)
     records.write(record)
 
     assert records.read() == record
@@ -59,7 +59,7 @@ def test_what_is_kept_beside_a_record_is_written_beside_it(tmp_path: Path, monke
 
 def test_one_agent_of_a_name(tmp_path: Path) -> None:
     """A second agent with the same name and folder does not start; with another name, or after the first, it does."""
-    first, second, other = RecordFile(tmp_path, "e0"), RecordFile(tmp_path, "e0"), RecordFile(tmp_path, "e1")
+    first, second, other = StateFile(tmp_path, "e0"), StateFile(tmp_path, "e0"), StateFile(tmp_path, "e1")
     first.claim()
     with pytest.raises(StateInUse, match="another agent with the name 'e0'"):
         second.claim()
@@ -72,18 +72,18 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path) -
     """As a mistake of configuration that names the folder, not in mid-round."""
     (tmp_path / "file").write_text("")
     with pytest.raises(StateUnwritable, match=str(tmp_path / "file" / "state")) as refused:
-        RecordFile(tmp_path / "file" / "state", "e0").claim()
+        StateFile(tmp_path / "file" / "state", "e0").claim()
     assert isinstance(refused.value, ConfigurationError)
     (tmp_path / "e1.json.new").mkdir()
     with pytest.raises(StateUnwritable, match="--state-dir"):
-        RecordFile(tmp_path, "e1").claim()
+        StateFile(tmp_path, "e1").claim()
 
 
 @pytest.mark.parametrize("change", [(b"first", b"f\xffrst"), (b"}", b""), (b"{", b"\xff")])
 def test_a_record_that_was_damaged_is_told_from_none(tmp_path: Path, change: tuple[bytes, bytes]) -> None:
     """Whatever stands in it, text or not: the file is named, and what to do."""
-    records = RecordFile(tmp_path, "e0")
-    records.write(Record(identity="first", health=EngineHealth.CLEAN, epoch=3))
+    records = StateFile(tmp_path, "e0")
+    records.write(StateRecord(identity="first", health=EngineHealth.CLEAN, epoch=3))
     records.path.write_bytes(records.path.read_bytes().replace(*change))
     with pytest.raises(StateUnreadable, match="restart the server, then delete the file"):
         records.read()

@@ -11,17 +11,17 @@ import pytest
 from tests.engine_agent.world import World
 from weightbus.control.protocol.enums import EngineHealth
 from weightbus.control.protocol.ids import Epoch, Version
-from weightbus.control.protocol.message_fields import Held
-from weightbus.engine_agent.machine.events import Record
+from weightbus.control.protocol.message_fields import HeldVersion
+from weightbus.engine_agent.machine.events import StateRecord
 from weightbus.engine_agent.sidecar import state_writer as late_records
-from weightbus.engine_agent.sidecar.effect_dispatcher import Dispatcher
-from weightbus.engine_agent.sidecar.state_writer import LateRecords
+from weightbus.engine_agent.sidecar.effect_dispatcher import EffectDispatcher
+from weightbus.engine_agent.sidecar.state_writer import StateWriter
 
 WAIT_S = 20.0
 
 
-def record(epoch: int) -> Record:
-    return Record(identity="i", health=EngineHealth.PENDING, held=None, epoch=Epoch(epoch), checkpoint="")
+def record(epoch: int) -> StateRecord:
+    return StateRecord(identity="i", health=EngineHealth.PENDING, held=None, epoch=Epoch(epoch), checkpoint="")
 
 
 class Disk:
@@ -32,7 +32,7 @@ class Disk:
         self.begun, self.go_on = threading.Event(), threading.Event()
         self.full = False
 
-    def write(self, each: Record) -> None:
+    def write(self, each: StateRecord) -> None:
         self.begun.set()
         assert self.go_on.wait(WAIT_S)
         if self.full:
@@ -43,7 +43,7 @@ class Disk:
 def test_late_is_beside_and_now_is_behind_what_was_begun() -> None:
     """Whoever writes late goes on at once; whoever writes now has the newest record on disk afterwards."""
     disk = Disk()
-    late = LateRecords(disk.write)
+    late = StateWriter(disk.write)
     late.later(record(1))
     assert disk.begun.wait(WAIT_S)
     late.later(record(2))
@@ -63,7 +63,7 @@ def test_a_disk_that_hangs_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch
     """The record on it is of a worse state than the true one, as after any write that failed."""
     monkeypatch.setattr(late_records, "CLOSE_S", 0.1)
     disk = Disk()
-    late = LateRecords(disk.write)
+    late = StateWriter(disk.write)
     late.later(record(1))
     assert disk.begun.wait(WAIT_S)
     closing = threading.Thread(target=late.close, daemon=True)
@@ -82,7 +82,7 @@ def test_what_could_not_be_written_late_is_told_once() -> None:
     disk = Disk()
     disk.full = True
     disk.go_on.set()
-    late = LateRecords(disk.write)
+    late = StateWriter(disk.write)
     late.later(record(1))
     late.close()
     failure = late.failure()
@@ -92,7 +92,7 @@ def test_what_could_not_be_written_late_is_told_once() -> None:
     with pytest.raises(OSError, match="No space left"):
         late.now(record(2))
 
-    late = LateRecords(disk.write)
+    late = StateWriter(disk.write)
     late.later(record(1))
     late.close()
     disk.full = False
@@ -103,14 +103,14 @@ def test_what_could_not_be_written_late_is_told_once() -> None:
 def test_only_a_proven_version_that_waits_for_its_commit_or_got_it_is_written_late() -> None:
     """Dirty records are there before the first byte; clean ones at once, unless the record says all but the commit."""
     world = World()
-    now: list[Record] = []
-    later: list[Record] = []
-    dispatcher = Dispatcher(world.machine, now.append, lambda _: None, lambda _: None, later.append)
+    now: list[StateRecord] = []
+    later: list[StateRecord] = []
+    dispatcher = EffectDispatcher(world.machine, now.append, lambda _: None, lambda _: None, later.append)
     world.to_paused()
     kept = [each.late for effects in (world.transfer(), world.end()) for each in effects if hasattr(each, "late")]
     assert True not in kept
     ledger = world.machine._ledger
-    held = Held(version=7, manifest="a" * 64, table="b" * 64)  # type: ignore[arg-type]
+    held = HeldVersion(version=7, manifest="a" * 64, table="b" * 64)  # type: ignore[arg-type]
     other = msgspec.structs.replace(held, version=Version(8))
     for health, holds, epoch, late in (
         (EngineHealth.DIRTY, None, 1, False),

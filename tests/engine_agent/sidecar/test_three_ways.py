@@ -27,14 +27,14 @@ import httpx
 import pytest
 import torch
 
-from weightbus.control.cli.deployment_keys import Member, provision
+from weightbus.control.cli.deployment_keys import KeyOwner, provision
 from weightbus.control.protocol.enums import Outcome, Role
 from weightbus.control.protocol.ids import AgentId, Channel
-from weightbus.control.server.coordinator_process import Service
+from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
 from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.trainer_agent.machine.errors import LeaseBusy
 from weightbus.trainer_agent.machine.publish_report import PublishReport
@@ -77,7 +77,7 @@ POINTS = {
 
 
 class Split(FakeSource):
-    """One rank of two: half of every matrix's rows are its own, in memory that stays. Satisfies `Exposable` too."""
+    """One rank of two: half of every matrix's rows are its own, in memory that stays. Satisfies `Exportable` too."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], group: FakeGroup, rank: int) -> None:
         super().__init__(tensors, group, rank)
@@ -92,14 +92,14 @@ class Split(FakeSource):
     def _half(self, value: torch.Tensor) -> torch.Tensor:
         return value.chunk(RANKS)[self.rank] if value.dim() == 2 else value
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
-        pieces: list[Piece] = []
+    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
+        pieces: list[Shard] = []
         for number, (name, mine) in enumerate(zip(self.weights, self._mine, strict=True)):
             first = mine.shape[0] * self.rank if mine.dim() == 2 else 0
             start = (first,) + (0,) * (mine.dim() - 1)
             stop = (first + mine.shape[0], *mine.shape[1:])
-            pieces.append(Piece(name, Box(start, stop), "bfloat16", View(number, 0, tuple(mine.stride()))))
-        return Pieces.of(tensors, pieces, self.rank)
+            pieces.append(Shard(name, Box(start, stop), "bfloat16", ShardView(number, 0, tuple(mine.stride()))))
+        return Shards.of(tensors, pieces, self.rank)
 
     def memory(self) -> Sequence[torch.Tensor]:
         return self._mine
@@ -124,11 +124,11 @@ class Deployment:
     def __init__(self, folder: Path, ends: Ends, *, hands_on: bool = True) -> None:
         self.folder, self._ends, self._hands_on = folder, ends, hands_on
         self.keys = folder / "keys"
-        engines = [Member(AgentId(name), Role.ENGINE, (CHANNEL,)) for name in NAMES]
-        trainers = [Member(AgentId(name), Role.TRAINER, (CHANNEL,)) for name in ("trainer", "other")]
+        engines = [KeyOwner(AgentId(name), Role.ENGINE, (CHANNEL,)) for name in NAMES]
+        trainers = [KeyOwner(AgentId(name), Role.TRAINER, (CHANNEL,)) for name in ("trainer", "other")]
         provision(self.keys, [*engines, *trainers])
         self.run = tempfile.TemporaryDirectory(prefix="wb-")  # a socket's path must be short
-        self._service = Service(
+        self._service = CoordinatorProcess(
             CoordinatorSettings(
                 keys=self.keys, router_port=0, http_port=0, journal=folder / "journal.sqlite", takeover_s=1.0
             )

@@ -14,7 +14,7 @@ from weightbus.control.machine.routing import PREFERRED
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Reach, TransportKind
 from weightbus.control.protocol.ids import RequestId
-from weightbus.control.protocol.message_fields import Place
+from weightbus.control.protocol.message_fields import ProcessLocation
 from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed, seen_by
 from weightbus.dataplane.processes.host_facts import host_identity, interfaces
 from weightbus.engine_agent.engines.sglang import server_identity as identity
@@ -183,11 +183,13 @@ def test_workers_open_what_lies_where_the_first_of_them_is(device: str) -> None:
     assert opened_by(msgspec.structs.replace(found, pp=2), places) == ""
 
 
-def placed(*devices: str, reach: dict[str, Reach] | None = None) -> tuple[Place, ...]:
+def placed(*devices: str, reach: dict[str, Reach] | None = None) -> tuple[ProcessLocation, ...]:
     """Workers; `reach` is the last one's, all others reach the first one's GPU over NVLink."""
     ways: list[dict[str, Reach] | None] = [{devices[0]: Reach.NVLINK}] * (len(devices) - 1) + [reach]
     workers = enumerate(zip(devices, ways, strict=True))
-    return tuple(Place(rank=rank, host=host_identity(), device=each, reach=way) for rank, (each, way) in workers)
+    return tuple(
+        ProcessLocation(rank=rank, host=host_identity(), device=each, reach=way) for rank, (each, way) in workers
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_who_shares_no_folder_or_namespace_opens_nothing(
     write_status(tmp_path / "7", *[os.geteuid()] * 4)
     assert (tmp_path / "7" / unlike).exists()
     monkeypatch.setattr(whereabouts, "_PROC", tmp_path)
-    places = (Place(rank=0, host=host_identity(), device=device),)
+    places = (ProcessLocation(rank=0, host=host_identity(), device=device),)
     assert opened_by(facts(device=device, process=(7, 1)), places) == ""
 
 

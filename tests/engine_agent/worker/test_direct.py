@@ -23,13 +23,13 @@ from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.frames import FrameListener, Frames
-from weightbus.dataplane.reshard.reshard_plan import Plan
-from weightbus.dataplane.reshard.verification import Proof
+from weightbus.dataplane.reshard.reshard_plan import ReshardPlan
+from weightbus.dataplane.reshard.verification import Verification
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import messages as direct_wire, receiver as direct_receiver, sender as direct
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
-from weightbus.dataplane.transports.direct.sender import Exposed
+from weightbus.dataplane.transports.direct.sender import ExportedWeights
 from weightbus.dataplane.transports.interface import Exporting, Peer, Receipt
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import loader as worker_loader, worker_state
@@ -37,7 +37,7 @@ from weightbus.engine_agent.worker.load_tracer import NamedTensors
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
 from weightbus.engine_agent.worker.worker_state import WorkerState
 
-from ...kit.toy_direct import SPECS, WAIT_S, Server, Shard, Trainer, World, holds
+from ...kit.toy_direct import SPECS, WAIT_S, Server, ToyShard, Trainer, World, holds
 
 
 @pytest.fixture(params=[1, 2], ids=["tp1", "tp2"])
@@ -85,7 +85,7 @@ def test_a_sidecar_that_began_anew_has_its_workers_record_and_plan(world: World)
         assert holds(world.server, world.trainer.values)
 
 
-class InPlace(Shard):
+class InPlace(ToyShard):
     """Its loader changes what it is given, as Gemma's does, and keeps some of it."""
 
     def load_weights(self, weights: NamedTensors) -> None:
@@ -121,7 +121,7 @@ def test_a_loader_that_changes_what_it_is_given_gets_tensors_of_its_own(
 NARROW = TensorSpec("narrow", "float32", (8,))
 
 
-class Narrow(Shard):
+class Narrow(ToyShard):
     """Keeps a tensor with fewer bits than it is served with."""
 
     def __init__(self, rank: int, tp: int) -> None:
@@ -174,7 +174,7 @@ def test_a_loader_that_is_older_than_marks_understands_a_round_in_which_nothing_
 
     def older(frames: Frames, deadline: Deadline) -> worker_wire.ToWorker:
         message = hear(frames, deadline)
-        if isinstance(message, worker_wire.Replay):
+        if isinstance(message, worker_wire.ExecutePlan):
             heard.append(msgspec.msgpack.encode(message))
         return message
 
@@ -346,7 +346,7 @@ def test_a_trainer_that_plans_otherwise_is_not_read(world: World, monkeypatch: p
     """Two versions of the planner, say: the digests differ, and nothing is copied."""
     planned = direct.make_plan
 
-    def otherwise(*arguments: Any) -> Plan:
+    def otherwise(*arguments: Any) -> ReshardPlan:
         return replace(planned(*arguments), staging_bytes=1, staged=())
 
     monkeypatch.setattr(direct, "make_plan", otherwise)
@@ -363,7 +363,7 @@ def test_an_exporter_that_is_gone_fails_the_round_before_a_byte_moves(world: Wor
         Exporting(holder=each.holder, address=each.address + "-gone", generation=each.generation)
         for each in exposed.exporters
     )
-    world.trainer.sender._expose = lambda: Exposed(exposed.pieces, exposed.exports, broken)
+    world.trainer.sender._expose = lambda: ExportedWeights(exposed.pieces, exposed.exports, broken)
 
     with pytest.raises(TransferFailed, match="does not answer"):
         world.round()
@@ -403,14 +403,14 @@ def test_a_part_of_a_tensor_cannot_be_proven(world: World) -> None:
 def test_a_sidecar_that_hangs_up_sets_the_worker_free(tmp_path: Path) -> None:
     """At whatever point: the loader returns, and the server lives; nobody told it to copy, so it did not."""
     for heard in range(2):
-        model = Shard(0, 1)
+        model = ToyShard(0, 1)
         listener = FrameListener(tmp_path / f"w{heard}.sock")
         worker = threading.Thread(target=worker_loader.load, args=(model, [(f"weightbus:{listener.path}", None)]))
         worker.start()
         sidecar = listener.accept(Deadline(WAIT_S), "the worker")
         if heard:
             assert isinstance(worker_wire.hear_worker(sidecar, Deadline(WAIT_S), "hello"), worker_wire.Hello)
-            worker_wire.say(sidecar, worker_wire.Record(layout="x", tensors=SPECS), Deadline(WAIT_S))
+            worker_wire.say(sidecar, worker_wire.RecordTrace(layout="x", tensors=SPECS), Deadline(WAIT_S))
 
         sidecar.close()
         listener.close()
@@ -424,13 +424,13 @@ def test_a_sidecar_that_hangs_up_sets_the_worker_free(tmp_path: Path) -> None:
 def test_what_is_no_message_ends_the_exchange(tmp_path: Path) -> None:
     """Bytes that nobody of ours sends, or a plan before a recording: refused, and the worker says why."""
     listener = FrameListener(tmp_path / "w.sock")
-    model = Shard(0, 1)
+    model = ToyShard(0, 1)
     worker = threading.Thread(target=worker_loader.load, args=(model, [(f"weightbus:{listener.path}", None)]))
     worker.start()
     sidecar = listener.accept(Deadline(WAIT_S), "the worker")
     worker_wire.hear_worker(sidecar, Deadline(WAIT_S), "hello")
 
-    worker_wire.say(sidecar, worker_wire.Replay(epoch=1, version=1, exports=()), Deadline(WAIT_S))
+    worker_wire.say(sidecar, worker_wire.ExecutePlan(epoch=1, version=1, exports=()), Deadline(WAIT_S))
     answer = worker_wire.hear_worker(sidecar, Deadline(WAIT_S), "an answer")
     sidecar.send(b"\xc1", Deadline(WAIT_S))
     worker.join(WAIT_S)
@@ -446,7 +446,7 @@ def test_what_is_no_message_ends_the_exchange(tmp_path: Path) -> None:
 
 def test_loaders_are_called_with_what_they_know() -> None:
     """A call that is none of ours changes nothing and raises nothing: SGLang would end the server."""
-    model = Shard(0, 1)
+    model = ToyShard(0, 1)
 
     worker_loader.load(model, [("lm_head.weight", torch.ones(2))])
     worker_loader.load(model, [("weightbus:/nowhere/socket", torch.ones(2))])
@@ -454,7 +454,7 @@ def test_loaders_are_called_with_what_they_know() -> None:
     assert not np.any([bool(tensor.any()) for tensor in ModelTensors(model).tensors])
 
 
-class Larger(Shard):
+class Larger(ToyShard):
     """The same, with a hundred tensors more."""
 
     def __init__(self, rank: int, tp: int) -> None:
@@ -481,7 +481,7 @@ def test_messages_do_not_grow_with_tensors(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Frames, "send", counted)
     monkeypatch.setattr(Frames, "push", pushed)
-    for specs, shard in ((SPECS, Shard), (SPECS + more, Larger)):
+    for specs, shard in ((SPECS, ToyShard), (SPECS + more, Larger)):
         world = World(tmp_path / f"{len(specs)}", 2, monkeypatch, specs, shard)
         world.round()
         world.trainer.step(1)
@@ -542,18 +542,18 @@ def test_the_layout_is_asked_for_when_it_is_read(world: World, monkeypatch: pyte
 
 def test_the_server_returns_while_it_is_proven(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers go when they have said what they hold; what is wrong is found all the same."""
-    returned, load, check = threading.Event(), world.server.load_direct, Proof.check
+    returned, load, check = threading.Event(), world.server.load_direct, Verification.check
 
     def loading(socket: str, deadline_s: float) -> None:
         load(socket, deadline_s)
         returned.set()
 
-    def late(proof: Proof, *found: Any) -> None:
+    def late(proof: Verification, *found: Any) -> None:
         assert returned.wait(WAIT_S), "the server is held until the proof is there"
         check(proof, *found)
 
     monkeypatch.setattr(world.server, "load_direct", loading)
-    monkeypatch.setattr(Proof, "check", late)
+    monkeypatch.setattr(Verification, "check", late)
     assert world.round().checked
     returned.clear()
     session = world.trainer.session(2)

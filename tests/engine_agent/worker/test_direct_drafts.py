@@ -13,12 +13,12 @@ from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
 
-from ...kit.toy_direct import SPECS, Shard, World, holds
+from ...kit.toy_direct import SPECS, ToyShard, World, holds
 
 NEXT = TensorSpec("next", "bfloat16", (8, 8))
 
 
-class Served(Shard):
+class Served(ToyShard):
     """Asks nothing of the prediction layer."""
 
     def load_weights(self, weights: NamedTensors) -> None:
@@ -26,7 +26,7 @@ class Served(Shard):
         super().load_weights((name, tensor) for name, tensor in weights if name != NEXT.name)
 
 
-class Draft(Shard):
+class Draft(ToyShard):
     """Asks for the prediction layer, and for the norm that it shares with the served model."""
 
     def __init__(self, rank: int, tp: int) -> None:

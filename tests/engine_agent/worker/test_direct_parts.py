@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.dataplane.copy.ready_flags import Marks
+from weightbus.dataplane.copy.ready_flags import ReadyFlags
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt
@@ -124,13 +124,13 @@ def test_marks_of_an_earlier_round_do_not_count(world: Making, monkeypatch: pyte
 def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often marks were looked at."""
     found = [0]
-    missing = Marks._missing
+    missing = ReadyFlags._missing
 
-    def watched(marks: Marks, needs: object) -> int | None:
+    def watched(marks: ReadyFlags, needs: object) -> int | None:
         found[0] += 1
         return missing(marks, needs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Marks, "_missing", watched)
+    monkeypatch.setattr(ReadyFlags, "_missing", watched)
     return lambda: found[0]
 
 

@@ -20,14 +20,14 @@ from weightbus.dataplane.processes import connection_pool as lines
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.frames import Frames
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports.direct import messages as direct_wire, sender as direct
-from weightbus.dataplane.transports.direct.sender import DirectSender, Exposed
-from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Session, Tabled, Tabling
+from weightbus.dataplane.transports.direct.sender import DirectSender, ExportedWeights
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Tabled, Tabling, TransferSession
 from weightbus.engine_agent.worker import loader as worker_loader
 
 from ...kit.ends import Ends
-from ...kit.toy_direct import WAIT_S, Server, Shard, World, holds
+from ...kit.toy_direct import WAIT_S, Server, ToyShard, World, holds
 from ...kit.waiting import until
 from .test_direct_failures import PROMPT_S, kill
 
@@ -44,7 +44,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made.close()
 
 
-def begun(session: Session) -> Session:
+def begun(session: TransferSession) -> TransferSession:
     """The same session before its table is known."""
     return msgspec.structs.replace(session, table=None)
 
@@ -218,13 +218,13 @@ class Crowd:
     def __init__(self, folder: Path, *engines: str, whole: bool = False) -> None:
         """With `whole` the session has its table from the beginning."""
         manifest = Manifest.of("toy", [TensorSpec(f"t{at}", "bfloat16", (1,)) for at in range(self.TENSORS)])
-        pieces = Pieces.of(manifest.tensors, [], 0)
+        pieces = Shards.of(manifest.tensors, [], 0)
         self.tabled = Tabled(DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * self.TENSORS)), b"signed")
-        exposed = Exposed(pieces, (), ())
+        exposed = ExportedWeights(pieces, (), ())
         vars(exposed).update(given=direct_wire.Layout(pieces=bytes(1 << 20), exports=()))
         self.sender = DirectSender(folder / "r", "c", lambda: exposed)
         peers = [Peer(engine, 1) for engine in engines]
-        session = Session("c", 1, 1, manifest, self.tabled.table if whole else None)
+        session = TransferSession("c", 1, 1, manifest, self.tabled.table if whole else None)
         address = self.address = self.sender.offer(session, peers).address
         self._serving = threading.Thread(target=self._serve)
         self._serving.start()
@@ -386,8 +386,10 @@ def test_who_does_not_read_its_layout_holds_nobody(tmp_path: Path) -> None:
 
 def test_who_asks_and_does_not_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before what it is to be told fills the trainer's memory; a layout is there once for all who ask."""
-    tell, told = lines.Lines.tell, list[bytes]()
-    monkeypatch.setattr(lines.Lines, "tell", lambda of, line, message: (told.append(message), tell(of, line, message)))
+    tell, told = lines.ConnectionPool.tell, list[bytes]()
+    monkeypatch.setattr(
+        lines.ConnectionPool, "tell", lambda of, line, message: (told.append(message), tell(of, line, message))
+    )
     crowd = Crowd(tmp_path, "greedy", "fast")
     with contextlib.suppress(PeerLost):
         for _ in range(1000):
@@ -541,7 +543,7 @@ def test_a_trainer_that_dies_before_its_table(
 
 def test_draft_models_are_proven_by_the_same_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for once, and heard before the next model is planned."""
-    world = World(tmp_path / "r", 1, monkeypatch, drafts=(Shard,))
+    world = World(tmp_path / "r", 1, monkeypatch, drafts=(ToyShard,))
     try:
         for seed in (1, 2):
             world.trainer.step(seed)

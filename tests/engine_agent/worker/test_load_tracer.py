@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import NotRecordable
-from weightbus.dataplane.reshard.load_trace import Cause, Recording
+from weightbus.dataplane.reshard.load_trace import Cause, LoadTrace
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.engine_agent.worker.load_tracer import NamedTensors, record
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
@@ -58,7 +58,7 @@ def both_halves(model: Model, weights: dict[str, torch.Tensor]) -> None:
             model.fused.data.narrow(0, 6 * at, 6).copy_(weights[name])
 
 
-def check(load: Load) -> tuple[Recording, Model]:
+def check(load: Load) -> tuple[LoadTrace, Model]:
     """Record, and prove: nothing was written, and a replay gives what the loader gives."""
     model = Model(load)
     held = ModelTensors(model)
@@ -75,7 +75,7 @@ def check(load: Load) -> tuple[Recording, Model]:
     return recording, model
 
 
-def replay(recording: Recording, tensors: dict[str, torch.Tensor], model: Model) -> None:
+def replay(recording: LoadTrace, tensors: dict[str, torch.Tensor], model: Model) -> None:
     live = ModelTensors(model).tensors
     for row in range(len(recording.copies)):
         piece = recording.copies.at(row)
@@ -91,7 +91,7 @@ def replay(recording: Recording, tensors: dict[str, torch.Tensor], model: Model)
         model.load_weights(iter([(name, tensors[name].clone()) for name in names]))
 
 
-def loaded(recording: Recording) -> dict[str, Cause]:
+def loaded(recording: LoadTrace) -> dict[str, Cause]:
     return {recording.tensors[each.tensor].name: each.cause for each in recording.loaded}
 
 
@@ -755,9 +755,9 @@ def test_a_recording_survives_the_wire() -> None:
     """Encoded and decoded it is the same; of other tensors it is refused."""
     recording, _ = check(both_halves)
 
-    assert Recording.decode(recording.encode(), SPECS).digest() == recording.digest()
+    assert LoadTrace.decode(recording.encode(), SPECS).digest() == recording.digest()
     with pytest.raises(Exception, match="other tensors"):
-        Recording.decode(recording.encode(), SPECS[1:])
+        LoadTrace.decode(recording.encode(), SPECS[1:])
 
 
 def test_hollow_tensors_take_no_memory() -> None:

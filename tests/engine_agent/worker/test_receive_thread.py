@@ -24,9 +24,9 @@ from weightbus.dataplane.processes.thread_latency import INTERVAL_S
 from weightbus.dataplane.reshard.send_schedule import Messages
 from weightbus.dataplane.transports import worker_messages as wire
 from weightbus.dataplane.transports.interface import Group
-from weightbus.dataplane.transports.sends.receive_queue import Inbox
+from weightbus.dataplane.transports.sends.receive_queue import ReceiveQueue
 from weightbus.engine_agent.worker import receive_thread as taker
-from weightbus.engine_agent.worker.receive_thread import Taker
+from weightbus.engine_agent.worker.receive_thread import ReceiveThread
 
 from ...kit.waiting import until
 
@@ -53,7 +53,11 @@ class Passage:
         pass
 
     def run(
-        self, move: Callable[[Any], None], called_off: Callable[[], str], _beat: object, ready: Callable[[], Inbox]
+        self,
+        move: Callable[[Any], None],
+        called_off: Callable[[], str],
+        _beat: object,
+        ready: Callable[[], ReceiveQueue],
     ) -> float:
         self.seen()
         if self.error is not None:
@@ -98,7 +102,7 @@ class Sidecar:
         expect = wire.Expect(
             schedule="s", messages=Messages(*column).encode(), unpack=unpack.encode(), socket=str(folder / "w.sock")
         )
-        self.taker = Taker(expect, 0, [self.parameter], torch.device("cpu"))
+        self.taker = ReceiveThread(expect, 0, [self.parameter], torch.device("cpu"))
         self._frames = self._listener.accept(Deadline(WAIT_S), "the worker's thread")
         assert isinstance(self.hear(), wire.Expecting)
 
@@ -165,15 +169,15 @@ def test_a_version_that_was_called_off_leaves_its_memory_to_the_scheduler(sideca
 
 def test_what_is_being_put_into_place_is_not_let_go_of(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer may be gone before the scheduler is through with it."""
-    flip = Inbox.flip
+    flip = ReceiveQueue.flip
 
-    def called_off(inbox: Inbox) -> None:
+    def called_off(inbox: ReceiveQueue) -> None:
         sidecar.say(wire.Failed(reason="the sender is gone"))
         sidecar.say(wire.Weigh())
         assert isinstance(sidecar.hear(), wire.Room)
         flip(inbox)
 
-    monkeypatch.setattr(Inbox, "flip", called_off)
+    monkeypatch.setattr(ReceiveQueue, "flip", called_off)
     assert isinstance(sidecar.take(), wire.Taken)
     sidecar.taker.flip()
     assert (sidecar.parameter == SENT).all()
@@ -221,16 +225,16 @@ def test_a_thread_that_is_stuck_in_its_memory_is_left_with_it(
     sidecar.taker.flip()
     begun, released, inbox = threading.Event(), threading.Event(), sidecar.taker._inbox
     assert inbox is not None
-    attach, closed = Inbox.attach, list[str]()
+    attach, closed = ReceiveQueue.attach, list[str]()
 
-    def for_ever(of: Inbox) -> None:
+    def for_ever(of: ReceiveQueue) -> None:
         begun.set()
         attach(of)
         assert released.wait(3 * WAIT_S)
 
     monkeypatch.setattr(binding, "BOUND_S", 0.5)
-    monkeypatch.setattr(Inbox, "attach", for_ever)
-    monkeypatch.setattr(Inbox, "close", lambda _: closed.append("closed"))
+    monkeypatch.setattr(ReceiveQueue, "attach", for_ever)
+    monkeypatch.setattr(ReceiveQueue, "close", lambda _: closed.append("closed"))
     failed = sidecar.take()
     assert begun.is_set()
     assert isinstance(failed, wire.Failed)

@@ -14,13 +14,13 @@ import torch
 from weightbus.dataplane.errors import DigestMismatch, TransferFailed
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports import prerecorded_traces as ahead, prerecording as rehearsal
-from weightbus.dataplane.transports.prerecording import Rehearsal
+from weightbus.dataplane.transports.prerecording import Prerecording
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import worker_state
-from weightbus.engine_agent.worker.digest_report import Evidence
+from weightbus.engine_agent.worker.digest_report import DigestReport
 from weightbus.engine_agent.worker.worker_state import WorkerState
 
-from ...kit.toy_direct import SPECS, WAIT_S, Shard, Trainer, World, holds
+from ...kit.toy_direct import SPECS, WAIT_S, ToyShard, Trainer, World, holds
 from ...kit.waiting import until
 
 
@@ -46,7 +46,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def rehearse(world: World, specs: tuple[TensorSpec, ...] = SPECS) -> int:
-    rehearsal = Rehearsal(world.runtime, ahead=world.receiver._ahead)
+    rehearsal = Prerecording(world.runtime, ahead=world.receiver._ahead)
     return rehearsal.record(specs, "e", world.server, WAIT_S)  # type: ignore[arg-type]
 
 
@@ -71,7 +71,7 @@ def test_a_recording_in_another_order_is_the_one_that_would_be_made(world: World
     rehearse(world, SPECS[::-1])
     world.round()
     kept = dict(world.receiver._recordings)
-    world.server.models = [Shard(rank, world.server.tp) for rank in range(world.server.tp)]
+    world.server.models = [ToyShard(rank, world.server.tp) for rank in range(world.server.tp)]
     world.round()
 
     made = {each.rank: each for each in world.receiver._recordings.values()}
@@ -125,21 +125,21 @@ def test_a_sidecar_that_begins_anew_finds_what_was_recorded(world: World, record
 
 
 @pytest.fixture
-def bound(monkeypatch: pytest.MonkeyPatch) -> list[Evidence]:
+def bound(monkeypatch: pytest.MonkeyPatch) -> list[DigestReport]:
     """What was bound for proofs."""
-    made: list[Evidence] = []
-    real = Evidence.__init__
+    made: list[DigestReport] = []
+    real = DigestReport.__init__
 
-    def counted(self: Evidence, *arguments: Any) -> None:
+    def counted(self: DigestReport, *arguments: Any) -> None:
         made.append(self)
         real(self, *arguments)
 
-    monkeypatch.setattr(Evidence, "__init__", counted)
+    monkeypatch.setattr(DigestReport, "__init__", counted)
     return made
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["same order", "another order"])
-def test_what_is_proven_is_bound_ahead_too(world: World, bound: list[Evidence], order: int) -> None:
+def test_what_is_proven_is_bound_ahead_too(world: World, bound: list[DigestReport], order: int) -> None:
     """The first round of these tensors only makes its plan: boxes lie where they lie, whatever is offered first."""
     rehearse(world, SPECS[::order])
     assert len(bound) == world.server.tp
@@ -208,7 +208,7 @@ def test_a_model_that_has_more_tensors_by_now_begins_anew(
 
 
 @pytest.mark.parametrize("what", ["moved", "another dtype", "asked otherwise"])
-def test_a_proof_of_something_else_is_bound_anew(world: World, bound: list[Evidence], what: str) -> None:
+def test_a_proof_of_something_else_is_bound_anew(world: World, bound: list[DigestReport], what: str) -> None:
     """It is told by its tables, and by the memory that they were bound to."""
     if what == "another dtype":
         rehearse(world, (*SPECS[:5], TensorSpec("wide", "float32", (8,)), SPECS[6]))
@@ -231,14 +231,14 @@ def test_what_cannot_be_proven_is_the_first_rounds(world: World, monkeypatch: py
     """The recording is there all the same, and the round says what it found."""
     with monkeypatch.context() as patched:
         patched.setattr(WorkerState, "warm", lambda *_: 1 / 0)
-        made = Rehearsal(world.runtime)
+        made = Prerecording(world.runtime)
         assert made.record(SPECS, "e", world.server, WAIT_S) == 1  # type: ignore[arg-type]
         assert "ZeroDivisionError" in made.unproven
     world.round()
     assert holds(world.server, world.trainer.values)
 
 
-class Twice(Shard):
+class Twice(ToyShard):
     """What was offered last stays."""
 
     def load_weights(self, weights: Any) -> None:
@@ -264,7 +264,7 @@ def test_where_the_order_matters_it_must_be_the_same(
 
 def test_draft_models_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: list[int]) -> None:
     """A server that speculates calls the loader for each of its models."""
-    world = World(tmp_path / "r", 1, monkeypatch, drafts=(Shard,))
+    world = World(tmp_path / "r", 1, monkeypatch, drafts=(ToyShard,))
     try:
         assert rehearse(world) == 2
         world.trainer.step(4)
@@ -275,9 +275,9 @@ def test_draft_models_are_recorded_too(tmp_path: Path, monkeypatch: pytest.Monke
         world.close()
 
 
-@pytest.mark.parametrize("drafts", [(), (Shard,)], ids=["one model", "and a draft"])
+@pytest.mark.parametrize("drafts", [(), (ToyShard,)], ids=["one model", "and a draft"])
 def test_nothing_is_planned_while_the_server_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: tuple[type[Shard], ...]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafts: tuple[type[ToyShard], ...]
 ) -> None:
     """A plan needs no worker."""
     world = World(tmp_path / "r", 1, monkeypatch, drafts=drafts)
@@ -296,7 +296,7 @@ def test_a_model_that_takes_long_to_record_keeps_no_other_from_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server was let in when it came with its first one."""
-    world = World(tmp_path / "r", 1, monkeypatch, drafts=(Shard,))
+    world = World(tmp_path / "r", 1, monkeypatch, drafts=(ToyShard,))
     plain, came = worker_state.record, threading.Event()
 
     def slow(*arguments: Any) -> Any:
@@ -338,7 +338,7 @@ def test_a_busy_server_is_not_waited_for(world: World, monkeypatch: pytest.Monke
     ended = threading.Event()
     world.server.before_load = lambda: (ended.wait(WAIT_S), None)[1]
     began = time.monotonic()
-    asked = Rehearsal(world.runtime)
+    asked = Prerecording(world.runtime)
     with pytest.raises(TransferFailed, match="it has requests"):
         asked.record(SPECS, "e", world.server, WAIT_S)  # type: ignore[arg-type]
     assert time.monotonic() - began < 5
@@ -360,7 +360,7 @@ def test_an_agent_that_ends_lets_the_server_go_on(world: World, monkeypatch: pyt
         return plain(*arguments)
 
     monkeypatch.setattr(worker_state, "record", slow)
-    asked = Rehearsal(world.runtime)
+    asked = Prerecording(world.runtime)
     failed: list[BaseException] = []
 
     def run() -> None:

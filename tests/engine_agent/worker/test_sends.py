@@ -21,7 +21,7 @@ from weightbus.dataplane.errors import DigestMismatch, ManifestError, PeerLost, 
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import host_and_port
 from weightbus.dataplane.processes.thread_latency import INTERVAL_S
-from weightbus.dataplane.reshard.reshard_plan import Plan, make_plan
+from weightbus.dataplane.reshard.reshard_plan import ReshardPlan, make_plan
 from weightbus.dataplane.transports.interface import Group, Peer
 from weightbus.dataplane.transports.sends import (
     plan_agreement as agreed_plans,
@@ -31,10 +31,10 @@ from weightbus.dataplane.transports.sends import (
 )
 from weightbus.dataplane.transports.sends.acceptor import GREETING_S
 from weightbus.dataplane.transports.sends.nixl_group import is_installed
-from weightbus.dataplane.transports.sends.receive_queue import Inbox
+from weightbus.dataplane.transports.sends.receive_queue import ReceiveQueue
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
-from weightbus.dataplane.transports.sends.send_queue import Outbox
-from weightbus.dataplane.transports.sends.worker_receivers import Leader, NotTaken
+from weightbus.dataplane.transports.sends.send_queue import SendQueue
+from weightbus.dataplane.transports.sends.worker_receivers import LeadSession, NotReceived
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import loader as worker_loader, receive_thread as taker, worker_state
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
@@ -77,12 +77,12 @@ def test_a_worker_s_thread_gets_the_interpreter_while_it_takes(
     """A scheduler without requests would keep it waiting for seconds; between versions all is as the server has it."""
     usual, seen = sys.getswitchinterval(), []
 
-    def receive(box: Inbox, *arguments: Any) -> None:
+    def receive(box: ReceiveQueue, *arguments: Any) -> None:
         seen.append(sys.getswitchinterval())
         received(box, *arguments)
 
-    received = Inbox.receive
-    monkeypatch.setattr(Inbox, "receive", receive)
+    received = ReceiveQueue.receive
+    monkeypatch.setattr(ReceiveQueue, "receive", receive)
     for _ in range(2):
         world.round(stage=True)
         until(lambda: isclose(sys.getswitchinterval(), usual), "the usual interval")
@@ -140,8 +140,8 @@ def test_nothing_is_received_into_what_the_scheduler_works_with(world: SendsWorl
     world.round()
     world.receiver.returned(WAIT_S)
     where = Group(store="tcp://127.0.0.1:9", name="g", size=4, rank=2, form_s=1.0, turn_s=1.0)
-    leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
-    with pytest.raises(NotTaken, match="the scheduler is at work") as refused:
+    leader = LeadSession(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
+    with pytest.raises(NotReceived, match="the scheduler is at work") as refused:
         world.receiver._takers.take(where, leader, Deadline(WAIT_S), beside=False)
     assert not refused.value.touched
     assert holds(world.server, world.trainer.values)
@@ -155,11 +155,11 @@ def test_a_transfer_that_breaks_off_says_whether_weights_are_whole(
     world.round(stage=True)
     before = [tensor.clone() for model in world.server.models for tensor in ModelTensors(model).tensors]
 
-    def broken(_outbox: Outbox, group: Any, _turn_s: float) -> None:
+    def broken(_outbox: SendQueue, group: Any, _turn_s: float) -> None:
         group.abort("enough")
         raise PeerLost("enough")
 
-    monkeypatch.setattr(Outbox, "send", broken)
+    monkeypatch.setattr(SendQueue, "send", broken)
     world.trainer.step(1)
     with pytest.raises(TransferFailed):
         world.round(stage=beside)
@@ -178,7 +178,7 @@ def test_turns_shrink_where_memory_is_short(
 
     By what went wrong, and not by how it is worded.
     """
-    name = "Outbox" if who is rank_sends else "Inbox"
+    name = "SendQueue" if who is rank_sends else "ReceiveQueue"
     made, most = getattr(who, name), 2 << 20
     monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 64 * most)
 
@@ -203,13 +203,13 @@ def test_turns_shrink_where_memory_is_short(
 
 def test_a_rank_packs_as_before_until_its_memory_is_another(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it packs by is made once for some memory: a steady version asks nothing of its tensors."""
-    made, bound = rank_sends.Outbox, []
+    made, bound = rank_sends.SendQueue, []
 
     def counted(mail: Any, regions: Any, engine: Any) -> Any:
         bound.append(regions)
         return made(mail, regions, engine)
 
-    monkeypatch.setattr(rank_sends, "Outbox", counted)
+    monkeypatch.setattr(rank_sends, "SendQueue", counted)
     for seed in (1, 2):
         world.trainer.step(seed)
         world.round(stage=True)
@@ -306,7 +306,7 @@ def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: py
     monkeypatch.setattr(agreed_plans, "make_plan", counted("plan", make_plan))
     monkeypatch.setattr(agreed_plans, "schedule", counted("schedule", agreed_plans.schedule))
     monkeypatch.setattr(rank_sends._Part, "of", counted("letters", rank_sends._Part.of))
-    monkeypatch.setattr(rank_sends, "Outbox", counted("outbox", rank_sends.Outbox))
+    monkeypatch.setattr(rank_sends, "SendQueue", counted("outbox", rank_sends.SendQueue))
     monkeypatch.setattr(worker_state, "device_name", lambda _: "one")
     monkeypatch.setattr(worker_state, "readable_peers", lambda _: ("cpu",))
     monkeypatch.setattr(worker_state, "seat_here", lambda _: "")
@@ -339,7 +339,7 @@ def test_tensors_that_lie_otherwise_are_planned_anew(world: SendsWorld) -> None:
 def test_a_trainer_that_plans_otherwise_sends_nothing(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides must have made the same plan before a byte moves."""
 
-    def otherwise(*arguments: Any) -> Plan:
+    def otherwise(*arguments: Any) -> ReshardPlan:
         plan = make_plan(*arguments)
         return replace(plan, copies=plan.copies.take(np.arange(len(plan.copies) - 1)))
 

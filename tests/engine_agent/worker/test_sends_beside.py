@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.transports.interface import Address, Session
+from weightbus.dataplane.transports.interface import Address, TransferSession
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
-from weightbus.engine_agent.worker.receive_thread import Taker
+from weightbus.engine_agent.worker.receive_thread import ReceiveThread
 
 from ...kit.toy_direct import WAIT_S, holds
 from ...kit.toy_sends import SendsWorld
@@ -31,7 +31,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorl
     made.close()
 
 
-def stage(world: SendsWorld) -> tuple[Session, Address]:
+def stage(world: SendsWorld) -> tuple[TransferSession, Address]:
     """A version that the workers have taken, and not put into place."""
     world.epoch += 1
     world.trainer.step(world.epoch + 10)
@@ -43,7 +43,7 @@ def stage(world: SendsWorld) -> tuple[Session, Address]:
     return session, address
 
 
-def takers() -> list[Taker]:
+def takers() -> list[ReceiveThread]:
     """Those of all workers."""
     return [state._taker for state in worker_loader._states.values() if state._taker is not None]
 

@@ -14,7 +14,7 @@ from weightbus.dataplane.errors import DataplaneError, PeerLost, TransferFailed
 from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.sends import group_cache as standing, sender as sends
-from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.engine_agent.worker import loader as worker_loader, receive_thread as taker
 
@@ -37,14 +37,14 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorl
 def formed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of groups, once for each member that has joined one."""
     names: list[str] = []
-    form = PairGroup.form.__func__  # type: ignore[attr-defined]
+    form = P2PGroup.form.__func__  # type: ignore[attr-defined]
 
     def counted(kind: Any, store: Any, name: str, *arguments: Any, **more: Any) -> Any:
         found = form(kind, store, name, *arguments, **more)
         names.append(name)
         return found
 
-    monkeypatch.setattr(PairGroup, "form", classmethod(counted))
+    monkeypatch.setattr(P2PGroup, "form", classmethod(counted))
     return names
 
 
@@ -116,8 +116,8 @@ def test_an_engine_that_cannot_prepare_leaves_nobody_in_it(
 ) -> None:
     """What has formed is let go of, and the next attempt has a group of its own."""
     dropped: list[object] = []
-    drop = PairGroup.drop
-    monkeypatch.setattr(PairGroup, "drop", lambda group: (dropped.append(group), drop(group))[1])
+    drop = P2PGroup.drop
+    monkeypatch.setattr(P2PGroup, "drop", lambda group: (dropped.append(group), drop(group))[1])
     with monkeypatch.context() as patched:
 
         def fail(*_: object) -> object:
@@ -139,14 +139,14 @@ def test_a_rank_that_cannot_join_ends_the_attempt(world: SendsWorld, monkeypatch
     """As it would have later: everybody hears of it, and the next attempt is whole."""
     world.trainer.sends._form_s = 2.0
     with monkeypatch.context() as patched:
-        take = standing.Standing.take
+        take = standing.GroupCache.take
 
-        def lost(self: standing.Standing, *which: Any) -> Any:
+        def lost(self: standing.GroupCache, *which: Any) -> Any:
             if self is world.trainer.sending[1]._session.kept.standing:
                 self.call_off()
             return take(self, *which)
 
-        patched.setattr(standing.Standing, "take", lost)
+        patched.setattr(standing.GroupCache, "take", lost)
         began = time.monotonic()
         assert attempt(world) is not None
         assert time.monotonic() - began < WAIT_S / 2
@@ -199,8 +199,8 @@ def test_a_worker_that_cannot_reach_its_sidecar_keeps_no_group(
 ) -> None:
     """What has formed by then is let go of at the end of the exchange: a communicator would stay in the server."""
     dropped: list[object] = []
-    drop = PairGroup.drop
-    monkeypatch.setattr(PairGroup, "drop", lambda group: (dropped.append(group), drop(group))[1])
+    drop = P2PGroup.drop
+    monkeypatch.setattr(P2PGroup, "drop", lambda group: (dropped.append(group), drop(group))[1])
     with monkeypatch.context() as patched:
 
         class Unreachable:

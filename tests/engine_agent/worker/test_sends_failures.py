@@ -22,7 +22,7 @@ import torch
 
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, WorkerDied
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import SealedFrames
+from weightbus.dataplane.processes.mac_frames import MacFrames
 from weightbus.dataplane.transports.interface import Peer, Receipt
 from weightbus.dataplane.transports.sends import (
     messages as sends_wire,
@@ -31,7 +31,7 @@ from weightbus.dataplane.transports.sends import (
     worker_receivers as takers,
 )
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
-from weightbus.dataplane.transports.sends.worker_receivers import StandsStill
+from weightbus.dataplane.transports.sends.worker_receivers import WorkerStalled
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 from ...kit.ends import Ends, was_struck
@@ -209,7 +209,7 @@ def test_a_stopped_worker_costs_the_others_one_attempt(
         theirs = world.pool.submit(victims_half, session, address)
         if epoch in (3, 4):  # what the coordinator hears of the engine, and tells the trainer
             began = time.monotonic()
-            with pytest.raises(StandsStill, match="worker 0 of the server stands still"):
+            with pytest.raises(WorkerStalled, match="worker 0 of the server stands still"):
                 theirs.result(WAIT_S)
             assert time.monotonic() - began < PROMPT_S / 3, "no attempt waits for its worker"
             world.trainer.sends.withdraw("v", "its server stands still")
@@ -270,8 +270,8 @@ def test_who_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) 
     sender = world.trainer.sends
     address = sender.offer(world.trainer.session(1), [Peer("e", 1), Peer("v", 1)])
 
-    def come(engine: str) -> SealedFrames:
-        frames = SealedFrames.reach(address.address, address.token, Deadline(WAIT_S))
+    def come(engine: str) -> MacFrames:
+        frames = MacFrames.reach(address.address, address.token, Deadline(WAIT_S))
         sends_wire.say(frames, sends_wire.Hello(channel="c", epoch=1, engine=engine), Deadline(WAIT_S))
         assert isinstance(sends_wire.hear_sender(frames, Deadline(WAIT_S), "who it is"), sends_wire.Invited)
         return frames

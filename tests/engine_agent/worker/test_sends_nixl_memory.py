@@ -10,7 +10,7 @@ import pytest
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.sends import nixl_group, sender as sends
-from weightbus.dataplane.transports.sends.send_queue import Outbox
+from weightbus.dataplane.transports.sends.send_queue import SendQueue
 
 from ...kit.fake_nixl import FakeNixl
 from ...kit.toy_direct import WAIT_S, holds
@@ -58,7 +58,7 @@ def test_an_attempt_that_fails_leaves_nothing_registered(
     """A rank that cannot send ends it for all; whoever waits for its messages lets go of its memory too."""
     world.round(stage=True)
     with monkeypatch.context() as patched:
-        patched.setattr(Outbox, "send", lambda *_: 1 / 0)
+        patched.setattr(SendQueue, "send", lambda *_: 1 / 0)
         world.epoch += 1
         session = world.trainer.session(world.epoch)
         taken = world.receive(session, "e", world.offer(session), stage=True)

@@ -153,15 +153,15 @@ def test_who_needs_a_new_group_costs_the_others_in_turn_nothing(
         crowd.receiver.shutdown()
         crowd.receiver = SendsReceiver(crowd.world.runtime)
     else:
-        take, lost = standing.Standing.take, formed[-1]
+        take, lost = standing.GroupCache.take, formed[-1]
         ranks = [rank._session.kept.standing for rank in crowd.world.trainer.sending]
 
-        def lose(self: standing.Standing, *which: Any) -> Any:
+        def lose(self: standing.GroupCache, *which: Any) -> Any:
             if lost in self.names and self not in ranks:
                 self.discard()
             return take(self, *which)
 
-        monkeypatch.setattr(standing.Standing, "take", lose)
+        monkeypatch.setattr(standing.GroupCache, "take", lose)
         assert crowd.round("f", version=2)["f"].exception() is not None
     turns(crowd, 2, "f", "e")
     turns(crowd, 3, "e", "f")

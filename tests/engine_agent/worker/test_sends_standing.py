@@ -15,7 +15,7 @@ from weightbus.dataplane.errors import DataplaneError, DigestMismatch, TransferF
 from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.sends import group_cache as standing, rank_sender as rank_sends, sender as sends
-from weightbus.dataplane.transports.sends.rank_sender import RankSends
+from weightbus.dataplane.transports.sends.rank_sender import RankSender
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
 from weightbus.engine_agent.worker import loader as worker_loader
 
@@ -96,7 +96,7 @@ def test_whoever_begins_anew_is_in_a_new_group(
     match what:
         case "a rank":
             world.trainer.sending[1].close()
-            world.trainer.sending[1] = RankSends("c", 1)
+            world.trainer.sending[1] = RankSender("c", 1)
         case "a sidecar":
             world.receiver.shutdown()
             world.receiver = SendsReceiver(world.runtime)
@@ -165,19 +165,19 @@ def test_who_lost_the_group_after_all_costs_one_attempt(
     """It said that it has it, and has it no more: everybody hears of it at once, and the next attempt forms another."""
     a_round(world)
     a_round(world)
-    take, left = standing.Standing.take, [1]
+    take, left = standing.GroupCache.take, [1]
 
-    def lose(self: standing.Standing, *which: Any) -> Any:
+    def lose(self: standing.GroupCache, *which: Any) -> Any:
         if left[0] and self in ([world.trainer.sending[1]._session.kept.standing] if who == "a rank" else takers()):
             left[0] -= 1
             self.discard()
         return take(self, *which)
 
-    def takers() -> list[standing.Standing]:
+    def takers() -> list[standing.GroupCache]:
         states = worker_loader._states.values()
         return [state._taker._standing for state in states if state._taker is not None][:1]
 
-    monkeypatch.setattr(standing.Standing, "take", lose)
+    monkeypatch.setattr(standing.GroupCache, "take", lose)
     world.epoch += 1
     session = world.trainer.session(world.epoch)
     taken = world.receive(session, "e", world.offer(session), stage=True)
@@ -197,7 +197,7 @@ def test_a_rank_that_is_stuck_touches_nothing_of_its_next_epoch(
     world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is given up after a while; what it does when it goes on at last is its own end."""
-    stuck, released, mail_of = threading.Event(), threading.Event(), RankSends._mail_of
+    stuck, released, mail_of = threading.Event(), threading.Event(), RankSender._mail_of
 
     def slow(*arguments: Any) -> Any:
         if threading.current_thread() is rank._session.thread and not stuck.is_set():
@@ -207,7 +207,7 @@ def test_a_rank_that_is_stuck_touches_nothing_of_its_next_epoch(
 
     rank = world.trainer.sending[1]
     monkeypatch.setattr(rank_sends, "_END_S", 0.1)
-    monkeypatch.setattr(RankSends, "_mail_of", slow)
+    monkeypatch.setattr(RankSender, "_mail_of", slow)
     world.epoch += 1
     session = world.trainer.session(world.epoch)
     taken = world.receive(session, "e", world.offer(session))

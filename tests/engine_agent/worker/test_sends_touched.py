@@ -14,7 +14,7 @@ import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFailed
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
-from weightbus.dataplane.transports.sends.worker_receivers import NotTaken, StandsStill, Takers
+from weightbus.dataplane.transports.sends.worker_receivers import NotReceived, WorkerReceivers, WorkerStalled
 from weightbus.dataplane.transports.worker_exchange import ReplayFailed, Workers
 
 from ...kit.toy_direct import WAIT_S, holds
@@ -46,8 +46,8 @@ def failed(error: Exception) -> Any:
 @pytest.mark.parametrize(
     ("error", "in_place"),
     [
-        (NotTaken("the group did not form", touched=False), False),
-        (NotTaken("a rank has died", touched=True), True),
+        (NotReceived("the group did not form", touched=False), False),
+        (NotReceived("a rank has died", touched=True), True),
         (DeadlineExceeded("the workers to take everything", 1.0), True),
         (PeerLost("a worker is gone"), True),
     ],
@@ -57,10 +57,10 @@ def test_a_version_that_does_not_come(
     world: SendsWorld, monkeypatch: pytest.MonkeyPatch, error: TransferFailed, *, in_place: bool, beside: bool
 ) -> None:
     """Beside the parameters it changes nothing; in place it may, unless its workers say that it did not."""
-    if isinstance(error, NotTaken) and beside:
-        error = NotTaken(str(error), touched=False)
+    if isinstance(error, NotReceived) and beside:
+        error = NotReceived(str(error), touched=False)
     with monkeypatch.context() as patched:
-        patched.setattr(Takers, "take", failed(error))
+        patched.setattr(WorkerReceivers, "take", failed(error))
         with pytest.raises(type(error)):
             world.round(stage=beside)
     assert world.receiver.touched is (in_place and not beside)
@@ -104,8 +104,8 @@ def test_a_version_that_is_not_begun(
     if how == "is not reached":
         monkeypatch.setattr(SendsReceiver, "_connect", failed(PeerLost("nobody answers")))
     else:
-        monkeypatch.setattr(Takers, "require_moving", failed(StandsStill(0)))
-    with pytest.raises((PeerLost, StandsStill)):
+        monkeypatch.setattr(WorkerReceivers, "require_moving", failed(WorkerStalled(0)))
+    with pytest.raises((PeerLost, WorkerStalled)):
         if beside:
             world.receiver.stage(session, address, "e", WAIT_S)
         else:

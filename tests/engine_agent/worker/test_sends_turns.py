@@ -21,8 +21,8 @@ from weightbus.dataplane.transports.sends import (
     sender as sends,
     worker_receivers as takers,
 )
-from weightbus.dataplane.transports.sends.chunk_limit import LESS, Ceiling
-from weightbus.dataplane.transports.sends.p2p_group import PairGroup, Parcel, Posted
+from weightbus.dataplane.transports.sends.chunk_limit import LESS, ChunkLimit
+from weightbus.dataplane.transports.sends.p2p_group import P2PChunk, P2PGroup, Posted
 
 from ...kit.ends import Ends, was_struck
 from ...kit.toy_direct import WAIT_S, holds
@@ -52,14 +52,14 @@ class Link:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.carries = MOST
         """Bytes of a rank in a turn's time."""
-        post = PairGroup.post
+        post = P2PGroup.post
 
-        def through(group: PairGroup, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> Posted:
+        def through(group: P2PGroup, sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> Posted:
             if sum(each.memory.numel() for each in sends) <= self.carries:
                 return post(group, sends, receives)
-            return Lost(post(group, (), [Parcel(torch.zeros(1, dtype=torch.uint8), sends[0].peer)]))
+            return Lost(post(group, (), [P2PChunk(torch.zeros(1, dtype=torch.uint8), sends[0].peer)]))
 
-        monkeypatch.setattr(PairGroup, "post", through)
+        monkeypatch.setattr(P2PGroup, "post", through)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_turns_shrink_until_the_link_carries_them(world: SendsWorld, link: Link)
 
 def test_turns_grow_back_where_it_was_not_the_link(world: SendsWorld, link: Link) -> None:
     """As after a peer that was stopped and looked like it. What failed again is not tried again as soon."""
-    world.trainer.sends._ceiling = Ceiling(first=2)
+    world.trainer.sends._ceiling = ChunkLimit(first=2)
     link.carries = 0
     too_much(world)
     link.carries = MOST

@@ -7,18 +7,18 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from weightbus.engine_agent.worker.view_composition import Move, Scattered, Window, boxes_of, compose
+from weightbus.engine_agent.worker.view_composition import Move, Scattered, SourceWindow, boxes_of, compose
 
 Numbers = npt.NDArray[np.int64]
 
 
-def window(view: Numbers, memory: Numbers) -> Window:
+def window(view: Numbers, memory: Numbers) -> SourceWindow:
     """Where a numpy view lies in its flat memory."""
     offset = (view.__array_interface__["data"][0] - memory.__array_interface__["data"][0]) // 8
-    return Window(offset, tuple(stride // 8 for stride in view.strides))
+    return SourceWindow(offset, tuple(stride // 8 for stride in view.strides))
 
 
-def positions(shape: tuple[int, ...], at: Window) -> Numbers:
+def positions(shape: tuple[int, ...], at: SourceWindow) -> Numbers:
     """Where each element of a window is."""
     if not shape:
         return np.array([at.offset])
@@ -72,7 +72,7 @@ def test_a_view_as_boxes_is_the_view(data: st.DataObject) -> None:
     view = data.draw(viewed(MEMORY))
     shape = data.draw(st.sampled_from([(24, 8), (4, 6, 8), (192,), (2, 96), (3, 8, 8)]))
     here = window(view, MEMORY)
-    packed = Window(1000, tuple(stride // 8 for stride in np.empty(view.shape, np.int64).strides))
+    packed = SourceWindow(1000, tuple(stride // 8 for stride in np.empty(view.shape, np.int64).strides))
     whole = MEMORY.reshape(shape)
     strides = tuple(stride // 8 for stride in whole.strides)
     try:
@@ -98,11 +98,11 @@ def test_moves_compose_as_numpy_copies(data: st.DataObject) -> None:
     for number in range(data.draw(st.integers(1, 3))):
         target = data.draw(viewed(middle))
         source = np.arange(target.size).reshape(target.shape) + 10_000 * (number + 1)
-        packed = Window(10_000 * (number + 1), tuple(stride // 8 for stride in source.strides))
+        packed = SourceWindow(10_000 * (number + 1), tuple(stride // 8 for stride in source.strides))
         writes.append(Move(target.shape, window(target, middle), packed))
         target[...] = source
     view = data.draw(viewed(middle))
-    outer = Window(0, tuple(stride // 8 for stride in np.empty(view.shape, np.int64).strides))
+    outer = SourceWindow(0, tuple(stride // 8 for stride in np.empty(view.shape, np.int64).strides))
     try:
         found, missing = compose(Move(view.shape, outer, window(view, middle)), writes)
     except Scattered:
@@ -125,18 +125,18 @@ def test_moves_compose_as_numpy_copies(data: st.DataObject) -> None:
 def test_the_usual_views_are_never_scattered() -> None:
     """The chains that loaders are made of compose: cut, joined, re-laid out, read by heads."""
     middle = np.zeros((32, 64), np.int64)
-    write = Move((16, 64), Window(16 * 64, (64, 1)), Window(0, (64, 1)))
+    write = Move((16, 64), SourceWindow(16 * 64, (64, 1)), SourceWindow(0, (64, 1)))
     heads = middle.reshape(4, 8, 64)[:, 4:, :].transpose(0, 2, 1)
 
-    found, missing = compose(Move(heads.shape, Window(0, (256, 4, 1)), window(heads, middle)), [write])
+    found, missing = compose(Move(heads.shape, SourceWindow(0, (256, 4, 1)), window(heads, middle)), [write])
 
     assert sum(move.size for move, _ in found) == sum(move.size for move in missing) == 2 * 4 * 64
 
 
 def test_strides_that_do_not_divide_are_refused() -> None:
     """Six by ten, read as ten by six, is no set of boxes that this arithmetic finds: it says so."""
-    read = Move((10, 6), Window(0, (6, 1)), Window(0, (6, 1)))
-    write = Move((6, 10), Window(0, (10, 1)), Window(0, (10, 1)))
+    read = Move((10, 6), SourceWindow(0, (6, 1)), SourceWindow(0, (6, 1)))
+    write = Move((6, 10), SourceWindow(0, (10, 1)), SourceWindow(0, (10, 1)))
 
     with pytest.raises(Scattered):
         compose(read, [write])

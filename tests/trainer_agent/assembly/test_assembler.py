@@ -10,14 +10,14 @@ from hypothesis import given, settings, strategies as st
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
 from weightbus.trainer_agent.assembly import assembler as assembly
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, Reach, check_manifest
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, GatherReach, check_manifest
 from weightbus.trainer_agent.assembly.gather_plan import BucketPlan, plan
 from weightbus.trainer_agent.source import LayoutMismatch
 
 CPU = torch.device("cpu")
-HERE = Reach()
+HERE = GatherReach()
 SHAPES: dict[str, tuple[int, ...]] = {"a": (12, 6), "b": (7,), "c": (4, 3, 2), "d": (6, 12), "e": (16, 3), "f": (1,)}
 
 
@@ -48,7 +48,7 @@ class World:
         self.full = {
             name: torch.randn(shape, generator=generator).to(DTYPES[trained]) for name, shape in SHAPES.items()
         }
-        self.rows: dict[int, list[Piece]] = defaultdict(list)
+        self.rows: dict[int, list[Shard]] = defaultdict(list)
         self.storages: dict[int, list[torch.Tensor]] = defaultdict(list)
         self.trained = trained
 
@@ -65,18 +65,18 @@ class World:
             storage = torch.cat([torch.full((3,), 77.0, dtype=whole.dtype), part.reshape(-1), torch.full((2,), 77.0)])
             storage = storage.to(whole.dtype)
             strides, offset = contiguous_strides(box.shape), 3
-        view = View(len(self.storages[rank]), offset, strides)
+        view = ShardView(len(self.storages[rank]), offset, strides)
         self.storages[rank].append(storage)
-        self.rows[rank].append(Piece(name, box, self.trained, view, shift))
+        self.rows[rank].append(Shard(name, box, self.trained, view, shift))
 
-    def pieces(self) -> Pieces:
-        return cover.once(Pieces.join([Pieces.of(self.tensors, rows, rank) for rank, rows in self.rows.items()]))
+    def pieces(self) -> Shards:
+        return cover.once(Shards.join([Shards.of(self.tensors, rows, rank) for rank, rows in self.rows.items()]))
 
     def check(
         self,
         manifest: Manifest,
         plans: dict[int, tuple[BucketPlan, ...]],
-        reach: Reach = HERE,
+        reach: GatherReach = HERE,
         roots: Sequence[int] | None = None,
     ) -> dict[int, Assembler]:
         """Assemble every bucket and compare it with the tensors that were cut."""
@@ -172,7 +172,7 @@ def test_parameters_that_were_moved_to_another_device_are_read_there(
         asked.add(id(tensor))
         return id(tensor) in moved
 
-    reach = Reach(elsewhere=elsewhere)
+    reach = GatherReach(elsewhere=elsewhere)
     copied: list[int] = []
     usual = Assembler._pack
     monkeypatch.setattr(
@@ -200,8 +200,8 @@ def groups(world: World, places: Sequence[int]) -> None:
     storage = torch.full((max(places) + 2, 3), 77.0)
     for block, place in enumerate(places):
         storage[place : place + 2] = world.full["e"][block * 2 : block * 2 + 2]
-        view = View(len(world.storages[1]), place * 3, (3, 1))
-        world.rows[1].append(Piece("e", Box((block * 2, 0), (block * 2 + 2, 3)), "float32", view))
+        view = ShardView(len(world.storages[1]), place * 3, (3, 1))
+        world.rows[1].append(Shard("e", Box((block * 2, 0), (block * 2 + 2, 3)), "float32", view))
     world.storages[1].append(storage)
 
 
@@ -270,7 +270,7 @@ def test_parameters_are_read_at_the_moment_of_the_call() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     spec = TensorSpec("a", "float32", (4,))
     manifest = Manifest.of("M", [spec])
-    pieces = Pieces.of([spec], [Piece("a", Box.whole((4,)), "float32", View(0, 0, (1,)))])
+    pieces = Shards.of([spec], [Shard("a", Box.whole((4,)), "float32", ShardView(0, 0, (1,)))])
     assembler = Assembler(plan(manifest, pieces, rank=0), [parameter], 0, None, None)
     out = torch.empty(16, dtype=torch.uint8)
     for value in (1.0, 2.0):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.trainer_agent.assembly.bucket_plan_cache import Planned
+from weightbus.trainer_agent.assembly.bucket_plan_cache import BucketPlanCache
 
 ONE, SAME, OTHER = (Manifest.of("toy", [TensorSpec("t", "bfloat16", (size,))]) for size in (1, 1, 2))
 
@@ -29,7 +29,7 @@ def made() -> list[tuple[Manifest, Sequence[int] | None]]:
 
 def test_roots_are_read_once_in_a_pass(made: list[tuple[Manifest, Sequence[int] | None]]) -> None:
     """There is one for each bucket: read for every bucket they would be read as often as there are pairs of them."""
-    planned, roots = Planned[int](), Counted((0, 1, 0))
+    planned, roots = BucketPlanCache[int](), Counted((0, 1, 0))
     for _ in range(3):
         assert planned.of(ONE, roots, lambda *of: made.append(of) or len(made)) == 1
     assert roots.reads == 1
@@ -37,7 +37,7 @@ def test_roots_are_read_once_in_a_pass(made: list[tuple[Manifest, Sequence[int] 
 
 def test_what_is_new_is_planned_anew(made: list[tuple[Manifest, Sequence[int] | None]]) -> None:
     """Another manifest, other roots, or a list of roots that became others; what is equal is not."""
-    planned, roots = Planned[int](), [0, 1]
+    planned, roots = BucketPlanCache[int](), [0, 1]
 
     def of(manifest: Manifest, roots: Sequence[int] | None) -> int:
         return planned.of(manifest, roots, lambda *new: made.append(new) or len(made))
@@ -51,7 +51,7 @@ def test_what_is_new_is_planned_anew(made: list[tuple[Manifest, Sequence[int] | 
 
 def test_what_cannot_be_planned_is_not_kept(made: list[tuple[Manifest, Sequence[int] | None]]) -> None:
     """Whoever asks again is told again."""
-    planned = Planned[int]()
+    planned = BucketPlanCache[int]()
 
     def fail(*_: object) -> int:
         raise ValueError("no plan")

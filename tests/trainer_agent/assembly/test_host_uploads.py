@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View
-from weightbus.trainer_agent.assembly.assembler import Assembler, Reach
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
+from weightbus.trainer_agent.assembly.assembler import Assembler, GatherReach
 from weightbus.trainer_agent.assembly.gather_plan import plan
-from weightbus.trainer_agent.assembly.host_uploads import Cargo, HostLane, Lane, Span, cargo_of, copy_each
+from weightbus.trainer_agent.assembly.host_uploads import HostLane, Lane, UploadParts, UploadSpan, cargo_of, copy_each
 
 from .test_assembler import CPU, SHAPES, Post, World, cut
 
@@ -58,13 +58,13 @@ class LateLane:
         self.settled = True
 
 
-def far(lane: Lane, storages: set[int] | None = None) -> Reach:
+def far(lane: Lane, storages: set[int] | None = None) -> GatherReach:
     """As if parameters lay in pinned host memory, and buckets did not; `storages` by the address of their memory."""
 
     def away(tensor: torch.Tensor, _device: torch.device) -> bool:
         return storages is None or tensor.data_ptr() in storages
 
-    return Reach(elsewhere=away, pinned=lambda tensor: away(tensor, CPU), lane=lambda _device: lane)
+    return GatherReach(elsewhere=away, pinned=lambda tensor: away(tensor, CPU), lane=lambda _device: lane)
 
 
 @settings(deadline=None, max_examples=80)
@@ -95,15 +95,15 @@ def test_uploaded_pieces_give_the_same_bytes(
     assert all(lane.settled for lane in lanes), "the device may still read the parameters"
 
 
-def offloaded(count: int = 5) -> tuple[Manifest, list[torch.Tensor], Pieces]:
+def offloaded(count: int = 5) -> tuple[Manifest, list[torch.Tensor], Shards]:
     """Tensors of one bucket each, trained in float32 around zero and served around one."""
     specs = tuple(TensorSpec(f"t{index}", "bfloat16", (64, 8)) for index in range(count))
     storages = [torch.full((64, 8), index - 1.0) for index in range(count)]
     rows = [
-        Piece(spec.name, Box.whole(spec.shape), "float32", View(at, 0, (8, 1)), shift=1)
+        Shard(spec.name, Box.whole(spec.shape), "float32", ShardView(at, 0, (8, 1)), shift=1)
         for at, spec in enumerate(specs)
     ]
-    return Manifest.of("M", specs, 1024), storages, Pieces.of(specs, rows)
+    return Manifest.of("M", specs, 1024), storages, Shards.of(specs, rows)
 
 
 def contents(assembler: Assembler, index: int) -> float:
@@ -179,7 +179,7 @@ def test_another_rank_sends_what_it_uploaded() -> None:
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     assemblers = {
         rank: Assembler(plans[rank], world.storages[rank], rank, None, Post(rank, letters), reach)
-        for rank, reach in ((0, Reach()), (1, far(lane)))
+        for rank, reach in ((0, GatherReach()), (1, far(lane)))
     }
     world.run(manifest, assemblers, letters)
     assert len(lane.begun) == 3
@@ -189,12 +189,12 @@ def test_a_run_that_would_be_mostly_waste_is_packed_on_the_host() -> None:
     """A column of a wide parameter is not worth uploading all of it; the groups of a fused one are."""
     spec = TensorSpec("w", "float32", (64, 4))
     manifest = Manifest.of("M", [spec], 1 << 20)
-    wide = Pieces.of([spec], [Piece("w", Box.whole(spec.shape), "float32", View(0, 8, (32, 1)))])
+    wide = Shards.of([spec], [Shard("w", Box.whole(spec.shape), "float32", ShardView(0, 8, (32, 1)))])
     ((parcel,),) = ([bucket[0]] for bucket in plan(manifest, wide, rank=0))
     places = [place for message in parcel.messages for place in message.placements]
     assert cargo_of(places, {0: 4}) is None
-    assert cargo_of(places, {}) == Cargo({}, 0)
-    close = Pieces.of([spec], [Piece("w", Box.whole(spec.shape), "float32", View(0, 8, (5, 1)))])
+    assert cargo_of(places, {}) == UploadParts({}, 0)
+    close = Shards.of([spec], [Shard("w", Box.whole(spec.shape), "float32", ShardView(0, 8, (5, 1)))])
     (bucket,) = plan(manifest, close, rank=0)
     places = [place for message in bucket[0].messages for place in message.placements]
-    assert cargo_of(places, {0: 4}) == Cargo({0: Span(0, 8, 63 * 5 + 4, 0)}, 1280)
+    assert cargo_of(places, {0: 4}) == UploadParts({0: UploadSpan(0, 8, 63 * 5 + 4, 0)}, 1280)

@@ -24,7 +24,7 @@ from weightbus.dataplane.transports.disk import safetensors_file
 from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES, CheckpointWriter
 from weightbus.dataplane.transports.disk.saved_version import SavedVersion, leaving, place_of, staying
 from weightbus.trainer_agent.checkpoints import archive
-from weightbus.trainer_agent.checkpoints.archive import Archive, Policy
+from weightbus.trainer_agent.checkpoints.archive import Archive, ArchivePolicy
 from weightbus.trainer_agent.machine.errors import BadCheckpoint, ConnectFailed, RoundAborted
 
 from ...kit.waiting import until
@@ -569,7 +569,7 @@ def test_a_served_checkpoint_that_is_not_there_is_called_that(deployment: Deploy
 @given(st.sets(st.integers(0, 60)), st.integers(0, 60), st.integers(1, 5), st.integers(0, 7))
 def test_what_the_policy_drops(versions: set[int], current: int, last: int, forever: int) -> None:
     """Never the current one, never one of the newest, never one that stays for good, never a version above."""
-    policy = Policy(1, last, forever)
+    policy = ArchivePolicy(1, last, forever)
     dropped = set(policy.dropped(versions | {current}, current))
     stays = (versions | {current}) - dropped
     assert current in stays

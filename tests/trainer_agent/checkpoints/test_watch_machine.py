@@ -4,21 +4,21 @@ import pytest
 
 from weightbus.control.protocol.ids import MAX_VERSION
 from weightbus.trainer_agent.checkpoints.watch_machine import (
-    Ended,
     Folder,
+    FolderChanged,
+    FolderResult,
     Inspect,
     Inspected,
-    Late,
-    Limits,
     Listed,
-    Publish,
-    Reject,
+    PublishEnded,
+    PublishFolder,
+    RejectFolder,
     Skip,
-    Verdict,
-    Watching,
+    WatchLimits,
+    WatchMachine,
 )
 
-LIMITS = Limits(settle_s=5.0, stale_s=100.0, retry_s=10.0, longest_retry_s=40.0)
+LIMITS = WatchLimits(settle_s=5.0, stale_s=100.0, retry_s=10.0, longest_retry_s=40.0)
 
 
 def listed(*steps: int, latest: int | None = None, **changed: str) -> Listed:
@@ -26,53 +26,55 @@ def listed(*steps: int, latest: int | None = None, **changed: str) -> Listed:
     return Listed(tuple(Folder(f"step-{n}", n, changed.get(f"s{n}", "a")) for n in steps), latest)
 
 
-def published(machine: Watching, version: int, now: float) -> None:
+def published(machine: WatchMachine, version: int, now: float) -> None:
     name = f"step-{version}"
-    assert machine.handle(Inspected(name, Verdict.FINISHED), now) == (Publish(name, version),)
-    machine.handle(Ended(name, Verdict.PUBLISHED), now)
+    assert machine.handle(Inspected(name, FolderResult.FINISHED), now) == (PublishFolder(name, version),)
+    machine.handle(PublishEnded(name, FolderResult.PUBLISHED), now)
 
 
 def test_a_folder_is_looked_into_when_it_has_settled() -> None:
     """Not while anything in it changes, whatever the file system says of its parts."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     assert machine.handle(listed(10), 0.0) == ()
     assert machine.handle(listed(10, s10="b"), 4.0) == ()
     assert machine.handle(listed(10, s10="b"), 8.9) == ()
     assert machine.handle(listed(10, s10="b"), 9.0) == (Inspect("step-10"),)
-    assert machine.handle(Inspected("step-10", Verdict.FINISHED), 9.0) == (Publish("step-10", 10),)
-    assert machine.handle(Ended("step-10", Verdict.PUBLISHED), 10.0) == ()
+    assert machine.handle(Inspected("step-10", FolderResult.FINISHED), 9.0) == (PublishFolder("step-10", 10),)
+    assert machine.handle(PublishEnded("step-10", FolderResult.PUBLISHED), 10.0) == ()
     assert machine.done == 10
 
 
 def test_a_number_that_is_no_version_is_rejected_once() -> None:
     """Messages carry versions up to 2**53: the folder would be tried for ever, and those below it never."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     machine.handle(listed(7, MAX_VERSION + 1), 0.0)
     (rejected,) = machine.handle(listed(7, MAX_VERSION + 1), 5.0)
-    assert isinstance(rejected, Reject)
+    assert isinstance(rejected, RejectFolder)
     assert str(MAX_VERSION) in rejected.reason
     assert machine.handle(listed(7, MAX_VERSION + 1), 6.0) == (Inspect("step-7"),)
 
 
 def test_nothing_is_done_twice() -> None:
     """A published folder stays published when its trainer adds or removes files."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     machine.handle(listed(10), 0.0)
     machine.handle(listed(10), 5.0)
     published(machine, 10, 5.0)
     for now, mark in ((6.0, "a"), (20.0, "b"), (40.0, "b")):
-        assert all(isinstance(effect, Late) for effect in machine.handle(listed(10, s10=mark), now))
+        assert all(isinstance(effect, FolderChanged) for effect in machine.handle(listed(10, s10=mark), now))
 
 
 def test_the_newest_finished_one_is_published_and_older_ones_are_skipped() -> None:
     """Once each, and with the reason."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     machine.handle(listed(10, 20, 30), 0.0)
     assert machine.handle(listed(10, 20, 30), 5.0) == (Inspect("step-30"),)
-    assert machine.handle(Inspected("step-30", Verdict.UNFINISHED, "a shard is missing"), 5.0) == ()
+    assert machine.handle(Inspected("step-30", FolderResult.UNFINISHED, "a shard is missing"), 5.0) == ()
     assert machine.handle(listed(10, 20, 30), 5.5) == (Inspect("step-20"),)
-    machine.handle(Inspected("step-20", Verdict.FINISHED), 6.0)
-    assert machine.handle(Ended("step-20", Verdict.PUBLISHED), 7.0) == (Skip("step-10", 10, "version 20 is published"),)
+    machine.handle(Inspected("step-20", FolderResult.FINISHED), 6.0)
+    assert machine.handle(PublishEnded("step-20", FolderResult.PUBLISHED), 7.0) == (
+        Skip("step-10", 10, "version 20 is published"),
+    )
     assert machine.handle(listed(10, 20, 30), 8.0) == ()
     assert machine.handle(listed(10, 20, 30, s30="b"), 9.0) == ()
     assert machine.handle(listed(10, 20, 30, s30="b"), 14.0) == (Inspect("step-30"),)
@@ -80,11 +82,11 @@ def test_the_newest_finished_one_is_published_and_older_ones_are_skipped() -> No
 
 def test_what_the_channel_has_already_is_skipped() -> None:
     """A restarted watcher learns from the coordinator how far the channel is."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     machine.handle(listed(10, 20), 0.0)
     machine.handle(listed(10, 20), 5.0)
-    machine.handle(Inspected("step-20", Verdict.FINISHED), 5.0)
-    assert machine.handle(Ended("step-20", Verdict.OLDER, "version 25 is committed"), 5.0) == (
+    machine.handle(Inspected("step-20", FolderResult.FINISHED), 5.0)
+    assert machine.handle(PublishEnded("step-20", FolderResult.OLDER, "version 25 is committed"), 5.0) == (
         Skip("step-20", 20, "version 25 is committed"),
         Skip("step-10", 10, "version 20 is published"),
     )
@@ -92,7 +94,7 @@ def test_what_the_channel_has_already_is_skipped() -> None:
 
 def test_steps_after_the_trainers_own_marker_are_left_alone() -> None:
     """Megatron's latest_checkpointed_iteration.txt names the last one that is complete."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     machine.handle(listed(10, 20, latest=10), 0.0)
     assert machine.handle(listed(10, 20, latest=10), 50.0) == (Inspect("step-10"),)
     published(machine, 10, 50.0)
@@ -102,13 +104,13 @@ def test_steps_after_the_trainers_own_marker_are_left_alone() -> None:
 
 def test_an_unfinished_one_that_nobody_writes_any_more_is_reported_once() -> None:
     """And looked into again when it changes after all."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     machine.handle(listed(10), 0.0)
     machine.handle(listed(10), 5.0)
-    machine.handle(Inspected("step-10", Verdict.UNFINISHED, "model-2 is not there"), 5.0)
+    machine.handle(Inspected("step-10", FolderResult.UNFINISHED, "model-2 is not there"), 5.0)
     assert machine.handle(listed(10), 99.0) == ()
     (reject,) = machine.handle(listed(10), 100.0)
-    assert isinstance(reject, Reject)
+    assert isinstance(reject, RejectFolder)
     assert "model-2 is not there" in reject.reason
     assert machine.handle(listed(10), 500.0) == ()
     machine.handle(listed(10, s10="b"), 501.0)
@@ -117,27 +119,31 @@ def test_an_unfinished_one_that_nobody_writes_any_more_is_reported_once() -> Non
 
 def test_a_bad_one_does_not_stop_the_next() -> None:
     """Whether it was found bad before or while it was published."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     machine.handle(listed(10), 0.0)
     machine.handle(listed(10), 5.0)
-    assert machine.handle(Inspected("step-10", Verdict.BAD, "no config"), 5.0) == (Reject("step-10", 10, "no config"),)
+    assert machine.handle(Inspected("step-10", FolderResult.BAD, "no config"), 5.0) == (
+        RejectFolder("step-10", 10, "no config"),
+    )
     machine.handle(listed(10, 20), 6.0)
     assert machine.handle(listed(10, 20), 11.0) == (Inspect("step-20"),)
-    machine.handle(Inspected("step-20", Verdict.FINISHED), 11.0)
-    assert machine.handle(Ended("step-20", Verdict.BAD, "it shrank"), 12.0) == (Reject("step-20", 20, "it shrank"),)
+    machine.handle(Inspected("step-20", FolderResult.FINISHED), 11.0)
+    assert machine.handle(PublishEnded("step-20", FolderResult.BAD, "it shrank"), 12.0) == (
+        RejectFolder("step-20", 20, "it shrank"),
+    )
     machine.handle(listed(10, 20, 30), 13.0)
     assert machine.handle(listed(10, 20, 30), 18.0) == (Inspect("step-30"),)
 
 
 def test_a_publication_that_failed_is_tried_again_later_and_later() -> None:
     """And a newer checkpoint goes first."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     machine.handle(listed(10), 0.0)
     now = 5.0
     for wait_s in (10.0, 20.0, 40.0, 40.0):
         assert machine.handle(listed(10), now) == (Inspect("step-10"),)
-        machine.handle(Inspected("step-10", Verdict.FINISHED), now)
-        machine.handle(Ended("step-10", Verdict.FAILED, "no coordinator"), now)
+        machine.handle(Inspected("step-10", FolderResult.FINISHED), now)
+        machine.handle(PublishEnded("step-10", FolderResult.FAILED, "no coordinator"), now)
         assert machine.handle(listed(10), now + wait_s - 0.1) == ()
         now += wait_s
     machine.handle(listed(10, 20), now - 5.0)
@@ -146,11 +152,11 @@ def test_a_publication_that_failed_is_tried_again_later_and_later() -> None:
 
 def test_two_folders_of_one_version_are_told_apart() -> None:
     """The second by name is rejected: which of them is meant is not guessed."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     twins = Listed((Folder("run-7", 7, "a"), Folder("step-7", 7, "a")))
     machine.handle(twins, 0.0)
     (reject,) = machine.handle(twins, 5.0)
-    assert isinstance(reject, Reject)
+    assert isinstance(reject, RejectFolder)
     assert (reject.name, "run-7" in reject.reason) == ("step-7", True)
     assert machine.handle(twins, 5.0) == (Inspect("run-7"),)
 
@@ -158,7 +164,7 @@ def test_two_folders_of_one_version_are_told_apart() -> None:
 @pytest.mark.parametrize("version", [10, 30])
 def test_a_folder_that_goes_is_forgotten(version: int) -> None:
     """Trainers keep the last few only."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     machine.handle(listed(10, 30), 0.0)
     machine.handle(listed(version), 1.0)
     assert machine.handle(listed(version), 5.0) == (Inspect(f"step-{version}"),)
@@ -166,11 +172,11 @@ def test_a_folder_that_goes_is_forgotten(version: int) -> None:
 
 def test_what_changes_after_it_was_published_is_said_once() -> None:
     """It is not published again, for a version never changes; nor would anybody know otherwise that it is another."""
-    machine = Watching(LIMITS)
+    machine = WatchMachine(LIMITS)
     machine.handle(listed(10), 0.0)
     machine.handle(listed(10), 5.0)
     published(machine, 10, 5.0)
     assert machine.handle(listed(10), 6.0) == ()
-    assert machine.handle(listed(10, s10="b"), 7.0) == (Late("step-10", 10),)
+    assert machine.handle(listed(10, s10="b"), 7.0) == (FolderChanged("step-10", 10),)
     assert machine.handle(listed(10, s10="c"), 8.0) == ()
     assert machine.handle(listed(10, s10="c"), 80.0) == ()

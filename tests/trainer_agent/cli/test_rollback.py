@@ -12,7 +12,7 @@ from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine.status import PastStatus
 from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
 from weightbus.dataplane.transports.disk.saved_version import SavedVersion
-from weightbus.trainer_agent.cli.rollback import Answer, may_roll_back, same_version
+from weightbus.trainer_agent.cli.rollback import RollbackReply, may_roll_back, same_version
 
 from .test_watcher import Scene, write
 
@@ -20,16 +20,16 @@ from .test_watcher import Scene, write
 @pytest.mark.parametrize(
     ("version", "versions", "answer", "reason"),
     [
-        (7, (7, 9), Answer.YES, ""),
-        (9, (7, 9), Answer.ALREADY, "version 9 is the committed one"),
-        (7, (7, 9, 7), Answer.ALREADY, "version 7 is the committed one"),
-        (9, (7, 9, 7), Answer.NO, "committed is 7, which is below: publish it"),
-        (8, (5, 7, 9), Answer.NO, "never committed there; below the committed 9 there were: 5, 7"),
-        (8, (9,), Answer.NO, "there were: none"),
-        (1, (), Answer.NO, "nothing was committed"),
+        (7, (7, 9), RollbackReply.YES, ""),
+        (9, (7, 9), RollbackReply.ALREADY, "version 9 is the committed one"),
+        (7, (7, 9, 7), RollbackReply.ALREADY, "version 7 is the committed one"),
+        (9, (7, 9, 7), RollbackReply.NO, "committed is 7, which is below: publish it"),
+        (8, (5, 7, 9), RollbackReply.NO, "never committed there; below the committed 9 there were: 5, 7"),
+        (8, (9,), RollbackReply.NO, "there were: none"),
+        (1, (), RollbackReply.NO, "nothing was committed"),
     ],
 )
-def test_only_to_what_was_there(version: int, versions: tuple[int, ...], answer: Answer, reason: str) -> None:
+def test_only_to_what_was_there(version: int, versions: tuple[int, ...], answer: RollbackReply, reason: str) -> None:
     """The channel's own history decides: below the committed version, and committed before."""
     verdict = may_roll_back(version, [PastStatus(each, epoch, rollback=False) for epoch, each in enumerate(versions)])
     assert verdict.answer is answer
@@ -39,12 +39,12 @@ def test_only_to_what_was_there(version: int, versions: tuple[int, ...], answer:
 @pytest.mark.parametrize(
     ("version", "kept_in", "answer"),
     [
-        (1, 1, Answer.YES),
-        (2, 4, Answer.YES),
-        (2, 2, Answer.NO),
+        (1, 1, RollbackReply.YES),
+        (2, 4, RollbackReply.YES),
+        (2, 2, RollbackReply.NO),
     ],
 )
-def test_files_are_of_the_version_that_had_its_number_last(version: int, kept_in: int, answer: Answer) -> None:
+def test_files_are_of_the_version_that_had_its_number_last(version: int, kept_in: int, answer: RollbackReply) -> None:
     """A channel that went back uses numbers again; going back itself makes no other version of the old number."""
     history = [
         PastStatus(1, 1, rollback=False),

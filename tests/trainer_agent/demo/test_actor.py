@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from weightbus.trainer_agent.demo import toy_task as task
-from weightbus.trainer_agent.demo.actor import PARTS, WIDTH, Actor, Batch, Part
-from weightbus.trainer_agent.demo.program_arguments import Plan
-from weightbus.trainer_agent.demo.rollout_client import Fleet, Response
+from weightbus.trainer_agent.demo.actor import PARTS, WIDTH, Actor, Batch, EpisodePart
+from weightbus.trainer_agent.demo.program_arguments import RankArguments
+from weightbus.trainer_agent.demo.rollout_client import Response, RolloutClient
 from weightbus.trainer_agent.demo.round_records import Follower
-from weightbus.trainer_agent.demo.settings import Trainer
+from weightbus.trainer_agent.demo.settings import TrainerKind
 
 
 def response(*versions: str) -> Response:
@@ -29,7 +29,7 @@ def response(*versions: str) -> Response:
 
 def batch(*responses: Response) -> Batch:
     rows = [[0] * task.PROMPT_TOKENS + each.output_ids for each in responses]
-    return Batch(3, rows, [Part(list(responses), 10.0, 10.25)])
+    return Batch(3, rows, [EpisodePart(list(responses), 10.0, 10.25)])
 
 
 class Engines:
@@ -59,17 +59,17 @@ def actor_of(folder: Path, environment_s: float, patience_s: float = 10.0) -> Ac
     given = dict.fromkeys(
         ("checkpoint", "channel", "coordinator", "status_url", "transport", "host", "runtime_dir", "keys"), ""
     )
-    plan = Plan(
+    plan = RankArguments(
         **given,
         progress=str(folder / "progress"),
         rounds=3,
-        trainer=Trainer.MEGATRON,
+        trainer=TrainerKind.MEGATRON,
         seed=1,
         publish=True,
         engines=1,
         environment_s=environment_s,
     )
-    return Actor(plan, cast("Fleet", Engines()), patience_s)
+    return Actor(plan, cast("RolloutClient", Engines()), patience_s)
 
 
 def engines_of(actor: Actor) -> Engines:
@@ -177,7 +177,7 @@ def test_engines_that_fail_end_a_round_and_not_the_next(tmp_path: Path) -> None:
 def test_overlap_is_what_engines_wrote_meanwhile() -> None:
     """Not what was judged then, nor the time between two parts."""
     whole = batch(response("8"))
-    parts = [Part([], 10.0, 11.0), Part([], 12.0, 14.0)]
+    parts = [EpisodePart([], 10.0, 11.0), EpisodePart([], 12.0, 14.0)]
     written = msgspec.structs.replace(whole, parts=parts)
     assert written.overlap_s(0.0, 20.0) == 3.0
     assert written.overlap_s(10.5, 12.5) == 1.0

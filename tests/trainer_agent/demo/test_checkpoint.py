@@ -20,7 +20,7 @@ def test_a_seed_names_the_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", [checkpoint.TINY, checkpoint.TINY_EXPERTS])
-def test_it_is_complete_and_bfloat16(shape: checkpoint.Shape, tmp_path: Path) -> None:
+def test_it_is_complete_and_bfloat16(shape: checkpoint.ModelShape, tmp_path: Path) -> None:
     """Every tensor that the config implies, as the family's table has it, is there, in the dtype that is served."""
     weights = checkpoint.read(checkpoint.write(tmp_path, 1, shape))
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}

@@ -14,7 +14,7 @@ import pytest
 
 from weightbus.trainer_agent.demo import network_namespace as module
 from weightbus.trainer_agent.demo.child_processes import Programs
-from weightbus.trainer_agent.demo.network_namespace import NoNamespace, Place, elsewhere, unavailable
+from weightbus.trainer_agent.demo.network_namespace import HostPlace, NoNamespace, elsewhere, unavailable
 
 from ...kit.waiting import until
 
@@ -43,7 +43,7 @@ def test_without_a_second_network_the_engine_is_sent_to_all_the_same(
     monkeypatch.setattr(module, "_HOLDER", ["false", "sleep", "infinity"])
     with Programs(tmp_path) as programs:
         found = elsewhere(programs, tmp_path)
-    assert found.place == Place(flags=("--transports", "sends"))
+    assert found.place == HostPlace(flags=("--transports", "sends"))
     assert (found.place.address, found.here) == ("127.0.0.1", "127.0.0.1")
     assert "told to take what is sent to it over a gloo group (no second network: " in found.story
     assert ("only root may" if how == "known before" else "`false true`: ") in found.story
@@ -61,7 +61,7 @@ def test_a_call_that_does_not_end_or_begin_is_no_second_network(
     monkeypatch.setattr(module, "_run", lambda *_, run=module._run: run(*command))
     with Programs(tmp_path) as programs:
         found = elsewhere(programs, tmp_path)
-    assert found.place == Place(flags=("--transports", "sends"))
+    assert found.place == HostPlace(flags=("--transports", "sends"))
     assert f"`{command[0]}" in found.story
 
 

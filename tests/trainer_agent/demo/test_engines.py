@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from weightbus.trainer_agent.demo.rollout_client import BadRollout, Fleet, NotReady
+from weightbus.trainer_agent.demo.rollout_client import BadRollout, NotReady, RolloutClient
 from weightbus.trainer_agent.demo.toy_task import RESPONSE_TOKENS
 
 
@@ -57,13 +57,13 @@ def stage() -> Iterator[Stage]:
 
 
 @pytest.fixture
-def fleet(stage: Stage) -> Iterator[Fleet]:
-    made = Fleet(f"{stage.url}/status", "c", 60.0)
+def fleet(stage: Stage) -> Iterator[RolloutClient]:
+    made = RolloutClient(f"{stage.url}/status", "c", 60.0)
     yield made
     made.close()
 
 
-def test_the_ready_list_is_waited_for(fleet: Fleet, stage: Stage) -> None:
+def test_the_ready_list_is_waited_for(fleet: RolloutClient, stage: Stage) -> None:
     """With too few ready engines the wait ends at its deadline and says how many there are."""
     assert fleet.wait_ready(1, 60.0) == (stage.url,)
     with pytest.raises(NotReady, match="1 engines are ready"):
@@ -72,12 +72,12 @@ def test_the_ready_list_is_waited_for(fleet: Fleet, stage: Stage) -> None:
 
 def test_an_unknown_channel_has_no_engines(stage: Stage) -> None:
     """Before the first agent says hello the channel is not in the status."""
-    other = Fleet(f"{stage.url}/status", "other", 10.0)
+    other = RolloutClient(f"{stage.url}/status", "other", 10.0)
     assert other.state().ready == ()
     other.close()
 
 
-def test_responses_keep_the_order_of_the_prompts(fleet: Fleet, stage: Stage) -> None:
+def test_responses_keep_the_order_of_the_prompts(fleet: RolloutClient, stage: Stage) -> None:
     """Prompts are shared out among engines, and come back in order, each with its label."""
     prompts = [[number] for number in range(5)]
     responses = fleet.generate([stage.url, stage.url], prompts)
@@ -85,14 +85,14 @@ def test_responses_keep_the_order_of_the_prompts(fleet: Fleet, stage: Stage) -> 
     assert {response.label for response in responses} == {"7"}
 
 
-def test_rollouts_may_wait_for_a_version(fleet: Fleet, stage: Stage) -> None:
+def test_rollouts_may_wait_for_a_version(fleet: RolloutClient, stage: Stage) -> None:
     """An engine that is ready with an older one is waited for, too."""
     assert fleet.wait_ready(1, 0.0, version=7) == (stage.url,)
     with pytest.raises(NotReady, match=r"versions \[7\] after 0 s, expected 1 with 8 or later"):
         fleet.wait_ready(1, 0.0, version=8)
 
 
-def test_a_short_response_is_refused(fleet: Fleet, stage: Stage) -> None:
+def test_a_short_response_is_refused(fleet: RolloutClient, stage: Stage) -> None:
     """An aborted request is not training data."""
     stage.tokens = 3
     with pytest.raises(BadRollout, match="wrote 3 tokens"):

@@ -9,7 +9,7 @@ import pytest
 
 from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
 from weightbus.trainer_agent.demo.child_processes import Programs
-from weightbus.trainer_agent.demo.settings import Trainer
+from weightbus.trainer_agent.demo.settings import TrainerKind
 
 from ...kit.ports import free_port
 
@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).parents[2] / "kit" / "demo_ranks.py"
 RANKS = 2
 
 
-MEGATRONS = (Trainer.MEGATRON, Trainer.MEGATRON_MOE)
+MEGATRONS = (TrainerKind.MEGATRON, TrainerKind.MEGATRON_MOE)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.trainer_agent.demo.round_records import Follower, Round, Verdict, append, compare, verdict
+from weightbus.trainer_agent.demo.round_records import DemoRound, Follower, RoundVerdict, append, compare, verdict
 
 
 def round_of(
@@ -17,8 +17,8 @@ def round_of(
     lag: int = 0,
     behind: int = 0,
     overlap_s: float = 0.0,
-) -> Round:
-    return Round(
+) -> DemoRound:
+    return DemoRound(
         number=number,
         reward=reward,
         version=number,
@@ -34,7 +34,7 @@ def round_of(
     )
 
 
-def run_of(count: int, gain: float) -> list[Round]:
+def run_of(count: int, gain: float) -> list[DemoRound]:
     return [round_of(number, 0.25 + gain * (number - 1) / (count - 1)) for number in range(1, count + 1)]
 
 
@@ -58,12 +58,14 @@ def test_the_last_line_is_exact() -> None:
         ([*run_of(19, 0.7), round_of(20, 0.95, lag=1)], 20, True, "lagged"),
     ],
 )
-def test_every_broken_promise_is_a_complaint(rounds: list[Round], expected: int, published: bool, words: str) -> None:
+def test_every_broken_promise_is_a_complaint(
+    rounds: list[DemoRound], expected: int, published: bool, words: str
+) -> None:
     """A demo that shows less than it claims fails and says what was missing."""
     assert words in verdict(rounds, 2, expected_rounds=expected, published=published).complaint
 
 
-def asynchronous(count: int = 20, *, overlap_s: float = 0.125, lag: int = 0, behind: int = 0) -> Verdict:
+def asynchronous(count: int = 20, *, overlap_s: float = 0.125, lag: int = 0, behind: int = 0) -> RoundVerdict:
     last = round_of(count, 0.95, mixed=40, overlap_s=overlap_s, lag=lag, behind=behind)
     rounds = [*run_of(count - 1, 0.7), last]
     return verdict(rounds, 2, expected_rounds=count, published=True, max_lag=1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.trainer_agent.demo.progress_view import View
+from weightbus.trainer_agent.demo.progress_view import ProgressView
 
 
 def test_what_programs_say_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     """The end of a server's log is no markup, has no effect on the terminal, and keeps its lines."""
-    view = View(as_json=False)
+    view = ProgressView(as_json=False)
     view.say("the end of it:\nlost [/dev/shm] :x: \x1b[2J")
     with view.awaiting("[/x]"):
         pass

@@ -20,9 +20,9 @@ from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.coverage import prove
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View
-from weightbus.trainer_agent.export.memory_export import Exposure
-from weightbus.trainer_agent.publish.pipeline_broadcast import Layout
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
+from weightbus.trainer_agent.export.memory_export import MemoryExport
+from weightbus.trainer_agent.publish.pipeline_broadcast import VersionLayout
 from weightbus.trainer_agent.publish.rank_zero import lead
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
@@ -41,13 +41,13 @@ def source() -> HFModuleSource:
 
 
 @pytest.fixture
-def exposure(source: HFModuleSource, tmp_path: Path) -> Iterator[Exposure]:
-    made = Exposure(source, Manifest.of("toy", source.tensors()), tmp_path / "r", "c")
+def exposure(source: HFModuleSource, tmp_path: Path) -> Iterator[MemoryExport]:
+    made = MemoryExport(source, Manifest.of("toy", source.tensors()), tmp_path / "r", "c")
     yield made
     made.close()
 
 
-def test_the_live_parameters_are_what_is_read(source: HFModuleSource, exposure: Exposure) -> None:
+def test_the_live_parameters_are_what_is_read(source: HFModuleSource, exposure: MemoryExport) -> None:
     """Every tensor once, where it lies and as it lies; readers see later values too."""
     exposure.expose()
     exposed = exposure.current
@@ -86,7 +86,7 @@ def test_memory_that_cannot_be_exported_is_found_at_the_start(
     )
 
     with pytest.raises(ConfigurationError, match="allow local too"):
-        lead(source, settings, Layout(Manifest.of("toy", source.tensors()), None))
+        lead(source, settings, VersionLayout(Manifest.of("toy", source.tensors()), None))
 
 
 class Ranks:
@@ -108,7 +108,7 @@ class Ranks:
 
 
 class RankSource:
-    """One of them: `Exposable`."""
+    """One of them: `Exportable`."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self.ranks, self.rank = ranks, rank
@@ -118,10 +118,10 @@ class RankSource:
         value = self.ranks.values[name]
         return value[value.shape[0] // 2 * self.rank :][: value.shape[0] // 2].clone()
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
-        norm = Piece("norm", Box((8 * self.rank,), (8 * self.rank + 8,)), "float32", View(3, 0, (1,)), shift=1)
-        up = Piece("up", Box((4 * self.rank, 0), (4 * self.rank + 4, 12)), "float32", View(1, 0, (12, 1)))
-        return Pieces.of(tensors, [norm, up], self.rank)
+    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
+        norm = Shard("norm", Box((8 * self.rank,), (8 * self.rank + 8,)), "float32", ShardView(3, 0, (1,)), shift=1)
+        up = Shard("up", Box((4 * self.rank, 0), (4 * self.rank + 4, 12)), "float32", ShardView(1, 0, (12, 1)))
+        return Shards.of(tensors, [norm, up], self.rank)
 
     def memory(self) -> Sequence[torch.Tensor]:
         return self.mine
@@ -141,10 +141,10 @@ class Group:
         self.ranks = Ranks()
         self.manifest = Manifest.of("toy", Ranks.TENSORS)
         self.sources = [self.ranks.source(rank) for rank in range(2)]
-        self.exposures = [Exposure(source, self.manifest, folder, "c") for source in self.sources]
+        self.exposures = [MemoryExport(source, self.manifest, folder, "c") for source in self.sources]
         self._pool = ThreadPoolExecutor(2)
 
-    def both(self, call: Callable[[Exposure], object]) -> list[object]:
+    def both(self, call: Callable[[MemoryExport], object]) -> list[object]:
         """What each rank returns; raises what any of them raises, once all have ended."""
         futures = [self._pool.submit(call, exposure) for exposure in self.exposures]
         wait(futures, 30)
@@ -170,8 +170,8 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 def test_what_is_served_with_something_added_is_exposed_so(group: Group) -> None:
     """Norms that are kept around zero, and masters in float32: what engines read is what buckets would hold."""
-    group.both(Exposure.expose)
-    found = group.both(Exposure.digests)
+    group.both(MemoryExport.expose)
+    found = group.both(MemoryExport.digests)
 
     expected = group.ranks.expected()
     tensors = read(group.exposures[0].current, group.manifest)
@@ -182,8 +182,8 @@ def test_what_is_served_with_something_added_is_exposed_so(group: Group) -> None
 
 def test_a_step_is_in_what_is_read_and_digested_next(group: Group) -> None:
     """In the same memory: the layout and the generations stay, the mirror of what is shifted follows."""
-    group.both(Exposure.expose)
-    group.both(Exposure.digests)
+    group.both(MemoryExport.expose)
+    group.both(MemoryExport.digests)
     before = group.exposures[0].current
     for value in group.ranks.values.values():
         value.mul_(0.5)
@@ -191,8 +191,8 @@ def test_a_step_is_in_what_is_read_and_digested_next(group: Group) -> None:
         source.mine[1].copy_(source.half("up"))
         source.mine[3].copy_(source.half("norm"))
 
-    group.both(Exposure.expose)
-    found = group.both(Exposure.digests)
+    group.both(MemoryExport.expose)
+    found = group.both(MemoryExport.digests)
 
     expected = group.ranks.expected()
     tensors = read(group.exposures[0].current, group.manifest)
@@ -203,15 +203,15 @@ def test_a_step_is_in_what_is_read_and_digested_next(group: Group) -> None:
 
 def test_memory_that_was_replaced_is_exposed_and_digested_anew(group: Group) -> None:
     """An optimizer that offloads puts other memory under a shard: another generation, the same layout."""
-    group.both(Exposure.expose)
-    group.both(Exposure.digests)
+    group.both(MemoryExport.expose)
+    group.both(MemoryExport.digests)
     layout = group.exposures[0].current.layout
     group.sources[1].mine[1] = group.sources[1].mine[1].clone()
     group.ranks.values["up"][5] = 7.0
     group.sources[1].mine[1].copy_(group.sources[1].half("up"))
 
-    group.both(Exposure.expose)
-    found = group.both(Exposure.digests)
+    group.both(MemoryExport.expose)
+    found = group.both(MemoryExport.digests)
 
     current = group.exposures[0].current
     assert [each.generation for each in current.exporters] == [1, 2]
@@ -231,7 +231,7 @@ def test_what_one_rank_cannot_export_every_rank_hears(group: Group, monkeypatch:
 
     monkeypatch.setattr(RegionExporter, "export", refuse)
 
-    def told(exposure: Exposure) -> str:
+    def told(exposure: MemoryExport) -> str:
         with pytest.raises(NotExportable) as raised:
             exposure.expose()
         return str(raised.value)

@@ -11,7 +11,7 @@ import torch
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Reach, TransportKind
 from weightbus.control.protocol.ids import RequestId
-from weightbus.control.protocol.message_fields import Place
+from weightbus.control.protocol.message_fields import ProcessLocation
 from weightbus.dataplane.memory.device_identity import HOST_OF_NCCL
 from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed
 from weightbus.dataplane.processes.host_facts import host_identity
@@ -40,7 +40,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.usefixtures("driver")
 def test_a_rank_tells_which_gpus_it_reaches() -> None:
     """Its own row of what the driver says, and nobody else's."""
-    assert place_of(3, GPU) == Place(
+    assert place_of(3, GPU) == ProcessLocation(
         rank=3,
         host=host_identity(),
         device="gpu-a",
@@ -50,7 +50,7 @@ def test_a_rank_tells_which_gpus_it_reaches() -> None:
 
 def test_a_rank_without_a_gpu_asks_no_driver(driver: list[int]) -> None:
     """There is nothing that it could reach."""
-    assert place_of(0, torch.device("cpu")) == Place(rank=0, host=host_identity(), device="cpu")
+    assert place_of(0, torch.device("cpu")) == ProcessLocation(rank=0, host=host_identity(), device="cpu")
     assert not driver
 
 

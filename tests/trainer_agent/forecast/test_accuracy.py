@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from weightbus.trainer_agent.forecast import calibration as figures
-from weightbus.trainer_agent.forecast.cost_model import Round
-from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, Trainer, Way, Where
+from weightbus.trainer_agent.forecast.cost_model import RoundCost
+from weightbus.trainer_agent.forecast.fleet import Engines, FleetSpec, TrainerSpec, Way, Where
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
 
@@ -34,9 +34,9 @@ QWEN3_30B_A3B = {
     **QWEN3_8B, "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 2048, "intermediate_size": 6144,
     "num_hidden_layers": 24, "num_key_value_heads": 4, "num_experts": 128, "moe_intermediate_size": 768,
 }  # fmt: skip
-ONE = Trainer(gpus=1)
+ONE = TrainerSpec(gpus=1)
 """The two ranks of colocated and peer runs share a process and a GPU."""
-TWO = Trainer(gpus=2, gpus_per_host=2, tp=2)
+TWO = TrainerSpec(gpus=2, gpus_per_host=2, tp=2)
 
 PLACES = {
     "colocated": (ONE, Engines(where=Where.GPUS)),
@@ -69,7 +69,7 @@ def near(predicted: float, measured: float, factor: float) -> None:
     assert measured / factor <= predicted <= measured * factor, f"predicted {predicted:.4f}, measured {measured:.4f}"
 
 
-def step(found: Round, name: str) -> float:
+def step(found: RoundCost, name: str) -> float:
     return next(each.seconds for each in found.steps if each.name == name)
 
 
@@ -78,7 +78,7 @@ def test_direct_rounds(name: str) -> None:
     """Bytes and tensors exactly; a steady round, an engine's pause and a request's wait within the factor."""
     trainer, engines = PLACES[name]
     forecast = Forecast(Tensors.parse(model_of(name)))
-    found = forecast.round(Fleet(trainer, (engines,)))
+    found = forecast.round(FleetSpec(trainer, (engines,)))
     for layout in recorded(name)["layouts"].values():
         assert (forecast.tensors.total, len(forecast.tensors.specs)) == (layout["bytes"], layout["tensors"])
         if name.startswith("model-"):
@@ -94,7 +94,7 @@ def test_rounds_by_sglangs_buckets(name: str) -> None:
     """The same weights by CUDA IPC buckets: the transfer of an agent's first round, by its faster layout."""
     trainer, engines = PLACES[name]
     by_buckets = Engines(tp=engines.tp, where=engines.where, shift=engines.shift, way=Way.LOCAL)
-    found = Forecast(Tensors.parse(model_of(name))).round(Fleet(trainer, (by_buckets,)))
+    found = Forecast(Tensors.parse(model_of(name))).round(FleetSpec(trainer, (by_buckets,)))
     rounds = [layout["flattened_bucket"] for layout in recorded(name)["layouts"].values()]
     measured = min(each["trainer_s"]["transfer"] for each in rounds)
     near(step(found, "offer") + step(found, "transfer"), measured, BESIDE.get(name, FACTOR))
@@ -103,7 +103,7 @@ def test_rounds_by_sglangs_buckets(name: str) -> None:
 def test_rounds_by_sends() -> None:
     """NCCL to the other GPU: a whole steady round. Its engine took the version beside what it served."""
     forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
-    found = forecast.round(Fleet(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
+    found = forecast.round(FleetSpec(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
     sent = recorded("nccl")["parts"]["speed"]
     assert forecast.tensors.total == sent["bytes"]
     steady = sent["sends"][2:]
@@ -115,7 +115,7 @@ def test_rounds_by_sends() -> None:
 def test_engines_that_take_turns() -> None:
     """NCCL takes one of two servers on a GPU at a time: steady rounds of both, and what each is paused for its flip."""
     forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
-    found = forecast.round(Fleet(ONE, (Engines(2, where=Where.HOSTS, way=Way.SENDS),), max_paused=1))
+    found = forecast.round(FleetSpec(ONE, (Engines(2, where=Where.HOSTS, way=Way.SENDS),), max_paused=1))
     both = recorded("joiner")["with_both"][1:]  # in the first one group was new
     near(found.total_s, statistics.median(each["publish_s"] for each in both), FACTOR)
     assert found.beside_s is not None
@@ -125,7 +125,7 @@ def test_engines_that_take_turns() -> None:
 def test_an_engine_that_joins() -> None:
     """From its `Hello` until it is ready, as a new engine and as one that came back; its figures are from these two."""
     forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
-    found = forecast.joining_s(Fleet(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
+    found = forecast.joining_s(FleetSpec(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
     assert found is not None
     measured = recorded("joiner")
     for joined in (measured, measured["again"]):
@@ -148,8 +148,8 @@ def test_what_a_joiner_adds_to_a_round_is_what_was_measured() -> None:
 def test_rounds_of_stages_that_broadcast() -> None:
     """Two pipeline stages, each its own part: a whole steady round, and the engine's pause."""
     forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
-    stages = Trainer(gpus=2, gpus_per_host=2, pp=2)
-    found = forecast.round(Fleet(stages, (Engines(where=Where.HOSTS, way=Way.DISTRIBUTED),)))
+    stages = TrainerSpec(gpus=2, gpus_per_host=2, pp=2)
+    found = forecast.round(FleetSpec(stages, (Engines(where=Where.HOSTS, way=Way.DISTRIBUTED),)))
     measured = recorded("stages")
     assert forecast.tensors.total == measured["bytes"]
     near(found.total_s, measured["stage_wise_s"], FACTOR)
@@ -167,7 +167,7 @@ def test_rounds_of_stages_that_broadcast() -> None:
 def test_stock_rounds(kind: str, engines: Engines) -> None:
     """Whole tensors by a server's own interfaces: buckets on the same GPU, a broadcast to the other, files."""
     forecast = Forecast(Tensors.parse(QWEN3_8B))
-    found = forecast.round(Fleet(TWO, (engines,)))
+    found = forecast.round(FleetSpec(TWO, (engines,)))
     stock = recorded("stock")
     assert forecast.tensors.total == stock["bytes"]
     rounds = stock["rounds"][kind][1:] or stock["rounds"][kind]  # the first one compiles kernels; of files there is one

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, Trainer, Way, Where
+from weightbus.trainer_agent.forecast.fleet import Engines, FleetSpec, TrainerSpec, Way, Where
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
 
@@ -32,10 +32,10 @@ FORECASTS = {
 }
 
 
-def busiest(name: str, trainer: Trainer, engines: Engines) -> float:
+def busiest(name: str, trainer: TrainerSpec, engines: Engines) -> float:
     """Of the bytes that each source gives, the most to the mean; or to what one tensor's part has, if that is more."""
     forecast = FORECASTS[name]
-    found = forecast.traffic(Fleet(trainer, (engines,)))
+    found = forecast.traffic(FleetSpec(trainer, (engines,)))
     given = np.bincount(found.source, weights=found.nbytes, minlength=trainer.gpus)
     largest = int(forecast.tensors.nbytes.max()) // trainer.tp * engines.count
     return float(given.max() / max(given.mean(), largest))
@@ -47,8 +47,8 @@ def busiest(name: str, trainer: Trainer, engines: Engines) -> float:
 def test_no_replica_gives_much_more_than_the_others(name: str, dp: int, tp: int) -> None:
     """Engines that are alike have one plan, so it is even in itself."""
     engines = Engines(4, tp, where=Where.OTHER, way=Way.SENDS)
-    assert busiest(name, Trainer(dp, 16), engines) <= MOST
-    assert busiest(name, Trainer(2 * dp, 16, tp=2), engines) <= MOST
+    assert busiest(name, TrainerSpec(dp, 16), engines) <= MOST
+    assert busiest(name, TrainerSpec(2 * dp, 16, tp=2), engines) <= MOST
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
@@ -56,4 +56,4 @@ def test_experts_and_what_is_with_all_ranks_even_each_other_out(ep: int) -> None
     """Sets of holders that lie in one another. Each worker's part is even, as far as experts of its own let it be."""
     for tp in (1, 2, 4):
         engines = Engines(2, tp, ep=min(tp, 2), where=Where.OTHER, way=Way.SENDS)
-        assert busiest("qwen3-30b", Trainer(8, 8, ep=ep, etp=1), engines) <= (MOST if tp == 1 else 1.15)
+        assert busiest("qwen3-30b", TrainerSpec(8, 8, ep=ep, etp=1), engines) <= (MOST if tp == 1 else 1.15)

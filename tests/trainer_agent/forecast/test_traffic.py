@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
-from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
-from weightbus.dataplane.reshard.load_trace import Recording, Target
-from weightbus.dataplane.reshard.reshard_plan import Reader, make_plan
+from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
+from weightbus.dataplane.reshard.load_trace import LoadTrace, Target
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
 from weightbus.dataplane.tensors.boxes import Boxes, volumes
-from weightbus.dataplane.tensors.shards import DTYPES, Pieces
+from weightbus.dataplane.tensors.shards import DTYPES, Shards
 from weightbus.trainer_agent.forecast.engine_shards import needs
-from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, FleetError, Trainer, Way, Where, place
+from weightbus.trainer_agent.forecast.fleet import Engines, FleetError, FleetSpec, TrainerSpec, Way, Where, place
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
-from weightbus.trainer_agent.forecast.trainer_shards import Holdings, holdings
+from weightbus.trainer_agent.forecast.trainer_shards import TrainerShards, holdings
 
 from ...kit.tiny_families import FAMILIES
 
@@ -32,7 +32,7 @@ MODELS = {
 
 
 @st.composite
-def fleets(draw: st.DrawFn, hosts: int = 1) -> tuple[str, Fleet]:
+def fleets(draw: st.DrawFn, hosts: int = 1) -> tuple[str, FleetSpec]:
     """A family, a trainer of up to 16 ranks and engines of up to 4 workers."""
     name = draw(st.sampled_from(sorted(MODELS)))
     sparse = MODELS[name].model.family.experts
@@ -45,11 +45,11 @@ def fleets(draw: st.DrawFn, hosts: int = 1) -> tuple[str, Fleet]:
     count = draw(st.sampled_from([1, 2]))
     where = draw(st.sampled_from(list(Where)))
     way = Way.NEAREST if where is Where.GPUS else Way.SENDS
-    trainer = Trainer(gpus, -(-gpus // hosts), tp, pp, ep, etp)
-    return name, Fleet(trainer, (Engines(count, engine_tp, engine_ep, where, way),))
+    trainer = TrainerSpec(gpus, -(-gpus // hosts), tp, pp, ep, etp)
+    return name, FleetSpec(trainer, (Engines(count, engine_tp, engine_ep, where, way),))
 
 
-def predicted(name: str, fleet: Fleet) -> Counter[tuple[int, int]] | None:
+def predicted(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]] | None:
     """Bytes by rank and GPU; None for a fleet that cannot be."""
     try:
         found = Forecast(MODELS[name]).traffic(fleet)
@@ -59,11 +59,11 @@ def predicted(name: str, fleet: Fleet) -> Counter[tuple[int, int]] | None:
     return Counter({(source, target): nbytes for source, target, nbytes in zip(*columns, strict=True)})
 
 
-def holders(held: Holdings, row: int) -> list[int]:
+def holders(held: TrainerShards, row: int) -> list[int]:
     return [int(held.base[row] + held.stride[row] * k) for k in range(int(held.count[row]))]
 
 
-def pieces_of(tensors: Tensors, boxes: Boxes, holder: Sequence[int]) -> Pieces:
+def pieces_of(tensors: Tensors, boxes: Boxes, holder: Sequence[int]) -> Shards:
     """Every box a local tensor of its own, packed."""
     axes = max(len(spec.shape) for spec in tensors.specs)
     boxes = Boxes(boxes.space, boxes.start[:, :axes], boxes.stop[:, :axes])
@@ -76,10 +76,10 @@ def pieces_of(tensors: Tensors, boxes: Boxes, holder: Sequence[int]) -> Pieces:
     stride = np.stack([np.prod(extents[:, axis + 1 :], axis=1, dtype=np.int64) for axis in range(axes)], axis=1)
     dtype = np.array([DTYPES.index(tensors.specs[space].dtype) for space in boxes.space.tolist()])
     zeros = np.zeros(len(boxes), np.int64)
-    return Pieces(tensors.specs, boxes, np.array(holder), np.array(storage), dtype, zeros, stride, zeros)
+    return Shards(tensors.specs, boxes, np.array(holder), np.array(storage), dtype, zeros, stride, zeros)
 
 
-def planned(name: str, fleet: Fleet) -> Counter[tuple[int, int]]:
+def planned(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]]:
     """The same from `make_plan`, worker by worker, out of replicas that are listed one by one."""
     tensors, ground = MODELS[name], place(fleet)
     held = holdings(tensors, fleet.trainer)
@@ -89,7 +89,7 @@ def planned(name: str, fleet: Fleet) -> Counter[tuple[int, int]]:
     exports = []
     for rank in range(fleet.trainer.gpus):
         ends = np.cumsum([0, *(-(-sizes[pieces.holder == rank] // 8) * 8).tolist()]).tolist()
-        places = tuple(Place(0, end) for end in ends[:-1])
+        places = tuple(ExportedPlace(0, end) for end in ends[:-1])
         exports.append(ExportMap(rank, f"{ground.host[rank]}", (Region(max(ends[-1], 1), f"GPU-{rank}"),), places))
     group = ground.groups[0]
     needed = needs(tensors, group.engines)
@@ -107,8 +107,8 @@ def planned(name: str, fleet: Fleet) -> Counter[tuple[int, int]]:
             )  # fmt: skip
             beside = [rank for rank in range(fleet.trainer.gpus) if ground.host[rank] == ground.host[gpu]]
             peers = tuple(f"GPU-{rank}" for rank in beside if rank != gpu)
-            reader = Reader(worker, f"{ground.host[gpu]}", f"GPU-{gpu}", peers, sent_to=True)
-            plan = make_plan(pieces, exports, Recording(worker, targets, copies), reader)
+            reader = PlanReader(worker, f"{ground.host[gpu]}", f"GPU-{gpu}", peers, sent_to=True)
+            plan = make_plan(pieces, exports, LoadTrace(worker, targets, copies), reader)
             found.update(by_holder(plan.copies, [source.holder for source in plan.sources], gpu))
     return found
 
@@ -123,7 +123,7 @@ def by_holder(copies: CopyTable, holder: Sequence[int], gpu: int) -> Counter[tup
 
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(fleets(), fleets(hosts=2)))
-def test_who_gives_what_is_what_the_planner_says(asked: tuple[str, Fleet]) -> None:
+def test_who_gives_what_is_what_the_planner_says(asked: tuple[str, FleetSpec]) -> None:
     """Byte by byte for each pair of ranks, whatever is cut how: own GPU before own host before any other, and turns."""
     name, fleet = asked
     found = predicted(name, fleet)
@@ -136,7 +136,7 @@ def test_the_parts_make_up_the_model(name: str) -> None:
     """What ranks hold is every tensor once, and what workers keep is at least all that is read."""
     tensors = MODELS[name]
     experts = 2 if tensors.model.family.experts else 1
-    held = holdings(tensors, Trainer(4, tp=2, pp=2, ep=experts, etp=1))
+    held = holdings(tensors, TrainerSpec(4, tp=2, pp=2, ep=experts, etp=1))
     whole = [int(np.prod(spec.shape)) for spec in tensors.specs]
     assert volumes(held.boxes, len(whole)).tolist() == whole
     kept = volumes(needs(tensors, Engines(tp=2, ep=experts)).boxes, len(whole))

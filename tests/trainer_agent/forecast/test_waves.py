@@ -9,21 +9,21 @@ from pathlib import Path
 import pytest
 
 from weightbus.trainer_agent.forecast import calibration as figures
-from weightbus.trainer_agent.forecast.cost_model import Round
-from weightbus.trainer_agent.forecast.fleet import Engines, Fleet, Links, Trainer, Way, Where, place, waves
+from weightbus.trainer_agent.forecast.cost_model import RoundCost
+from weightbus.trainer_agent.forecast.fleet import Engines, FleetSpec, Links, TrainerSpec, Way, Where, place, waves
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
 
 GPU = Path(__file__).parents[2] / "gpu"
 LLAMA = json.loads((GPU / "models" / "llama.json").read_text())
-TWO = Trainer(gpus=2, gpus_per_host=2, tp=2)
+TWO = TrainerSpec(gpus=2, gpus_per_host=2, tp=2)
 ELSEWHERE = Engines(5, where=Where.OTHER, way=Way.SENDS)
 FLEETS = {
-    "sends": Fleet(TWO, (ELSEWHERE,)),
-    "direct": Fleet(TWO, (Engines(2, where=Where.GPUS),)),
-    "distributed": Fleet(TWO, (Engines(3, 2, way=Way.DISTRIBUTED),)),
-    "sends and direct": Fleet(TWO, (Engines(2, way=Way.SENDS), Engines(1, 2, where=Where.GPUS))),
-    "disk and direct": Fleet(TWO, (Engines(2, way=Way.DISK), Engines(2, where=Where.GPUS))),
+    "sends": FleetSpec(TWO, (ELSEWHERE,)),
+    "direct": FleetSpec(TWO, (Engines(2, where=Where.GPUS),)),
+    "distributed": FleetSpec(TWO, (Engines(3, 2, way=Way.DISTRIBUTED),)),
+    "sends and direct": FleetSpec(TWO, (Engines(2, way=Way.SENDS), Engines(1, 2, where=Where.GPUS))),
+    "disk and direct": FleetSpec(TWO, (Engines(2, way=Way.DISK), Engines(2, where=Where.GPUS))),
 }
 
 
@@ -32,7 +32,7 @@ def forecast() -> Forecast:
     return Forecast(Tensors.parse(LLAMA))
 
 
-def seconds(found: Round, name: str) -> float:
+def seconds(found: RoundCost, name: str) -> float:
     return next(step.seconds for step in found.steps if step.name == name)
 
 
@@ -44,7 +44,7 @@ def test_as_many_as_there_are_is_all_at_once(forecast: Forecast, name: str, more
     engines = sum(group.count for group in fleet.engines)
     normal = forecast.round(fleet)
     assert (normal.waves, normal.serving) == (1, 0)
-    assert forecast.round(Fleet(fleet.trainer, fleet.engines, max_paused=engines + more)) == normal
+    assert forecast.round(FleetSpec(fleet.trainer, fleet.engines, max_paused=engines + more)) == normal
 
 
 @pytest.mark.parametrize("name", FLEETS)
@@ -52,7 +52,7 @@ def test_what_comes_before_the_first_wave_comes_once(forecast: Forecast, name: s
     """Of all engines together, whatever the first wave's way is."""
     fleet = FLEETS[name]
     normal = forecast.round(fleet)
-    found = forecast.round(Fleet(fleet.trainer, fleet.engines, max_paused=1))
+    found = forecast.round(FleetSpec(fleet.trainer, fleet.engines, max_paused=1))
     for step in ("acquire", "digest", "announce", "prepare", "commit"):
         assert seconds(found, step) == seconds(normal, step)
 
@@ -61,7 +61,7 @@ def test_what_comes_before_the_first_wave_comes_once(forecast: Forecast, name: s
 def test_one_at_a_time_by_hand(forecast: Forecast, count: int) -> None:
     """Every engine of one worker gets the whole model over its NIC, and its own barrier in place of everybody's."""
     engines = (Engines(count, where=Where.OTHER, way=Way.SENDS, gpus_per_host=1),)
-    found = forecast.round(Fleet(Trainer(), engines, Links(nic=10.0), max_paused=1))
+    found = forecast.round(FleetSpec(TrainerSpec(), engines, Links(nic=10.0), max_paused=1))
     size = forecast.tensors.total / 1e9
     alone = figures.BARRIER_ENGINE_S.value
     stands = [
@@ -84,7 +84,7 @@ def test_one_at_a_time_by_hand(forecast: Forecast, count: int) -> None:
 @pytest.mark.parametrize("most", [1, 2, 3, 4])
 def test_every_engine_has_one_turn(most: int) -> None:
     """In the order of the groups, as many at a time as may be, on the GPUs that it has anyway."""
-    ground = place(Fleet(TWO, (Engines(2, where=Where.GPUS), Engines(3, 2, where=Where.OTHER)), max_paused=most))
+    ground = place(FleetSpec(TWO, (Engines(2, where=Where.GPUS), Engines(3, 2, where=Where.OTHER)), max_paused=most))
     found = [[gpus for group in wave.groups for gpus in group.gpu] for wave in waves(ground, most)]
     assert [gpus for wave in found for gpus in wave] == [gpus for group in ground.groups for gpus in group.gpu]
     assert len(found) == ceil(5 / most)
@@ -99,9 +99,9 @@ def test_a_wave_is_a_round_of_its_engines(forecast: Forecast) -> None:
     """Two and three engines, two at a time: both of the first kind, two of the second, and one."""
     links = Links(nic=3.0, nics_per_host=2)
     some, others = (Engines(2, 2, where=Where.OTHER), Engines(3, where=Where.OTHER))
-    found = forecast.round(Fleet(TWO, (some, others), links, max_paused=2))
+    found = forecast.round(FleetSpec(TWO, (some, others), links, max_paused=2))
     alone = [
-        forecast.round(Fleet(TWO, (engines,), links))
+        forecast.round(FleetSpec(TWO, (engines,), links))
         for engines in (some, Engines(2, where=Where.OTHER), Engines(1, where=Where.OTHER))
     ]
     for step in ("pause", "transfer", "verify", "resume"):
@@ -124,7 +124,7 @@ def test_a_wave_is_a_round_of_its_engines(forecast: Forecast) -> None:
 def test_files_are_written_for_every_wave(forecast: Forecast) -> None:
     """A wave has an epoch of its own, and a checkpoint; its hosts read only that."""
     engines = (Engines(3, way=Way.DISK, gpus_per_host=1),)
-    found = forecast.round(Fleet(Trainer(), engines, Links(storage=1.0), max_paused=2))
+    found = forecast.round(FleetSpec(TrainerSpec(), engines, Links(storage=1.0), max_paused=2))
     size = forecast.tensors.total / 1e9
     moved = (1 + 2) * size + (1 + 1) * size
     calls = 2 * figures.CALL_S.value + 3 * figures.BARRIER_ENGINE_S.value
@@ -134,14 +134,14 @@ def test_files_are_written_for_every_wave(forecast: Forecast) -> None:
 
 def test_a_joiner_is_said_of_sends_alone(forecast: Forecast) -> None:
     """Nobody measured another way; and how many others there are is nothing to it, nor how many may stand still."""
-    one = forecast.joining_s(Fleet(TWO, (Engines(1, way=Way.SENDS),)))
+    one = forecast.joining_s(FleetSpec(TWO, (Engines(1, way=Way.SENDS),)))
     assert one is not None
     assert (
         one
-        == forecast.joining_s(Fleet(TWO, (ELSEWHERE,)))
-        == forecast.joining_s(Fleet(TWO, (ELSEWHERE,), max_paused=2))
+        == forecast.joining_s(FleetSpec(TWO, (ELSEWHERE,)))
+        == forecast.joining_s(FleetSpec(TWO, (ELSEWHERE,), max_paused=2))
     )
-    assert forecast.joining_s(Fleet(TWO, (ELSEWHERE, Engines(1, way=Way.DISK)))) is None
+    assert forecast.joining_s(FleetSpec(TWO, (ELSEWHERE, Engines(1, way=Way.DISK)))) is None
     assert forecast.joining_s(FLEETS["direct"]) is None
-    slower = forecast.joining_s(Fleet(TWO, (ELSEWHERE, Engines(1, 2, way=Way.SENDS))))
+    slower = forecast.joining_s(FleetSpec(TWO, (ELSEWHERE, Engines(1, 2, way=Way.SENDS))))
     assert slower == one  # of two workers each gets a part

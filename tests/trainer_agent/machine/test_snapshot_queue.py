@@ -5,12 +5,12 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightbus.control.protocol.errors import InvariantBroken
-from weightbus.trainer_agent.machine.snapshot_queue import Backlog, Claim, Overlap
+from weightbus.trainer_agent.machine.snapshot_queue import Overlap, SnapshotClaim, SnapshotQueue
 
 
 def test_versions_are_published_in_order_one_at_a_time() -> None:
     """The second begins when the first is over."""
-    backlog = Backlog(2, Overlap.WAIT)
+    backlog = SnapshotQueue(2, Overlap.WAIT)
     for version in (1, 2):
         assert backlog.claim() is not None
         backlog.filled(version)
@@ -20,12 +20,12 @@ def test_versions_are_published_in_order_one_at_a_time() -> None:
     assert backlog.ahead == 2
     backlog.over()
     assert backlog.begin() == (2, 1)
-    assert backlog.claim() == Claim(0)
+    assert backlog.claim() == SnapshotClaim(0)
 
 
 def test_what_has_not_begun_is_superseded() -> None:
     """What has begun is not: with one buffer the next snapshot waits for it."""
-    backlog = Backlog(2, Overlap.SUPERSEDE)
+    backlog = SnapshotQueue(2, Overlap.SUPERSEDE)
     for version, superseded in ((1, ()), (2, ()), (3, (2,)), (4, (3,))):
         claim = backlog.claim()
         assert claim is not None
@@ -36,7 +36,7 @@ def test_what_has_not_begun_is_superseded() -> None:
     backlog.over()
     assert backlog.begin() == (4, 1)
 
-    single = Backlog(1, Overlap.SUPERSEDE)
+    single = SnapshotQueue(1, Overlap.SUPERSEDE)
     single.claim()
     single.filled(1)
     single.begin()
@@ -45,16 +45,16 @@ def test_what_has_not_begun_is_superseded() -> None:
 
 def test_a_snapshot_that_failed_leaves_its_buffer() -> None:
     """The next one takes it."""
-    backlog = Backlog(1, Overlap.WAIT)
+    backlog = SnapshotQueue(1, Overlap.WAIT)
     backlog.claim()
     backlog.discard()
-    assert backlog.claim() == Claim(0)
+    assert backlog.claim() == SnapshotClaim(0)
     assert backlog.idle
 
 
 def test_calls_out_of_turn_are_refused() -> None:
     """A driver that lost its place must not go on."""
-    backlog = Backlog(2, Overlap.WAIT)
+    backlog = SnapshotQueue(2, Overlap.WAIT)
     for call in (backlog.over, backlog.discard, lambda: backlog.filled(1)):
         with pytest.raises(InvariantBroken):
             call()
@@ -68,7 +68,7 @@ class Anything(RuleBasedStateMachine):
 
     @initialize(buffers=st.integers(1, 3), overlap=st.sampled_from(Overlap))
     def start(self, buffers: int, overlap: Overlap) -> None:
-        self.backlog = Backlog(buffers, overlap)
+        self.backlog = SnapshotQueue(buffers, overlap)
         self.next = 1
         self.begun: list[int] = []
         self.dropped: set[int] = set()

@@ -19,10 +19,10 @@ from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
 from weightbus.trainer_agent.machine import errors
 from weightbus.trainer_agent.machine.publish_report import PublishReport
 from weightbus.trainer_agent.publish.agent import TrainerAgent
-from weightbus.trainer_agent.publish.bucket_staging import Staging
-from weightbus.trainer_agent.publish.publisher_context import Outfit, Progress
-from weightbus.trainer_agent.publish.rank_commands import Ranks
-from weightbus.trainer_agent.publish.rank_zero import Leader
+from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
+from weightbus.trainer_agent.publish.publisher_context import Progress, PublisherContext
+from weightbus.trainer_agent.publish.rank_commands import CommandedRanks
+from weightbus.trainer_agent.publish.rank_zero import RankZero
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
 
@@ -89,18 +89,18 @@ class Rig:
     def _agent(self, source: FakeSource, settings: TrainerSettings) -> TrainerAgent:
         if not source.root:
             return TrainerAgent(source, settings, self.manifest, None)
-        ranks = Ranks(source)
-        outfit = Outfit(
+        ranks = CommandedRanks(source)
+        outfit = PublisherContext(
             settings=settings,
             bus=self.coordinator,
             ranks=ranks,
-            staging=Staging(source, self.manifest, self.pool, ranks),
+            staging=BucketStaging(source, self.manifest, self.pool, ranks),
             make_sender=lambda kind: self.senders[kind],
             senders={},
             boot=self.coordinator.boot,
             progress=self.progress.append,
         )
-        return TrainerAgent(source, settings, self.manifest, Leader(outfit, self.pool, source))
+        return TrainerAgent(source, settings, self.manifest, RankZero(outfit, self.pool, source))
 
 
 Build = Callable[..., Rig]
@@ -346,7 +346,9 @@ def test_a_commit_that_the_restart_hid_is_reported_as_one(rig: Build) -> None:
         assert isinstance(publish, m.Publish)
         while coordinator.next(0.0):
             pass
-        coordinator.restart(committed=m.Held(version=publish.version, manifest=publish.manifest, table=publish.table))
+        coordinator.restart(
+            committed=m.HeldVersion(version=publish.version, manifest=publish.manifest, table=publish.table)
+        )
 
     coordinator.after[m.Sent] = deque([commit_and_die])
     assert one.report(1).committed

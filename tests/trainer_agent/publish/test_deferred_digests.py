@@ -22,12 +22,12 @@ from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRef
 from weightbus.control.protocol.ids import AgentId, Digest
 from weightbus.dataplane.memory.staging_buffers import BucketPool
 from weightbus.dataplane.transports.interface import Peer, Tabled
-from weightbus.trainer_agent.checkpoints.archive import Archive, Policy
-from weightbus.trainer_agent.export.memory_export import Exposure
+from weightbus.trainer_agent.checkpoints.archive import Archive, ArchivePolicy
+from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.export.topology import topology_of
-from weightbus.trainer_agent.machine.publication import Ending
+from weightbus.trainer_agent.machine.events import EndReason
 from weightbus.trainer_agent.publish import deferred_digests as open_table
-from weightbus.trainer_agent.publish.bucket_staging import Staging
+from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
 from weightbus.trainer_agent.publish.delivery import Delivery
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
@@ -43,14 +43,14 @@ WAIT_S = 30.0
 class _Seal:
     """Signs by saying what it was asked to sign."""
 
-    def publication(self, message: m.Publish, previous: m.Held | None) -> m.Publish:
+    def publication(self, message: m.Publish, previous: m.HeldVersion | None) -> m.Publish:
         del previous
         return message
 
     def table(self, message: m.Publish, table: Digest) -> bytes:
         return f"{message.version} {message.table or 'open'} {table}".encode()
 
-    def offer(self, offer: m.Offer, epoch: int) -> m.Offer:
+    def offer(self, offer: m.Endpoint, epoch: int) -> m.Endpoint:
         del epoch
         return offer
 
@@ -76,7 +76,7 @@ def test_the_offer_is_out_before_anything_is_digested(rig: Rig) -> None:
     """Receivers copy while the device digests, are given the table when it has, and the coordinator with the report."""
     verdict, happened = rig.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert [each for each in happened if each != "settled"] == [
         *("digest", "Acquire", "Publish", "Offered", "digested", "Sent")
     ]
@@ -107,7 +107,7 @@ def test_the_table_is_with_the_coordinator_before_it_is_reported(rig: Rig, monke
 
     verdict, happened = rig.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert happened[-4:] == ["digested", "compared", "put", "Sent"]
 
 
@@ -123,7 +123,7 @@ def test_a_table_that_could_not_be_given_early_is_given_with_its_report(
 
     verdict, _ = rig.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert said(rig, m.Sent)[-1] in rig.coordinator.blobs
 
 
@@ -136,12 +136,12 @@ def test_where_a_receiver_is_on_the_same_device_the_table_comes_first(
 
     verdict, happened = rig.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert happened.index("Publish") < happened.index("digested") < happened.index("Offered")
     assert len(rig.sender.gave[2]) == 1
 
 
-_Receiver = m.Receiver
+_Receiver = m.ReceivingEngine
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_what_is_on_the_device_that_makes_the_table_waits_for_it(*, shares: bool
     engines = {"e0": False, "e1": shares}
     receivers = [_Receiver(engine=AgentId(name), transport=DIRECT, tp=1, shares=each) for name, each in engines.items()]
     memory = SimpleNamespace(device=torch.device(device))
-    staging = cast(Staging, SimpleNamespace(slots=[SimpleNamespace(memory=memory)]))
+    staging = cast(BucketStaging, SimpleNamespace(slots=[SimpleNamespace(memory=memory)]))
 
     assert open_table.first(staging, receivers) is waits
 
@@ -174,7 +174,7 @@ def test_a_second_attempt_is_given_the_same_table(rig: Rig) -> None:
 
     verdict, happened = rig.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert happened.count("digested") == 1
     first, second = rig.sender.gave[2], rig.sender.gave[3]
     assert first == second
@@ -184,13 +184,13 @@ def test_a_second_attempt_is_given_the_same_table(rig: Rig) -> None:
 def test_what_cannot_be_digested_in_place_any_more_begins_anew(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The round is given up, its successor has a table of buckets, and the next version is not left open either."""
     with monkeypatch.context() as broken:
-        broken.setattr(Exposure, "digests", lambda _exposure: None)
-        broken.setattr(Exposure, "unsummed", "a word of it lies on two ranks")
+        broken.setattr(MemoryExport, "digests", lambda _exposure: None)
+        broken.setattr(MemoryExport, "unsummed", "a word of it lies on two ranks")
         rig.source.assemble = lambda _manifest, _index, out: out.zero_() if out is not None else None  # type: ignore[method-assign]
         second, happened = rig.publish(2)
         third, _ = rig.publish(3)
 
-    assert second.ending is third.ending is Ending.COMMITTED
+    assert second.ending is third.ending is EndReason.COMMITTED
     assert [each for each in happened if each[0].isupper()] == [
         *("Acquire", "Publish", "Offered", "Abandon"),
         *("Acquire", "Publish", "Offered", "Sent"),
@@ -202,13 +202,13 @@ def test_what_cannot_be_digested_in_place_any_more_begins_anew(rig: Rig, monkeyp
 def test_a_source_that_fails_meanwhile_ends_the_round(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is told a table; receivers are let go."""
 
-    def fail(_exposure: Exposure) -> bytes:
+    def fail(_exposure: MemoryExport) -> bytes:
         raise AssemblyFailed("a rank is gone")
 
-    monkeypatch.setattr(Exposure, "digests", fail)
+    monkeypatch.setattr(MemoryExport, "digests", fail)
     verdict, happened = rig.publish(2)
 
-    assert (verdict.ending, verdict.reason) == (Ending.SOURCE_FAILED, "a rank is gone")
+    assert (verdict.ending, verdict.reason) == (EndReason.SOURCE_FAILED, "a rank is gone")
     assert happened[-3:] == ["Offered", "Abandon", "waited for"]
     assert 2 not in rig.sender.gave
 
@@ -219,9 +219,9 @@ def test_what_reads_the_weights_has_ended_when_a_round_that_was_refused_is_over(
 
     refused, _ = rig.publish(2)
 
-    assert refused.ending is Ending.REFUSED
+    assert refused.ending is EndReason.REFUSED
     again, happened = rig.publish(3)
-    assert again.ending is Ending.COMMITTED
+    assert again.ending is EndReason.COMMITTED
     assert happened.count("digested") == 1
 
 
@@ -231,7 +231,7 @@ def test_an_attempt_that_the_coordinator_forgot_is_repeated_with_its_table(rig: 
 
     verdict, happened = rig.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert happened.count("digested") == 1
     assert [bool(table) for table in said(rig, m.Publish)][-1]
     assert said(rig, m.Sent)[-1] == ""
@@ -249,7 +249,7 @@ def test_where_the_answer_to_the_announcement_is_lost_engines_read_what_is_of_th
     exposed: list[bool] = []
     plain = Delivery.open
 
-    def opening(delivery: Delivery) -> tuple[m.Offer, ...]:
+    def opening(delivery: Delivery) -> tuple[m.Endpoint, ...]:
         exposed.append(rig.leader._outfit.staging.open)
         return plain(delivery)
 
@@ -257,7 +257,7 @@ def test_where_the_answer_to_the_announcement_is_lost_engines_read_what_is_of_th
 
     verdict, happened = rig.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert exposed == [True]
     assert "Abandon" not in happened
     assert rig.table().tensors == rig.trainer.digests(quantised=False)
@@ -270,7 +270,7 @@ def test_where_the_answer_to_the_offer_is_lost_the_report_has_the_table(rig: Rig
 
     verdict, happened = rig.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert happened.count("digested") == 1
     assert set(said(rig, m.Sent)[1:]) == {rig.table().digest()}
     first = [message for message in rig.coordinator.heard if isinstance(message, m.Sent)][1]
@@ -292,7 +292,7 @@ def test_engines_that_came_since_the_lease_and_cannot_wait_are_not_offered_anyth
 
     verdict, _ = rig.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     offered = [message for message in rig.coordinator.heard if isinstance(message, m.Offered)][-1]
     assert [offer.transport for offer in offered.offers] == [DIRECT]
     assert "local cannot wait for it" in offered.failed["e1"]
@@ -315,7 +315,7 @@ def test_the_table_comes_first(rig: Rig, why: str, tmp_path: Path) -> None:
         case "kept":
             rig.source.assemble = lambda _manifest, _index, out: out.zero_() if out is not None else None  # type: ignore[method-assign]
             (tmp_path / "config.json").write_text("{}")
-            outfit.archive = Archive(tmp_path / "kept", "c", Policy(1, 1, 0), tmp_path)
+            outfit.archive = Archive(tmp_path / "kept", "c", ArchivePolicy(1, 1, 0), tmp_path)
     rig.leader.publish(version, catch_up=why == "catch-up")
 
     assert all(said(rig, m.Publish))

@@ -59,7 +59,7 @@ def sha(*parts: torch.Tensor) -> str:
 def mixed(*parts: torch.Tensor) -> str:
     """What a GPU server reports, on whole tensors; test_sglang_checksum.py holds this against the definition."""
     data = torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in parts]).numpy()
-    lanes = fmix.Lanes([data.nbytes])
+    lanes = fmix.ChecksumLanes([data.nbytes])
     found = lanes.zeros()
     fmix.accumulate(data, fmix.segments(0, data.nbytes, data.nbytes, 1, word=0, tile=0), found)
     return lanes.finish(found)[0]

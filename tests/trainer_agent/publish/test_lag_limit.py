@@ -17,7 +17,7 @@ from weightbus.control.protocol.enums import TransportKind
 from weightbus.trainer_agent.machine.errors import RoundAborted, TooFarAhead
 from weightbus.trainer_agent.publish import lag_limit as lag
 from weightbus.trainer_agent.publish.agent import TrainerAgent
-from weightbus.trainer_agent.publish.lag_limit import Ahead, Pace, Pacer, oldest_served, pace
+from weightbus.trainer_agent.publish.lag_limit import LagLimit, LagPolicy, LagStatus, oldest_served, pace
 from weightbus.trainer_agent.settings import TrainerSettings
 
 from .test_snapshots import PATIENCE_S, Gate, Loop
@@ -26,18 +26,18 @@ from .test_snapshots import PATIENCE_S, Gate, Loop
 @pytest.mark.parametrize(
     ("serving", "coming", "expired", "expected"),
     [
-        (4, False, False, Pace.GO),
-        (5, True, True, Pace.GO),
-        (6, False, False, Pace.GO),
-        (3, True, False, Pace.WAIT),
-        (3, False, False, Pace.TOO_FAR),
-        (3, True, True, Pace.TOO_FAR),
-        (None, True, False, Pace.WAIT),
-        (None, False, False, Pace.WAIT),
-        (None, False, True, Pace.TOO_FAR),
+        (4, False, False, LagPolicy.GO),
+        (5, True, True, LagPolicy.GO),
+        (6, False, False, LagPolicy.GO),
+        (3, True, False, LagPolicy.WAIT),
+        (3, False, False, LagPolicy.TOO_FAR),
+        (3, True, True, LagPolicy.TOO_FAR),
+        (None, True, False, LagPolicy.WAIT),
+        (None, False, False, LagPolicy.WAIT),
+        (None, False, True, LagPolicy.TOO_FAR),
     ],
 )
-def test_the_rule(serving: int | None, coming: bool, expired: bool, expected: Pace) -> None:
+def test_the_rule(serving: int | None, coming: bool, expired: bool, expected: LagPolicy) -> None:
     """Go on within the bound; wait while something comes or nothing is known; say so when nothing helps any more."""
     assert pace(5, serving, 1, coming=coming, expired=expired) is expected
 
@@ -102,7 +102,7 @@ def test_a_publication_that_ends_while_the_status_is_asked_for_is_waited_for(mon
 
     monkeypatch.setattr(lag, "parse", lambda _: SimpleNamespace(channels={"c": answers.pop(0)}))
     settings = TrainerSettings(channel="c", max_lag=1)
-    pacer = Pacer(settings, SimpleNamespace(status=status), cast("Any", background))
+    pacer = LagLimit(settings, SimpleNamespace(status=status), cast("Any", background))
     assert pacer.hold(7, cast("Any", SimpleNamespace(tell=lambda _: None))) is None
     assert waited == [0]
 
@@ -205,7 +205,7 @@ def test_an_engine_that_is_left_behind_holds_training_back(loop: Loop) -> None:
 
 def test_silence_is_no_reason_to_go_on(loop: Loop) -> None:
     """What engines serve is not known while the coordinator is away: training waits for it, and says so in the end."""
-    assert str(Ahead(3, None, 1, "nobody answers")).startswith("what engines serve is not known")
+    assert str(LagStatus(3, None, 1, "nobody answers")).startswith("what engines serve is not known")
     loop.engine("e0")
     loop.connect(max_lag=1, lag_timeout_s=1.0, request_timeout_s=3.0, acquire_timeout_s=3.0)
     assert loop.wait(loop.snapshot(1)).committed

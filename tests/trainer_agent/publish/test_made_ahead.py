@@ -20,29 +20,30 @@ import torch
 
 from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import RequestRefused
-from weightbus.dataplane.copy.device_fence import DevicePoint
+from weightbus.dataplane.copy.device_fence import DeviceFence
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.memory.exportable_memory import HostMemory
+from weightbus.dataplane.memory.exportable_memory import ExportableHostMemory
 from weightbus.dataplane.memory.staging_buffers import BucketPool
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.quantize.quantize_tasks import PreparedTasks, Task, TorchTasks
 from weightbus.dataplane.reshard.share_digester import ShareDigest
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, contiguous_strides
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
 from weightbus.trainer_agent.export import memory_export as exposure
-from weightbus.trainer_agent.export.memory_export import Exposure
+from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.machine.errors import PublishFailed
-from weightbus.trainer_agent.machine.publication import Ending, Verdict
+from weightbus.trainer_agent.machine.events import EndReason
+from weightbus.trainer_agent.machine.publication import RoundResult
 from weightbus.trainer_agent.machine.publish_report import Mode, PublishReport
 from weightbus.trainer_agent.publish import deferred_digests as open_table, rank_commands as orders
 from weightbus.trainer_agent.publish.agent import TrainerAgent
-from weightbus.trainer_agent.publish.bucket_staging import InPlace, Staging
-from weightbus.trainer_agent.publish.publisher_context import Outfit
-from weightbus.trainer_agent.publish.rank_zero import Leader
+from weightbus.trainer_agent.publish.bucket_staging import BucketStaging, InPlace
+from weightbus.trainer_agent.publish.publisher_context import PublisherContext
+from weightbus.trainer_agent.publish.rank_zero import RankZero
 from weightbus.trainer_agent.quantized import quantized_assembly as quantised_assembly
 from weightbus.trainer_agent.quantized.quantized_assembly import ReadableSource
-from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantisedSource, quantised
+from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantised
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
 
@@ -55,7 +56,7 @@ DIRECT = m.TransportKind.DIRECT
 
 
 class Trainer(quantising.Held):
-    """One rank of one process, every tensor whole. Satisfies `Exposable`, too."""
+    """One rank of one process, every tensor whole. Satisfies `Exportable`, too."""
 
     def __init__(self, layers: int, agreed: Sequence[bytes] = ()) -> None:
         shapes = {"up_proj": (32, 48), "norm": (48,)}
@@ -63,14 +64,14 @@ class Trainer(quantising.Held):
         self.memories = [torch.randn(shape).bfloat16() for _, shape in names]
         specs = [TensorSpec(name, "bfloat16", shape) for name, shape in names]
         rows = [
-            Piece(spec.name, Box.whole(spec.shape), spec.dtype, View(index, 0, contiguous_strides(spec.shape)))
+            Shard(spec.name, Box.whole(spec.shape), spec.dtype, ShardView(index, 0, contiguous_strides(spec.shape)))
             for index, spec in enumerate(specs)
         ]
-        super().__init__(0, Pieces.of(specs, rows, 0), self.memories, None)
+        super().__init__(0, Shards.of(specs, rows, 0), self.memories, None)
         self._agreed = iter(agreed)
         self._gatherer: Device | None = None
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
         return self.pieces.ordered(tensors)
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
@@ -109,9 +110,9 @@ class Trainer(quantising.Held):
         return b"".join(integrity.digest_tensors(packed[spec.name], (0, spec.nbytes)) for spec in served)
 
 
-def source_of(trainer: Trainer) -> ReadableQuantisedSource:
+def source_of(trainer: Trainer) -> ReadableQuantizedSource:
     found = quantised(trainer, quantising.config(BLOCK))
-    assert isinstance(found, ReadableQuantisedSource)
+    assert isinstance(found, ReadableQuantizedSource)
     return found
 
 
@@ -135,8 +136,8 @@ class Device:
 
         monkeypatch.setattr(quantised_assembly, "prepare", self._prepare)
         monkeypatch.setattr(quantised_assembly, "_wait_for", lambda _device: self.queue and self._do())
-        monkeypatch.setattr(HostMemory, "settle", lambda _memory: self.settle())
-        monkeypatch.setattr(exposure, "DevicePoint", lambda _device: _Point(self))
+        monkeypatch.setattr(ExportableHostMemory, "settle", lambda _memory: self.settle())
+        monkeypatch.setattr(exposure, "DeviceFence", lambda _device: _Point(self))
         monkeypatch.setattr(ShareDigest, "begin", digest)
         monkeypatch.setattr(ShareDigest, "result", digested)
 
@@ -163,7 +164,7 @@ class Device:
             each()
 
 
-class _Point(DevicePoint):
+class _Point(DeviceFence):
     def __init__(self, device: Device) -> None:
         super().__init__(torch.device("cpu"))
         self._device = device
@@ -203,11 +204,11 @@ class Coordinator(FakeCoordinator):
 class Follower:
     """A rank that is told what to do."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, said: Sequence[orders.Order]) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, said: Sequence[orders.RankCommand]) -> None:
         self.device = Device(monkeypatch)
         source = source_of(Trainer(2, [msgspec.msgpack.encode(each) for each in said]))
         manifest = Manifest.of("M", source.tensors())
-        exposed = Exposure(source, manifest, folder / "r", "c")
+        exposed = MemoryExport(source, manifest, folder / "r", "c")
         self.agent = TrainerAgent(source, TrainerSettings(channel="c"), manifest, None, exposed)
         exposed.expose()
         self.device.log.clear()
@@ -224,24 +225,24 @@ class Rig:
         self.sender = FakeTablingSender()
         manifest = Manifest.of("M", self.source.tensors())
         settings = TrainerSettings(channel="c", request_timeout_s=1.0, beat_s=0.2)
-        self.exposure = Exposure(self.source, manifest, folder / "r", "c")
+        self.exposure = MemoryExport(self.source, manifest, folder / "r", "c")
         self.exposure.expose()  # as a leader does at its start
-        ranks, pool = orders.Ranks(self.source), BucketPool("cpu", 1, manifest.largest_bucket, "test")
+        ranks, pool = orders.CommandedRanks(self.source), BucketPool("cpu", 1, manifest.largest_bucket, "test")
         kinds = (DIRECT, m.TransportKind.LOCAL)
         info = m.TrainerInfo(host=host_identity(), device="cpu", ranks=0, transports=kinds)
-        outfit = Outfit(
+        outfit = PublisherContext(
             settings=settings,
             bus=self.coordinator,
             ranks=ranks,
-            staging=Staging(self.source, manifest, pool, ranks, None, InPlace(self.exposure, info)),
+            staging=BucketStaging(self.source, manifest, pool, ranks, None, InPlace(self.exposure, info)),
             make_sender=lambda _kind: self.sender,
             senders={},
             boot=self.coordinator.boot,
         )
-        self.leader = Leader(outfit, pool, self.source, self.exposure)
+        self.leader = RankZero(outfit, pool, self.source, self.exposure)
         self.device.log.clear()
 
-    def publish(self, version: int) -> tuple[Verdict, list[str]]:
+    def publish(self, version: int) -> tuple[RoundResult, list[str]]:
         """How it ended, and what happened meanwhile."""
         verdict, *_ = self.leader.publish(version)
         happened = list(self.device.log)
@@ -281,7 +282,7 @@ def test_it_is_made_while_the_lease_is_asked_for(rig: Rig) -> None:
 
     verdict, second = rig.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert first == ["Acquire", "make", "settled", "digest", "digested", "Publish", "Offered", "Sent"]
     assert second == ["make", "digest", "Acquire", "Publish", "digested", "Offered", "Sent"]
     assert rig.table().tensors == rig.trainer.digests()
@@ -324,7 +325,7 @@ def test_what_nobody_is_told_parts_of_is_there_when_it_is_exposed(rig: Rig, monk
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(rig.device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
     with monkeypatch.context() as on_a_gpu:
-        on_a_gpu.setattr(Exposure, "_device", torch.device("cuda", 0))
+        on_a_gpu.setattr(MemoryExport, "_device", torch.device("cuda", 0))
         rig.exposure.make(digests=True)
     *makes, digests = rig.device.queue
     assert makes
@@ -363,7 +364,7 @@ def test_only_who_knows_how_to_wait_is_told_of_parts(rig: Rig, switched_off: boo
 
         verdict, happened = rig.publish(version)
 
-        assert verdict.ending is Ending.COMMITTED
+        assert verdict.ending is EndReason.COMMITTED
         assert rig.table().tensors == rig.trainer.digests()
         exposed = rig.exposure.current
         assert [b"parts" in each.encode() for each in exposed.exports] == [awaits]
@@ -382,7 +383,7 @@ def test_weights_that_are_read_as_they_are_are_digested_while_the_lease_is_asked
 
     verdict, second = plain.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert first == ["Acquire", "settled", "digest", "digested", "Publish", "Offered", "Sent"]
     assert second == ["digest", "Acquire", "Publish", "digested", "Offered", "Sent"]
     assert plain.table().tensors == plain.trainer.digests(quantised=False)
@@ -457,7 +458,7 @@ def test_what_was_moved_since_is_digested_where_it_is(plain: Rig) -> None:
 
     verdict, happened = plain.publish(2)
 
-    assert verdict.ending is Ending.COMMITTED
+    assert verdict.ending is EndReason.COMMITTED
     assert happened.index("Acquire") < happened.index("digest")
     assert plain.table().tensors == plain.trainer.digests(quantised=False)
 
@@ -471,7 +472,7 @@ def test_what_was_made_for_nothing_is_made_anew(rig: Rig) -> None:
     rig.trainer.step()
     rig.publish(3)
 
-    assert refused.ending is Ending.REFUSED
+    assert refused.ending is EndReason.REFUSED
     assert happened == ["make", "digest", "Acquire", "waited for"]
     assert rig.table().tensors == rig.trainer.digests()
 
@@ -489,7 +490,7 @@ def test_weights_may_change_when_a_refused_publication_is_over(
     rig.publish(1)
     rig.coordinator.refusals[asked] = deque([REFUSED])
     verdict, happened = rig.publish(2)
-    assert verdict.ending is Ending.REFUSED
+    assert verdict.ending is EndReason.REFUSED
     assert "digest" in happened
     assert not rig.device.queue
     _, committed = rig.publish(3)
@@ -505,7 +506,7 @@ def test_a_device_that_does_not_come_to_an_end_is_not_waited_for_for_ever(
     rig.coordinator.refusals[m.Acquire] = deque([REFUSED])
     rig.device.stuck = True
     verdict, _ = rig.publish(2)
-    assert verdict.ending is Ending.SOURCE_FAILED
+    assert verdict.ending is EndReason.SOURCE_FAILED
     assert "device to finish" in verdict.reason
     assert "it is not" in verdict.reason
 
@@ -516,9 +517,9 @@ def test_other_ranks_wait_for_their_own_device(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(open_table, "SETTLE_S", 0.1)
     report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
     said = (
-        orders.Expose(digests=True),
-        orders.Make(digests=True),
-        orders.Finish(Verdict(Ending.REFUSED, "it is not"), report),
+        orders.ExportMemory(digests=True),
+        orders.MakeDerived(digests=True),
+        orders.Finish(RoundResult(EndReason.REFUSED, "it is not"), report),
     )
     follower = Follower(tmp_path, monkeypatch, said)
     follower.device.stuck = stuck
@@ -550,10 +551,10 @@ def test_a_source_that_fails_then_asks_for_no_lease(rig: Rig, monkeypatch: pytes
     def fail(_source: object) -> None:
         raise AssemblyFailed("a rank is gone")
 
-    monkeypatch.setattr(ReadableQuantisedSource, "make", fail)
+    monkeypatch.setattr(ReadableQuantizedSource, "make", fail)
     verdict, happened = rig.publish(2)
 
-    assert (verdict.ending, verdict.reason) == (Ending.SOURCE_FAILED, "a rank is gone")
+    assert (verdict.ending, verdict.reason) == (EndReason.SOURCE_FAILED, "a rank is gone")
     assert happened == []
     assert len(rig.coordinator.heard) == told
 
@@ -568,10 +569,10 @@ def test_a_device_that_fails_ends_the_round(rig: Rig) -> None:
     rig.trainer.step()
     again, _ = rig.publish(3)
 
-    assert verdict.ending is Ending.INTERNAL
+    assert verdict.ending is EndReason.INTERNAL
     assert "illegal memory access" in verdict.reason
     assert happened == ["make", "digest", "Acquire", "Publish", "Abandon"]
-    assert again.ending is Ending.COMMITTED
+    assert again.ending is EndReason.COMMITTED
     assert rig.table().tensors == rig.trainer.digests()
 
 
@@ -579,10 +580,10 @@ def test_other_ranks_make_theirs_once(tmp_path: Path, monkeypatch: pytest.Monkey
     """A rank that follows makes what it lets others read when it is told to, digests it once, and exposes that."""
     report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
     said = (
-        orders.Expose(digests=True),
-        orders.Make(digests=True),
-        orders.Expose(digests=True, made=True),
-        orders.Finish(Verdict(Ending.COMMITTED), report),
+        orders.ExportMemory(digests=True),
+        orders.MakeDerived(digests=True),
+        orders.ExportMemory(digests=True, made=True),
+        orders.Finish(RoundResult(EndReason.COMMITTED), report),
     )
     follower = Follower(tmp_path, monkeypatch, said)
 
@@ -601,7 +602,7 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
     def calls(layers: int) -> int:
         trainer = Trainer(layers)
         source = source_of(trainer)
-        exposure = Exposure(source, Manifest.of("M", source.tensors()), tmp_path / f"r{layers}", "c")
+        exposure = MemoryExport(source, Manifest.of("M", source.tensors()), tmp_path / f"r{layers}", "c")
         exposure.expose()
         exposure.digests()
         share = exposure._share

@@ -9,7 +9,7 @@ import pytest
 from weightbus.control.machine.events import MessageReceived
 from weightbus.control.protocol.enums import Code, TransportKind
 from weightbus.control.protocol.ids import Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Message, Offer
+from weightbus.control.protocol.message_fields import Endpoint, Message
 from weightbus.control.protocol.messages import (
     Abandon,
     Ack,
@@ -27,8 +27,8 @@ from weightbus.control.protocol.messages import (
     ToCoordinator,
     Transfer,
 )
-from weightbus.trainer_agent.machine import publication as p
-from weightbus.trainer_agent.machine.publication import Ending
+from weightbus.trainer_agent.machine import events as ev, publication
+from weightbus.trainer_agent.machine.events import EndReason
 
 from ...control.world import CHANNEL, MANIFEST, Trainer, World, digest, table_of, trainer_info
 
@@ -39,16 +39,16 @@ TABLE = digest(table_of(VERSION))
 class Publisher(Trainer):
     """Carries out what a publication decides, and tells it what came of that; time passes with its heartbeats."""
 
-    def begin(self, limits: p.Limits | None = None) -> None:
-        self.machine = p.Publication(VERSION, limits or p.Limits())
-        self.asked: dict[RequestId, p.Effect] = {}
+    def begin(self, limits: publication.PublishLimits | None = None) -> None:
+        self.machine = publication.Publication(VERSION, limits or publication.PublishLimits())
+        self.asked: dict[RequestId, ev.Effect] = {}
         self.keys: dict[int, RequestId] = {}
-        self.reports_refused: list[p.Refusal] = []
+        self.reports_refused: list[ev.RequestRefusal] = []
         """What its next reports come to before they are said: their blob finds no room."""
         self.on_grant: Callable[[], None] = lambda: None
-        self.feed(p.Begin())
+        self.feed(ev.PublishAsked())
 
-    def feed(self, event: p.AnyEvent) -> None:
+    def feed(self, event: ev.AnyEvent) -> None:
         effects = self.machine.handle(event, self.world.now)
         self.machine.check()
         for effect in effects:
@@ -56,23 +56,23 @@ class Publisher(Trainer):
 
     def heartbeat(self) -> Heartbeat:
         if self.machine.deadline is not None and self.machine.deadline <= self.world.now:
-            self.feed(p.Tick())
+            self.feed(ev.Tick())
         return super().heartbeat()
 
-    def ask(self, message: ToCoordinator, effect: p.Effect) -> None:
+    def ask(self, message: ToCoordinator, effect: ev.Effect) -> None:
         self.asked[message.request] = effect  # type: ignore[union-attr]
         self.say(message)
 
     def put(self, blob: bytes) -> None:
         self.say(PutBlob(request=self.key(), digest=digest(blob), page=0, pages=1), blob)
 
-    def carry_out(self, effect: p.AnyEffect) -> None:
+    def carry_out(self, effect: ev.AnyEffect) -> None:
         match effect:
-            case p.AskLease():
+            case ev.AskLease():
                 self.ask(Acquire(request=self.key(), channel=CHANNEL, version=Version(VERSION)), effect)
-            case p.Assemble():
-                self.feed(p.Digested(TABLE))
-            case p.Announce():
+            case ev.AssembleBuckets():
+                self.feed(ev.Digested(TABLE))
+            case ev.Announce():
                 for blob in (MANIFEST,) if effect.open else (MANIFEST, table_of(VERSION)):
                     self.put(blob)
                 message = Publish(
@@ -86,20 +86,20 @@ class Publisher(Trainer):
                     buckets=1,
                 )
                 self.ask(message, effect)
-            case p.Deliver():
+            case ev.DeliverBuckets():
                 kinds = dict.fromkeys(each.transport for each in effect.receivers)
-                offers = tuple(Offer(transport=kind, address="a") for kind in kinds)
+                offers = tuple(Endpoint(transport=kind, address="a") for kind in kinds)
                 self.ask(Offered(request=self.key(), channel=CHANNEL, epoch=Epoch(effect.epoch), offers=offers), effect)
-            case p.ReportSent() if self.reports_refused:
+            case ev.ReportSent() if self.reports_refused:
                 self.feed(self.reports_refused.pop(0))
-            case p.ReportSent():
+            case ev.ReportSent():
                 if effect.table:
                     self.put(table_of(VERSION))
                 report = Sent(
                     request=self.key(), channel=CHANNEL, epoch=Epoch(effect.epoch), table=Digest(effect.table)
                 )
                 self.ask(report, effect)
-            case p.GiveUp():
+            case ev.AbandonLease():
                 self.say(Abandon(request=self.key(), channel=CHANNEL, epoch=Epoch(effect.epoch), reason=effect.reason))
             case _:
                 pass
@@ -109,20 +109,20 @@ class Publisher(Trainer):
         match message:
             case Granted() if effect is not None:
                 self.on_grant()
-                self.feed(p.LeaseGranted(message.epoch, message.committed, message.may_leave_open))
+                self.feed(ev.GotLease(message.epoch, message.committed, message.may_leave_open))
             case Refused() if effect is not None:
-                self.feed(p.Refusal(message.code, message.reason, message.retry_after_s))
-            case Ack() if isinstance(effect, p.Announce):
-                self.feed(p.Accepted())
-            case Ack() if isinstance(effect, p.Deliver) and not self.machine.open:
-                self.feed(p.Delivered(effect.epoch, {}))
-            case Ack() if isinstance(effect, p.ReportSent):
-                self.feed(p.Noted(effect.epoch))
+                self.feed(ev.RequestRefusal(message.code, message.reason, message.retry_after_s))
+            case Ack() if isinstance(effect, ev.Announce):
+                self.feed(ev.Accepted())
+            case Ack() if isinstance(effect, ev.DeliverBuckets) and not self.machine.open:
+                self.feed(ev.Delivered(effect.epoch, {}))
+            case Ack() if isinstance(effect, ev.ReportSent):
+                self.feed(ev.Noted(effect.epoch))
             case Send():
-                self.feed(p.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s))
+                self.feed(ev.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s))
             case RoundDone():
                 self.feed(
-                    p.Ended(
+                    ev.RoundEnded(
                         message.epoch,
                         message.version,
                         message.outcome,
@@ -149,13 +149,13 @@ def trainer(world: World) -> Publisher:
     made = Publisher(world, "trainer", trainer_info(transports=(TransportKind.DIRECT,)))
     world.agents["trainer"] = made
     made.awaits_tables = True
-    made.machine, made.asked = p.Publication(VERSION, p.Limits()), {}
+    made.machine, made.asked = publication.Publication(VERSION, publication.PublishLimits()), {}
     made.live()
     world.settle()
     return made
 
 
-def over(world: World, trainer: Publisher, within_s: float) -> p.Verdict:
+def over(world: World, trainer: Publisher, within_s: float) -> publication.RoundResult:
     """How it ended, no later than `within_s`."""
     world.advance_until(lambda: trainer.machine.verdict is not None, within_s)
     assert trainer.machine.verdict is not None
@@ -168,28 +168,28 @@ def test_a_table_that_does_not_follow_comes_first_in_another_round(world: World,
         engine.ignore(Transfer)  # type: ignore[attr-defined]
     trainer.begin()
     world.settle()
-    trainer.feed(p.Undigested("two ranks"))
+    trainer.feed(ev.Undigested("two ranks"))
     world.settle()
-    assert over(world, trainer, 10.0).ending is Ending.COMMITTED
+    assert over(world, trainer, 10.0).ending is EndReason.COMMITTED
     assert trainer.machine.attempt == 2
 
 
 @pytest.mark.parametrize(
     "refusal",
-    [p.Refusal(Code.NOT_ALLOWED, "the store is full", 5.0), p.Refusal(Code.UNKNOWN_BLOB, "gone"), None],
+    [ev.RequestRefusal(Code.NOT_ALLOWED, "the store is full", 5.0), ev.RequestRefusal(Code.UNKNOWN_BLOB, "gone"), None],
     ids=lambda each: each.code.value if each else "another",
 )
 def test_engines_do_not_stand_for_a_report_that_was_refused(
-    world: World, trainer: Publisher, refusal: p.Refusal | None
+    world: World, trainer: Publisher, refusal: ev.RequestRefusal | None
 ) -> None:
     """It is said again, or the round is given up, long before the time of the transfer is over."""
     trainer.begin()
     world.settle()
-    trainer.reports_refused = [refusal or p.Refusal(Code.NOT_ALLOWED, "another table than before")]
-    trainer.feed(p.Digested(TABLE))
-    trainer.feed(p.Delivered(trainer.machine.epoch, {}))
+    trainer.reports_refused = [refusal or ev.RequestRefusal(Code.NOT_ALLOWED, "another table than before")]
+    trainer.feed(ev.Digested(TABLE))
+    trainer.feed(ev.Delivered(trainer.machine.epoch, {}))
     world.settle()
-    assert over(world, trainer, 20.0).ending is Ending.COMMITTED
+    assert over(world, trainer, 20.0).ending is EndReason.COMMITTED
     assert trainer.machine.attempt == (1 if refusal else 2)
     assert sorted(world.ready) == ["e0", "e1"]
 
@@ -204,6 +204,6 @@ def test_the_last_engine_that_leaves_takes_no_attempt_with_it(world: World, trai
                 world.handle(MessageReceived(peer=engine.peer, message=Bye(reason="scaled down")))
                 engine.die()
 
-    trainer.begin(p.Limits(attempts=1))
+    trainer.begin(publication.PublishLimits(attempts=1))
     trainer.on_grant = leave
-    assert over(world, trainer, 10.0).ending is Ending.COMMITTED
+    assert over(world, trainer, 10.0).ending is EndReason.COMMITTED

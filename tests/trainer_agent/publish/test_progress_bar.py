@@ -11,7 +11,7 @@ from weightbus.trainer_agent.publish import progress_bar as progress
 def written(*, terminal: bool, long: bool, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(progress, "LONG_S", -1.0 if long else 3600.0)
     out = io.StringIO()
-    with progress.Bar("reading version 7", 100, Console(file=out, force_terminal=terminal)) as bar:
+    with progress.ProgressBar("reading version 7", 100, Console(file=out, force_terminal=terminal)) as bar:
         bar.advance(40)
         bar.advance(60)
     return out.getvalue()

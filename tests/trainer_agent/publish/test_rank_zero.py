@@ -9,9 +9,9 @@ from structlog.testing import capture_logs
 
 from weightbus.control.protocol.enums import TransportKind
 from weightbus.dataplane.transports.sends import nixl_group
-from weightbus.trainer_agent.export.memory_export import Exposure
+from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.publish import rank_zero as leader
-from weightbus.trainer_agent.publish.rank_zero import Leader, _without_nixl
+from weightbus.trainer_agent.publish.rank_zero import RankZero, _without_nixl
 from weightbus.trainer_agent.settings import SendsOver, TrainerSettings
 
 BY_NIXL = TrainerSettings(sends_over=SendsOver.NIXL, channel="policy", insecure_loopback=True)
@@ -34,7 +34,7 @@ def test_that_is_found_out_when_the_trainer_starts(monkeypatch: pytest.MonkeyPat
     """Also where its memory can be given in place."""
     monkeypatch.setattr(nixl_group, "_MODULES", ("nixl_of_no_version",))
     monkeypatch.setattr(leader, "Ranks", Mock())
-    exposure = Mock(Exposure, unread="")
+    exposure = Mock(MemoryExport, unread="")
     assert leader._tried(exposure, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS}
     exposure.unread = "a rank is on another host"
     assert leader._tried(exposure, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS, TransportKind.DIRECT}
@@ -52,7 +52,7 @@ def test_turns_without_a_lag_are_doubted_at_the_start(monkeypatch: pytest.Monkey
         monkeypatch.setattr(leader, part, Mock())
     rolling = TrainerSettings(channel="policy", insecure_loopback=True, max_paused=1)
     with capture_logs() as lines:
-        Leader(Mock(settings=rolling), Mock(), Mock(), None)
+        RankZero(Mock(settings=rolling), Mock(), Mock(), None)
     assert [(line["event"], "max_lag = 1" in line["reason"]) for line in lines] == [("settings_doubted", True)]
     for well in (BY_NIXL, TrainerSettings(channel="policy", insecure_loopback=True, max_paused=1, max_lag=1)):
         assert not well.doubt()

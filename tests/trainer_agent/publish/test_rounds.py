@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weightbus.control.protocol.enums import Outcome, TransportKind
-from weightbus.control.server.coordinator_process import Service
+from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.transports.interface import JOIN_S
@@ -40,7 +40,7 @@ class Deployment:
         self.engines: dict[str, LoopbackEngine] = {}
         self.sources: list[FakeSource] = group_of(tiny_qwen3(), RANKS, timeout_s=20.0)
         self.agents: list[TrainerAgent] = []
-        self._service: Service | None = None
+        self._service: CoordinatorProcess | None = None
         self._thread: threading.Thread | None = None
         self.start_coordinator()
 
@@ -56,7 +56,7 @@ class Deployment:
             journal=self.root / "journal.sqlite",
             **TIMING,
         )
-        self._service = service = Service(settings)
+        self._service = service = CoordinatorProcess(settings)
         self.port = service.router_port
         self._thread = threading.Thread(target=service.run, daemon=True)
         self._thread.start()

@@ -17,7 +17,7 @@ from weightbus.trainer_agent.publish.snapshot_rounds import SnapshotRounds, behi
 from .test_lag_limit import view
 
 if TYPE_CHECKING:
-    from weightbus.trainer_agent.publish.driver import Drive
+    from weightbus.trainer_agent.publish.driver import PublicationDriver
 
 BEHIND = view(7, {"e0": (7, "serving"), "e1": (6, "serving"), "e2": (None, "pending"), "e3": (None, "dirty")})
 
@@ -98,7 +98,7 @@ def test_what_a_round_learns_of_the_coordinator_is_kept(fails: bool) -> None:
     rounds._outfits = [cast("Any", SimpleNamespace(boot=0)) for _ in range(2)]
     seen: list[int] = []
 
-    def drive(buffer: int, learns: int) -> Drive:
+    def drive(buffer: int, learns: int) -> PublicationDriver:
         own = rounds._own(buffer)
         seen.append(own.boot)
 
@@ -109,7 +109,7 @@ def test_what_a_round_learns_of_the_coordinator_is_kept(fails: bool) -> None:
             return "verdict"
 
         made = SimpleNamespace(run=run, fail=str, report=str, cause=None)
-        return cast("Drive", made)
+        return cast("PublicationDriver", made)
 
     rounds._run(drive(0, 2), 0)
     assert rounds._outfit.boot == 2

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from weightbus.control.protocol.enums import Outcome, TransportKind
-from weightbus.control.protocol.message_fields import Receiver
+from weightbus.control.protocol.message_fields import ReceivingEngine
 from weightbus.control.protocol.messages import Topology
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.transports.broadcast_order import Sources
@@ -19,7 +19,7 @@ from weightbus.dataplane.transports.distributed.source_rank import SourceRank
 from weightbus.trainer_agent.export.topology import topology_of
 from weightbus.trainer_agent.machine.errors import PublishFailed, WeightsChanged
 from weightbus.trainer_agent.publish import rank_zero as leader
-from weightbus.trainer_agent.publish.bucket_staging import Staging
+from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
 from weightbus.trainer_agent.source import AssemblyFailed
 
 from ...kit.fake_source import StagedSource, pipeline_of, tiny_qwen3
@@ -131,12 +131,12 @@ def test_a_worker_on_the_gpu_of_another_rank_has_one_rank_send_all(
         told.append([place.device for place in arguments[2]])
         return topology_of(*arguments, **more)
 
-    def sources(staging: Staging, receivers: Sequence[Receiver]) -> Sources | None:
+    def sources(staging: BucketStaging, receivers: Sequence[ReceivingEngine]) -> Sources | None:
         return plain(staging, [msgspec.structs.replace(each, shares=True) for each in receivers])
 
-    plain = Staging.sources
+    plain = BucketStaging.sources
     monkeypatch.setattr(leader, "topology_of", topology)
-    monkeypatch.setattr(Staging, "sources", sources)
+    monkeypatch.setattr(BucketStaging, "sources", sources)
     pipeline.engine("e0", transport=TransportKind.DISTRIBUTED)
     pipeline.connect(**BROADCAST)
     assert told == [["cpu"] * STAGES], "the coordinator is told where all ranks are"

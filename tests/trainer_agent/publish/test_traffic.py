@@ -26,15 +26,15 @@ class Wiretap:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.heard: dict[bytes, tuple[str, int]] = {}
-        encode = codec.Wire.encode
+        encode = codec.MessageCodec.encode
 
-        def listen(wire: codec.Wire[Any], message: Any, blob: bytes | None = None) -> codec.Frames:
+        def listen(wire: codec.MessageCodec[Any], message: Any, blob: bytes | None = None) -> codec.Frames:
             frames = encode(wire, message, blob)
             if not isinstance(message, NOT_COUNTED):
                 self.heard[frames[1]] = (type(message).__name__, len(blob or b""))
             return frames
 
-        monkeypatch.setattr(codec.Wire, "encode", listen)
+        monkeypatch.setattr(codec.MessageCodec, "encode", listen)
 
     def clear(self) -> None:
         self.heard.clear()

@@ -14,22 +14,22 @@ from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.direct.sender import DirectSender
-from weightbus.dataplane.transports.interface import Peer, Session, Tabled
+from weightbus.dataplane.transports.interface import Peer, Tabled, TransferSession
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
-from weightbus.trainer_agent.export.memory_export import Exposure
-from weightbus.trainer_agent.quantized.quantized_assembly import Standing
-from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantisedSource, quantised
+from weightbus.trainer_agent.export.memory_export import MemoryExport
+from weightbus.trainer_agent.quantized.quantized_assembly import QuantizationState
+from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantised
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 from ...kit import quantising
-from ...kit.toy_direct import WAIT_S, Server, Shard
+from ...kit.toy_direct import WAIT_S, Server, ToyShard
 from ...kit.waiting import until
 
 LAYERS = 16
 
 
-class Served(Shard):
+class Served(ToyShard):
     """Keeps every tensor as it is served."""
 
     manifest: Manifest
@@ -47,31 +47,31 @@ class Served(Shard):
 
 
 class Making:
-    """Stands for a GPU: what `Standing.make` does happens in a thread, which stops at every mark until it may go on."""
+    """Stands for a GPU: `QuantizationState.make` runs in a thread, which stops at every mark until it may go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may = threading.Semaphore(0)
         self.ends = 0
         self._begun = threading.Event()
-        make, mark = Standing.make, Standing._mark
+        make, mark = QuantizationState.make, QuantizationState._mark
 
-        def begin(standing: Standing) -> None:
+        def begin(standing: QuantizationState) -> None:
             self._begun.clear()
             self.thread = threading.Thread(target=make, args=(standing,))
             self.thread.start()
             assert self._begun.wait(WAIT_S)
 
-        def stop(standing: Standing, part: int) -> None:
+        def stop(standing: QuantizationState, part: int) -> None:
             self._begun.set()
             assert self.may.acquire(timeout=WAIT_S)
             mark(standing, part)
 
-        monkeypatch.setattr(Standing, "make", begin)
-        monkeypatch.setattr(Standing, "_mark", stop)
+        monkeypatch.setattr(QuantizationState, "make", begin)
+        monkeypatch.setattr(QuantizationState, "_mark", stop)
 
 
 @pytest.fixture
-def source() -> ReadableQuantisedSource:
+def source() -> ReadableQuantizedSource:
     """Linear layers that are quantised, and a norm that is not."""
     torch.manual_seed(1)
     module = torch.nn.Module()
@@ -81,19 +81,19 @@ def source() -> ReadableQuantisedSource:
         module.register_module(f"layer{layer}", block)
     module.norm = torch.nn.LayerNorm(64, bias=False, dtype=torch.bfloat16)
     made = quantised(HFModuleSource(module), quantising.config(16))
-    assert isinstance(made, ReadableQuantisedSource)
+    assert isinstance(made, ReadableQuantizedSource)
     return made
 
 
 @pytest.fixture
-def exposure(source: ReadableQuantisedSource, tmp_path: Path) -> Iterator[Exposure]:
-    made = Exposure(source, Manifest.of(source.model, source.tensors()), tmp_path / "r", "c")
+def exposure(source: ReadableQuantizedSource, tmp_path: Path) -> Iterator[MemoryExport]:
+    made = MemoryExport(source, Manifest.of(source.model, source.tensors()), tmp_path / "r", "c")
     yield made
     made.close()
 
 
 def test_a_round_over_what_is_being_made(
-    source: ReadableQuantisedSource, exposure: Exposure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: ReadableQuantizedSource, exposure: MemoryExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every part is made only when the engine has the one before, and digested when all are; three times."""
     manifest = Manifest.of(source.model, source.tensors())
@@ -112,7 +112,7 @@ def test_a_round_over_what_is_being_made(
             exposure.make(digests=False, parts=True)
             exposure.expose(made=True, parts=True)
             assert exposure.current.layout == layout
-            session = Session("c", epoch, epoch, manifest, None)
+            session = TransferSession("c", epoch, epoch, manifest, None)
             address = sender.offer(session, [Peer("e", 1)])
             taken = pool.submit(receiver.receive, session, address, "e", 1, server, WAIT_S)  # type: ignore[arg-type]
             served = pool.submit(serve, sender)
@@ -151,7 +151,7 @@ def model_bytes(server: Server) -> torch.Tensor:
 def test_nothing_waits_for_marks_where_nothing_is_made(tmp_path: Path) -> None:
     """Weights as they are trained: no parts, no round, and a layout of the name that it had."""
     source = HFModuleSource(torch.nn.Linear(8, 8))
-    exposure = Exposure(source, Manifest.of("toy", source.tensors()), tmp_path / "r", "c")
+    exposure = MemoryExport(source, Manifest.of("toy", source.tensors()), tmp_path / "r", "c")
     exposure.make(digests=True, parts=True)
     exposure.expose(made=True, parts=True)
 

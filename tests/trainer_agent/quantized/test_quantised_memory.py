@@ -18,11 +18,11 @@ from weightbus.dataplane.reshard.share_digester import PASS_BYTES, ShareDigest
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import DTYPES
-from weightbus.trainer_agent.export.derived_tensors import Mirror
-from weightbus.trainer_agent.export.memory_export import Exposable
-from weightbus.trainer_agent.quantized.quantized_source import QuantisedSource, ReadableQuantisedSource, quantised
+from weightbus.trainer_agent.export.derived_tensors import DerivedTensors
+from weightbus.trainer_agent.export.memory_export import Exportable
+from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, ReadableQuantizedSource, quantised
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
 from ...kit import quantising
@@ -31,26 +31,26 @@ from ...kit.quantised_world import RANKS, SHAPES, STORED, Opaque, Rank, World, c
 
 
 class Readable(Rank):
-    """A rank whose memory can be read. Satisfies `Exposable`."""
+    """A rank whose memory can be read. Satisfies `Exportable`."""
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
         """Replicas included."""
-        return Pieces.of(tensors, self.world.rows[self.rank], self.rank)
+        return Shards.of(tensors, self.world.rows[self.rank], self.rank)
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
         """Nobody asks here."""
         raise AssertionError(blob)
 
 
-def sources_of(world: World, scheme: Scheme) -> list[ReadableQuantisedSource]:
-    return [ReadableQuantisedSource(Readable(world, rank), of(scheme)) for rank in range(RANKS)]
+def sources_of(world: World, scheme: Scheme) -> list[ReadableQuantizedSource]:
+    return [ReadableQuantizedSource(Readable(world, rank), of(scheme)) for rank in range(RANKS)]
 
 
-def read(sources: Sequence[ReadableQuantisedSource]) -> dict[str, torch.Tensor]:
+def read(sources: Sequence[ReadableQuantizedSource]) -> dict[str, torch.Tensor]:
     """Every tensor out of the memories of all ranks. The root comes last: it takes what the others send."""
     memories = {each.rank: each.memory() for each in sorted(sources, key=lambda each: each.root)}
     tensors = sources[0].tensors()
-    pieces = cover.once(Pieces.join([each.held(tensors) for each in sources]))
+    pieces = cover.once(Shards.join([each.held(tensors) for each in sources]))
     found = {spec.name: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype]) for spec in tensors}
     for row in range(len(pieces)):
         piece, storage = pieces.at(row), memories[int(pieces.holder[row])][int(pieces.storage[row])]
@@ -91,8 +91,8 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
     sources = sources_of(world, scheme)
     tensors = sources[0].tensors()
     read(sources)
-    mirrors = [Mirror(each.held(tensors), len(each.memory(made=True)), torch.device("cpu")) for each in sources]
-    division = divide(Pieces.join([each.pieces for each in mirrors]))
+    mirrors = [DerivedTensors(each.held(tensors), len(each.memory(made=True)), torch.device("cpu")) for each in sources]
+    division = divide(Shards.join([each.pieces for each in mirrors]))
     lanes: list[Lanes] = []
     odd: list[bytes] = []
     for source, mirror in zip(sources, mirrors, strict=True):
@@ -119,7 +119,7 @@ def test_what_is_summed_up_is_not_read_again() -> None:
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     sources = sources_of(world, scheme)
     tensors = sources[0].tensors()
-    division = divide(Pieces.join([each.held(tensors) for each in sources]))
+    division = divide(Shards.join([each.held(tensors) for each in sources]))
 
     for source in sources:
         summed = source.summed(tensors)
@@ -136,7 +136,7 @@ def test_what_a_rank_quantises_is_quantised_once_and_stays() -> None:
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     sources = sources_of(world, scheme)
     before = [[each.data_ptr() for each in source.memory()] for source in sources]
-    held = Pieces.join([source.held(sources[0].tensors()) for source in sources])
+    held = Shards.join([source.held(sources[0].tensors()) for source in sources])
 
     assert [[each.data_ptr() for each in source.memory()] for source in sources] == before
     cover.prove(held)  # nothing twice
@@ -157,8 +157,8 @@ def test_only_what_can_be_read_is_offered(kind: type, *, readable: bool) -> None
 
     found = quantised(source, quantising.config(16))
 
-    assert isinstance(found, QuantisedSource)
-    assert isinstance(found, Exposable) is readable
+    assert isinstance(found, QuantizedSource)
+    assert isinstance(found, Exportable) is readable
 
 
 def test_what_is_exposed_is_read_and_digested_as_the_checkpoint_has_it() -> None:

@@ -18,9 +18,9 @@ from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.machine.errors import BadCheckpoint
-from weightbus.trainer_agent.quantized.quantization_plan import Division, Weight
+from weightbus.trainer_agent.quantized.quantization_plan import Weight, WeightDivision
 from weightbus.trainer_agent.quantized.quantized_assembly import Described
-from weightbus.trainer_agent.quantized.quantized_source import QuantisedSource, as_served, quantised
+from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, as_served, quantised
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source, UnsupportedModel
 from weightbus.trainer_agent.sources.fsdp import FSDPSource
@@ -46,7 +46,7 @@ def test_any_pieces_and_any_buckets(data: st.DataObject, scheme: Scheme, bucket_
     }
     shifted = any(piece.shift for rows in world.rows.values() for piece in rows)
     scheme = small(scheme)
-    sources = [QuantisedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)]
+    sources = [QuantizedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)]
     owners = data.draw(st.none() | st.fixed_dictionaries({name: st.integers(0, RANKS - 1) for name in SHAPES}))
     world.check(scheme, sources, bucket_bytes, passes=1 if shifted else 2, owners=owners)
 
@@ -57,7 +57,7 @@ def test_sources_that_say_nothing_are_gathered(scheme: Scheme, bucket_bytes: int
     """The root quantises alone what another source assembles, each raw bucket asked for once and in order."""
     world, scheme = World(), small(scheme)
     opaque = [Opaque(world, root=True), Opaque(world, root=False)]
-    world.check(scheme, [QuantisedSource(each, of(scheme)) for each in opaque], bucket_bytes, passes=1)
+    world.check(scheme, [QuantizedSource(each, of(scheme)) for each in opaque], bucket_bytes, passes=1)
     assert opaque[0].asked == opaque[1].asked == sorted(set(opaque[0].asked))
 
 
@@ -82,9 +82,9 @@ def test_what_was_gathered_is_kept_for_no_longer_than_it_is_needed() -> None:
     """A model would lie in memory a second time otherwise."""
     scheme = small(fp8_block((128, 128)))
     source = Counted(World())
-    served = QuantisedSource(source, of(scheme))
+    served = QuantizedSource(source, of(scheme))
     manifest = Manifest.of("M", served.tensors(), 5000)
-    work = Division.of(manifest, served.weights, None).work(0)
+    work = WeightDivision.of(manifest, served.weights, None).work(0)
     for index, bucket in enumerate(manifest.buckets):
         served.assemble(manifest, index, torch.empty(bucket.nbytes, dtype=torch.uint8))
         later = {number for each in work.buckets[index + 1 :] for number in each.raws}
@@ -104,8 +104,8 @@ def weights_of(world: World, scheme: Scheme) -> list[Weight]:
 def test_whole_blocks_are_quantised_where_they_lie_and_once() -> None:
     """Experts at their owner, rows of a tensor-parallel weight by each rank; nothing is gathered."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
-    source = QuantisedSource(Rank(world, 0), of(scheme))
-    division = Division.of(Manifest.of("M", source.tensors()), source.weights, world.pieces())
+    source = QuantizedSource(Rank(world, 0), of(scheme))
+    division = WeightDivision.of(Manifest.of("M", source.tensors()), source.weights, world.pieces())
     assert division.raw is None
     jobs = [(rank, job.weight) for rank in range(RANKS) for work in division.work(rank).buckets for job in work.jobs]
     assert sorted(jobs) == [(0, 0), (0, 1), (1, 0), (1, 2), (2, 3)]
@@ -121,19 +121,19 @@ def test_whole_blocks_are_quantised_where_they_lie_and_once() -> None:
 def test_cut_blocks_are_gathered() -> None:
     """A weight whose blocks two ranks share goes to the root as it is, and only that one."""
     world, scheme = tensor_parallel(40), small(fp8_block((128, 128)))
-    source = QuantisedSource(Rank(world, 0), of(scheme))
-    division = Division.of(Manifest.of("M", source.tensors()), source.weights, world.pieces())
+    source = QuantizedSource(Rank(world, 0), of(scheme))
+    division = WeightDivision.of(Manifest.of("M", source.tensors()), source.weights, world.pieces())
     assert division.raw is not None
     assert [spec.name for spec in division.raw.tensors] == ["a.q_proj.weight"]
-    world.check(scheme, [QuantisedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)], 1 << 20)
+    world.check(scheme, [QuantizedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)], 1 << 20)
 
 
 def test_a_border_between_buckets_costs_one_weight() -> None:
     """Elements and scales in different buckets: that weight is quantised for both, no other."""
     world, scheme = tensor_parallel(48), small(int4(128, symmetric=False))
-    source = QuantisedSource(Rank(world, 0), of(scheme))
+    source = QuantizedSource(Rank(world, 0), of(scheme))
     manifest = Manifest.of("M", source.tensors(), 3 * 1024)
-    division = Division.of(manifest, source.weights, world.pieces())
+    division = WeightDivision.of(manifest, source.weights, world.pieces())
     for weight in source.weights:
         homes = {division.places[spec.name][0] for _, spec in weight.computed}
         jobs = [
@@ -150,7 +150,7 @@ def test_a_border_between_buckets_costs_one_weight() -> None:
 def test_memory_is_asked_for_once_a_pass() -> None:
     """Asking is collective: every rank does it at the first bucket, and at no other."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
-    sources = [QuantisedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)]
+    sources = [QuantizedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)]
     assert all(isinstance(Rank(world, rank), Described) for rank in range(RANKS))
     world.check(scheme, sources, 2048, passes=2)
     assert sorted(world.settled) == sorted(2 * list(range(RANKS)))
@@ -164,7 +164,7 @@ def test_the_served_checkpoint_chooses(tmp_path: Path) -> None:
     source = Opaque(World(), root=True)
     assert quantised(source, None) is source
     assert quantised(source, {"architectures": ["M"]}) is source
-    assert isinstance(quantised(source, {"quantization_config": QUANTISATION}), QuantisedSource)
+    assert isinstance(quantised(source, {"quantization_config": QUANTISATION}), QuantizedSource)
     with pytest.raises(UnsupportedModel, match="awq"):
         quantised(source, {"quantization_config": {"quant_method": "awq"}})
     (tmp_path / "config.json").write_text("{}")
@@ -189,7 +189,7 @@ def test_a_buffer_of_integers_is_no_quantised_weight() -> None:
     world = World()
     world.tensors = (*world.tensors, TensorSpec("a.places", "int32", (8,)))
     found = quantised(Opaque(world, root=True), {"quantization_config": QUANTISATION})
-    assert isinstance(found, QuantisedSource)
+    assert isinstance(found, QuantizedSource)
     assert any(spec.dtype == "float8_e4m3fn" for spec in found.tensors())
 
 
@@ -233,7 +233,7 @@ def test_a_quantised_checkpoint_of_other_names_is_refused(tmp_path: Path) -> Non
 def test_files_that_are_not_whole_do_not_give_way_to_names(tmp_path: Path, there: list[str]) -> None:
     """An index whose shards are missing, shards without an index, a file that was cut off: the files say more."""
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["M"], "quantization_config": QUANTISATION}))
-    assert isinstance(quantised(Opaque(World(), root=True), tmp_path), QuantisedSource)
+    assert isinstance(quantised(Opaque(World(), root=True), tmp_path), QuantizedSource)
     for name in there:
         (tmp_path / name).write_text(json.dumps({"weight_map": {"a.q_proj.weight": "model-1.safetensors"}})[:80])
     if there == ["model.safetensors"]:
@@ -249,7 +249,7 @@ def test_what_no_kernel_quantises_is_said_once(block: tuple[int, int], told: int
     source.device = torch.device("cuda")
     source.world.tensors = tuple(TensorSpec(f"{at}.up_proj.weight", "bfloat16", (512, 256)) for at in range(3))
     with capture_logs() as logs:
-        QuantisedSource(source, of(fp8_block(block)))
+        QuantizedSource(source, of(fp8_block(block)))
     assert [line["weights"] for line in logs if line["event"] == "quantised_without_a_kernel"] == [3] * told
 
 
@@ -264,7 +264,7 @@ def test_settings_say_which_checkpoint_is_served(tmp_path: Path) -> None:
     def chosen(given: Source = source, **named: str) -> bool:
         folders = {key: tmp_path / value for key, value in named.items()}
         settings = TrainerSettings(channel="c", insecure_loopback=True, **folders)
-        return isinstance(as_served(given, settings), QuantisedSource)
+        return isinstance(as_served(given, settings), QuantizedSource)
 
     assert not chosen()
     assert chosen(served="fp8")

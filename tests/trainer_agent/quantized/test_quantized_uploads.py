@@ -12,28 +12,28 @@ from weightbus.dataplane.quantize.quantize_tasks import TorchTasks
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.trainer_agent.assembly.assembler import Reach
+from weightbus.trainer_agent.assembly.assembler import GatherReach
 from weightbus.trainer_agent.assembly.host_uploads import Lane
-from weightbus.trainer_agent.quantized.quantization_plan import Division
+from weightbus.trainer_agent.quantized.quantization_plan import WeightDivision
 from weightbus.trainer_agent.quantized.quantized_assembly import Assembly
-from weightbus.trainer_agent.quantized.quantized_source import QuantisedSource
+from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource
 
 from ...kit.quantised_world import RANKS, SHAPES, Rank, World, cut, of, small
 from ..assembly.test_host_uploads import LateLane, far
 
 
-class Offloaded(QuantisedSource):
+class Offloaded(QuantizedSource):
     """Its weights are where `reach` says, which stands in for a GPU."""
 
-    reach: Reach
+    reach: GatherReach
 
     def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> Assembly:
         assert self._described is not None
-        division = Division.of(manifest, self.weights, self._described.pieces, roots)
+        division = WeightDivision.of(manifest, self.weights, self._described.pieces, roots)
         return Assembly(division, self._source, self._described, reach=self.reach)
 
 
-def sources_of(world: World, scheme: Scheme, lanes: list[LateLane], away: set[int] | None) -> list[QuantisedSource]:
+def sources_of(world: World, scheme: Scheme, lanes: list[LateLane], away: set[int] | None) -> list[QuantizedSource]:
     def lane(_device: torch.device) -> Lane:
         lanes.append(LateLane())
         return lanes[-1]
@@ -76,7 +76,7 @@ def test_the_next_weights_are_on_their_way_while_one_bucket_is_quantised() -> No
     root, *_ = sources_of(world, scheme, lanes, None)
     manifest = Manifest.of("M", root.tensors(), 1)
     sizes = {4 * world.full[name].numel() for name in names}
-    work = Division.of(manifest, root.weights, world.pieces()).work(0)
+    work = WeightDivision.of(manifest, root.weights, world.pieces()).work(0)
     needing = [index for index, each in enumerate(work.buckets) if each.jobs]
     for index, bucket in enumerate(manifest.buckets):
         root.assemble(manifest, index, torch.empty(bucket.nbytes, dtype=torch.uint8))

@@ -9,16 +9,16 @@ from weightbus.dataplane.quantize.schemes import fp8_block
 from weightbus.dataplane.tensors.manifest import ITEM_BYTES
 from weightbus.dataplane.tensors.shards import DTYPES as DTYPE_NAMES
 from weightbus.trainer_agent.export.memory_export import Marking
-from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, Job, Place, Work
-from weightbus.trainer_agent.quantized.quantized_assembly import Standing
-from weightbus.trainer_agent.quantized.ready_parts import SHARES, Part, bytes_with_marks, marks_at, parts_of
+from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, Job, WeightPlace, Work
+from weightbus.trainer_agent.quantized.quantized_assembly import QuantizationState
+from weightbus.trainer_agent.quantized.ready_parts import SHARES, ReadyPart, bytes_with_marks, marks_at, parts_of
 
 from ...kit.quantised_world import small, tensor_parallel
 from .test_quantised_memory import sources_of
 
 
 def job(weight: int, at: int, nbytes: int, *, held: bool = True) -> Job:
-    place = Place(True, at, "uint8", (nbytes,), (1,))
+    place = WeightPlace(True, at, "uint8", (nbytes,), (1,))
     return Job(weight, (nbytes,), object() if held else None, (0, 0), (place,))  # type: ignore[arg-type]
 
 
@@ -32,7 +32,13 @@ def test_parts_grow_with_what_a_reader_has_copied_meanwhile() -> None:
     """Their ends are those of jobs, behind the shares of the bytes; the last one is all there is."""
     many = work(*(job(number, 16 * number, 16) for number in range(64)))
 
-    assert parts_of(many) == (Part(4, 64), Part(8, 128), Part(16, 256), Part(32, 512), Part(64, 1024))
+    assert parts_of(many) == (
+        ReadyPart(4, 64),
+        ReadyPart(8, 128),
+        ReadyPart(16, 256),
+        ReadyPart(32, 512),
+        ReadyPart(64, 1024),
+    )
     assert len(parts_of(many)) == len(SHARES) + 1
     assert marks_at(many) == 1024
     assert bytes_with_marks(many, parts_of(many)) == 1024 + 5 * 8
@@ -42,15 +48,15 @@ def test_parts_grow_with_what_a_reader_has_copied_meanwhile() -> None:
     ("made", "parts"),
     [
         (work(), ()),
-        (work(job(0, 0, 100)), (Part(1, 100),)),
-        (work(job(0, 0, 16), job(0, 16, 16), job(1, 32, 32)), (Part(2, 32), Part(3, 64))),
-        (work(job(0, 0, 16), job(1, 16, 16, held=False), more=32), (Part(1, 16), Part(2, 64))),
-        (work(job(0, 0, 16, held=False)), (Part(1, 16),)),
-        (work(more=48), (Part(0, 48),)),
+        (work(job(0, 0, 100)), (ReadyPart(1, 100),)),
+        (work(job(0, 0, 16), job(0, 16, 16), job(1, 32, 32)), (ReadyPart(2, 32), ReadyPart(3, 64))),
+        (work(job(0, 0, 16), job(1, 16, 16, held=False), more=32), (ReadyPart(1, 16), ReadyPart(2, 64))),
+        (work(job(0, 0, 16, held=False)), (ReadyPart(1, 16),)),
+        (work(more=48), (ReadyPart(0, 48),)),
     ],
     ids=["nothing", "one job", "a weight is in one part", "what is gathered is last", "all gathered", "shapes"],
 )
-def test_parts_of(made: Work, parts: tuple[Part, ...]) -> None:
+def test_parts_of(made: Work, parts: tuple[ReadyPart, ...]) -> None:
     """A job that is larger than a share makes a part, and no empty one."""
     assert parts_of(made) == parts
 
@@ -68,25 +74,25 @@ def test_marks_are_set_behind_what_they_speak_of(monkeypatch: pytest.MonkeyPatch
                 check_round(monkeypatch, standing)
 
 
-def check_round(monkeypatch: pytest.MonkeyPatch, standing: Standing) -> None:
+def check_round(monkeypatch: pytest.MonkeyPatch, standing: QuantizationState) -> None:
     shown: list[tuple[list[int], torch.Tensor]] = []
-    mark = Standing._mark
+    mark = QuantizationState._mark
 
-    def watched(self: Standing, part: int) -> None:
+    def watched(self: QuantizationState, part: int) -> None:
         shown.append((self._marks.tolist(), self._arena.clone()))
         mark(self, part)
 
     begun: list[list[int]] = []
-    quantise = Standing._quantise
+    quantise = QuantizationState._quantise
 
-    def first(self: Standing, index: int, out: torch.Tensor | None) -> None:
+    def first(self: QuantizationState, index: int, out: torch.Tensor | None) -> None:
         if not index:
             begun.append(self._marks.tolist())
         quantise(self, index, out)
 
     with monkeypatch.context() as watching:
-        watching.setattr(Standing, "_mark", watched)
-        watching.setattr(Standing, "_quantise", first)
+        watching.setattr(QuantizationState, "_mark", watched)
+        watching.setattr(QuantizationState, "_quantise", first)
         standing.make()
     parts = standing.parts
     if parts is None:

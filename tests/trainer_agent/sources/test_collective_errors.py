@@ -7,8 +7,8 @@ import pytest
 
 from weightbus.trainer_agent.source import LayoutMismatch, RanksDisagree, SourceError
 from weightbus.trainer_agent.sources.collective_errors import together, together_check
-from weightbus.trainer_agent.sources.rank_group import Ranks
-from weightbus.trainer_agent.sources.rank_layout import Refusal, Roster, encode
+from weightbus.trainer_agent.sources.rank_group import RankGroup
+from weightbus.trainer_agent.sources.rank_layout import LayoutRefusal, RankLayout, encode
 
 
 class Two:
@@ -16,7 +16,7 @@ class Two:
 
     rank = 0
 
-    def __init__(self, other: Roster | Refusal) -> None:
+    def __init__(self, other: RankLayout | LayoutRefusal) -> None:
         self.other = encode(other)
         self.said: list[bytes] = []
 
@@ -25,11 +25,11 @@ class Two:
         return [blob, self.other]
 
 
-FINE = Roster({"layers": "1"}, b"")
+FINE = RankLayout({"layers": "1"}, b"")
 
 
-def raises(error: Exception) -> Callable[[], tuple[Roster, int]]:
-    def attempt() -> tuple[Roster, int]:
+def raises(error: Exception) -> Callable[[], tuple[RankLayout, int]]:
+    def attempt() -> tuple[RankLayout, int]:
         raise error
 
     return attempt
@@ -37,7 +37,7 @@ def raises(error: Exception) -> Callable[[], tuple[Roster, int]]:
 
 def test_what_all_found_is_returned() -> None:
     """With what is this rank's own."""
-    assert together(cast(Ranks, Two(FINE)), lambda: (FINE, 7)) == ((FINE, FINE), 7)
+    assert together(cast(RankGroup, Two(FINE)), lambda: (FINE, 7)) == ((FINE, FINE), 7)
 
 
 @pytest.mark.parametrize(
@@ -47,24 +47,24 @@ def test_an_error_that_is_nobodys_is_told_to_the_others_before_it_is_raised(erro
     """As a source's error, with what it was: they would wait for their timeout."""
     ranks = Two(FINE)
     with pytest.raises(SourceError, match=type(error).__name__) as told:
-        together(cast(Ranks, ranks), raises(error))
+        together(cast(RankGroup, ranks), raises(error))
     assert told.value.__cause__ is error
-    assert ranks.said == [encode(Refusal(f"SourceError: {told.value}"))]
+    assert ranks.said == [encode(LayoutRefusal(f"SourceError: {told.value}"))]
 
 
 def test_a_sources_error_is_raised_as_it_is() -> None:
     """And told by its name."""
     ranks, error = Two(FINE), LayoutMismatch("another model")
     with pytest.raises(LayoutMismatch) as told:
-        together(cast(Ranks, ranks), raises(error))
+        together(cast(RankGroup, ranks), raises(error))
     assert told.value is error
-    assert ranks.said == [encode(Refusal("LayoutMismatch: another model"))]
+    assert ranks.said == [encode(LayoutRefusal("LayoutMismatch: another model"))]
 
 
 def test_what_the_other_rank_could_not_do_is_raised_here() -> None:
     """Whether anything is found or only checked."""
-    other = Refusal("LayoutMismatch: replaced")
+    other = LayoutRefusal("LayoutMismatch: replaced")
     with pytest.raises(RanksDisagree, match="rank 1 cannot serve its part: LayoutMismatch: replaced"):
-        together(cast(Ranks, Two(other)), lambda: (FINE, 7))
+        together(cast(RankGroup, Two(other)), lambda: (FINE, 7))
     with pytest.raises(RanksDisagree, match="replaced"):
-        together_check(cast(Ranks, Two(other)), lambda: None)
+        together_check(cast(RankGroup, Two(other)), lambda: None)

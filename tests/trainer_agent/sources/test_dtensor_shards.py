@@ -7,14 +7,14 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from weightbus.trainer_agent.source import UnsupportedModel
 from weightbus.trainer_agent.sources.checkpoint_conversion import Axis, Slice
-from weightbus.trainer_agent.sources.dtensor_shards import Cut, Local, pieces_of, runs_of
-from weightbus.trainer_agent.sources.row_runs import Run
+from weightbus.trainer_agent.sources.dtensor_shards import DTensorCut, LocalShard, pieces_of, runs_of
+from weightbus.trainer_agent.sources.row_runs import RowRun
 
 SIZES = st.integers(1, 17)
 PARTS = st.integers(1, 5)
 
 
-def indexes(runs: tuple[Run, ...]) -> list[int]:
+def indexes(runs: tuple[RowRun, ...]) -> list[int]:
     assert [run.at for run in runs] == [sum(run.length for run in runs[:n]) for n in range(len(runs))]
     return [index for run in runs for index in range(run.start, run.start + run.length)]
 
@@ -29,7 +29,7 @@ def torch_cut(whole: torch.Tensor, parts: int, index: int, after: int = 1) -> to
 def test_a_plain_shard_is_torchs(size: int, parts: int, data: st.DataObject) -> None:
     """Uneven and empty shards included."""
     index = data.draw(st.integers(0, parts - 1))
-    (runs,) = runs_of((size,), [Cut(0, parts, index)])
+    (runs,) = runs_of((size,), [DTensorCut(0, parts, index)])
     assert indexes(runs) == torch_cut(torch.arange(size), parts, index).tolist()
 
 
@@ -38,7 +38,7 @@ def test_a_plain_shard_is_torchs(size: int, parts: int, data: st.DataObject) -> 
 def test_two_plain_shards_are_cut_from_left_to_right(size: int, one: int, two: int, data: st.DataObject) -> None:
     """As a mesh of two dimensions shards one dimension of a tensor."""
     at, then = data.draw(st.integers(0, one - 1)), data.draw(st.integers(0, two - 1))
-    (runs,) = runs_of((size,), [Cut(0, one, at), Cut(0, two, then)])
+    (runs,) = runs_of((size,), [DTensorCut(0, one, at), DTensorCut(0, two, then)])
     assert indexes(runs) == torch_cut(torch_cut(torch.arange(size), one, at), two, then).tolist()
 
 
@@ -47,7 +47,7 @@ def test_two_plain_shards_are_cut_from_left_to_right(size: int, one: int, two: i
 def test_fsdp_cuts_what_tensor_parallelism_left(size: int, fsdp: int, tp: int, data: st.DataObject) -> None:
     """The strided placement stands first and was made last: FSDP chunks the rank's tensor-parallel shard."""
     at, then = data.draw(st.integers(0, fsdp - 1)), data.draw(st.integers(0, tp - 1))
-    (runs,) = runs_of((size,), [Cut(0, fsdp, at, after=tp), Cut(0, tp, then)])
+    (runs,) = runs_of((size,), [DTensorCut(0, fsdp, at, after=tp), DTensorCut(0, tp, then)])
     assert indexes(runs) == torch_cut(torch_cut(torch.arange(size), tp, then), fsdp, at).tolist()
     if size % (fsdp * tp) == 0:  # elsewhere torch's own reading of the placements is another
         assert indexes(runs) == torch_cut(torch_cut(torch.arange(size), fsdp, at, after=tp), tp, then).tolist()
@@ -56,7 +56,7 @@ def test_fsdp_cuts_what_tensor_parallelism_left(size: int, fsdp: int, tp: int, d
 def test_a_split_factor_that_nothing_explains_is_refused() -> None:
     """A layout that is not known must not be guessed."""
     with pytest.raises(UnsupportedModel, match="after 3 parts, 2 are known"):
-        runs_of((8, 8), [Cut(0, 2, 0, after=3), Cut(0, 2, 1)])
+        runs_of((8, 8), [DTensorCut(0, 2, 0, after=3), DTensorCut(0, 2, 1)])
 
 
 @settings(deadline=None, max_examples=200)
@@ -83,9 +83,9 @@ def test_pieces_of_all_ranks_are_the_checkpoint_tensor(data: st.DataObject) -> N
     found = torch.full(tuple(sizes), -1)
     for index in range(parts):
         for then in range(tp):
-            runs = runs_of(shape, [Cut(cut_dim, parts, index, after=tp), Cut(cut_dim, tp, then)])
+            runs = runs_of(shape, [DTensorCut(cut_dim, parts, index, after=tp), DTensorCut(cut_dim, tp, then)])
             local = whole.index_select(cut_dim, torch.tensor(indexes(runs[cut_dim]), dtype=torch.long))
-            held = Local(runs, local.stride(), 5, "int64")
+            held = LocalShard(runs, local.stride(), 5, "int64")
             assert held.shape == tuple(local.shape)
             for piece in pieces_of(wanted, held):
                 assert (piece.tensor, piece.view.storage, piece.dtype) == ("t", 5, "int64")

@@ -4,21 +4,21 @@ import pytest
 
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
 from weightbus.trainer_agent.source import RanksDisagree
-from weightbus.trainer_agent.sources.rank_layout import Refusal, Roster, check, encode, settle
+from weightbus.trainer_agent.sources.rank_layout import LayoutRefusal, RankLayout, check, encode, settle
 
 TENSORS = (TensorSpec("norm", "bfloat16", (4,)), TensorSpec("embedding", "bfloat16", (8, 4)))
-NORM = Piece("norm", Box((0,), (4,)), "bfloat16", View(0, 0, (1,)))
+NORM = Shard("norm", Box((0,), (4,)), "bfloat16", ShardView(0, 0, (1,)))
 
 
-def half(which: int) -> Piece:
-    return Piece("embedding", Box((4 * which, 0), (4 * which + 4, 4)), "bfloat16", View(1, 0, (4, 1)))
+def half(which: int) -> Shard:
+    return Shard("embedding", Box((4 * which, 0), (4 * which + 4, 4)), "bfloat16", ShardView(1, 0, (4, 1)))
 
 
-def roster(rank: int = 0, **facts: str) -> Roster:
-    held = Pieces.of(TENSORS, [NORM, half(rank % 2)], rank)
-    return Roster({"layers": "1", "dtype": "'bfloat16'", **facts}, held.encode())
+def roster(rank: int = 0, **facts: str) -> RankLayout:
+    held = Shards.of(TENSORS, [NORM, half(rank % 2)], rank)
+    return RankLayout({"layers": "1", "dtype": "'bfloat16'", **facts}, held.encode())
 
 
 def test_rosters_travel_unchanged() -> None:
@@ -30,7 +30,7 @@ def test_rosters_travel_unchanged() -> None:
 def test_one_refusal_is_everybodys_error() -> None:
     """All ranks learn which rank cannot serve, and why."""
     with pytest.raises(RanksDisagree, match="rank 1 cannot serve its part: UnknownParameter: no rule"):
-        check([encode(roster(0)), encode(Refusal("UnknownParameter: no rule"))])
+        check([encode(roster(0)), encode(LayoutRefusal("UnknownParameter: no rule"))])
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_one_refusal_is_everybodys_error() -> None:
         (roster(1, layers="2"), "layers=2 .rank 0: 1."),
     ],
 )
-def test_ranks_of_different_models_are_told_apart(other: Roster, part: str) -> None:
+def test_ranks_of_different_models_are_told_apart(other: RankLayout, part: str) -> None:
     """The message names the facts that differ, and nothing else."""
     with pytest.raises(RanksDisagree, match=f"rank 1 has {part}: give"):
         check([encode(roster(0)), encode(other)])

@@ -7,8 +7,8 @@ from weightbus.lazy_face import lazy_face
 if TYPE_CHECKING:
     from .cpu_emulation import CONFIG as CONFIG, install as install
     from .hf_model import (
+        LayerPlace as LayerPlace,
         Model as Model,
-        Place as Place,
         body as body,
         decoder_layer as decoder_layer,
         head as head,
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     )
     from .megatron_source import MegatronSource as MegatronSource
     from .parameter_mapping import (
-        Cut as Cut,
         Fusion as Fusion,
         Heads as Heads,
-        Local as Local,
+        LocalParameter as LocalParameter,
+        MappedShare as MappedShare,
+        MappingRule as MappingRule,
         Norm as Norm,
-        Rule as Rule,
-        Share as Share,
+        TensorCut as TensorCut,
         pieces_of as pieces_of,
     )
 else:

@@ -17,7 +17,7 @@ from ...source import SERVED, LayoutMismatch, UnsupportedModel
 from .hf_compute_settings import Word, words_of
 from .layer_blocks import EMBEDDING, FINAL_NORM, OUTPUT, Rules
 from .model_families import FAMILIES, Family, Prediction
-from .parameter_mapping import Cut, Fusion, Heads, Norm, Rule, Target
+from .parameter_mapping import Fusion, Heads, MappingRule, MappingTarget, Norm, TensorCut
 
 MOST_LAYERS: Final = 4096
 """That a model may have. Each is looked at, and none that is known has a tenth of it."""
@@ -96,7 +96,7 @@ class Model(msgspec.Struct, frozen=True):
             return True
         return when.removeprefix("not ") not in self.switches if when.startswith("not ") else when in self.switches
 
-    def rules_of(self, layer: Layer) -> tuple[Rule, ...]:
+    def rules_of(self, layer: Layer) -> tuple[MappingRule, ...]:
         """The rules of everything in such a layer, that apply."""
         family = self.family
         blocks: Sequence[Rules] = (
@@ -106,14 +106,14 @@ class Model(msgspec.Struct, frozen=True):
         )
         return tuple(rule for block in blocks for rule in block if self.on(rule.when))
 
-    def shift_of(self, target: Target, *, zero_centred: bool) -> int:
+    def shift_of(self, target: MappingTarget, *, zero_centred: bool) -> int:
         """What is added to a trained norm's weight, which is around zero or around one, to serve it."""
         if target.norm is Norm.NOT:
             return 0
         served_at_zero = self.family.zero_centred and target.norm is Norm.FAMILY
         return int(zero_centred) - int(served_at_zero)
 
-    def spec(self, target: Target, prefix: str, dtype: str, expert: int | None = None) -> TensorSpec:
+    def spec(self, target: MappingTarget, prefix: str, dtype: str, expert: int | None = None) -> TensorSpec:
         """The tensor that `target` is below `prefix`."""
         return TensorSpec(
             name=prefix + self.rename(target.name).replace("{e}", str(expert)),
@@ -128,51 +128,51 @@ class Model(msgspec.Struct, frozen=True):
         return name
 
 
-class Place(NamedTuple):
+class LayerPlace(NamedTuple):
     """A part of the served model: the layer and its prefix, or one of the parts that a model has once."""
 
-    rules: tuple[Rule, ...]
+    rules: tuple[MappingRule, ...]
     prefix: str
 
 
-def decoder_layer(model: Model, index: int) -> Place:
+def decoder_layer(model: Model, index: int) -> LayerPlace:
     """Layer `index` of the decoder."""
-    return Place(model.rules_of(model.layers[index]), f"{model.family.body}layers.{index}.")
+    return LayerPlace(model.rules_of(model.layers[index]), f"{model.family.body}layers.{index}.")
 
 
-def prediction_layer(model: Model, index: int) -> Place:
+def prediction_layer(model: Model, index: int) -> LayerPlace:
     """The transformer layer of multi-token prediction layer `index`: it is of the kind of the last layer."""
     prediction = _prediction(model)
-    return Place(model.rules_of(model.layers[-1]), _numbered(prediction.layer, model, index))
+    return LayerPlace(model.rules_of(model.layers[-1]), _numbered(prediction.layer, model, index))
 
 
-def prediction_parts(model: Model, index: int) -> Place:
+def prediction_parts(model: Model, index: int) -> LayerPlace:
     """What a prediction layer has around its transformer layer, by full names."""
     prediction = _prediction(model)
     names = (prediction.embedding_norm, prediction.hidden_norm, prediction.projection, prediction.norm)
     norm_e, norm_h, projection, norm = (_numbered(name, model, index) for name in names)
     rules = (
-        Rule(("enorm.weight",), (Target(norm_e, ("hidden",), Norm.FAMILY),)),
-        Rule(("hnorm.weight",), (Target(norm_h, ("hidden",), Norm.FAMILY),)),
-        Rule(
+        MappingRule(("enorm.weight",), (MappingTarget(norm_e, ("hidden",), Norm.FAMILY),)),
+        MappingRule(("hnorm.weight",), (MappingTarget(norm_h, ("hidden",), Norm.FAMILY),)),
+        MappingRule(
             ("eh_proj.weight",),
-            (Target(projection, ("hidden", "two_hidden")),),
-            Cut.ROWS,
+            (MappingTarget(projection, ("hidden", "two_hidden")),),
+            TensorCut.ROWS,
             Fusion.SWAPPED_HALVES if prediction.swapped else Fusion.PLAIN,
         ),
-        Rule(("final_layernorm.weight",), (Target(norm, ("hidden",), Norm.FAMILY),)),
+        MappingRule(("final_layernorm.weight",), (MappingTarget(norm, ("hidden",), Norm.FAMILY),)),
     )
-    return Place(rules, "")
+    return LayerPlace(rules, "")
 
 
-def body(model: Model) -> Place:
+def body(model: Model) -> LayerPlace:
     """The parts that a model has once, below its prefix."""
-    return Place((EMBEDDING, FINAL_NORM), model.family.body)
+    return LayerPlace((EMBEDDING, FINAL_NORM), model.family.body)
 
 
-def head(model: Model) -> Place:
+def head(model: Model) -> LayerPlace:
     """The output layer, unless it is the embedding."""
-    return Place((OUTPUT,) if model.on(OUTPUT.when) else (), "")
+    return LayerPlace((OUTPUT,) if model.on(OUTPUT.when) else (), "")
 
 
 def served_tensors(model: Model, dtype: str) -> tuple[TensorSpec, ...]:
@@ -182,17 +182,17 @@ def served_tensors(model: Model, dtype: str) -> tuple[TensorSpec, ...]:
 
 def _tensors(model: Model, dtype: str) -> Iterator[TensorSpec]:
     embedding, norm = body(model).rules
-    yield from _of(model, Place((embedding,), model.family.body), dtype)
+    yield from _of(model, LayerPlace((embedding,), model.family.body), dtype)
     for index in range(len(model.layers)):
         yield from _of(model, decoder_layer(model, index), dtype)
-    yield from _of(model, Place((norm,), model.family.body), dtype)
+    yield from _of(model, LayerPlace((norm,), model.family.body), dtype)
     yield from _of(model, head(model), dtype)
     for index in range(model.predictions):
         yield from _of(model, prediction_parts(model, index), dtype)
         yield from _of(model, prediction_layer(model, index), dtype)
 
 
-def _of(model: Model, place: Place, dtype: str) -> Iterator[TensorSpec]:
+def _of(model: Model, place: LayerPlace, dtype: str) -> Iterator[TensorSpec]:
     targets = [target for rule in place.rules for target in rule.served]
     for target in targets:
         if "{e}" not in target.name:

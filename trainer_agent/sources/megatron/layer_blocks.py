@@ -9,32 +9,34 @@ from __future__ import annotations
 
 from typing import Final
 
-from .parameter_mapping import Cut, Fusion, Norm, Rule, Target
+from .parameter_mapping import Fusion, MappingRule, MappingTarget, Norm, TensorCut
 
-Rules = tuple[Rule, ...]
-
-
-def _norm(name: str, size: str = "hidden", kind: Norm = Norm.FAMILY) -> Target:
-    return Target(name, (size,), kind)
+Rules = tuple[MappingRule, ...]
 
 
-EMBEDDING: Final = Rule(
+def _norm(name: str, size: str = "hidden", kind: Norm = Norm.FAMILY) -> MappingTarget:
+    return MappingTarget(name, (size,), kind)
+
+
+EMBEDDING: Final = MappingRule(
     ("embedding.word_embeddings.weight",),
-    (Target("embed_tokens.weight", ("vocab", "hidden")),),
-    Cut.ROWS,
+    (MappingTarget("embed_tokens.weight", ("vocab", "hidden")),),
+    TensorCut.ROWS,
     Fusion.VOCABULARY,
 )
-FINAL_NORM: Final = Rule(("decoder.final_layernorm.weight", "decoder.final_norm.weight"), (_norm("norm.weight"),))
-OUTPUT: Final = Rule(
+FINAL_NORM: Final = MappingRule(
+    ("decoder.final_layernorm.weight", "decoder.final_norm.weight"), (_norm("norm.weight"),)
+)
+OUTPUT: Final = MappingRule(
     ("output_layer.weight",),
-    (Target("lm_head.weight", ("vocab", "hidden")),),
-    Cut.ROWS,
+    (MappingTarget("lm_head.weight", ("vocab", "hidden")),),
+    TensorCut.ROWS,
     Fusion.VOCABULARY,
     when="not tied",
 )
 
 NORMS: Final[Rules] = (
-    Rule(
+    MappingRule(
         (
             "input_layernorm.weight",
             "self_attention.linear_qkv.layer_norm_weight",
@@ -42,140 +44,173 @@ NORMS: Final[Rules] = (
         ),
         (_norm("input_layernorm.weight"),),
     ),
-    Rule(("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), (_norm("post_attention_layernorm.weight"),)),
+    MappingRule(
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), (_norm("post_attention_layernorm.weight"),)
+    ),
 )
 
 SANDWICH_NORMS: Final[Rules] = (
-    Rule(("post_self_attn_layernorm.weight",), (_norm("post_self_attn_layernorm.weight"),)),
-    Rule(("post_mlp_layernorm.weight",), (_norm("post_mlp_layernorm.weight"),)),
+    MappingRule(("post_self_attn_layernorm.weight",), (_norm("post_self_attn_layernorm.weight"),)),
+    MappingRule(("post_mlp_layernorm.weight",), (_norm("post_mlp_layernorm.weight"),)),
 )
 
 _Q, _K, _V, _O = (f"self_attn.{part}_proj" for part in "qkvo")
 
 ATTENTION: Final[Rules] = (
-    Rule(
+    MappingRule(
         ("self_attention.linear_qkv.weight",),
         (
-            Target(f"{_Q}.weight", ("query", "hidden")),
-            Target(f"{_K}.weight", ("key", "hidden")),
-            Target(f"{_V}.weight", ("key", "hidden")),
+            MappingTarget(f"{_Q}.weight", ("query", "hidden")),
+            MappingTarget(f"{_K}.weight", ("key", "hidden")),
+            MappingTarget(f"{_V}.weight", ("key", "hidden")),
         ),
-        Cut.ROWS,
+        TensorCut.ROWS,
         Fusion.QKV,
     ),
-    Rule(
+    MappingRule(
         ("self_attention.linear_qkv.bias",),
-        (Target(f"{_Q}.bias", ("query",)), Target(f"{_K}.bias", ("key",)), Target(f"{_V}.bias", ("key",))),
-        Cut.ROWS,
+        (
+            MappingTarget(f"{_Q}.bias", ("query",)),
+            MappingTarget(f"{_K}.bias", ("key",)),
+            MappingTarget(f"{_V}.bias", ("key",)),
+        ),
+        TensorCut.ROWS,
         Fusion.QKV,
         when="qkv_bias",
     ),
-    Rule(("self_attention.linear_proj.weight",), (Target(f"{_O}.weight", ("hidden", "attended")),), Cut.COLUMNS),
-    Rule(("self_attention.linear_proj.bias",), (Target(f"{_O}.bias", ("hidden",)),), when="proj_bias"),
+    MappingRule(
+        ("self_attention.linear_proj.weight",),
+        (MappingTarget(f"{_O}.weight", ("hidden", "attended")),),
+        TensorCut.COLUMNS,
+    ),
+    MappingRule(("self_attention.linear_proj.bias",), (MappingTarget(f"{_O}.bias", ("hidden",)),), when="proj_bias"),
 )
 
 HEAD_NORMS: Final[Rules] = (
-    Rule(("self_attention.q_layernorm.weight",), (_norm("self_attn.q_norm.weight", "head_dim"),), when="qk_norm"),
-    Rule(("self_attention.k_layernorm.weight",), (_norm("self_attn.k_norm.weight", "head_dim"),), when="qk_norm"),
+    MappingRule(
+        ("self_attention.q_layernorm.weight",), (_norm("self_attn.q_norm.weight", "head_dim"),), when="qk_norm"
+    ),
+    MappingRule(
+        ("self_attention.k_layernorm.weight",), (_norm("self_attn.k_norm.weight", "head_dim"),), when="qk_norm"
+    ),
 )
 
 # Over all heads at once; a rank holds the part of its own heads.
 WIDE_HEAD_NORMS: Final[Rules] = (
-    Rule(("self_attention.q_layernorm.weight",), (_norm("self_attn.q_norm.weight", "query"),), Cut.ROWS_OR_NONE),
-    Rule(("self_attention.k_layernorm.weight",), (_norm("self_attn.k_norm.weight", "key"),), Cut.ROWS_OR_NONE),
+    MappingRule(
+        ("self_attention.q_layernorm.weight",), (_norm("self_attn.q_norm.weight", "query"),), TensorCut.ROWS_OR_NONE
+    ),
+    MappingRule(
+        ("self_attention.k_layernorm.weight",), (_norm("self_attn.k_norm.weight", "key"),), TensorCut.ROWS_OR_NONE
+    ),
 )
 
 GATED_ATTENTION: Final[Rules] = (
-    Rule(
+    MappingRule(
         ("self_attention.linear_qkv.weight",),
         (
-            Target(f"{_Q}.weight", ("gated_query", "hidden")),
-            Target(f"{_K}.weight", ("key", "hidden")),
-            Target(f"{_V}.weight", ("key", "hidden")),
+            MappingTarget(f"{_Q}.weight", ("gated_query", "hidden")),
+            MappingTarget(f"{_K}.weight", ("key", "hidden")),
+            MappingTarget(f"{_V}.weight", ("key", "hidden")),
         ),
-        Cut.ROWS,
+        TensorCut.ROWS,
         Fusion.GATED_QKV,
     ),
-    Rule(("self_attention.linear_proj.weight",), (Target(f"{_O}.weight", ("hidden", "attended")),), Cut.COLUMNS),
+    MappingRule(
+        ("self_attention.linear_proj.weight",),
+        (MappingTarget(f"{_O}.weight", ("hidden", "attended")),),
+        TensorCut.COLUMNS,
+    ),
 )
 
 LATENT_ATTENTION: Final[Rules] = (
-    Rule(
+    MappingRule(
         ("self_attention.linear_q_proj.weight",),
-        (Target(f"{_Q}.weight", ("latent_query", "hidden")),),
-        Cut.ROWS,
+        (MappingTarget(f"{_Q}.weight", ("latent_query", "hidden")),),
+        TensorCut.ROWS,
         when="not q_lora",
     ),
-    Rule(
+    MappingRule(
         ("self_attention.linear_q_down_proj.weight",),
-        (Target("self_attn.q_a_proj.weight", ("q_lora", "hidden")),),
-        Cut.ROWS_OR_NONE,
+        (MappingTarget("self_attn.q_a_proj.weight", ("q_lora", "hidden")),),
+        TensorCut.ROWS_OR_NONE,
         when="q_lora",
     ),
-    Rule(
+    MappingRule(
         ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
         (_norm("self_attn.q_a_layernorm.weight", "q_lora"),),
         when="q_lora",
     ),
-    Rule(
+    MappingRule(
         ("self_attention.linear_q_up_proj.weight",),
-        (Target("self_attn.q_b_proj.weight", ("latent_query", "q_lora")),),
-        Cut.ROWS,
+        (MappingTarget("self_attn.q_b_proj.weight", ("latent_query", "q_lora")),),
+        TensorCut.ROWS,
         when="q_lora",
     ),
-    Rule(
+    MappingRule(
         ("self_attention.linear_kv_down_proj.weight",),
-        (Target("self_attn.kv_a_proj_with_mqa.weight", ("latent_kv", "hidden")),),
-        Cut.ROWS_OR_NONE,
+        (MappingTarget("self_attn.kv_a_proj_with_mqa.weight", ("latent_kv", "hidden")),),
+        TensorCut.ROWS_OR_NONE,
     ),
-    Rule(
+    MappingRule(
         ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
         (_norm("self_attn.kv_a_layernorm.weight", "kv_lora"),),
     ),
-    Rule(
+    MappingRule(
         ("self_attention.linear_kv_up_proj.weight",),
-        (Target("self_attn.kv_b_proj.weight", ("keys_and_values", "kv_lora")),),
-        Cut.ROWS,
+        (MappingTarget("self_attn.kv_b_proj.weight", ("keys_and_values", "kv_lora")),),
+        TensorCut.ROWS,
     ),
-    Rule(("self_attention.linear_proj.weight",), (Target(f"{_O}.weight", ("hidden", "latent_attended")),), Cut.COLUMNS),
+    MappingRule(
+        ("self_attention.linear_proj.weight",),
+        (MappingTarget(f"{_O}.weight", ("hidden", "latent_attended")),),
+        TensorCut.COLUMNS,
+    ),
 )
 
 _INDEXER = "self_attention.core_attention.indexer"
 
 SPARSE_INDEXER: Final[Rules] = (
-    Rule((f"{_INDEXER}.linear_wq_b.weight",), (Target("self_attn.indexer.wq_b.weight", ("indexer_query", "q_lora")),)),
-    Rule((f"{_INDEXER}.linear_wk.weight",), (Target("self_attn.indexer.wk.weight", ("indexer_dim", "hidden")),)),
-    Rule((f"{_INDEXER}.k_norm.weight",), (_norm("self_attn.indexer.k_norm.weight", "indexer_dim"),)),
-    Rule((f"{_INDEXER}.k_norm.bias",), (Target("self_attn.indexer.k_norm.bias", ("indexer_dim",)),)),
-    Rule(
+    MappingRule(
+        (f"{_INDEXER}.linear_wq_b.weight",),
+        (MappingTarget("self_attn.indexer.wq_b.weight", ("indexer_query", "q_lora")),),
+    ),
+    MappingRule(
+        (f"{_INDEXER}.linear_wk.weight",), (MappingTarget("self_attn.indexer.wk.weight", ("indexer_dim", "hidden")),)
+    ),
+    MappingRule((f"{_INDEXER}.k_norm.weight",), (_norm("self_attn.indexer.k_norm.weight", "indexer_dim"),)),
+    MappingRule((f"{_INDEXER}.k_norm.bias",), (MappingTarget("self_attn.indexer.k_norm.bias", ("indexer_dim",)),)),
+    MappingRule(
         (f"{_INDEXER}.linear_weights_proj.weight",),
-        (Target("self_attn.indexer.weights_proj.weight", ("indexer_heads", "hidden")),),
+        (MappingTarget("self_attn.indexer.weights_proj.weight", ("indexer_heads", "hidden")),),
     ),
 )
 
 DELTA_NET: Final[Rules] = (
-    Rule(
+    MappingRule(
         ("self_attention.in_proj.weight",),
         (
-            Target("linear_attn.in_proj_qkvz.weight", ("delta_qkvz", "hidden")),
-            Target("linear_attn.in_proj_ba.weight", ("delta_ba", "hidden")),
+            MappingTarget("linear_attn.in_proj_qkvz.weight", ("delta_qkvz", "hidden")),
+            MappingTarget("linear_attn.in_proj_ba.weight", ("delta_ba", "hidden")),
         ),
-        Cut.ROWS,
+        TensorCut.ROWS,
         Fusion.DELTA_IN,
     ),
-    Rule(
+    MappingRule(
         ("self_attention.conv1d.weight",),
-        (Target("linear_attn.conv1d.weight", ("delta_channels", "one", "delta_kernel")),),
-        Cut.ROWS,
+        (MappingTarget("linear_attn.conv1d.weight", ("delta_channels", "one", "delta_kernel")),),
+        TensorCut.ROWS,
         Fusion.DELTA_CONVOLUTION,
     ),
-    Rule(("self_attention.A_log",), (Target("linear_attn.A_log", ("delta_values",)),), Cut.ROWS),
-    Rule(("self_attention.dt_bias",), (Target("linear_attn.dt_bias", ("delta_values",)),), Cut.ROWS),
-    Rule(("self_attention.out_norm.weight",), (_norm("linear_attn.norm.weight", "delta_value_dim", Norm.ONE),)),
-    Rule(
+    MappingRule(("self_attention.A_log",), (MappingTarget("linear_attn.A_log", ("delta_values",)),), TensorCut.ROWS),
+    MappingRule(
+        ("self_attention.dt_bias",), (MappingTarget("linear_attn.dt_bias", ("delta_values",)),), TensorCut.ROWS
+    ),
+    MappingRule(("self_attention.out_norm.weight",), (_norm("linear_attn.norm.weight", "delta_value_dim", Norm.ONE),)),
+    MappingRule(
         ("self_attention.out_proj.weight",),
-        (Target("linear_attn.out_proj.weight", ("hidden", "delta_attended")),),
-        Cut.COLUMNS,
+        (MappingTarget("linear_attn.out_proj.weight", ("hidden", "delta_attended")),),
+        TensorCut.COLUMNS,
     ),
 )
 
@@ -184,57 +219,63 @@ def _gated(trained: str, served: str, size: str, when: str | None = None) -> Rul
     """A gated MLP: two projections fused in, one out."""
     gate, up, down = (f"{served}.{part}_proj.weight" for part in ("gate", "up", "down"))
     return (
-        Rule(
+        MappingRule(
             (f"{trained}.linear_fc1.weight",),
-            (Target(gate, (size, "hidden")), Target(up, (size, "hidden"))),
-            Cut.ROWS,
+            (MappingTarget(gate, (size, "hidden")), MappingTarget(up, (size, "hidden"))),
+            TensorCut.ROWS,
             Fusion.GATED,
             when,
         ),
-        Rule((f"{trained}.linear_fc2.weight",), (Target(down, ("hidden", size)),), Cut.COLUMNS, when=when),
+        MappingRule(
+            (f"{trained}.linear_fc2.weight",), (MappingTarget(down, ("hidden", size)),), TensorCut.COLUMNS, when=when
+        ),
     )
 
 
 MLP: Final[Rules] = (
     *_gated("mlp", "mlp", "ffn"),
-    Rule(
+    MappingRule(
         ("mlp.linear_fc1.bias",),
-        (Target("mlp.gate_proj.bias", ("ffn",)), Target("mlp.up_proj.bias", ("ffn",))),
-        Cut.ROWS,
+        (MappingTarget("mlp.gate_proj.bias", ("ffn",)), MappingTarget("mlp.up_proj.bias", ("ffn",))),
+        TensorCut.ROWS,
         Fusion.GATED,
         when="mlp_bias",
     ),
-    Rule(("mlp.linear_fc2.bias",), (Target("mlp.down_proj.bias", ("hidden",)),), when="mlp_bias"),
+    MappingRule(("mlp.linear_fc2.bias",), (MappingTarget("mlp.down_proj.bias", ("hidden",)),), when="mlp_bias"),
 )
 
 STACKED_MLP: Final[Rules] = (
-    Rule(
+    MappingRule(
         ("mlp.linear_fc1.weight",),
-        (Target("mlp.gate_up_proj.weight", ("gate_and_up", "hidden")),),
-        Cut.ROWS,
+        (MappingTarget("mlp.gate_up_proj.weight", ("gate_and_up", "hidden")),),
+        TensorCut.ROWS,
         Fusion.GATED,
     ),
-    Rule(("mlp.linear_fc2.weight",), (Target("mlp.down_proj.weight", ("hidden", "ffn")),), Cut.COLUMNS),
+    MappingRule(
+        ("mlp.linear_fc2.weight",), (MappingTarget("mlp.down_proj.weight", ("hidden", "ffn")),), TensorCut.COLUMNS
+    ),
 )
 
 ROUTED_EXPERTS: Final[Rules] = (
-    Rule(("mlp.router.weight",), (Target("mlp.gate.weight", ("experts", "hidden")),)),
+    MappingRule(("mlp.router.weight",), (MappingTarget("mlp.gate.weight", ("experts", "hidden")),)),
     *_gated("mlp.experts", "mlp.experts.{e}", "expert_ffn"),
 )
 """Experts go by one name, sequential or grouped; parameter_names.py takes their indexes out of their names."""
 
 ROUTER_BIAS: Final[Rules] = (
     # Kept in single precision by Megatron and by engines, whatever the model is served in.
-    Rule(("mlp.router.expert_bias",), (Target("mlp.gate.e_score_correction_bias", ("experts",), dtype="float32"),)),
+    MappingRule(
+        ("mlp.router.expert_bias",), (MappingTarget("mlp.gate.e_score_correction_bias", ("experts",), dtype="float32"),)
+    ),
 )
 
 SHARED_EXPERTS: Final[Rules] = _gated("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", "shared_experts")
 
 GATED_SHARED_EXPERT: Final[Rules] = (
     *_gated("mlp.shared_experts", "mlp.shared_expert", "shared_ffn", "shared_experts"),
-    Rule(
+    MappingRule(
         ("mlp.shared_experts.gate_weight",),
-        (Target("mlp.shared_expert_gate.weight", ("one", "hidden")),),
+        (MappingTarget("mlp.shared_expert_gate.weight", ("one", "hidden")),),
         when="shared_experts",
     ),
 )

@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from weightbus.dataplane.tensors import Pieces
+from weightbus.dataplane.tensors import Shards
 
 from ...source import LayoutMismatch, RanksDisagree
-from ..rank_layout import Roster, Stage
+from ..rank_layout import PipelineStage, RankLayout
 
 _ADVICE: Final = "build the model with its own specs and stages, and change no layer_number afterwards"
 
@@ -37,7 +37,7 @@ def check_part(layer: str, number: int, part: str, found: int) -> None:
         raise LayoutMismatch(f"{layer} has layer_number={number}, its {part} has {found}: {_ADVICE}")
 
 
-def roots_of(rosters: Sequence[Roster], pieces: Pieces) -> tuple[int, ...]:
+def roots_of(rosters: Sequence[RankLayout], pieces: Shards) -> tuple[int, ...]:
     """By tensor of `pieces`, which hold every element once: the first rank of the stage that it is read from.
 
     That of its lowest holder: replicas in other stages, such as tied embeddings, are not read.
@@ -52,12 +52,12 @@ def roots_of(rosters: Sequence[Roster], pieces: Pieces) -> tuple[int, ...]:
     return tuple(first[places[holder]] for holder in holders)
 
 
-def check_order(rosters: Sequence[Roster]) -> None:
+def check_order(rosters: Sequence[RankLayout]) -> None:
     """Raise `RanksDisagree` unless the stages of all ranks follow each other along the pipeline.
 
     Ranks at one place of it, which are replicas or shards of each other, must hold the same layers.
     """
-    holders: dict[tuple[int, int], tuple[int, Stage]] = {}
+    holders: dict[tuple[int, int], tuple[int, PipelineStage]] = {}
     for rank, roster in enumerate(rosters):
         for stage in roster.stages:
             first, known = holders.setdefault((stage.chunk, stage.place), (rank, stage))
@@ -75,9 +75,9 @@ def check_order(rosters: Sequence[Roster]) -> None:
         following += stage.count
 
 
-def _shown(stage: Stage, rank: int) -> str:
+def _shown(stage: PipelineStage, rank: int) -> str:
     return f"rank {rank}, at place {stage.place} of the pipeline with its chunk {stage.chunk}, {_layers(stage)}"
 
 
-def _layers(stage: Stage) -> str:
+def _layers(stage: PipelineStage) -> str:
     return f"holds layers {stage.first} to {stage.first + stage.count - 1}" if stage.count else "holds no layers"

@@ -11,14 +11,14 @@ import msgspec
 import torch
 from torch import nn
 
-from weightbus.dataplane.tensors import Piece, Pieces, TensorSpec
+from weightbus.dataplane.tensors import Shard, Shards, TensorSpec
 
 from ...source import LayoutMismatch, UnsupportedModel, check_served
-from ..parameter_identity import Kept
-from ..rank_layout import Stage
+from ..parameter_identity import ParameterIdentity
+from ..rank_layout import PipelineStage
 from .hf_model import Model, served_tensors
 from .model_chunks import Chunk, chunks_of
-from .parameter_mapping import Fusion, Local, pieces_of
+from .parameter_mapping import Fusion, LocalParameter, pieces_of
 from .parameter_names import Found
 from .vocabulary_padding import check_padding
 
@@ -29,14 +29,14 @@ class Description(NamedTuple):
     model: Model
     tensors: tuple[TensorSpec, ...]
     """All of the model's, in the order of its layers: the same on every rank."""
-    pieces: Pieces
+    pieces: Shards
     """What this rank holds of them; a storage is an index of `parameters`."""
     parameters: tuple[torch.Tensor, ...]
     facts: dict[str, str]
     """What must be the same on every rank."""
-    kept: Kept
+    kept: ParameterIdentity
     """Whether the chunks still hold `parameters`."""
-    stages: tuple[Stage, ...]
+    stages: tuple[PipelineStage, ...]
     """Which layers the rank holds, chunk by chunk."""
 
 
@@ -59,7 +59,7 @@ def describe(
     parameters = tuple(parameter for _, _, parameter in held)
     served = _served_dtype(dtype, model, parameters)
     tensors = served_tensors(model, served)
-    rows: list[Piece] = []
+    rows: list[Shard] = []
     for storage, (chunk, found, parameter) in enumerate(held):
         if found.rule.fusion is Fusion.VOCABULARY:
             rows_of_all = parameter.shape[0] * chunk.groups.tensor.ranks
@@ -75,9 +75,11 @@ def describe(
         "pp": groups.pipeline.ranks,
     }
     described_facts = {key: repr(value) for key, value in facts.items()}
-    pieces = Pieces.of(tensors, rows, holder)
+    pieces = Shards.of(tensors, rows, holder)
     stages = tuple(chunk.stage(index) for index, chunk in enumerate(chunks))
-    return Description(model, tensors, pieces, parameters, described_facts, Kept(lambda: _now(chunks)), stages)
+    return Description(
+        model, tensors, pieces, parameters, described_facts, ParameterIdentity(lambda: _now(chunks)), stages
+    )
 
 
 def _check_once(held: Sequence[tuple[Chunk, Found, torch.Tensor]]) -> None:
@@ -108,7 +110,7 @@ def _now(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
     }
 
 
-def _pieces(chunk: Chunk, place: Found, local: Local, dtype: str) -> list[Piece]:
+def _pieces(chunk: Chunk, place: Found, local: LocalParameter, dtype: str) -> list[Shard]:
     """What one parameter of a chunk holds of the served tensors."""
     model = chunk.model
     targets = place.rule.served
@@ -118,9 +120,9 @@ def _pieces(chunk: Chunk, place: Found, local: Local, dtype: str) -> list[Piece]
     return list(pieces_of(place.rule, local, specs, shifts, heads=model.heads, share=share))
 
 
-def _local(name: str, storage: int, parameter: torch.Tensor) -> Local:
+def _local(name: str, storage: int, parameter: torch.Tensor) -> LocalParameter:
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return Local(name, storage, tuple(parameter.shape), tuple(parameter.stride()), dtype)
+    return LocalParameter(name, storage, tuple(parameter.shape), tuple(parameter.stride()), dtype)
 
 
 def _served_dtype(wanted: torch.dtype | None, model: Model, parameters: Sequence[torch.Tensor]) -> str:

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightbus.dataplane.tensors import Manifest, Pieces, TensorSpec
+from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec
 
-from ...assembly import Assembler, Exchange, Planned, check_manifest, plan
+from ...assembly import Assembler, BucketPlanCache, GatherExchange, check_manifest, plan
 from ...source import SourceError
 from ..collective_errors import together, together_check
-from ..rank_group import Ranks
-from ..rank_layout import Roster, settle
+from ..rank_group import RankGroup
+from ..rank_layout import RankLayout, settle
 from .layer_order import check_order, roots_of
 from .local_shards import Description, describe, folder_of
 from .model_chunks import chunks_of, lagging_wrappers
@@ -77,7 +77,7 @@ class MegatronSource:
         Raises:
             SourceError: on every rank when any rank cannot serve; the first by rank is named on the others.
         """
-        self._ranks = Ranks(group, timeout_s)
+        self._ranks = RankGroup(group, timeout_s)
         try:
             self._own, self._pieces, self._roots = self._settle(model_chunks, hf_config, dtype, vocab_divisible_by)
         except SourceError:
@@ -88,7 +88,7 @@ class MegatronSource:
         self.served: Path | Mapping[str, Any] = hf_config if isinstance(hf_config, Mapping) else folder_of(hf_config)
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
         self._exchange = self._open_exchange()
-        self._planned = Planned[Assembler]()
+        self._planned = BucketPlanCache[Assembler]()
 
     @property
     def model(self) -> str:
@@ -144,16 +144,16 @@ class MegatronSource:
         return self._ranks.rank
 
     @property
-    def pieces(self) -> Pieces:
+    def pieces(self) -> Shards:
         """Every element once, as buckets are assembled from; `storage` numbers what `memory` gives."""
         return self._pieces
 
     @property
-    def exchange(self) -> Exchange | None:
+    def exchange(self) -> GatherExchange | None:
         """Between the ranks that anything is read from; None on the others, and where there is one."""
         return self._exchange
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Pieces:
+    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
         """All that this rank holds of `tensors`, replicas included; `storage` numbers what `memory` gives."""
         return self._own.pieces.ordered(tensors)
 
@@ -185,13 +185,13 @@ class MegatronSource:
         buckets, rank = plan(manifest, self._pieces, rank=self._ranks.rank, roots=roots), self._ranks.rank
         return Assembler(buckets, self._own.parameters, rank, roots, self._exchange)
 
-    def _open_exchange(self) -> Exchange | None:
+    def _open_exchange(self) -> GatherExchange | None:
         """The group of the ranks that anything is read from. Collective over all ranks."""
         holders = sorted({0, *self._roots, *self._pieces.holder.tolist()})
         if len(holders) == 1:
             return None
         group = self._ranks.subgroup(holders, self.device)
-        return None if group is None else Exchange(group, self._ranks.global_ranks)
+        return None if group is None else GatherExchange(group, self._ranks.global_ranks)
 
     def _settle(
         self,
@@ -199,15 +199,15 @@ class MegatronSource:
         hf_config: Path | str | Mapping[str, object],
         dtype: torch.dtype | None,
         vocab_divisible_by: int | None,
-    ) -> tuple[Description, Pieces, tuple[int, ...]]:
+    ) -> tuple[Description, Shards, tuple[int, ...]]:
         """What is served, from where, and by whom it is assembled.
 
         A rank that cannot serve says so before it raises: the others wait for it.
         """
 
-        def attempt() -> tuple[Roster, Description]:
+        def attempt() -> tuple[RankLayout, Description]:
             own = describe(chunks, hf_config, dtype, self._ranks.rank, vocab_divisible_by=vocab_divisible_by)
-            return Roster(own.facts, own.pieces.encode(), own.stages), own
+            return RankLayout(own.facts, own.pieces.encode(), own.stages), own
 
         rosters, own = together(self._ranks, attempt)
         check_order(rosters)

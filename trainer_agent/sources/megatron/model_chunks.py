@@ -16,11 +16,11 @@ from torch import nn
 
 from ...assembly import objection
 from ...source import LayoutMismatch, UnknownParameter, UnsupportedModel
-from ..rank_layout import Stage
+from ..rank_layout import PipelineStage
 from .config_checks import check_axes, check_config, check_tied
 from .hf_model import Model
 from .layer_order import check_numbers, check_part
-from .parameter_mapping import Share
+from .parameter_mapping import MappedShare
 from .parameter_names import TRAINING_ONLY, Found, advice_for, place_of
 
 NOT_READ: Final = ("gtp_remat", "expt_gtp_remat")
@@ -41,13 +41,13 @@ class LaggingWrapper(Protocol):
         ...
 
 
-class Groups(msgspec.Struct, frozen=True):
+class ParallelGroups(msgspec.Struct, frozen=True):
     """Which part of a model this rank holds."""
 
-    tensor: Share
-    expert_tensor: Share
-    expert: Share
-    pipeline: Share
+    tensor: MappedShare
+    expert_tensor: MappedShare
+    expert: MappedShare
+    pipeline: MappedShare
 
 
 def chunks_of(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
@@ -96,12 +96,12 @@ class Chunk:
         """What is served of the model, which is what is trained of it."""
         return self._model
 
-    def stage(self, index: int) -> Stage:
+    def stage(self, index: int) -> PipelineStage:
         """Which layers these are. `index` is the chunk's among those of the rank, where the chunk does not say it."""
         chunk: object = getattr(self._module, "vp_stage", None)
         first = self._numbers[0] if self._numbers else 0
         at = chunk if isinstance(chunk, int) else index
-        return Stage(at, self.groups.pipeline.rank, first, len(self._numbers))
+        return PipelineStage(at, self.groups.pipeline.rank, first, len(self._numbers))
 
     def parameters(self) -> Iterator[tuple[Found, torch.Tensor]]:
         """Every parameter and buffer that is served, with its rule. Raises `UnknownParameter` for any other."""
@@ -240,12 +240,12 @@ def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _groups(module: nn.Module, model: Model) -> Groups:
+def _groups(module: nn.Module, model: Model) -> ParallelGroups:
     carried: object = getattr(module, "pg_collection", None)
     check_axes({axis: _size(getattr(carried, axis, None)) for axis in NOT_READ})
     experts = bool(model.family.experts)
-    alone = Share(0, 1)
-    return Groups(
+    alone = MappedShare(0, 1)
+    return ParallelGroups(
         tensor=_share(carried, "tp", "get_tensor_model_parallel_group"),
         expert_tensor=_share(carried, "expt_tp", "get_expert_tensor_parallel_group") if experts else alone,
         expert=_share(carried, "ep", "get_expert_model_parallel_group") if experts else alone,
@@ -257,7 +257,7 @@ def _size(group: object) -> int:
     return dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 1
 
 
-def _share(carried: object, name: str, accessor: str) -> Share:
+def _share(carried: object, name: str, accessor: str) -> MappedShare:
     group: object = getattr(carried, name, None)
     if not isinstance(group, dist.ProcessGroup):
         # Imported here: only models built before process group collections need it.
@@ -265,7 +265,7 @@ def _share(carried: object, name: str, accessor: str) -> Share:
 
         ask = cast("Mapping[str, Callable[[], dist.ProcessGroup]]", vars(parallel_state))
         group = ask[accessor]()
-    return Share(dist.get_rank(group), _size(group))
+    return MappedShare(dist.get_rank(group), _size(group))
 
 
 def _with_layer(name: str, layer_of: Callable[[int], int]) -> str:

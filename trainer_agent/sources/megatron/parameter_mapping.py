@@ -1,8 +1,8 @@
 """What one Megatron-core parameter becomes, as data, and which pieces one shard of it is. Pure arithmetic, no torch.
 
-A `Rule` says it for a parameter by its name within a layer: the served tensors that it consists of, how their rows are
-fused into its rows, and how tensor parallelism cuts it. `pieces_of` applies a rule to the shard of one rank, which
-never needs more than its own part.
+A `MappingRule` says it for a parameter by its name within a layer: the served tensors that it consists of, how their
+rows are fused into its rows, and how tensor parallelism cuts it. `pieces_of` applies a rule to the shard of one rank,
+which never needs more than its own part.
 
 A parameter's rows are *sections*, one after another. Tensor parallelism cuts each section by itself, so that a rank
 holds its share of the first, then its share of the second: gate and up of a gated MLP are two sections, a fused QKV is
@@ -21,10 +21,10 @@ from typing import Final
 
 import msgspec
 
-from weightbus.dataplane.tensors import Box, Piece, TensorSpec, View
+from weightbus.dataplane.tensors import Box, Shard, ShardView, TensorSpec
 
 from ...source import LayoutMismatch
-from ..row_runs import Run, extent, in_sequence, stretch
+from ..row_runs import RowRun, extent, in_sequence, stretch
 
 
 class Norm(enum.Enum):
@@ -38,7 +38,7 @@ class Norm(enum.Enum):
     """Around one, whatever the other norms of the family are."""
 
 
-class Target(msgspec.Struct, frozen=True):
+class MappingTarget(msgspec.Struct, frozen=True):
     """A served tensor: its name below the layer's prefix, and its shape in names of the model's sizes."""
 
     name: str
@@ -69,7 +69,7 @@ class Fusion(enum.Enum):
     """One tensor's rows, with the halves of its columns exchanged."""
 
 
-class Cut(enum.Enum):
+class TensorCut(enum.Enum):
     """How tensor parallelism cuts the full parameter."""
 
     NONE = enum.auto()
@@ -82,13 +82,13 @@ class Cut(enum.Enum):
     """By rows, into fewer shares than ranks, or not at all: its shape tells (MLA's down projections, wide norms)."""
 
 
-class Rule(msgspec.Struct, frozen=True):
+class MappingRule(msgspec.Struct, frozen=True):
     """What one Megatron parameter becomes."""
 
     trained: tuple[str, ...]
     """Names below the layer, one of which it has: norms, for example, are fused into linears or are not."""
-    served: tuple[Target, ...]
-    cut: Cut = Cut.NONE
+    served: tuple[MappingTarget, ...]
+    cut: TensorCut = TensorCut.NONE
     fusion: Fusion = Fusion.PLAIN
     when: str | None = None
     """The switch of the model that must be on, or with ``not `` before it, off."""
@@ -106,14 +106,14 @@ class Heads(msgspec.Struct, frozen=True):
     value_dim: int = 1
 
 
-class Share(msgspec.Struct, frozen=True):
+class MappedShare(msgspec.Struct, frozen=True):
     """Which of how many tensor-parallel shards."""
 
     rank: int
     ranks: int
 
 
-class Local(msgspec.Struct, frozen=True):
+class LocalParameter(msgspec.Struct, frozen=True):
     """One local tensor: what is known of it without torch."""
 
     name: str
@@ -124,14 +124,20 @@ class Local(msgspec.Struct, frozen=True):
     dtype: str
 
 
-_Section = tuple[Run, ...]
+_Section = tuple[RowRun, ...]
 _PADDING: Final = -1
 """The tensor of rows that belong to none."""
 
 
 def pieces_of(
-    rule: Rule, local: Local, served: Sequence[TensorSpec], shifts: Sequence[int], *, heads: Heads, share: Share
-) -> Iterator[Piece]:
+    rule: MappingRule,
+    local: LocalParameter,
+    served: Sequence[TensorSpec],
+    shifts: Sequence[int],
+    *,
+    heads: Heads,
+    share: MappedShare,
+) -> Iterator[Shard]:
     """What a shard holds of the tensors `served`, which are those of the rule, in its order.
 
     `shifts` is what is added to each of them. Raises `LayoutMismatch` unless the shard has the shape that their sizes
@@ -142,10 +148,10 @@ def pieces_of(
     full = sum(map(extent, sections))
     if rule.fusion is Fusion.VOCABULARY:
         full = max(full, local.shape[0] * share.ranks)
-        sections = [in_sequence([*sections[0], Run(0, full - rows[0], tensor=_PADDING)])]
+        sections = [in_sequence([*sections[0], RowRun(0, full - rows[0], tensor=_PADDING)])]
     share = _share_of(rule.cut, local, full, share)
     _check_shape(rule.cut, local, (full, *served[0].shape[1:]), share)
-    by_rows = Share(0, 1) if rule.cut is Cut.COLUMNS else share
+    by_rows = MappedShare(0, 1) if rule.cut is TensorCut.COLUMNS else share
     width = served[0].shape[1] if len(served[0].shape) > 1 else 0
     columns = list(_columns(rule, width, share))
     for at, run in _held(sections, by_rows):
@@ -154,7 +160,9 @@ def pieces_of(
                 yield _piece(local, served[run.tensor], (at, run), (column_at, column, count), shifts[run.tensor])
 
 
-def _piece(local: Local, spec: TensorSpec, rows: tuple[int, Run], columns: tuple[int, int, int], shift: int) -> Piece:
+def _piece(
+    local: LocalParameter, spec: TensorSpec, rows: tuple[int, RowRun], columns: tuple[int, int, int], shift: int
+) -> Shard:
     at, run = rows
     column_at, column, count = columns
     start, stop = [0] * len(spec.shape), list(spec.shape)
@@ -164,34 +172,34 @@ def _piece(local: Local, spec: TensorSpec, rows: tuple[int, Run], columns: tuple
         start[1], stop[1] = column, column + count
         offset += column_at * local.strides[1]
     box = Box(tuple(start), tuple(stop))
-    return Piece(spec.name, box, local.dtype, View(local.storage, offset, local.strides), shift)
+    return Shard(spec.name, box, local.dtype, ShardView(local.storage, offset, local.strides), shift)
 
 
-def _columns(rule: Rule, width: int, share: Share) -> Iterator[tuple[int, int, int]]:
+def _columns(rule: MappingRule, width: int, share: MappedShare) -> Iterator[tuple[int, int, int]]:
     """Which columns a shard holds: where they begin locally, where they are served, how many."""
     if rule.fusion is Fusion.SWAPPED_HALVES:
         half = width // 2
         yield half, 0, half
         yield 0, half, width - half
-    elif rule.cut is Cut.COLUMNS:
+    elif rule.cut is TensorCut.COLUMNS:
         yield 0, share.rank * (width // share.ranks), width // share.ranks
     else:
         yield 0, 0, width
 
 
-def _share_of(cut: Cut, local: Local, full: int, share: Share) -> Share:
+def _share_of(cut: TensorCut, local: LocalParameter, full: int, share: MappedShare) -> MappedShare:
     """Into how many parts the parameter is really cut, and which of them this is."""
-    if cut is Cut.NONE:
-        return Share(0, 1)
-    if cut is Cut.ROWS_OR_NONE:
+    if cut is TensorCut.NONE:
+        return MappedShare(0, 1)
+    if cut is TensorCut.ROWS_OR_NONE:
         parts = full // local.shape[0] if local.shape[0] and full % local.shape[0] == 0 else share.ranks
         if parts and share.ranks % parts == 0:
-            return Share(share.rank * parts // share.ranks, parts)
+            return MappedShare(share.rank * parts // share.ranks, parts)
     return share
 
 
-def _check_shape(cut: Cut, local: Local, full: tuple[int, ...], share: Share) -> None:
-    axis = 1 if cut is Cut.COLUMNS else 0
+def _check_shape(cut: TensorCut, local: LocalParameter, full: tuple[int, ...], share: MappedShare) -> None:
+    axis = 1 if cut is TensorCut.COLUMNS else 0
     found = tuple(size * share.ranks if at == axis else size for at, size in enumerate(local.shape))
     if found != full:
         raise LayoutMismatch(
@@ -200,7 +208,7 @@ def _check_shape(cut: Cut, local: Local, full: tuple[int, ...], share: Share) ->
         )
 
 
-def _held(sections: Sequence[_Section], share: Share) -> Iterator[tuple[int, Run]]:
+def _held(sections: Sequence[_Section], share: MappedShare) -> Iterator[tuple[int, RowRun]]:
     """The runs of a shard, each with the local row at which it begins."""
     at = 0
     for section in sections:
@@ -217,27 +225,27 @@ def _sections(fusion: Fusion, rows: Sequence[int], heads: Heads) -> list[_Sectio
         return list(_delta_in(heads))
     if fusion is Fusion.DELTA_CONVOLUTION:
         key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
-        return [(Run(0, key),), (Run(key, key),), (Run(2 * key, value),)]
+        return [(RowRun(0, key),), (RowRun(key, key),), (RowRun(2 * key, value),)]
     if fusion is Fusion.GATED:
         if len(rows) == 1:
             half = rows[0] // 2
-            return [(Run(0, half),), (Run(half, half),)]
-        return [(Run(0, size, tensor=tensor),) for tensor, size in enumerate(rows)]
-    return [(Run(0, rows[0]),)]
+            return [(RowRun(0, half),), (RowRun(half, half),)]
+        return [(RowRun(0, size, tensor=tensor),) for tensor, size in enumerate(rows)]
+    return [(RowRun(0, rows[0]),)]
 
 
-def _qkv(heads: Heads, *, gated: bool) -> Iterator[Run]:
+def _qkv(heads: Heads, *, gated: bool) -> Iterator[RowRun]:
     size, each = heads.head_dim, heads.heads // heads.groups
     for group in range(heads.groups):
         if gated:
             first = group * each
             # q is served head by head, each with its query rows and then its gate rows.
             for half in range(2):
-                yield from (Run((2 * head + half) * size, size) for head in range(first, first + each))
+                yield from (RowRun((2 * head + half) * size, size) for head in range(first, first + each))
         else:
-            yield Run(group * each * size, each * size)
-        yield Run(group * size, size, tensor=1)
-        yield Run(group * size, size, tensor=2)
+            yield RowRun(group * each * size, each * size)
+        yield RowRun(group * size, size, tensor=1)
+        yield RowRun(group * size, size, tensor=2)
 
 
 def _delta_in(heads: Heads) -> Iterator[_Section]:
@@ -245,15 +253,15 @@ def _delta_in(heads: Heads) -> Iterator[_Section]:
     widths: Final = (heads.key_dim, heads.key_dim, values * heads.value_dim, values * heads.value_dim)
     at = 0
     for width in widths:
-        yield in_sequence(Run(head * sum(widths) + at, width) for head in range(heads.key_heads))
+        yield in_sequence(RowRun(head * sum(widths) + at, width) for head in range(heads.key_heads))
         at += width
     for half in range(2):
-        yield in_sequence(Run((2 * head + half) * values, values, tensor=1) for head in range(heads.key_heads))
+        yield in_sequence(RowRun((2 * head + half) * values, values, tensor=1) for head in range(heads.key_heads))
 
 
-def by_name(rules: Sequence[Rule]) -> Mapping[str, Rule]:
+def by_name(rules: Sequence[MappingRule]) -> Mapping[str, MappingRule]:
     """Rules by every name that they go by. A name stands for one rule only."""
-    named: dict[str, Rule] = {}
+    named: dict[str, MappingRule] = {}
     for rule in rules:
         for name in rule.trained:
             assert name not in named, f"two rules for {name!r}"

@@ -10,8 +10,8 @@ import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from .hf_model import Model, Place, body, decoder_layer, head, prediction_layer, prediction_parts
-from .parameter_mapping import Rule, by_name
+from .hf_model import LayerPlace, Model, body, decoder_layer, head, prediction_layer, prediction_parts
+from .parameter_mapping import MappingRule, by_name
 
 _LAYER: Final = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _PREDICTION: Final = re.compile(r"^mtp\.layers\.(\d+)\.(?:(mtp_model_layer|transformer_layer)\.)?(.+)$")
@@ -46,7 +46,7 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
 class Found(NamedTuple):
     """A parameter's rule, and where its served tensors are."""
 
-    rule: Rule
+    rule: MappingRule
     prefix: str
     expert: int | None
     """Global index; None for what is no expert's."""
@@ -93,7 +93,7 @@ def _in_prediction(match: re.Match[str], index: int, model: Model, expert_of: Ca
     return _within(place, match[3], f"mtp.layers.{index}." + (f"{inner}." if inner else ""), expert_of)
 
 
-def _within(place: Place, local: str, prefix: str, expert_of: Callable[[int], int]) -> Found | None:
+def _within(place: LayerPlace, local: str, prefix: str, expert_of: Callable[[int], int]) -> Found | None:
     name, expert = _expert(local)
     rule = by_name(place.rules).get(name)
     if rule is None:

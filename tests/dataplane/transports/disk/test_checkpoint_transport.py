@@ -12,7 +12,7 @@ from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.transports.disk.checkpoint_locks import Notes, SessionFolder
 from weightbus.dataplane.transports.disk.checkpoint_transport import DiskReceiver, DiskSender
 from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES
-from weightbus.dataplane.transports.interface import Session
+from weightbus.dataplane.transports.interface import TransferSession
 
 
 def checkpoint(root: Path, epoch: int) -> SessionFolder:
@@ -52,4 +52,4 @@ def test_notes_that_cannot_be_read_fail_the_transfer(tmp_path: Path, content: by
     target.mkdir()
     (target / NOTES).write_bytes(content)
     with pytest.raises(TransferFailed, match="is not a weightbus checkpoint"):
-        DiskReceiver._check(cast("DiskReceiver", None), target, cast("Session", None))
+        DiskReceiver._check(cast("DiskReceiver", None), target, cast("TransferSession", None))

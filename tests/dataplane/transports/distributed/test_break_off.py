@@ -12,7 +12,7 @@ import pytest
 
 from weightbus.dataplane.transports.distributed import engine_groups
 from weightbus.dataplane.transports.distributed.engine_groups import EngineGroups
-from weightbus.dataplane.transports.distributed.sidecar_receiver import HandingReceiver
+from weightbus.dataplane.transports.distributed.sidecar_receiver import SidecarReceiver
 
 EACH_S = 0.4
 COUNT = 8
@@ -43,7 +43,7 @@ class Entwined(Slow):
 
 
 def _by_receiver(groups: list[Any], root: Path) -> None:
-    receiver = HandingReceiver(root)
+    receiver = SidecarReceiver(root)
     receiver._groups = {str(number): group for number, group in enumerate(groups)}
     receiver._break_off()
     assert receiver._groups == {}

@@ -15,7 +15,7 @@ from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.staging_buffers import BucketPool
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.distributed import broadcast_group, engine_groups
-from weightbus.dataplane.transports.distributed.engine_groups import STILL_S, Behind, StoodStill, Stragglers
+from weightbus.dataplane.transports.distributed.engine_groups import STILL_S, Behind, Stalled, Stragglers
 from weightbus.dataplane.transports.interface import Minding, Peer, Receipt
 
 from ....kit.waiting import until
@@ -166,7 +166,7 @@ def test_who_has_not_done_what_the_others_have_done_long_since_stands_still() ->
     quick, slow = (Stragglers("to take a bucket", 0.0, STILL_S) for _ in range(2))
     quick.look([True, False, True], 0.1)
     look(quick, [True, False, True], 0.1, 10.3)
-    with pytest.raises(StoodStill, match=r"and 10\.4 s later") as stood:
+    with pytest.raises(Stalled, match=r"and 10\.4 s later") as stood:
         quick.look([True, False, True], 10.5)
     assert stood.value.members == (1,)
     slow.look([False, True], 20.0)
@@ -182,7 +182,7 @@ def test_nobody_stands_still_before_the_others_have_moved() -> None:
     look(stragglers, [True, False, False], 1000.1, 4000.0)
     stragglers.look([True, True, False], 4000.1)
     look(stragglers, [True, True, False], 4000.1, 16000.0)
-    with pytest.raises(StoodStill, match="to take a bucket") as stood:
+    with pytest.raises(Stalled, match="to take a bucket") as stood:
         look(stragglers, [True, True, False], 16000.0, 16020.0)
     assert stood.value.members == (2,)
 
@@ -193,7 +193,7 @@ def test_a_source_that_was_away_blames_nobody() -> None:
     stragglers.look([True, False], 0.1)
     for at in (60.0, 120.0, 180.0):
         stragglers.look([True, False], at)
-    with pytest.raises(StoodStill):
+    with pytest.raises(Stalled):
         look(stragglers, [True, False], 180.0, 190.0)
 
 
@@ -249,7 +249,7 @@ def test_who_keeps_the_others_from_a_bucket_is_named() -> None:
     """Whoever has come no further for long, however far the source believes to be."""
     behind = Behind(100.0)
     wait(behind, (3, 4, 4), 100.0, STILL_S - 1)
-    with pytest.raises(StoodStill, match="come to bucket 4") as stood:
+    with pytest.raises(Stalled, match="come to bucket 4") as stood:
         wait(behind, (3, 4, 4), 100.0 + STILL_S - 1, 3.0)
     assert stood.value.members == (0,)
 
@@ -266,7 +266,7 @@ def test_slow_ones_have_three_times_as_long_as_the_longest_step() -> None:
     wait(behind, (1, 0), 0.0, STILL_S - 1)
     wait(behind, (1, 1), STILL_S - 1, 0.1)  # a step of nine seconds
     wait(behind, (2, 1), STILL_S, 3 * STILL_S)
-    with pytest.raises(StoodStill) as stood:
+    with pytest.raises(Stalled) as stood:
         wait(behind, (2, 1), 4 * STILL_S, STILL_S)
     assert stood.value.members == (1,)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.transports.broadcast_order import Groups
+from weightbus.dataplane.transports.broadcast_order import GroupSettings
 from weightbus.dataplane.transports.distributed import engine_groups
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
-from weightbus.dataplane.transports.distributed.engine_groups import EngineGroups, StoodStill
+from weightbus.dataplane.transports.distributed.engine_groups import EngineGroups, Stalled
 
 from ....kit.waiting import until
 
@@ -41,7 +41,9 @@ def test_what_has_formed_is_let_go_of_whatever_kept_the_others_from_it(monkeypat
 
     monkeypatch.setattr(BroadcastGroup, "form", form)
     with pytest.raises(OSError, match="too many"):
-        EngineGroups.form(lambda: None, "g", "h", torch.device("cpu"), Groups(("g",), (), (1, 2)), Deadline(FORM_S))  # type: ignore[arg-type, return-value]
+        EngineGroups.form(
+            lambda: None, "g", "h", torch.device("cpu"), GroupSettings(("g",), (), (1, 2)), Deadline(FORM_S)
+        )  # type: ignore[arg-type, return-value]
     until(formed.broken.is_set, "the other group to be let go of", 10.0)
 
 
@@ -97,9 +99,9 @@ def test_an_engine_that_does_not_join_is_named_and_the_others_groups_are_let_go_
         return made[name]
 
     monkeypatch.setattr(BroadcastGroup, "form", form)
-    groups = Groups(("g",), (), (1, 2))
+    groups = GroupSettings(("g",), (), (1, 2))
     began = time.monotonic()
-    with pytest.raises(StoodStill, match="its group to form") as stood:
+    with pytest.raises(Stalled, match="its group to form") as stood:
         EngineGroups.form(lambda: None, "g", "h", torch.device("cpu"), groups, Deadline(FORM_S))  # type: ignore[arg-type, return-value]
     assert time.monotonic() - began < FORM_S / 2
     assert stood.value.members == (1,)

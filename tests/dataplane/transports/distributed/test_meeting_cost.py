@@ -23,8 +23,8 @@ from weightbus.dataplane.transports.distributed import (
     rendezvous_keys as meeting_module,
     sender as distributed,
 )
-from weightbus.dataplane.transports.distributed.engine_groups import StoodStill
-from weightbus.dataplane.transports.distributed.rendezvous_keys import Attendance, Meeting, holding
+from weightbus.dataplane.transports.distributed.engine_groups import Stalled
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Rendezvous, RendezvousKeys, holding
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.interface import Address, Peer
 
@@ -92,7 +92,7 @@ class Fleet:
         monkeypatch.setattr(DistributedSender, "_apart", False)
         self.address: Address = self.leader.offer(self.session, [Peer(name, 1) for name in self.names])
         assert self.leader._store is not None
-        self._words = Meeting(join_store(self.leader._store), 1, self.address.token)
+        self._words = Rendezvous(join_store(self.leader._store), 1, self.address.token)
         """Engines speak under the same token."""
         self.say("came", holding((), by_sidecar=True))
         self.say("joined", "")
@@ -146,7 +146,7 @@ def test_what_all_said_takes_as_many_calls_however_many_they_are(said: int) -> N
     for engines in (2, 50, 400):
         store, token = serve_store("127.0.0.1"), new_token()
         counting, names = Counting(join_store(store)), [f"e{number}" for number in range(engines)]
-        meeting = Meeting(cast("Store", counting), 1, token, names)
+        meeting = Rendezvous(cast("Store", counting), 1, token, names)
         words = {name: f"word of {name}" for name in names[:said]}
         for name, word in words.items():
             meeting.announce(f"at/{name}", word)
@@ -216,7 +216,7 @@ def test_one_of_many_that_keeps_the_others_from_a_bucket_is_named(
     named, fail_all = list[tuple[int, ...]](), fleet.leader._fail_all
 
     def noting(error: DataplaneError) -> None:
-        if isinstance(error, StoodStill):
+        if isinstance(error, Stalled):
             named.append(error.members)
         fail_all(error)
 
@@ -266,8 +266,8 @@ def test_a_receiver_that_waits_leaves_the_store_to_others(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(meeting_module, "reach_store", reach)
     store, token = serve_store("127.0.0.1"), new_token()
-    meeting = Meeting(join_store(store), 1, token, ["e0"])
-    attendance = Attendance(f"tcp://127.0.0.1:{store.port}", 1, "e0", token)
+    meeting = Rendezvous(join_store(store), 1, token, ["e0"])
+    attendance = RendezvousKeys(f"tcp://127.0.0.1:{store.port}", 1, "e0", token)
     attendance.begin()
     meeting.announce("group", "g")
     attendance.group(Deadline(DEADLINE_S))
@@ -305,6 +305,6 @@ def test_what_was_said_first_is_not_lost() -> None:
             return call
 
     store, token = serve_store("127.0.0.1"), new_token()
-    meeting = Meeting(cast("Store", Late(join_store(store))), 1, token, ["e0", "e1"])
-    Meeting(join_store(store), 1, token).announce("came/e1", "x")
+    meeting = Rendezvous(cast("Store", Late(join_store(store))), 1, token, ["e0", "e1"])
+    Rendezvous(join_store(store), 1, token).announce("came/e1", "x")
     assert meeting.heard_from("came", ["e0", "e1"]) == {"e1": "x"}

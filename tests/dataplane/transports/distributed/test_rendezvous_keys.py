@@ -13,7 +13,7 @@ from weightbus.dataplane.errors import Forged, PeerLost, StaleSession, TransferF
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import new_token
 from weightbus.dataplane.processes.rendezvous_store import serve_store
-from weightbus.dataplane.transports.distributed.rendezvous_keys import Attendance, Meeting, source_name
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Rendezvous, RendezvousKeys, source_name
 
 EPOCH = 7
 
@@ -23,8 +23,8 @@ def stranger_at(store: TCPStore) -> TCPStore:
     return TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
 
 
-def attend(store: TCPStore, token: str, epoch: int = EPOCH, name: str = "e0") -> Attendance:
-    attendance = Attendance(f"tcp://127.0.0.1:{store.port}", epoch, name, token)
+def attend(store: TCPStore, token: str, epoch: int = EPOCH, name: str = "e0") -> RendezvousKeys:
+    attendance = RendezvousKeys(f"tcp://127.0.0.1:{store.port}", epoch, name, token)
     attendance.begin()
     return attendance
 
@@ -39,7 +39,7 @@ def until(what: Callable[[], object]) -> None:
 def test_both_sides_hear_each_other() -> None:
     """What is said under one token arrives as it was said, whatever characters it has."""
     store, token = serve_store("127.0.0.1"), new_token()
-    meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
+    meeting, attendance = Rendezvous(store, EPOCH, token), attend(store, token)
     attendance.say("came", "grüppe", Deadline(10))
     assert meeting.heard("came", "e0") == "grüppe"
     assert meeting.heard("failed", "e0") is None
@@ -60,10 +60,10 @@ def test_a_stranger_cannot_speak_for_an_engine(step: str) -> None:
     for write in (
         lambda store: store.set(f"weightbus/{EPOCH}/{step}/e0", "x"),
         lambda store: store.set(f"weightbus/{EPOCH}/{step}/e0", "0" * 64 + "x"),
-        lambda store: Meeting(store, EPOCH, new_token()).announce(f"{step}/e0", "x"),
+        lambda store: Rendezvous(store, EPOCH, new_token()).announce(f"{step}/e0", "x"),
     ):
         store = serve_store("127.0.0.1")
-        meeting = Meeting(store, EPOCH, new_token())
+        meeting = Rendezvous(store, EPOCH, new_token())
         write(stranger_at(store))
         if step != "failed":
             assert meeting.heard(step, "e0") is None
@@ -74,7 +74,7 @@ def test_a_stranger_cannot_speak_for_an_engine(step: str) -> None:
 def test_a_word_cannot_be_moved() -> None:
     """What one engine said is not what another said, nor what it said of another step or in another epoch."""
     store, token = serve_store("127.0.0.1"), new_token()
-    meeting = Meeting(store, EPOCH, token)
+    meeting = Rendezvous(store, EPOCH, token)
     attendance = attend(store, token)
     attendance.say("came", "", Deadline(10))
     attendance.close()
@@ -83,15 +83,15 @@ def test_a_word_cannot_be_moved() -> None:
         other.set(f"weightbus/{EPOCH}/{where}", said.decode())
         assert meeting.heard(*where.split("/")) is None
     other.set(f"weightbus/{EPOCH + 1}/came/e0", said.decode())
-    assert Meeting(store, EPOCH + 1, token).heard("came", "e0") is None
+    assert Rendezvous(store, EPOCH + 1, token).heard("came", "e0") is None
 
 
 @pytest.mark.parametrize("what", ["group", "formed", "over"])
 def test_a_stranger_cannot_speak_for_the_sender(what: str) -> None:
     """An engine joins no group that its sender did not name."""
     store, token = serve_store("127.0.0.1"), new_token()
-    Meeting(store, EPOCH, token)
-    Meeting(stranger_at(store), EPOCH, new_token()).announce(what, "evil")
+    Rendezvous(store, EPOCH, token)
+    Rendezvous(stranger_at(store), EPOCH, new_token()).announce(what, "evil")
     attendance = attend(store, token)
     with pytest.raises(Forged, match="stranger"):
         attendance.group(Deadline(10))
@@ -102,7 +102,7 @@ def test_a_stranger_cannot_speak_for_the_sender(what: str) -> None:
 def test_another_epoch_is_stale(found: str) -> None:
     """The one bare word in the store can only send an engine away."""
     store, token = serve_store("127.0.0.1"), new_token()
-    Meeting(store, EPOCH, token)
+    Rendezvous(store, EPOCH, token)
     stranger_at(store).set("weightbus/epoch", found)
     attendance = attend(store, token)
     with pytest.raises((StaleSession, PeerLost)):
@@ -113,10 +113,10 @@ def test_another_epoch_is_stale(found: str) -> None:
 def test_another_epoch_that_begins_ends_this_one() -> None:
     """Whoever waits finds it, though nobody has told him that his own is over."""
     store, token = serve_store("127.0.0.1"), new_token()
-    meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
+    meeting, attendance = Rendezvous(store, EPOCH, token), attend(store, token)
     attendance.say("came", "", Deadline(10))
     meeting.clear()
-    Meeting(store, EPOCH + 1, new_token())
+    Rendezvous(store, EPOCH + 1, new_token())
     with pytest.raises(StaleSession, match=f"of epoch {EPOCH + 1}"):
         attendance.group(Deadline(10))
     attendance.close()
@@ -126,7 +126,7 @@ def test_another_epoch_that_begins_ends_this_one() -> None:
 def test_a_wait_can_be_called_off(when: str) -> None:
     """From another thread, at once; the sender is still told why."""
     store, token = serve_store("127.0.0.1"), new_token()
-    meeting, attendance = Meeting(store, EPOCH, token), attend(store, token)
+    meeting, attendance = Rendezvous(store, EPOCH, token), attend(store, token)
     timer = threading.Timer(0.0 if when == "before" else 0.2, attendance.cancel, ("gone on",))
     timer.start()
     if when == "before":
@@ -142,9 +142,9 @@ def test_a_wait_can_be_called_off(when: str) -> None:
 def test_an_epoch_leaves_nothing_behind() -> None:
     """Whatever was said by whomever: a store serves thousands of them."""
     store, token = serve_store("127.0.0.1"), new_token()
-    Meeting(store, EPOCH, token)
+    Rendezvous(store, EPOCH, token)
     before = store.num_keys()
-    meeting = Meeting(store, EPOCH, token, ["e0", "silent"], [source_name(1)])
+    meeting = Rendezvous(store, EPOCH, token, ["e0", "silent"], [source_name(1)])
     engine, source = attend(store, token), attend(store, token, name=source_name(1))
     for step in ("came", "joined", "at", "done", "failed"):
         engine.say(step, "x", Deadline(10))
@@ -161,7 +161,7 @@ def test_an_epoch_leaves_nothing_behind() -> None:
 
 def test_an_address_that_is_none_is_said() -> None:
     """To whoever waits, and before anybody is looked for."""
-    attendance = Attendance("udp://127.0.0.1:1", EPOCH, "e0", new_token())
+    attendance = RendezvousKeys("udp://127.0.0.1:1", EPOCH, "e0", new_token())
     attendance.begin()
     with pytest.raises(TransferFailed, match="expected tcp://"):
         attendance.group(Deadline(10))

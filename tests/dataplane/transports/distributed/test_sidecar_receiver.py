@@ -26,7 +26,7 @@ from weightbus.dataplane.transports.distributed import (
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
 from weightbus.dataplane.transports.distributed.receiver import DistributedReceiver
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
-from weightbus.dataplane.transports.distributed.sidecar_receiver import HandingReceiver
+from weightbus.dataplane.transports.distributed.sidecar_receiver import SidecarReceiver
 from weightbus.dataplane.transports.interface import Peer, Receipt, Sender, SharedBucket
 
 from ....kit.waiting import until
@@ -187,7 +187,7 @@ def test_a_group_that_forms_too_late_is_left(
 ) -> None:
     """Nobody knows of it any more: its connections and threads would be there as long as the sidecar."""
     forms, goes_on, broken = threading.Event(), threading.Event(), threading.Event()
-    form = HandingReceiver._form
+    form = SidecarReceiver._form
 
     class Late:
         def abort(self) -> None:
@@ -198,7 +198,7 @@ def test_a_group_that_forms_too_late_is_left(
         assert goes_on.wait(PATIENCE_S)
         return Late()
 
-    monkeypatch.setattr(HandingReceiver, "_form", late)
+    monkeypatch.setattr(SidecarReceiver, "_form", late)
     sender, engine = places.sender(KIND), make("e")
 
     def call_off() -> None:
@@ -211,7 +211,7 @@ def test_a_group_that_forms_too_late_is_left(
     calling.join()
     goes_on.set()
     assert broken.wait(PROMPT_S)
-    monkeypatch.setattr(HandingReceiver, "_form", form)
+    monkeypatch.setattr(SidecarReceiver, "_form", form)
     assert isinstance(run(sender, (engine,), pool, 2)[0], Receipt)
 
 

@@ -18,12 +18,12 @@ from weightbus.dataplane.processes import rendezvous_store as rendezvous
 from weightbus.dataplane.processes.mac_frames import new_token
 from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports.broadcast_order import Groups, Sources
+from weightbus.dataplane.transports.broadcast_order import GroupSettings, Sources
 from weightbus.dataplane.transports.distributed import engine_groups, source_rank
-from weightbus.dataplane.transports.distributed.rendezvous_keys import Meeting, source_name
+from weightbus.dataplane.transports.distributed.rendezvous_keys import Rendezvous, source_name
 from weightbus.dataplane.transports.distributed.sender import DistributedSender
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
-from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Session
+from weightbus.dataplane.transports.interface import Address, Peer, Receipt, TransferSession
 
 from ....kit.waiting import has_ipv6
 from ...loopback import CHANNEL, Places, make_bytes, make_manifest, make_session, send_all, wanted
@@ -67,7 +67,7 @@ class Stand:
         for engine in self.engines:
             self._note_joins(engine)
 
-    def offer(self, epoch: int, version: int) -> tuple[Session, Address]:
+    def offer(self, epoch: int, version: int) -> tuple[TransferSession, Address]:
         """Begin a session of two sources, and have the engines come to it."""
         session = make_session(epoch, version, self.manifest)
         self.leader.divide(TWO)
@@ -81,7 +81,7 @@ class Stand:
         buckets = make_bytes(self.manifest, version)
         return [buckets[index] for index in TWO.own(1)]
 
-    def serve(self, session: Session, deadline_s: float) -> None:
+    def serve(self, session: TransferSession, deadline_s: float) -> None:
         """Until the session ends, whichever way."""
         try:
             self.leader.ready(deadline_s)
@@ -349,17 +349,17 @@ class Leader:
 
     def __init__(self) -> None:
         self.store = serve_store("127.0.0.1")
-        self.meeting: Meeting | None = None
+        self.meeting: Rendezvous | None = None
 
     def begin(self, epoch: int) -> Address:
         """What was said before is forgotten."""
         if self.meeting is not None:
             self.meeting.clear()
         token = new_token()
-        self.meeting = Meeting(join_store(self.store), epoch, token, sources=[source_name(1)])
+        self.meeting = Rendezvous(join_store(self.store), epoch, token, sources=[source_name(1)])
         return Address(f"tcp://127.0.0.1:{self.store.port}", "g", "gloo", 2, token)
 
-    def await_source(self) -> Meeting:
+    def await_source(self) -> Rendezvous:
         """Until it has come to this epoch."""
         meeting = self.meeting
         assert meeting is not None
@@ -444,7 +444,7 @@ def test_a_group_that_forms_when_its_session_is_over_is_left(
     leader = Leader()
     other.begin(leader.begin(1), 1, Sources((0, 1)), [torch.zeros(8)], 600.0, filled=1)
     said = leader.await_source()
-    said.announce("group", Groups(("g", "g-source1"), (0, 1)).encode())
+    said.announce("group", GroupSettings(("g", "g-source1"), (0, 1)).encode())
     assert forms.wait(PROMPT_S)
     said.announce("over", "an engine did not come")
     other.wait_free(1)
@@ -483,7 +483,7 @@ def serve_alone(leader: Leader, other: SourceRank, epoch: int) -> str | None:
     """A session of the other source that ends well; what it said that it holds."""
     other.begin(leader.begin(epoch), epoch, Sources((0, 1)), [torch.zeros(8)], 60.0, filled=1)
     said = leader.await_source()
-    said.announce("group", Groups(("g", Formed.name), (0, 1)).encode())
+    said.announce("group", GroupSettings(("g", Formed.name), (0, 1)).encode())
     until("its session to end", lambda: "weightbus-source-rank" not in names())
     assert other.failure == ""
     return said.heard("came", source_name(1))
@@ -567,7 +567,7 @@ def test_a_store_that_goes_while_a_group_forms_holds_nobody(other: SourceRank, m
 
     monkeypatch.setattr(source_rank, "reach_store", too_late)
     other.begin(address, 1, Sources((0, 1)), [torch.zeros(8)], 600.0, filled=1)
-    leader.await_source().announce("group", Groups(("g", "g-source1"), (0, 1)).encode())
+    leader.await_source().announce("group", GroupSettings(("g", "g-source1"), (0, 1)).encode())
     began = time.monotonic()
     other.wait_free(1)
     until("nobody to look for it", lambda: "weightbus-source" not in names())

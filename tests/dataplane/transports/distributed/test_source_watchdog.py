@@ -25,7 +25,7 @@ from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
-from weightbus.dataplane.transports.distributed.source_watchdog import Connections, StandIn, connections_of
+from weightbus.dataplane.transports.distributed.source_watchdog import Connections, SourceWatchdog, connections_of
 from weightbus.dataplane.transports.interface import Address, Peer
 
 from ....kit.waiting import has_ipv6, readable, until
@@ -36,10 +36,10 @@ SILENCE_S = 1.5
 AT_ONCE_S = 10.0
 SOURCE = """
 import socket, sys
-from weightbus.dataplane.transports.distributed.source_watchdog import Connections, StandIn
+from weightbus.dataplane.transports.distributed.source_watchdog import Connections, SourceWatchdog
 connections = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(2)]
 held = Connections([each.detach() for each in connections])
-stand_in = StandIn([held], float(sys.argv[2]))
+stand_in = SourceWatchdog([held], float(sys.argv[2]))
 for line in sys.stdin:
     word = line.strip()
     if word == "close":
@@ -176,7 +176,7 @@ def test_a_stand_in_that_hears_nothing_holds_nobody() -> None:
     """Its pipe is full at last: a rank that trains does not wait in it."""
     here, there = socket.socketpair()
     with here, there:
-        stand_in = StandIn([Connections([os.dup(here.fileno())])])
+        stand_in = SourceWatchdog([Connections([os.dup(here.fileno())])])
         assert stand_in._line is not None
         os.kill(stand_in._line.process.pid, signal.SIGSTOP)
         said = threading.Thread(target=lambda: [stand_in.use(True) for _ in range(1 << 17)], daemon=True)

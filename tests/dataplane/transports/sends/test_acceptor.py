@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import SealedFrames
+from weightbus.dataplane.processes.mac_frames import MacFrames
 from weightbus.dataplane.transports.sends import messages as wire
-from weightbus.dataplane.transports.sends.acceptor import Doorman
+from weightbus.dataplane.transports.sends.acceptor import Acceptor
 
 from ....kit.waiting import until
 
@@ -51,12 +51,12 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> list[Flaky]:
 
 def test_a_connection_that_cannot_be_accepted_closes_no_door(sockets: list[Flaky]) -> None:
     """A process may have too many files open for a moment: whoever comes then, or later, is greeted."""
-    door = Doorman("127.0.0.1", TOKEN)
+    door = Acceptor("127.0.0.1", TOKEN)
     try:
         until(lambda: sockets[0].left == 0)
-        frames = SealedFrames.reach(door.address, TOKEN, Deadline(WAIT_S))
+        frames = MacFrames.reach(door.address, TOKEN, Deadline(WAIT_S))
         wire.say(frames, wire.Finished(), Deadline(WAIT_S))
-        found: list[tuple[SealedFrames, wire.ToSender]] = []
+        found: list[tuple[MacFrames, wire.ToSender]] = []
         until(lambda: bool(found.extend(door.came()) or found))
         assert found[0][1] == wire.Finished()
         for each in (frames, found[0][0]):
@@ -68,7 +68,7 @@ def test_a_connection_that_cannot_be_accepted_closes_no_door(sockets: list[Flaky
 def test_a_door_that_is_closed_stays_closed() -> None:
     """And whoever stood at it goes home."""
     before = set(threading.enumerate())
-    door = Doorman("127.0.0.1", TOKEN)
+    door = Acceptor("127.0.0.1", TOKEN)
 
     door.close()
 

@@ -6,7 +6,7 @@ import pytest
 
 from weightbus.dataplane.reshard.send_schedule import MIN_PAIR_BYTES
 from weightbus.dataplane.transports.sends import chunk_limit as turn_ceiling
-from weightbus.dataplane.transports.sends.chunk_limit import FIRST, LESS, Ceiling
+from weightbus.dataplane.transports.sends.chunk_limit import FIRST, LESS, ChunkLimit
 
 MOST = 1024 * MIN_PAIR_BYTES
 
@@ -15,7 +15,7 @@ class Sender:
     """Versions over a link that carries so many bytes in a turn, each tried until it comes through."""
 
     def __init__(self) -> None:
-        self.ceiling = Ceiling()
+        self.ceiling = ChunkLimit()
         self.versions = 0
         self.failed: list[int] = []
         """Versions that needed another attempt, once for each."""
@@ -43,7 +43,7 @@ def test_nothing_is_cut_where_all_goes_well() -> None:
 
 def test_every_failure_takes_an_eighth_and_none_less_than_the_least() -> None:
     """With the advice of the error from there on."""
-    ceiling, sizes = Ceiling(), list[int]()
+    ceiling, sizes = ChunkLimit(), list[int]()
     for _ in range(6):
         sizes.append(ceiling.under(MOST))
         ceiling.lower(sizes[-1], MOST)
@@ -54,14 +54,14 @@ def test_every_failure_takes_an_eighth_and_none_less_than_the_least() -> None:
 
 def test_what_failed_is_what_was_tried() -> None:
     """Which may be less than a group of that size could have: schedules stay when a group shrinks."""
-    ceiling = Ceiling()
+    ceiling = ChunkLimit()
     ceiling.lower(MOST // 8, MOST)
     assert ceiling.under(MOST) == MOST // 8 // LESS
 
 
 def test_a_rank_that_sends_to_more_gives_each_of_them_less() -> None:
     """Link and memory are the rank's, and not a pair's."""
-    ceiling = Ceiling()
+    ceiling = ChunkLimit()
     ceiling.lower(MOST, MOST)
     assert ceiling.under(MOST // 4) == MOST // 4 // LESS
 

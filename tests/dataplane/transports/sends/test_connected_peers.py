@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from weightbus.dataplane.transports.interface import Group
-from weightbus.dataplane.transports.sends.connected_peers import MOST_STOOD, Formed, Stood, seen_by
+from weightbus.dataplane.transports.sends.connected_peers import MOST_STOOD, Formed, StalledPeers, seen_by
 
 
-def have(*names: str) -> Stood:
+def have(*names: str) -> StalledPeers:
     """Groups of one engine each, used for version 1."""
-    stood = Stood()
+    stood = StalledPeers()
     stood.turn_to(1)
     for name in names:
         stood.keep(Formed(f"g-{name}", f"members of {name}", frozenset({name})))

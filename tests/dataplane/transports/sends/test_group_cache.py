@@ -11,9 +11,9 @@ import pytest
 
 from weightbus.dataplane.transports.interface import JOIN_S
 from weightbus.dataplane.transports.sends import group_cache as standing
-from weightbus.dataplane.transports.sends.group_cache import Standing
-from weightbus.dataplane.transports.sends.group_forming import Forming
-from weightbus.dataplane.transports.sends.p2p_group import PairGroup
+from weightbus.dataplane.transports.sends.group_cache import GroupCache
+from weightbus.dataplane.transports.sends.group_forming import GroupForming
+from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.dataplane.transports.sends.sender import FORM_S
 
 
@@ -31,9 +31,9 @@ class Group:
         self.end = "dropped"
 
 
-def kept(group: Group, keep_s: float = 100.0) -> Standing:
-    made = Standing()
-    made.keep("g1", cast("PairGroup", group), keep_s)
+def kept(group: Group, keep_s: float = 100.0) -> GroupCache:
+    made = GroupCache()
+    made.keep("g1", cast("P2PGroup", group), keep_s)
     return made
 
 
@@ -45,7 +45,7 @@ def test_a_group_is_used_by_one_at_a_time() -> None:
     assert cast("Group", stands.take("g1")) is group
     assert stands.names == ()
     assert stands.take("g1") is None
-    stands.keep("g1", cast("PairGroup", group), 100.0)
+    stands.keep("g1", cast("P2PGroup", group), 100.0)
     assert stands.names == ("g1",)
     assert group.end == ""
     stands.discard()
@@ -67,13 +67,13 @@ def test_a_group_of_which_nobody_speaks_any_more_is_let_go_of(by: str) -> None:
 def test_groups_of_turns_stay_beside_each_other() -> None:
     """As long as whoever leads names them; the others go, and only they."""
     groups = {name: Group() for name in ("g1", "g2", "g3")}
-    stands = Standing()
+    stands = GroupCache()
     for name, group in groups.items():
-        stands.keep(name, cast("PairGroup", group), 100.0)
+        stands.keep(name, cast("P2PGroup", group), 100.0)
     assert cast("Group", stands.take("g2", ("g3",))) is groups["g2"]
     assert stands.names == ("g3",)
     assert [each.end for each in groups.values()] == ["dropped", "", ""]
-    stands.keep("g2", cast("PairGroup", groups["g2"]), 100.0)
+    stands.keep("g2", cast("P2PGroup", groups["g2"]), 100.0)
     assert stands.names == ("g3", "g2")
     stands.discard()
     assert [each.end for each in groups.values()] == ["dropped"] * 3
@@ -147,7 +147,7 @@ def test_a_group_in_use_is_not_let_go_of(clocks: list[Clock]) -> None:
     group = Group()
     stands = kept(group)
     assert stands.take("g1") is not None
-    stands.keep("g1", cast("PairGroup", group), 100.0)
+    stands.keep("g1", cast("P2PGroup", group), 100.0)
     clocks[0].come()
     assert (stands.names, group.end) == (("g1",), "")
     clocks[1].come()
@@ -158,11 +158,11 @@ def test_a_group_that_was_let_go_of_takes_no_other_with_it(clocks: list[Clock]) 
     """Of the same name, and of which the time has not come: neither when it goes, nor later."""
     first, second, third = Group(), Group(), Group()
     stands = kept(first)
-    stands.keep("g1", cast("PairGroup", second), 100.0)
+    stands.keep("g1", cast("P2PGroup", second), 100.0)
     assert (first.end, second.end) == ("dropped", "")
     stands.discard()
     assert second.end == "dropped"
-    stands.keep("g1", cast("PairGroup", third), 100.0)
+    stands.keep("g1", cast("P2PGroup", third), 100.0)
     for each in clocks[:2]:
         each.come()
     assert (stands.names, third.end) == (("g1",), "")
@@ -186,8 +186,8 @@ def test_what_forms_under_another_name_is_not_taken() -> None:
         def result(self) -> Group:
             return Group()
 
-    stands, forms = Standing(), Forms()
-    stands.begin(cast("Forming", forms))
+    stands, forms = GroupCache(), Forms()
+    stands.begin(cast("GroupForming", forms))
     assert stands.take("g1") is None
     assert forms.discarded
 
@@ -205,10 +205,10 @@ def test_what_forms_and_is_not_asked_for_is_called_off(how: str) -> None:
         def discard(self) -> None:
             self.discarded += 1
 
-    stands, first, second = Standing(), Forms(), Forms()
-    stands.begin(cast("Forming", first))
+    stands, first, second = GroupCache(), Forms(), Forms()
+    stands.begin(cast("GroupForming", first))
     if how == "another begins to form":
-        stands.begin(cast("Forming", second))
+        stands.begin(cast("GroupForming", second))
     elif how == "nothing is kept any more":
         stands.discard()
     else:
@@ -236,7 +236,7 @@ def test_a_group_that_forms_leaves_the_kept_one_alone() -> None:
     for used in ("g1", "early"):
         group, other, forms = Group(), Group(), Forms()
         stands = kept(group)
-        stands.begin(cast("Forming", forms))
+        stands.begin(cast("GroupForming", forms))
         assert stands.names == ("g1",)
         assert cast("Group", stands.take(used)) is (group if used == "g1" else other)
         assert group.end == ("" if used == "g1" else "dropped")

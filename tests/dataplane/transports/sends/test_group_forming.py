@@ -13,14 +13,14 @@ from weightbus.dataplane.errors import DeadlineExceeded, PeerLost
 from weightbus.dataplane.processes.rendezvous_store import serve_store
 from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import group_forming as joining
-from weightbus.dataplane.transports.sends.group_forming import Forming, join
+from weightbus.dataplane.transports.sends.group_forming import GroupForming, join
 from weightbus.dataplane.transports.sends.nixl_group import NixlGroup
-from weightbus.dataplane.transports.sends.p2p_group import NOBODY, PairGroup
+from weightbus.dataplane.transports.sends.p2p_group import NOBODY, P2PGroup
 
 from ....kit.waiting import until
 
 
-class Dropped(PairGroup):
+class Dropped(P2PGroup):
     """A group that says whether it was let go of."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Slow:
         self.go_on, self.begun, self.group = threading.Event(), threading.Event(), Dropped()
         self.ends: dict[str, frozenset[int]] = {}
 
-    def join(self, *_: object, **ends: frozenset[int]) -> PairGroup:
+    def join(self, *_: object, **ends: frozenset[int]) -> P2PGroup:
         self.ends = ends
         self.begun.set()
         assert self.go_on.wait(60.0)
@@ -52,9 +52,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made.go_on.set()
 
 
-def forming(form_s: float = 60.0) -> Forming:
+def forming(form_s: float = 60.0) -> GroupForming:
     where = Group(store="tcp://127.0.0.1:1", name="g", size=2, rank=0, form_s=form_s, turn_s=1.0, ranks=1)
-    return Forming(where, torch.device("cpu"))
+    return GroupForming(where, torch.device("cpu"))
 
 
 def test_who_asks_has_the_group(slow: Slow) -> None:
@@ -97,7 +97,7 @@ def test_what_forms_too_late_is_let_go_of(slow: Slow) -> None:
 def test_every_rank_is_connected_with_every_worker(slow: Slow, rank: int, to: set[int], from_: set[int]) -> None:
     """Before anybody knows who sends to whom: whom one end names the other one names too, or both wait for ever."""
     where = Group(store="tcp://127.0.0.1:1", name="g", size=5, rank=rank, form_s=60.0, turn_s=1.0, ranks=2)
-    under_way = Forming(where, torch.device("cpu"))
+    under_way = GroupForming(where, torch.device("cpu"))
     assert slow.begun.wait(60.0)
     assert slow.ends == {"to": to, "from_": from_}
     under_way.discard()
@@ -108,7 +108,7 @@ def test_every_rank_is_connected_with_every_worker(slow: Slow, rank: int, to: se
 def test_a_large_group_connects_no_pairs_ahead(slow: Slow, rank: int, workers: int) -> None:
     """Each costs time and memory, and most of them will exchange nothing. All members find the same."""
     where = Group(store="tcp://127.0.0.1:1", name="g", size=8 + workers, rank=rank, form_s=60.0, turn_s=1.0, ranks=8)
-    under_way = Forming(where, torch.device("cpu"))
+    under_way = GroupForming(where, torch.device("cpu"))
     assert slow.begun.wait(60.0)
     others = (
         {"to": frozenset(range(8, 16)), "from_": NOBODY} if rank < 8 else {"to": NOBODY, "from_": frozenset(range(8))}
@@ -117,7 +117,7 @@ def test_a_large_group_connects_no_pairs_ahead(slow: Slow, rank: int, workers: i
     under_way.discard()
 
 
-@pytest.mark.parametrize("kind", [PairGroup, NixlGroup])
+@pytest.mark.parametrize("kind", [P2PGroup, NixlGroup])
 def test_those_with_whom_messages_are_exchanged_are_connected(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
     """As both ends have named them."""
     asked: list[Any] = []

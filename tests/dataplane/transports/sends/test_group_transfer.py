@@ -19,11 +19,11 @@ from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.rendezvous_store import serve_store
 from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import group_transfer as passage
-from weightbus.dataplane.transports.sends.group_cache import Standing
-from weightbus.dataplane.transports.sends.group_transfer import Passage
+from weightbus.dataplane.transports.sends.group_cache import GroupCache
+from weightbus.dataplane.transports.sends.group_transfer import GroupTransfer
 from weightbus.dataplane.transports.sends.nixl_group import NixlGroup
-from weightbus.dataplane.transports.sends.p2p_group import PairGroup, Parcel
-from weightbus.dataplane.transports.sends.send_queue import Exchange
+from weightbus.dataplane.transports.sends.p2p_group import P2PChunk, P2PGroup
+from weightbus.dataplane.transports.sends.send_queue import QueuePair
 
 from ....kit.waiting import until
 
@@ -49,7 +49,7 @@ def test_whoever_comes_too_late_for_the_store_ends_at_once() -> None:
         port = nobody.getsockname()[1]
     began = time.monotonic()
     with pytest.raises(PeerLost, match="store"):
-        Passage(group(port), 1, torch.device("cpu")).run(lambda _group: None, lambda: "", lambda: None)
+        GroupTransfer(group(port), 1, torch.device("cpu")).run(lambda _group: None, lambda: "", lambda: None)
     for thread in passing():
         thread.join(FORM_S)
     assert not passing()
@@ -61,7 +61,7 @@ def test_a_store_that_is_there_is_joined() -> None:
     server = serve_store("127.0.0.1")
     where = group(server.port, size=1, rank=0)
     moved: list[bool] = []
-    Passage(where, 0, torch.device("cpu")).run(lambda _group: moved.append(True), lambda: "", lambda: None)
+    GroupTransfer(where, 0, torch.device("cpu")).run(lambda _group: moved.append(True), lambda: "", lambda: None)
     assert moved == [True]
 
 
@@ -71,14 +71,14 @@ def test_whoever_is_called_off_frees_the_others() -> None:
     moving = [threading.Event(), threading.Event()]
 
     def take(rank: int) -> None:
-        def move(group: Exchange) -> None:
+        def move(group: QueuePair) -> None:
             moving[rank].set()
-            group.post((), [Parcel(torch.zeros(8, dtype=torch.uint8), 1 - rank)]).wait(Deadline(LONG_S))
+            group.post((), [P2PChunk(torch.zeros(8, dtype=torch.uint8), 1 - rank)]).wait(Deadline(LONG_S))
 
         def called_off() -> str:
             return "enough" if rank and all(each.is_set() for each in moving) else ""
 
-        Passage(group(server.port, rank=rank), rank, torch.device("cpu")).run(move, called_off, lambda: None)
+        GroupTransfer(group(server.port, rank=rank), rank, torch.device("cpu")).run(move, called_off, lambda: None)
 
     began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
@@ -88,7 +88,7 @@ def test_whoever_is_called_off_frees_the_others() -> None:
     assert time.monotonic() - began < LONG_S / 2
 
 
-class Toy(PairGroup):
+class Toy(P2PGroup):
     """A group of one, which says when it was broken."""
 
     def __init__(self, said: list[str]) -> None:
@@ -109,14 +109,14 @@ class Course:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.group: PairGroup | NixlGroup = Toy(self.said)
+        self.group: P2PGroup | NixlGroup = Toy(self.said)
         self.form, self.joining = threading.Event(), threading.Event()
         """It has formed; somebody waits for that."""
-        self.standing = Standing()
+        self.standing = GroupCache()
         self.asked: dict[str, Any] = {}
         self.form.set()
 
-    def join(self, where: Group, _device: torch.device, **asked: Any) -> PairGroup | NixlGroup:
+    def join(self, where: Group, _device: torch.device, **asked: Any) -> P2PGroup | NixlGroup:
         self.asked = {"rank": where.rank, **asked}
         self.joining.set()
         assert self.form.wait(LONG_S)
@@ -128,13 +128,13 @@ class Course:
         does = {"move": self.move, "called_off": str, "beat": lambda: None, **does}
         where = msgspec.structs.replace(group(1, 1, 0), stands=stands, keep_s=LONG_S, form_s=form_s)
         try:
-            Passage(where, 0, torch.device("cpu"), standing=self.standing, others=others).run(**does)
+            GroupTransfer(where, 0, torch.device("cpu"), standing=self.standing, others=others).run(**does)
         except DataplaneError as error:
             self.said.append(f"raised: {error}")
             raise
         self.said.append("returned")
 
-    def move(self, _group: Exchange) -> None:
+    def move(self, _group: QueuePair) -> None:
         self.said.append("moved")
 
     def over(self) -> None:
@@ -156,15 +156,15 @@ def test_a_group_in_which_all_has_moved_is_kept_before_anybody_hears_of_it(
     course: Course, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next epoch may begin at once, and use it; those of other turns stay beside it, and no others."""
-    keep = Standing.keep
+    keep = GroupCache.keep
 
-    def slowly(standing: Standing, *arguments: Any) -> None:
+    def slowly(standing: GroupCache, *arguments: Any) -> None:
         time.sleep(0.2)
         keep(standing, *arguments)
 
     for name in ("of another turn", "of nobody"):
         course.standing.keep(name, Toy([]), LONG_S)
-    monkeypatch.setattr(Standing, "keep", slowly)
+    monkeypatch.setattr(GroupCache, "keep", slowly)
     course.run(others=("of another turn",))
     assert course.standing.names == ("of another turn", "g")
     course.run(stands=True, others=())
@@ -177,7 +177,7 @@ def test_a_group_forms_for_those_with_whom_messages_are_exchanged(course: Course
     memory = (torch.zeros(1, dtype=torch.uint8),)
     ends = frozenset({3, 4}), frozenset({5})
     where = msgspec.structs.replace(group(1, 6, 2), keep_s=LONG_S)
-    made = Passage(
+    made = GroupTransfer(
         where, 2, torch.device("cpu"), to=ends[0], from_=ends[1], memory=memory, standing=course.standing
     )  # fmt: skip
     made.run(course.move, str, lambda: None)
@@ -213,7 +213,7 @@ def test_who_is_not_ready_says_why_before_the_others_see_it_break(
 def test_who_fails_while_messages_move_breaks_the_group_first(course: Course) -> None:
     """The others wait for them, for as long as a turn may take."""
 
-    def move(_group: Exchange) -> None:
+    def move(_group: QueuePair) -> None:
         raise ValueError("odd")
 
     with pytest.raises(TransferFailed, match="ValueError: odd"):
@@ -227,7 +227,7 @@ def test_who_sees_the_group_break_hears_why_first(course: Course) -> None:
     """Else the leader would take for the cause that it broke: whoever broke it may speak later, or by its sidecar."""
     broke = threading.Event()
 
-    def move(_group: Exchange) -> None:
+    def move(_group: QueuePair) -> None:
         broke.set()
         raise PeerLost("the group broke")
 
@@ -248,7 +248,7 @@ def test_who_hears_of_no_cause_says_what_it_saw(course: Course, monkeypatch: pyt
     """In a while: nobody else may know of any."""
     monkeypatch.setattr(passage, "_SAY_FIRST_S", 0.1)
 
-    def move(_group: Exchange) -> None:
+    def move(_group: QueuePair) -> None:
         raise PeerLost("the group broke")
 
     with pytest.raises(PeerLost, match=r"^the group broke$"):
@@ -259,7 +259,7 @@ def test_who_is_late_itself_says_so_at_once(course: Course, monkeypatch: pytest.
     """Nobody knows a better cause, and the others wait to hear it."""
     monkeypatch.setattr(passage, "_SAY_FIRST_S", LONG_S)
 
-    def move(_group: Exchange) -> None:
+    def move(_group: QueuePair) -> None:
         raise TurnLate("a peer", 1.0)
 
     began = time.monotonic()
@@ -272,7 +272,7 @@ def test_a_group_that_forms_for_who_was_called_off_is_broken(course: Course) -> 
     """Nothing moves in it, whoever has come; nobody waits here for that."""
     course.form.clear()
 
-    def move(moved: Exchange) -> None:
+    def move(moved: QueuePair) -> None:
         moved.post((), ())
         course.said.append("moved")
 
@@ -300,9 +300,9 @@ def test_nothing_moves_any_more_when_it_was_called_off(course: Course, how: str)
     """Whoever called it off goes on to use the memory."""
     moving = threading.Event()
 
-    def move(moved: Exchange) -> None:
+    def move(moved: QueuePair) -> None:
         moving.set()
-        until(lambda: cast("PairGroup", moved).broken, "it to break")
+        until(lambda: cast("P2PGroup", moved).broken, "it to break")
         time.sleep(0.2)
         course.said.append("still")
 
@@ -323,7 +323,7 @@ def test_others_hear_that_it_moves(course: Course, monkeypatch: pytest.MonkeyPat
     course.form.clear()
     beats = threading.Semaphore(0)
 
-    def move(_group: Exchange) -> None:
+    def move(_group: QueuePair) -> None:
         for _ in range(3):
             assert beats.acquire(timeout=LONG_S)
 

@@ -14,7 +14,7 @@ from weightbus.dataplane.errors import PeerLost, TurnLate
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.transports.sends.nixl_group import _MODULES, NixlGroup
-from weightbus.dataplane.transports.sends.p2p_group import Parcel
+from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
 
 LONG_S = 60.0
 PROMPT_S = 20.0
@@ -56,9 +56,9 @@ def test_messages_arrive_both_ways_in_order() -> None:
     def carry(rank: int) -> None:
         group, memory = made[rank], memories[rank]
         others = [each for each in range(3) if each != rank]
-        sends = [[Parcel(memory[at : at + 8], peer) for peer in others] for at in (0, 8)]
+        sends = [[P2PChunk(memory[at : at + 8], peer) for peer in others] for at in (0, 8)]
         takes = [
-            [Parcel(memory[at + 8 * n : at + 8 * n + 8], peer) for n, peer in enumerate(others)] for at in (32, 48)
+            [P2PChunk(memory[at + 8 * n : at + 8 * n + 8], peer) for n, peer in enumerate(others)] for at in (32, 48)
         ]
         posted = [group.post(given, taken) for given, taken in zip(sends, takes, strict=True)]
         for each in posted:
@@ -83,7 +83,7 @@ def test_who_gives_up_waits_no_longer() -> None:
         began = time.monotonic()
         waiting.set()
         with pytest.raises(PeerLost, match="enough"):
-            waits.exchange([], [Parcel(memories[0], 1)], Deadline(LONG_S))
+            waits.exchange([], [P2PChunk(memories[0], 1)], Deadline(LONG_S))
         return time.monotonic() - began
 
     with ThreadPoolExecutor(1) as pool:
@@ -92,7 +92,7 @@ def test_who_gives_up_waits_no_longer() -> None:
         waits.abort("enough")
         assert took.result(PROMPT_S) < PROMPT_S
     with pytest.raises(PeerLost, match="enough"):
-        waits.post([], [Parcel(memories[0], 1)])
+        waits.post([], [P2PChunk(memories[0], 1)])
     for group in (waits, other):
         group.close()
 
@@ -102,9 +102,9 @@ def test_nobody_is_waited_for_beyond_the_deadline() -> None:
     memories = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     made = groups(memories)
     with pytest.raises(TurnLate):
-        made[0].exchange([], [Parcel(memories[0], 1)], Deadline(0.2))
+        made[0].exchange([], [P2PChunk(memories[0], 1)], Deadline(0.2))
     with pytest.raises(TurnLate):
-        made[1].exchange([Parcel(memories[1], 0)], [], Deadline(0.2))
+        made[1].exchange([P2PChunk(memories[1], 0)], [], Deadline(0.2))
     for group in made:
         group.close()
 
@@ -113,9 +113,9 @@ def test_messages_of_other_sizes_are_refused() -> None:
     """Schedules that differ are an error, and not bytes in the wrong place."""
     memories = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
     made = groups(memories)
-    posted = made[1].post([Parcel(memories[1][:8], 0)], [])
+    posted = made[1].post([P2PChunk(memories[1][:8], 0)], [])
     with pytest.raises(PeerLost, match="other messages"):
-        made[0].exchange([], [Parcel(memories[0], 1)], Deadline(LONG_S))
+        made[0].exchange([], [P2PChunk(memories[0], 1)], Deadline(LONG_S))
     with pytest.raises(TurnLate):
         posted.wait(Deadline(0.2))
     for group in made:

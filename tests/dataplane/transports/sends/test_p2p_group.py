@@ -16,19 +16,19 @@ from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFaile
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
-from weightbus.dataplane.transports.sends.p2p_group import PairGroup, Parcel
+from weightbus.dataplane.transports.sends.p2p_group import P2PChunk, P2PGroup
 
 HOST = "127.0.0.1"
 LONG_S = 60.0
 PROMPT_S = 20.0
 
 
-def formed(size: int) -> list[PairGroup]:
+def formed(size: int) -> list[P2PGroup]:
     server = serve_store(HOST)
     stores = [join_store(server) for _ in range(size)]
 
-    def form(rank: int) -> PairGroup:
-        return PairGroup.form(stores[rank], "g", HOST, torch.device("cpu"), rank, size, Deadline(LONG_S))
+    def form(rank: int) -> P2PGroup:
+        return P2PGroup.form(stores[rank], "g", HOST, torch.device("cpu"), rank, size, Deadline(LONG_S))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(form, range(size)))
@@ -41,7 +41,7 @@ def test_messages_arrive_both_ways() -> None:
     found = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
 
     def exchange(rank: int) -> None:
-        groups[rank].exchange([Parcel(given[rank], 1 - rank)], [Parcel(found[rank], 1 - rank)], Deadline(LONG_S))
+        groups[rank].exchange([P2PChunk(given[rank], 1 - rank)], [P2PChunk(found[rank], 1 - rank)], Deadline(LONG_S))
 
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(exchange, range(2)))
@@ -64,7 +64,7 @@ def test_who_gives_up_frees_the_others(gone: str) -> None:
         began = time.monotonic()
         waiting.set()
         with pytest.raises(PeerLost):
-            waits.exchange([], [Parcel(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(LONG_S))
+            waits.exchange([], [P2PChunk(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(LONG_S))
         return time.monotonic() - began
 
     with ThreadPoolExecutor(1) as pool:
@@ -73,21 +73,21 @@ def test_who_gives_up_frees_the_others(gone: str) -> None:
         gives_up.abort("enough")
         assert took.result(LONG_S + PROMPT_S) < PROMPT_S
     with pytest.raises((PeerLost, TransferFailed), match="enough"):
-        gives_up.exchange([], [Parcel(torch.zeros(8, dtype=torch.uint8), 0)], Deadline(LONG_S))
+        gives_up.exchange([], [P2PChunk(torch.zeros(8, dtype=torch.uint8), 0)], Deadline(LONG_S))
 
 
 def test_who_waits_in_vain_is_told_of_slow_links() -> None:
     """A turn's deadline does not tell who stands still from a link that does not carry it: what to do is said."""
     groups = formed(2)
     with pytest.raises(TurnLate, match=r"waited 0\.2 s for a peer .* let the engine take distributed or disk"):
-        groups[0].exchange([], [Parcel(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(0.2))
+        groups[0].exchange([], [P2PChunk(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(0.2))
 
 
 def test_a_turn_whose_time_is_over_before_it_is_waited_for_is_late() -> None:
     """As one that runs out meanwhile, which gloo says in another way."""
     groups = formed(2)
     with pytest.raises(TurnLate):
-        groups[0].exchange([], [Parcel(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(0.0))
+        groups[0].exchange([], [P2PChunk(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(0.0))
 
 
 def test_who_does_not_connect_is_no_late_turn() -> None:
@@ -151,9 +151,9 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, contextlib.nullcontext)
 
 
-def over(nccl: Nccl, monkeypatch: pytest.MonkeyPatch, seconds: float) -> PairGroup:
+def over(nccl: Nccl, monkeypatch: pytest.MonkeyPatch, seconds: float) -> P2PGroup:
     monkeypatch.setattr(backends, "nccl", lambda *_: nccl)
-    return PairGroup.form(c10d.HashStore(), "g", HOST, torch.device("cuda", 0), 0, 2, Deadline(seconds))
+    return P2PGroup.form(c10d.HashStore(), "g", HOST, torch.device("cuda", 0), 0, 2, Deadline(seconds))
 
 
 def refused() -> Work:
@@ -182,7 +182,7 @@ def test_messages_that_were_broken_off_have_not_moved(monkeypatch: pytest.Monkey
     """What was to be received would be loaded without being there, and what is sent be written over."""
     nccl = Nccl(lambda: Work(ended=True))
     group = over(nccl, monkeypatch, LONG_S)
-    posted = group.post([], [Parcel(torch.zeros(8, dtype=torch.uint8), 1)])
+    posted = group.post([], [P2PChunk(torch.zeros(8, dtype=torch.uint8), 1)])
     with ThreadPoolExecutor(1) as pool:
         moved = pool.submit(posted.wait, Deadline(LONG_S))
         if aborts:

@@ -9,43 +9,43 @@ import pytest
 
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import ManifestError, TransferFailed
-from weightbus.dataplane.memory.export_map import ExportMap, Place, Region
-from weightbus.dataplane.reshard.load_trace import Recording, Target
-from weightbus.dataplane.reshard.reshard_plan import Reader, make_plan
+from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
+from weightbus.dataplane.reshard.load_trace import LoadTrace, Target
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
 from weightbus.dataplane.reshard.send_schedule import Messages, Schedule, schedule
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Piece, Pieces, View, whole
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, whole
 from weightbus.dataplane.transports.direct.messages import Proposal
-from weightbus.dataplane.transports.direct.sender import Exposed
+from weightbus.dataplane.transports.direct.sender import ExportedWeights
 from weightbus.dataplane.transports.sends import messages as wire, plan_agreement as agreed_plans
-from weightbus.dataplane.transports.sends.plan_agreement import AgreedPlans
+from weightbus.dataplane.transports.sends.plan_agreement import PlanAgreement
 
 CUT = 1 << 20, 1 << 16
 ROWS = 8
 TENSORS = (TensorSpec("a", "bfloat16", (ROWS, 4)), TensorSpec("b", "bfloat16", (ROWS, 4)))
-ALONE = Reader(0, "elsewhere", "gpu-0", sent_to=True)
+ALONE = PlanReader(0, "elsewhere", "gpu-0", sent_to=True)
 OTHER = msgspec.structs.replace(ALONE, device="gpu-1")
 
 
-def _exposed() -> Exposed:
+def _exposed() -> ExportedWeights:
     """Each of two ranks has one of the tensors."""
-    parts = [Pieces.of(TENSORS, [whole(spec, "bfloat16", 0)], rank) for rank, spec in enumerate(TENSORS)]
-    exports = [ExportMap(rank, "here", (Region(64, "cpu"),), (Place(0, 0),)) for rank in range(2)]
-    return Exposed(Pieces.join(parts), tuple(exports), ())
+    parts = [Shards.of(TENSORS, [whole(spec, "bfloat16", 0)], rank) for rank, spec in enumerate(TENSORS)]
+    exports = [ExportMap(rank, "here", (Region(64, "cpu"),), (ExportedPlace(0, 0),)) for rank in range(2)]
+    return ExportedWeights(Shards.join(parts), tuple(exports), ())
 
 
-def _recording(*, swapped: bool = False) -> Recording:
+def _recording(*, swapped: bool = False) -> LoadTrace:
     """A worker that keeps both tensors one behind the other in one parameter."""
     order = reversed(TENSORS) if swapped else TENSORS
     pieces = [
-        Piece(spec.name, whole(spec, "bfloat16", 0).box, "bfloat16", View(0, ROWS * 4 * at, (4, 1)))
+        Shard(spec.name, whole(spec, "bfloat16", 0).box, "bfloat16", ShardView(0, ROWS * 4 * at, (4, 1)))
         for at, spec in enumerate(order)
     ]
     target = Target("w", "bfloat16", (2, ROWS, 4), (ROWS * 4, 4, 1), parameter=True)
-    return Recording(0, (target,), Pieces.of(TENSORS, pieces))
+    return LoadTrace(0, (target,), Shards.of(TENSORS, pieces))
 
 
-def _agreed(plans: AgreedPlans, reader: Reader = ALONE, *, swapped: bool = False) -> str:
+def _agreed(plans: PlanAgreement, reader: PlanReader = ALONE, *, swapped: bool = False) -> str:
     """The digest of a plan that was proposed and agreed to."""
     exposed, recording = _exposed(), _recording(swapped=swapped)
     plan = make_plan(exposed.pieces, exposed.exports, recording, reader)
@@ -53,13 +53,13 @@ def _agreed(plans: AgreedPlans, reader: Reader = ALONE, *, swapped: bool = False
     return plans.agree(Proposal(reader=reader, recording=recording.encode(), plan=plan.digest()))
 
 
-def _names(letters: tuple[wire.Letters, ...]) -> list[str]:
+def _names(letters: tuple[wire.SentLetters, ...]) -> list[str]:
     return [each.schedule for each in letters]
 
 
 def test_a_rank_is_told_its_own_part_in_full_once() -> None:
     """Of two workers that are sent the same the second one's is named only, in the same message or a later one."""
-    plans = AgreedPlans()
+    plans = PlanAgreement()
     one, other = _agreed(plans), _agreed(plans, OTHER)
     assert one != other
     for holder in (0, 1):
@@ -69,14 +69,14 @@ def test_a_rank_is_told_its_own_part_in_full_once() -> None:
         messages, pack = made.of_holder(holder, plan)
         assert (both[0].messages, both[0].pack) == (messages.encode(), pack.encode())
         assert len(Messages.decode(both[0].messages)) == 1
-        assert both[1] == wire.Letters(peer=3, schedule=both[0].schedule)
+        assert both[1] == wire.SentLetters(peer=3, schedule=both[0].schedule)
         later = plans.letters(holder, _names(both), [(2, other)], *CUT)
-        assert later == (wire.Letters(peer=2, schedule=both[0].schedule),)
+        assert later == (wire.SentLetters(peer=2, schedule=both[0].schedule),)
 
 
 def test_parts_that_differ_have_names_of_their_own() -> None:
     """By what is in them: another holder's, another worker's."""
-    plans = AgreedPlans()
+    plans = PlanAgreement()
     one, other = _agreed(plans), _agreed(plans, swapped=True)
     letters = [plans.letters(holder, (), [(2, plan)], *CUT)[0] for holder in (0, 1) for plan in (one, other)]
     named = {each.schedule: (each.messages, each.pack) for each in letters}
@@ -85,7 +85,7 @@ def test_parts_that_differ_have_names_of_their_own() -> None:
 
 def test_a_rank_that_began_anew_is_told_in_full() -> None:
     """What another one knows, or was told before, is not what it knows."""
-    plans = AgreedPlans()
+    plans = PlanAgreement()
     one = _agreed(plans)
     before = plans.letters(0, (), [(2, one)], *CUT)
     plans.told()
@@ -98,7 +98,7 @@ def test_a_rank_that_began_anew_is_told_in_full() -> None:
 
 def test_what_is_asked_for_when_all_are_prepared_is_made_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everybody waits then; when a plan was agreed to only the engine that has it is at work."""
-    plans, twin = AgreedPlans(), AgreedPlans()
+    plans, twin = PlanAgreement(), PlanAgreement()
     one = _agreed(plans)
     wanted = [twin.letters(holder, (), [(2, _agreed(twin))], *CUT) for holder in (0, 1)]
     plans.make_ready(one, (0, 1), *CUT)
@@ -113,7 +113,7 @@ def test_what_is_asked_for_when_all_are_prepared_is_made_before(monkeypatch: pyt
 def test_parts_that_are_made_ahead_are_bounded_and_of_one_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """What there is no room for is made when it is told; what nobody was told of a version goes with it."""
     monkeypatch.setattr(agreed_plans, "_MOST_READY", 1)
-    plans, twin = AgreedPlans(), AgreedPlans()
+    plans, twin = PlanAgreement(), PlanAgreement()
     one = _agreed(plans)
     plans.make_ready(one, (0, 1), *CUT)
     assert [holder for _, holder in plans._ready] == [0]
@@ -129,7 +129,7 @@ def test_parts_that_are_made_ahead_are_bounded_and_of_one_version(monkeypatch: p
 
 def test_of_what_lies_otherwise_now_nothing_is_left() -> None:
     """What was worked out for the layout before is neither used for the next one, nor in its way."""
-    plans, exposed = AgreedPlans(), _exposed()
+    plans, exposed = PlanAgreement(), _exposed()
     plans.schedule(_agreed(plans), *CUT)
     exports = tuple([msgspec.structs.replace(each, host="elsewhere") for each in exposed.exports])
     plans.turn_to(replace(exposed, exports=exports), 2)
@@ -141,11 +141,14 @@ def test_of_what_lies_otherwise_now_nothing_is_left() -> None:
 def test_only_workers_that_are_alike_share_what_was_worked_out() -> None:
     """Of replicas each rank of an engine takes others, and whoever is near one of them takes that."""
     both = [whole(spec, "bfloat16", at) for at, spec in enumerate(TENSORS)]
-    parts = [Pieces.of(TENSORS, both, rank) for rank in range(2)]
+    parts = [Shards.of(TENSORS, both, rank) for rank in range(2)]
     exports = tuple(
-        [ExportMap(rank, f"host {rank}", (Region(64, "cpu"),) * 2, (Place(0, 0), Place(1, 0))) for rank in range(2)]
+        [
+            ExportMap(rank, f"host {rank}", (Region(64, "cpu"),) * 2, (ExportedPlace(0, 0), ExportedPlace(1, 0)))
+            for rank in range(2)
+        ]
     )
-    plans, exposed = AgreedPlans(), Exposed(Pieces.join(parts), exports, ())
+    plans, exposed = PlanAgreement(), ExportedWeights(Shards.join(parts), exports, ())
     plans.turn_to(exposed, 1)
     readers = [ALONE, msgspec.structs.replace(ALONE, rank=1)]
     readers += [msgspec.structs.replace(ALONE, host=f"host {rank}", device="cpu") for rank in range(2)]
@@ -161,7 +164,7 @@ def test_only_workers_that_are_alike_share_what_was_worked_out() -> None:
 
 def test_other_plans_and_schedules_than_its_own_are_refused() -> None:
     """Both sides make them: neither trusts the other's arithmetic."""
-    plans, exposed = AgreedPlans(), _exposed()
+    plans, exposed = PlanAgreement(), _exposed()
     proposal = Proposal(reader=ALONE, recording=_recording().encode(), plan="another")
     plans.turn_to(exposed, 1)
     with pytest.raises(TransferFailed, match="planned another"):

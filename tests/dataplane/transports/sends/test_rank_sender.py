@@ -15,12 +15,12 @@ from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import DeadlineExceeded, NoRoom, PeerLost, TurnLate
 from weightbus.dataplane.processes import background_init as binding
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import SealedFrames
+from weightbus.dataplane.processes.mac_frames import MacFrames
 from weightbus.dataplane.reshard.send_schedule import Messages
 from weightbus.dataplane.transports.interface import Address, Group
 from weightbus.dataplane.transports.sends import messages as wire, rank_sender as rank_sends
-from weightbus.dataplane.transports.sends.rank_sender import RankSends
-from weightbus.dataplane.transports.sends.send_queue import Outbox
+from weightbus.dataplane.transports.sends.rank_sender import RankSender
+from weightbus.dataplane.transports.sends.send_queue import SendQueue
 
 from ....kit.waiting import until
 
@@ -36,8 +36,8 @@ def one_message() -> Messages:
     return Messages(*[np.array([value], np.int64) for value in (RANK, 0, 16, 0, 0, -1, 0)])
 
 
-def letters(peer: int, messages: Messages, name: str) -> wire.Letters:
-    return wire.Letters(peer=peer, schedule=name, messages=messages.encode(), pack=CopyTable.empty().encode())
+def letters(peer: int, messages: Messages, name: str) -> wire.SentLetters:
+    return wire.SentLetters(peer=peer, schedule=name, messages=messages.encode(), pack=CopyTable.empty().encode())
 
 
 class Leader:
@@ -92,10 +92,10 @@ def regions() -> tuple[torch.Tensor, ...]:
 
 
 @pytest.fixture
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankSends]:
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankSender]:
     monkeypatch.setattr(rank_sends, "Passage", Passage)
     monkeypatch.setattr(Passage, "made", {})
-    made = RankSends("c", RANK)
+    made = RankSender("c", RANK)
     yield made
     made.close()
 
@@ -103,13 +103,13 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankSends]:
 def led(monkeypatch: pytest.MonkeyPatch, *says: wire.ToReceiver) -> Leader:
     """Whom the rank reaches next."""
     leader = Leader(*says)
-    monkeypatch.setattr(SealedFrames, "reach", lambda *_: leader)
+    monkeypatch.setattr(MacFrames, "reach", lambda *_: leader)
     monkeypatch.setattr(wire, "hear_sender", leader.hear)
     monkeypatch.setattr(wire, "say", leader.say)
     return leader
 
 
-def ended(rank: RankSends) -> None:
+def ended(rank: RankSender) -> None:
     thread = rank._session.thread
     assert thread is not None
     thread.join(WAIT_S)
@@ -117,24 +117,24 @@ def ended(rank: RankSends) -> None:
 
 
 def test_a_rank_is_connected_with_those_that_it_sends_to(
-    rank: RankSends, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
+    rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
     """And with nobody who gets nothing of it: that worker does not name the pair, and both would wait for ever."""
     mail = letters(5, one_message(), "some"), letters(6, NOTHING, "nothing")
-    leader = led(monkeypatch, wire.Begin(group=GROUP, letters=mail, others=("of another turn",)))
+    leader = led(monkeypatch, wire.BeginSends(group=GROUP, letters=mail, others=("of another turn",)))
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     until(lambda: len(leader.heard) > 1, "it to be through")
-    assert leader.heard[1:] == [wire.Through(seconds=0.5, nbytes=16)]
+    assert leader.heard[1:] == [wire.BarrierReached(seconds=0.5, nbytes=16)]
     assert (Passage.made["to"], Passage.made["others"]) == (frozenset({5}), ("of another turn",))
     leader.hung_up.set()
     ended(rank)
 
 
 def test_who_is_through_does_not_hang_up_first(
-    rank: RankSends, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
+    rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
     """A leader that is late to read its last word would take the end for a death."""
-    leader = led(monkeypatch, wire.Begin(group=GROUP, letters=(letters(5, one_message(), "some"),)))
+    leader = led(monkeypatch, wire.BeginSends(group=GROUP, letters=(letters(5, one_message(), "some"),)))
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     until(lambda: len(leader.heard) > 1, "it to be through")
     time.sleep(0.2)
@@ -146,7 +146,7 @@ def test_who_is_through_does_not_hang_up_first(
 
 
 def test_what_forms_is_called_off_with_an_epoch_that_fails(
-    rank: RankSends, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
+    rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
     """Nobody will ask for it; the leader hears why, and then the connection ends."""
 
@@ -159,7 +159,7 @@ def test_what_forms_is_called_off_with_an_epoch_that_fails(
     forms = Forms()
     monkeypatch.setattr(rank_sends, "Forming", lambda *_: forms)
     monkeypatch.setattr(Passage, "reason", "a worker has died")
-    leader = led(monkeypatch, wire.Form(group=GROUP), wire.Begin(group=GROUP))
+    leader = led(monkeypatch, wire.Form(group=GROUP), wire.BeginSends(group=GROUP))
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     ended(rank)
     assert forms.discarded == 1
@@ -174,60 +174,65 @@ def test_what_forms_is_called_off_with_an_epoch_that_fails(
     ids=["late", "no room", "not formed"],
 )
 def test_the_leader_hears_whether_less_at_a_time_may_do(
-    rank: RankSends, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...], error: Exception, *, less: bool
+    rank: RankSender,
+    monkeypatch: pytest.MonkeyPatch,
+    regions: tuple[torch.Tensor, ...],
+    error: Exception,
+    *,
+    less: bool,
 ) -> None:
     """By what went wrong, and not by how it is worded."""
     monkeypatch.setattr(Passage, "error", error)
-    leader = led(monkeypatch, wire.Begin(group=GROUP))
+    leader = led(monkeypatch, wire.BeginSends(group=GROUP))
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     ended(rank)
     assert leader.heard[1:] == [wire.Failed(reason=f"rank {RANK}: {error}", less=less)]
 
 
 def test_an_epoch_that_fails_ends_when_nothing_is_bound_any_more(
-    rank: RankSends, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
+    rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
     """The next one may use the same, and would bind it too."""
     notes: list[str] = []
 
-    def slowly(*arguments: Any) -> Outbox:
+    def slowly(*arguments: Any) -> SendQueue:
         time.sleep(0.2)
         notes.append("bound")
-        return Outbox(*arguments)
+        return SendQueue(*arguments)
 
     end = rank_sends._Session.end
     monkeypatch.setattr(rank_sends._Session, "end", lambda session: (notes.append("ended"), end(session))[1])
-    monkeypatch.setattr(rank_sends, "Outbox", slowly)
+    monkeypatch.setattr(rank_sends, "SendQueue", slowly)
     monkeypatch.setattr(Passage, "reason", "a worker has died")
-    led(monkeypatch, wire.Begin(group=GROUP, letters=(letters(5, one_message(), "some"),)))
+    led(monkeypatch, wire.BeginSends(group=GROUP, letters=(letters(5, one_message(), "some"),)))
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     ended(rank)
     assert notes == ["bound", "ended"]
 
 
 def test_an_epoch_in_which_something_is_bound_for_ever_leaves_it_alone(
-    rank: RankSends, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
+    rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
     """Nobody waits for that thread; the next epoch has nothing of what it has, and it lets go of that in the end."""
     bound, released, notes = threading.Event(), threading.Event(), list[str]()
 
-    def for_ever(*arguments: Any) -> Outbox:
+    def for_ever(*arguments: Any) -> SendQueue:
         bound.set()
         assert released.wait(3 * WAIT_S)
-        return Outbox(*arguments)
+        return SendQueue(*arguments)
 
     let_go = rank_sends._Kept.let_go
     monkeypatch.setattr(rank_sends._Kept, "let_go", lambda kept: (notes.append("let go"), let_go(kept))[1])
     monkeypatch.setattr(binding, "BOUND_S", 0.2)
-    monkeypatch.setattr(rank_sends, "Outbox", for_ever)
-    leader = led(monkeypatch, wire.Begin(group=GROUP, letters=(letters(5, one_message(), "some"),)))
+    monkeypatch.setattr(rank_sends, "SendQueue", for_ever)
+    leader = led(monkeypatch, wire.BeginSends(group=GROUP, letters=(letters(5, one_message(), "some"),)))
     rank.begin(ADDRESS, 1, regions, WAIT_S)
     stuck = rank._session
     assert bound.wait(WAIT_S)
     ended(rank)
     assert leader.notes == ["closed"]
     assert "bound to memory" in rank.failure
-    monkeypatch.setattr(SealedFrames, "reach", lambda *_: Leader())
+    monkeypatch.setattr(MacFrames, "reach", lambda *_: Leader())
     rank.begin(ADDRESS, 2, regions, WAIT_S)
     assert rank._session.kept is not stuck.kept
     assert not notes
@@ -236,7 +241,7 @@ def test_an_epoch_in_which_something_is_bound_for_ever_leaves_it_alone(
 
 
 def test_one_epoch_at_a_time(
-    rank: RankSends, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
+    rank: RankSender, monkeypatch: pytest.MonkeyPatch, regions: tuple[torch.Tensor, ...]
 ) -> None:
     """Whoever still waits to begin has gone on when the next one does."""
     first = led(monkeypatch)
@@ -244,27 +249,27 @@ def test_one_epoch_at_a_time(
     until(lambda: bool(first.heard), "it to come")
     thread = rank._session.thread
     assert thread is not None
-    monkeypatch.setattr(SealedFrames, "reach", lambda *_: Leader())
+    monkeypatch.setattr(MacFrames, "reach", lambda *_: Leader())
     rank.begin(ADDRESS, 2, regions, WAIT_S)
     assert not thread.is_alive()
     assert wire.Failed(reason=f"rank {RANK}: this rank has gone on") in first.heard
 
 
-def test_parts_that_no_worker_needs_are_forgotten(rank: RankSends) -> None:
+def test_parts_that_no_worker_needs_are_forgotten(rank: RankSender) -> None:
     """Those that are named only are known by what was told before."""
     kept = rank_sends._Kept()
     first = rank._mail_of(kept, [letters(5, one_message(), "a"), letters(6, NOTHING, "b")])
     assert [(each.peer, len(each.messages)) for each in first] == [(5, 1), (6, 0)]
-    (again,) = rank._mail_of(kept, [wire.Letters(peer=7, schedule="a")])
+    (again,) = rank._mail_of(kept, [wire.SentLetters(peer=7, schedule="a")])
     assert (again.peer, again.messages, again.pack) == (7, first[0].messages, first[0].pack)
     assert set(kept.parts) == {"a"}
 
 
-def test_an_outbox_is_used_while_all_is_as_it_was(rank: RankSends, regions: tuple[torch.Tensor, ...]) -> None:
+def test_an_outbox_is_used_while_all_is_as_it_was(rank: RankSender, regions: tuple[torch.Tensor, ...]) -> None:
     """For the same workers and the same memory; one that is of no use any more lets go of its own."""
     kept = rank_sends._Kept()
 
-    def outbox(peer: int, memory: tuple[torch.Tensor, ...]) -> Outbox:
+    def outbox(peer: int, memory: tuple[torch.Tensor, ...]) -> SendQueue:
         told = [letters(peer, one_message(), "a")]
         return rank_sends._outbox_of(kept, rank._mail_of(kept, told), told, memory)
 

@@ -15,8 +15,8 @@ from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.reshard.send_schedule import NOWHERE, Messages
 from weightbus.dataplane.transports.sends import receive_queue as module
-from weightbus.dataplane.transports.sends.p2p_group import Parcel
-from weightbus.dataplane.transports.sends.receive_queue import Inbox, beside_bytes
+from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
+from weightbus.dataplane.transports.sends.receive_queue import ReceiveQueue, beside_bytes
 from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY
 
 from ....kit.noted_moves import NotedEngine, NotedGroup, byte_rows, lies_in
@@ -47,9 +47,9 @@ def part(*, straight_at: int = 0, unpacked_at: int = SIZE, within: int = 0) -> P
     return Part(messages, byte_rows(*rows))
 
 
-def inbox(found: Part, notes: list[str], *, beside: bool, parameter: torch.Tensor | None = None) -> Inbox:
+def inbox(found: Part, notes: list[str], *, beside: bool, parameter: torch.Tensor | None = None) -> ReceiveQueue:
     held = torch.zeros(2 * SIZE, dtype=torch.uint8) if parameter is None else parameter
-    return Inbox(found.messages, found.unpack, [held], NotedEngine(notes), torch.device("cpu"), beside=beside)
+    return ReceiveQueue(found.messages, found.unpack, [held], NotedEngine(notes), torch.device("cpu"), beside=beside)
 
 
 def test_a_turn_is_unpacked_when_it_has_come_and_before_its_room_is_used_again() -> None:
@@ -100,7 +100,7 @@ def test_nothing_is_done_for_each_message_before_the_first_turn_is_posted(monkey
     """There may be tens of thousands, and memory is taken anew for each version: views are made turn by turn."""
     notes: list[str] = []
     box = inbox(part(), notes, beside=True)
-    monkeypatch.setattr(module, "Parcel", lambda *of: (notes.append("view"), Parcel(*of))[1])
+    monkeypatch.setattr(module, "P2PChunk", lambda *of: (notes.append("view"), P2PChunk(*of))[1])
     for _ in range(2):
         notes.clear()
         box.detach()
@@ -116,7 +116,7 @@ def test_a_receive_that_is_given_up_has_nothing_of_the_memory_that_comes_after_i
     box, group = inbox(part(), [], beside=True), NotedGroup([])
     post = group.post
 
-    def post_late(sends: Sequence[Parcel], receives: Sequence[Parcel]) -> object:
+    def post_late(sends: Sequence[P2PChunk], receives: Sequence[P2PChunk]) -> object:
         if not group.parcels:
             box.detach()
             box.attach()

@@ -10,7 +10,7 @@ from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.reshard.send_schedule import NOWHERE, Messages
 from weightbus.dataplane.transports.sends import send_queue as module
-from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY, Mail, Outbox
+from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY, Mail, SendQueue
 
 from ....kit.noted_moves import NotedEngine, NotedGroup, byte_rows, lies_in
 
@@ -40,7 +40,7 @@ def test_a_turn_is_packed_before_it_is_sent_and_over_none_that_is_on_its_way() -
     """In the lane that messages follow; all have been taken when it is through."""
     notes: list[str] = []
     group = NotedGroup(notes)
-    Outbox([mail()], [region()], NotedEngine(notes)).send(group, TURN_S)
+    SendQueue([mail()], [region()], NotedEngine(notes)).send(group, TURN_S)
     expected: list[str] = []
     for turn in range(TURNS):
         expected += [f"wait {turn - UNDER_WAY}"] if turn >= UNDER_WAY else []
@@ -67,7 +67,7 @@ def test_nothing_is_packed_into_memory_before_the_device_has_left_it(monkeypatch
     """On a GPU memory is free for the stream that had it, and turns are packed on another one."""
     notes: list[str] = []
     monkeypatch.setattr(module, "DevicePoint", lambda _device: _Point(notes))
-    Outbox([mail()], [region()], NotedEngine(notes)).send(NotedGroup(notes), TURN_S)
+    SendQueue([mail()], [region()], NotedEngine(notes)).send(NotedGroup(notes), TURN_S)
     assert notes[0] == "vacated"
 
 
@@ -76,7 +76,7 @@ def test_all_that_is_sent_lies_in_memory_that_it_names(turns: int) -> None:
     """Others read it there, where a group is told of it. It is as much as moves at a time, and let go of in the end."""
     notes: list[str] = []
     memory, group = region(), NotedGroup(notes)
-    outbox = Outbox([mail(turns)], [memory], NotedEngine(notes))
+    outbox = SendQueue([mail(turns)], [memory], NotedEngine(notes))
     assert [each.numel() for each in outbox.memory] == [outbox.staging_bytes, 2 * SIZE]
     assert outbox.staging_bytes == min(turns, UNDER_WAY) * SIZE
     assert outbox.nbytes == 2 * turns * SIZE
@@ -95,4 +95,4 @@ def test_all_that_is_sent_lies_in_memory_that_it_names(turns: int) -> None:
 def test_nothing_is_sent_of_memory_that_is_nobody_s(odd: Mail) -> None:
     """Neither as it lies, nor packed; and nothing is packed over what lies behind."""
     with pytest.raises(ManifestError):
-        Outbox([odd], [region()], NotedEngine([]))
+        SendQueue([odd], [region()], NotedEngine([]))

@@ -17,17 +17,17 @@ from weightbus.dataplane.errors import PeerLost, TransferFailed
 from weightbus.dataplane.memory.export_map import ExportMap
 from weightbus.dataplane.processes import connection_pool as lines
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import SealedFrames, host_and_port
-from weightbus.dataplane.reshard.reshard_plan import Plan, Reader, make_plan
+from weightbus.dataplane.processes.mac_frames import MacFrames, host_and_port
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.direct.sender import Exposed
-from weightbus.dataplane.transports.interface import Peer, Session
+from weightbus.dataplane.transports.direct.sender import ExportedWeights
+from weightbus.dataplane.transports.interface import Peer, TransferSession
 from weightbus.dataplane.transports.sends import messages as wire
 from weightbus.dataplane.transports.sends.chunk_limit import LESS
-from weightbus.dataplane.transports.sends.connected_peers import End
-from weightbus.dataplane.transports.sends.plan_agreement import AgreedPlans
+from weightbus.dataplane.transports.sends.connected_peers import ConnectedPeer
+from weightbus.dataplane.transports.sends.plan_agreement import PlanAgreement
 from weightbus.dataplane.transports.sends.sender import SendsSender
 
 from ....kit.toy_sends import SendsWorld
@@ -43,15 +43,17 @@ LARGE = 32 << 20
 class Crowd:
     """A leader with a layout that no socket takes at once, and members that do as a test has them do."""
 
-    def __init__(self, *engines: str, ranks: int = 0, exposed: Exposed | None = None) -> None:
+    def __init__(self, *engines: str, ranks: int = 0, exposed: ExportedWeights | None = None) -> None:
         """With `exposed` it is of that."""
         tensors = exposed.pieces.tensors if exposed else [TensorSpec("t", "bfloat16", (1,))]
         manifest = Manifest.of("toy", tensors)
         exports = tuple([ExportMap(rank, "h", (), ()) for rank in range(ranks)])
-        exposed = exposed or Exposed(Pieces.of(manifest.tensors, [], 0), exports, ())
+        exposed = exposed or ExportedWeights(Shards.of(manifest.tensors, [], 0), exports, ())
         vars(exposed).update(given=direct_wire.Layout(pieces=bytes(LARGE), exports=()))
         self.sender = SendsSender("127.0.0.1", "c", torch.device("cpu"), lambda: exposed)
-        session = Session("c", 1, 1, manifest, DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * len(tensors))))
+        session = TransferSession(
+            "c", 1, 1, manifest, DigestTable(manifest.digest(), 1, "mix64x2", bytes(16 * len(tensors)))
+        )
         self.address = self.sender.offer(session, [Peer(engine, 1) for engine in engines])
         self.failures: list[str] = []
         """What the leader raised."""
@@ -65,8 +67,8 @@ class Crowd:
             self.members[f"rank {rank}"] = self.reach()
             self.say(f"rank {rank}", wire.RankHello(channel="c", epoch=1, rank=rank, known=()))
 
-    def reach(self) -> SealedFrames:
-        return SealedFrames.reach(self.address.address, self.address.token, Deadline(WAIT_S))
+    def reach(self) -> MacFrames:
+        return MacFrames.reach(self.address.address, self.address.token, Deadline(WAIT_S))
 
     def say(self, member: str, message: wire.ToSender) -> None:
         wire.say(self.members[member], message, Deadline(WAIT_S))
@@ -87,7 +89,7 @@ class Crowd:
     def pass_through(self, *members: str) -> None:
         """They hold the version, and have said so."""
         for member in members:
-            self.say(member, wire.Through(seconds=0.0, nbytes=0))
+            self.say(member, wire.BarrierReached(seconds=0.0, nbytes=0))
             if not member.startswith("rank"):
                 self.say(member, wire.Finished())
 
@@ -115,8 +117,8 @@ class Crowd:
 @pytest.fixture
 def toy_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody plans here, and every rank has much to send."""
-    monkeypatch.setattr(AgreedPlans, "check", lambda *_: None)
-    letters = (wire.Letters(peer=1, schedule="s", messages=bytes(LARGE)),)
+    monkeypatch.setattr(PlanAgreement, "check", lambda *_: None)
+    letters = (wire.SentLetters(peer=1, schedule="s", messages=bytes(LARGE)),)
     monkeypatch.setattr(SendsSender, "_letters", lambda *_: letters)
 
 
@@ -193,7 +195,7 @@ def test_who_stands_still_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, how
         crowd.begin("slow", wire.Failed(reason="x" * 2000), 1000)
     served_at_once(crowd, "fast")
     crowd.prepare("fast")
-    assert isinstance(crowd.hear("fast"), wire.Begin)
+    assert isinstance(crowd.hear("fast"), wire.BeginSends)
     crowd.pass_through("fast")
     failed = crowd.end()
     assert list(failed) == ["slow"]
@@ -222,9 +224,9 @@ def test_who_goes_on_while_the_leader_plans_has_not_stood_still(monkeypatch: pyt
         time.sleep(1.0)
         monkeypatch.setattr(lines, "PACKET_S", 0.5)
 
-    monkeypatch.setattr(AgreedPlans, "agree", plan)
-    monkeypatch.setattr(AgreedPlans, "make_ready", lambda *_: None)
-    proposal = direct_wire.Proposal(reader=Reader(0, "h", "d"), recording=b"", plan="p")
+    monkeypatch.setattr(PlanAgreement, "agree", plan)
+    monkeypatch.setattr(PlanAgreement, "make_ready", lambda *_: None)
+    proposal = direct_wire.Proposal(reader=PlanReader(0, "h", "d"), recording=b"", plan="p")
     crowd.say("fast", wire.Propose(plans=(proposal,)))
     assert crowd.hear("fast") == wire.Agreed()
     if how == "reads":
@@ -250,33 +252,33 @@ def test_who_has_spoken_while_the_leader_was_away_is_not_silent(monkeypatch: pyt
     crowd = Crowd("e", ranks=1)
     crowd.prepare("e")
     for member in ("e", "rank 0"):
-        assert isinstance(crowd.hear(member), wire.Begin)
+        assert isinstance(crowd.hear(member), wire.BeginSends)
     assert crowd.end() == {}
 
 
 @pytest.mark.usefixtures("toy_plans")
 def test_who_has_just_read_how_to_begin_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that took: it has not been asked to say anything before."""
-    looked, silent = threading.Event(), lines.Lines.silent
+    looked, silent = threading.Event(), lines.ConnectionPool.silent
 
-    def look(of: lines.Lines[End], end: End, seconds: float) -> bool:
+    def look(of: lines.ConnectionPool[ConnectedPeer], end: ConnectedPeer, seconds: float) -> bool:
         found = silent(of, end, seconds)
         if not end.workers:
             looked.set()
         return found
 
-    monkeypatch.setattr(lines.Lines, "silent", look)
+    monkeypatch.setattr(lines.ConnectionPool, "silent", look)
     monkeypatch.setattr(lines, "PACKET_S", 1e9)
     crowd = Crowd("e", ranks=1)
     crowd.prepare("e")
-    assert isinstance(crowd.hear("e"), wire.Begin)
+    assert isinstance(crowd.hear("e"), wire.BeginSends)
     crowd.pass_through("e")
     end = crowd.sender._ranks[0]
     until(lambda: end.unread, "the rank to be told")
     assert not looked.is_set(), "it has not read yet"
     end.heard_at -= 3600.0
     end.moved_at -= 3600.0
-    assert isinstance(crowd.hear("rank 0"), wire.Begin)
+    assert isinstance(crowd.hear("rank 0"), wire.BeginSends)
     assert looked.wait(WAIT_S)
     crowd.pass_through("rank 0")
     assert crowd.end() == {}
@@ -295,8 +297,10 @@ def test_the_name_of_a_group_tells_nothing_of_the_secret() -> None:
 
 def test_who_asks_and_does_not_read_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before what it is to be told fills the leader's memory; a layout is there once for all who ask."""
-    tell, told = lines.Lines.tell, list[bytes]()
-    monkeypatch.setattr(lines.Lines, "tell", lambda of, line, message: (told.append(message), tell(of, line, message)))
+    tell, told = lines.ConnectionPool.tell, list[bytes]()
+    monkeypatch.setattr(
+        lines.ConnectionPool, "tell", lambda of, line, message: (told.append(message), tell(of, line, message))
+    )
     crowd = Crowd("greedy", "fast")
     with contextlib.suppress(PeerLost):
         for _ in range(1000):
@@ -328,17 +332,17 @@ def test_nobody_begins_without_a_rank_that_has_gone_again() -> None:
 @pytest.mark.usefixtures("toy_plans")
 def test_nothing_has_ended_well_that_was_closed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever still moves had not said that it was through; so the group is not one to be used again."""
-    pump, begun = lines.Lines.pump, threading.Event()
+    pump, begun = lines.ConnectionPool.pump, threading.Event()
 
-    def closed_then(of: lines.Lines[End], timeout_s: float) -> None:
+    def closed_then(of: lines.ConnectionPool[ConnectedPeer], timeout_s: float) -> None:
         pump(of, timeout_s)
         if begun.is_set():
             crowd.sender.close()
 
-    monkeypatch.setattr(lines.Lines, "pump", closed_then)
+    monkeypatch.setattr(lines.ConnectionPool, "pump", closed_then)
     crowd = Crowd("e")
     crowd.prepare("e")
-    assert isinstance(crowd.hear("e"), wire.Begin)
+    assert isinstance(crowd.hear("e"), wire.BeginSends)
     begun.set()
     crowd._serving.join(WAIT_S)
     assert crowd.failures == ["nothing is on offer: call offer first"]
@@ -356,7 +360,7 @@ class Late:
         self.sender._pair_bytes = self.sender._most
         self.crowd.prepare("e", "v")
         for member in ("e", "v", "rank 0"):
-            assert isinstance(self.crowd.hear(member), wire.Begin)
+            assert isinstance(self.crowd.hear(member), wire.BeginSends)
 
     def parts(self) -> int:
         """Into how many the next attempt cuts its turns, after what ``e`` says."""
@@ -392,21 +396,21 @@ def test_turns_stay_where_somebody_may_have_been_stopped(member: str, *, through
 @pytest.mark.parametrize("meanwhile", [0, 3], ids=["at once", "later"])
 def test_turns_stay_where_the_leader_itself_was_stopped(monkeypatch: pytest.MonkeyPatch, meanwhile: int) -> None:
     """The others ran out of time waiting for the rank in its process, and have said so when it goes on."""
-    select, stopped, gone_on = lines.Lines.pump, threading.Event(), threading.Event()
+    select, stopped, gone_on = lines.ConnectionPool.pump, threading.Event(), threading.Event()
 
-    def stop(of: lines.Lines[End], timeout_s: float) -> None:
+    def stop(of: lines.ConnectionPool[ConnectedPeer], timeout_s: float) -> None:
         if stopped.is_set() and not gone_on.is_set():
             time.sleep(2.0)
             gone_on.set()
         select(of, timeout_s)
 
     late = Late()
-    monkeypatch.setattr(lines.Lines, "pump", stop)
+    monkeypatch.setattr(lines.ConnectionPool, "pump", stop)
     stopped.set()
     until(lambda: late.sender._looked_at < time.monotonic() - 0.5, "it to stop")
     for member, beats in (("v", 1 + meanwhile), ("rank 0", 1 + meanwhile), ("e", meanwhile)):
         for _ in range(beats):
-            late.crowd.say(member, wire.Beat())
+            late.crowd.say(member, wire.GroupBeat())
     assert late.parts() == 1
 
 
@@ -418,7 +422,7 @@ def test_who_does_not_read_how_to_begin_holds_nobody_from_beginning() -> None:
     assert crowd.members["rank 0"].speaks(WAIT_S)
     began = time.monotonic()
     for member in ("e", "rank 1", "rank 0"):
-        assert isinstance(crowd.hear(member), wire.Begin)
+        assert isinstance(crowd.hear(member), wire.BeginSends)
     assert time.monotonic() - began < PROMPT_S
     crowd.pass_through("rank 0", "rank 1", "e")
     assert crowd.end() == {}
@@ -431,7 +435,7 @@ def test_who_never_reads_how_to_begin_ends_the_attempt(monkeypatch: pytest.Monke
     crowd = Crowd("e", ranks=2)
     crowd.prepare("e")
     for member in ("e", "rank 1"):
-        assert isinstance(crowd.hear(member), wire.Begin)
+        assert isinstance(crowd.hear(member), wire.BeginSends)
     told = crowd.hear("e")
     assert isinstance(told, wire.Failed)
     assert told.reason.startswith("the group broke: rank 0: it has read nothing for 0.5 s")
@@ -488,7 +492,7 @@ def test_a_leader_that_is_closed_while_it_waits_says_so() -> None:
         crowd.close()
 
 
-def placed(exposed: Exposed, host: str) -> Exposed:
+def placed(exposed: ExportedWeights, host: str) -> ExportedWeights:
     """The same, with the second rank on another host."""
     here, there = exposed.exports
     return replace(exposed, exports=(here, msgspec.structs.replace(there, host=host)))
@@ -512,7 +516,7 @@ def test_workers_that_differ_in_one_thing_have_plans_of_their_own(
         "place": (one, msgspec.structs.replace(reader, host="elsewhere")),
         "recording": (two, reader),
     }
-    proposals, plans = list[direct_wire.Proposal](), list[Plan]()
+    proposals, plans = list[direct_wire.Proposal](), list[ReshardPlan]()
     for recording, who in ((one, reader), others[differ]):
         plan = make_plan(exposed.pieces, exposed.exports, recording, who)
         plans.append(replace(plan, reader=reader))
@@ -530,16 +534,16 @@ def test_workers_that_differ_in_one_thing_have_plans_of_their_own(
 @pytest.mark.parametrize("answers", [True, False], ids=["an answer", "how to begin"])
 def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.MonkeyPatch, *, answers: bool) -> None:
     """What it was about to say is gone under its hands: whom it spoke to did not fail, nor did we."""
-    push, close, failures = SealedFrames.push, lines.Lines.close, list[BaseException]()
+    push, close, failures = MacFrames.push, lines.ConnectionPool.close, list[BaseException]()
     found = threading.Event()
 
-    def close_later(of: lines.Lines[End]) -> None:
+    def close_later(of: lines.ConnectionPool[ConnectedPeer]) -> None:
         found.wait(WAIT_S)
         close(of)
 
-    def closed_meanwhile(frames: SealedFrames, part: memoryview) -> memoryview:
+    def closed_meanwhile(frames: MacFrames, part: memoryview) -> memoryview:
         left = push(frames, part)
-        monkeypatch.setattr(SealedFrames, "push", push)
+        monkeypatch.setattr(MacFrames, "push", push)
         end = crowd.sender._engines["e"]
         closing.start()
         until(lambda: end.frames is None, "the engine to be let go of")
@@ -552,11 +556,11 @@ def test_a_leader_that_is_closed_while_it_tells_says_so(monkeypatch: pytest.Monk
             failures.append(error)
         found.set()
 
-    monkeypatch.setattr(lines.Lines, "close", close_later)
+    monkeypatch.setattr(lines.ConnectionPool, "close", close_later)
     monkeypatch.setattr(Crowd, "_serve", serve)
     crowd = Crowd("e")
     closing = threading.Thread(target=crowd.sender.close)
-    monkeypatch.setattr(SealedFrames, "push", closed_meanwhile)
+    monkeypatch.setattr(MacFrames, "push", closed_meanwhile)
     crowd.say("e", wire.Propose(plans=()) if answers else wire.Prepared(plans=("p",), schedules=("s",)))
     for each in (crowd._serving, closing):
         each.join(WAIT_S)

@@ -15,10 +15,10 @@ from weightbus.dataplane.memory.export_map import ExportMap
 from weightbus.dataplane.reshard.reshard_plan import make_plan
 from weightbus.dataplane.reshard.send_schedule import pair_bytes_of, schedule
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Pieces
+from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.direct.sender import Exposed
-from weightbus.dataplane.transports.interface import Peer, Session
+from weightbus.dataplane.transports.direct.sender import ExportedWeights
+from weightbus.dataplane.transports.interface import Peer, TransferSession
 from weightbus.dataplane.transports.sends import messages as wire
 from weightbus.dataplane.transports.sends.sender import SendsSender
 
@@ -33,7 +33,7 @@ __all__ = ["toy_plans"]
 def test_who_is_prepared_for_something_else_is_left_out_alone(how: str) -> None:
     """Of another version of weightbus, say: it would wait for messages that nobody sends. The others begin."""
     pieces, exports, recording = model(2)
-    crowd = Crowd("odd", "fast", ranks=1, exposed=Exposed(pieces, tuple(exports), ()))
+    crowd = Crowd("odd", "fast", ranks=1, exposed=ExportedWeights(pieces, tuple(exports), ()))
     plan = make_plan(pieces, exports, recording, SENT_TO)
     proposal = direct_wire.Proposal(reader=SENT_TO, recording=recording.encode(), plan=plan.digest())
     right, other = (schedule(plan, 2, each, crowd.sender._alone_bytes) for each in (crowd.sender._pair_bytes, 1 << 16))
@@ -48,7 +48,7 @@ def test_who_is_prepared_for_something_else_is_left_out_alone(how: str) -> None:
     told = crowd.hear("odd")
     crowd.say("fast", wire.Prepared(plans=(plan.digest(),), schedules=(right.digest(),)))
     for member in ("rank 0", "fast"):
-        assert isinstance(crowd.hear(member), wire.Begin)
+        assert isinstance(crowd.hear(member), wire.BeginSends)
     crowd.pass_through("rank 0", "fast")
     assert isinstance(told, wire.Failed)
     assert crowd.end() == {"odd": told.reason}
@@ -60,13 +60,13 @@ def test_turns_follow_the_size_of_the_fleet() -> None:
 
     One that is not much smaller costs nobody a new schedule.
     """
-    exposed = Exposed(Pieces.of([TensorSpec("t", "bfloat16", (1,))], [], 0), (ExportMap(0, "h", (), ()),), ())
+    exposed = ExportedWeights(Shards.of([TensorSpec("t", "bfloat16", (1,))], [], 0), (ExportMap(0, "h", (), ()),), ())
     sender = SendsSender("127.0.0.1", "c", torch.device("cpu"), lambda: exposed)
     manifest = Manifest.of("toy", exposed.pieces.tensors)
     found: list[int] = []
     for epoch, workers in enumerate((4, 256, 128, 4), 1):
         table = DigestTable(manifest.digest(), epoch, "mix64x2", bytes(16))
-        sender.offer(Session("c", epoch, epoch, manifest, table), [Peer("e", workers)])
+        sender.offer(TransferSession("c", epoch, epoch, manifest, table), [Peer("e", workers)])
         found.append(sender._pair_bytes)
     sender.close()
     assert found == [pair_bytes_of(4), pair_bytes_of(256), pair_bytes_of(256), pair_bytes_of(4)]
@@ -78,11 +78,11 @@ def test_who_has_finished_is_not_withdrawn() -> None:
     crowd = Crowd("e", "f", ranks=1)
     crowd.prepare("e", "f")
     for member in ("e", "f", "rank 0"):
-        assert isinstance(crowd.hear(member), wire.Begin)
+        assert isinstance(crowd.hear(member), wire.BeginSends)
     crowd.pass_through("rank 0", "e")
     until(lambda: crowd.sender._engines["e"].finished, "the leader to know")
     crowd.sender.withdraw("e", "its agent died")
-    crowd.say("f", wire.Through(seconds=0.0, nbytes=0))
+    crowd.say("f", wire.BarrierReached(seconds=0.0, nbytes=0))
     until(lambda: crowd.sender._engines["f"].through, "the leader to go on")
     crowd.say("f", wire.Finished())
     assert crowd.end() == {}
@@ -109,11 +109,11 @@ def test_nobody_waits_in_a_group_that_is_not_used_after_all() -> None:
     waiting.start()
     crowd.prepare("e")
     begin = crowd.hear("e")
-    assert isinstance(begin, wire.Begin)
+    assert isinstance(begin, wire.BeginSends)
     assert not begin.group.name.endswith("-early")
     waiting.join(PROMPT_S)
     assert told
-    assert isinstance(crowd.hear("rank 0"), wire.Begin)
+    assert isinstance(crowd.hear("rank 0"), wire.BeginSends)
     crowd.pass_through("rank 0", "e")
     assert crowd.end() == {}
     waiting.join()

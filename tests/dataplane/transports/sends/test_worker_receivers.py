@@ -16,7 +16,7 @@ from weightbus.dataplane.processes.frames import FrameListener, Frames
 from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import messages as sends_wire, worker_receivers as takers
-from weightbus.dataplane.transports.sends.worker_receivers import Leader, NotTaken, Takers
+from weightbus.dataplane.transports.sends.worker_receivers import LeadSession, NotReceived, WorkerReceivers
 
 from ....kit.waiting import until
 
@@ -28,7 +28,7 @@ def test_some_of_the_memory_stays_free(tmp_path: Path, free: int, *, enough: boo
     """A server that generates takes some meanwhile: the last tenth is left to it."""
     listener = FrameListener(tmp_path / "t.sock")
     worker = Frames.connect(str(tmp_path / "t.sock"), Deadline(WAIT_S))
-    asked = Takers(tmp_path)
+    asked = WorkerReceivers(tmp_path)
     asked._threads[0] = listener.accept(Deadline(WAIT_S), "a worker")
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(asked.room)
@@ -61,7 +61,7 @@ class _Told:
 @pytest.mark.parametrize("how", ["is closed meanwhile", "says something else", "hangs up"])
 def test_nobody_keeps_a_thread_that_is_not_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Whoever connects and is of no use, or comes while the sidecar ends, is hung up on."""
-    asked, hear = Takers(tmp_path), worker_wire.hear_worker
+    asked, hear = WorkerReceivers(tmp_path), worker_wire.hear_worker
 
     def heard(frames: Frames, deadline: Deadline, waiting_for: str) -> worker_wire.ToSidecar:
         if how == "is closed meanwhile":
@@ -94,7 +94,7 @@ def test_nobody_keeps_a_thread_that_is_not_taken_in(tmp_path: Path, monkeypatch:
 
 def test_only_who_was_told_a_schedule_is_taken_in(tmp_path: Path) -> None:
     """One that comes late with another schedule, or of another rank, is hung up on; the rest is waited for."""
-    asked = Takers(tmp_path)
+    asked = WorkerReceivers(tmp_path)
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as ends:
         found = pool.submit(asked.expect, _Told(), [_Scheduled(), _Scheduled()], Deadline(WAIT_S))  # type: ignore[arg-type]
         until(lambda: list(tmp_path.glob("t-*.sock")), "a socket to connect to")
@@ -125,8 +125,8 @@ def test_a_worker_that_falls_silent_may_have_written(
     worker = Frames.connect(str(tmp_path / "t.sock"), Deadline(WAIT_S))
     frames = listener.accept(Deadline(WAIT_S), "a worker")
     silent: list[int] = []
-    leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
-    with pytest.raises(NotTaken, match="stands still") as ended:
+    leader = LeadSession(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
+    with pytest.raises(NotReceived, match="stands still") as ended:
         takers._Transfer({0: frames}, leader, beside=beside).outcomes(
             Deadline(WAIT_S), lambda rank, _heard_at: silent.append(rank)
         )
@@ -141,7 +141,7 @@ class Threads:
 
     def __init__(self, folder: Path, count: int) -> None:
         self._listener = FrameListener(folder / "t.sock")
-        self.takers = Takers(folder)
+        self.takers = WorkerReceivers(folder)
         self.workers: list[Frames] = []
         for rank in range(count):
             self.workers.append(Frames.connect(str(folder / "t.sock"), Deadline(WAIT_S)))
@@ -152,7 +152,7 @@ class Threads:
         group = Group(store="", name="g", size=2, rank=1, form_s=1.0, turn_s=1.0, keep_s=keep_s)
         for worker in self.workers:
             worker_wire.say(worker, worker_wire.Taken(seconds=0.0, nbytes=1), Deadline(WAIT_S))
-        leader = Leader(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
+        leader = LeadSession(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
         assert len(self.takers.take(group, leader, Deadline(WAIT_S), beside=True)) == len(self.workers)
 
     def close(self) -> None:
@@ -186,13 +186,13 @@ def test_a_worker_that_does_not_take_it_may_have_written(threads: Threads, how: 
         worker.close()
     else:
         worker_wire.say(worker, worker_wire.Failed(reason="odd", touched=wrote and not beside), Deadline(WAIT_S))
-    leader = Leader(
+    leader = LeadSession(
         beat=lambda: None,
         over=lambda: "",
         failed=lambda *_: worker_wire.say(other, worker_wire.Failed(reason="told"), Deadline(WAIT_S)),
     )
     transfer = takers._Transfer(threads.takers._threads, leader, beside=beside)
-    with pytest.raises(NotTaken, match="worker 0: ") as ended:
+    with pytest.raises(NotReceived, match="worker 0: ") as ended:
         transfer.outcomes(Deadline(WAIT_S), lambda *_: None)
     assert ended.value.touched is (wrote and not beside)
 
@@ -205,10 +205,10 @@ def test_a_sidecar_that_ends_in_the_middle_of_a_transfer_says_so(
     monkeypatch.setattr(takers, "_END_S", 0.1)
     group = Group(store="", name="g", size=2, rank=1, form_s=1.0, turn_s=1.0)
     told: list[str] = []
-    leader = Leader(
+    leader = LeadSession(
         beat=threads.takers.close, over=lambda: "the sender is gone", failed=lambda reason, _: told.append(reason)
     )
-    with pytest.raises(NotTaken) as ended:
+    with pytest.raises(NotReceived) as ended:
         threads.takers.take(group, leader, Deadline(WAIT_S), beside=beside)
     assert [str(ended.value)] == told
     assert ended.value.touched is not beside
@@ -252,8 +252,8 @@ def test_a_sidecar_does_not_vouch_for_a_worker_that_says_nothing(
     told = lambda *_: [  # noqa: E731
         worker_wire.say(worker, worker_wire.Failed(reason="told"), Deadline(WAIT_S)) for worker in threads.workers
     ]
-    leader = Leader(beat=lambda: beats.append(until_s - time.monotonic()), over=move, failed=told)
-    with pytest.raises(NotTaken, match="enough"):
+    leader = LeadSession(beat=lambda: beats.append(until_s - time.monotonic()), over=move, failed=told)
+    with pytest.raises(NotReceived, match="enough"):
         takers._Transfer(threads.takers._threads, leader, beside=True).outcomes(Deadline(WAIT_S), lambda *_: None)
     assert beats, "it vouched at first"
     assert (min(beats) > 0.5) is (how == "silent")
@@ -270,7 +270,7 @@ def test_the_trainer_hears_whether_less_at_a_time_may_do(threads: Threads, *, le
         heard.append((reason, less))
         worker_wire.say(other, worker_wire.Failed(reason="told"), Deadline(WAIT_S))
 
-    leader = Leader(beat=lambda: None, over=lambda: "", failed=failed)
-    with pytest.raises(NotTaken):
+    leader = LeadSession(beat=lambda: None, over=lambda: "", failed=failed)
+    with pytest.raises(NotReceived):
         takers._Transfer(threads.takers._threads, leader, beside=True).outcomes(Deadline(WAIT_S), lambda *_: None)
     assert heard == [("worker 0: odd", less)]

@@ -9,7 +9,7 @@ import pytest
 from weightbus.engine_agent.engines.sglang import sglang_server as sglang
 from weightbus.engine_agent.engines.sglang.http_client import Keys
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
-from weightbus.engine_agent.errors import AnotherLaunch, ServerRefused, ServerSilent, ServerUnreachable
+from weightbus.engine_agent.errors import AnotherGeneration, ServerRefused, ServerSilent, ServerUnreachable
 
 from ....kit import tiny_model
 from ....kit.fake_sglang import FakeSGLang
@@ -82,7 +82,7 @@ def test_nothing_is_done_to_another_launch(
         lambda: server.resume(5),
         lambda: server.load_checkpoint(str(checkpoints[1]), 5),
     ):
-        with pytest.raises(AnotherLaunch):
+        with pytest.raises(AnotherGeneration):
             call()
     assert fake.label == "default"
     assert not server.touched
@@ -131,7 +131,7 @@ def test_a_launch_that_was_looked_at_ahead_is_paused_at_once(fake: FakeSGLang, *
     server.pause("in_place", 5)
 
     assert calls == ["model_info", *(["model_info"] if other else []), "pause_generation"]
-    with pytest.raises(AnotherLaunch) if other else contextlib.nullcontext():
+    with pytest.raises(AnotherGeneration) if other else contextlib.nullcontext():
         server.set_label("8", 5)
     assert fake.label == ("default" if other else "8")
     server.close()

@@ -20,14 +20,14 @@ import pytest
 from weightbus.control.machine.limits import Limits
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.engine_agent.engines.sglang import group_watchdog as stand_in
-from weightbus.engine_agent.engines.sglang.group_watchdog import StandIn
+from weightbus.engine_agent.engines.sglang.group_watchdog import GroupWatchdog
 from weightbus.engine_agent.engines.sglang.http_client import Keys
 
 SIDECAR = """
 import sys, time
-from weightbus.engine_agent.engines.sglang.group_watchdog import StandIn
+from weightbus.engine_agent.engines.sglang.group_watchdog import GroupWatchdog
 from weightbus.engine_agent.engines.sglang.http_client import Keys
-stand_in = StandIn(sys.argv[1], Keys(admin="secret"), float(sys.argv[2]))
+stand_in = GroupWatchdog(sys.argv[1], Keys(admin="secret"), float(sys.argv[2]))
 for line in sys.stdin:
     how, *groups = line.split()
     if how == "close":
@@ -220,7 +220,7 @@ def test_a_stand_in_that_stands_still_is_killed_when_the_sidecar_ends(sidecar: S
 
 def test_a_stand_in_that_hears_nothing_holds_nobody_and_is_replaced(server: Server) -> None:
     """Its pipe is full at last: the sidecar goes on without it, and the next groups have another one."""
-    made = StandIn(server.url, Keys(), 3600.0)
+    made = GroupWatchdog(server.url, Keys(), 3600.0)
     made.entrust(["one"], used=True)
     assert made._process is not None
     first = made._process
@@ -246,7 +246,7 @@ def test_no_process_is_started_for_a_server_without_groups() -> None:
         return Path(f"/proc/self/task/{os.getpid()}/children").read_text()
 
     before = children()
-    made = StandIn("http://127.0.0.1:9", Keys())
+    made = GroupWatchdog("http://127.0.0.1:9", Keys())
     made.entrust((), used=False)
     assert children() == before
     made.close()

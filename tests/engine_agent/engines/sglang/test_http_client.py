@@ -14,7 +14,7 @@ import pytest
 
 from tests.kit.trickle import trickling
 from weightbus.engine_agent.engines.sglang import http_client as wire
-from weightbus.engine_agent.engines.sglang.http_client import Keys, Wire, _object
+from weightbus.engine_agent.engines.sglang.http_client import HttpClient, Keys, _object
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent, ServerUnreachable
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n"
@@ -33,7 +33,7 @@ def test_an_answer_that_is_no_object_is_a_refusal(content: bytes) -> None:
 def test_a_call_ends_at_its_deadline_however_often_a_byte_comes(answer: bytes) -> None:
     """Pauses and aborts count on it. Each read is in time, and the call is not."""
     with trickling(answer) as url:
-        server, began = Wire(url, Keys()), time.monotonic()
+        server, began = HttpClient(url, Keys()), time.monotonic()
         with contextlib.closing(server), pytest.raises(ServerSilent, match=r"no answer in 0\.5 s"):
             server.get("/model_info", 0.5)
         assert time.monotonic() - began < 2.0
@@ -42,7 +42,7 @@ def test_a_call_ends_at_its_deadline_however_often_a_byte_comes(answer: bytes) -
 def test_calls_under_way_end_with_it() -> None:
     """A sidecar that is to end while its server hangs in a call would wait for that call's deadline."""
     with socket.create_server(("127.0.0.1", 0)) as silent, ThreadPoolExecutor(1) as thread:
-        server, began = Wire(f"http://127.0.0.1:{silent.getsockname()[1]}", Keys()), time.monotonic()
+        server, began = HttpClient(f"http://127.0.0.1:{silent.getsockname()[1]}", Keys()), time.monotonic()
         call = thread.submit(server.order, "/load", {}, 60.0)
         connection, _ = silent.accept()
         with connection:
@@ -66,7 +66,7 @@ def test_a_body_that_is_taken_a_little_at_a_time_ends_at_the_deadline_too() -> N
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=sip).start()
-        server = Wire(f"http://127.0.0.1:{listener.getsockname()[1]}", Keys())
+        server = HttpClient(f"http://127.0.0.1:{listener.getsockname()[1]}", Keys())
         began = time.monotonic()
         with contextlib.closing(server), pytest.raises(ServerSilent):
             server.order("/load", {"payload": "x" * (64 << 20)}, 0.5)
@@ -78,7 +78,7 @@ def test_an_answer_without_an_end_is_no_answer(monkeypatch: pytest.MonkeyPatch) 
     """It must not fill the memory of the sidecar."""
     monkeypatch.setattr(wire, "MAX_ANSWER", 1 << 20)
     with trickling(HEAD, then=b"x" * (1 << 18), step_s=0.001) as url:
-        server = Wire(url, Keys())
+        server = HttpClient(url, Keys())
         with contextlib.closing(server), pytest.raises(ServerUnreachable, match="more than 1048576 bytes came"):
             server.get("/model_info", 30.0)
 
@@ -103,7 +103,7 @@ def test_a_connection_serves_call_after_call(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(wire, "MAX_ANSWER", 400)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
         threading.Thread(target=listener.serve_forever, args=(0.05,)).start()
-        with contextlib.closing(Wire(f"http://127.0.0.1:{listener.server_port}", Keys())) as server:
+        with contextlib.closing(HttpClient(f"http://127.0.0.1:{listener.server_port}", Keys())) as server:
             began = time.monotonic()
             while time.monotonic() - began < 0.3:
                 assert server.get("/model_info", 0.2) == {}

@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from weightbus.control.server.http_server import HttpPort, Readiness
-from weightbus.control.server.metrics import Meters, Side
-from weightbus.engine_agent.engines.sglang.memory_occupation import TAGS, WEIGHTS, Lending
+from weightbus.control.server.metrics import Metrics, Side
+from weightbus.engine_agent.engines.sglang.memory_occupation import TAGS, WEIGHTS, MemoryOccupation
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import NothingToGive, ServerError, StateUnreadable
 
@@ -35,7 +35,7 @@ def connected(fake: FakeSGLang) -> Iterator[Connect]:
     made: list[SGLangServer] = []
 
     def connect(file: Path | None = None) -> SGLangServer:
-        made.append(SGLangServer(fake.url, lending=Lending(file)))
+        made.append(SGLangServer(fake.url, lending=MemoryOccupation(file)))
         made[-1].connect()
         return made[-1]
 
@@ -130,7 +130,7 @@ def test_what_cannot_be_given_is_not_asked_for(fake: FakeSGLang, connected: Conn
     for bad in (b"{", b'{"tags":["\xff"]}'):
         (tmp_path / "bad.json").write_bytes(bad)
         with pytest.raises(StateUnreadable, match="restart the server"):
-            Lending(tmp_path / "bad.json")
+            MemoryOccupation(tmp_path / "bad.json")
 
 
 def test_orders_are_taken_by_post_alone() -> None:
@@ -142,7 +142,7 @@ def test_orders_are_taken_by_post_alone() -> None:
         return Readiness(len(asked) == 1, "so")
 
     common: dict[str, Any] = {"readiness": lambda: Readiness(True), "status": lambda: b"{}"}
-    registry = Meters(Side.ENGINE).registry
+    registry = Metrics(Side.ENGINE).registry
     with_orders = HttpPort("127.0.0.1", 0, registry=registry, orders={"/give-back": order}, **common)
     without = HttpPort("127.0.0.1", 0, registry=registry, **common)
     for port in (with_orders, without):

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.processes.rendezvous_store import serve_store
 from weightbus.dataplane.transports.distributed import store_proxy as relay_module
-from weightbus.dataplane.transports.distributed.store_proxy import Relay
+from weightbus.dataplane.transports.distributed.store_proxy import StoreProxy
 from weightbus.dataplane.transports.interface import Address
 from weightbus.engine_agent.engines.sglang import sglang_server as sglang
 from weightbus.engine_agent.engines.sglang.reachability_probe import reached_at
@@ -38,14 +38,14 @@ def store() -> Iterator[TCPStore]:
     del made
 
 
-def come(relay: Relay) -> TCPStore:
+def come(relay: StoreProxy) -> TCPStore:
     """As a server's worker does."""
     return TCPStore(*relay.at, is_master=False, wait_for_workers=False, timeout=PATIENCE)
 
 
 def test_a_store_is_the_same_through_a_relay(store: TCPStore) -> None:
     """Several clients, values larger than a packet, and who waits for a key that comes later."""
-    relay = Relay(store.host, store.port, "127.0.0.1")
+    relay = StoreProxy(store.host, store.port, "127.0.0.1")
     one, other = come(relay), come(relay)
     found: list[bytes] = []
     waits = threading.Thread(target=lambda: found.append(other.get("late")))
@@ -61,7 +61,7 @@ def test_a_store_is_the_same_through_a_relay(store: TCPStore) -> None:
 
 def test_who_waits_through_a_relay_that_is_cut_is_told_at_once(store: TCPStore) -> None:
     """Although the store itself is well; and nobody comes to it this way any more."""
-    relay = Relay(store.host, store.port, "127.0.0.1")
+    relay = StoreProxy(store.host, store.port, "127.0.0.1")
     client = come(relay)
     errors: list[Exception] = []
 
@@ -87,7 +87,7 @@ def test_who_waits_through_a_relay_that_is_cut_is_told_at_once(store: TCPStore) 
 def test_who_comes_too_late_is_told_so_and_does_not_try_again(cut: bool) -> None:
     """To one that was cut, or whose store has ended: torch would try to connect until its own deadline."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        relay = Relay("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
+        relay = StoreProxy("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
     if cut:
         relay.cut()
     began = time.monotonic()
@@ -99,7 +99,7 @@ def test_who_comes_too_late_is_told_so_and_does_not_try_again(cut: bool) -> None
 
 def test_who_comes_for_a_store_whose_host_is_gone_is_let_in_and_out_again() -> None:
     """Each of them, as where nobody listens any more. To the address of this one the kernel knows no way at all."""
-    relay = Relay("255.255.255.255", 9, "127.0.0.1")
+    relay = StoreProxy("255.255.255.255", 9, "127.0.0.1")
     for _ in range(2):
         with socket.create_connection(relay.at, AT_ONCE_S) as client:
             client.settimeout(AT_ONCE_S)
@@ -110,7 +110,7 @@ def test_who_comes_for_a_store_whose_host_is_gone_is_let_in_and_out_again() -> N
 
 def test_who_asks_for_a_name_first_is_let_in_until_it_has_spoken() -> None:
     """Torch does, once it is connected. Sent away meanwhile it would come again, and ask again."""
-    relay = Relay("255.255.255.255", 9, "127.0.0.1")
+    relay = StoreProxy("255.255.255.255", 9, "127.0.0.1")
     relay.cut()
     with socket.create_connection(relay.at, AT_ONCE_S) as client:
         assert not readable(client.fileno(), 2.0)
@@ -123,7 +123,7 @@ def test_who_asks_for_a_name_first_is_let_in_until_it_has_spoken() -> None:
 def test_a_relay_that_has_no_room_for_one_has_it_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process with too many open files, say: who is sent away comes again, and is told then."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        relay = Relay("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
+        relay = StoreProxy("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
 
     def full(_host: str) -> TCPStore:
         monkeypatch.undo()
@@ -143,7 +143,7 @@ def test_a_relay_is_cut_by_a_process_that_can_open_nothing_more(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With too many open files, say. Who waits in the store is told none the less."""
-    relay = Relay(store.host, store.port, "127.0.0.1")
+    relay = StoreProxy(store.host, store.port, "127.0.0.1")
     with socket.create_connection(relay.at, AT_ONCE_S) as client:
         client.settimeout(AT_ONCE_S)
         time.sleep(0.2)  # it is carried by now
@@ -193,7 +193,7 @@ def test_a_group_that_is_left_while_a_way_to_it_is_looked_for_is_not_joined(
 def test_a_store_that_ends_ends_its_clients() -> None:
     """As it would without a relay."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        relay = Relay("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
+        relay = StoreProxy("127.0.0.1", listener.getsockname()[1], "127.0.0.1")
         client = socket.create_connection(relay.at, AT_ONCE_S)
         served, _ = listener.accept()
         served.close()

@@ -6,13 +6,13 @@ from typing import Any, cast
 
 import pytest
 
-from weightbus.control.server.metrics import Meters, Side
+from weightbus.control.server.metrics import Metrics, Side
 from weightbus.dataplane.errors import DeadlineExceeded
 from weightbus.engine_agent.engines.sglang import worker_health as module
-from weightbus.engine_agent.engines.sglang.worker_health import VERIFY_S, Vitals, proof_s
+from weightbus.engine_agent.engines.sglang.worker_health import VERIFY_S, WorkerHealth, proof_s
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent
-from weightbus.engine_agent.machine.events import Broken, Finished, PauseServer, Validate
-from weightbus.engine_agent.sidecar.operation_executor import Worker
+from weightbus.engine_agent.machine.events import OperationDone, OperationFailed, PauseServer, Validate
+from weightbus.engine_agent.sidecar.operation_executor import OperationExecutor
 
 
 class Server:
@@ -41,24 +41,24 @@ class Server:
 def test_a_server_that_was_silent_has_to_answer_before_it_is_paused() -> None:
     """A pause has a deadline of half a minute, in which all engines of a round would wait for this one."""
     server = Server()
-    worker = Worker("e0", cast("Any", server), cast("Any", None), None, Meters(Side.ENGINE))
+    worker = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(Side.ENGINE))
     pause = PauseServer("retract", 60.0)
-    assert isinstance(worker.perform(pause, "launch"), Broken)
-    assert isinstance(worker.perform(pause, "launch"), Broken)
+    assert isinstance(worker.perform(pause, "launch"), OperationFailed)
+    assert isinstance(worker.perform(pause, "launch"), OperationFailed)
     assert server.asked == ["pause", "answers"]
     server.stands = False
     for _ in range(2):
-        assert worker.perform(pause, "launch") == Finished()
+        assert worker.perform(pause, "launch") == OperationDone()
     assert server.asked == ["pause", "answers", "answers", "pause", "pause"]
 
 
 def test_a_server_that_was_silent_is_refused_before_anybody_stands_still() -> None:
     """In its pause the engines that move would stand still for it, in every version."""
     server = Server()
-    worker = Worker("e0", cast("Any", server), cast("Any", None), None, Meters(Side.ENGINE))
+    worker = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(Side.ENGINE))
     validate = Validate(cast("Any", None), "", None)
-    assert isinstance(worker.perform(PauseServer("retract", 60.0), "launch"), Broken)
-    assert worker.perform(validate, "launch") == Broken("answers: no answer", touched=False)
+    assert isinstance(worker.perform(PauseServer("retract", 60.0), "launch"), OperationFailed)
+    assert worker.perform(validate, "launch") == OperationFailed("answers: no answer", touched=False)
     assert server.asked == ["pause", "answers"]
 
 
@@ -68,7 +68,7 @@ def test_whether_a_server_moves_is_looked_at_before_anybody_stands_still(monkeyp
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     server = Server()
     server.stands, server.patience_s = False, 10.0
-    vitals = Vitals(cast("Any", server))
+    vitals = WorkerHealth(cast("Any", server))
     for _ in range(2):
         vitals.look("one")
     assert server.asked == ["answers"]
@@ -98,7 +98,7 @@ def refuse() -> None:
 def test_what_another_launch_did_not_answer_is_forgotten() -> None:
     """And who said no has answered."""
     server = Server()
-    vitals = Vitals(cast("Any", server))
+    vitals = WorkerHealth(cast("Any", server))
     vitals.learn(ServerRefused("/x", 400, "no"), "one")
     vitals.ask("one")
     vitals.learn(ServerSilent("/x", "no answer"), "one")
@@ -112,7 +112,7 @@ def test_what_another_launch_did_not_answer_is_forgotten() -> None:
 def test_who_kept_a_transfer_to_its_deadline_is_asked_before_the_next_one() -> None:
     """It may have been the trainer: then the server answers, and nobody has lost anything."""
     server = Server()
-    vitals = Vitals(cast("Any", server))
+    vitals = WorkerHealth(cast("Any", server))
     vitals.learn(DeadlineExceeded("worker 0 to copy", 30.0), "one")
     with pytest.raises(ServerSilent):
         vitals.ask("one")

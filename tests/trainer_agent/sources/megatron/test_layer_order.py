@@ -8,11 +8,11 @@ import pytest
 
 from weightbus.trainer_agent.source import LayoutMismatch, RanksDisagree
 from weightbus.trainer_agent.sources.megatron.layer_order import check_numbers, check_order, check_part
-from weightbus.trainer_agent.sources.rank_layout import Roster, Stage
+from weightbus.trainer_agent.sources.rank_layout import PipelineStage, RankLayout
 
 
-def rosters(*ranks: tuple[Stage, ...]) -> list[Roster]:
-    return [Roster({}, b"", stages) for stages in ranks]
+def rosters(*ranks: tuple[PipelineStage, ...]) -> list[RankLayout]:
+    return [RankLayout({}, b"", stages) for stages in ranks]
 
 
 @pytest.mark.parametrize("numbers", [[], [1], [1, 2, 3], [7, 8]])
@@ -37,8 +37,8 @@ def test_a_layer_and_its_parts_have_one_number() -> None:
 
 def test_stages_follow_each_other_along_the_pipeline() -> None:
     """Chunk after chunk over all ranks, stages of any size, some without layers, with replicas."""
-    first = (Stage(0, 0, 1, 2), Stage(1, 0, 4, 1))
-    second = (Stage(0, 1, 3, 1), Stage(1, 1, 0, 0))
+    first = (PipelineStage(0, 0, 1, 2), PipelineStage(1, 0, 4, 1))
+    second = (PipelineStage(0, 1, 3, 1), PipelineStage(1, 1, 0, 0))
     check_order(rosters(first, second, first, second))
     check_order(rosters((), ()))
 
@@ -47,7 +47,7 @@ def test_stages_in_any_other_order_are_refused() -> None:
     """Every permutation of four equal stages but the one in which they follow each other."""
     starts = (1, 3, 5, 7)
     for order in itertools.permutations(starts):
-        ranks = rosters(*((Stage(0, place, first, 2),) for place, first in enumerate(order)))
+        ranks = rosters(*((PipelineStage(0, place, first, 2),) for place, first in enumerate(order)))
         if order == starts:
             check_order(ranks)
             continue
@@ -58,10 +58,15 @@ def test_stages_in_any_other_order_are_refused() -> None:
 def test_chunks_in_another_order_are_refused() -> None:
     """The second chunk of a rank does not come before the first of the next."""
     with pytest.raises(RanksDisagree, match=r"rank 1, at place 1 .* chunk 0, holds layers 3 to 3; layer 2 is expected"):
-        check_order(rosters((Stage(0, 0, 1, 1), Stage(1, 0, 2, 1)), (Stage(0, 1, 3, 1), Stage(1, 1, 4, 1))))
+        check_order(
+            rosters(
+                (PipelineStage(0, 0, 1, 1), PipelineStage(1, 0, 2, 1)),
+                (PipelineStage(0, 1, 3, 1), PipelineStage(1, 1, 4, 1)),
+            )
+        )
 
 
 def test_replicas_hold_the_same_layers() -> None:
     """Two ranks at one place of the pipeline."""
     with pytest.raises(RanksDisagree, match=r"rank 1, .* holds layers 2 to 2; rank 0, .* same place, holds layers 1"):
-        check_order(rosters((Stage(0, 0, 1, 1),), (Stage(0, 0, 2, 1),)))
+        check_order(rosters((PipelineStage(0, 0, 1, 1),), (PipelineStage(0, 0, 2, 1),)))
