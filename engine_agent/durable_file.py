@@ -18,6 +18,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def write_fresh(path: Path, content: bytes) -> Path:
+    """Write `content` beside `path`, synced; returns where it lies until it is put in place."""
     fresh = path.parent / f"{path.name}.new"  # another one for each file: they are written by several threads
     with fresh.open("wb") as file:
         file.write(content)

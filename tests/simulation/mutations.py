@@ -47,7 +47,7 @@ SERVER, COORDINATOR, CHANNEL = (
 STANDING = "control/machine/channel.py"
 JOURNAL, RECORD_FILE, LEDGER = (
     "control/journal/sqlite_journal.py",
-    "engine_agent/sidecar/state_file.py",
+    "engine_agent/durable_file.py",
     "engine_agent/machine/recorded_state.py",
 )
 ROUND, COHORT, FLEET = (
@@ -168,8 +168,8 @@ MUTATIONS: Final = (
         "forgets-the-commit-at-boot",
         "never-back",
         STANDING,
-        "self.window = Window(restored.committed)",
-        "self.window = Window()",
+        "self.window = VersionWindow(restored.committed)",
+        "self.window = VersionWindow()",
     ),
     _m(
         "epoch-not-raised-by-a-grant",
@@ -345,14 +345,14 @@ MUTATIONS: Final = (
         "no-fencing-of-trainers",
         "one-holder",
         "control/machine/lease.py",
-        '        return Verdict(Code.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")\n',
+        '        return Decision(Code.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")\n',
         "        return YES\n    return YES\n",
     ),
     _m(
         "grants-a-channel-that-is-held",
         "heard-out",
         "control/machine/lease.py",
-        "    return Verdict(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))",
+        "    return Decision(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))",
         "    return YES",
     ),
     _m(
@@ -401,8 +401,8 @@ MUTATIONS: Final = (
         "takes-a-broken-transfer-for-clean",
         "no-mixed-tokens",
         APPLICATION,
-        "            if isinstance(result, Broken) and not result.touched:\n                self.reason",
-        "            if isinstance(result, Broken):\n                self.reason",
+        "            if isinstance(result, OperationFailed) and not result.touched:\n                self.reason",
+        "            if isinstance(result, OperationFailed):\n                self.reason",
     ),
     _m(
         "forgets-that-it-is-dirty",
@@ -436,7 +436,7 @@ MUTATIONS: Final = (
         "lost-resume",
         "ready-is-ready",
         APPLICATION,
-        "        return self._run(Release(None, False, command.deadline_s, look=self.mandate.doubted), command, now)",
+        "        return self._run(ReleaseServer(None, False, command.deadline_s, look=self.mandate.doubted), command, now)",
         "        return (self._serving(command, 0.0, now),)",
     ),
     _m(
@@ -485,8 +485,8 @@ MUTATIONS: Final = (
         "keeps-old-caches",
         "fresh-caches",
         APPLICATION,
-        "self._run(Release(command.version, command.flush, command.deadline_s, labelled), command, now)",
-        "self._run(Release(command.version, False, command.deadline_s, labelled), command, now)",
+        "self._run(ReleaseServer(command.version, command.flush, command.deadline_s, labelled), command, now)",
+        "self._run(ReleaseServer(command.version, False, command.deadline_s, labelled), command, now)",
     ),
     _m(
         "serves-whatever-it-holds",
@@ -506,8 +506,8 @@ MUTATIONS: Final = (
         "transfers-though-the-record-is-not-written",
         "no-mixed-tokens",
         "engine_agent/sidecar/effect_dispatcher.py",
-        "            elif self.unsaved is not None and isinstance(effect, Run)",
-        "            elif False and isinstance(effect, Run)",
+        "            elif self.unsaved is not None and isinstance(effect, RunOperation)",
+        "            elif False and isinstance(effect, RunOperation)",
     ),
     _m(
         "trainer-believes-the-end-of-an-earlier-round",
