@@ -1,4 +1,4 @@
-"""Text that somebody else wrote, made fit for a terminal: it moves no cursor, sets no colour and forges no line.
+"""Text that somebody else wrote, made fit for a terminal: it moves no cursor, sets no color and forges no line.
 
 Agents are free in what they say of their servers, and servers in what they answer. Whatever of it people are shown goes
 through `plain`. Programs get it as it is: JSON has escapes of its own.

@@ -9,7 +9,7 @@ publication   the machine that decides; leader, drive, staging, delivery carry i
 live          what engines must report of their parameters after a load
 lag           how far training may be ahead of what engines serve
 lineage       which version wrote each token of a response, and whether to learn from it
-quantised     another source's weights, quantised on their way; archive keeps versions as files
+quantized     another source's weights, quantized on their way; archive keeps versions as files
 
 The names below are loaded when they are asked for: the command line passes through here without torch.
 """

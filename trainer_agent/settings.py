@@ -119,7 +119,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     keep_last: Annotated[int, Meta(description="so many of the newest of them stay", ge=1)] = 3
     keep_every: Annotated[int, Meta(description="of them, multiples of this stay for good; 0: none", ge=0)] = 0
     served: Annotated[
-        Path | None, Meta(description="folder of the checkpoint that engines serve: it says how weights are quantised")
+        Path | None, Meta(description="folder of the checkpoint that engines serve: it says how weights are quantized")
     ] = None
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ class EnginePhase(enum.StrEnum):
     TRANSFERRED = "transferred"
     """Loaded every bucket; not compared yet."""
     VERIFIED = "verified"
-    """Holds exactly the new version; paused, labelled with the old one."""
+    """Holds exactly the new version; paused, labeled with the old one."""
     BROKEN = "broken"
     """Failed in the transfer; may be sent everything again."""
     RESUMING = "resuming"

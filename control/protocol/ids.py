@@ -12,7 +12,7 @@ AgentId = NewType("AgentId", str)
 """A trainer or engine agent, unique in a deployment and stable across its restarts."""
 
 Channel = NewType("Channel", str)
-"""One model being synchronised: its lease, its versions and its engines."""
+"""One model being synchronized: its lease, its versions and its engines."""
 
 Version = NewType("Version", int)
 """What the trainer calls a state of the weights. Grows with every commit of a channel; never goes back."""

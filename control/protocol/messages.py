@@ -279,7 +279,7 @@ class Transferred(Message, frozen=True, tag="Transferred"):
 
 
 class Verified(Message, frozen=True, tag="Verified"):
-    """The server's weights are those of `table`. Still paused, still labelled with the old version.
+    """The server's weights are those of `table`. Still paused, still labeled with the old version.
 
     Where the command left the table open, it is the one that the trainer gave over the transport.
     """
@@ -294,7 +294,7 @@ class Verified(Message, frozen=True, tag="Verified"):
 
 
 class Serving(Message, frozen=True, tag="Serving"):
-    """The server is labelled with `version` (null: the weights of its launch) and generates again."""
+    """The server is labeled with `version` (null: the weights of its launch) and generates again."""
 
     request: RequestKey
     channel: JoinedChannel

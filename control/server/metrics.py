@@ -102,7 +102,7 @@ BOOT = _declare(_C, _GAUGE, "coordinator_boot", "", "grows by one with every sta
 
 SERVER_UP = _declare(_E, _GAUGE, "sidecar_server_up", "", "1 while the server answers")
 SERVER_PAUSED = _declare(_E, _GAUGE, "sidecar_server_paused", "", "1 while the sidecar holds its server paused")
-SIDECAR_VERSION = _declare(_E, _GAUGE, "sidecar_version", "", "verified version the server is labelled with; -1: none")
+SIDECAR_VERSION = _declare(_E, _GAUGE, "sidecar_version", "", "verified version the server is labeled with; -1: none")
 SIDECAR_HEALTH = _declare(_E, _GAUGE, "sidecar_health", "health", "1 for what the server holds: clean, pending, dirty")
 SIDECAR_WEIGHTS = _declare(_E, _GAUGE, "sidecar_weights", "state", "1 for the state that the server's weights are in")
 SIDECAR_CONNECTED = _declare(_E, _GAUGE, "sidecar_connected", "", "1 while the coordinator answers")

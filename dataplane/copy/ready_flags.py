@@ -1,6 +1,6 @@
 """Reads memory while it is made: which copies need which parts of it, and whether those are there.
 
-A trainer rank makes what it serves quantised from the beginning of its arena on, and its device writes a mark behind
+A trainer rank makes what it serves quantized from the beginning of its arena on, and its device writes a mark behind
 each part: the number of the round. Marks lie in the memory that is read, so that a reader needs nobody's word. Until
 they show the round that it was told, a part is what an earlier round made of it, or half of each.
 """

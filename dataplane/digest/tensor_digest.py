@@ -184,7 +184,7 @@ def _accumulate(words: _Words, bounds: _Bounds, lanes: _Words) -> None:
 
 
 def _splitmix(x: _Words, scratch: _Words) -> None:
-    """The finaliser of splitmix64, in place."""
+    """The finalizer of splitmix64, in place."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 0)):
         np.right_shift(x, np.uint64(shift), out=scratch)
         np.bitwise_xor(x, scratch, out=x)

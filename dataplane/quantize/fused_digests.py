@@ -1,6 +1,6 @@
-"""Which quantised elements are summed up for their digest while they are made, instead of being read again. Pure.
+"""Which quantized elements are summed up for their digest while they are made, instead of being read again. Pure.
 
-A program of the kernel that quantises FP8 holds whole rows of its tile when it stores them: eight elements are a word
+A program of the kernel that quantizes FP8 holds whole rows of its tile when it stores them: eight elements are a word
 of the packed tensor, if rows and boxes begin and end on one, and a sum does not care who adds which words
 (box_digests.py). Everything else, scales among it, is read again from where it lies: scales are four bytes, half a
 word, and a part in sixteen thousand of the whole.
@@ -43,7 +43,7 @@ class Summed:
 
 
 def words_of(scheme: Scheme, box: Box, shape: Sequence[int]) -> Words | None:
-    """Where the elements of `box` lie, of a weight of `shape` that `scheme` quantises; None if they are read again.
+    """Where the elements of `box` lie, of a weight of `shape` that `scheme` quantizes; None if they are read again.
 
     That is: for anything but FP8 with a scale for a block or a row; where a row of the tensor, of the box or of a block
     is no whole number of words; and for a tensor of 16 GiB or more.

@@ -1,8 +1,8 @@
-"""Which weights of a checkpoint are quantised, and how: read from its ``quantization_config``. Pure, no torch.
+"""Which weights of a checkpoint are quantized, and how: read from its ``quantization_config``. Pure, no torch.
 
 Understood are ``fp8`` and ``mxfp8`` (DeepSeek-V3, Qwen3-FP8) and ``compressed-tensors``. Whatever changes what the
 served numbers mean and is not understood is refused with `UnknownScheme`: weights never pass as they are because a
-word in a config was not known. A checkpoint's own files, where they are at hand, say which modules are quantised;
+word in a config was not known. A checkpoint's own files, where they are at hand, say which modules are quantized;
 without them it is decided by names, and a name that could be either is refused too.
 """
 
@@ -22,21 +22,21 @@ _KNOWN: Final = (
     "known are fp8 (e4m3, in blocks or with one scale, dynamic activations), mxfp8, and compressed-tensors with fp8 by"
     " tensor, channel or block, mxfp8, or int4 packed"
 )
-_ADVICE: Final = "serve a checkpoint that is quantised so, or the plain one"
+_ADVICE: Final = "serve a checkpoint that is quantized so, or the plain one"
 
 _LINEAR: Final = re.compile(
     r"(?!eh_proj$)(.*_proj|.*_proj_with_mqa|in_proj_qkvz?|[qkvo]|qkv|proj|wq_a|wq_b|wkv_a|wkv_b|wk|wq|wv|wo|w[123]|fc[123]?|linear\w*|dense\w*)"
 )
-"""Last part of the names of modules that are linear layers, and that SGLang quantises unless it is told not to.
+"""Last part of the names of modules that are linear layers, and that SGLang quantizes unless it is told not to.
 
-``eh_proj``, of prediction layers, is quantised in some models and not in others, DeepSeek's among them.
+``eh_proj``, of prediction layers, is quantized in some models and not in others, DeepSeek's among them.
 """
 _OTHER: Final = re.compile(
     r"(.*embed\w*|wte|wpe|.*norm\w*|ln_\w+|gate|router|shared_expert_gate|weights_proj|.*conv\w*|in_proj_ba|in_proj_[ab])"
 )
-"""... and of those that it never quantises: tables, norms, routers, small projections."""
+"""... and of those that it never quantizes: tables, norms, routers, small projections."""
 _HEAD: Final = re.compile(r"(lm_head|head|output)")
-"""An output layer: linear to compressed-tensors, never quantised by ``fp8``."""
+"""An output layer: linear to compressed-tensors, never quantized by ``fp8``."""
 
 _CLASS: Final = re.compile(r"(?!(?i:linear)$)[A-Z]\w*")
 """A class of modules as a target. Names do not tell which modules are of another one than ``Linear``."""
@@ -121,10 +121,10 @@ class Quantization(msgspec.Struct, frozen=True):
     """Modules that stay as they are."""
 
     def scheme_of(self, weight: TensorSpec, stored: Mapping[str, TensorSpec] | None = None) -> Scheme | None:
-        """How `weight` is quantised; None when it stays as it is.
+        """How `weight` is quantized; None when it stays as it is.
 
-        `stored` are the tensors of the served checkpoint, where its files are at hand: then what is quantised there is
-        quantised here, in the same dtypes. Raises `UnknownScheme` when it cannot be told, or cannot be done.
+        `stored` are the tensors of the served checkpoint, where its files are at hand: then what is quantized there is
+        quantized here, in the same dtypes. Raises `UnknownScheme` when it cannot be told, or cannot be done.
         """
         module, _, kind = weight.name.rpartition(".")
         scheme = None
@@ -138,7 +138,7 @@ class Quantization(msgspec.Struct, frozen=True):
         objection = scheme.objection(weight.shape)
         if objection:
             raise UnknownScheme(
-                f"{weight.name!r} {weight.shape} cannot be quantised as {scheme.name}: {objection}; add {module!r} to"
+                f"{weight.name!r} {weight.shape} cannot be quantized as {scheme.name}: {objection}; add {module!r} to"
                 " the modules that the served checkpoint leaves as they are"
             )
         return scheme
@@ -158,12 +158,12 @@ class Quantization(msgspec.Struct, frozen=True):
         if (scheme is None and told) or (scheme and (_LINEAR.fullmatch(last) or _HEAD.fullmatch(last))):
             return scheme
         raise UnknownScheme(
-            f"nothing says whether {weight.name!r} {weight.shape} is quantised: give the folder of the served"
+            f"nothing says whether {weight.name!r} {weight.shape} is quantized: give the folder of the served"
             " checkpoint with its safetensors files, or name the module in its quantization_config"
         )
 
     def _from_files(self, weight: TensorSpec, module: str, stored: Mapping[str, TensorSpec]) -> Scheme | None:
-        """Whatever has a scale there is quantised; with a scheme of the config, and scales in the dtype of the file."""
+        """Whatever has a scale there is quantized; with a scheme of the config, and scales in the dtype of the file."""
         if not self._is_there(weight, module, stored):
             raise UnknownScheme(
                 f"the served checkpoint's files have no {weight.name!r} {weight.shape}, which is trained; they have"
@@ -180,7 +180,7 @@ class Quantization(msgspec.Struct, frozen=True):
         scale = stored.get(f"{module}.{scheme.scale}")
         if scale is None:
             raise UnknownScheme(
-                f"{weight.name!r} should be quantised as {scheme.name}, its checkpoint has no such scale"
+                f"{weight.name!r} should be quantized as {scheme.name}, its checkpoint has no such scale"
             )
         allowed = ("float32", "bfloat16", "float16") if scheme.scale_dtype != "uint8" else ("uint8",)
         if scale.dtype not in allowed:
@@ -230,7 +230,7 @@ _KEYS: Final = ("quantization_config", "compression_config")
 
 
 def read(config: Mapping[str, Any]) -> Quantization | None:
-    """What ``config.json`` says about quantisation; None for a checkpoint that is not quantised.
+    """What ``config.json`` says about quantization; None for a checkpoint that is not quantized.
 
     Raises `UnknownScheme` for what is not understood.
     """
@@ -245,14 +245,14 @@ def read(config: Mapping[str, Any]) -> Quantization | None:
                 return _parse(found)
     for path in _elsewhere(config, ""):
         raise UnknownScheme(
-            f"config.json says at {path} how a part of the model is quantised, and nothing of the language model:"
+            f"config.json says at {path} how a part of the model is quantized, and nothing of the language model:"
             f" {_ADVICE}"
         )
     return None
 
 
 def _elsewhere(place: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Where else in a config there is a word on quantisation."""
+    """Where else in a config there is a word on quantization."""
     for key, value in place.items():
         at = f"{path}.{key}" if path else key
         if isinstance(value, Mapping) and value:
@@ -279,7 +279,7 @@ def _parse(found: object) -> Quantization:
         raise UnknownScheme(
             f"the quantization_config ({method}) is not understood: {error}; {_KNOWN}: {_ADVICE}"
         ) from error
-    raise UnknownScheme(f"the served checkpoint is quantised as {method!r}; {_KNOWN}: {_ADVICE}")
+    raise UnknownScheme(f"the served checkpoint is quantized as {method!r}; {_KNOWN}: {_ADVICE}")
 
 
 def _fp8(config: _Fp8) -> Quantization:

@@ -1,4 +1,4 @@
-"""Quantises on a GPU: tasks become tables of tiles, made on the host once; a run is a launch for each kind of tile.
+"""Quantizes on a GPU: tasks become tables of tiles, made on the host once; a run is a launch for each kind of tile.
 
 Two for FP8 with one scale for a tensor: over all tensors together, the largest magnitudes first, which never leave the
 device.
@@ -33,7 +33,7 @@ _PER_WARP: Final = 1024
 """Elements: at least 32 for each thread, so that all of its loads are of 16 bytes."""
 _REGISTERS: Final = 80
 """Of a thread with 64 elements of a block: on an H200 1.16 times as fast as with 128, since more programs fit a
-multiprocessor; 64 are too few (`by_registers` of tests/gpu/quantised.py)."""
+multiprocessor; 64 are too few (`by_registers` of tests/gpu/quantized.py)."""
 
 
 class TaskShape(NamedTuple):
@@ -110,7 +110,7 @@ def tile_of(scheme: Scheme, shape: Sequence[int]) -> TaskShape | None:
 
 
 def launch(kind: TaskKind, table: torch.Tensor, *, fast: bool = True, registers: int = _REGISTERS) -> None:
-    """Quantise every tile of `table`, (tiles, 9) int64 on the device, on the current stream."""
+    """Quantize every tile of `table`, (tiles, 9) int64 on the device, on the current stream."""
     from . import quantize_triton as kernels  # noqa: PLC0415  Triton is there where a GPU is
 
     for name, constants in kernels_of(kind, fast=fast, registers=registers):

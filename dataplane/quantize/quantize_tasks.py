@@ -1,4 +1,4 @@
-"""Quantises many weights where they lie: with torch on a CPU, in one pass of a Triton kernel on a GPU.
+"""Quantizes many weights where they lie: with torch on a CPU, in one pass of a Triton kernel on a GPU.
 
 Preparing is slow and happens once for a plan; `run` is what a round waits for.
 """
@@ -10,12 +10,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from . import quantize_torch as quantise_torch
+from . import quantize_torch
 from .schemes import Scheme
 
 
 class Sums(NamedTuple):
-    """Where the sums of a tensor's digest go, and where in it the quantised elements of a task lie.
+    """Where the sums of a tensor's digest go, and where in it the quantized elements of a task lie.
 
     Sums are of the bytes as they are stored, never of what was read. Tasks that share one are prepared together.
     """
@@ -37,11 +37,11 @@ class Task(NamedTuple):
     weight: torch.Tensor
     """(rows, columns), as it is kept."""
     served: torch.dtype
-    """In which it would be served unquantised; values are rounded to it first."""
+    """In which it would be served unquantized; values are rounded to it first."""
     outs: tuple[torch.Tensor, ...]
     """Its parts but ``weight_shape``, in the order of `Scheme.parts`."""
     sums: Sums | None = None
-    """Of the first of them; for what `quantise_sums.words_of` allows."""
+    """Of the first of them; for what `quantize_sums.words_of` allows."""
 
 
 class PreparedTasks(Protocol):
@@ -53,7 +53,7 @@ class PreparedTasks(Protocol):
         ...
 
     def run(self) -> None:
-        """Quantise every weight as it is now, and set its sums. On a GPU in the order of the current stream."""
+        """Quantize every weight as it is now, and set its sums. On a GPU in the order of the current stream."""
         ...
 
 
@@ -77,7 +77,7 @@ class TorchTasks:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Quantise."""
+        """Quantize."""
         self._sums.clear()
         for task in self._tasks:
             run(task)
@@ -85,10 +85,10 @@ class TorchTasks:
 
 def run(task: Task) -> None:
     """One task with torch, on any device."""
-    quantise_torch.quantise(task.scheme, task.weight.to(task.served), task.outs)
+    quantize_torch.quantize(task.scheme, task.weight.to(task.served), task.outs)
     if task.sums is not None:
         lanes = task.sums.lanes[task.sums.number]
-        quantise_torch.add_sums(task.outs[0], task.sums.at, task.sums.step, lanes)
+        quantize_torch.add_sums(task.outs[0], task.sums.at, task.sums.step, lanes)
 
 
 class ClearedSums:

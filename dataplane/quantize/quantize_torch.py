@@ -30,13 +30,13 @@ _MX_SHIFT: Final = 8
 _NO_EXPONENT: Final = 255
 """NaN among the exponents."""
 _MIX: Final = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""Of splitmix64's finaliser, as in tensor_digest.py."""
+"""Of splitmix64's finalizer, as in tensor_digest.py."""
 _ROUND_UP: Final = (1 << _MANTISSA_BITS) - 1
 _ROUND_NEAREST: Final = 1 << (_MANTISSA_BITS - 2)
 
 
-def quantise(scheme: Scheme, weight: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
-    """Quantise `weight`, (rows, columns) on the scheme's grain, into `outs`: its parts but ``weight_shape``, in order.
+def quantize(scheme: Scheme, weight: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
+    """Quantize `weight`, (rows, columns) on the scheme's grain, into `outs`: its parts but ``weight_shape``, in order.
 
     `weight` is in the dtype in which it would be served. `outs` may be strided.
     """

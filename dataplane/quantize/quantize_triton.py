@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
 # ruff: noqa: ANN001, ANN201, ANN202, N803, PLR0917, SIM300
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
-"""Quantises tiles of weights on a GPU: each element is read once and written once. Imported only when needed.
+"""Quantizes tiles of weights on a GPU: each element is read once and written once. Imported only when needed.
 
 A row of the table is a tile of at most ROWS x COLUMNS elements, which holds whole blocks; a program takes one:
 
@@ -20,7 +20,7 @@ the very words that are stored, and in the place of the zero points stand
 
 Divisions are IEEE's (`tl.div_rn`), so that the bits are those of quantize_torch.py. `FAST` divides by multiplying with
 the reciprocal and correcting once with a fused multiply-add, which rounds the same for normal numbers (Markstein, IBM
-J. Res. Dev. 34, 1990); tests/gpu/quantised.py compares both. It needs a fused multiply-add, which Triton's interpreter
+J. Res. Dev. 34, 1990); tests/gpu/quantized.py compares both. It needs a fused multiply-add, which Triton's interpreter
 does not have, and is where PTX is used.
 """
 

@@ -1,4 +1,4 @@
-"""How weights are quantised: which tensors one weight becomes, and which of its elements go into which. Pure, no torch.
+"""How weights are quantized: which tensors one weight becomes, and which of its elements go into which. Pure, no torch.
 
 A `Scheme` is a row of a table. Its arithmetic is elsewhere (quantize_torch.py, quantize_triton.py), and so is the
 choice of scheme (hf_quantization_config.py). A weight of (rows, columns) becomes *parts*, each with a cell: the
@@ -14,11 +14,11 @@ elements of the weight that one element of the part speaks of.
     int4            weight_packed int32, weight_scale, weight_shape   1 x group               compressed-tensors
     int4-asymmetric the same and weight_zero_point int32              1 x group               compressed-tensors
 
-What is quantised are the values in the dtype in which the weight would be served otherwise: bfloat16 for a master in
-float32. So the result does not depend on who quantises, and where.
+What is quantized are the values in the dtype in which the weight would be served otherwise: bfloat16 for a master in
+float32. So the result does not depend on who quantizes, and where.
 
 Where a NaN or an infinity is among the elements that share a scale, that scale is NaN (255 as an exponent), and so is
-what an engine makes of every one of them: weights that were lost are served as such, as unquantised ones would be, and
+what an engine makes of every one of them: weights that were lost are served as such, as unquantized ones would be, and
 never as numbers. Their elements are NaN where the format has one, and zero, with a zero point of zero, in four bits.
 """
 
@@ -39,11 +39,11 @@ PACKED: Final = 8
 
 
 class UnknownScheme(DataplaneError):
-    """The served checkpoint asks for a quantisation that there is not: what was found, what is known, what to do."""
+    """The served checkpoint asks for a quantization that there is not: what was found, what is known, what to do."""
 
 
 class Element(enum.Enum):
-    """What a quantised element is."""
+    """What a quantized element is."""
 
     E4M3 = "float8_e4m3fn"
     INT4 = "int4"
@@ -84,7 +84,7 @@ class Scheme(msgspec.Struct, frozen=True):
     name: str
     element: Element
     weight: str
-    """Suffix of the quantised elements; so `scale`."""
+    """Suffix of the quantized elements; so `scale`."""
     scale: str
     block: tuple[int, int]
     """(rows, columns) that share a scale; 0 stands for all of them."""
@@ -97,7 +97,7 @@ class Scheme(msgspec.Struct, frozen=True):
     """The shape of the one scale, (1,) or (), of a scheme that has no more."""
 
     def objection(self, shape: Sequence[int]) -> str:
-        """Why a weight of `shape` cannot be quantised so; empty if it can."""
+        """Why a weight of `shape` cannot be quantized so; empty if it can."""
         if len(shape) != 2:
             return f"it has {len(shape)} axes, a matrix is expected"
         if not all(shape):
@@ -112,7 +112,7 @@ class Scheme(msgspec.Struct, frozen=True):
         return ""
 
     def parts(self, spec: TensorSpec) -> tuple[QuantizedPart, ...]:
-        """What the weight `spec` becomes, in the order in which `quantise` gives it: elements, scales, the rest."""
+        """What the weight `spec` becomes, in the order in which `quantize` gives it: elements, scales, the rest."""
         rows, columns = self._block(spec.shape)
         grid = (-(-spec.shape[0] // rows), -(-spec.shape[1] // columns))
         scale = QuantizedPart(
@@ -128,14 +128,14 @@ class Scheme(msgspec.Struct, frozen=True):
         return (packed, scale, zero, shape)
 
     def grain(self, shape: Sequence[int]) -> tuple[int, int]:
-        """(rows, columns) whose multiples can be quantised for themselves: no part crosses such a border."""
+        """(rows, columns) whose multiples can be quantized for themselves: no part crosses such a border."""
         rows, columns = self._block(shape)
         if self.element is Element.INT4:
             return rows if self.symmetric else rows * PACKED, lcm(columns, PACKED)
         return rows, columns
 
     def alone(self, box: Box, shape: Sequence[int]) -> bool:
-        """Whether who holds `box` of a weight can quantise it without asking anybody."""
+        """Whether who holds `box` of a weight can quantize it without asking anybody."""
         return all(
             start % step == 0 and (stop % step == 0 or stop == extent)
             for start, stop, step, extent in zip(box.start, box.stop, self.grain(shape), shape, strict=True)

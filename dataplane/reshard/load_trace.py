@@ -51,7 +51,7 @@ class Cause(enum.StrEnum):
     """Why a tensor does not travel as copies."""
 
     COMPUTED = "computed"
-    """What is stored was calculated from it: scaled, requantised, added to."""
+    """What is stored was calculated from it: scaled, requantized, added to."""
     READ = "read"
     """The loader looks at its values, so what it does next depends on them."""
     SCATTERED = "scattered"

@@ -138,7 +138,7 @@ def intersect(a: Boxes, b: Boxes) -> tuple[Column, Column, Boxes]:
 
     Ordered by row of `a`, then of `b`. Takes time in the number of pairs, and not of all products: where a space has
     one box of `b`, that is looked up; in each other one boxes are sorted along the axis that `b` is cut along most, and
-    only neighbours on it are compared.
+    only neighbors on it are compared.
     """
     axes = max(a.start.shape[1], b.start.shape[1])
     a = Boxes(a.space, widen(a.start, axes, 0), widen(a.stop, axes, 1))

@@ -88,7 +88,7 @@ def weights(boxes: Boxes, elements: Column, item: Column, wanted: Column | None 
 
 
 def merge(pieces: Shards) -> Shards:
-    """Join neighbours that are neighbours in memory too, until none are left. Elements and their places stay."""
+    """Join neighbors that are neighbors in memory too, until none are left. Elements and their places stay."""
     before = -1
     while len(pieces) != before:
         before = len(pieces)
@@ -144,7 +144,7 @@ def _begins(table: Column) -> Column:
 def _merge_along(pieces: Shards, axis: int) -> Shards:
     """Join runs of pieces that continue each other along one axis."""
     boxes = pieces.boxes
-    # What neighbours share: all but the place on the axis, with the element at its index 0 at the same place.
+    # What neighbors share: all but the place on the axis, with the element at its index 0 at the same place.
     origin = pieces.offset - boxes.start[:, axis] * pieces.stride[:, axis]
     starts, stops = boxes.start.copy(), boxes.stop.copy()
     starts[:, axis] = stops[:, axis] = 0

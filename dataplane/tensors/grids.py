@@ -1,7 +1,7 @@
 """Boxes of many axes become grids of a few: axes of one element vanish, axes that continue each other are joined.
 
 Rows are independent of one another, and all work is by column. Axis 0 of the result is the innermost, the one along
-which neighbours are closest.
+which neighbors are closest.
 """
 
 from __future__ import annotations

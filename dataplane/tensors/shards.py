@@ -279,7 +279,7 @@ def places_in(tensors: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> Co
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements between neighbours along each axis of a packed tensor."""
+    """Elements between neighbors along each axis of a packed tensor."""
     strides = [1]
     for extent in reversed(shape[1:]):
         strides.append(strides[-1] * extent)
@@ -287,7 +287,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def packed_strides(extents: Column) -> Column:
-    """(rows, axes): elements between neighbours along each axis of packed boxes of `extents`, (rows, axes)."""
+    """(rows, axes): elements between neighbors along each axis of packed boxes of `extents`, (rows, axes)."""
     strides = np.ones_like(extents)
     strides[:, :-1] = np.cumprod(extents[:, :0:-1], axis=1)[:, ::-1]
     return strides
@@ -304,7 +304,7 @@ def served_sizes(tensors: tuple[TensorSpec, ...]) -> tuple[Column, Column]:
 
 
 def served_strides(pieces: Shards) -> Column:
-    """(pieces, axes): elements between neighbours along each axis of each piece's tensor, packed."""
+    """(pieces, axes): elements between neighbors along each axis of each piece's tensor, packed."""
     extents = widen(_about(pieces.tensors).shapes, pieces.boxes.start.shape[1], 1)
     return packed_strides(extents)[pieces.boxes.space]
 

@@ -99,8 +99,8 @@ class EngineMachine:
         """What was last found to fit, and to come from a trainer: nothing else is taken."""
         self._beside = DoubleBuffering()
         self._checkpoint = ""
-        self._labelled: Version | None = None
-        """The version that the server is labelled with ahead of its commit."""
+        self._labeled: Version | None = None
+        """The version that the server is labeled with ahead of its commit."""
         self._running: RunningOperation | None = None
         self._waiting = QueuedCommands()
         self._answers = PendingReplies(channel, incarnation)
@@ -237,7 +237,7 @@ class EngineMachine:
             return self._run(PauseServer(self._beside.mode, HOLD_S), command, now)  # what was to stop it got lost
         known = self._ledger.took(self.epoch)
         dirty = self._learn(w.TransferBegan(command.version), now)
-        self._reached, self.reason, self._labelled = Step.PAUSE, f"began to take version {command.version}", None
+        self._reached, self.reason, self._labeled = Step.PAUSE, f"began to take version {command.version}", None
         return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))
 
     def _fits(self, told: ToEngine) -> bool:
@@ -253,8 +253,8 @@ class EngineMachine:
             return self._fail(command, Step.COMMIT, f"holds {found}; asked to serve {command.version}")
         if self.health is EngineHealth.CLEAN and self.paused is False:
             return (self._serving(command, 0.0, now),)
-        labelled = self._labelled == command.version
-        return self._run(ReleaseServer(command.version, command.flush, command.deadline_s, labelled), command, now)
+        labeled = self._labeled == command.version
+        return self._run(ReleaseServer(command.version, command.flush, command.deadline_s, labeled), command, now)
 
     def _abort(self, command: Abort, now: float) -> tuple[Effect, ...]:
         """Also where nothing was paused: that the server serves is said when it has just answered, not from memory."""
@@ -312,7 +312,7 @@ class EngineMachine:
             case Verify():
                 return self._verifying_ended(running.operation.command, result, seconds, now)
             case Label(version):
-                return self._labelling_ended(version, result)
+                return self._labeling_ended(version, result)
             case ReleaseServer():
                 return self._releasing_ended(running.operation, command, result, seconds, now)
 
@@ -389,11 +389,11 @@ class EngineMachine:
         label = self._run(Label(command.version, HOLD_S), None, now)
         return (self._answers.verified(command, result, seconds), *label, *loaded)
 
-    def _labelling_ended(self, version: int, result: Result) -> tuple[Effect, ...]:
+    def _labeling_ended(self, version: int, result: Result) -> tuple[Effect, ...]:
         """Without a label by now, the server gets it before it is resumed."""
         if isinstance(result, OperationFailed):
             return (Note("label_failed", result.reason),)
-        self._labelled = Version(version)
+        self._labeled = Version(version)
         return ()
 
     def _releasing_ended(
@@ -452,10 +452,10 @@ class EngineMachine:
                 self.reason = "" if self.health is EngineHealth.CLEAN else f"it answers again: {self.weights}"
             return () if was_up else (Note("server_answers_again"),)
         self.identity = event.identity
-        self._prepared = self._reached = self._labelled = self._paused_at = None
+        self._prepared = self._reached = self._labeled = self._paused_at = None
         self.mandate.anew(now)
         self._answers.forget()
-        return (*self._shorten(), *self._recognise(event, known, now))
+        return (*self._shorten(), *self._recognize(event, known, now))
 
     def _shorten(self) -> tuple[Effect, ...]:
         """What runs for nobody, or on a server that is gone, need not run to its deadline."""
@@ -464,14 +464,14 @@ class EngineMachine:
         self._running.ending = True
         return (Cancel(self._running.number),)
 
-    def _recognise(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
+    def _recognize(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
         record = self._ledger.record
         if known == event.identity and record is not None:
             self.mandate.ours = record.health is not EngineHealth.PENDING  # which needs no round to be written
             known_again = self._learn(w.ServerRecognized(record.health, record.held), now)
             self._checkpoint = record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
-            return (*known_again, Note("server_recognised", self.health.value))
+            return (*known_again, Note("server_recognized", self.health.value))
         return self._new_launch(event, now, restarted=bool(known))
 
     def _new_launch(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
@@ -482,7 +482,7 @@ class EngineMachine:
         if not updated:
             self.reason = ""
             return (*kept, Note("server_found", event.identity))
-        self.reason = event.lost if restarted else f"labelled {event.label!r} by somebody unknown"
+        self.reason = event.lost if restarted else f"labeled {event.label!r} by somebody unknown"
         return (*kept, Note("server_pending", self.reason))
 
     def _gone(self, reason: str) -> tuple[Effect, ...]:

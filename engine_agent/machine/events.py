@@ -86,7 +86,7 @@ class ReleaseServer(_Operation, frozen=True, tag="release"):
     version: int | None
     flush: bool
     deadline_s: float
-    labelled: bool = False
+    labeled: bool = False
     """It has the label of `version` already."""
     look: bool = False
     """Something failed, and the server may be why: see it generate before it is said to."""

@@ -172,7 +172,7 @@ def told(event: Event) -> str:
             broken = f": {result.reason}" if isinstance(result, OperationFailed) else ""
             return f"operation {number} ended, {type(result).__name__}{broken}"
         case ServerFound(identity, label):
-            return f"the server is {identity}, labelled {label!r}"
+            return f"the server is {identity}, labeled {label!r}"
         case ServerGone(reason):
             return f"the server is gone: {reason}"
         case _:

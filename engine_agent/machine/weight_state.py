@@ -34,7 +34,7 @@ class WeightState(enum.StrEnum):
     LOADED = "loaded"
     """Proven to be the version, and not committed. Never generates."""
     SERVING = "serving"
-    """The version is committed, the server labelled with it. Generates."""
+    """The version is committed, the server labeled with it. Generates."""
 
 
 HEALTH: Final[Mapping[WeightState, EngineHealth]] = {
@@ -102,7 +102,7 @@ class ServerResumed(msgspec.Struct, frozen=True):
 
 
 class VersionCommitted(msgspec.Struct, frozen=True):
-    """The version that is held is committed, the server labelled with it, and it generates."""
+    """The version that is held is committed, the server labeled with it, and it generates."""
 
 
 WeightEvent = (

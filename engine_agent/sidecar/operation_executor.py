@@ -456,7 +456,7 @@ class OperationExecutor:
             self._active.close()  # what was taken and not put into place is nobody's
         until = time.monotonic() + release.deadline_s
         self._settle(min(release.deadline_s, RETURN_S))
-        if release.version is not None and not release.labelled:
+        if release.version is not None and not release.labeled:
             self._server.set_label(str(release.version), min(release.deadline_s, CALL_S))
         self._server.take_rest_back(min(release.deadline_s, CALL_S))
         if release.flush:

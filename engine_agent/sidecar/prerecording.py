@@ -41,7 +41,7 @@ from .memory_release import Noticed
 from .settings import EngineAgentSettings
 
 _RECORD_S: Final = 120.0
-"""For all models of the server. A quantised model of 48 layers took 8 s."""
+"""For all models of the server. A quantized model of 48 layers took 8 s."""
 _ASK_S: Final = 5.0
 _AGAIN_S: Final = 0.5
 """Between two looks that have to find no request: one alone may fall between two parts of a prompt."""
@@ -188,7 +188,7 @@ def _objection(facts: ServerFacts, dialect: Dialect, expected: Expected, *, lent
     """Why this server's loader is not called outside of a round; empty when it may be."""
     if lent or facts.undefined:
         return "the server has given memory back"
-    plain = not facts.quantization and expected.quantisation is None and checkpoint.dense(facts.architectures)
+    plain = not facts.quantization and expected.quantization is None and checkpoint.dense(facts.architectures)
     packed = facts.device == "cpu" and "amx_tile" in _CPU.read_text(encoding="utf-8")
     if dialect.sessions and (packed or not plain):
         return (

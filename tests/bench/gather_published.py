@@ -8,7 +8,7 @@ divided by the expert-parallel size, their names exchanged as objects, one all-g
 are broadcast by their owners asynchronously, then all parameters all-gathered asynchronously, waited for together,
 concatenated and converted on every rank.
 
-Both are favoured: nothing is uploaded from a backup on the CPU, nothing is sent on, and converted tensors need not be
+Both are favored: nothing is uploaded from a backup on the CPU, nothing is sent on, and converted tensors need not be
 packed into one buffer, which ours does. In both an expert passes an all-gather over its expert-tensor-parallel group
 of one, as there.
 """

@@ -12,7 +12,7 @@ engine on the ready list and compute for each token which weights made it.
 After each fault everything must become *safe*: another version is committed, and every engine is on the ready list. The
 time from the fault until then is what is printed, the fault's own duration included. Lost acks are versions that the
 trainer was told are committed and that the journal does not hold, or that went back. Mixed tokens are those that were
-not made by the complete weights of the version they are labelled with, or whose version was never committed. A
+not made by the complete weights of the version they are labeled with, or whose version was never committed. A
 failpoint that is not reached fails the campaign. What was done where, and how often, is printed at the end.
 
 `--real` has SGLang itself serve, on the CPU. `--transport direct` then has its workers copy out of the ranks' shared

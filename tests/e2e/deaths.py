@@ -663,7 +663,7 @@ class Deaths:
             require(label in expected and seed == expected[label], f"{name} says {label} of {expected}, holds {seed}")
 
     def _require_answers(self, clients: Mapping[str, Client]) -> None:
-        """No token was made by other weights than those of the version that it is labelled with."""
+        """No token was made by other weights than those of the version that it is labeled with."""
         for name, client in clients.items():
             for when, number, token, label in tuple(client.answers):
                 wrong = label not in self._seeds or self._oracle.wrong(self._seeds[label], number, token)

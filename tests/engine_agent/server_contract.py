@@ -72,7 +72,7 @@ class ServerContract:
     """Subclasses give the fixture `bench`. Tests leave the server resumed and closed, with either set of weights."""
 
     def test_facts_do_not_change_while_it_lives(self, bench: Bench) -> None:
-        """The same launch is recognised again, and it says what validation needs."""
+        """The same launch is recognized again, and it says what validation needs."""
         facts = bench.server.facts
         again = bench.server.connect(CALL_S)
         assert again.identity == facts.identity

@@ -48,7 +48,7 @@ class World:
         self.slow_label = False
         self.asked = TABLE
         """What commands name: empty where the table follows."""
-        """Labelling ahead of the commit takes until `end` is called for it, too."""
+        """Labeling ahead of the commit takes until `end` is called for it, too."""
         self._pending: list[RunOperation] = []
         if up:
             self.found("first", label)

@@ -209,7 +209,7 @@ def publish(  # noqa: PLR0917
         found["bytes"] = agent.manifest.nbytes
         found["tensors"] = len(agent.manifest.tensors)
         found["first"] = publish_one(first, fleet)
-    del publish_one, agent  # and with it the memory that a quantised source was exposed in: the next one takes as much
+    del publish_one, agent  # and with it the memory that a quantized source was exposed in: the next one takes as much
     gc.collect()
     ours = fleet.checksum(place) if source.root else []
     if source.root:

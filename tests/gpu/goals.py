@@ -153,7 +153,7 @@ def joiner(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
         yield Goal(f"{name}: routable after, s", found["joiner_s"])
 
 
-def quantised(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
+def quantized(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
     """FP8 rounds beside bfloat16 rounds."""
     if found.get("of_copy"):
         yield Goal(f"{name}: of device-memory speed", found["of_copy"], 0.7, least=True)
@@ -199,7 +199,7 @@ def server_deaths(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
 
 def offloaded(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
     """Every way of the bytes over the bus."""
-    for way in ("pinned", "float32", "snapshot", "quantised"):
+    for way in ("pinned", "float32", "snapshot", "quantized"):
         if way in found:
             yield Goal(f"{name}: {way} of a copy over PCIe", found[way]["of_pcie"], NEAR, least=True)
 
@@ -214,7 +214,7 @@ def stages(name: str, found: Mapping[str, Any]) -> Iterator[Goal]:
 
 
 KINDS: dict[str, Callable[[str, Mapping[str, Any]], Iterator[Goal]]] = {
-    "colocated": direct, "peer": direct, "crosswise": direct, "nccl": nccl, "quantised": quantised,
+    "colocated": direct, "peer": direct, "crosswise": direct, "nccl": nccl, "quantized": quantized,
     "engines": engines, "int4": int4, "deaths": deaths, "offloaded": offloaded, "joiner": joiner,
     "stages": stages, "server": server_deaths,
 }  # fmt: skip

@@ -1,10 +1,10 @@
-"""INT4 files in a real server: what a trainer quantises on its way and saves is what SGLang's kernels serve.
+"""INT4 files in a real server: what a trainer quantizes on its way and saves is what SGLang's kernels serve.
 
 SGLang 0.5.17 repacks INT4 while it loads and cannot load it again, so versions reach such a server as files. For each
-model two shards of a trainer are quantised, as a compressed-tensors config says (symmetric, groups of 128), and
+model two shards of a trainer are quantized, as a compressed-tensors config says (symmetric, groups of 128), and
 written as a checkpoint; compressed-tensors itself unpacks it into a second, plain one. A server started from the first
 has to give a prompt the probabilities that a server started from the second gives it: the error beside it, of the
-weights as they were before, shows how large a difference is that counts. Where quantising makes no difference, that is
+weights as they were before, shows how large a difference is that counts. Where quantizing makes no difference, that is
 a problem by itself.
 
 By which kernels SGLang 0.5.17 serves such weights on Hopper, from its source:
@@ -47,7 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import rig
 
 HEAD = ("lm_head", "re:.*mlp.gate$")
-"""Not quantised in any model."""
+"""Not quantized in any model."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Case:
     """Of `JIT`, that it needs."""
 
     @property
-    def quantisation(self) -> dict[str, Any]:
+    def quantization(self) -> dict[str, Any]:
         """The ``quantization_config``."""
         weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
         group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
@@ -105,10 +105,10 @@ PROMPT = 200
 """Tokens."""
 PROGRESS_S = 15.0
 FEW = 0.25
-"""Of the difference that quantising makes: two servers of the same weights, by other kernels, differ by less."""
+"""Of the difference that quantizing makes: two servers of the same weights, by other kernels, differ by less."""
 CLEAR = {"experts": 0.04, "routers": 0.08}
 """Deviations. Experts weigh as much as attention, and a router's last choices little: they change with the kernel. With
-0.02 for all, experts computed in float32 instead of bfloat16 made 0.15 of the difference of quantising, so 0.04."""
+0.02 for all, experts computed in float32 instead of bfloat16 made 0.15 of the difference of quantizing, so 0.04."""
 
 
 class Compiling:
@@ -211,9 +211,9 @@ class Check:
             self._plain = fleet.logprobs("plain", self._prompt), fleet.tokens("plain")
             fleet.load("plain", self._work / "before")
             found = difference(self._plain[0], fleet.logprobs("plain", self._prompt))
-        self.found["difference_by_quantising"] = found
+        self.found["difference_by_quantizing"] = found
         if not found > 0.0:
-            raise RuntimeError("the probabilities do not depend on what was quantised: there is nothing to compare")
+            raise RuntimeError("the probabilities do not depend on what was quantized: there is nothing to compare")
 
     def int4(self) -> None:
         """Whether the server with INT4 says the same."""
@@ -222,7 +222,7 @@ class Check:
             probabilities, tokens = it.logprobs("int4", self._prompt), it.tokens("int4")
         found = difference(probabilities, self._plain[0])
         self.found |= {"difference": found, "tokens_equal": tokens == self._plain[1]}
-        self.found["equal"] = found < FEW * self.found["difference_by_quantising"]
+        self.found["equal"] = found < FEW * self.found["difference_by_quantizing"]
 
     @contextlib.contextmanager
     def _server(self, place: str, folder: str, *flags: str) -> Iterator[rig.Fleet]:
@@ -261,20 +261,20 @@ def difference(one: list[float], other: list[float]) -> float:
 
 
 def write_checkpoints(args: argparse.Namespace, hf: dict[str, Any], case: Case, work: Path) -> dict[str, Any]:
-    """``before`` quantising; ``int4``; ``unpacked``, as compressed-tensors reads the second one."""
+    """``before`` quantizing; ``int4``; ``unpacked``, as compressed-tensors reads the second one."""
     import torch
     from compressed_tensors.compressors import unpack_from_int32
     from shards import LayoutShards
 
     from weightbus.dataplane.tensors.manifest import Manifest
-    from weightbus.trainer_agent.quantized.quantized_source import quantised
+    from weightbus.trainer_agent.quantized.quantized_source import quantized
 
     rig.play_cuda(args.device)
     source = LayoutShards(
         hf, torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu"), 2, **case.layout
     )
     source.refill(1, **CLEAR)
-    packing = quantised(source, {**hf, "quantization_config": case.quantisation})
+    packing = quantized(source, {**hf, "quantization_config": case.quantization})
     plain = Manifest.of(source.model, source.tensors(), BUCKET_BYTES)
     packed = Manifest.of(source.model, packing.tensors(), BUCKET_BYTES)
     save(work / "before", plain, hf, source.device, lambda index, out: source.assemble(plain, index, out))
@@ -286,7 +286,7 @@ def write_checkpoints(args: argparse.Namespace, hf: dict[str, Any], case: Case, 
             typed = out[at : at + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape)
             whole[spec.name] = typed.cpu()
 
-    save(work / "int4", packed, {**hf, "quantization_config": case.quantisation}, source.device, keep)
+    save(work / "int4", packed, {**hf, "quantization_config": case.quantization}, source.device, keep)
     weights = [name.removesuffix("_packed") for name in whole if name.endswith(".weight_packed")]
     for name in weights:
         number, scale = whole.pop(f"{name}_packed"), whole.pop(f"{name}_scale")
@@ -302,7 +302,7 @@ def write_checkpoints(args: argparse.Namespace, hf: dict[str, Any], case: Case, 
     source.close()
     if args.device == "cuda":
         torch.cuda.empty_cache()
-    return {"bytes": plain.nbytes, "bytes_quantised": packed.nbytes, "weights": len(weights)}
+    return {"bytes": plain.nbytes, "bytes_quantized": packed.nbytes, "weights": len(weights)}
 
 
 def save(target: Path, manifest: Any, config: dict[str, Any], device: Any, fill: Callable[[int, Any], None]) -> None:

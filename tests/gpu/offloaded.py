@@ -10,7 +10,7 @@ measured as a pass of a publication does it: every bucket assembled and digested
 `pcie_s` is a plain copy of the same bytes, pinned, in buckets of the same size, in the same run; `of_pcie` is its time
 by ours. `float32` is of a trainer with masters in float32, whose bytes over the bus are twice as many (its `of_pcie` is
 of a copy of those bytes). `unpinned` is of pageable memory, which is packed by the CPU; `snapshot` of a snapshot's
-buckets, taken to the host and read again; `quantised` of FP8 blocks made on the way.
+buckets, taken to the host and read again; `quantized` of FP8 blocks made on the way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from weightbus.trainer_agent.assembly.gather_plan import plan
 from weightbus.trainer_agent.assembly.host_uploads import HostLane
 from weightbus.trainer_agent.machine.snapshot_queue import SnapshotMemory
 from weightbus.trainer_agent.publish.snapshot import Store
-from weightbus.trainer_agent.quantized.quantized_source import quantised
+from weightbus.trainer_agent.quantized.quantized_source import quantized
 
 PASSES = 4
 FULL, SMALL = (4096, 12288, 32, 8, 128), (256, 512, 4, 2, 64)
@@ -151,7 +151,7 @@ def equal(device: torch.device, dtype: torch.dtype, *, pin: bool) -> bool:
     return True
 
 
-def equal_quantised(device: torch.device) -> bool:
+def equal_quantized(device: torch.device) -> bool:
     """FP8 blocks of offloaded weights are those of the same weights on the device."""
     far = Trainer(SMALL, 2, torch.float32, device, pin=True)
     near = Trainer(SMALL, 2, torch.float32, device, pin=False)
@@ -159,7 +159,7 @@ def equal_quantised(device: torch.device) -> bool:
     near.reach = GatherReach()
     manifest, found = None, []
     for trainer in (far, near):
-        source = quantised(trainer, CONFIG)
+        source = quantized(trainer, CONFIG)
         manifest = manifest or Manifest.of(trainer.model, source.tensors(), 300_000)
         out = [torch.zeros(bucket.nbytes, dtype=torch.uint8, device=device) for bucket in manifest.buckets]
         for index, memory in enumerate(out):
@@ -229,7 +229,7 @@ def measure(device: torch.device, sizes: Sequence[int], nbytes: int, bucket: int
         result[name] = {**found, "bytes_per_s": manifest.nbytes / took, "of_pcie": copied / took}
         if name == "pinned":
             result["snapshot"] = snapshot(trainer, bucket, manifest, copied)
-            result["quantised"] = fp8(trainer, bucket, copied)
+            result["quantized"] = fp8(trainer, bucket, copied)
         del trainer
     return result
 
@@ -250,8 +250,8 @@ def snapshot(trainer: Trainer, bucket: int, manifest: Manifest, copied: float) -
 
 
 def fp8(trainer: Trainer, bucket: int, copied: float) -> dict[str, object]:
-    """Uploaded, quantised in blocks, digested."""
-    source = quantised(trainer, CONFIG)
+    """Uploaded, quantized in blocks, digested."""
+    source = quantized(trainer, CONFIG)
     manifest = Manifest.of(trainer.model, source.tensors(), bucket)
     took = publish(trainer, bucket, source.assemble, manifest)
     return {"bytes": manifest.nbytes, "seconds": took, "of_pcie": copied / took}
@@ -272,7 +272,7 @@ def main() -> int:
         for dtype in (torch.bfloat16, torch.float32)
         for pin in (True, False)
     }
-    checks["fp8"] = equal_quantised(device)
+    checks["fp8"] = equal_quantized(device)
     sizes, nbytes, bucket = (
         (SMALL, 1 << 23, 1 << 20) if dry else (FULL, int(given.gigabytes * 1e9), given.bucket_mb << 20)
     )

@@ -347,10 +347,10 @@ def write_model(folder: Path, hf: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps(hf))
     header: dict[str, Any] = {}
     end = 0
-    quantisation = read(hf)
+    quantization = read(hf)
     specs = []
     for spec in served_tensors(Model.parse(hf), "bfloat16"):
-        scheme = quantisation.scheme_of(spec) if quantisation else None
+        scheme = quantization.scheme_of(spec) if quantization else None
         specs += outputs(spec, scheme) if scheme else [spec]
     for spec in specs:
         dtype = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}[spec.dtype]
@@ -520,7 +520,7 @@ def build(hf: Mapping[str, Any], device: str, **layout: int | None) -> list[Any]
 
 
 def mark_cut(chunk: Any) -> None:
-    """Say which weights are parts of a larger one. Megatron-core says it while it initialises them, which is left out.
+    """Say which weights are parts of a larger one. Megatron-core says it while it initializes them, which is left out.
 
     Unless that is said, `refill` gives all ranks the same weights, and no comparison finds out which rank's came.
     """

@@ -63,7 +63,7 @@ def test_a_run_that_was_cut_off_is_judged_by_what_it_left() -> None:
     """Figures that are not there yet are nobody's fault; that it is not equal yet is said."""
     sends = {"equal": False, "shard_to_shard_s": 0.05, "bare_sendrecv_s": 0.052, "flattened_distributed_s": None}
     assert missed("nccl", sends) == {"nccl: equal"}
-    assert missed("quantised", {"equal": False, "bf16_round_s": 0.06, "fp8_round_s": None}) == {"quantised: equal"}
+    assert missed("quantized", {"equal": False, "bf16_round_s": 0.06, "fp8_round_s": None}) == {"quantized: equal"}
 
 
 def test_the_fastest_fp8_round_is_judged_and_the_median_said() -> None:
@@ -72,10 +72,10 @@ def test_the_fastest_fp8_round_is_judged_and_the_median_said() -> None:
         "equal": True, "peer_bf16_s": 0.130, "peer_fp8_s": 0.0844, "of_copy": 0.8,
         "median": {"peer_bf16_s": 0.140, "peer_fp8_s": 0.130},
     }  # fmt: skip
-    assert not missed("quantised-48", found)
-    assert missed("quantised-48", {**found, "peer_fp8_s": 0.0846}) == {"quantised-48: the same from a peer"}
-    lines = [f"{each}" for each in goals.goals("quantised-48", found)]
-    assert "       quantised-48: the same from a peer, of the medians: 0.9286" in lines
+    assert not missed("quantized-48", found)
+    assert missed("quantized-48", {**found, "peer_fp8_s": 0.0846}) == {"quantized-48: the same from a peer"}
+    lines = [f"{each}" for each in goals.goals("quantized-48", found)]
+    assert "       quantized-48: the same from a peer, of the medians: 0.9286" in lines
 
 
 def test_sends_are_judged_with_the_flip() -> None:

@@ -14,7 +14,7 @@ from typing import Any, Self
 import pytest
 import torch
 
-from tests.gpu import engines, int4, nccl, quantised_rounds, stages, stock
+from tests.gpu import engines, int4, nccl, quantized_rounds, stages, stock
 from weightbus.control.machine.route import TransferEnds
 from weightbus.control.machine.routing import PREFERRED, choose
 from weightbus.control.protocol.enums import TransportKind
@@ -59,13 +59,13 @@ def check(monkeypatch: pytest.MonkeyPatch, name: str, *probabilities: float) -> 
 def test_what_makes_no_difference_is_no_proof(monkeypatch: pytest.MonkeyPatch, before: float) -> None:
     """Equal probabilities say nothing where other weights give the same."""
     made = check(monkeypatch, "experts", -1.0, before)
-    with pytest.raises(RuntimeError, match="do not depend on what was quantised"):
+    with pytest.raises(RuntimeError, match="do not depend on what was quantized"):
         made.plain()
     assert made.found["equal"] is False
 
 
 @pytest.mark.parametrize(("packed", "equal"), [(-1.02, True), (-1.03, False), (float("nan"), False)])
-def test_kernels_may_differ_by_less_than_quantising(
+def test_kernels_may_differ_by_less_than_quantizing(
     monkeypatch: pytest.MonkeyPatch, packed: float, equal: bool
 ) -> None:
     """A quarter of it is the limit."""
@@ -106,10 +106,10 @@ def test_rounds_that_are_read_while_they_are_made_are_told_apart() -> None:
         {"steps": both[:1], "sidecar_s": {"step:transfer_copy": 0.1}},
     ]
 
-    assert quantised_rounds.ways(steady) == {
+    assert quantized_rounds.ways(steady) == {
         "rounds": 3, "open": 2, "transfer_table_s": pytest.approx(0.3), "pipelined": 2, "transfer_wait_s": 0.2,
     }  # fmt: skip
-    assert quantised_rounds.ways(steady[2:]) == {
+    assert quantized_rounds.ways(steady[2:]) == {
         "rounds": 1, "open": 0, "transfer_table_s": None, "pipelined": 0, "transfer_wait_s": None,
     }  # fmt: skip
 

@@ -23,7 +23,7 @@ import mcore_on_cpu
 
 mcore_on_cpu.prepare()
 
-import quantising  # noqa: E402
+import quantizing  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.testing._internal.distributed.fake_pg  # noqa: E402  registers the backend "fake"
@@ -36,7 +36,7 @@ from weightbus.dataplane.tensors.shards import Shards  # noqa: E402
 from weightbus.dataplane.transports.broadcast_order import cut  # noqa: E402
 from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler  # noqa: E402
 from weightbus.trainer_agent.assembly.gather_plan import plan  # noqa: E402
-from weightbus.trainer_agent.quantized.quantized_source import quantised  # noqa: E402
+from weightbus.trainer_agent.quantized.quantized_source import quantized  # noqa: E402
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
 from weightbus.trainer_agent.sources.megatron.layer_order import check_order, roots_of  # noqa: E402
 from weightbus.trainer_agent.sources.megatron.local_shards import Description, describe  # noqa: E402
@@ -129,7 +129,7 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
             if spec.name not in expected or not torch.equal(found, expected[spec.name]):
                 odd.append(spec.name)
     odd += [name for name in expected if name not in {spec.name for spec in manifest.tensors}]
-    odd += quantised_otherwise(ranks, pieces, expected, chance)
+    odd += quantized_otherwise(ranks, pieces, expected, chance)
     return {
         "odd": odd[:5],
         "count": len(odd),
@@ -139,14 +139,14 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
     }
 
 
-def quantised_otherwise(
+def quantized_otherwise(
     ranks: Sequence[Description], pieces: Shards, expected: dict[str, torch.Tensor], chance: random.Random
 ) -> list[str]:
-    """What is other bits when ranks quantise the blocks that they hold than when whole tensors are quantised."""
-    config = quantising.config(chance.choice([4, 16, 128]))
+    """What is other bits when ranks quantize the blocks that they hold than when whole tensors are quantized."""
+    config = quantizing.config(chance.choice([4, 16, 128]))
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     sources = [
-        quantised(quantising.Held(rank, pieces, each.parameters, Post(rank, letters)), config)
+        quantized(quantizing.Held(rank, pieces, each.parameters, Post(rank, letters)), config)
         for rank, each in enumerate(ranks)
     ]
     manifest = Manifest.of("M", sources[0].tensors(), chance.choice([1, 5000, 1 << 30]))
@@ -156,8 +156,8 @@ def quantised_otherwise(
             source.assemble(manifest, index, out if source.root else None)
 
     served = {spec.name: expected[spec.name] for spec in ranks[0].tensors}
-    found = quantising.collected(manifest, assemble)
-    return [f"quantised {name}" for name in quantising.differing(found, quantising.whole(served, config))]
+    found = quantizing.collected(manifest, assemble)
+    return [f"quantized {name}" for name in quantizing.differing(found, quantizing.whole(served, config))]
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import quantising
+import quantizing
 import torch
 import torch.distributed as dist
 from exporting import export
@@ -35,7 +35,7 @@ from transformers import (
 )
 
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.trainer_agent.quantized.quantized_source import quantised
+from weightbus.trainer_agent.quantized.quantized_source import quantized
 from weightbus.trainer_agent.source import SourceError
 from weightbus.trainer_agent.sources.checkpoint_conversion import revert, stored_tensors
 from weightbus.trainer_agent.sources.fsdp import FSDPSource
@@ -141,11 +141,11 @@ def run_case(build: Make, shard: Shard) -> dict[str, Any]:
     stepped = export(source, 4000)
     told["unchanged"] = sorted(name for name in found if torch.equal(found[name], stepped[name]))
     told["wrongly exposed"] = wrongly_exposed(source, stepped)
-    served = quantising.config(8)
-    shrunk = export(quantised(source, served), 1500)
-    told["differs quantised"] = quantising.differing(shrunk, quantising.whole(stepped, served)) if shrunk else []
-    told["wrongly exposed quantised"] = wrongly_exposed(quantised(source, served), shrunk)
-    told["quantised"] = sum(each.dtype == torch.float8_e4m3fn for each in shrunk.values())
+    served = quantizing.config(8)
+    shrunk = export(quantized(source, served), 1500)
+    told["differs quantized"] = quantizing.differing(shrunk, quantizing.whole(stepped, served)) if shrunk else []
+    told["wrongly exposed quantized"] = wrongly_exposed(quantized(source, served), shrunk)
+    told["quantized"] = sum(each.dtype == torch.float8_e4m3fn for each in shrunk.values())
     whole = FullTensorSource(module, dtype=torch.bfloat16, timeout_s=60.0)
     assert {spec.name for spec in whole.tensors()} == {spec.name for spec in source.tensors()}
     told["differs from full_tensor"] = differing(stepped, export(whole, 4000))

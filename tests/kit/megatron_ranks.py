@@ -134,7 +134,7 @@ def refusals() -> dict[str, str]:
     if dist.get_rank() == 1:
         norm = chunks[0].decoder.layers[1].input_layernorm
         norm.weight = nn.Parameter(norm.weight.detach().to(torch.float8_e4m3fn), requires_grad=False)
-    attempt("a quantised norm on rank 1", chunks, hf)
+    attempt("a quantized norm on rank 1", chunks, hf)
     chunks = build(hf, layout)
     attempt("nothing on rank 1", None if dist.get_rank() else chunks, hf)
     chunks = build(hf, layout)

@@ -401,7 +401,7 @@ class EngineProcess(Process):
         self._last_label = label
 
     def _release(self, release: ReleaseServer) -> Thread:
-        if release.version is not None and not release.labelled:
+        if release.version is not None and not release.labeled:
             yield from self._label(release.version, release.deadline_s)
         if release.flush:
             yield from self.call(self.server.flush, min(release.deadline_s, CALL_S))

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 INVARIANTS: Final = {
     "no-mixed-tokens": "a server that generates holds buckets of one version",
-    "true-labels": "a server that generates is labelled with the version of its buckets",
+    "true-labels": "a server that generates is labeled with the version of its buckets",
     "fresh-caches": "after a round with flush on, nothing is answered from the cache of other weights",
     "fenced-bytes": "bytes of an epoch never land on a server after bytes of a newer epoch",
     "one-holder": "an epoch is granted to one trainer and once, whatever became of the journal; on one journal epochs"
@@ -190,7 +190,7 @@ class Judge:
         (tag,) = tags
         label = tag.partition("/")[0]
         if label != server.label:
-            self.broken("true-labels", f"{server.name} generates from {tag}, labelled {server.label!r}")
+            self.broken("true-labels", f"{server.name} generates from {tag}, labeled {server.label!r}")
         if self._world.scenario.flush and server.cached - {tag}:
             self.broken("fresh-caches", f"{server.name} answers with {tag} from caches of {sorted(server.cached)}")
 
@@ -341,7 +341,7 @@ class Judge:
     def publication_over(
         self, trainer: str, version: int, table: str, ending: EndReason, *, lease: int, hello: str
     ) -> None:
-        """A trainer learnt how its publication ended, which has `lease`; the answer to its `hello` it heard last."""
+        """A trainer learned how its publication ended, which has `lease`; the answer to its `hello` it heard last."""
         durable = (version, table) in self._disk.ever
         if ending is EndReason.COMMITTED and not durable:
             lost = self._lost.get((version, table), 0)

@@ -436,7 +436,8 @@ MUTATIONS: Final = (
         "lost-resume",
         "ready-is-ready",
         APPLICATION,
-        "        return self._run(ReleaseServer(None, False, command.deadline_s, look=self.mandate.doubted), command, now)",
+        "        return self._run("
+        "ReleaseServer(None, False, command.deadline_s, look=self.mandate.doubted), command, now)",
         "        return (self._serving(command, 0.0, now),)",
     ),
     _m(
@@ -478,15 +479,15 @@ MUTATIONS: Final = (
         "labels-nothing",
         "true-labels",
         APPLICATION,
-        "        labelled = self._labelled == command.version\n",
-        "        labelled = True\n",
+        "        labeled = self._labeled == command.version\n",
+        "        labeled = True\n",
     ),
     _m(
         "keeps-old-caches",
         "fresh-caches",
         APPLICATION,
-        "self._run(ReleaseServer(command.version, command.flush, command.deadline_s, labelled), command, now)",
-        "self._run(ReleaseServer(command.version, False, command.deadline_s, labelled), command, now)",
+        "self._run(ReleaseServer(command.version, command.flush, command.deadline_s, labeled), command, now)",
+        "self._run(ReleaseServer(command.version, False, command.deadline_s, labeled), command, now)",
     ),
     _m(
         "serves-whatever-it-holds",
@@ -506,8 +507,8 @@ MUTATIONS: Final = (
         "transfers-though-the-record-is-not-written",
         "no-mixed-tokens",
         "engine_agent/sidecar/effect_dispatcher.py",
-        "            elif self.unsaved is not None and isinstance(effect, RunOperation)",
-        "            elif False and isinstance(effect, RunOperation)",
+        "                self.unsaved is not None and isinstance(effect, RunOperation)",
+        "                False and isinstance(effect, RunOperation)",
     ),
     _m(
         "trainer-believes-the-end-of-an-earlier-round",

@@ -124,7 +124,7 @@ class ServerModel:
     def resume(self) -> None:
         """continue_generation."""
         if self.paused:
-            self._world.loop.note(self.name, f"server generates again: {self.tags}, labelled {self.label}")
+            self._world.loop.note(self.name, f"server generates again: {self.tags}, labeled {self.label}")
         self.paused = False
         self._changed()
 

@@ -126,7 +126,7 @@ def test_without_faults_every_round_commits(seed: int) -> None:
 
 
 def test_a_lie_is_found_and_shrunk() -> None:
-    """A server that is labelled by somebody else is found out, and the story keeps only the fault that matters."""
+    """A server that is labeled by somebody else is found out, and the story keeps only the fault that matters."""
     scenario = next(s for s in map(draw, range(100)) if len(s.faults) > 4)
     lie = Fault(at=5.0, kind="mislabel", who=scenario.engines[0].name)
     with_lie = msgspec.structs.replace(scenario, faults=(*scenario.faults, lie))

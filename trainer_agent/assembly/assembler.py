@@ -42,7 +42,7 @@ def objection(tensor: torch.Tensor, *, rounded: bool) -> str:
     if tensor.is_meta:
         return "it has no values yet: build the source after the model was loaded"
     if rounded and tensor.dtype not in _ROUNDED:
-        return "its scale would be lost: train without quantised parameters"
+        return "its scale would be lost: train without quantized parameters"
     return ""
 
 

@@ -172,10 +172,10 @@ def check_configs(served: Path | None, beside: Path | None) -> None:
         return
     wanted, found = (read(read_config(folder, None)) for folder in (served, beside))
     if found != wanted:
-        said = [f"quantised ({each.method})" if each else "not quantised" for each in (wanted, found)]
+        said = [f"quantized ({each.method})" if each else "not quantized" for each in (wanted, found)]
         raise ConfigurationError(
             f"served = {served} is {said[0]}, hf_config_dir = {beside} is {said[1]}, or otherwise: weights that are"
-            " quantised as the one says would lie beside the config of the other; leave hf_config_dir out"
+            " quantized as the one says would lie beside the config of the other; leave hf_config_dir out"
         )
 
 

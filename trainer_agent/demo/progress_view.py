@@ -78,7 +78,7 @@ class ProgressView:
         self.say(f"reward first {verdict.reward_first:.3f}, last {verdict.reward_last:.3f}")
 
     def last(self, line: str) -> None:
-        """A line as it is, never wrapped or coloured."""
+        """A line as it is, never wrapped or colored."""
         self._console.print(line, markup=False, soft_wrap=True, highlight=False)
 
 

@@ -121,7 +121,7 @@ def verdict(
     elif any(each.behind > max_lag for each in rounds):
         complaint = f"answers were more than {max_lag} versions older than the weights in training"
     elif ways is not None and any(each.ways != ways for each in rounds):
-        complaint = f"versions travelled by {next(each.ways for each in rounds if each.ways != ways)}, expected {ways}"
+        complaint = f"versions traveled by {next(each.ways for each in rounds if each.ways != ways)}, expected {ways}"
     elif published and len(rounds) >= ROUNDS_TO_RISE and gain < RISE:
         complaint = f"the reward gained {gain:.3f} with weights published, expected at least {RISE}"
     elif not published and abs(gain) >= RISE:

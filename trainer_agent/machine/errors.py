@@ -6,7 +6,7 @@
             PublishRefused      asking again does not help: `code` says why (version not newer, not allowed)
             LeaseBusy           another trainer held the channel until the deadline: publish again later
             RoundAborted        the round was called off, engines serve what they served: publish again
-            CoordinatorLost     no answer: publish again; a version that was committed after all is then recognised
+            CoordinatorLost     no answer: publish again; a version that was committed after all is then recognized
             SourceFailed        the weights could not be read: build the source anew, and connect again
             WeightsChanged      they were stepped while `publish` ran: publish again, and do not
             Superseded          a newer snapshot took this one's place, as the setting `overlap` allows: nothing to do

@@ -328,7 +328,7 @@ class Publication:
         if said:
             return self._instead(event.reason, now)
         if self.state in (PublicationState.WAITING, PublicationState.SENDING):
-            # An offer or a report came too late. How the round stands is learnt by announcing it once more.
+            # An offer or a report came too late. How the round stands is learned by announcing it once more.
             self._unsaid = None
             return self._ask_again()
         return self._not_begun(event, now)

@@ -33,7 +33,7 @@ PHASES: Final = (
 """Keys of `PublishReport.seconds`, in the order of the round. Up to ``announce`` and ``total`` the trainer's clock,
 the others the coordinator's; ``snapshot`` is how long a training loop stood still for one, ``save`` how long files were
 waited for, ``send`` the trainer's half of ``transfer``. ``make`` is how long it took to begin with what engines read of
-quantised weights, and with the digests of what they read in place: a GPU goes on with both meanwhile, and ``digest`` is
+quantized weights, and with the digests of what they read in place: a GPU goes on with both meanwhile, and ``digest`` is
 how long they were waited for after ``acquire``; a CPU has made them by then. Of a version that was announced before it
 was digested, ``digest`` lies beside ``prepare`` and ``transfer``. A phase that was not reached is absent."""
 

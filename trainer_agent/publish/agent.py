@@ -109,8 +109,8 @@ class TrainerAgent:
 
         Every field of `TrainerSettings` may be given by name, the rarer ones through `more`; what is not given comes
         from the environment (``WEIGHTBUS_TRAINER_...``), then `file`, then the default. `settings` replaces all that.
-        Give equal arguments on every rank. Where the checkpoint that engines serve is quantised (`served`,
-        `hf_config_dir` or the source's own config say so), weights are quantised on their way. `progress` is called on
+        Give equal arguments on every rank. Where the checkpoint that engines serve is quantized (`served`,
+        `hf_config_dir` or the source's own config say so), weights are quantized on their way. `progress` is called on
         the root, from inside `publish` or from the thread that publishes snapshots.
 
         Raises:

@@ -1,12 +1,12 @@
-"""Who quantises which weight, from what, into what: computed once per manifest, as plain data. No torch.
+"""Who quantizes which weight, from what, into what: computed once per manifest, as plain data. No torch.
 
-A rank whose pieces of a weight all lie on the grain of its scheme quantises them for itself: experts and whole rows
+A rank whose pieces of a weight all lie on the grain of its scheme quantizes them for itself: experts and whole rows
 once, at their owner. What it makes is a piece like any other, of another tensor, and travels as parcels do. A weight
 that is cut across its blocks is gathered by the root first, in the dtype in which it would be served.
 
-    jobs       what a rank quantises for one bucket: from its own memory, or on the root from what was gathered
+    jobs       what a rank quantizes for one bucket: from its own memory, or on the root from what was gathered
     raw        the layout in which the root gathers: one bucket for each set of buckets that its weights end up in
-    pieces     everything that travels: results in the arena of a rank, and what is not quantised where it lies
+    pieces     everything that travels: results in the arena of a rank, and what is not quantized where it lies
 
 The root's own results go straight into the bucket. Those of the others lie in an *arena*, memory that is used again for
 the next bucket; it is numbered behind the local tensors, once for each dtype.
@@ -41,7 +41,7 @@ _ALIGNMENT: Final = 16
 
 
 class Weight(msgspec.Struct, frozen=True):
-    """A weight that is quantised, and what it becomes."""
+    """A weight that is quantized, and what it becomes."""
 
     spec: TensorSpec
     scheme: Scheme
@@ -67,7 +67,7 @@ class WeightPlace(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One quantisation on one rank."""
+    """One quantization on one rank."""
 
     weight: int
     shape: tuple[int, ...]
@@ -142,9 +142,9 @@ class WeightDivision:
     places: Mapping[str, tuple[int, int]]
     """By tensor of the manifest: its bucket, and the byte in it where it begins."""
     local: Mapping[int, Sequence[tuple[int, int]]]
-    """By rank: weights, and the pieces of them that it quantises for itself."""
+    """By rank: weights, and the pieces of them that it quantizes for itself."""
     gathered: frozenset[int]
-    """Weights that no holder can quantise alone."""
+    """Weights that no holder can quantize alone."""
     plain: tuple[TensorSpec, ...]
     """What is gathered although it stays as it is, because nobody knows where it lies."""
     raw: Manifest | None
@@ -219,13 +219,13 @@ class WeightDivision:
         draft = _Draft(self, rank, base)
         return UnquantizedTensor(draft.work(), tuple(draft.results), tuple(draft.summed), tuple(draft.sums))
 
-    def travelling(self) -> Shards:
-        """Pieces of the manifest's tensors: what is quantised elsewhere than on its root, and what is not quantised."""
+    def traveling(self) -> Shards:
+        """Pieces of the manifest's tensors: what is quantized elsewhere than on its root, and what is not quantized."""
         held: dict[int, list[Shard]] = defaultdict(list)
         if self.pieces is not None:
-            quantised = {weight.spec.name for weight in self.weights}
+            quantized = {weight.spec.name for weight in self.weights}
             for name, rows in self.rows.items():
-                for row in rows if name not in quantised else ():
+                for row in rows if name not in quantized else ():
                     held[int(self.pieces.holder[row])].append(self.pieces.at(row))
             for rank in sorted(set(self.pieces.holder.tolist())):
                 held[rank].extend(_Draft(self, rank).results)
@@ -363,7 +363,7 @@ def _rows_by_tensor(pieces: Shards | None) -> Mapping[str, list[int]]:
 
 
 def _divides(weight: Weight, pieces: Shards | None, rows: Mapping[str, Sequence[int]]) -> bool:
-    """Every holder of a part can quantise it alone."""
+    """Every holder of a part can quantize it alone."""
     if pieces is None:
         return False
     found = [pieces.at(row) for row in rows[weight.spec.name]]
@@ -373,7 +373,7 @@ def _divides(weight: Weight, pieces: Shards | None, rows: Mapping[str, Sequence[
 def _local(
     weights: Sequence[Weight], gathered: frozenset[int], pieces: Shards | None, rows: Mapping[str, Sequence[int]]
 ) -> Mapping[int, Sequence[tuple[int, int]]]:
-    """By rank: the pieces that it quantises for itself."""
+    """By rank: the pieces that it quantizes for itself."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
     holders: list[int] = [] if pieces is None else pieces.holder.tolist()
     for index, weight in enumerate(weights):

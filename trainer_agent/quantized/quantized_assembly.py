@@ -77,7 +77,7 @@ class _Bound:
 
 
 class Assembly:
-    """Carries out one rank's work for one manifest: quantises its part of a bucket, and has it travel to the root."""
+    """Carries out one rank's work for one manifest: quantizes its part of a bucket, and has it travel to the root."""
 
     def __init__(
         self,
@@ -98,8 +98,8 @@ class Assembly:
         self._work = work or division.work(rank)
         travels = described is not None and work is None
         self._roots, self._raw_roots = division.roots, division.raw_roots
-        self._travelling = (
-            plan(division.manifest, division.travelling(), rank=rank, roots=division.roots) if travels else ()
+        self._traveling = (
+            plan(division.manifest, division.traveling(), rank=rank, roots=division.roots) if travels else ()
         )
         raw_pieces = division.raw_pieces()
         raw = division.raw if raw_pieces is not None else None
@@ -129,7 +129,7 @@ class Assembly:
         for number in work.raws:
             if number not in self._kept:
                 self._kept[number] = self._gather(number)
-        self._quantise(index, out)
+        self._quantize(index, out)
         if out is not None:
             for copy in work.copies:
                 number, at = copy.raw
@@ -154,7 +154,7 @@ class Assembly:
         self._bound = {}
         self._assembler = self._uploads = None
 
-    def _quantise(self, index: int, out: torch.Tensor | None) -> None:
+    def _quantize(self, index: int, out: torch.Tensor | None) -> None:
         """This rank's jobs; bound once for as long as all memory stays where it is."""
         work = self._work.buckets[index]
         if not work.jobs:
@@ -200,7 +200,7 @@ class Assembly:
         assert self._storages is not None
         views = [_whole_items(self._arena, name) for name in DTYPE_NAMES]
         exchange = self._described.exchange
-        self._assembler = Assembler(self._travelling, [*self._storages, *views], self._rank, self._roots, exchange)
+        self._assembler = Assembler(self._traveling, [*self._storages, *views], self._rank, self._roots, exchange)
         self._gatherer = Assembler(self._raw_plan, self._storages, self._rank, self._raw_roots, exchange)
 
     def _task(self, job: Job, out: torch.Tensor | None, near: torch.Tensor | None) -> Task:
@@ -271,7 +271,7 @@ class Assembly:
 
 
 class QuantizationState(Assembly):
-    """All that one rank quantises, in an arena that stays where it is, so that others can read it.
+    """All that one rank quantizes, in an arena that stays where it is, so that others can read it.
 
     Engines may read a part of the arena once its mark, which lies behind everything in the arena, shows the number of
     the round: the device takes all marks away before it writes anything, and writes each behind its part. A publication
@@ -289,8 +289,8 @@ class QuantizationState(Assembly):
         super().__init__(division, source, source, work)
         self.round = secrets.randbits(48)
         """Grows with every `make`. Another trainer, whose memory this was, will hardly have had the same."""
-        quantised = {weight.spec.name for weight in division.weights}
-        plain = [row for row in range(len(held)) if held.tensors[int(held.boxes.space[row])].name not in quantised]
+        quantized = {weight.spec.name for weight in division.weights}
+        plain = [row for row in range(len(held)) if held.tensors[int(held.boxes.space[row])].name not in quantized]
         pieces = [*(held.at(row) for row in plain), *kept.results]
         later = [each.raws for each in kept.work.buckets]
         self._later = [frozenset(raw for raws in later[index:] for raw in raws) for index in range(1, len(later) + 1)]
@@ -304,9 +304,9 @@ class QuantizationState(Assembly):
 
     @torch.no_grad()
     def make(self) -> None:
-        """Quantise everything as it is now. Collective. On a GPU that has only begun, in the order of its stream.
+        """Quantize everything as it is now. Collective. On a GPU that has only begun, in the order of its stream.
 
-        What is not quantised is there, and marks show nothing newer than this round: both are read before a mark is.
+        What is not quantized is there, and marks show nothing newer than this round: both are read before a mark is.
         """
         self._begin()
         if self._arena.numel() < self._work.arena_bytes:
@@ -322,7 +322,7 @@ class QuantizationState(Assembly):
             for number in work.raws:
                 if number not in self._kept:
                     self._kept[number] = self._gather(number)
-            self._quantise(index, None)
+            self._quantize(index, None)
             self._kept = {number: memory for number, memory in self._kept.items() if number in self._later[index]}
         if self._parts:
             self._mark(len(self._parts) - 1)

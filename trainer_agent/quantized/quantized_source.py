@@ -1,13 +1,13 @@
-"""A `Source` over another one that serves its weights quantised, as the served checkpoint's own config says.
+"""A `Source` over another one that serves its weights quantized, as the served checkpoint's own config says.
 
-    trainer's memory --(cast, quantise: each rank its own whole blocks)--> arena --(parcels)--> bucket on the root
-    cut blocks -----(parcels, as they would be served)--> raw memory on the root --(quantise)--> bucket
+    trainer's memory --(cast, quantize: each rank its own whole blocks)--> arena --(parcels)--> bucket on the root
+    cut blocks -----(parcels, as they would be served)--> raw memory on the root --(quantize)--> bucket
 
-So half of the bytes travel, every expert is quantised once, at its owner, and everything behind this seam (digests,
-staging, snapshots, transports, files) sees tensors of the quantised checkpoint and nothing else. Sources that cannot
-say where their tensors lie are gathered whole by the root, which quantises them alone.
+So half of the bytes travel, every expert is quantized once, at its owner, and everything behind this seam (digests,
+staging, snapshots, transports, files) sees tensors of the quantized checkpoint and nothing else. Sources that cannot
+say where their tensors lie are gathered whole by the root, which quantizes them alone.
 
-Engines that copy by themselves read what ranks quantise into memory that stays, and what is not quantised where it
+Engines that copy by themselves read what ranks quantize into memory that stays, and what is not quantized where it
 lies: shard to shard, with nothing assembled.
 """
 
@@ -38,32 +38,32 @@ _log = get_log(__name__)
 
 
 class QuantizedSource:
-    """Another source's weights, quantised. Satisfies `Source`."""
+    """Another source's weights, quantized. Satisfies `Source`."""
 
     def __init__(
         self,
         source: Source,
-        quantisation: Quantization,
+        quantization: Quantization,
         stored: Mapping[str, TensorSpec] | None = None,
         served: Path | Mapping[str, Any] | None = None,
     ) -> None:
         """`stored` are the tensors of the served checkpoint, where its files are at hand; `served` is that checkpoint.
 
-        Raises `UnknownScheme` for weights of which it cannot be told whether they are quantised, or that cannot be.
+        Raises `UnknownScheme` for weights of which it cannot be told whether they are quantized, or that cannot be.
         """
         self._source = source
         self.served: Path | Mapping[str, Any] = {} if served is None else served
         """The checkpoint that engines serve: its folder, or the content of its ``config.json``."""
         self._raw = tuple(source.tensors())
-        schemes = [(spec, quantisation.scheme_of(spec, stored)) for spec in self._raw]
+        schemes = [(spec, quantization.scheme_of(spec, stored)) for spec in self._raw]
         self.weights = tuple(
             Weight(spec, scheme, scheme.parts(spec), outputs(spec, scheme)) for spec, scheme in schemes if scheme
         )
-        """What is quantised, and into what."""
+        """What is quantized, and into what."""
         if not self.weights:
             why = "files leave all of them as they are" if stored else "quantization_config means none of them"
             raise UnknownScheme(
-                f"none of {len(self._raw)} tensors would be quantised, and the served checkpoint says that it is: its"
+                f"none of {len(self._raw)} tensors would be quantized, and the served checkpoint says that it is: its"
                 f" {why}; give the checkpoint that engines serve, or the plain one if that is it"
             )
         if source.device.type == "cuda":
@@ -77,7 +77,7 @@ class QuantizedSource:
         slow = [each for each in self.weights if tile_of(each.scheme, each.spec.shape) is None]
         if slow:
             _log.warning(
-                "quantised_without_a_kernel",
+                "quantized_without_a_kernel",
                 weights=len(slow),
                 of=len(self.weights),
                 first=slow[0].spec.name,
@@ -101,13 +101,13 @@ class QuantizedSource:
         return self._source.device
 
     def tensors(self) -> Sequence[TensorSpec]:
-        """What is served: in place of each weight that is quantised, what it becomes."""
+        """What is served: in place of each weight that is quantized, what it becomes."""
         return self._tensors
 
     def assemble(
         self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
     ) -> None:
-        """Pack bucket `index` of quantised tensors into `out` on its root. Collective; see `Staged.assemble`."""
+        """Pack bucket `index` of quantized tensors into `out` on its root. Collective; see `Staged.assemble`."""
         if (out is not None) != self._is_root(index, roots):
             raise ValueError("the root of a bucket, and only its root, gives a buffer")
         self._planned.of(manifest, roots, self._assembly).run(index, out)
@@ -129,25 +129,25 @@ class QuantizedSource:
         division = WeightDivision.of(manifest, self.weights, self._described.pieces, roots)
         if division.gathered:
             names = sorted(division.weights[index].spec.name for index in division.gathered)
-            _log.info("gathered_to_quantise", weights=len(names), of=len(self.weights), first=names[0])
+            _log.info("gathered_to_quantize", weights=len(names), of=len(self.weights), first=names[0])
         return Assembly(division, self._source, self._described)
 
 
 class ReadableQuantizedSource(QuantizedSource):
     """The same of a source whose memory engines can read. Satisfies `Exportable`, too.
 
-    Costs every rank as many bytes as what it quantises becomes, from the first time that it is exposed.
+    Costs every rank as many bytes as what it quantizes becomes, from the first time that it is exposed.
     """
 
     def __init__(
         self,
         source: ReadableSource,
-        quantisation: Quantization,
+        quantization: Quantization,
         stored: Mapping[str, TensorSpec] | None = None,
         served: Path | Mapping[str, Any] | None = None,
     ) -> None:
         """As `QuantizedSource`."""
-        super().__init__(source, quantisation, stored, served)
+        super().__init__(source, quantization, stored, served)
         self._readable = source
         self._standing: QuantizationState | None = None
 
@@ -165,15 +165,15 @@ class ReadableQuantizedSource(QuantizedSource):
         return tuple(raw[spec] for spec in self._raw for _ in range(made.get(spec, 1)))
 
     def held(self, tensors: Sequence[TensorSpec]) -> Shards:
-        """What this rank quantises, once in the group, and all that it holds of what stays as it is."""
+        """What this rank quantizes, once in the group, and all that it holds of what stays as it is."""
         return self._standing_now().pieces.ordered(tensors)
 
     def make(self) -> None:
-        """Begin to quantise this rank's tensors as they are now. Collective; see `exposure.Making`."""
+        """Begin to quantize this rank's tensors as they are now. Collective; see `exposure.Making`."""
         self._standing_now().make()
 
     def memory(self, *, made: bool = False) -> Sequence[torch.Tensor]:
-        """This rank's tensors, and behind them what they are quantised into, as they are now. Collective.
+        """This rank's tensors, and behind them what they are quantized into, as they are now. Collective.
 
         `made`: as they were at `make`, which was called before.
         """
@@ -226,49 +226,49 @@ class KnowsServed(Protocol):
 
 
 def as_served(source: Source, settings: TrainerSettings) -> Source:
-    """`source`, quantised as `settings` or the source itself say; see `quantised`."""
+    """`source`, quantized as `settings` or the source itself say; see `quantized`."""
     if settings.served is not None:
-        return quantised(source, settings.served)
+        return quantized(source, settings.served)
     beside = settings.hf_config_dir
     if beside is not None and (beside / "config.json").is_file():
-        return quantised(source, beside)
-    return quantised(source, source.served if isinstance(source, KnowsServed) else None)
+        return quantized(source, beside)
+    return quantized(source, source.served if isinstance(source, KnowsServed) else None)
 
 
-def quantised(source: Source, served: Path | Mapping[str, Any] | None) -> Source:
-    """`source` as the served checkpoint wants it: itself where that is not quantised.
+def quantized(source: Source, served: Path | Mapping[str, Any] | None) -> Source:
+    """`source` as the served checkpoint wants it: itself where that is not quantized.
 
     `served` is the checkpoint's folder, or the content of its ``config.json``. Also returns `source` itself when its
-    tensors are those of the quantised checkpoint already. Raises `UnsupportedModel` when it cannot be done.
+    tensors are those of the quantized checkpoint already. Raises `UnsupportedModel` when it cannot be done.
     """
     if served is None:
         return source
     try:
         config = folders.served_config(served) if isinstance(served, Path) else served
-        quantisation = read(config)
-        if quantisation is None:
+        quantization = read(config)
+        if quantization is None:
             _check_no_other(served)
             return source
         stored = _stored(served) if isinstance(served, Path) else None
-        if any(_is_quantised(spec) for spec in source.tensors()):
+        if any(_is_quantized(spec) for spec in source.tensors()):
             return source  # a checkpoint that is published as it lies there; engines compare it with their own
         if isinstance(source, ReadableSource):
-            return ReadableQuantizedSource(source, quantisation, stored, served)
-        return QuantizedSource(source, quantisation, stored, served)
+            return ReadableQuantizedSource(source, quantization, stored, served)
+        return QuantizedSource(source, quantization, stored, served)
     except UnknownScheme as error:
         raise UnsupportedModel(str(error)) from error
 
 
-def _is_quantised(spec: TensorSpec) -> bool:
+def _is_quantized(spec: TensorSpec) -> bool:
     """Integers alone say nothing: models have buffers of them."""
     return spec.dtype in {"float8_e4m3fn", "float8_e5m2"} or spec.name.endswith(".weight_packed")
 
 
 def _check_no_other(served: Path | Mapping[str, Any]) -> None:
-    """Raise `UnknownScheme` for a quantisation that stands elsewhere than in the config."""
+    """Raise `UnknownScheme` for a quantization that stands elsewhere than in the config."""
     if isinstance(served, Path) and (served / "hf_quant_config.json").is_file():
         raise UnknownScheme(
-            f"{served} is quantised as its hf_quant_config.json says, which is not understood: serve a checkpoint with"
+            f"{served} is quantized as its hf_quant_config.json says, which is not understood: serve a checkpoint with"
             " a quantization_config, or the plain one"
         )
 
@@ -282,9 +282,9 @@ def _stored(folder: Path) -> Mapping[str, TensorSpec] | None:
         return {place.spec.name: place.spec for place in folders.safetensors(folder)}
     except UnfinishedCheckpoint as error:
         if not any(folder.glob("*.safetensors*")):
-            _log.info("quantised_by_names", folder=str(folder), reason="its config is there, and no safetensors files")
+            _log.info("quantized_by_names", folder=str(folder), reason="its config is there, and no safetensors files")
             return None
         raise UnknownScheme(
-            f"the served checkpoint is not whole ({error}), and its files say which tensors are quantised: complete"
+            f"the served checkpoint is not whole ({error}), and its files say which tensors are quantized: complete"
             " them, or give a folder with its config.json alone, where names decide"
         ) from error

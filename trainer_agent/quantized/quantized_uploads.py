@@ -1,6 +1,6 @@
-"""What a rank quantises of parameters in pinned host memory: uploaded by bucket in two buffers.
+"""What a rank quantizes of parameters in pinned host memory: uploaded by bucket in two buffers.
 
-The weights of bucket `i + 1` are on their way while those of bucket `i` are quantised, digested and sent.
+The weights of bucket `i + 1` are on their way while those of bucket `i` are quantized, digested and sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""In which parts a rank makes all that it quantises, so that readers may begin before it has ended. Pure."""
+"""In which parts a rank makes all that it quantizes, so that readers may begin before it has ended. Pure."""
 
 from __future__ import annotations
 

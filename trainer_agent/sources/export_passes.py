@@ -123,7 +123,7 @@ def _served(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
     if advice := objection(tensor, rounded=False):
         raise UnknownParameter(name, tensor.shape, exported, advice)
     if exported.startswith(_EIGHT_BITS):
-        advice = "its scale is not part of it: export in 16 bits or more, and let servers quantise"
+        advice = "its scale is not part of it: export in 16 bits or more, and let servers quantize"
         raise UnknownParameter(name, tensor.shape, exported, advice)
     if exported not in ITEM_BYTES:
         raise UnsupportedModel(f"{name!r} is exported as {exported}; these can travel: {', '.join(ITEM_BYTES)}")

@@ -14,7 +14,7 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from weightbus.dataplane.quantize import Quantization, UnknownScheme, hf_quantization_config as quantisation_config
+from weightbus.dataplane.quantize import Quantization, UnknownScheme, hf_quantization_config as quantization_config
 
 from ...errors import UnfitManifest
 
@@ -52,7 +52,7 @@ class Expected(msgspec.Struct, frozen=True):
     """Of the model as a whole, from config.json."""
     optional: frozenset[str]
     """May be missing: tied to another tensor."""
-    quantisation: Quantization | None = None
+    quantization: Quantization | None = None
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -90,18 +90,18 @@ def expected(folder: Path) -> Expected:
 def _expected(folder: Path, stamps: tuple[_Stamp, ...]) -> Expected:
     del stamps
     config = _config(folder)
-    quantisation = _quantisation(folder, config)
+    quantization = _quantization(folder, config)
     tied = frozenset({"lm_head.weight"}) if config.tie_word_embeddings else frozenset[str]()
     dtype = config.dtype or config.torch_dtype or ""
     stored = _headers(folder)
     if stored:
         shapes = {name: shape for name, (shape, _) in stored.items()}
         dtypes = {name: kind for name, (_, kind) in stored.items()}
-        return Expected(MappingProxyType(shapes), MappingProxyType(dtypes), dtype, tied, quantisation)
-    if quantisation is not None:
+        return Expected(MappingProxyType(shapes), MappingProxyType(dtypes), dtype, tied, quantization)
+    if quantization is not None:
         raise UnfitManifest(
-            f"{folder} is a quantised checkpoint without its safetensors files, and only they say which tensors are"
-            " quantised: put them there"
+            f"{folder} is a quantized checkpoint without its safetensors files, and only they say which tensors are"
+            " quantized: put them there"
         )
     if config.architectures and config.architectures[0] in _DENSE:
         shapes = _dense(config, config.architectures[0])
@@ -118,9 +118,9 @@ def dense(architectures: Sequence[str]) -> bool:
     return bool(architectures) and _DENSE.issuperset(architectures)
 
 
-def _quantisation(folder: Path, config: _Config) -> Quantization | None:
+def _quantization(folder: Path, config: _Config) -> Quantization | None:
     try:
-        return quantisation_config.read(msgspec.structs.asdict(config))
+        return quantization_config.read(msgspec.structs.asdict(config))
     except UnknownScheme as error:
         raise UnfitManifest(f"{folder}: {error}") from error
 

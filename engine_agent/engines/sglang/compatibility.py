@@ -90,7 +90,7 @@ def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Ex
     """Raise `UnfitManifest` with everything that speaks against loading `manifest` by `transport`."""
     problems = [
         *_server(facts, dialect, transport),
-        *objections(expected.quantisation, expected.shapes, facts, dialect),
+        *objections(expected.quantization, expected.shapes, facts, dialect),
         *_model(manifest, facts),
         *_layout(manifest, facts, expected),
     ]

@@ -22,7 +22,7 @@ def refusals(facts: ServerFacts, dialect: Dialect, folder: Path) -> Iterator[str
     except (UnfitManifest, OSError, ValueError) as error:
         yield str(error)
         return
-    yield from objections(expected.quantisation, expected.shapes, facts, dialect)
+    yield from objections(expected.quantization, expected.shapes, facts, dialect)
 
 
 def tell(log: Log, facts: ServerFacts, dialect: Dialect, folder: Path | None) -> None:

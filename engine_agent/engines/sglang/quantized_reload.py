@@ -1,4 +1,4 @@
-"""Can the live weights of a quantised server be loaded again? Pure.
+"""Can the live weights of a quantized server be loaded again? Pure.
 
 A server loads every update through the loader that its launch used. That works as long as the live parameters still
 have the checkpoint's layout, or SGLang can give it back (begin_weight_update). Read from SGLang 0.5.11 to 0.5.23:
@@ -32,31 +32,31 @@ _SERVE_BLOCKS: Final = (
 
 
 def objections(
-    quantisation: Quantization | None, names: Iterable[str], facts: ServerFacts, dialect: Dialect
+    quantization: Quantization | None, names: Iterable[str], facts: ServerFacts, dialect: Dialect
 ) -> Iterator[str]:
     """What speaks against updating a server of such a checkpoint, whose tensors have these names."""
     asked = facts.quantization.replace("_", "-")
-    if quantisation is None:
+    if quantization is None:
         if asked:
             yield (
-                f"the server quantises a plain checkpoint while it loads (--quantization {facts.quantization}), which"
-                " cannot be compared: launch it without the flag from a checkpoint that is quantised already, and name"
+                f"the server quantizes a plain checkpoint while it loads (--quantization {facts.quantization}), which"
+                " cannot be compared: launch it without the flag from a checkpoint that is quantized already, and name"
                 " that to the trainer (served)"
             )
         return
-    if asked and asked != quantisation.method:
+    if asked and asked != quantization.method:
         yield (
             f"the server was launched with --quantization {facts.quantization}, its checkpoint is"
-            f" {quantisation.method}: launch it without the flag"
+            f" {quantization.method}: launch it without the flag"
         )
     if facts.device == "cpu":
-        yield "SGLang packs quantised weights for its CPU and cannot unpack them: serve the plain checkpoint there"
+        yield "SGLang packs quantized weights for its CPU and cannot unpack them: serve the plain checkpoint there"
         return
     names = tuple(names)
     if _LLAMA in facts.architectures and any(name.endswith(".weight_scale_inv") for name in names):
         yield "SGLang's Llama drops scales called weight_scale_inv in silence: serve a compressed-tensors checkpoint"
     packed = [name for name in names if name.endswith(".weight_packed")]
-    for rule in quantisation.rules:
+    for rule in quantization.rules:
         reason = _reason(rule.scheme, packed, dialect)
         if reason:
             yield f"weights in {rule.scheme.name} cannot be loaded into a running server: {reason}"
@@ -65,7 +65,7 @@ def objections(
 def _reason(scheme: Scheme, packed: Iterable[str], dialect: Dialect) -> str:
     if scheme.element is Element.INT4:
         if any(not _EXPERT.search(name) for name in packed):
-            return f"SGLang repacks them and unpacks experts only; {_SERVE_BLOCKS}, or quantise nothing but experts"
+            return f"SGLang repacks them and unpacks experts only; {_SERVE_BLOCKS}, or quantize nothing but experts"
         if not dialect.sessions:
             return "SGLang unpacks experts from 0.5.21 on: launch a newer server"
         return ""

@@ -211,7 +211,7 @@ class SGLangServer:
             raise ServerRefused("/weights_checker", 200, "no list of ranks in the answer")
         return [_checksums_of(rank) for rank in ranks]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
-    # -- pausing and labelling
+    # -- pausing and labeling
 
     def pause(self, mode: str, deadline_s: float = CALL_S) -> None:
         """pause_generation: when it returns, whatever is asked next finds the server paused.

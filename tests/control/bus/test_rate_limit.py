@@ -18,7 +18,7 @@ def test_what_a_fleet_says_is_never_touched() -> None:
     )
 
 
-def test_a_flood_is_slowed_and_its_neighbour_is_not() -> None:
+def test_a_flood_is_slowed_and_its_neighbor_is_not() -> None:
     """Ten times the rate: a burst goes through, then a tenth; it is told of once."""
     throttle = RateLimiter()
     said = [throttle.account("flood").pace(count / (10 * RATE)) for count in range(60_000)]
@@ -28,7 +28,7 @@ def test_a_flood_is_slowed_and_its_neighbour_is_not() -> None:
     late = Counter(said[20_000:40_000])
     assert late[RateLimit.TAKEN] <= 20_000 / 10 + 2
     assert late[RateLimit.DROPPED] >= 20_000 * 9 / 10 - 2
-    assert throttle.account("neighbour").pace(3.0) is RateLimit.TAKEN
+    assert throttle.account("neighbor").pace(3.0) is RateLimit.TAKEN
 
 
 def test_who_goes_on_is_cut_off_until_it_was_quiet() -> None:

@@ -147,10 +147,10 @@ def test_what_is_not_taken_is_bounded_in_bytes(bus: RouterBus) -> None:
     context.destroy(linger=0)
 
 
-def test_a_flood_is_dropped_and_its_neighbour_heard(bus: RouterBus) -> None:
+def test_a_flood_is_dropped_and_its_neighbor_heard(bus: RouterBus) -> None:
     """Above its rate a peer's messages are dropped unread, counted, and told of once; another's come through."""
     bus._throttle = RateLimiter(rate=0.001, burst=20)
-    flood, neighbour = link_to(bus), link_to(bus)
+    flood, neighbor = link_to(bus), link_to(bus)
     say(bus, flood)
     sent, found = 0, list[object]()
     until(lambda: flood.send(GetStatus(request=RequestId("f"))))
@@ -168,9 +168,9 @@ def test_a_flood_is_dropped_and_its_neighbour_heard(bus: RouterBus) -> None:
     ]
     while bus.poll(0.05):
         pass
-    assert isinstance(say(bus, neighbour, "well"), MessageReceived)
+    assert isinstance(say(bus, neighbor, "well"), MessageReceived)
     flood.close()
-    neighbour.close()
+    neighbor.close()
 
 
 def test_queue_of_a_peer_that_left_is_dropped(bus: RouterBus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,7 +181,7 @@ class FakeGPU:
         self.asked = 0
         self.told: list[str] = []
         empty = torch.zeros
-        stream = SimpleNamespace(synchronize=lambda: self.told.append("synchronised"))
+        stream = SimpleNamespace(synchronize=lambda: self.told.append("synchronized"))
         event = SimpleNamespace(query=self.query, record=lambda _: setattr(self, "asked", 0))
         monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: stream)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
@@ -209,7 +209,7 @@ def test_marks_on_a_gpu_are_read_beside_the_copies(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "_SPIN_S", 10.0)
     assert far.look(all_of_it) == {1: [4, 4]}
     far.close()
-    assert gpu.told == ["synchronised"]
+    assert gpu.told == ["synchronized"]
 
 
 def on_a_gpu(
@@ -249,5 +249,5 @@ def test_memory_is_let_go_of_when_nothing_reads_it(monkeypatch: pytest.MonkeyPat
 
     marks.close()
 
-    assert gpu.told == ["synchronised"]
+    assert gpu.told == ["synchronized"]
     marks.close()

@@ -67,7 +67,7 @@ def served(name: str, weights: dict[str, torch.Tensor], tp: int, rank: int) -> t
     return torch.cat([weights[name.replace(old, part)].chunk(tp)[rank] for part in new])
 
 
-def materialise(parameter: ServedParameter, specs: list[TensorSpec], weights: dict[str, torch.Tensor]) -> torch.Tensor:
+def materialize(parameter: ServedParameter, specs: list[TensorSpec], weights: dict[str, torch.Tensor]) -> torch.Tensor:
     """The elements that the layout says, in its order."""
 
     def cut(box: ParameterBox) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_every_parameter_of_every_rank_is_what_the_layers_make(  # noqa: PLR0917
     weights = values(specs)
     for parameter in layout:
         expected = served(parameter.name, weights, tp, parameter.rank).reshape(-1)
-        assert torch.equal(materialise(parameter, specs, weights), expected), parameter.name
+        assert torch.equal(materialize(parameter, specs, weights), expected), parameter.name
     names = {parameter.name for parameter in layout}
     assert len(layout) == tp * len(names)
     assert len(names) == len(specs) - 3 - (2 if bias else 0)

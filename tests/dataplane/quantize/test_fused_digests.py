@@ -1,4 +1,4 @@
-"""Sums of quantised elements that are made with them: what tensor_digest.py digests, or left to whoever reads them."""
+"""Sums of quantized elements that are made with them: what tensor_digest.py digests, or left to whoever reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The served checkpoint's own config says which weights are quantised; what it says and we cannot do is said."""
+"""The served checkpoint's own config says which weights are quantized; what it says and we cannot do is said."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_scales_are_in_the_dtype_that_the_config_names(name: str) -> None:
 
 
 def test_plain_checkpoints_are_left_alone() -> None:
-    """No quantization_config, no quantisation; one in the text part of a model counts."""
+    """No quantization_config, no quantization; one in the text part of a model counts."""
     assert read({"architectures": ["X"]}) is None
     assert read({"text_config": {"quantization_config": DEEPSEEK_V3}}) is not None
     assert read({"vision_config": {"hidden_size": 8, "quantization_config": {}}}) is None
@@ -141,7 +141,7 @@ def test_what_is_no_object_is_not_taken_for_a_plain_checkpoint(config: Config) -
         read(config)
 
 
-def test_a_quantised_part_is_not_taken_for_a_plain_model() -> None:
+def test_a_quantized_part_is_not_taken_for_a_plain_model() -> None:
     """A config deeper down than it is read from: passing as bfloat16 would be a guess."""
     with pytest.raises(UnknownScheme, match=r"thinker_config\.text_config\.quantization_config"):
         read({"thinker_config": {"text_config": {"quantization_config": DEEPSEEK_V3}}})
@@ -153,7 +153,7 @@ def test_a_quantised_part_is_not_taken_for_a_plain_model() -> None:
      "model.layers.0.mlp.shared_expert_gate", "model.layers.61.shared_head.head"],
 )  # fmt: skip
 @pytest.mark.parametrize("config", [QWEN3_FP8, DEEPSEEK_V3])
-def test_what_sglang_never_quantises(name: str, config: Config) -> None:
+def test_what_sglang_never_quantizes(name: str, config: Config) -> None:
     """Tables, norms, routers and the head stay as they are, named in the config or not."""
     assert of(config).scheme_of(weight(f"{name}.weight")) is None
     assert of(config).scheme_of(TensorSpec(f"{name}.bias", "bfloat16", (256,))) is None
@@ -163,12 +163,12 @@ def test_exceptions_are_whole_parts_of_a_path() -> None:
     """``mlp.gate`` is not ``mlp.gate_proj``; ``layers.1`` is not ``layers.11``; with or without ``model.``."""
     exceptions = {"ignored_layers": ["mlp.gate", "model.layers.1"], "modules_to_not_convert": ["layers.2.self_attn"]}
     found = of({**DEEPSEEK_V3, **exceptions})
-    quantised = lambda name: found.scheme_of(weight(f"{name}.weight")) is not None  # noqa: E731
-    assert quantised("model.layers.0.mlp.gate_proj")
-    assert not quantised("model.layers.1.mlp.gate_proj")
-    assert quantised("model.layers.11.mlp.gate_proj")
-    assert not quantised("model.layers.2.self_attn.q_proj")
-    assert quantised("model.layers.2.mlp.up_proj")
+    quantized = lambda name: found.scheme_of(weight(f"{name}.weight")) is not None  # noqa: E731
+    assert quantized("model.layers.0.mlp.gate_proj")
+    assert not quantized("model.layers.1.mlp.gate_proj")
+    assert quantized("model.layers.11.mlp.gate_proj")
+    assert not quantized("model.layers.2.self_attn.q_proj")
+    assert quantized("model.layers.2.mlp.up_proj")
 
 
 def test_targets_patterns_and_groups() -> None:
@@ -203,7 +203,7 @@ def test_targets_patterns_and_groups() -> None:
     [
         ({"quant_method": "awq", "bits": 4}, "'awq'.*known are"),
         ({"quant_method": "gptq"}, "'gptq'"),
-        ({"quant_algo": "NVFP4"}, "quantised as ''"),
+        ({"quant_algo": "NVFP4"}, "quantized as ''"),
         ({**DEEPSEEK_V3, "fmt": "e5m2"}, "fmt"),
         ({**DEEPSEEK_V3, "activation_scheme": "static"}, "activation_scheme"),
         ({**DEEPSEEK_V3, "scale_fmt": "e5m3"}, "scale_fmt"),
@@ -289,7 +289,7 @@ def test_classes_that_names_do_not_tell_are_refused() -> None:
         ),
     ],
 )
-def test_what_the_files_have_quantised_in_another_way_is_refused(trained: TensorSpec, there: list[TensorSpec]) -> None:
+def test_what_the_files_have_quantized_in_another_way_is_refused(trained: TensorSpec, there: list[TensorSpec]) -> None:
     """Without a scale, or with another one than the config says: it does not pass as bfloat16."""
     with pytest.raises(UnknownScheme, match="without a scale of the kind"):
         of(DEEPSEEK_V3).scheme_of(trained, stored(*there))
@@ -306,7 +306,7 @@ def stored(*specs: TensorSpec) -> dict[str, TensorSpec]:
 
 
 def test_files_say_it_better_than_names() -> None:
-    """What has scales in the served checkpoint is quantised here, in their dtype; what has none is not."""
+    """What has scales in the served checkpoint is quantized here, in their dtype; what has none is not."""
     found, odd, up = (
         of(compressed(WEIGHTS_8, "float-quantized")),
         weight("a.fancy_table.weight"),

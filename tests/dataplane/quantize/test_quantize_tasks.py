@@ -43,7 +43,7 @@ def weight(seed: int, shape: tuple[int, int], dtype: torch.dtype = torch.bfloat1
     return values.to(dtype)
 
 
-def quantised(scheme: Scheme, values: torch.Tensor) -> list[torch.Tensor]:
+def quantized(scheme: Scheme, values: torch.Tensor) -> list[torch.Tensor]:
     """The parts of a weight but its shape."""
     spec = TensorSpec("w.weight", str(values.dtype).removeprefix("torch."), tuple(values.shape))
     parts = [part for part in scheme.parts(spec) if part.suffix != "weight_shape"]
@@ -137,7 +137,7 @@ def test_as_compressed_tensors_stores_it(
     values = weight(seed, shape, torch.float32)
     oracle = compressed(args, form, values)
     parts = [part for part in scheme.parts(TensorSpec("w.weight", "float32", shape)) if part.suffix != "weight_shape"]
-    for part, found in zip(parts, quantised(scheme, values), strict=True):
+    for part, found in zip(parts, quantized(scheme, values), strict=True):
         assert same(found, oracle.pop(part.suffix)), part.suffix
     oracle.pop("weight_zero_point", None)  # of symmetric schemes: not stored
     assert [tuple(each.tolist()) for each in oracle.values()] in ([], [shape])
@@ -184,7 +184,7 @@ def test_ugly_weights_are_stored_as_compressed_tensors_does(
     oracle = compressed(args, form, values)
     spec = TensorSpec("w.weight", "float32", tuple(values.shape))
     parts = [part for part in scheme.parts(spec) if part.suffix != "weight_shape"]
-    for part, found in zip(parts, quantised(scheme, values), strict=True):
+    for part, found in zip(parts, quantized(scheme, values), strict=True):
         assert same(found, oracle[part.suffix]), part.suffix
 
 
@@ -196,7 +196,7 @@ def test_ugly_weights_are_stored_as_sglang_does(kind: str, dtype: torch.dtype) -
     for scheme, oracle in ((fp8_block((128, 128), power_of_two=True), deepgemm()), (mxfp8(), rounded_up())):
         if scheme.name == "mxfp8" and kind == "subnormal":
             continue  # its power of two is a subnormal number itself there, ours the one above
-        for found, expected in zip(quantised(scheme, values), oracle(values), strict=True):
+        for found, expected in zip(quantized(scheme, values), oracle(values), strict=True):
             assert same(found, expected)
 
 
@@ -210,7 +210,7 @@ def test_no_scale_is_lost_when_it_is_stored(scheme: Scheme, stored: str) -> None
     scheme = msgspec.structs.replace(scheme, scale_dtype=stored)
     values = ugly("subnormal" if stored == "bfloat16" else "tiny", (8, 128)) * 0.01
     values[:, ::2] = 0
-    elements, scale = quantised(scheme, values)[:2]
+    elements, scale = quantized(scheme, values)[:2]
     assert bool((scale.float() > 0).all())
     assert scheme.element is not Element.E4M3 or bool(elements.float().isfinite().all())
 
@@ -220,7 +220,7 @@ def test_no_scale_is_lost_when_it_is_stored(scheme: Scheme, stored: str) -> None
 def test_elements_are_divided_by_the_scale_that_is_stored(scheme: Scheme, stored: str) -> None:
     """And not by the exact one, which no engine ever sees: checkpoints have scales of FP8 in the model's dtype, too."""
     values = weight(11, (136, 384))
-    elements, scale = quantised(msgspec.structs.replace(scheme, scale_dtype=stored), values)
+    elements, scale = quantized(msgspec.structs.replace(scheme, scale_dtype=stored), values)
     wide = scale.float() if scheme.flat is None else scale.float().view(1, 1)
     rows, columns = (size or extent for size, extent in zip(scheme.block, values.shape, strict=True))
     step = wide.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[:136, :384]
@@ -237,7 +237,7 @@ def test_scales_are_stored_before_they_divide(seed: int, rows: int) -> None:
     from compressed_tensors.quantization.lifecycle.forward import quantize
 
     values = weight(seed, (rows, 256))
-    packed, scale = quantised(int4(128, symmetric=True), values)
+    packed, scale = quantized(int4(128, symmetric=True), values)
     args = QuantizationArgs(num_bits=4, strategy="group", group_size=128)
     exact = values.float().view(rows, 2, 128).abs().amax(-1) / 7.5
     assert same(scale, torch.where(exact == 0, torch.finfo(torch.float32).eps, exact).bfloat16())
@@ -257,7 +257,7 @@ def test_zero_points_follow_from_the_exact_scale(seed: int, rows: int) -> None:
     from compressed_tensors.quantization.utils import calculate_qparams
 
     values = weight(seed, (rows, 256)) - 0.125
-    packed, scale, points = quantised(int4(128, symmetric=False), values)
+    packed, scale, points = quantized(int4(128, symmetric=False), values)
     args = QuantizationArgs(num_bits=4, strategy="group", group_size=128, symmetric=False)
     groups = values.float().view(rows, 2, 128)
     exact, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
@@ -305,7 +305,7 @@ def test_powers_of_two_as_deepgemm(seed: int, shape: tuple[int, int], dtype: tor
     """Blocks with ue8m0 scales are those of SGLang's copy of DeepGEMM."""
     values = weight(seed, shape, dtype)
     expected = deepgemm()(values)
-    found = quantised(fp8_block((128, 128), power_of_two=True), values)
+    found = quantized(fp8_block((128, 128), power_of_two=True), values)
     assert same(found[0], expected[0])
     assert same(found[1], expected[1])
 
@@ -318,7 +318,7 @@ def test_mxfp8_as_sglang(seed: int, shape: tuple[int, int]) -> None:
         return
     values = weight(seed, shape)
     expected = rounded_up()(values)
-    found = quantised(mxfp8(), values)
+    found = quantized(mxfp8(), values)
     assert same(found[0], expected[0])
     assert same(found[1], expected[1])
 
@@ -326,16 +326,16 @@ def test_mxfp8_as_sglang(seed: int, shape: tuple[int, int]) -> None:
 def read_back(scheme: Scheme, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What an engine makes of the stored numbers, and the step around each of them."""
     if scheme.element is Element.INT4:
-        packed, scale = quantised(scheme, values)[:2]
+        packed, scale = quantized(scheme, values)[:2]
         shifts = torch.arange(0, 32, 4)
         elements = ((packed.long()[:, :, None] >> shifts) & 15).view(values.shape).float() - 8
-        zero = quantised(scheme, values)[2] if not scheme.symmetric else None
+        zero = quantized(scheme, values)[2] if not scheme.symmetric else None
         if zero is not None:
             points = ((zero.long()[:, None, :] >> shifts[None, :, None]) & 15).reshape(-1, zero.shape[1]).float() - 8
             elements = elements - points.repeat_interleave(values.shape[1] // points.shape[1], 1)
         step = scale.float().repeat_interleave(values.shape[1] // scale.shape[1], 1)
         return elements * step, step
-    elements, scale = quantised(scheme, values)
+    elements, scale = quantized(scheme, values)
     wide = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     wide = wide.view(1, 1) if scheme.flat is not None else wide
     rows, columns = (size or extent for size, extent in zip(scheme.block, values.shape, strict=True))
@@ -375,7 +375,7 @@ def test_what_was_lost_is_served_as_lost(scheme: Scheme, lost: float) -> None:
     assert torch.equal(read_back(scheme, values)[0][~shared], read_back(scheme, sound)[0][~shared])
     values[130, 71] = -lost
     for one, other in zip(
-        quantised(scheme, values), quantised(scheme, values.where(~shared, float("nan"))), strict=True
+        quantized(scheme, values), quantized(scheme, values.where(~shared, float("nan"))), strict=True
     ):
         assert same(one, other)
 
@@ -384,7 +384,7 @@ def test_what_was_lost_is_served_as_lost(scheme: Scheme, lost: float) -> None:
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_shards_on_the_grain_are_shards_of_the_result(scheme: Scheme, data: st.DataObject) -> None:
-    """Who holds a box between borders of the grain quantises it for itself, and gets the same part of every tensor."""
+    """Who holds a box between borders of the grain quantizes it for itself, and gets the same part of every tensor."""
     scheme = msgspec.structs.replace(scheme, block=tuple(min(each, 32) for each in scheme.block))
     values = weight(data.draw(st.integers(0, 1 << 30)), (96, 160))
     grain = scheme.grain(values.shape)
@@ -395,8 +395,8 @@ def test_shards_on_the_grain_are_shards_of_the_result(scheme: Scheme, data: st.D
     box = Box((edges[0][0], edges[1][0]), (edges[0][1], edges[1][1]))
     assert scheme.alone(box, values.shape)
     spec = TensorSpec("w.weight", "bfloat16", (96, 160))
-    whole = quantised(scheme, values)
-    mine = quantised(scheme, values[box.start[0] : box.stop[0], box.start[1] : box.stop[1]])
+    whole = quantized(scheme, values)
+    mine = quantized(scheme, values[box.start[0] : box.stop[0], box.start[1] : box.stop[1]])
     for part, full, found in zip(scheme.parts(spec), whole, mine, strict=False):
         at = part.box(box)
         cut = full[tuple(slice(a, b) for a, b in zip(at.start, at.stop, strict=True))]

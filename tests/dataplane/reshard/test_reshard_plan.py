@@ -172,7 +172,7 @@ def replace_view(piece: Shard, view: ShardView) -> Shard:
     return Shard(piece.tensor, piece.box, piece.dtype, view)
 
 
-def test_neighbours_become_one_row() -> None:
+def test_neighbors_become_one_row() -> None:
     """128 experts that lie at equal distances are one row of the table, not 128."""
     trainer, engine = column_slices(128)
     tensors = tuple(TensorSpec(f"e{n}", "bfloat16", (4, 8)) for n in range(128))
@@ -222,7 +222,7 @@ def test_workers_begin_with_different_replicas() -> None:
     assert all(first[at] != second[at] for at in first)
 
 
-def test_a_gpu_prefers_its_own_memory_to_its_neighbours() -> None:
+def test_a_gpu_prefers_its_own_memory_to_its_neighbors() -> None:
     """Same GPU, then a peer; a GPU that it cannot read is as far as another host."""
     replicas, engine = two_replicas()
     exports = [

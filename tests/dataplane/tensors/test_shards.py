@@ -74,7 +74,7 @@ def model(draw: st.DrawFn, most: int = 3) -> Shards:
 @FEW
 @given(model())
 def test_rows_come_back_as_they_went_in(pieces: Shards) -> None:
-    """A table built from its own rows is the same table, and so is one that has travelled."""
+    """A table built from its own rows is the same table, and so is one that has traveled."""
     again = Shards.join(
         [
             Shards.of(SPECS, [pieces.held_by(h).at(i) for i in range(len(pieces.held_by(h)))], h)
@@ -99,7 +99,7 @@ def test_merging_moves_nothing(pieces: Shards) -> None:
 @FEW
 @given(st.data())
 def test_a_tensor_that_was_cut_along_one_axis_merges_into_one_piece(data: st.DataObject) -> None:
-    """Neighbours that are neighbours in memory become one; the order in which they are given does not matter."""
+    """Neighbors that are neighbors in memory become one; the order in which they are given does not matter."""
     spec = SPECS[0]
     at = sorted({0, 5, *data.draw(st.lists(st.integers(1, 4)))})
     rows = [Shard(spec.name, Box((a, 0), (b, 4)), "bfloat16", ShardView(0, 7 + a * 4, (4, 1))) for a, b in pairwise(at)]

@@ -80,7 +80,7 @@ def test_the_label_is_set_while_the_coordinator_commits() -> None:
     assert world.doing == Label(7, HOLD_S)
     assert ran(world.commit()) == []
     world.end()
-    assert world.doing == ReleaseServer(7, flush=True, deadline_s=30.0, labelled=True)
+    assert world.doing == ReleaseServer(7, flush=True, deadline_s=30.0, labeled=True)
     assert only(world.end()).version == 7
 
 
@@ -118,10 +118,10 @@ def test_a_label_that_is_not_known_to_be_there_is_set_at_the_commit(spoilt: str)
         world.fail()
     world.commit(1 if spoilt == "failed" else 2)
     assert isinstance(world.doing, ReleaseServer)
-    assert not world.doing.labelled
+    assert not world.doing.labeled
 
 
-def test_an_abort_ends_the_labelling() -> None:
+def test_an_abort_ends_the_labeling() -> None:
     """It is not waited for, and the server stays paused with weights that nobody committed."""
     world = World()
     world.slow_label = True

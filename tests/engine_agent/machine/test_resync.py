@@ -183,7 +183,7 @@ def publish(deployment: Deployment, version: int, **more: object) -> None:
 def test_a_server_that_was_launched_again_loads_what_was_kept(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No trainer is there any more. It is verified, labelled and ready as after a round, and paused until then.
+    """No trainer is there any more. It is verified, labeled and ready as after a round, and paused until then.
 
     While it is loaded no trainer takes it away.
     """

@@ -157,7 +157,7 @@ def test_the_record_is_never_better_than_the_truth() -> None:
         (EngineHealth.DIRTY, None, "DIRTY"),
     ],
 )
-def test_a_record_is_recognised(health: EngineHealth, held: HeldVersion | None, name: str) -> None:
+def test_a_record_is_recognized(health: EngineHealth, held: HeldVersion | None, name: str) -> None:
     """After a restart of the agent the server is what the record says, and nothing has to be written again."""
     machine = weights(WeightState.DIRTY)
     assert machine.handle(ServerRecognized(health, held), 5.0) == ()

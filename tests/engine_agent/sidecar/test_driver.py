@@ -194,8 +194,8 @@ def test_what_a_server_will_not_take_is_said_when_its_sidecar_joins(
     """Loudly and with what to launch instead, and not in the first round only."""
     made = Deployment(tmp_path, coordinator)
     config = json.loads((made.first / "config.json").read_text())
-    quantised = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-    (made.first / "config.json").write_text(json.dumps({**config, "quantization_config": quantised}))
+    quantized = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (made.first / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
     with capture_logs() as logs:
         made.start()
         made.close()

@@ -284,7 +284,7 @@ class Returns:
 
 
 METERS = Metrics(Side.ENGINE)
-RELEASE = ReleaseServer(7, flush=False, deadline_s=5.0, labelled=True)
+RELEASE = ReleaseServer(7, flush=False, deadline_s=5.0, labeled=True)
 
 
 def test_what_comes_after_the_call_waits_for_its_return(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Versions that are kept as files, quantised or not: what was committed is there whole, and nothing else."""
+"""Versions that are kept as files, quantized or not: what was committed is there whole, and nothing else."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from weightbus.control.cli.entry_point import main
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.quantize.quantize_torch import quantise
+from weightbus.dataplane.quantize.quantize_torch import quantize
 from weightbus.dataplane.quantize.schemes import fp8_block
 from weightbus.dataplane.transports.disk import safetensors_file
 from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES, CheckpointWriter
@@ -47,7 +47,7 @@ def served(root: Path, **more: object) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"], **more}))
     (folder / "tokenizer.json").write_text("{}")
-    if not more:  # they would say what of it is quantised
+    if not more:  # they would say what of it is quantized
         (folder / "old.safetensors").write_bytes(b"weights of another version")
     (folder / "pytorch_model.bin.index.json").write_text('{"weight_map": {}}')
     return folder
@@ -119,7 +119,7 @@ def test_every_nth_version_is_kept(deployment: Deployment, tmp_path: Path, slots
     assert not (last / "old.safetensors").exists()
 
 
-def quantised(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def quantized(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """What FP8 in blocks of 32 makes of a model."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
@@ -129,23 +129,23 @@ def quantised(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         rows, columns = tensor.shape
         elements = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
         scale = torch.empty(-(-rows // 32), -(-columns // 32))
-        quantise(fp8_block((32, 32)), tensor, (elements, scale))
+        quantize(fp8_block((32, 32)), tensor, (elements, scale))
         found |= {name: elements, f"{name}_scale_inv": scale}
     return found
 
 
 @pytest.mark.parametrize("slots", [2, 64])
-def test_rounds_and_files_are_quantised_as_the_served_config_says(
+def test_rounds_and_files_are_quantized_as_the_served_config_says(
     deployment: Deployment, tmp_path: Path, slots: int
 ) -> None:
-    """One word in the served checkpoint's config: engines hold the quantised bits, digests are theirs, files too."""
+    """One word in the served checkpoint's config: engines hold the quantized bits, digests are theirs, files too."""
     served(tmp_path, quantization_config=FP8)
     deployment.engine("e0")
     deployment.connect(slots=slots, **saving(tmp_path))
     for version in (1, 2):
         deployment.sources[0].weights["model.layers.0.mlp.up_proj.weight"].mul_(1.5)
         report = deployment.publish(version)
-        wanted = quantised(deployment.sources[0].weights)
+        wanted = quantized(deployment.sources[0].weights)
         held = {name: each.reshape(-1).view(torch.uint8).numpy().tobytes() for name, each in wanted.items()}
         assert deployment.engines["e0"].server.weights == [held]
         assert report.bytes == sum(map(len, held.values()))
@@ -466,7 +466,7 @@ def test_snapshots_are_kept_too(deployment: Deployment, tmp_path: Path) -> None:
 def test_a_version_that_was_saved_can_be_rolled_back_to(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its number alone: the folder of saved versions is enough, also for quantised ones."""
+    """By its number alone: the folder of saved versions is enough, also for quantized ones."""
     monkeypatch.setattr("weightbus.trainer_agent.cli.commands.configure_logging", lambda *_: None)
     served(tmp_path, quantization_config=FP8)
     deployment.engine("e0")
@@ -540,14 +540,14 @@ def test_a_folder_that_cannot_be_written_to_is_refused_at_the_start(
 @pytest.mark.parametrize(
     ("in_served", "beside", "fits"), [(FP8, None, False), (None, FP8, False), (FP8, FP8, True), (None, None, True)]
 )
-def test_quantised_weights_do_not_lie_beside_a_plain_config(
+def test_quantized_weights_do_not_lie_beside_a_plain_config(
     deployment: Deployment, tmp_path: Path, in_served: object, beside: object, fits: bool
 ) -> None:
-    """`served` says how they are quantised, `hf_config_dir` which config is copied: one of the two would be wrong."""
+    """`served` says how they are quantized, `hf_config_dir` which config is copied: one of the two would be wrong."""
     folders: list[Path] = []
-    for name, quantisation in (("a", in_served), ("b", beside)):
+    for name, quantization in (("a", in_served), ("b", beside)):
         (tmp_path / name).mkdir()
-        more = {} if quantisation is None else {"quantization_config": quantisation}
+        more = {} if quantization is None else {"quantization_config": quantization}
         folders.append(served(tmp_path / name, **more))
     given = saving(tmp_path, served=folders[0], hf_config_dir=folders[1])
     deployment.engine("e0")

@@ -117,7 +117,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
 
 
 def test_finished_checkpoints_arrive_bit_for_bit_and_half_ones_do_not(scene: Scene) -> None:
-    """Through the same rounds as any trainer's: verified, committed, labelled with the step of the folder's name."""
+    """Through the same rounds as any trainer's: verified, committed, labeled with the step of the folder's name."""
     first = write(scene.folder / "checkpoint-10", 1)
     scene.until(lambda: scene.engine.label == 10)
     assert scene.holds(first)

@@ -63,7 +63,7 @@ def test_the_ranks_hold_the_checkpoint_bit_for_bit(judged: dict[str, Any]) -> No
 
 
 @pytest.mark.real
-def test_a_few_steps_favour_wanted_tokens(judged: dict[str, Any]) -> None:
+def test_a_few_steps_favor_wanted_tokens(judged: dict[str, Any]) -> None:
     """The policy gradient points at the reward, on every rank."""
     assert judged["before"] == pytest.approx(0.25, abs=0.02)
     assert judged["after"] > judged["before"] + 0.005

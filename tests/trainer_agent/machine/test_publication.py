@@ -220,7 +220,7 @@ def test_rounds_are_not_begun_for_ever() -> None:
 
 
 @pytest.mark.parametrize("state", [PublicationState.ANNOUNCING, PublicationState.WAITING, PublicationState.SENDING])
-def test_a_commit_that_a_restart_hid_is_recognised(state: PublicationState) -> None:
+def test_a_commit_that_a_restart_hid_is_recognized(state: PublicationState) -> None:
     """The greeting names exactly our bits: the version is committed, whatever became of `RoundDone`."""
     machine = brought_to(state)
     effects = machine.handle(ev.Reconnected(held(7), restarted=True), 1.0)
@@ -552,7 +552,7 @@ def test_a_table_that_is_not_taken_ends_its_round_at_once(code: Code) -> None:
 
 
 def test_a_report_of_an_attempt_that_is_over_is_not_insisted_on() -> None:
-    """The round has gone on, and how it stands is learnt by announcing it once more; so it is without an open table."""
+    """The round has gone on; how it stands is learned by announcing it once more, also without an open table."""
     refused = ev.RequestRefusal(Code.STALE_EPOCH, "late")
     assert reported(left_open(PublicationState.SENDING)).handle(refused, 2.0) == (ev.Announce(3, open=True),)
     machine = brought_to(PublicationState.SENDING)

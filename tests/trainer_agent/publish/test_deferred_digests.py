@@ -58,7 +58,7 @@ class _Seal:
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """One that has published version 1, with its table, to engines that copy out of another device."""
-    made = Rig(tmp_path, monkeypatch, quantised=False)
+    made = Rig(tmp_path, monkeypatch, quantized=False)
     monkeypatch.setattr(open_table, "first", lambda _staging, _receivers: False)
     made.publish(1)
     made.trainer.step()
@@ -81,7 +81,7 @@ def test_the_offer_is_out_before_anything_is_digested(rig: Rig) -> None:
         *("digest", "Acquire", "Publish", "Offered", "digested", "Sent")
     ]
     (given,) = rig.sender.gave[2]
-    assert given.table.tensors == rig.trainer.digests(quantised=False)
+    assert given.table.tensors == rig.trainer.digests(quantized=False)
     assert said(rig, m.Publish)[1:] == [""]
     assert said(rig, m.Sent)[1:] == [given.table.digest()]
     assert rig.table() == given.table
@@ -260,7 +260,7 @@ def test_where_the_answer_to_the_announcement_is_lost_engines_read_what_is_of_th
     assert verdict.ending is EndReason.COMMITTED
     assert exposed == [True]
     assert "Abandon" not in happened
-    assert rig.table().tensors == rig.trainer.digests(quantised=False)
+    assert rig.table().tensors == rig.trainer.digests(quantized=False)
 
 
 def test_where_the_answer_to_the_offer_is_lost_the_report_has_the_table(rig: Rig) -> None:

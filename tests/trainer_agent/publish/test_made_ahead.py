@@ -1,6 +1,6 @@
 """What a device does for a version it does while the lease is asked for, and it is there before anything is said.
 
-That is: what engines read of a quantised source, and the digests of what any source lets them read.
+That is: what engines read of a quantized source, and the digests of what any source lets them read.
 
 Devices do things later than they are asked to. The one of these tests does nothing before somebody waits for it.
 """
@@ -41,13 +41,13 @@ from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging, InPlace
 from weightbus.trainer_agent.publish.publisher_context import PublisherContext
 from weightbus.trainer_agent.publish.rank_zero import RankZero
-from weightbus.trainer_agent.quantized import quantized_assembly as quantised_assembly
+from weightbus.trainer_agent.quantized import quantized_assembly
 from weightbus.trainer_agent.quantized.quantized_assembly import ReadableSource
-from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantised
+from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantized
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import AssemblyFailed
 
-from ...kit import quantising
+from ...kit import quantizing
 from ...kit.fake_bus import FakeCoordinator, engine
 from ...kit.fake_sender import FakeTablingSender
 
@@ -55,7 +55,7 @@ BLOCK = 16
 DIRECT = m.TransportKind.DIRECT
 
 
-class Trainer(quantising.Held):
+class Trainer(quantizing.Held):
     """One rank of one process, every tensor whole. Satisfies `Exportable`, too."""
 
     def __init__(self, layers: int, agreed: Sequence[bytes] = ()) -> None:
@@ -95,23 +95,23 @@ class Trainer(quantising.Held):
             self._gatherer.queue.append(self.step)
         return super().memory()
 
-    def digests(self, *, quantised: bool = True) -> bytes:
-        """Of what its weights become, each quantised at once; or of themselves."""
+    def digests(self, *, quantized: bool = True) -> bytes:
+        """Of what its weights become, each quantized at once; or of themselves."""
         specs = self.pieces.tensors
-        if not quantised:
+        if not quantized:
             each = zip(specs, self.memories, strict=True)
             return b"".join(
                 integrity.digest_tensors(at.view(-1).view(torch.uint8), (0, spec.nbytes)) for spec, at in each
             )
         names = [spec.name for spec in specs]
-        made = quantising.whole(dict(zip(names, self.memories, strict=True)), quantising.config(BLOCK))
+        made = quantizing.whole(dict(zip(names, self.memories, strict=True)), quantizing.config(BLOCK))
         packed = {name: each.contiguous().view(-1).view(torch.uint8) for name, each in made.items()}
         served = Manifest.of("M", source_of(self).tensors()).tensors
         return b"".join(integrity.digest_tensors(packed[spec.name], (0, spec.nbytes)) for spec in served)
 
 
 def source_of(trainer: Trainer) -> ReadableQuantizedSource:
-    found = quantised(trainer, quantising.config(BLOCK))
+    found = quantized(trainer, quantizing.config(BLOCK))
     assert isinstance(found, ReadableQuantizedSource)
     return found
 
@@ -134,8 +134,8 @@ class Device:
             self.log.append("digested")
             return result(share)
 
-        monkeypatch.setattr(quantised_assembly, "prepare", self._prepare)
-        monkeypatch.setattr(quantised_assembly, "_wait_for", lambda _device: self.queue and self._do())
+        monkeypatch.setattr(quantized_assembly, "prepare", self._prepare)
+        monkeypatch.setattr(quantized_assembly, "_wait_for", lambda _device: self.queue and self._do())
         monkeypatch.setattr(ExportableHostMemory, "settle", lambda _memory: self.settle())
         monkeypatch.setattr(exposure, "DeviceFence", lambda _device: _Point(self))
         monkeypatch.setattr(ShareDigest, "begin", digest)
@@ -217,10 +217,10 @@ class Follower:
 class Rig:
     """A leader of one rank, and what it speaks to."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, quantised: bool = True) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, quantized: bool = True) -> None:
         self.device = Device(monkeypatch)
         self.trainer = Trainer(3)
-        self.source: ReadableSource = source_of(self.trainer) if quantised else self.trainer
+        self.source: ReadableSource = source_of(self.trainer) if quantized else self.trainer
         self.coordinator = Coordinator(self.device.log, DIRECT)
         self.sender = FakeTablingSender()
         manifest = Manifest.of("M", self.source.tensors())
@@ -269,7 +269,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 @pytest.fixture
 def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """Of a trainer whose engines read what it trains."""
-    made = Rig(tmp_path, monkeypatch, quantised=False)
+    made = Rig(tmp_path, monkeypatch, quantized=False)
     yield made
     made.device.broken = False
     made.leader.close()
@@ -288,8 +288,8 @@ def test_it_is_made_while_the_lease_is_asked_for(rig: Rig) -> None:
     assert rig.table().tensors == rig.trainer.digests()
 
 
-def test_what_is_not_quantised_is_there_before_it_is_offered(rig: Rig) -> None:
-    """Also what ranks still gathered for it: no mark speaks of it. What is quantised is waited for by nobody."""
+def test_what_is_not_quantized_is_there_before_it_is_offered(rig: Rig) -> None:
+    """Also what ranks still gathered for it: no mark speaks of it. What is quantized is waited for by nobody."""
     rig.publish(1)
     rig.trainer.gather_behind(rig.device)
     norms = [memory for memory in rig.trainer.memories if memory.dim() == 1]
@@ -340,7 +340,7 @@ def test_no_mark_of_what_was_there_before_is_read(rig: Rig, monkeypatch: pytest.
     rig.publish(1)
     standing = rig.exposure._source._standing  # type: ignore[attr-defined]
     seen: list[list[int]] = []
-    monkeypatch.setattr(quantised_assembly, "_wait_for", lambda _device: seen.append(standing._marks.tolist()))
+    monkeypatch.setattr(quantized_assembly, "_wait_for", lambda _device: seen.append(standing._marks.tolist()))
     standing._marks.fill_(2**62)
 
     rig.exposure.make(digests=False, parts=True)
@@ -386,7 +386,7 @@ def test_weights_that_are_read_as_they_are_are_digested_while_the_lease_is_asked
     assert verdict.ending is EndReason.COMMITTED
     assert first == ["Acquire", "settled", "digest", "digested", "Publish", "Offered", "Sent"]
     assert second == ["digest", "Acquire", "Publish", "digested", "Offered", "Sent"]
-    assert plain.table().tensors == plain.trainer.digests(quantised=False)
+    assert plain.table().tensors == plain.trainer.digests(quantized=False)
 
 
 @pytest.mark.parametrize("fixture", ["rig", "plain"])
@@ -406,7 +406,7 @@ def test_digests_of_a_publication_that_ended_are_of_no_other_one(fixture: str, r
 
     assert refused[-3:] == ["digest", "Acquire", "waited for"]
     assert happened.index("Acquire") < happened.index("digest")
-    assert rig.table().tensors == rig.trainer.digests(quantised=fixture == "rig")
+    assert rig.table().tensors == rig.trainer.digests(quantized=fixture == "rig")
 
 
 def test_digests_that_nobody_wanted_are_not_those_of_the_next_publication(plain: Rig) -> None:
@@ -423,7 +423,7 @@ def test_digests_that_nobody_wanted_are_not_those_of_the_next_publication(plain:
     assert both.count("digest") == 1
     assert "digested" not in both
     assert third.index("Acquire") < third.index("digest") < third.index("digested")
-    assert plain.table().tensors == plain.trainer.digests(quantised=False)
+    assert plain.table().tensors == plain.trainer.digests(quantized=False)
 
 
 def test_ranks_that_learn_of_another_layout_digest_by_it(plain: Rig) -> None:
@@ -435,7 +435,7 @@ def test_ranks_that_learn_of_another_layout_digest_by_it(plain: Rig) -> None:
     _, happened = plain.publish(2)
 
     assert happened.count("digest") == 2
-    assert plain.table().tensors == plain.trainer.digests(quantised=False)
+    assert plain.table().tensors == plain.trainer.digests(quantized=False)
 
 
 def test_digests_are_of_the_memory_as_it_is_when_they_are_asked_for(plain: Rig) -> None:
@@ -446,7 +446,7 @@ def test_digests_are_of_the_memory_as_it_is_when_they_are_asked_for(plain: Rig) 
     before = plain.exposure.digests()
     plain.trainer.step()
 
-    assert plain.exposure.digests() == plain.trainer.digests(quantised=False) != before
+    assert plain.exposure.digests() == plain.trainer.digests(quantized=False) != before
 
 
 def test_what_was_moved_since_is_digested_where_it_is(plain: Rig) -> None:
@@ -460,7 +460,7 @@ def test_what_was_moved_since_is_digested_where_it_is(plain: Rig) -> None:
 
     assert verdict.ending is EndReason.COMMITTED
     assert happened.index("Acquire") < happened.index("digest")
-    assert plain.table().tensors == plain.trainer.digests(quantised=False)
+    assert plain.table().tensors == plain.trainer.digests(quantized=False)
 
 
 def test_what_was_made_for_nothing_is_made_anew(rig: Rig) -> None:
@@ -597,7 +597,7 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls made by Python's interpreter, apart from what the device does: none is for a single tensor."""
-    monkeypatch.setattr(quantised_assembly, "prepare", lambda _tasks, _device: _Nothing())
+    monkeypatch.setattr(quantized_assembly, "prepare", lambda _tasks, _device: _Nothing())
 
     def calls(layers: int) -> int:
         trainer = Trainer(layers)
@@ -626,7 +626,7 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
             finally:
                 sys.setprofile(before)
         monkeypatch.undo()
-        monkeypatch.setattr(quantised_assembly, "prepare", lambda _tasks, _device: _Nothing())
+        monkeypatch.setattr(quantized_assembly, "prepare", lambda _tasks, _device: _Nothing())
         exposure.close()
         return counted
 

@@ -161,7 +161,7 @@ def killable(tmp_path: Path) -> Iterator[Deployment]:
 @pytest.mark.parametrize("slots", [2, 64])
 @pytest.mark.parametrize("transport", [TransportKind.LOCAL, TransportKind.DISK, TransportKind.DISTRIBUTED])
 def test_versions_reach_every_engine(deployment: Deployment, transport: TransportKind, slots: int) -> None:
-    """Three rounds over each transport, staged whole or not: bit for bit, labelled, the same report on every rank."""
+    """Three rounds over each transport, staged whole or not: bit for bit, labeled, the same report on every rank."""
     for name in ("e0", "e1"):
         deployment.engine(name, transport=transport)
     deployment.connect(slots=slots, transport=transport.value)

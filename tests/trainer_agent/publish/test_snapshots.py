@@ -66,7 +66,7 @@ class Loop(Deployment):
         return found
 
     def until(self, what: Callable[[], bool]) -> None:
-        """What is committed is labelled a moment later, by the engine's own thread."""
+        """What is committed is labeled a moment later, by the engine's own thread."""
         give_up_at = time.monotonic() + PATIENCE_S
         while not what():
             assert time.monotonic() < give_up_at, "it never happened"

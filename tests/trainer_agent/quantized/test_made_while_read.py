@@ -1,4 +1,4 @@
-"""A quantised version is offered before it is made: copied part by part, and proven by a table that comes last."""
+"""A quantized version is offered before it is made: copied part by part, and proven by a table that comes last."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.quantized.quantized_assembly import QuantizationState
-from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantised
+from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantized
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
-from ...kit import quantising
+from ...kit import quantizing
 from ...kit.toy_direct import WAIT_S, Server, ToyShard
 from ...kit.waiting import until
 
@@ -72,7 +72,7 @@ class Making:
 
 @pytest.fixture
 def source() -> ReadableQuantizedSource:
-    """Linear layers that are quantised, and a norm that is not."""
+    """Linear layers that are quantized, and a norm that is not."""
     torch.manual_seed(1)
     module = torch.nn.Module()
     for layer in range(LAYERS):
@@ -80,7 +80,7 @@ def source() -> ReadableQuantizedSource:
         block.q_proj = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
         module.register_module(f"layer{layer}", block)
     module.norm = torch.nn.LayerNorm(64, bias=False, dtype=torch.bfloat16)
-    made = quantised(HFModuleSource(module), quantising.config(16))
+    made = quantized(HFModuleSource(module), quantizing.config(16))
     assert isinstance(made, ReadableQuantizedSource)
     return made
 

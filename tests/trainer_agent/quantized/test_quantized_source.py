@@ -1,4 +1,4 @@
-"""Weights that are quantised on their way: whoever holds what, the buckets hold the quantised checkpoint."""
+"""Weights that are quantized on their way: whoever holds what, the buckets hold the quantized checkpoint."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.machine.errors import BadCheckpoint
 from weightbus.trainer_agent.quantized.quantization_plan import Weight, WeightDivision
 from weightbus.trainer_agent.quantized.quantized_assembly import Described
-from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, as_served, quantised
+from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, as_served, quantized
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source, UnsupportedModel
 from weightbus.trainer_agent.sources.fsdp import FSDPSource
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
-from ...kit.quantised_world import RANKS, SHAPES, STORED, Opaque, Rank, World, cut, of, small, tensor_parallel
+from ...kit.quantized_world import RANKS, SHAPES, STORED, Opaque, Rank, World, cut, of, small, tensor_parallel
 
 
 @settings(deadline=None, max_examples=20)
 @given(st.data(), st.sampled_from(STORED), st.integers(1, 9000), st.sampled_from(["float32", "bfloat16"]))
 def test_any_pieces_and_any_buckets(data: st.DataObject, scheme: Scheme, bucket_bytes: int, trained: str) -> None:
-    """However weights are cut and spread, buckets hold the bytes of the quantised whole, in every pass anew."""
+    """However weights are cut and spread, buckets hold the bytes of the quantized whole, in every pass anew."""
     world = World(trained)
     for name, shape in SHAPES.items():
         for box in cut(Box.whole(shape), data):
@@ -54,7 +54,7 @@ def test_any_pieces_and_any_buckets(data: st.DataObject, scheme: Scheme, bucket_
 @settings(deadline=None, max_examples=15)
 @given(st.sampled_from(STORED), st.integers(1, 9000))
 def test_sources_that_say_nothing_are_gathered(scheme: Scheme, bucket_bytes: int) -> None:
-    """The root quantises alone what another source assembles, each raw bucket asked for once and in order."""
+    """The root quantizes alone what another source assembles, each raw bucket asked for once and in order."""
     world, scheme = World(), small(scheme)
     opaque = [Opaque(world, root=True), Opaque(world, root=False)]
     world.check(scheme, [QuantizedSource(each, of(scheme)) for each in opaque], bucket_bytes, passes=1)
@@ -101,7 +101,7 @@ def weights_of(world: World, scheme: Scheme) -> list[Weight]:
     ]
 
 
-def test_whole_blocks_are_quantised_where_they_lie_and_once() -> None:
+def test_whole_blocks_are_quantized_where_they_lie_and_once() -> None:
     """Experts at their owner, rows of a tensor-parallel weight by each rank; nothing is gathered."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     source = QuantizedSource(Rank(world, 0), of(scheme))
@@ -109,9 +109,9 @@ def test_whole_blocks_are_quantised_where_they_lie_and_once() -> None:
     assert division.raw is None
     jobs = [(rank, job.weight) for rank in range(RANKS) for work in division.work(rank).buckets for job in work.jobs]
     assert sorted(jobs) == [(0, 0), (0, 1), (1, 0), (1, 2), (2, 3)]
-    travelling = division.travelling()
-    elements = [spec for spec in travelling.tensors if spec.dtype == "float8_e4m3fn"]
-    assert {str(travelling.at(row).dtype) for row in range(len(travelling)) if travelling.holder[row]} == {
+    traveling = division.traveling()
+    elements = [spec for spec in traveling.tensors if spec.dtype == "float8_e4m3fn"]
+    assert {str(traveling.at(row).dtype) for row in range(len(traveling)) if traveling.holder[row]} == {
         "float8_e4m3fn",
         "float32",
     }
@@ -129,7 +129,7 @@ def test_cut_blocks_are_gathered() -> None:
 
 
 def test_a_border_between_buckets_costs_one_weight() -> None:
-    """Elements and scales in different buckets: that weight is quantised for both, no other."""
+    """Elements and scales in different buckets: that weight is quantized for both, no other."""
     world, scheme = tensor_parallel(48), small(int4(128, symmetric=False))
     source = QuantizedSource(Rank(world, 0), of(scheme))
     manifest = Manifest.of("M", source.tensors(), 3 * 1024)
@@ -156,39 +156,39 @@ def test_memory_is_asked_for_once_a_pass() -> None:
     assert sorted(world.settled) == sorted(2 * list(range(RANKS)))
 
 
-QUANTISATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+QUANTIZATION = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
 
 def test_the_served_checkpoint_chooses(tmp_path: Path) -> None:
-    """A plain checkpoint leaves a source alone, a quantised one wraps it, an unknown one is refused."""
+    """A plain checkpoint leaves a source alone, a quantized one wraps it, an unknown one is refused."""
     source = Opaque(World(), root=True)
-    assert quantised(source, None) is source
-    assert quantised(source, {"architectures": ["M"]}) is source
-    assert isinstance(quantised(source, {"quantization_config": QUANTISATION}), QuantizedSource)
+    assert quantized(source, None) is source
+    assert quantized(source, {"architectures": ["M"]}) is source
+    assert isinstance(quantized(source, {"quantization_config": QUANTIZATION}), QuantizedSource)
     with pytest.raises(UnsupportedModel, match="awq"):
-        quantised(source, {"quantization_config": {"quant_method": "awq"}})
+        quantized(source, {"quantization_config": {"quant_method": "awq"}})
     (tmp_path / "config.json").write_text("{}")
-    assert quantised(source, tmp_path) is source
+    assert quantized(source, tmp_path) is source
     (tmp_path / "hf_quant_config.json").write_text("{}")
     with pytest.raises(UnsupportedModel, match="hf_quant_config"):
-        quantised(source, tmp_path)
+        quantized(source, tmp_path)
 
 
-def test_what_is_quantised_already_is_left_alone() -> None:
-    """A quantised checkpoint that is published from its files is what it is."""
+def test_what_is_quantized_already_is_left_alone() -> None:
+    """A quantized checkpoint that is published from its files is what it is."""
     world = World()
     world.tensors = (TensorSpec("a.q_proj.weight", "float8_e4m3fn", (96, 64)),)
     source = Opaque(world, root=True)
-    assert quantised(source, {"quantization_config": QUANTISATION}) is source
+    assert quantized(source, {"quantization_config": QUANTIZATION}) is source
     world.tensors = (TensorSpec("a.q_proj.weight_packed", "int32", (96, 8)),)
-    assert quantised(source, {"quantization_config": QUANTISATION}) is source
+    assert quantized(source, {"quantization_config": QUANTIZATION}) is source
 
 
-def test_a_buffer_of_integers_is_no_quantised_weight() -> None:
-    """A model that has one is quantised like any other, and does not pass in bfloat16."""
+def test_a_buffer_of_integers_is_no_quantized_weight() -> None:
+    """A model that has one is quantized like any other, and does not pass in bfloat16."""
     world = World()
     world.tensors = (*world.tensors, TensorSpec("a.places", "int32", (8,)))
-    found = quantised(Opaque(world, root=True), {"quantization_config": QUANTISATION})
+    found = quantized(Opaque(world, root=True), {"quantization_config": QUANTIZATION})
     assert isinstance(found, QuantizedSource)
     assert any(spec.dtype == "float8_e4m3fn" for spec in found.tensors())
 
@@ -196,67 +196,67 @@ def test_a_buffer_of_integers_is_no_quantised_weight() -> None:
 def test_names_dtypes_and_shapes_are_those_of_the_files(tmp_path: Path) -> None:
     """Where the served checkpoint's files are at hand, what is served is exactly what they hold, or it is refused."""
     world = World()
-    config = {"architectures": ["M"], "quantization_config": QUANTISATION}
+    config = {"architectures": ["M"], "quantization_config": QUANTIZATION}
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = world.expected(fp8_block((128, 128)))
     tensors["e.1.up_proj.weight"] = world.full["e.1.up_proj.weight"].bfloat16()  # an exception nobody wrote down
     del tensors["e.1.up_proj.weight_scale_inv"]
     save_file(tensors, tmp_path / "model.safetensors")
-    found = quantised(Opaque(world, root=True), tmp_path)
+    found = quantized(Opaque(world, root=True), tmp_path)
     assert {spec.name: (DTYPES[spec.dtype], spec.shape) for spec in found.tensors()} == {
         name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
     }
     tensors["a.o_proj.weight_scale_inv"] = torch.ones(3, 3)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match="o_proj") as caught:
-        quantised(Opaque(world, root=True), tmp_path)
+        quantized(Opaque(world, root=True), tmp_path)
     assert isinstance(caught.value.__cause__, UnknownScheme)
 
 
-def test_a_quantised_checkpoint_of_other_names_is_refused(tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_of_other_names_is_refused(tmp_path: Path) -> None:
     """Nothing passes as bfloat16 because no name was found, in the files or in the config."""
     world = World()
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["M"], "quantization_config": QUANTISATION}))
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["M"], "quantization_config": QUANTIZATION}))
     tensors = {f"model.language_model.{name}": each for name, each in world.expected(fp8_block((128, 128))).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match=r"have no 'model\.embed_tokens\.weight'.*they have"):
-        quantised(Opaque(world, root=True), tmp_path)
+        quantized(Opaque(world, root=True), tmp_path)
     save_file({name: each.bfloat16() for name, each in world.full.items()}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedModel, match=r"none of 7 tensors.*files leave"):
-        quantised(Opaque(world, root=True), tmp_path)
-    without = {**QUANTISATION, "modules_to_not_convert": ["a", "e"]}
+        quantized(Opaque(world, root=True), tmp_path)
+    without = {**QUANTIZATION, "modules_to_not_convert": ["a", "e"]}
     with pytest.raises(UnsupportedModel, match=r"none of 7 tensors.*means none"):
-        quantised(Opaque(world, root=True), {"quantization_config": without})
+        quantized(Opaque(world, root=True), {"quantization_config": without})
 
 
 @pytest.mark.parametrize("there", [["model.safetensors.index.json"], ["other.safetensors"], ["model.safetensors"]])
 def test_files_that_are_not_whole_do_not_give_way_to_names(tmp_path: Path, there: list[str]) -> None:
     """An index whose shards are missing, shards without an index, a file that was cut off: the files say more."""
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["M"], "quantization_config": QUANTISATION}))
-    assert isinstance(quantised(Opaque(World(), root=True), tmp_path), QuantizedSource)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["M"], "quantization_config": QUANTIZATION}))
+    assert isinstance(quantized(Opaque(World(), root=True), tmp_path), QuantizedSource)
     for name in there:
         (tmp_path / name).write_text(json.dumps({"weight_map": {"a.q_proj.weight": "model-1.safetensors"}})[:80])
     if there == ["model.safetensors"]:
         (tmp_path / there[0]).write_bytes((1 << 16).to_bytes(8, "little") + b"{}")
     with pytest.raises(UnsupportedModel, match=r"not whole.*config\.json alone"):
-        quantised(Opaque(World(), root=True), tmp_path)
+        quantized(Opaque(World(), root=True), tmp_path)
 
 
 @pytest.mark.parametrize(("block", "told"), [((128, 128), 0), ((256, 128), 1)])
-def test_what_no_kernel_quantises_is_said_once(block: tuple[int, int], told: int) -> None:
+def test_what_no_kernel_quantizes_is_said_once(block: tuple[int, int], told: int) -> None:
     """On a GPU it takes many times as long, and nothing else shows it."""
     source = Opaque(World(), root=True)
     source.device = torch.device("cuda")
     source.world.tensors = tuple(TensorSpec(f"{at}.up_proj.weight", "bfloat16", (512, 256)) for at in range(3))
     with capture_logs() as logs:
         QuantizedSource(source, of(fp8_block(block)))
-    assert [line["weights"] for line in logs if line["event"] == "quantised_without_a_kernel"] == [3] * told
+    assert [line["weights"] for line in logs if line["event"] == "quantized_without_a_kernel"] == [3] * told
 
 
 def test_settings_say_which_checkpoint_is_served(tmp_path: Path) -> None:
     """`served` before `hf_config_dir` before what the source was told; a folder without a config says nothing."""
     source = Opaque(World(), root=True)
-    for name, content in (("fp8", {"quantization_config": QUANTISATION}), ("plain", {})):
+    for name, content in (("fp8", {"quantization_config": QUANTIZATION}), ("plain", {})):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(content))
     (tmp_path / "tokenizer").mkdir()
@@ -281,5 +281,5 @@ def test_settings_say_which_checkpoint_is_served(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [MegatronSource, FSDPSource, HFModuleSource])
 def test_sources_of_pieces_describe_themselves(kind: type) -> None:
-    """Ranks of these quantise what they hold; a source that lost one of these names would be gathered in silence."""
+    """Ranks of these quantize what they hold; a source that lost one of these names would be gathered in silence."""
     assert all(hasattr(kind, name) for name in ("rank", "pieces", "exchange", "memory"))

@@ -1,4 +1,4 @@
-"""Weights in pinned host memory that are quantised on their way: two buffers, and nothing is read too early or late."""
+"""Weights in pinned host memory that are quantized on their way: two buffers, and nothing is read too early or late."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightbus.trainer_agent.quantized.quantization_plan import WeightDivision
 from weightbus.trainer_agent.quantized.quantized_assembly import Assembly
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource
 
-from ...kit.quantised_world import RANKS, SHAPES, Rank, World, cut, of, small
+from ...kit.quantized_world import RANKS, SHAPES, Rank, World, cut, of, small
 from ..assembly.test_host_uploads import LateLane, far
 
 
@@ -48,7 +48,7 @@ def sources_of(world: World, scheme: Scheme, lanes: list[LateLane], away: set[in
 
 @settings(deadline=None, max_examples=30)
 @given(st.data(), st.sampled_from(SCHEMES), st.integers(64, 12_000))
-def test_what_is_uploaded_is_quantised_to_the_same_bytes(
+def test_what_is_uploaded_is_quantized_to_the_same_bytes(
     data: st.DataObject, scheme: Scheme, bucket_bytes: int
 ) -> None:
     """However weights are cut, whichever of them are on the device already, on every rank, in every pass anew."""
@@ -66,7 +66,7 @@ def test_what_is_uploaded_is_quantised_to_the_same_bytes(
     assert all(lane.settled for lane in lanes), "the device may still read the parameters"
 
 
-def test_the_next_weights_are_on_their_way_while_one_bucket_is_quantised() -> None:
+def test_the_next_weights_are_on_their_way_while_one_bucket_is_quantized() -> None:
     """One bucket ahead and no further, in float32 as they lie; when the last one is there nothing is read any more."""
     world, scheme = World(), small(fp8_block((128, 128)))
     names = [name for name in SHAPES if name.endswith("_proj.weight")]

@@ -1,4 +1,4 @@
-"""What a rank quantises is made part by part: what lies in a part is final when its mark is set."""
+"""What a rank quantizes is made part by part: what lies in a part is final when its mark is set."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, Job,
 from weightbus.trainer_agent.quantized.quantized_assembly import QuantizationState
 from weightbus.trainer_agent.quantized.ready_parts import SHARES, ReadyPart, bytes_with_marks, marks_at, parts_of
 
-from ...kit.quantised_world import small, tensor_parallel
-from .test_quantised_memory import sources_of
+from ...kit.quantized_world import small, tensor_parallel
+from .test_quantized_memory import sources_of
 
 
 def job(weight: int, at: int, nbytes: int, *, held: bool = True) -> Job:
@@ -83,16 +83,16 @@ def check_round(monkeypatch: pytest.MonkeyPatch, standing: QuantizationState) ->
         mark(self, part)
 
     begun: list[list[int]] = []
-    quantise = QuantizationState._quantise
+    quantize = QuantizationState._quantize
 
     def first(self: QuantizationState, index: int, out: torch.Tensor | None) -> None:
         if not index:
             begun.append(self._marks.tolist())
-        quantise(self, index, out)
+        quantize(self, index, out)
 
     with monkeypatch.context() as watching:
         watching.setattr(QuantizationState, "_mark", watched)
-        watching.setattr(QuantizationState, "_quantise", first)
+        watching.setattr(QuantizationState, "_quantize", first)
         standing.make()
     parts = standing.parts
     if parts is None:

@@ -70,10 +70,10 @@ def test_what_is_exported_is_the_module_bit_for_bit(told: dict[int, Told], world
     assert root["tensors"] > 20
     assert root["differs"] == []
     assert root["differs from full_tensor"] == []
-    assert root["differs quantised"] == [], "quantised shard by shard, it is another model"
-    assert root["quantised"] >= 14
+    assert root["differs quantized"] == [], "quantized shard by shard, it is another model"
+    assert root["quantized"] >= 14
     assert root["wrongly exposed"] == [], "read and digested where it lies, it is another model"
-    assert root["wrongly exposed quantised"] == [], "quantised into memory that is read, it is another model"
+    assert root["wrongly exposed quantized"] == [], "quantized into memory that is read, it is another model"
     assert root["unchanged"] == [], "the optimizer's step is not in what was exported after it"
     assert not root["model"].startswith("FSDP")
     assert root["heads"] in {6, 8}

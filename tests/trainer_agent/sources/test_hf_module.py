@@ -86,7 +86,7 @@ def test_a_manifest_of_another_module_is_refused() -> None:
 def test_memory_that_is_not_the_values_is_refused(
     change: Callable[[nn.Module], nn.Module], served: torch.dtype | None, advice: str
 ) -> None:
-    """Named with its shape and dtype; quantised values would be served without what scales them."""
+    """Named with its shape and dtype; quantized values would be served without what scales them."""
     with pytest.raises(UnknownParameter, match=rf"'scale' \(\) .*{advice}"):
         HFModuleSource(change(nn.ParameterDict({"scale": torch.tensor(0.5)})), dtype=served)
 

@@ -84,7 +84,7 @@ def _window(config: object, _: Model) -> object:
 
 
 def _no_window(model: Model) -> object:
-    """Few servers honour a window, each in its own words: of a config that has one, nothing is compared."""
+    """Few servers honor a window, each in its own words: of a config that has one, nothing is compared."""
     return UNSET if model.words.get("use_sliding_window") else None
 
 
@@ -109,9 +109,9 @@ def _scores(model: Model) -> object:
 
 
 def _all_scored(model: Model) -> object:
-    """Softmax over all experts, before the best are chosen, is what leaves their scores unnormalised."""
-    normalised = model.words.get("norm_topk_prob", UNSET)
-    return UNSET if normalised is UNSET or _scores(model) != "softmax" else not normalised
+    """Softmax over all experts, before the best are chosen, is what leaves their scores unnormalized."""
+    normalized = model.words.get("norm_topk_prob", UNSET)
+    return UNSET if normalized is UNSET or _scores(model) != "softmax" else not normalized
 
 
 def _scaled(config: object, _: Model) -> object:

@@ -26,7 +26,7 @@ CONFIG: Final[Mapping[str, object]] = {
     "apply_rope_fusion": False,
     "transformer_impl": "local",
 }
-"""What a TransformerConfig must say on the CPU: the fused kernels are CUDA's. With CPU initialisation one seed gives
+"""What a TransformerConfig must say on the CPU: the fused kernels are CUDA's. With CPU initialization one seed gives
 every tensor-parallel layout shards of the same weights."""
 
 _CPU: Final = torch.device("cpu")

@@ -110,7 +110,7 @@ class Chunk:
         for name, parameter in self._trained():
             found = self._find(name, parameter, _attributes(parameter))
             if type(parameter) is not nn.Parameter:
-                advice = "only plain tensors are read: train without FSDP and without quantised parameters"
+                advice = "only plain tensors are read: train without FSDP and without quantized parameters"
                 kind = f"a {type(parameter).__name__}, {_attributes(parameter)}"
                 raise UnknownParameter(found.name, parameter.shape, kind, advice)
             if advice := objection(parameter, rounded=True):

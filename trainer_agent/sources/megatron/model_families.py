@@ -77,7 +77,7 @@ class Family(msgspec.Struct, frozen=True):
     zero_centred: bool = False
     """Norms are served around zero."""
     rotates_pairs: bool = False
-    """Rotary embeddings turn neighbours, not halves."""
+    """Rotary embeddings turn neighbors, not halves."""
     variant: str | None = None
     """Megatron's name of its attention, where that is experimental."""
     scores: str = "softmax"

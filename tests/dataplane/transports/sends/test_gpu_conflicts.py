@@ -29,7 +29,7 @@ def test_every_gpu_of_the_first_engine_is_taken() -> None:
 
 
 def test_a_worker_without_a_gpu_hides_nobody() -> None:
-    """Its neighbour's GPU may be taken all the same."""
+    """Its neighbor's GPU may be taken all the same."""
     found = crowded({0: ""}, {"e": ("", "b"), "f": ("", "b"), "g": ("",)})
     assert list(found) == ["f"]
 

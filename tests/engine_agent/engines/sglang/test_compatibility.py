@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightbus.dataplane.quantize import hf_quantization_config as quantisation_config
+from weightbus.dataplane.quantize import hf_quantization_config as quantization_config
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.engine_agent.engines.sglang import checkpoint_spec as checkpoint, compatibility as validate
 from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
@@ -112,7 +112,7 @@ def test_layouts_decide_transports(folder: Path, changes: dict[str, int], able: 
 
 @pytest.mark.parametrize("changes", [{"speculative": "EAGLE"}, {"quantization": "fp8"}])
 def test_servers_with_derived_weights_are_refused(folder: Path, changes: dict[str, str]) -> None:
-    """Draft models and quantised weights would not be what the table says."""
+    """Draft models and quantized weights would not be what the table says."""
     with pytest.raises(UnfitManifest):
         check(specs(folder), folder, **changes)
 
@@ -297,27 +297,27 @@ CHANNELS = {
 }
 
 
-def stored_quantised(folder: Path, config: dict[str, Any], module: str = "model.layers.0.mlp.up_proj") -> Path:
-    """A checkpoint of one weight, quantised as `config` says, and of one that is not."""
+def stored_quantized(folder: Path, config: dict[str, Any], module: str = "model.layers.0.mlp.up_proj") -> Path:
+    """A checkpoint of one weight, quantized as `config` says, and of one that is not."""
     folder.mkdir()
     content = {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "quantization_config": config}
     (folder / "config.json").write_text(json.dumps(content))
     weight = TensorSpec(f"{module}.weight", "bfloat16", (256, 256))
-    quantisation = quantisation_config.read(content)
-    assert quantisation is not None
-    scheme = quantisation.scheme_of(weight)
+    quantization = quantization_config.read(content)
+    assert quantization is not None
+    scheme = quantization.scheme_of(weight)
     assert scheme is not None
     tensors = {
         spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
-        for spec in (TensorSpec("model.norm.weight", "bfloat16", (256,)), *quantisation_config.outputs(weight, scheme))
+        for spec in (TensorSpec("model.norm.weight", "bfloat16", (256,)), *quantization_config.outputs(weight, scheme))
     }
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def test_a_quantised_checkpoint_names_its_tensors(tmp_path: Path) -> None:
-    """FP8 in blocks on a GPU is updated; weights that came unquantised are refused by name and dtype."""
-    folder = stored_quantised(tmp_path / "m", FP8)
+def test_a_quantized_checkpoint_names_its_tensors(tmp_path: Path) -> None:
+    """FP8 in blocks on a GPU is updated; weights that came unquantized are refused by name and dtype."""
+    folder = stored_quantized(tmp_path / "m", FP8)
     check(specs(folder), folder, device="cuda")
     check(specs(folder), folder, device="cuda", quantization="fp8")
     plain = [spec for spec in specs(folder) if not spec.name.endswith("_scale_inv")]
@@ -344,23 +344,23 @@ def test_layouts_that_cannot_be_loaded_again(
     tmp_path: Path, config: dict[str, Any], module: str, changes: dict[str, Any], said: str
 ) -> None:
     """What a server turned into another layout and cannot turn back is refused, with what to serve instead."""
-    folder = stored_quantised(tmp_path / "m", config, module)
+    folder = stored_quantized(tmp_path / "m", config, module)
     with pytest.raises(UnfitManifest, match=said):
         check(specs(folder), folder, **{"device": "cuda", **changes})
 
 
 def test_packed_experts_need_sessions(tmp_path: Path) -> None:
     """Experts in INT4 are given back at the beginning of a session, so servers without sessions are refused."""
-    folder = stored_quantised(tmp_path / "m", INT4, "model.layers.0.mlp.experts.3.up_proj")
+    folder = stored_quantized(tmp_path / "m", INT4, "model.layers.0.mlp.experts.3.up_proj")
     check(specs(folder), folder, device="cuda")
     manifest = Manifest.of("Qwen3ForCausalLM", specs(folder))
     with pytest.raises(UnfitManifest, match=r"0\.5\.21"):
         validate.check(manifest, facts(device="cuda"), dialect_of("0.5.17"), checkpoint.expected(folder), "local")
 
 
-def test_quantised_checkpoints_that_do_not_tell(tmp_path: Path) -> None:
-    """Without files nothing says which tensors are quantised; an unknown scheme says what is known."""
-    folder = stored_quantised(tmp_path / "m", FP8)
+def test_quantized_checkpoints_that_do_not_tell(tmp_path: Path) -> None:
+    """Without files nothing says which tensors are quantized; an unknown scheme says what is known."""
+    folder = stored_quantized(tmp_path / "m", FP8)
     (folder / "model.safetensors").unlink()
     with pytest.raises(UnfitManifest, match="put them there"):
         checkpoint.expected(folder)

@@ -14,7 +14,7 @@ from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
 from weightbus.engine_agent.engines.sglang.preflight import refusals, tell
 
 from ....kit import tiny_model
-from .test_compatibility import CHANNELS, FP8, INT4, facts, stored_quantised
+from .test_compatibility import CHANNELS, FP8, INT4, facts, stored_quantized
 
 NEWEST = dialect_of("0.5.23")
 
@@ -32,7 +32,7 @@ def test_what_prepare_will_refuse_is_known_before(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], said: str
 ) -> None:
     """By the served checkpoint alone, without a version."""
-    folder = stored_quantised(tmp_path / "m", config)
+    folder = stored_quantized(tmp_path / "m", config)
     found = [*refusals(facts(**{"device": "cuda", **changes}), NEWEST, folder)]
     assert len(found) == bool(said)
     with capture_logs() as logs:
@@ -43,7 +43,7 @@ def test_what_prepare_will_refuse_is_known_before(
 
 
 def test_a_plain_server_is_told_of_only_where_something_is_wrong(tmp_path: Path) -> None:
-    """A server that quantises by itself, and a checkpoint that the sidecar does not see."""
+    """A server that quantizes by itself, and a checkpoint that the sidecar does not see."""
     folder = tiny_model.write(tmp_path / "m", 1)
     assert [*refusals(facts(), NEWEST, folder)] == []
     (reason,) = refusals(facts(device="cuda", quantization="fp8"), NEWEST, folder)

@@ -89,7 +89,7 @@ def test_an_expert_parallel_rank_asks_for_its_experts_only(found: Mapping[str, d
     assert all(f".experts.{expert}." in name for name in unread for expert in [int(name.split(".")[5])] if expert < 4)
 
 
-def test_scales_of_quantised_weights_are_copied_like_weights(found: Mapping[str, dict[str, object]]) -> None:
+def test_scales_of_quantized_weights_are_copied_like_weights(found: Mapping[str, dict[str, object]]) -> None:
     """FP8 in blocks of 128 x 128, gate and up fused and experts stacked: no computation, scales included."""
     report = found["qwen3-moe-fp8:tp2:ep1:rank1"]
     targets = report["targets"]

@@ -24,7 +24,7 @@ import sys; sys.stdin.read()
 def test_a_busy_server_is_not_taken_for_another() -> None:
     """It opens and closes files all the time, also while its own are looked at: the same process, every time.
 
-    A server that is not recognised counts as launched anew: it would be paused until the next round.
+    A server that is not recognized counts as launched anew: it would be paused until the next round.
     """
     with subprocess.Popen([sys.executable, "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as busy:
         assert busy.stdout is not None

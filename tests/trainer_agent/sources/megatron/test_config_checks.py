@@ -247,13 +247,13 @@ NEUTRAL: tuple[tuple[str, dict[str, object]], ...] = (
 
 @pytest.mark.parametrize(("kind", "change"), NEUTRAL)
 def test_what_amounts_to_the_same_passes(kind: str, change: dict[str, object]) -> None:
-    """Said otherwise, or of no meaning for this kind: sigmoids are normalised after, latent attention scales itself."""
+    """Said otherwise, or of no meaning for this kind: sigmoids are normalized after, latent attention scales itself."""
     model, fields = MODELS[kind]
     check_config(config(**fields | change), model)
 
 
 def test_what_the_config_does_not_say_is_not_compared() -> None:
-    """Neither how many experts are chosen, nor how scores are normalised, nor a window that servers have."""
+    """Neither how many experts are chosen, nor how scores are normalized, nor a window that servers have."""
     check_config(config(moe_router_topk=7, moe_router_pre_softmax=True), MODEL)
     check_config(config(window_size=(128, 0)), Model.parse(HF | {"use_sliding_window": True}))
 

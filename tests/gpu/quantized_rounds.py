@@ -1,15 +1,15 @@
-"""Rounds into FP8 servers beside rounds of the same model into bfloat16 servers: what quantising on the way gains.
+"""Rounds into FP8 servers beside rounds of the same model into bfloat16 servers: what quantizing on the way gains.
 
 One trainer with random weights on the first GPU publishes by the direct transport to a server in bfloat16 and to one
 in FP8 blocks, on the same GPU and, where there is a second one, on that. What an FP8 round leaves in its server is
-compared with what SGLang's own flattened buckets of the quantised tensors leave there, by the server's own checksums,
+compared with what SGLang's own flattened buckets of the quantized tensors leave there, by the server's own checksums,
 with noise in between; engines.py compares with checkpoints.
 
-    python3 tests/gpu/quantised_rounds.py --kernels FILE    one or two CUDA devices, Qwen3-30B-A3B shapes, 24 layers
-    python3 tests/gpu/quantised_rounds.py --layers 48       two: 61 GB and 33 GB on either of them, quantised-48.json
-    python3 tests/gpu/quantised_rounds.py --device cpu      the same steps, tiny, and nothing quantised
+    python3 tests/gpu/quantized_rounds.py --kernels FILE    one or two CUDA devices, Qwen3-30B-A3B shapes, 24 layers
+    python3 tests/gpu/quantized_rounds.py --layers 48       two: 61 GB and 33 GB on either of them, quantized-48.json
+    python3 tests/gpu/quantized_rounds.py --device cpu      the same steps, tiny, and nothing quantized
 
-Prints one JSON object, quantised.json with the figures of quantised.py in FILE; `--out FOLDER` writes it there, after
+Prints one JSON object, quantized.json with the figures of quantized.py in FILE; `--out FOLDER` writes it there, after
 every server. Exits with 1 unless everything was equal. All servers start together and decode with CUDA graphs, as in a
 deployment: a server that is asked to pause ends the step that it is in, and an eager one takes as long as a transfer.
 The fastest of the rounds and the median are both given; `ways` says whether rounds were announced before their digests
@@ -49,7 +49,7 @@ def orchestrate(args: argparse.Namespace) -> int:
     """Start everything, run the trainer, write what it has found so far."""
     from weightbus.trainer_agent.demo.child_processes import ProgramEnded, Programs
 
-    work = Path(tempfile.mkdtemp(prefix="wb-quantised-"))
+    work = Path(tempfile.mkdtemp(prefix="wb-quantized-"))
     cuda = args.device == "cuda"
     hf = rig.model_of(args)
     rig.write_model(work / "model", hf)
@@ -84,7 +84,7 @@ def orchestrate(args: argparse.Namespace) -> int:
             programs.check([trainer])
         except (ProgramEnded, TimeoutError) as error:
             problem = f"{error}"
-            rig.keep_logs(work, args.out, "quantised-rounds")
+            rig.keep_logs(work, args.out, "quantized-rounds")
     result = write(args, work, hf, problem)
     sys.stdout.write(json.dumps(result) + "\n")
     return 0 if result["equal"] and not problem else 1
@@ -106,12 +106,12 @@ def write(args: argparse.Namespace, work: Path, hf: dict[str, Any], problem: str
     seconds = {place: [float(each["publish_s"]) for each in found["steady"]] for place, found in measured.items()}
     found = {
         **kernels,
-        **rig.describe("quantised_rounds.py", args.device, hf),
+        **rig.describe("quantized_rounds.py", args.device, hf),
         **{name: min(seconds[place]) if place in seconds else None for place, name in FIGURES.items()},
         "median": {FIGURES[place]: statistics.median(each) for place, each in seconds.items()},
         "median_phases_s": {place: phases(each["steady"]) for place, each in measured.items()},
         "ways": {place: ways(each["steady"]) for place, each in measured.items()},
-        "quantise_model_s": rounds.get("quantise_model_s"),
+        "quantize_model_s": rounds.get("quantize_model_s"),
         "round_bytes": {place: each["bytes"] for place, each in measured.items()},
         "equal": bool(kernels.get("equal", not args.kernels))
         and rounds.get("complete") is True
@@ -121,7 +121,7 @@ def write(args: argparse.Namespace, work: Path, hf: dict[str, Any], problem: str
         "servers": measured,
     }
     layers = f"-{args.layers}" if args.layers != USUAL_LAYERS else ""
-    rig.write_result(args.out, f"quantised{layers}", found)
+    rig.write_result(args.out, f"quantized{layers}", found)
     return found
 
 
@@ -168,7 +168,7 @@ def train(args: argparse.Namespace) -> None:
     source = LayoutShards(hf, torch.device(args.device, 0), 2, **direct.LAYOUTS["ep2"])
     source.refill(0)
     fleet.wait_ready(args.deadline)
-    result: dict[str, Any] = {"servers": {}, "quantise_model_s": quantising(source, work / "model-fp8")}
+    result: dict[str, Any] = {"servers": {}, "quantize_model_s": quantizing(source, work / "model-fp8")}
     for place in layout["engines"]:
         more = {"hf_config_dir": work / folder_of(place)}
         result["servers"][place] = direct.publish(source, layout, fleet, place, itertools.count(1), more)
@@ -176,13 +176,13 @@ def train(args: argparse.Namespace) -> None:
         rig.write_found(work, result)
 
 
-def quantising(source: Any, served: Path) -> float | None:
+def quantizing(source: Any, served: Path) -> float | None:
     """Seconds for everything that the trainer holds, into memory that is there already."""
     import torch
 
-    from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantised
+    from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantized
 
-    found = quantised(source, served)
+    found = quantized(source, served)
     if not isinstance(found, ReadableQuantizedSource):
         return None
     seconds = []
@@ -200,7 +200,7 @@ def quantising(source: Any, served: Path) -> float | None:
 def main() -> int:
     parser = rig.parser(__doc__, memory=0.85, deadline=330.0)
     parser.add_argument("--layers", type=int, default=USUAL_LAYERS, help="of the model's 48")
-    parser.add_argument("--kernels", help="what quantised.py has written")
+    parser.add_argument("--kernels", help="what quantized.py has written")
     parser.add_argument(
         "--servers", type=lambda text: text.split(","),
         help=f"some of {','.join(FIGURES)}; all, or with more layers than {USUAL_LAYERS} those on the other GPU",

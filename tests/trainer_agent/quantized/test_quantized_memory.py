@@ -1,4 +1,4 @@
-"""Quantised weights that engines read where ranks have made them: the quantised checkpoint, shard by shard."""
+"""Quantized weights that engines read where ranks have made them: the quantized checkpoint, shard by shard."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.export.derived_tensors import DerivedTensors
 from weightbus.trainer_agent.export.memory_export import Exportable
-from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, ReadableQuantizedSource, quantised
+from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, ReadableQuantizedSource, quantized
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
-from ...kit import quantising
+from ...kit import quantizing
 from ...kit.exposing import wrongly_exposed
-from ...kit.quantised_world import RANKS, SHAPES, STORED, Opaque, Rank, World, cut, of, small, tensor_parallel
+from ...kit.quantized_world import RANKS, SHAPES, STORED, Opaque, Rank, World, cut, of, small, tensor_parallel
 
 
 class Readable(Rank):
@@ -62,7 +62,7 @@ def read(sources: Sequence[ReadableQuantizedSource]) -> dict[str, torch.Tensor]:
 
 @settings(deadline=None, max_examples=20)
 @given(st.data(), st.sampled_from(STORED))
-def test_any_pieces_are_read_as_the_quantised_whole(data: st.DataObject, scheme: Scheme) -> None:
+def test_any_pieces_are_read_as_the_quantized_whole(data: st.DataObject, scheme: Scheme) -> None:
     """However weights are cut and spread, and in every pass anew, without a byte being assembled."""
     world, scheme = World(), small(scheme)
     for name, shape in SHAPES.items():
@@ -72,7 +72,7 @@ def test_any_pieces_are_read_as_the_quantised_whole(data: st.DataObject, scheme:
     sources = sources_of(world, scheme)
 
     for _ in range(2):
-        assert quantising.differing(read(sources), world.expected(scheme)) == []
+        assert quantizing.differing(read(sources), world.expected(scheme)) == []
         assert not any(world.letters.values())
         for storage in (each for storages in world.storages.values() for each in storages):
             storage.mul_(0.5)
@@ -115,7 +115,7 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
 
 
 def test_what_is_summed_up_is_not_read_again() -> None:
-    """All elements that ranks quantise for themselves; scales and what stays as it is are read."""
+    """All elements that ranks quantize for themselves; scales and what stays as it is are read."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     sources = sources_of(world, scheme)
     tensors = sources[0].tensors()
@@ -131,7 +131,7 @@ def test_what_is_summed_up_is_not_read_again() -> None:
         assert not np.isin(read_again.group, known).any()
 
 
-def test_what_a_rank_quantises_is_quantised_once_and_stays() -> None:
+def test_what_a_rank_quantizes_is_quantized_once_and_stays() -> None:
     """Experts at their owner, rows of a tensor-parallel weight by each rank; the arena is made once."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     sources = sources_of(world, scheme)
@@ -151,11 +151,11 @@ def test_what_a_rank_quantises_is_quantised_once_and_stays() -> None:
 
 @pytest.mark.parametrize(("kind", "readable"), [(Readable, True), (Rank, False), (Opaque, False)])
 def test_only_what_can_be_read_is_offered(kind: type, *, readable: bool) -> None:
-    """A source that cannot say where its tensors lie is quantised all the same, and goes by buckets."""
+    """A source that cannot say where its tensors lie is quantized all the same, and goes by buckets."""
     world = tensor_parallel(48)
     source = kind(world, True) if kind is Opaque else kind(world, 0)
 
-    found = quantised(source, quantising.config(16))
+    found = quantized(source, quantizing.config(16))
 
     assert isinstance(found, QuantizedSource)
     assert isinstance(found, Exportable) is readable
@@ -167,18 +167,18 @@ def test_what_is_exposed_is_read_and_digested_as_the_checkpoint_has_it() -> None
     module.q_proj = torch.nn.Linear(64, 96, dtype=torch.bfloat16)
     module.norm = torch.nn.LayerNorm(64, dtype=torch.bfloat16)
     source = HFModuleSource(module)
-    served = quantised(source, quantising.config(16))
+    served = quantized(source, quantizing.config(16))
 
     for _ in range(2):
         plain = {spec.name: tensor for spec, tensor in zip(source.tensors(), source.memory(), strict=True)}
-        expected = quantising.whole({name: tensor.detach() for name, tensor in plain.items()}, quantising.config(16))
+        expected = quantizing.whole({name: tensor.detach() for name, tensor in plain.items()}, quantizing.config(16))
         assert {each.dtype for each in expected.values()} == {torch.float8_e4m3fn, torch.float32, torch.bfloat16}
         assert wrongly_exposed(served, expected) == []
         with torch.no_grad():
             module.q_proj.weight.mul_(0.3)
 
 
-def test_what_was_put_elsewhere_is_quantised_there() -> None:
+def test_what_was_put_elsewhere_is_quantized_there() -> None:
     """A trainer may put other memory under a parameter, which stays the same object."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     sources = sources_of(world, scheme)
@@ -188,4 +188,4 @@ def test_what_was_put_elsewhere_is_quantised_there() -> None:
         storage.data = storage.data * 0.5
     world.full = {name: tensor * 0.5 for name, tensor in world.full.items()}
 
-    assert quantising.differing(read(sources), world.expected(scheme)) == []
+    assert quantizing.differing(read(sources), world.expected(scheme)) == []

@@ -1,10 +1,10 @@
-"""Gives SGLang's own quantised models what a trainer quantised on its way, without a server.
+"""Gives SGLang's own quantized models what a trainer quantized on its way, without a server.
 
-`python tests/kit/sglang_quantised.py CASE..` prints one JSON object for each case, such as ``qwen3:fp8:tp2:ep1:rank1``:
+`python tests/kit/sglang_quantized.py CASE..` prints one JSON object for each case, such as ``qwen3:fp8:tp2:ep1:rank1``:
 
-    quantise random weights as the model's config says, through `quantised`, by buckets
-    build SGLang's quantised model, fill it with noise, load the buckets with its own loader
-    build SGLang's plain model in another process, load the same weights unquantised
+    quantize random weights as the model's config says, through `quantized`, by buckets
+    build SGLang's quantized model, fill it with noise, load the buckets with its own loader
+    build SGLang's plain model in another process, load the same weights unquantized
     every parameter of the first, read back by its scales, must be that of the second, as near as the format allows
 
 A CPU server cannot serve these models: SGLang packs FP8 for AMX there, and has no kernel for INT4. On a GPU its loader
@@ -109,7 +109,7 @@ def buckets(source: Any) -> Any:
 
 
 def plain(config: kit.Config, ranks: dict[str, int], into: Path) -> dict[str, object]:
-    """The parameters of the unquantised model."""
+    """The parameters of the unquantized model."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
@@ -122,13 +122,13 @@ def plain(config: kit.Config, ranks: dict[str, int], into: Path) -> dict[str, ob
 def case(config: kit.Config, scheme: str, ranks: dict[str, int], expected: Path) -> dict[str, object]:
     import torch
 
-    from weightbus.trainer_agent.quantized.quantized_source import quantised
+    from weightbus.trainer_agent.quantized.quantized_source import quantized
 
     config = {**config, "quantization_config": SCHEMES[scheme]}
     with tempfile.TemporaryDirectory() as folder:
         model = kit.build(config, folder, **ranks)
     given = {key: value for key, value in config.items() if key != "quantization_config"}
-    source = quantised(Tensors(weights(given), config["architectures"][0]), config)  # type: ignore[arg-type]
+    source = quantized(Tensors(weights(given), config["architectures"][0]), config)  # type: ignore[arg-type]
     parameters = {name: each for name, each in model.named_parameters() if each.dim()}  # KV scales are none of ours
     for each in parameters.values():
         each.data.view(torch.uint8).fill_(0x7E)  # the largest number of e4m3, and a huge one of the others
@@ -154,13 +154,13 @@ def case(config: kit.Config, scheme: str, ranks: dict[str, int], expected: Path)
         worst = max(worst, float(error.max()))
         if error.max() > 1 / 15.9:
             far.append(name)
-    quantised_parameters = [
+    quantized_parameters = [
         name for name, each in parameters.items() if each.dtype == torch.float8_e4m3fn or name.endswith("_packed")
     ]
     return {
         "differs": far,
         "worst": worst,
-        "quantised": len(quantised_parameters),
+        "quantized": len(quantized_parameters),
         "exact": exact,
         "names": sorted(parameters.keys() - wanted.keys()),
     }

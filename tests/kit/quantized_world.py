@@ -1,4 +1,4 @@
-"""Known tensors, pieces of them in the memory of some ranks of one process, and what quantising them whole gives."""
+"""Known tensors, pieces of them in the memory of some ranks of one process, and what quantizing them whole gives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import torch
 from hypothesis import strategies as st
 
-from weightbus.dataplane.quantize import quantize_torch as quantise_torch
+from weightbus.dataplane.quantize import quantize_torch
 from weightbus.dataplane.quantize.hf_quantization_config import Quantization, QuantizationRule, outputs
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_tensor
 from weightbus.dataplane.tensors import coverage as cover
@@ -138,7 +138,7 @@ class World:
         passes: int = 2,
         owners: Mapping[str, int] | None = None,
     ) -> None:
-        """Every bucket holds what quantising whole tensors gives; with `owners` on the rank of its raw tensors."""
+        """Every bucket holds what quantizing whole tensors gives; with `owners` on the rank of its raw tensors."""
         wanted = self.expected(scheme)
         manifest = Manifest.of("M", sources[0].tensors(), bucket_bytes)
         roots: Sequence[int] | None = None
@@ -180,7 +180,7 @@ class World:
             if made[-1].name.endswith("weight_shape"):
                 tensors[made[-1].name].copy_(torch.tensor(spec.shape))
             computed = [tensors[each.name] for each in made if not each.name.endswith("weight_shape")]
-            quantise_torch.quantise(scheme, tensor, computed)
+            quantize_torch.quantize(scheme, tensor, computed)
             found |= tensors
         return found
 

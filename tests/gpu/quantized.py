@@ -1,13 +1,13 @@
-"""Quantisation on a GPU: the kernels against the reference bit for bit, then how fast they are.
+"""Quantization on a GPU: the kernels against the reference bit for bit, then how fast they are.
 
-    python3 tests/gpu/quantised.py [--gigabytes N] [--out FILE]         one CUDA device
-    python3 tests/gpu/quantised.py --only fp8-tensor-0 ...              nothing but those schemes: within a minute
-    python3 tests/gpu/quantised.py --dry-run                            no GPU: the same steps with torch on the CPU
+    python3 tests/gpu/quantized.py [--gigabytes N] [--out FILE]         one CUDA device
+    python3 tests/gpu/quantized.py --only fp8-tensor-0 ...              nothing but those schemes: within a minute
+    python3 tests/gpu/quantized.py --dry-run                            no GPU: the same steps with torch on the CPU
 
 Prints one JSON object and exits with 1 unless every scheme was equal. Weights are those of Qwen3-30B-A3B's experts,
-2048 x 768, and as many as fill `--gigabytes`. `quantise_s` is the time for FP8 in blocks of 128 x 128 from bfloat16,
+2048 x 768, and as many as fill `--gigabytes`. `quantize_s` is the time for FP8 in blocks of 128 x 128 from bfloat16,
 `bandwidth` its bytes read and written by second, `of_copy` the same beside a plain copy in the same run. `summed` is
-the same with the sums of the digests, whose time belongs beside `quantise_s` and `digest_s` together; `by_registers`
+the same with the sums of the digests, whose time belongs beside `quantize_s` and `digest_s` together; `by_registers`
 says how long both take by the most registers of a thread, as the kernel has them and not. `by_torch_s` is how long
 FP8 by tensor takes without a kernel of ours. It reads every element twice, so that its `of_copy` ends at 0.6. Rounds
 (`bf16_round_s`, `fp8_round_s`, `peer_*`) need servers and are null here. `--only` takes keys of `equal_by_scheme`, and
@@ -35,7 +35,7 @@ from weightbus.dataplane.copy.copy_engine import PreparedDigest
 from weightbus.dataplane.copy.engine_selection import engine_for
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.tensor_bytes import bytes_of
-from weightbus.dataplane.quantize import quantize_torch as quantise_torch
+from weightbus.dataplane.quantize import quantize_torch
 from weightbus.dataplane.quantize.fused_digests import words_of
 from weightbus.dataplane.quantize.quantize_tasks import Sums, Task, TorchTasks, prepare
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4
@@ -94,7 +94,7 @@ def equal(scheme: Scheme, device: torch.device, *, summed: bool = True, wide: bo
             continue
         values = weight(shape, dtype, lost=lost)
         expected = outputs(scheme, shape, torch.device("cpu"))
-        quantise_torch.quantise(scheme, values.bfloat16(), expected)
+        quantize_torch.quantize(scheme, values.bfloat16(), expected)
         words = words_of(scheme, Box.whole(shape), shape) if summed else None
         lanes = torch.full((3, 2), 5, device=device)
         for sums in (None, Sums(lanes, 1, *words)) if words else (None,):
@@ -172,13 +172,13 @@ def speed(scheme: Scheme, device: torch.device, nbytes: int) -> dict[str, float]
     copied = seconds(device, lambda: target.copy_(many.source))
     bandwidth, plain = (read + written) / took, 2 * read / copied
     return {
-        "bytes_bf16": read, "bytes_quantised": written, "quantise_s": took, "bandwidth": bandwidth,
+        "bytes_bf16": read, "bytes_quantized": written, "quantize_s": took, "bandwidth": bandwidth,
         "copy_bandwidth": plain, "of_copy": bandwidth / plain,
     }  # fmt: skip
 
 
 def by_torch(device: torch.device, nbytes: int) -> float:
-    """FP8 by tensor, as what has no kernel is quantised."""
+    """FP8 by tensor, as what has no kernel is quantized."""
     tasks = TorchTasks(Many.of(fp8_tensor(), device, nbytes).tasks(fp8_tensor()))
     return seconds(device, tasks.run, 3)
 
@@ -197,33 +197,33 @@ def sums(device: torch.device, nbytes: int) -> dict[str, float]:
     plain, summed = (prepare(many.tasks(scheme, summed=each), device) for each in (False, True))
     digest = many.digest()
     # In turns: what else the machine does falls on all of them.
-    found = {"quantise_s": math.inf, "digest_s": math.inf, "quantise_and_sum_s": math.inf}
+    found = {"quantize_s": math.inf, "digest_s": math.inf, "quantize_and_sum_s": math.inf}
     for _ in range(3):
         for name, run in zip(found, (plain.run, digest.run, summed.run), strict=True):
             found[name] = min(found[name], seconds(device, run))
-    return {**found, "of_both": found["quantise_and_sum_s"] / (found["quantise_s"] + found["digest_s"])}
+    return {**found, "of_both": found["quantize_and_sum_s"] / (found["quantize_s"] + found["digest_s"])}
 
 
 def by_registers(device: torch.device, nbytes: int) -> dict[str, dict[str, float]]:
     """Seconds for FP8 in blocks, plain and with sums, with so many registers for a thread at most."""
-    from weightbus.dataplane.quantize import quantize_cuda as quantise_cuda
+    from weightbus.dataplane.quantize import quantize_cuda
 
-    scheme, launch = fp8_block((128, 128)), quantise_cuda.launch
+    scheme, launch = fp8_block((128, 128)), quantize_cuda.launch
     many = Many.of(scheme, device, nbytes)
     found: dict[str, dict[str, float]] = {}
     try:
         for registers in (64, 80, 96, 128, 168):
 
             def with_registers(
-                kind: quantise_cuda.TaskKind, table: torch.Tensor, most: int = registers, **_: object
+                kind: quantize_cuda.TaskKind, table: torch.Tensor, most: int = registers, **_: object
             ) -> None:
                 launch(kind, table, registers=most)
 
-            quantise_cuda.launch = with_registers  # type: ignore[assignment]
+            quantize_cuda.launch = with_registers  # type: ignore[assignment]
             tasks = {name: prepare(many.tasks(scheme, summed=name == "summed"), device) for name in ("plain", "summed")}
             found[f"{registers}"] = {name: seconds(device, each.run) for name, each in tasks.items()}
     finally:
-        quantise_cuda.launch = launch
+        quantize_cuda.launch = launch
     return found
 
 
@@ -232,14 +232,14 @@ def divided(device: torch.device, nbytes: int) -> dict[str, object]:
 
     Not summed up: without fused multiply-adds only Triton's interpreter does that.
     """
-    from weightbus.dataplane.quantize import quantize_cuda as quantise_cuda
+    from weightbus.dataplane.quantize import quantize_cuda
 
-    scheme, launch = fp8_block((128, 128)), quantise_cuda.launch
+    scheme, launch = fp8_block((128, 128)), quantize_cuda.launch
     try:
-        quantise_cuda.launch = lambda kind, table, **_: launch(kind, table, fast=False)
+        quantize_cuda.launch = lambda kind, table, **_: launch(kind, table, fast=False)
         return {"equal": equal(scheme, device, summed=False), **speed(scheme, device, nbytes)}
     finally:
-        quantise_cuda.launch = launch
+        quantize_cuda.launch = launch
 
 
 def main() -> int:
@@ -262,7 +262,7 @@ def main() -> int:
     result: dict[str, object] = {
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "device": "cpu, a dry run" if given.dry_run else torch.cuda.get_device_name(),
-        "command": " ".join(["python3", "tests/gpu/quantised.py", *sys.argv[1:]]),
+        "command": " ".join(["python3", "tests/gpu/quantized.py", *sys.argv[1:]]),
         "model": f"experts {EXPERT[0]} x {EXPERT[1]}",
         **block,
         "bf16_round_s": None, "fp8_round_s": None, "peer_bf16_s": None, "peer_fp8_s": None,

@@ -1,6 +1,6 @@
 """The GPU kernels give the reference's bits in Triton's interpreter, and compile for the GPUs that serve.
 
-Run on a real one by tests/gpu/quantised.py.
+Run on a real one by tests/gpu/quantized.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import numpy as np
 import torch
 import triton.language as tl
 
-from weightbus.dataplane.quantize import quantize_cuda as quantise_cuda
+from weightbus.dataplane.quantize import quantize_cuda as quantize_cuda
 
-from weightbus.dataplane.quantize import quantize_torch as quantise_torch
+from weightbus.dataplane.quantize import quantize_torch as quantize_torch
 
-launch = quantise_cuda.launch
-quantise_cuda.launch = lambda kind, table: launch(kind, table, fast=False)  # NumPy has no fused multiply-add
+launch = quantize_cuda.launch
+quantize_cuda.launch = lambda kind, table: launch(kind, table, fast=False)  # NumPy has no fused multiply-add
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
@@ -92,7 +92,7 @@ for scheme in SCHEMES:
         wide = [torch.full((*part.shape[:-1], sum(part.shape[-1:]) + 16), 3, dtype=each.dtype)
                 for part, each in zip(parts, expected)]
         outs = tuple(each[..., : part.shape[-1]] if part.shape else each[0] for part, each in zip(parts, wide))
-        quantise_torch.quantise(scheme, values.bfloat16(), expected)
+        quantize_torch.quantize(scheme, values.bfloat16(), expected)
         for beyond in (8, 3):
             source = torch.zeros(shape[0], shape[1] + beyond, dtype=dtype)[:, : shape[1]].copy_(values)
             for out in outs:
@@ -106,7 +106,7 @@ for scheme in SCHEMES:
             first = Task(scheme, source, torch.bfloat16, outs, sums)
             again = [part.clone(memory_format=torch.contiguous_format) for part in outs]
             second = Task(scheme, source, torch.bfloat16, tuple(again), sums)
-            tasks = quantise_cuda.CudaTasks([first, second])
+            tasks = quantize_cuda.CudaTasks([first, second])
             assert not tasks._rest
             for each in (4 * values, values):  # nothing is left of what was larger
                 source.copy_(each)
@@ -131,7 +131,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from weightbus.dataplane.quantize import quantize_triton as quantise_triton
+from weightbus.dataplane.quantize import quantize_triton as quantize_triton
 from weightbus.dataplane.quantize.quantize_cuda import Kind, kernels_of, tile_of
 
 CASES = [(SCHEMES[at], (2048, 768)) for at in (0, 2, 3, 6)] + [
@@ -146,7 +146,7 @@ for scheme, shape in CASES:
         block = scheme.name == "fp8-block"
         for fast, summed in ((False, False), (True, False), (True, True)) if block else ((True, False),):
             for name, constants in kernels_of(kind._replace(summed=summed), fast=fast):
-                kernel = getattr(quantise_triton, name)
+                kernel = getattr(quantize_triton, name)
                 options = {key: constants.pop(key) for key in ("num_warps", "maxnreg") if key in constants}
                 signature = {each: "constexpr" for each in constants} | {"table": "*i64"}
                 source = ASTSource(kernel, signature, constexprs=constants)

@@ -1,4 +1,4 @@
-"""What a trainer quantises on its way is what SGLang's own quantised models load, at single ranks, without a server."""
+"""What a trainer quantizes on its way is what SGLang's own quantized models load, at single ranks, without a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightbus.engine_agent.engines.sglang import cpu_server
 
 pytestmark = pytest.mark.real
 
-KIT = Path(__file__).parents[3] / "kit" / "sglang_quantised.py"
+KIT = Path(__file__).parents[3] / "kit" / "sglang_quantized.py"
 CASES = {
     "qwen3:fp8:tp1:ep1:rank0": "_scale_inv",
     "qwen3:ue8m0:tp2:ep1:rank1": "_scale_inv",
@@ -25,7 +25,7 @@ CASES = {
     "qwen3:int4:tp2:ep1:rank1": "_packed",
     "qwen3-moe:int4:tp1:ep1:rank0": "_packed",
 }
-"""What each has one parameter of for every parameter that is quantised, and the plain model none."""
+"""What each has one parameter of for every parameter that is quantized, and the plain model none."""
 
 
 @pytest.fixture(scope="module")
@@ -41,26 +41,26 @@ def found() -> Mapping[str, dict[str, object]]:
 
 
 @pytest.mark.parametrize(("case", "suffix"), CASES.items(), ids=CASES)
-def test_sglang_loads_what_was_quantised(found: Mapping[str, dict[str, object]], case: str, suffix: str) -> None:
+def test_sglang_loads_what_was_quantized(found: Mapping[str, dict[str, object]], case: str, suffix: str) -> None:
     """Fused, cut and transposed by its loader, read back by their scales: what the plain model has, but for rounding.
 
-    All that is not quantised is there bit for bit.
+    All that is not quantized is there bit for bit.
     """
     report = found[case]
 
     assert report.get("error") is None
     assert report["differs"] == []
-    assert report["quantised"]
+    assert report["quantized"]
     assert report["exact"]
     names = report["names"]
     assert isinstance(names, list)
-    assert sum(name.endswith(suffix) for name in names) == report["quantised"]
+    assert sum(name.endswith(suffix) for name in names) == report["quantized"]
 
 
 def test_sglang_leaves_alone_what_was_left_alone(found: Mapping[str, dict[str, object]]) -> None:
-    """One of two layers is an exception in the config: half as many parameters are quantised, the others are exact."""
+    """One of two layers is an exception in the config: half as many parameters are quantized, the others are exact."""
     all_of_it, but_one_layer = found["qwen3:fp8:tp1:ep1:rank0"], found["qwen3:ignoring:tp1:ep1:rank0"]
 
-    quantised, exact = ([int(str(each[key])) for each in (all_of_it, but_one_layer)] for key in ("quantised", "exact"))
-    assert quantised[1] == quantised[0] // 2
-    assert exact[1] - exact[0] == quantised[0] - quantised[1]
+    quantized, exact = ([int(str(each[key])) for each in (all_of_it, but_one_layer)] for key in ("quantized", "exact"))
+    assert quantized[1] == quantized[0] // 2
+    assert exact[1] - exact[0] == quantized[0] - quantized[1]

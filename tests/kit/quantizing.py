@@ -1,4 +1,4 @@
-"""Sources whose weights are quantised on their way, compared with whole tensors that are quantised at once."""
+"""Sources whose weights are quantized on their way, compared with whole tensors that are quantized at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weightbus.dataplane.quantize import quantize_torch as quantise_torch
+from weightbus.dataplane.quantize import quantize_torch
 from weightbus.dataplane.quantize.hf_quantization_config import outputs, read
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
@@ -26,17 +26,17 @@ def config(block: int) -> dict[str, Any]:
 
 def whole(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What `config` makes of these tensors, each at once."""
-    quantisation = read(config)
-    assert quantisation is not None
+    quantization = read(config)
+    assert quantization is not None
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        scheme = quantisation.scheme_of(spec)
+        scheme = quantization.scheme_of(spec)
         if scheme is None:
             found[name] = tensor
             continue
         made = {each.name: torch.empty(each.shape, dtype=DTYPES[each.dtype]) for each in outputs(spec, scheme)}
-        quantise_torch.quantise(scheme, tensor, tuple(made.values()))
+        quantize_torch.quantize(scheme, tensor, tuple(made.values()))
         found |= made
     return found
 
