@@ -24,9 +24,10 @@ from weightbus.control.machine.reply_cache import ANSWERS, Restored, RoundReply,
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId
 from weightbus.control.protocol.message_fields import HeldVersion
+from weightbus.engine_agent import durable_file
 from weightbus.engine_agent.errors import StateUnreadable
 from weightbus.engine_agent.machine.events import StateRecord
-from weightbus.engine_agent.sidecar import state_file as record_file
+from weightbus.engine_agent.sidecar.state_file import StateFile
 
 from .filesystem import Files, SimOs, SimPath
 from .invariants import Memory
@@ -228,7 +229,7 @@ class RecordDisk:
         self._world = world
         self._rng = world.rng(f"disk-{name}")
         self.files = Files()
-        self._file = record_file.StateFile(SimPath(self.files), name)  # type: ignore[arg-type]
+        self._file = StateFile(SimPath(self.files), name)  # type: ignore[arg-type]
         self._written: list[StateRecord | None] = [None]
         """What a new life may find: the last record that was written, and one whose writing was cut short."""
 
@@ -251,11 +252,11 @@ class RecordDisk:
         self._written = [self._written[0], record]
         if process.doomed("persist"):
             self._cut_short(process)
-        record_file.os = SimOs  # type: ignore[assignment]
+        durable_file.os = SimOs  # type: ignore[assignment]
         try:
             self._file.write(record)
         finally:
-            record_file.os = os
+            durable_file.os = os
             self.files.step = _on
         self._written = [record]
         process.passes("persist", "during")
