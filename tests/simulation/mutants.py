@@ -25,6 +25,8 @@ from .mutations import MUTATIONS, Mutation
 
 ROOT: Final = Path(__file__).parents[2]
 FOLDERS: Final = ("control", "dataplane", "trainer_agent", "engine_agent")
+FRONT_DOOR: Final = "control/front_door"
+"""Files of the package `weightbus` itself: without its `__init__` another installation would be imported."""
 SEEDS: Final = 2000
 """A bug that so many storms do not find counts as missed."""
 TIMEOUT_S: Final = 3600.0
@@ -61,6 +63,7 @@ def planted(mutation: Mutation, source: Path = ROOT) -> dict[str, str]:
 def plant(mutation: Mutation, folder: Path) -> None:
     """Copy the source to `folder` with one bug in it. Raises `Misplanted`."""
     texts = planted(mutation)
+    shutil.copytree(ROOT / FRONT_DOOR, folder / "weightbus", ignore=shutil.ignore_patterns("__pycache__"))
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / "weightbus" / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name, text in texts.items():
