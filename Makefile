@@ -108,6 +108,13 @@ real: env ## Tests with real SGLang servers and real Megatron ranks
 gpu: ## Tests that need a CUDA device, by the python3 at hand: its torch is one for CUDA, and weightbus is installed there
 	@python3 -m pytest -m gpu $(ARGS)
 
+tree: ## The rooms of each package, with modules and lines; it checks nothing
+	@line() { printf '%-44s %4d modules %7d lines\n' "$$1" "$$(find $$2 -name '*.py' | wc -l)" "$$(find $$2 -name '*.py' -exec cat {} + | wc -l)"; }
+	for package in $(PACKAGES); do
+		line $$package $$package
+		for room in $$(find $$package -name '*.py' -printf '%h\n' | LC_ALL=C sort -u); do line "    $$room" "$$room -maxdepth 1"; done
+	done
+
 ##@ Measure and break
 
 # make fuzz N=100000000
@@ -174,4 +181,4 @@ deploy-check: env ## Image, compose, a real engine and a real Prometheus (needs 
 clean: ## Remove everything that make made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 
-.PHONY: help demo env test lint types unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-meeting bench-pause bench-plan chaos deaths nixl build deploy-check clean
+.PHONY: help demo env test lint types tree unit real layouts mutants model fuzz fuzz-live simulate bench-control bench-failover bench-gather bench-meeting bench-pause bench-plan chaos deaths nixl build deploy-check clean
