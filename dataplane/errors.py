@@ -51,7 +51,7 @@ class StaleSession(TransferFailed):
         super().__init__(f"the peer speaks of {what} {found}, this session is of {what} {expected}")
 
 
-class Forged(TransferFailed):
+class ForgedMessage(TransferFailed):
     """Somebody who does not know the session's token spoke in it."""
 
     def __init__(self, where: str) -> None:
@@ -83,11 +83,11 @@ class DeadlineExceeded(TransferFailed):
         super().__init__(f"waited {seconds:.1f} s for {waiting_for}")
 
 
-class TurnLate(DeadlineExceeded):
+class ChunkTimeout(DeadlineExceeded):
     """A turn's messages did not move in its time. Where nobody stands still, less at a time may do."""
 
 
-class NoRoom(TransferFailed):
+class OutOfStagingMemory(TransferFailed):
     """A member of a transfer had no memory for what it packs or receives. Less at a time may do."""
 
 
@@ -121,11 +121,11 @@ class Unsupported(DataplaneError):
     """The transport cannot serve this engine; the message says which one can."""
 
 
-class NotRecordable(Unsupported):
+class NotTraceable(Unsupported):
     """An engine's loader cannot be followed, or what it keeps not be proven. Whole buckets can serve it."""
 
 
-class NoCopyEngines(DataplaneError):
+class CopyEnginesUnavailable(DataplaneError):
     """The copy engines of a GPU cannot be used; the kernel copies what they would have."""
 
     def __init__(self, detail: str) -> None:

@@ -5,30 +5,35 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .box_digests import BoxTable as BoxTable, Lanes as Lanes, odd_boxes as odd_boxes, table_of as table_of
+    from .box_digests import (
+        BoxTable as BoxTable,
+        Lanes as Lanes,
+        make_box_table as make_box_table,
+        odd_boxes as odd_boxes,
+    )
     from .box_packing import (
-        Packed as Packed,
-        digest_of as digest_of,
-        packed as packed,
-        parts_of as parts_of,
-        put_together as put_together,
+        PackedBoxes as PackedBoxes,
+        assemble_tensor as assemble_tensor,
+        digest_packed_tensor as digest_packed_tensor,
+        pack_boxes as pack_boxes,
+        unpack_boxes as unpack_boxes,
     )
     from .copy_engine import (
         CopyEngine as CopyEngine,
         PreparedCopies as PreparedCopies,
         PreparedDigest as PreparedDigest,
-        Ready as Ready,
+        WaitStage as WaitStage,
     )
-    from .copy_rows import RowSide as RowSide, joined as joined, rows_of as rows_of
+    from .copy_rows import CopySide as CopySide, make_copy_table as make_copy_table, merge_copy_rows as merge_copy_rows
     from .copy_table import AXES as AXES, ITEM_SIZES as ITEM_SIZES, CopyTable as CopyTable
     from .device_fence import DeviceFence as DeviceFence
-    from .engine_selection import branches_asked as branches_asked, engine_for as engine_for
+    from .engine_selection import copy_engine_for as copy_engine_for, copy_streams_setting as copy_streams_setting
     from .ready_flags import (
-        Needs as Needs,
+        NeededParts as NeededParts,
         ReadyFlags as ReadyFlags,
-        marks_in as marks_in,
-        needs_of as needs_of,
-        stages_of as stages_of,
+        needed_parts_by_stage as needed_parts_by_stage,
+        ready_flags_in as ready_flags_in,
+        stages_of_rows as stages_of_rows,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ManifestError
-from ..tensors import Column, Grids, Shards, collapse, served_dtypes, served_strides, side_by_side
-from .copy_table import AXES, ITEM_SIZES, refuse_endless
+from ..tensors import Column, Grids, Shards, collapse_axes, served_dtypes, served_strides, side_by_side
+from .copy_table import AXES, ITEM_SIZES, check_no_overflow
 
 WORD_BYTES: Final = 8
 
@@ -100,7 +100,7 @@ class BoxTable:
         if not len(self):
             return
         grids = ((self.grid[:, axis], self.step[:, axis]) for axis in range(AXES))
-        refuse_endless((self.at,), (self.words, self.item_step, WORD_BYTES // self.item), *grids)
+        check_no_overflow((self.at,), (self.words, self.item_step, WORD_BYTES // self.item), *grids)
         reach = (self.grid - 1) * self.step
         run = (self.words * (WORD_BYTES // self.item) - 1) * self.item_step
         first = self.at + np.minimum(reach, 0).sum(axis=1) + np.minimum(run, 0)
@@ -125,7 +125,7 @@ def odd_boxes(pieces: Shards) -> Column:
     return np.flatnonzero((np.bincount(grids.row[~words], minlength=len(pieces)) > 0) | ~same)
 
 
-def table_of(
+def make_box_table(
     pieces: Shards, region: Column, at: Column, group: Column | None = None, groups: int | None = None
 ) -> BoxTable:
     """Digest rows of `pieces`, none of which may be odd.
@@ -157,7 +157,7 @@ def table_of(
 
 def _grids(pieces: Shards) -> tuple[Grids, Column]:
     """The grids of all pieces, steps in elements: in memory, and in the packed tensor; and bytes of an element."""
-    grids = collapse(pieces.boxes.extents, (pieces.stride, served_strides(pieces)), AXES + 1)
+    grids = collapse_axes(pieces.boxes.extents, (pieces.stride, served_strides(pieces)), AXES + 1)
     return grids, ITEM_SIZES[pieces.dtype[grids.row]]
 
 

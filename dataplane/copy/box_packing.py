@@ -17,7 +17,7 @@ import torch
 from ..digest import tensor_digest as integrity
 from ..errors import DigestMismatch
 from ..tensors import DTYPES, Column, Shards, TensorSpec, packed_strides, served_dtypes
-from .copy_rows import RowSide, rows_of
+from .copy_rows import CopySide, make_copy_table
 from .copy_table import ITEM_SIZES, CopyTable
 
 _ALIGNMENT: Final = 16
@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedBoxes:
     """Boxes in one buffer, in the dtypes in which their tensors are served."""
 
     copies: CopyTable
@@ -37,7 +37,7 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedPart:
+class TensorPart:
     """One box of a tensor."""
 
     who: str
@@ -46,30 +46,30 @@ class PackedPart:
     """(*shape of the box, bytes of an element)."""
 
 
-def packed(pieces: Shards, region: Column, begin: Column) -> Packed:
+def pack_boxes(pieces: Shards, region: Column, begin: Column) -> PackedBoxes:
     """Copy every box behind the one before it. `region` and `begin`, (pieces,), say where its local tensor begins."""
     served = served_dtypes(pieces)
     nbytes = pieces.boxes.sizes * ITEM_SIZES[served]
     room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     places = np.cumsum(room) - room
     strides = packed_strides(pieces.boxes.extents)
-    here = RowSide(np.zeros(len(pieces), np.int64), places, served, strides)
-    copies = rows_of(pieces.boxes.extents, RowSide.of(pieces, region, begin), here)
+    here = CopySide(np.zeros(len(pieces), np.int64), places, served, strides)
+    copies = make_copy_table(pieces.boxes.extents, CopySide.of(pieces, region, begin), here)
     boxes = replace(pieces, offset=places, dtype=served, stride=strides)
-    return Packed(copies, boxes, int((places + nbytes).max()) if len(pieces) else 0)
+    return PackedBoxes(copies, boxes, int((places + nbytes).max()) if len(pieces) else 0)
 
 
-def parts_of(boxes: Shards, index: int, buffer: bytes, who: str) -> Iterator[PackedPart]:
+def unpack_boxes(boxes: Shards, index: int, buffer: bytes, who: str) -> Iterator[TensorPart]:
     """What of tensor `index` lies in a buffer that was packed as `boxes`."""
     item = int(ITEM_SIZES[DTYPES.index(boxes.tensors[index].dtype)])
     for row in np.flatnonzero(boxes.boxes.space == index).tolist():
         piece = boxes.at(row)
         cut = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
         data = np.frombuffer(buffer, np.uint8, piece.box.size * item, piece.view.offset)
-        yield PackedPart(who, cut, data.reshape(*piece.box.shape, item))
+        yield TensorPart(who, cut, data.reshape(*piece.box.shape, item))
 
 
-def put_together(spec: TensorSpec, parts: Sequence[PackedPart]) -> Bytes:
+def assemble_tensor(spec: TensorSpec, parts: Sequence[TensorPart]) -> Bytes:
     """The packed bytes of a tensor. Raises `DigestMismatch` when two parts do not say the same of one element."""
     item = int(ITEM_SIZES[DTYPES.index(spec.dtype)])
     whole = np.zeros((*spec.shape, item), np.uint8)
@@ -81,7 +81,7 @@ def put_together(spec: TensorSpec, parts: Sequence[PackedPart]) -> Bytes:
     return whole.reshape(-1)
 
 
-def digest_of(whole: Bytes) -> bytes:
+def digest_packed_tensor(whole: Bytes) -> bytes:
     """The digest of one packed tensor."""
     memory = torch.from_numpy(whole)  # pyright: ignore[reportUnknownMemberType]
     return integrity.digest_tensors(memory, (0, len(whole)))

@@ -12,16 +12,16 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 
-from ..errors import NoCopyEngines
+from ..errors import CopyEnginesUnavailable
 from ..tensors import Column
 from .box_digests import BoxTable, Lanes
-from .copy_engine import Ready, at_once
+from .copy_engine import WaitStage, no_wait
 from .copy_table import CopyTable
 from .copy_torch import TorchCopies
 from .memcpy_batch import CopyBatch
-from .memcpy_runs import Mask, copy_runs, for_copy_engines
+from .memcpy_runs import Mask, rows_for_copy_engines, split_into_runs
 from .peer_copies import PeerCopies
-from .staged_copies import StagedCopies, by_stage
+from .staged_copies import StagedCopies, split_by_stage
 from .tiles import SOURCE, VECTORS, Tiles, staged_tiles, word_tiles
 
 
@@ -56,7 +56,7 @@ class CudaEngine:
         by_engines: Mask = np.zeros(len(table), np.bool_)
         if self._branches and len(table):
             remote = np.array([each.data_ptr() in self._remote for each in sources], np.int64)
-            by_engines = for_copy_engines(table, remote)
+            by_engines = rows_for_copy_engines(table, remote)
 
         def kernel(rows: Mask) -> dict[int, CudaCopies]:
             return self.parts(table.take(np.flatnonzero(rows)), stages[rows], sources, targets)
@@ -65,9 +65,9 @@ class CudaEngine:
             return self._staged(kernel(~by_engines))
         long = np.flatnonzero(by_engines)
         try:
-            runs = copy_runs(table.take(long), _bases(sources), _bases(targets), stages[long])
+            runs = split_into_runs(table.take(long), _bases(sources), _bases(targets), stages[long])
             batch = CopyBatch(runs, self._branches, self._library)
-        except NoCopyEngines as error:
+        except CopyEnginesUnavailable as error:
             return self._staged(kernel(np.ones(len(table), np.bool_)), str(error))
         rest = kernel(~by_engines)
         return PeerCopies(self._device, batch, rest, lambda: kernel(by_engines), (*sources, *targets))
@@ -85,7 +85,7 @@ class CudaEngine:
             tiles = staged_tiles(table.take(plain), parts[plain], *bases, self._device)
         return {
             part: CudaCopies(self._device, rows, sources, targets, tiles=tiles.get(part, []))
-            for part, rows in by_stage(table, parts).items()
+            for part, rows in split_by_stage(table, parts).items()
         }
 
     def _staged(self, stages: dict[int, CudaCopies], remark: str = "") -> CudaCopies | StagedCopies:
@@ -126,14 +126,14 @@ class CudaCopies:
         """Something that was launched is under way."""
         return not torch.cuda.current_stream(self._device).query()
 
-    def run(self, ready: Ready = at_once) -> None:
+    def run(self, ready: WaitStage = no_wait) -> None:
         """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             self.launch(ready)
             torch.cuda.current_stream().synchronize()
 
-    def launch(self, ready: Ready = at_once) -> None:
+    def launch(self, ready: WaitStage = no_wait) -> None:
         """Copy every row, in the order of the current stream of this device."""
         from .copy_triton import copy  # noqa: PLC0415  triton is not there without a GPU
 

@@ -15,12 +15,12 @@ from ..tensors import Column
 from .box_digests import BoxTable, Lanes
 from .copy_table import CopyTable
 
-Ready = Callable[[int], None]
+WaitStage = Callable[[int], None]
 """Called before the copies of a stage are launched, stage by stage: returns when all that they read is there."""
 
 
-def at_once(stage: int) -> None:
-    """Implements `Ready`: all of it is there."""
+def no_wait(stage: int) -> None:
+    """Implements `WaitStage`: all of it is there."""
     del stage
 
 
@@ -35,7 +35,7 @@ class PreparedCopies(Protocol):
         """Something that was launched is under way."""
         ...
 
-    def run(self, ready: Ready = at_once) -> None:
+    def run(self, ready: WaitStage = no_wait) -> None:
         """Copy every row. Returns when the bytes are in the targets, and other streams may read them.
 
         Begins when no stream reads the targets any more: a paused server may still compute its last batch. What `ready`
@@ -43,7 +43,7 @@ class PreparedCopies(Protocol):
         """
         ...
 
-    def launch(self, ready: Ready = at_once) -> None:
+    def launch(self, ready: WaitStage = no_wait) -> None:
         """Copy every row, in the order of the current stream. Returns at once where the device works by itself."""
         ...
 

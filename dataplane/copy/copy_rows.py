@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..tensors import Column, Shards, collapse, order_of, side_by_side, widen
+from ..tensors import Column, Shards, collapse_axes, lexsort_rows, pad_axes, side_by_side
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 
 
 @dataclass(frozen=True, eq=False)
-class RowSide:
+class CopySide:
     """One side of copies: where each box begins, and how it lies."""
 
     region: Column
@@ -26,20 +26,20 @@ class RowSide:
     """(copies, axes): elements."""
 
     @classmethod
-    def of(cls, pieces: Shards, region: Column, begin: Column) -> RowSide:
+    def of(cls, pieces: Shards, region: Column, begin: Column) -> CopySide:
         """The boxes of `pieces`; `region` and `begin`, (pieces,), say where each one's local tensor begins."""
         return cls(region, begin + pieces.offset * ITEM_SIZES[pieces.dtype], pieces.dtype, pieces.stride)
 
 
-def rows_of(extent: Column, source: RowSide, target: RowSide) -> CopyTable:
+def make_copy_table(extent: Column, source: CopySide, target: CopySide) -> CopyTable:
     """Rows that copy boxes of `extent`, (copies, axes), each from its place at the source to that at the target."""
     # Axes in the order in which they lie at the target, so that those can be joined that a transposed tensor swaps.
     distance = np.where(extent > 1, -target.stride, np.iinfo(np.int64).min)
     sorted_by = _ascending(distance, (extent, source.stride, target.stride))
-    runs = collapse(sorted_by[0], sorted_by[1:], AXES + 1)
+    runs = collapse_axes(sorted_by[0], sorted_by[1:], AXES + 1)
     together = (runs.steps[0][:, 0] == 1) & (runs.steps[1][:, 0] == 1)
     apart = np.setdiff1d(np.unique(runs.row[~together]), [], assume_unique=True)
-    lone = collapse(sorted_by[0][apart], [each[apart] for each in sorted_by[1:]], AXES)
+    lone = collapse_axes(sorted_by[0][apart], [each[apart] for each in sorted_by[1:]], AXES)
     kept = np.flatnonzero(~np.isin(runs.row, apart))
     row = np.concatenate([runs.row[kept], apart[lone.row]])
     # Innermost first, and the run is the innermost axis or one element.
@@ -61,7 +61,7 @@ def rows_of(extent: Column, source: RowSide, target: RowSide) -> CopyTable:
     )
 
 
-def joined(table: CopyTable) -> CopyTable:
+def merge_copy_rows(table: CopyTable) -> CopyTable:
     """Fewer rows that copy the same: rows of one form at equal distances become one row with an axis more.
 
     Experts that are stacked in the engine, groups of heads, the layers of one buffer. What follows without a gap on
@@ -82,7 +82,7 @@ def _folded(table: CopyTable) -> CopyTable:
     wide = (table.grid, table.source_step, table.target_step)
     columns = (*flat, *(each[:, axis] for each in wide for axis in range(AXES)))
     varying = [column for column in columns if (column != column[0]).any()]
-    order = order_of(side_by_side(*varying, table.target_at, table.source_at))
+    order = lexsort_rows(side_by_side(*varying, table.target_at, table.source_at))
     table = table.take(order)
     step = np.diff(side_by_side(table.source_at, table.target_at), axis=0)
     same_form = table.grid[1:, 0] == 1
@@ -144,7 +144,7 @@ def _ascending(by: Column | npt.NDArray[np.bool_], columns: Sequence[Column]) ->
         disordered |= by[:, axis] < by[:, axis - 1]
     rows = np.flatnonzero(disordered)
     if not len(rows):
-        return [widen(each, by.shape[1], 0) for each in columns]  # of no rows they may be narrower
+        return [pad_axes(each, by.shape[1], 0) for each in columns]  # of no rows they may be narrower
     order = np.argsort(by[rows], axis=1, kind="stable")
     found = [each.copy() for each in columns]
     for column in found:

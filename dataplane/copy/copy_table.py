@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from ..errors import ManifestError
-from ..tensors import DTYPES, ITEM_BYTES, Column, all_in_order
+from ..tensors import DTYPES, ITEM_BYTES, Column, is_identity
 
 AXES: Final = 3
 """Axes of a grid, besides the run itself."""
@@ -81,7 +81,7 @@ class CopyTable:
 
     def take(self, rows: Column) -> CopyTable:
         """The rows named, in their order."""
-        if all_in_order(rows, len(self)):
+        if is_identity(rows, len(self)):
             return self
         return CopyTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
@@ -140,7 +140,7 @@ class CopyTable:
         )
         for side, region, at, step, dtype, sizes in sides:
             grids = ((self.grid[:, axis], step[:, axis]) for axis in range(AXES))
-            refuse_endless((at,), (self.run, ITEM_SIZES[dtype]), *grids)
+            check_no_overflow((at,), (self.run, ITEM_SIZES[dtype]), *grids)
             reach = (self.grid - 1) * step
             first = at + np.minimum(reach, 0).sum(axis=1)
             last = at + np.maximum(reach, 0).sum(axis=1) + self.run * ITEM_SIZES[dtype]
@@ -154,7 +154,7 @@ class CopyTable:
                 )
 
 
-def refuse_endless(*products: tuple[Column, ...]) -> None:
+def check_no_overflow(*products: tuple[Column, ...]) -> None:
     """Raise `ManifestError` when the sum of these products may leave 64 bits: a sum that wrapped looks harmless."""
     far = np.zeros(len(products[0][0]))
     for product in products:

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..digest import mix
+from ..digest import mix_words
 from ..tensors import DTYPES, Column
 from .box_digests import WORD_BYTES, BoxTable, Lanes
-from .copy_engine import PreparedCopies, Ready, at_once
+from .copy_engine import PreparedCopies, WaitStage, no_wait
 from .copy_table import CopyTable
-from .staged_copies import StagedCopies, by_stage
+from .staged_copies import StagedCopies, split_by_stage
 
 _UNSIGNED: Final[dict[int, type[np.unsignedinteger]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BLOCK_WORDS: Final = 64 * 1024
@@ -39,7 +39,7 @@ class TorchEngine:
         self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> dict[int, TorchCopies]:
         """Bind a table of which each part is launched by itself."""
-        return {at: TorchCopies(rows, sources, targets) for at, rows in by_stage(table, parts).items()}
+        return {at: TorchCopies(rows, sources, targets) for at, rows in split_by_stage(table, parts).items()}
 
     def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> TorchDigest:
         """Bind a table of boxes, on a CPU."""
@@ -62,13 +62,13 @@ class TorchCopies:
         """A CPU does nothing by itself."""
         return False
 
-    def run(self, ready: Ready = at_once) -> None:
+    def run(self, ready: WaitStage = no_wait) -> None:
         """Copy every row."""
         self.launch(ready)
         if self._to and self._to[0].device.type == "cuda":
             torch.cuda.current_stream(self._to[0].device).synchronize()
 
-    def launch(self, ready: Ready = at_once) -> None:
+    def launch(self, ready: WaitStage = no_wait) -> None:
         """Copy every row, in the order of the current stream."""
         ready(0)
         if self._to:
@@ -103,7 +103,7 @@ class TorchDigest:
         lanes = np.zeros((2, table.groups), np.uint64)
         for row in range(len(table)):
             for words, at in _words(table, row, self._regions[int(table.region[row])]):
-                lanes[:, table.group[row]] += mix(words, at)
+                lanes[:, table.group[row]] += mix_words(words, at)
         self._lanes = lanes
 
     def lanes(self) -> Lanes:

@@ -12,27 +12,27 @@ from .copy_cuda import CudaEngine
 from .copy_engine import CopyEngine
 from .copy_torch import TorchEngine
 
-BRANCHES: Final = 4
+DEFAULT_COPY_STREAMS: Final = 4
 """Streams that copy engines read a peer's memory on, unless the environment says otherwise."""
-BRANCHES_SETTING: Final = "WEIGHTBUS_WORKER_BRANCHES"
+COPY_STREAMS_SETTING: Final = "WEIGHTBUS_WORKER_BRANCHES"
 """In the environment of the engine's server, whose workers copy."""
-MOST_BRANCHES: Final = 32
+MAX_COPY_STREAMS: Final = 32
 
 
-def branches_asked(environment: Mapping[str, str]) -> int:
+def copy_streams_setting(environment: Mapping[str, str]) -> int:
     """On how many streams copy engines are to read from a peer; 0: a kernel copies all. Raises `Unsupported`."""
-    asked = environment.get(BRANCHES_SETTING, "")
+    asked = environment.get(COPY_STREAMS_SETTING, "")
     if not asked:
-        return BRANCHES
-    if not asked.isascii() or not asked.isdecimal() or int(asked) > MOST_BRANCHES:
+        return DEFAULT_COPY_STREAMS
+    if not asked.isascii() or not asked.isdecimal() or int(asked) > MAX_COPY_STREAMS:
         raise Unsupported(
-            f"{BRANCHES_SETTING} in the server's environment is {asked!r}, expected a whole number from 0 (a kernel"
-            f" copies all) to {MOST_BRANCHES}: correct it, and start the server again"
+            f"{COPY_STREAMS_SETTING} in the server's environment is {asked!r}, expected a whole number from 0 (a kernel"
+            f" copies all) to {MAX_COPY_STREAMS}: correct it, and start the server again"
         )
     return int(asked)
 
 
-def engine_for(device: torch.device, branches: int = 0, remote: Collection[int] = ()) -> CopyEngine:
+def copy_engine_for(device: torch.device, branches: int = 0, remote: Collection[int] = ()) -> CopyEngine:
     """The engine of a device. Raises `Unsupported` for one that has none.
 
     On a GPU, long runs out of regions on another one, whose addresses are `remote`, go through copy engines, on so many

@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import NoCopyEngines
+from ..errors import CopyEnginesUnavailable
 from ..memory import error_name
-from .memcpy_runs import SHARES, CopyRuns, calls_of
+from .memcpy_runs import SHARES, CopyRuns, split_into_batches
 
 _IN_STREAM_ORDER: Final = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM."""
@@ -44,15 +44,20 @@ class CopyBatch:
     def __init__(
         self, runs: CopyRuns, branches: int, library: ctypes.CDLL | None = None, shares: Sequence[int] = SHARES
     ) -> None:
-        """On at most so many streams, a call for each share. `library` stands for libcuda. Raises `NoCopyEngines`."""
+        """On at most so many streams, a call for each share.
+
+        `library` stands for libcuda. Raises `CopyEnginesUnavailable`.
+        """
         try:
             self._library = library if library is not None else ctypes.CDLL("libcuda.so.1")
             self._call = self._library.cuMemcpyBatchAsync_v2
         except (OSError, AttributeError) as error:
-            raise NoCopyEngines(f"the CUDA driver has no batches of copies ({error}): it is older than 13.0") from error
+            raise CopyEnginesUnavailable(
+                f"the CUDA driver has no batches of copies ({error}): it is older than 13.0"
+            ) from error
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)
-        self._calls = [(int(each.stage[0]), _columns(each)) for each in calls_of(runs, shares)]
+        self._calls = [(int(each.stage[0]), _columns(each)) for each in split_into_batches(runs, shares)]
         self._branches = min(branches, len(self._calls))
 
     def __len__(self) -> int:
@@ -67,7 +72,7 @@ class CopyBatch:
     def launch(self, streams: Sequence[int], stage: int | None = None) -> None:
         """Copy a stage, or all, in the orders of streams with these handles, of which none is the default one.
 
-        Raises `NoCopyEngines`; some of it may be under way then.
+        Raises `CopyEnginesUnavailable`; some of it may be under way then.
         """
         if len(streams) != self._branches:
             raise ValueError(f"{len(streams)} streams, expected {self._branches}")
@@ -79,4 +84,6 @@ class CopyBatch:
                 ctypes.byref(self._attributes), ctypes.byref(self._first), ctypes.c_size_t(1), ctypes.c_void_p(stream),
             )  # fmt: skip
             if code:
-                raise NoCopyEngines(f"the copy engines could not be started ({error_name(self._library, code)})")
+                raise CopyEnginesUnavailable(
+                    f"the copy engines could not be started ({error_name(self._library, code)})"
+                )

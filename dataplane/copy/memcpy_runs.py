@@ -18,9 +18,9 @@ import numpy.typing as npt
 from ..tensors import Column
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 
-LEAST_RUN: Final = 1024 * 1024
+MIN_RUN_BYTES: Final = 1024 * 1024
 """Bytes. Shorter runs are the kernel's: to hand one over costs the host half a microsecond, and an engine as much."""
-MOST_RUN: Final = 32 * 1024 * 1024
+MAX_RUN_BYTES: Final = 32 * 1024 * 1024
 """Bytes. Longer ones are cut, so that batches can be as long as they should."""
 SHARES: Final = (1, 1, 2, 4, 8, 8, 8, 8, 8, 8)
 """Of the bytes, in the batches that are handed over one after another. An engine begins when all of its batch is
@@ -49,25 +49,27 @@ class CopyRuns:
         return CopyRuns(*(getattr(self, field.name)[runs] for field in fields(self)))
 
 
-def for_copy_engines(table: CopyTable, remote: Column) -> Mask:
+def rows_for_copy_engines(table: CopyTable, remote: Column) -> Mask:
     """(rows,): rows without casts that read from a peer (`remote`: (regions,) 0 or 1) in runs that are worth it."""
-    worth: Mask = (table.run * ITEM_SIZES[table.target_dtype] >= LEAST_RUN) & (table.casts == 0)
+    worth: Mask = (table.run * ITEM_SIZES[table.target_dtype] >= MIN_RUN_BYTES) & (table.casts == 0)
     found: Mask = worth & (remote[table.source] != 0)
     return found
 
 
-def copy_runs(table: CopyTable, source_base: Column, target_base: Column, stages: Column | None = None) -> CopyRuns:
+def split_into_runs(
+    table: CopyTable, source_base: Column, target_base: Column, stages: Column | None = None
+) -> CopyRuns:
     """The runs of a table without casts, long ones in parts; bases are the addresses of the regions.
 
     `stages` are those of the rows; without them all are of stage 0.
     """
     nbytes = table.run * ITEM_SIZES[table.target_dtype]
-    parts = -(-nbytes // MOST_RUN)
+    parts = -(-nbytes // MAX_RUN_BYTES)
     count: Column = table.grid.prod(axis=1, dtype=np.int64) * parts
     row = np.repeat(np.arange(len(table)), count)
     number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     number, part = np.divmod(number, parts[row])
-    begin = part * MOST_RUN
+    begin = part * MAX_RUN_BYTES
     source: Column = (source_base[table.source] + table.source_at)[row] + begin
     target: Column = (target_base[table.target] + table.target_at)[row] + begin
     for axis in range(AXES - 1, -1, -1):
@@ -75,10 +77,10 @@ def copy_runs(table: CopyTable, source_base: Column, target_base: Column, stages
         source += index * table.source_step[row, axis]
         target += index * table.target_step[row, axis]
     stage = np.zeros(len(row), np.int64) if stages is None else stages[row]
-    return CopyRuns(source, target, np.minimum(nbytes[row] - begin, MOST_RUN), stage)
+    return CopyRuns(source, target, np.minimum(nbytes[row] - begin, MAX_RUN_BYTES), stage)
 
 
-def calls_of(runs: CopyRuns, shares: Sequence[int] = SHARES) -> list[CopyRuns]:
+def split_into_batches(runs: CopyRuns, shares: Sequence[int] = SHARES) -> list[CopyRuns]:
     """Batches to hand over one after another, none of them empty: runs that follow one another, by their `shares`.
 
     Each is of one stage: those that a stage cuts are two.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..errors import NoCopyEngines
-from .copy_engine import PreparedCopies, Ready, at_once
+from ..errors import CopyEnginesUnavailable
+from .copy_engine import PreparedCopies, WaitStage, no_wait
 from .memcpy_batch import CopyBatch
 
 
@@ -47,7 +47,7 @@ class PeerCopies:
         kernel = next((copies.busy for stage in self._kernel.values() for copies in stage), False)  # all on one stream
         return kernel or not all(stream.query() for stream in self._streams)
 
-    def run(self, ready: Ready = at_once) -> None:
+    def run(self, ready: WaitStage = no_wait) -> None:
         """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
         with self._on_device():
             torch.cuda.synchronize()
@@ -56,7 +56,7 @@ class PeerCopies:
             finally:
                 torch.cuda.current_stream().synchronize()
 
-    def launch(self, ready: Ready = at_once) -> None:
+    def launch(self, ready: WaitStage = no_wait) -> None:
         """Copy every row, in the order of the current stream of this device.
 
         Should the driver refuse a batch, the kernel copies what it would have, from now on: `remark` says why.
@@ -80,7 +80,7 @@ class PeerCopies:
             return
         try:
             self._batch.launch(self._handles(self._batch), stage)
-        except NoCopyEngines as error:
+        except CopyEnginesUnavailable as error:
             self.remark, self._batch = str(error), None
             for of, copies in self._instead().items():
                 self._kernel[of].append(copies)

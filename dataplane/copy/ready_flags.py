@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import ManifestError, StaleSession
-from ..memory import MARK_BYTES, MadeRegion
+from ..memory import READY_FLAG_BYTES, ArenaRegion
 from ..processes import Deadline
 from ..tensors import Column
 from .copy_table import AXES, ITEM_SIZES, CopyTable
@@ -26,11 +26,11 @@ _SPIN_S: Final = 0.00005
 _ALIVE_S: Final = 0.01
 """How often it is looked whether whoever makes it is there."""
 
-Needs = tuple[tuple[int, int], ...]
+NeededParts = tuple[tuple[int, int], ...]
 """(holder, parts): so many of what the holder makes, from the first on, are read."""
 
 
-def stages_of(table: CopyTable, made: Mapping[int, MadeRegion]) -> Column:
+def stages_of_rows(table: CopyTable, made: Mapping[int, ArenaRegion]) -> Column:
     """(rows,): how many parts of what it reads have to be there for each row. `made` is by number of the source.
 
     0 where a row reads nothing that is made. A row that reaches from one part into another needs both, and one that
@@ -50,7 +50,7 @@ def stages_of(table: CopyTable, made: Mapping[int, MadeRegion]) -> Column:
     return stages
 
 
-def needs_of(table: CopyTable, stages: Column, holders: Mapping[int, int]) -> dict[int, Needs]:
+def needed_parts_by_stage(table: CopyTable, stages: Column, holders: Mapping[int, int]) -> dict[int, NeededParts]:
     """By stage, what its rows read; `holders`, by number of the source, of those that are made."""
     pairs: list[list[int]] = np.unique(np.stack([stages, table.source], axis=1), axis=0).tolist()
     found: dict[int, set[tuple[int, int]]] = {}
@@ -60,10 +60,10 @@ def needs_of(table: CopyTable, stages: Column, holders: Mapping[int, int]) -> di
     return {stage: tuple(sorted(each)) for stage, each in found.items()}
 
 
-def marks_in(region: torch.Tensor, made: MadeRegion) -> torch.Tensor:
+def ready_flags_in(region: torch.Tensor, made: ArenaRegion) -> torch.Tensor:
     """(parts,) int64: the marks in a region, 1-D uint8. Raises `ManifestError` where they are not inside of it."""
-    end = made.marks + MARK_BYTES * len(made.ends)
-    if made.marks < 0 or made.marks % MARK_BYTES or end > len(region) or not made.ends:
+    end = made.marks + READY_FLAG_BYTES * len(made.ends)
+    if made.marks < 0 or made.marks % READY_FLAG_BYTES or end > len(region) or not made.ends:
         raise ManifestError(f"{len(made.ends)} marks at byte {made.marks} are not in a region of {len(region)} bytes")
     return region[made.marks : end].view(torch.int64)
 

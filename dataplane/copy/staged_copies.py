@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from ..tensors import Column
-from .copy_engine import PreparedCopies, Ready, at_once
+from .copy_engine import PreparedCopies, WaitStage, no_wait
 from .copy_table import CopyTable
 
 
-def by_stage(table: CopyTable, stages: Column) -> dict[int, CopyTable]:
+def split_by_stage(table: CopyTable, stages: Column) -> dict[int, CopyTable]:
     """The rows of each stage, (rows,) `stages`, in the order of the stages and there in that of the table."""
     numbers: list[int] = np.unique(stages).tolist()
     return {number: table.take(np.flatnonzero(stages == number)) for number in numbers}
@@ -34,7 +34,7 @@ class StagedCopies:
         """Something that was launched is under way. Any stage can say it: the stream is that of all."""
         return next((each.busy for each in self._stages.values()), False)
 
-    def run(self, ready: Ready = at_once) -> None:
+    def run(self, ready: WaitStage = no_wait) -> None:
         """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
         if self._device is None:
             return self.launch(ready)
@@ -45,7 +45,7 @@ class StagedCopies:
             finally:
                 torch.cuda.current_stream().synchronize()
 
-    def launch(self, ready: Ready = at_once) -> None:
+    def launch(self, ready: WaitStage = no_wait) -> None:
         """Copy every row, in the order of the current stream."""
         for stage, copies in self._stages.items():
             ready(stage)

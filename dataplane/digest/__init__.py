@@ -20,8 +20,8 @@ if TYPE_CHECKING:
         DIGEST_BYTES as DIGEST_BYTES,
         LANE_B as LANE_B,
         PHI as PHI,
-        check as check,
-        mix as mix,
+        check_digests as check_digests,
+        mix_words as mix_words,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -55,10 +55,10 @@ def digest_tensors(memory: torch.Tensor, offsets: Sequence[int]) -> bytes:
         lanes = accumulate(memory, bounds)
     else:
         lanes = _accumulate_bytes(memory.numpy(), bounds)
-    return finish(lanes, np.diff(bounds))
+    return finish_digests(lanes, np.diff(bounds))
 
 
-def check(memory: torch.Tensor, offsets: Sequence[int], expected: bytes, names: Sequence[str]) -> None:
+def check_digests(memory: torch.Tensor, offsets: Sequence[int], expected: bytes, names: Sequence[str]) -> None:
     """Raise `DigestMismatch`, naming the first tensor, unless the tensors in `memory` have the `expected` digests."""
     if len(expected) != DIGEST_BYTES * len(names) or len(offsets) != len(names) + 1:
         raise ValueError(
@@ -73,7 +73,7 @@ def check(memory: torch.Tensor, offsets: Sequence[int], expected: bytes, names: 
             raise DigestMismatch(name, found[cut].hex(), expected[cut].hex())
 
 
-def mix(words: _Words, at: _Bounds) -> _Words:
+def mix_words(words: _Words, at: _Bounds) -> _Words:
     """(2,): what words of one tensor, at these indexes of its packed words, add to its two lanes."""
     x = words + (at.astype(np.uint64) + np.uint64(1)) * np.uint64(PHI)
     scratch = np.empty_like(x)
@@ -83,7 +83,7 @@ def mix(words: _Words, at: _Bounds) -> _Words:
     return np.array([np.add.reduce(x), np.add.reduce(y)], dtype=np.uint64)
 
 
-def finish(lanes: _Words, nbytes: _Bounds) -> bytes:
+def finish_digests(lanes: _Words, nbytes: _Bounds) -> bytes:
     """Digests from the sums of both lanes, (2, tensors), and the tensors' sizes in bytes."""
     lengths = nbytes.astype(np.uint64)
     out = np.empty((len(lengths), 2), dtype="<u8")

@@ -8,27 +8,32 @@ if TYPE_CHECKING:
     from . import ipc_handles as ipc_handles, posix_shm as posix_shm
     from .cuda_driver import Driver as Driver, error_name as error_name
     from .device_identity import (
-        HOST_OF_NCCL as HOST_OF_NCCL,
+        NCCL_HOSTID as NCCL_HOSTID,
         device_name as device_name,
+        nccl_gpu_id as nccl_gpu_id,
+        nccl_gpu_id_here as nccl_gpu_id_here,
         readable_peers as readable_peers,
-        seat_here as seat_here,
-        seat_on as seat_on,
     )
     from .export_map import (
-        MARK_BYTES as MARK_BYTES,
-        ExportedPlace as ExportedPlace,
+        READY_FLAG_BYTES as READY_FLAG_BYTES,
+        ArenaParts as ArenaParts,
+        ArenaRegion as ArenaRegion,
+        ExportedTensor as ExportedTensor,
         ExportMap as ExportMap,
-        MadeRegion as MadeRegion,
-        Parts as Parts,
         Region as Region,
     )
     from .exporter import RegionExporter as RegionExporter
-    from .gpu_topology import Gpu as Gpu, SurveyFailed as SurveyFailed, seen_by as seen_by, seen_here as seen_here
+    from .gpu_topology import (
+        GpuSurveyFailed as GpuSurveyFailed,
+        VisibleGpu as VisibleGpu,
+        gpus_visible_here as gpus_visible_here,
+        gpus_visible_to as gpus_visible_to,
+    )
     from .importer import RegionImporter as RegionImporter
     from .ipc_handles import CudaMemory as CudaMemory, HostMemory as HostMemory
-    from .local_memory import OwnMemory as OwnMemory
-    from .staging_buffers import BucketPool as BucketPool
+    from .local_memory import LocalMemory as LocalMemory
+    from .staging_buffers import BucketBuffers as BucketBuffers
     from .tensor_bytes import addresses_of as addresses_of, bytes_of as bytes_of, sizes_of as sizes_of
-    from .torch_shared_memory import EngineMemory as EngineMemory
+    from .torch_shared_memory import TorchSharedBuffers as TorchSharedBuffers
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

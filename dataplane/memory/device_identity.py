@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-HOST_OF_NCCL: Final = "NCCL_HOSTID"
+NCCL_HOSTID: Final = "NCCL_HOSTID"
 """NCCL's own variable: processes with other values are on other hosts for it, whatever GPU they share."""
 
 
@@ -18,19 +18,19 @@ def device_name(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
-def seat_on(gpu: str, nccl_host: str) -> str:
+def nccl_gpu_id(gpu: str, nccl_host: str) -> str:
     """The name of a GPU as one place in a group: NCCL takes no two ranks on one. Empty where there is none.
 
-    `nccl_host` is the value of `HOST_OF_NCCL`, empty where it is not set.
+    `nccl_host` is the value of `NCCL_HOSTID`, empty where it is not set.
     """
     if gpu == "cpu":
         return ""
     return f"{nccl_host}/{gpu}" if nccl_host else gpu
 
 
-def seat_here(gpu: str) -> str:
+def nccl_gpu_id_here(gpu: str) -> str:
     """The same for this process."""
-    return seat_on(gpu, os.environ.get(HOST_OF_NCCL, ""))
+    return nccl_gpu_id(gpu, os.environ.get(NCCL_HOSTID, ""))
 
 
 def readable_peers(device: torch.device) -> tuple[str, ...]:

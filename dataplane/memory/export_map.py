@@ -30,7 +30,7 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``cpu``, or the GPU's uuid: a device index means another GPU in another process."""
 
 
-class ExportedPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+class ExportedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Where a local tensor begins."""
 
     region: int
@@ -38,7 +38,7 @@ class ExportedPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=
     """Bytes."""
 
 
-class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ArenaParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A local tensor that is made anew for every version, from its beginning on, and may be read while it is."""
 
     storage: int
@@ -49,7 +49,7 @@ class Parts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """... and where an int64 for each part lies: it shows the number of the round in which the part was made last."""
 
 
-class MadeRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ArenaRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The same as readers know it. All but the region itself are bytes from the beginning of that region."""
 
     region: int
@@ -65,19 +65,19 @@ class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     host: str
     """`host.host_identity` of the process."""
     regions: tuple[Region, ...]
-    places: tuple[ExportedPlace, ...]
+    places: tuple[ExportedTensor, ...]
     """By the number that pieces give a local tensor as `storage`."""
-    parts: Parts | None = None
+    parts: ArenaParts | None = None
     """What of it is made part by part, if anything is. All else is there when it is offered."""
 
     @property
-    def made(self) -> MadeRegion | None:
+    def made(self) -> ArenaRegion | None:
         """`parts`, in their region."""
         if self.parts is None:
             return None
         place = self.places[self.parts.storage]
         ends = tuple(place.offset + end for end in self.parts.ends)
-        return MadeRegion(place.region, place.offset, ends, place.offset + self.parts.marks)
+        return ArenaRegion(place.region, place.offset, ends, place.offset + self.parts.marks)
 
     def encode(self) -> bytes:
         """Canonical bytes."""
@@ -119,21 +119,21 @@ def _inside(export: ExportMap) -> bool:
     return bool(known.all() and (offset >= 0).all() and (offset < sizes[region]).all())
 
 
-def _check_parts(export: ExportMap, parts: Parts) -> None:
-    if not 0 <= parts.storage < len(export.places) or not 0 < len(parts.ends) <= MOST_PARTS:
+def _check_parts(export: ExportMap, parts: ArenaParts) -> None:
+    if not 0 <= parts.storage < len(export.places) or not 0 < len(parts.ends) <= MAX_ARENA_PARTS:
         raise ManifestError(f"{len(parts.ends)} parts of local tensor {parts.storage} are made: there is no such")
     made = export.made
     assert made is not None
     nbytes = export.regions[made.region].nbytes
     ascending = all(a < b for a, b in zip((0, *parts.ends), parts.ends, strict=False))
-    marks = (made.marks, made.marks + MARK_BYTES * len(made.ends))
-    if not ascending or made.ends[-1] > nbytes or marks[0] < 0 or marks[1] > nbytes or marks[0] % MARK_BYTES:
+    marks = (made.marks, made.marks + READY_FLAG_BYTES * len(made.ends))
+    if not ascending or made.ends[-1] > nbytes or marks[0] < 0 or marks[1] > nbytes or marks[0] % READY_FLAG_BYTES:
         raise ManifestError(f"parts that end at {made.ends}, with marks at {marks[0]}, are none of {nbytes} bytes")
 
 
 _PLACE: Final = attrgetter("region", "offset")
-MOST_PARTS: Final = 64
-MARK_BYTES: Final = 8
+MAX_ARENA_PARTS: Final = 64
+READY_FLAG_BYTES: Final = 8
 """Of the mark of a part."""
 _ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
 _DECODER: Final[msgspec.msgpack.Decoder[ExportMap]] = msgspec.msgpack.Decoder(ExportMap)

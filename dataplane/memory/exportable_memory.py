@@ -20,13 +20,13 @@ from ..errors import NotExportable
 from . import export_messages as wire
 from .cuda_driver import Driver
 from .device_identity import device_name
-from .export_map import ExportedPlace, Region
+from .export_map import ExportedTensor, Region
 
 _SPARE_DESCRIPTORS: Final = 256
 
 
 @dataclass(slots=True, eq=False)
-class ExportedStorage:
+class ExportedRegion:
     """One region, and what keeps it from being freed."""
 
     region: Region
@@ -38,15 +38,15 @@ class ExportedStorage:
     handle: bytes = b""
 
 
-class SharedMemory(Protocol):
+class ExportableMemory(Protocol):
     """One kind of memory."""
 
     outlives: bool
     """What a reader has mapped stays readable when the exporter lets go of it."""
 
     def share(
-        self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedStorage]
-    ) -> tuple[dict[int, ExportedStorage], tuple[ExportedPlace, ...]]:
+        self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedRegion]
+    ) -> tuple[dict[int, ExportedRegion], tuple[ExportedTensor, ...]]:
         """The regions of `tensors` by identity, those in `known` as they are, and where each tensor begins.
 
         An identity is never given to another region. Raises `NotExportable`.
@@ -58,7 +58,7 @@ class SharedMemory(Protocol):
         ...
 
 
-def memory_of(tensors: Sequence[torch.Tensor]) -> SharedMemory:
+def exportable_memory_of(tensors: Sequence[torch.Tensor]) -> ExportableMemory:
     """How the memory of `tensors` is shared. Raises `NotExportable` for tensors of several devices."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
@@ -72,16 +72,16 @@ def memory_of(tensors: Sequence[torch.Tensor]) -> SharedMemory:
 
 
 class ExportableHostMemory:
-    """Implements `SharedMemory`: a region for each storage."""
+    """Implements `ExportableMemory`: a region for each storage."""
 
     outlives = True
 
     def share(
-        self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedStorage]
-    ) -> tuple[dict[int, ExportedStorage], tuple[ExportedPlace, ...]]:
+        self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedRegion]
+    ) -> tuple[dict[int, ExportedRegion], tuple[ExportedTensor, ...]]:
         """Move storages into shared memory, where they are."""
-        held: dict[int, ExportedStorage] = {}
-        places: list[ExportedPlace] = []
+        held: dict[int, ExportedRegion] = {}
+        places: list[ExportedTensor] = []
         numbers: dict[int, int] = {}
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -90,7 +90,7 @@ class ExportableHostMemory:
             if identity not in held:
                 held[identity] = known.get(identity) or _share(tensor.untyped_storage())
             number = numbers.setdefault(identity, len(numbers))
-            places.append(ExportedPlace(number, int(tensor.storage_offset()) * tensor.element_size()))
+            places.append(ExportedTensor(number, int(tensor.storage_offset()) * tensor.element_size()))
         return held, tuple(places)
 
     def settle(self) -> None:
@@ -98,7 +98,7 @@ class ExportableHostMemory:
 
 
 class ExportableDeviceMemory:
-    """Implements `SharedMemory`: a region for each allocation of one GPU."""
+    """Implements `ExportableMemory`: a region for each allocation of one GPU."""
 
     outlives = False
 
@@ -108,11 +108,11 @@ class ExportableDeviceMemory:
         self._uuid = device_name(device)
 
     def share(
-        self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedStorage]
-    ) -> tuple[dict[int, ExportedStorage], tuple[ExportedPlace, ...]]:
+        self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedRegion]
+    ) -> tuple[dict[int, ExportedRegion], tuple[ExportedTensor, ...]]:
         """Name the allocations that the tensors lie in."""
-        held: dict[int, ExportedStorage] = {}
-        places: list[ExportedPlace] = []
+        held: dict[int, ExportedRegion] = {}
+        places: list[ExportedTensor] = []
         numbers: dict[int, int] = {}
         storages: dict[int, list[torch.UntypedStorage]] = {}
         self.settle()
@@ -123,7 +123,7 @@ class ExportableDeviceMemory:
                 allocation = self._driver.allocation(tensor.data_ptr())
                 identity = allocation.identity
                 if identity not in held:
-                    held[identity] = known.get(identity) or ExportedStorage(
+                    held[identity] = known.get(identity) or ExportedRegion(
                         Region(allocation.nbytes, self._uuid),
                         wire.CUDA,
                         [],
@@ -132,7 +132,7 @@ class ExportableDeviceMemory:
                     )
                 storages.setdefault(identity, []).append(tensor.untyped_storage())
                 number = numbers.setdefault(identity, len(numbers))
-                places.append(ExportedPlace(number, tensor.data_ptr() - allocation.base))
+                places.append(ExportedTensor(number, tensor.data_ptr() - allocation.base))
         for identity, each in storages.items():
             held[identity].storages = each
         return held, tuple(places)
@@ -142,7 +142,7 @@ class ExportableDeviceMemory:
         torch.cuda.synchronize(self._device)
 
 
-def _share(storage: torch.UntypedStorage) -> ExportedStorage:
+def _share(storage: torch.UntypedStorage) -> ExportedRegion:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -154,4 +154,4 @@ def _share(storage: torch.UntypedStorage) -> ExportedStorage:
             f"torch cannot move {storage.nbytes()} bytes into shared memory ({error}): enlarge /dev/shm "
             f"(docker: --shm-size) or the limit of open files (now {hard}, {_SPARE_DESCRIPTORS} of them for other uses)"
         ) from error
-    return ExportedStorage(Region(nbytes, "cpu"), wire.HOST, [storage], fd=fd)
+    return ExportedRegion(Region(nbytes, "cpu"), wire.HOST, [storage], fd=fd)

@@ -19,10 +19,10 @@ from typing import Final
 import torch
 
 from ..errors import PeerLost, TransferFailed, Unsupported
-from ..processes import host_identity, open_runtime_dir, peer_of
+from ..processes import host_identity, open_runtime_dir, peer_pid
 from . import export_messages as wire
-from .export_map import ExportMap, Parts
-from .exportable_memory import ExportedStorage, SharedMemory, memory_of
+from .export_map import ArenaParts, ExportMap
+from .exportable_memory import ExportableMemory, ExportedRegion, exportable_memory_of
 from .tensor_bytes import addresses_of
 
 _MAX_PATH: Final = 107
@@ -38,12 +38,12 @@ class RegionExporter:
         self._path = runtime_dir / f"{channel}-export-{holder}-{os.getpid()}.sock"
         self._holder = holder
         self._generation = 0
-        self._memory: SharedMemory | None = None
-        self._held: dict[int, ExportedStorage] = {}
+        self._memory: ExportableMemory | None = None
+        self._held: dict[int, ExportedRegion] = {}
         self._map: ExportMap | None = None
         self._pointers: list[int] = []
         self._lock = threading.Lock()
-        self._leases: dict[socket.socket, list[ExportedStorage]] = {}
+        self._leases: dict[socket.socket, list[ExportedRegion]] = {}
         self._listener: socket.socket | None = None
         self._wake: socket.socket | None = None
         self._thread: threading.Thread | None = None
@@ -59,13 +59,15 @@ class RegionExporter:
         with self._lock:
             return len(self._leases)
 
-    def export(self, tensors: Sequence[torch.Tensor], *, settled: bool = True, parts: Parts | None = None) -> ExportMap:
+    def export(
+        self, tensors: Sequence[torch.Tensor], *, settled: bool = True, parts: ArenaParts | None = None
+    ) -> ExportMap:
         """Make the memory of `tensors` readable, `parts` of it before they are made. Raises `NotExportable`.
 
         Without `settled` it may return before all that this process writes there is written: `settle` waits for that.
         """
         if self._memory is None:
-            self._memory = memory_of(tensors)
+            self._memory = exportable_memory_of(tensors)
         # No other tensor can be where these were: their storages are held here.
         pointers = addresses_of(tensors)
         if self._map is not None and self._map.parts == parts and pointers == self._pointers:
@@ -186,7 +188,7 @@ class RegionExporter:
         except OSError:  # it went away again, or we are closing
             return
         try:
-            peer_of(reader)
+            peer_pid(reader)
         except PeerLost:
             reader.close()
             return

@@ -21,11 +21,11 @@ _ANSWER_S: Final = 20.0
 """The driver of a machine with eight GPUs takes about a second to begin."""
 _P2P_BY_NVLINK: Final = 2
 """NVML_P2P_CAPS_INDEX_NVLINK."""
-CHOSEN_BY: Final = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
+VISIBILITY_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
 """Variables that decide which GPUs a process sees, and under which numbers."""
 
 
-class Gpu(msgspec.Struct, frozen=True):
+class VisibleGpu(msgspec.Struct, frozen=True):
     """One GPU that the process sees; its place in the list is its number there."""
 
     uuid: str
@@ -34,41 +34,43 @@ class Gpu(msgspec.Struct, frozen=True):
     there to be asked, ``p2p`` stands for both."""
 
 
-class SurveyFailed(Exception):
+class GpuSurveyFailed(Exception):
     """The driver could not be asked. That says nothing about the GPUs."""
 
 
-def seen_here() -> tuple[Gpu, ...]:
-    """What this process sees. Raises `SurveyFailed`."""
+def gpus_visible_here() -> tuple[VisibleGpu, ...]:
+    """What this process sees. Raises `GpuSurveyFailed`."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise SurveyFailed(f"the CUDA driver cannot be loaded: {error}") from error
+        raise GpuSurveyFailed(f"the CUDA driver cannot be loaded: {error}") from error
     _check(driver.cuInit(0), "cuInit")
     count = ctypes.c_int()
     _check(driver.cuDeviceGetCount(ctypes.byref(count)), "cuDeviceGetCount")
     names = [_uuid(driver, number) for number in range(count.value)]
     links = _Nvml()
     return tuple(
-        Gpu(name, {other: _way(driver, links, (at, name), (to, other)) for to, other in enumerate(names) if to != at})
+        VisibleGpu(
+            name, {other: _way(driver, links, (at, name), (to, other)) for to, other in enumerate(names) if to != at}
+        )
         for at, name in enumerate(names)
     )
 
 
-def seen_by(environment: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """What a process of this host sees whose `environment` this is. Takes about a second. Raises `SurveyFailed`."""
-    chosen = {name: environment[name] for name in CHOSEN_BY if name in environment}
-    own = {name: value for name, value in os.environ.items() if name not in CHOSEN_BY}
+def gpus_visible_to(environment: Mapping[str, str]) -> tuple[VisibleGpu, ...]:
+    """What a process of this host sees whose `environment` this is. Takes about a second. Raises `GpuSurveyFailed`."""
+    chosen = {name: environment[name] for name in VISIBILITY_VARIABLES if name in environment}
+    own = {name: value for name, value in os.environ.items() if name not in VISIBILITY_VARIABLES}
     command = [sys.executable, "-m", "weightbus.dataplane.memory.gpu_topology"]
     try:
         done = subprocess.run(  # noqa: S603  our own module
             command, env=own | chosen, capture_output=True, timeout=_ANSWER_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SurveyFailed(f"{error}") from error
+        raise GpuSurveyFailed(f"{error}") from error
     if done.returncode:
-        raise SurveyFailed(done.stderr.decode(errors="replace").strip()[-300:])
-    return msgspec.json.decode(done.stdout, type=tuple[Gpu, ...])
+        raise GpuSurveyFailed(done.stderr.decode(errors="replace").strip()[-300:])
+    return msgspec.json.decode(done.stdout, type=tuple[VisibleGpu, ...])
 
 
 class _Nvml:
@@ -120,11 +122,11 @@ def _reads(driver: ctypes.CDLL, number: int, other: int) -> bool:
 
 def _check(code: int, call: str) -> None:
     if code:
-        raise SurveyFailed(f"{call} answered {code}")
+        raise GpuSurveyFailed(f"{call} answered {code}")
 
 
 if __name__ == "__main__":
     try:
-        sys.stdout.buffer.write(msgspec.json.encode(seen_here()))
-    except SurveyFailed as failed:
+        sys.stdout.buffer.write(msgspec.json.encode(gpus_visible_here()))
+    except GpuSurveyFailed as failed:
         sys.exit(str(failed))

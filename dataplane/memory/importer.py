@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from ..errors import DeadlineExceeded, NotExportable, PeerLost, StaleSession, TransferFailed
-from ..processes import Deadline, peer_of
+from ..processes import Deadline, peer_pid
 from . import export_messages as wire
 from .cuda_driver import Driver
 from .device_identity import device_name
@@ -88,7 +88,7 @@ class _Exporter:
         try:
             self._socket.settimeout(deadline.check("an exporter"))
             self._socket.connect(address)
-            pid = peer_of(self._socket)
+            pid = peer_pid(self._socket)
             if pid and pid != os.getpid():  # 0: a process of another PID namespace, whose socket has to tell
                 self._pidfd = os.pidfd_open(pid)
         except OSError as error:

@@ -12,11 +12,11 @@ import torch
 from ..errors import Unsupported
 from ..processes import host_identity
 from .device_identity import device_name
-from .export_map import ExportedPlace, ExportMap, Region
+from .export_map import ExportedTensor, ExportMap, Region
 from .tensor_bytes import addresses_of
 
 
-class OwnMemory:
+class LocalMemory:
     """One rank's storages, numbered in the order in which its tensors name them."""
 
     def __init__(self, holder: int) -> None:
@@ -35,14 +35,14 @@ class OwnMemory:
             raise Unsupported("one rank's tensors are on several devices: its part of a model must be on one")
         numbers: dict[int, int] = {}
         regions: list[torch.Tensor] = []
-        places: list[ExportedPlace] = []
+        places: list[ExportedTensor] = []
         for tensor in tensors:
             storage = tensor.untyped_storage()
             number = numbers.setdefault(storage.data_ptr(), len(numbers))
             if number == len(regions):
                 flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 regions.append(flat.set_(storage, 0, (storage.nbytes(),), (1,)))
-            places.append(ExportedPlace(number, int(tensor.storage_offset()) * tensor.element_size()))
+            places.append(ExportedTensor(number, int(tensor.storage_offset()) * tensor.element_size()))
         self.regions = tuple(regions)
         self._pointers = pointers
         named = tuple(Region(each.numel(), device_name(each.device)) for each in regions)

@@ -81,7 +81,7 @@ def map_readonly(name: str, nbytes: int) -> npt.NDArray[np.uint8]:
         os.close(fd)
 
 
-def sweep() -> tuple[str, ...]:
+def remove_leftovers() -> tuple[str, ...]:
     """Unlink the segments of processes of this PID namespace that no longer run; says which."""
     swept: list[str] = []
     for path in DIRECTORY.glob("weightbus-*"):

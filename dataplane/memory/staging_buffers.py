@@ -18,7 +18,7 @@ from . import ipc_handles as handles, posix_shm as segments
 _GENERATIONS: Final = itertools.count(1)
 
 
-class HostSlot:
+class HostStagingBuffer:
     """Shared memory of this host, named in ``/dev/shm``."""
 
     def __init__(self, purpose: str, nbytes: int, generation: int) -> None:
@@ -32,7 +32,7 @@ class HostSlot:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
 
-class CudaSlot:
+class CudaStagingBuffer:
     """One plain allocation on a GPU, opened by other processes through CUDA IPC."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
@@ -43,7 +43,7 @@ class CudaSlot:
             named = handles.export_cuda(self.memory)
         except NotExportable:
             # The trainer's allocator maps its memory itself, and may: only what others open has to be plain.
-            self._pool, self.memory = plain_memory(device, nbytes)
+            self._pool, self.memory = allocate_without_expandable_segments(device, nbytes)
             named = handles.export_cuda(self.memory)
         self.exported = handles.encode_cuda(named)
 
@@ -53,7 +53,7 @@ class CudaSlot:
         self._pool = None
 
 
-def plain_memory(device: torch.device, nbytes: int) -> tuple[torch.cuda.MemPool, torch.Tensor]:
+def allocate_without_expandable_segments(device: torch.device, nbytes: int) -> tuple[torch.cuda.MemPool, torch.Tensor]:
     """Memory of one cudaMalloc, where torch's allocator makes expandable segments, and the pool that it belongs to.
 
     A pool of its own, so that no free block of an expandable segment is taken; and the setting is off meanwhile, for
@@ -73,7 +73,7 @@ def plain_memory(device: torch.device, nbytes: int) -> tuple[torch.cuda.MemPool,
         configure(before)
 
 
-class BucketPool:
+class BucketBuffers:
     """`slots` buffers of `slot_bytes` each on one device.
 
     Raises `NotExportable` when the device's memory cannot be opened by other processes, `OutOfSharedMemory` when the
@@ -85,22 +85,22 @@ class BucketPool:
         self.slot_bytes = slot_bytes
         self.generation = next(_GENERATIONS)
         """Tells this pool's slots from those of an earlier pool of this process."""
-        self._slots: list[HostSlot | CudaSlot] = []
+        self._slots: list[HostStagingBuffer | CudaStagingBuffer] = []
         if self.device.type not in {"cpu", "cuda"}:
             raise NotExportable(f"memory of {self.device} cannot be shared: stage buckets on cpu or cuda")
-        segments.sweep()
+        segments.remove_leftovers()
         try:
             for _ in range(slots):
                 if self.device.type == "cuda":
-                    self._slots.append(CudaSlot(self.device, slot_bytes))
+                    self._slots.append(CudaStagingBuffer(self.device, slot_bytes))
                 else:
-                    self._slots.append(HostSlot(name, slot_bytes, self.generation))
+                    self._slots.append(HostStagingBuffer(name, slot_bytes, self.generation))
         except BaseException:
             self.close()
             raise
 
     @property
-    def slots(self) -> list[HostSlot | CudaSlot]:
+    def slots(self) -> list[HostStagingBuffer | CudaStagingBuffer]:
         """The slots, each a `transport.Slot`."""
         return self._slots
 

@@ -39,7 +39,7 @@ _MANAGER_NAME_BYTES: Final = len("/torch-shm-dir-XXXXXX/manager.sock")
 """What the manager adds to the folder that it is given."""
 
 
-class EngineMemory:
+class TorchSharedBuffers:
     """Up to `slots` segments of one size, made at the first need, kept across rounds, remade only when too small."""
 
     def __init__(self, runtime_dir: Path, slots: int = 2) -> None:
@@ -55,7 +55,7 @@ class EngineMemory:
             return
         self._drop()
         if self._manager is None or not self._manager.alive:
-            segments.sweep()
+            segments.remove_leftovers()
             self._manager = _Manager(self._runtime_dir, deadline)
         for _ in range(wanted):
             self._slots.append(_Slot(self._manager.handle, nbytes))

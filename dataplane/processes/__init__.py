@@ -9,37 +9,37 @@ if TYPE_CHECKING:
     from .background_init import BackgroundInit as BackgroundInit
     from .connection_pool import ConnectionPool as ConnectionPool, PooledConnection as PooledConnection
     from .deadline import Deadline as Deadline
-    from .frames import FrameListener as FrameListener, Frames as Frames, dead_among as dead_among
+    from .frames import FrameListener as FrameListener, Frames as Frames, find_ended_peer as find_ended_peer
     from .host_facts import (
         files_identity as files_identity,
         folder_identity as folder_identity,
         host_identity as host_identity,
-        interfaces as interfaces,
         network_identity as network_identity,
+        network_interfaces as network_interfaces,
     )
     from .mac_frames import (
         MacFrames as MacFrames,
         MacListener as MacListener,
-        address_towards as address_towards,
-        bracketed as bracketed,
-        family_of as family_of,
-        host_and_port as host_and_port,
+        address_family as address_family,
+        bracket_ipv6 as bracket_ipv6,
+        local_address_towards as local_address_towards,
         new_token as new_token,
+        parse_tcp_address as parse_tcp_address,
     )
-    from .process_groups import backend_for as backend_for, taken_s as taken_s
+    from .process_groups import bucket_timeout_s as bucket_timeout_s, process_group_backend as process_group_backend
     from .rendezvous_store import (
-        ask_for_names as ask_for_names,
+        connect_store as connect_store,
         join_store as join_store,
-        reach_store as reach_store,
         serve_store as serve_store,
+        warm_up_name_resolution as warm_up_name_resolution,
     )
-    from .thread_latency import prompt as prompt, without_slack as without_slack
+    from .thread_latency import low_latency_threads as low_latency_threads, without_timer_slack as without_timer_slack
     from .unix_sockets import (
         default_runtime_dir as default_runtime_dir,
-        not_private as not_private,
         open_runtime_dir as open_runtime_dir,
-        peer_of as peer_of,
+        peer_pid as peer_pid,
+        why_not_private as why_not_private,
     )
-    from .wire_message import WireMessage as WireMessage, decode as decode
+    from .wire_message import WireMessage as WireMessage, decode_message as decode_message
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

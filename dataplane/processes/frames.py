@@ -14,7 +14,7 @@ from typing import Final, Self
 
 from ..errors import DeadlineExceeded, PeerLost, TransferFailed
 from .deadline import Deadline
-from .unix_sockets import peer_of
+from .unix_sockets import peer_pid
 
 MAX_FRAME: Final = 512 * 1024 * 1024
 """A recording of a million copies takes a fifth of it."""
@@ -38,7 +38,7 @@ class Frames:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._come = bytearray()
-        self.pid = peer_of(sock)
+        self.pid = peer_pid(sock)
 
     @classmethod
     def connect(cls, path: str, deadline: Deadline) -> Self:
@@ -181,7 +181,7 @@ class Frames:
         self._socket.close()
 
 
-def dead_among(ends: Iterable[tuple[int, Frames]]) -> int | None:
+def find_ended_peer(ends: Iterable[tuple[int, Frames]]) -> int | None:
     """The number of an end whose process has ended, or is about to: it closes its connections first."""
     until, suspects = time.monotonic() + _ENDING_S, tuple(ends)
     try:

@@ -20,7 +20,7 @@ _SIOCGIFADDR: Final = 0x8915
 """Asks an interface for its IPv4 address: https://man7.org/linux/man-pages/man7/netdevice.7.html"""
 
 
-class Interface(NamedTuple):
+class HostInterface(NamedTuple):
     """One network interface that others may come through; the loopback is none."""
 
     name: str
@@ -56,15 +56,15 @@ def folder_identity(folder: Path) -> str:
     return f"{found.st_dev:x}:{found.st_ino:x}"
 
 
-def interfaces() -> tuple[Interface, ...]:
+def network_interfaces() -> tuple[HostInterface, ...]:
     """Those that have an address, the loopback left out."""
     six = _ipv6()
-    found: list[Interface] = []
+    found: list[HostInterface] = []
     for _, name in socket.if_nameindex():
         addresses = [each for each in (_ipv4(name), *six.get(name, ())) if each]
         usable = tuple(each for each in addresses if _usable(each))
         if usable:
-            found.append(Interface(name, usable, _mbps(name)))
+            found.append(HostInterface(name, usable, _mbps(name)))
     return tuple(found)
 
 

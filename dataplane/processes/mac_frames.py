@@ -16,7 +16,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 # torch.distributed has this name only where it was built with it, and type checkers do not see it there.
-from ..errors import DeadlineExceeded, Forged, PeerLost, TransferFailed
+from ..errors import DeadlineExceeded, ForgedMessage, PeerLost, TransferFailed
 from .deadline import Deadline
 from .frames import Frames
 
@@ -40,7 +40,7 @@ class MacFrames(Frames):
     @classmethod
     def reach(cls, address: str, token: str, deadline: Deadline) -> MacFrames:
         """Connect to ``tcp://host:port``. Raises `PeerLost`, `TransferFailed` for what is no such address."""
-        where = host_and_port(address)
+        where = parse_tcp_address(address)
         try:
             sock = socket.create_connection(where, deadline.check(address))
         except TimeoutError as error:
@@ -64,7 +64,7 @@ class MacFrames(Frames):
         self._key = hmac.new(self._token, both, hashlib.sha256).digest()
         shown = self._swap(self._mac(_GREETING, 0, by_listener=self._listening), deadline)
         if not hmac.compare_digest(shown, self._mac(_GREETING, 0, by_listener=not self._listening)):
-            raise Forged("a connection to the sender")
+            raise ForgedMessage("a connection to the sender")
         self._sent = self._heard = 1
 
     def _swap(self, mine: bytes, deadline: Deadline) -> bytes:
@@ -84,18 +84,18 @@ class MacFrames(Frames):
         return mac
 
     def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
-        """The next message. Raises `PeerLost`, `DeadlineExceeded`, `Forged`."""
+        """The next message. Raises `PeerLost`, `DeadlineExceeded`, `ForgedMessage`."""
         return self._opened(super().receive(deadline, waiting_for))
 
     def pull(self) -> bytes | None:
-        """What is there of the next message; see `Frames`. Raises `PeerLost`, `Forged`."""
+        """What is there of the next message; see `Frames`. Raises `PeerLost`, `ForgedMessage`."""
         found = super().pull()
         return None if found is None else self._opened(found)
 
     def _opened(self, found: bytes) -> bytes:
         mac, message = found[:_MAC_BYTES], found[_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(message, self._heard, by_listener=not self._listening)):
-            raise Forged("a connection to the sender")
+            raise ForgedMessage("a connection to the sender")
         self._heard += 1
         return message
 
@@ -109,8 +109,8 @@ class MacListener:
 
     def __init__(self, host: str, token: str) -> None:
         self._token = token
-        self._socket = listening_on(host)
-        self.address = f"tcp://{bracketed(host)}:{self._socket.getsockname()[1]}"
+        self._socket = listen_tcp(host)
+        self.address = f"tcp://{bracket_ipv6(host)}:{self._socket.getsockname()[1]}"
 
     def take(self, deadline: Deadline) -> MacFrames:
         """The next connection, still to be greeted. Raises `DeadlineExceeded`, `PeerLost`."""
@@ -131,7 +131,7 @@ class MacListener:
         self._socket.close()
 
 
-def host_and_port(address: str) -> tuple[str, int]:
+def parse_tcp_address(address: str) -> tuple[str, int]:
     """Of ``tcp://host:port``. Raises `TransferFailed` for anything else."""
     try:
         url = urlsplit(address)
@@ -143,31 +143,31 @@ def host_and_port(address: str) -> tuple[str, int]:
     return host, port
 
 
-def bracketed(host: str) -> str:
+def bracket_ipv6(host: str) -> str:
     """As it stands before a port: a colon of IPv6 is none between the two."""
     return f"[{host}]" if ":" in host else host
 
 
-def listening_on(host: str) -> socket.socket:
+def listen_tcp(host: str) -> socket.socket:
     """A TCP port of one address of this machine. Raises `TransferFailed` where there can be none."""
     try:
-        return socket.create_server((host, 0), family=family_of(host), backlog=128)
+        return socket.create_server((host, 0), family=address_family(host), backlog=128)
     except OSError as error:
         raise TransferFailed(
             f"no port can be opened on {host}: {error}: set host to an address of this machine"
         ) from error
 
 
-def family_of(host: str) -> socket.AddressFamily:
+def address_family(host: str) -> socket.AddressFamily:
     """IPv6 where `host` has no address of IPv4. Raises OSError where it has none at all."""
     found = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
 
 
-def address_towards(host: str, port: int) -> str:
+def local_address_towards(host: str, port: int) -> str:
     """The address of this machine at which whoever is at `host` sees it. Nothing is sent."""
     try:
-        with socket.socket(family_of(host), socket.SOCK_DGRAM) as probe:
+        with socket.socket(address_family(host), socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
             found: str = probe.getsockname()[0]
     except OSError as error:

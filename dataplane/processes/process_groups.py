@@ -34,7 +34,7 @@ _ABORT_TAG: Final = 0x7FFFFFFF
 """No message has it."""
 
 
-class Receiving(Protocol):
+class GlooReceive(Protocol):
     """What torch's stubs leave out of ProcessGroupGloo."""
 
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> c10d.Work:  # noqa: N803
@@ -42,7 +42,7 @@ class Receiving(Protocol):
         ...
 
 
-def break_gloo(backend: Receiving, rank: int, size: int) -> None:
+def break_gloo(backend: GlooReceive, rank: int, size: int) -> None:
     """Close all connections of `rank`, which frees whoever waits at their other ends, and here in another thread.
 
     Gloo has no abort (2.13: a no-op), but a receive that runs out of time does that. One from a rank that has ended
@@ -54,7 +54,7 @@ def break_gloo(backend: Receiving, rank: int, size: int) -> None:
                 backend.recv([torch.empty(1, dtype=torch.uint8)], peer, _ABORT_TAG).wait(_AT_ONCE)
 
 
-def gloo(store: c10d.Store, host: str, rank: int, size: int, timeout: timedelta) -> object:
+def make_gloo_group(store: c10d.Store, host: str, rank: int, size: int, timeout: timedelta) -> object:
     """A ``ProcessGroupGloo`` that others reach at `host`. Blocks until all ranks have come; raises RuntimeError."""
     make = cast("Callable[..., object]", c10d.ProcessGroupGloo)  # the stubs know only its form without options
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
@@ -63,7 +63,7 @@ def gloo(store: c10d.Store, host: str, rank: int, size: int, timeout: timedelta)
     return make(store, rank, size, options)
 
 
-class GroupEnding(Protocol):
+class Abortable(Protocol):
     """What torch's stubs leave out of ProcessGroupNCCL."""
 
     def abort(self) -> None:
@@ -71,7 +71,7 @@ class GroupEnding(Protocol):
         ...
 
 
-def nccl(store: c10d.Store, rank: int, size: int, deadline: Deadline) -> object:
+def make_nccl_group(store: c10d.Store, rank: int, size: int, deadline: Deadline) -> object:
     """A ``ProcessGroupNCCL`` that torch's watchdog leaves alone. It connects at its first call.
 
     Our deadlines decide. A watchdog that sees an error of NCCL's, which a peer's death is, keeps ``abort`` waiting for
@@ -92,12 +92,12 @@ def nccl(store: c10d.Store, rank: int, size: int, deadline: Deadline) -> object:
         _MAKING.release()
 
 
-def abort_nccl(backend: GroupEnding, seconds: float = _ABORT_S) -> None:
+def abort_nccl(backend: Abortable, seconds: float = _ABORT_S) -> None:
     """Break a group off, and wait for that so long: what NCCL does there may take as long as the driver likes."""
-    aside(backend.abort).join(seconds)
+    run_aside(backend.abort).join(seconds)
 
 
-def aside(function: Callable[[], None]) -> threading.Thread:
+def run_aside(function: Callable[[], None]) -> threading.Thread:
     """On a thread of its own: how a group ends that is of no use any more. That it fails is no news."""
 
     def quietly() -> None:
@@ -122,7 +122,7 @@ def _environment(settings: Mapping[str, str]) -> Generator[None, None, None]:
                 os.environ[name] = value
 
 
-TAKEN_S: Final = 30.0
+BUCKET_TIMEOUT_S: Final = 30.0
 """How long one bucket may take, and what its bytes take at `_LEAST_BYTES_S`, where nobody else shows how long it takes.
 
 A server puts the bucket before it into place meanwhile, and compiles kernels for the first one.
@@ -132,8 +132,8 @@ A server puts the bucket before it into place meanwhile, and compiles kernels fo
 _LEAST_BYTES_S: Final = 26e6
 
 
-def backend_for(device: torch.device) -> str:
-    """``gloo`` or ``nccl``. Raises `Unsupported` when the environment would make NCCL hang."""
+def process_group_backend(device: torch.device) -> str:
+    """``make_gloo_group`` or ``make_nccl_group``. Raises `Unsupported` when the environment would make NCCL hang."""
     if device.type != "cuda":
         return "gloo"
     found = os.environ.get("NCCL_CUMEM_ENABLE")
@@ -146,6 +146,6 @@ def backend_for(device: torch.device) -> str:
     return "nccl"
 
 
-def taken_s(nbytes: int) -> float:
+def bucket_timeout_s(nbytes: int) -> float:
     """How long a server may take for a bucket of `nbytes`: beyond that it stands still."""
-    return TAKEN_S + nbytes / _LEAST_BYTES_S
+    return BUCKET_TIMEOUT_S + nbytes / _LEAST_BYTES_S

@@ -16,16 +16,16 @@ from torch._C._distributed_c10d import TCPStore
 from ..errors import DeadlineExceeded, PeerLost
 from . import torch_threads
 from .deadline import Deadline
-from .mac_frames import host_and_port, listening_on
+from .mac_frames import listen_tcp, parse_tcp_address
 
 
-def reach_store(address: str, deadline: Deadline) -> TCPStore:
+def connect_store(address: str, deadline: Deadline) -> TCPStore:
     """A client of the store at ``tcp://host:port``, which waits for no key beyond `deadline`.
 
     Raises `PeerLost`, `DeadlineExceeded`, `TransferFailed` for what is no such address. To be called on a thread of
     torch_threads.py: nobody can call it off.
     """
-    host, port = host_and_port(address)
+    host, port = parse_tcp_address(address)
     _knock(host, port, deadline)
     left = timedelta(seconds=deadline.check("the group's store"))
     try:
@@ -35,7 +35,7 @@ def reach_store(address: str, deadline: Deadline) -> TCPStore:
 
 
 @functools.cache
-def ask_for_names() -> threading.Thread:
+def warm_up_name_resolution() -> threading.Thread:
     """Have torch make its first store now, on a thread of its own; once in a process.
 
     Torch asks the resolver for the name of everybody whom a store is connected to. If no name server answers it waits
@@ -60,7 +60,7 @@ def _knock(host: str, port: int, deadline: Deadline) -> None:
 
 def serve_store(host: str) -> c10d.TCPStore:
     """A rendezvous store on an ephemeral port of `host` alone. Raises `TransferFailed` where there can be none."""
-    listener = listening_on(host)
+    listener = listen_tcp(host)
     port: int = listener.getsockname()[1]
     return c10d.TCPStore(
         host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()

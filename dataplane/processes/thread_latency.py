@@ -28,14 +28,14 @@ _usual: list[float] = []
 """The interval that was found, once for everybody who is prompt now."""
 
 
-def without_slack() -> None:
+def without_timer_slack() -> None:
     """This thread is woken when its time has come, from now on. Where that cannot be had it is woken later."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 @contextmanager
-def prompt() -> Generator[None]:
+def low_latency_threads() -> Generator[None]:
     """Meanwhile any thread of this process gets the interpreter within `INTERVAL_S` of Python code of another one.
 
     Those that run lose what the others use, which wait for devices and sockets most of the time. The interval that was

@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Final, Protocol, TypeVar
 
-from .thread_latency import without_slack
+from .thread_latency import without_timer_slack
 
 PATIENCE_S: Final = 10.0
 """For all of them together; NCCL's abort and a wait of gloo's that was broken off take less."""
@@ -32,7 +32,7 @@ def start(target: Callable[[], None], name: str) -> threading.Thread:
     """A daemon thread that runs `target`."""
 
     def run() -> None:
-        without_slack()
+        without_timer_slack()
         target()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
@@ -41,7 +41,7 @@ def start(target: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
-class Calls:
+class SerialCalls:
     """Calls that cannot be broken off: one after the other, on a thread that is there while there are any."""
 
     def __init__(self, name: str) -> None:
@@ -69,12 +69,12 @@ class Calls:
             future.cancel()
 
 
-def all_within(seconds: float, calls: Sequence[Callable[[], None]], name: str) -> None:
+def run_all_within(seconds: float, calls: Sequence[Callable[[], None]], name: str) -> None:
     """Have `calls` made beside one another, on threads called `name`, and wait for all of them together so long.
 
     What does not return by then keeps its thread. Raises what the first one raised that failed, after the others.
     """
-    futures = [Calls(name).submit(call) for call in calls]
+    futures = [SerialCalls(name).submit(call) for call in calls]
     done = wait(futures, seconds).done
     for ended in [each for each in futures if each in done]:
         ended.result()

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import PeerLost, Unsupported
 
 
-def not_private(path: Path, kind: int) -> str:
+def why_not_private(path: Path, kind: int) -> str:
     """Why `path` is not a folder or socket (`kind`: S_IFDIR, S_IFSOCK) of ours alone; empty when it is.
 
     Looks at the entry itself: a link is neither.
@@ -34,11 +34,11 @@ def not_private(path: Path, kind: int) -> str:
 def open_runtime_dir(path: Path) -> None:
     """Create `path` for this user alone. Raises `Unsupported` when others can enter it, or it is a link."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if reason := not_private(path, stat.S_IFDIR):
+    if reason := why_not_private(path, stat.S_IFDIR):
         raise Unsupported(f"{reason}: choose another runtime_dir or correct it")
 
 
-def peer_of(sock: socket.socket) -> int:
+def peer_pid(sock: socket.socket) -> int:
     """PID of the other end. Raises `PeerLost` when it belongs to another user."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)

@@ -21,7 +21,7 @@ class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 _T = TypeVar("_T")
 
 
-def decode(decoder: msgspec.msgpack.Decoder[_T], packet: bytes) -> _T:
+def decode_message(decoder: msgspec.msgpack.Decoder[_T], packet: bytes) -> _T:
     """Raises `PeerLost` for what none of ours says."""
     try:
         return decoder.decode(packet)

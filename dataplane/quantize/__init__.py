@@ -6,10 +6,24 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import hf_quantization_config as hf_quantization_config
-    from .fused_digests import Summed as Summed, Words as Words, complete as complete, words_of as words_of
-    from .hf_quantization_config import Quantization as Quantization, outputs as outputs, read as read
-    from .quantize_cuda import tile_of as tile_of
-    from .quantize_tasks import PreparedTasks as PreparedTasks, Sums as Sums, Task as Task, prepare as prepare
+    from .fused_digests import (
+        FusedDigests as FusedDigests,
+        WordLayout as WordLayout,
+        fully_summed_tensors as fully_summed_tensors,
+        word_layout as word_layout,
+    )
+    from .hf_quantization_config import (
+        Quantization as Quantization,
+        quantized_tensors as quantized_tensors,
+        read_quantization_config as read_quantization_config,
+    )
+    from .quantize_cuda import tile_shape as tile_shape
+    from .quantize_tasks import (
+        DigestSums as DigestSums,
+        PreparedTasks as PreparedTasks,
+        QuantizeTask as QuantizeTask,
+        prepare_tasks as prepare_tasks,
+    )
     from .schemes import (
         Element as Element,
         QuantizedPart as QuantizedPart,

@@ -23,7 +23,7 @@ _MOST: Final = 1 << 31
 """Words of a tensor that the kernel's table has room for."""
 
 
-class Words(NamedTuple):
+class WordLayout(NamedTuple):
     """Where the words of a box lie in its packed tensor."""
 
     at: int
@@ -33,7 +33,7 @@ class Words(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Summed:
+class FusedDigests:
     """What one rank has the sums of."""
 
     pieces: Shards
@@ -42,7 +42,7 @@ class Summed:
     """(sums,): the tensor that each is of, all different."""
 
 
-def words_of(scheme: Scheme, box: Box, shape: Sequence[int]) -> Words | None:
+def word_layout(scheme: Scheme, box: Box, shape: Sequence[int]) -> WordLayout | None:
     """Where the elements of `box` lie, of a weight of `shape` that `scheme` quantizes; None if they are read again.
 
     That is: for anything but FP8 with a scale for a block or a row; where a row of the tensor, of the box or of a block
@@ -54,10 +54,10 @@ def words_of(scheme: Scheme, box: Box, shape: Sequence[int]) -> Words | None:
     block = scheme.block[1] or columns
     if columns % WORD or block % WORD or box.start[1] % WORD or box.stop[1] % WORD or rows * columns >= _MOST * WORD:
         return None
-    return Words((box.start[0] * columns + box.start[1]) // WORD, columns // WORD)
+    return WordLayout((box.start[0] * columns + box.start[1]) // WORD, columns // WORD)
 
 
-def complete(chosen: Shards, summed: Shards) -> Column:
+def fully_summed_tensors(chosen: Shards, summed: Shards) -> Column:
     """The tensors of which `summed`, disjoint pieces of one rank, are exactly what falls to it in `chosen`; ascending.
 
     Both are of the same tensors, in the same order.

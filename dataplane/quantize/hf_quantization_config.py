@@ -229,7 +229,7 @@ class Quantization(msgspec.Struct, frozen=True):
 _KEYS: Final = ("quantization_config", "compression_config")
 
 
-def read(config: Mapping[str, Any]) -> Quantization | None:
+def read_quantization_config(config: Mapping[str, Any]) -> Quantization | None:
     """What ``config.json`` says about quantization; None for a checkpoint that is not quantized.
 
     Raises `UnknownScheme` for what is not understood.
@@ -260,7 +260,7 @@ def _elsewhere(place: Mapping[str, Any], path: str) -> Iterator[str]:
             yield from [at] if key in _KEYS else _elsewhere(found, at)
 
 
-def outputs(weight: TensorSpec, scheme: Scheme) -> tuple[TensorSpec, ...]:
+def quantized_tensors(weight: TensorSpec, scheme: Scheme) -> tuple[TensorSpec, ...]:
     """The tensors that `weight` becomes."""
     module = weight.name.rpartition(".")[0]
     return tuple(TensorSpec(f"{module}.{part.suffix}", part.dtype, part.shape) for part in scheme.parts(weight))

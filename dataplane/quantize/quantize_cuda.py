@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from .fused_digests import WORD
-from .quantize_tasks import ClearedSums, Task, run
+from .quantize_tasks import ClearedSums, QuantizeTask, run_task
 from .schemes import Element, Scaling, Scheme
 
 Table = npt.NDArray[np.int64]
@@ -36,14 +36,14 @@ _REGISTERS: Final = 80
 multiprocessor; 64 are too few (`by_registers` of tests/gpu/quantized.py)."""
 
 
-class TaskShape(NamedTuple):
+class TileShape(NamedTuple):
     """How the weights of a scheme are cut into tiles: at most so many rows and columns."""
 
     rows: int
     columns: int
 
 
-class TaskKind(NamedTuple):
+class LaunchKind(NamedTuple):
     """What tiles of one launch have in common."""
 
     scheme: Scheme
@@ -52,7 +52,7 @@ class TaskKind(NamedTuple):
     scale: torch.dtype
     aligned: bool
     """Addresses and steps are multiples of 16 bytes, widths of 16 elements."""
-    tile: TaskShape
+    tile: TileShape
     summed: bool = False
     """What is stored is summed up."""
 
@@ -60,14 +60,14 @@ class TaskKind(NamedTuple):
 class CudaTasks:
     """Implements `PreparedTasks`."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
-        self._rest: list[Task] = []
+    def __init__(self, tasks: Sequence[QuantizeTask]) -> None:
+        self._rest: list[QuantizeTask] = []
         device = tasks[0].weight.device if tasks else torch.device("cpu")
         self._largest = torch.zeros(len(tasks), dtype=torch.int32, device=device)
         """By task with one scale: the largest magnitude."""
-        kinds: dict[TaskKind, list[Table]] = defaultdict(list)
+        kinds: dict[LaunchKind, list[Table]] = defaultdict(list)
         for number, task in enumerate(tasks):
-            tile = tile_of(task.scheme, task.weight.shape)
+            tile = tile_shape(task.scheme, task.weight.shape)
             if tile is None or not _readable(task.weight) or not _summable(task):
                 self._rest.append(task)
                 continue
@@ -92,24 +92,24 @@ class CudaTasks:
         for kind, table in self._tables:
             launch(kind, table)
         for task in self._rest:
-            run(task)
+            run_task(task)
 
 
-def tile_of(scheme: Scheme, shape: Sequence[int]) -> TaskShape | None:
+def tile_shape(scheme: Scheme, shape: Sequence[int]) -> TileShape | None:
     """The tile for weights of `shape`; None for what no kernel does: a block that does not fit one program."""
     rows, columns = (size or extent for size, extent in zip(scheme.block, shape, strict=True))
     wide = _power(columns)
     if scheme.element is Element.INT4:
         if _several(scheme):
-            return TaskShape(_INT4_TILE // TILE, TILE)
+            return TileShape(_INT4_TILE // TILE, TILE)
         down = max(1 if scheme.symmetric else 8, min(TILE, _INT4_TILE // wide))
-        return TaskShape(down, columns) if down * wide <= _MOST_OF_ROWS else None
+        return TileShape(down, columns) if down * wide <= _MOST_OF_ROWS else None
     if scheme.scale_dtype == "uint8" or scheme.flat is not None:
-        return TaskShape(TILE, TILE)
-    return TaskShape(rows, columns) if _power(rows) * wide <= (_MOST if rows > 1 else _MOST_OF_ROWS) else None
+        return TileShape(TILE, TILE)
+    return TileShape(rows, columns) if _power(rows) * wide <= (_MOST if rows > 1 else _MOST_OF_ROWS) else None
 
 
-def launch(kind: TaskKind, table: torch.Tensor, *, fast: bool = True, registers: int = _REGISTERS) -> None:
+def launch(kind: LaunchKind, table: torch.Tensor, *, fast: bool = True, registers: int = _REGISTERS) -> None:
     """Quantize every tile of `table`, (tiles, 9) int64 on the device, on the current stream."""
     from . import quantize_triton as kernels  # noqa: PLC0415  Triton is there where a GPU is
 
@@ -118,7 +118,7 @@ def launch(kind: TaskKind, table: torch.Tensor, *, fast: bool = True, registers:
 
 
 def kernels_of(
-    kind: TaskKind, *, fast: bool = True, registers: int = _REGISTERS
+    kind: LaunchKind, *, fast: bool = True, registers: int = _REGISTERS
 ) -> tuple[tuple[str, dict[str, object]], ...]:
     """The kernels for tiles of a kind, one behind the other, and their constants.
 
@@ -168,7 +168,7 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def _tiles(task: Task, tile: TaskShape) -> tuple[TaskKind, Table]:
+def _tiles(task: QuantizeTask, tile: TileShape) -> tuple[LaunchKind, Table]:
     """The rows of one task."""
     rows, columns = task.weight.shape
     down, across = np.arange(0, rows, tile.rows), np.arange(0, columns, tile.columns)
@@ -191,7 +191,7 @@ def _tiles(task: Task, tile: TaskShape) -> tuple[TaskKind, Table]:
         table[:, 6] = task.sums.lanes.data_ptr() + task.sums.number * _LANES_BYTES
         table[:, 7] = (task.sums.step << 32) + task.sums.at + top * task.sums.step + left // WORD
     dtypes = (task.weight.dtype, task.served, task.outs[1].dtype)
-    return TaskKind(task.scheme, *dtypes, aligned, tile, task.sums is not None), table
+    return LaunchKind(task.scheme, *dtypes, aligned, tile, task.sums is not None), table
 
 
 def _readable(weight: torch.Tensor) -> bool:
@@ -200,7 +200,7 @@ def _readable(weight: torch.Tensor) -> bool:
     return runs and weight.dtype in (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _summable(task: Task) -> bool:
+def _summable(task: QuantizeTask) -> bool:
     """Its elements, if they are to be summed up, are stored as words."""
     out = task.outs[0]
     return task.sums is None or (out.data_ptr() % WORD == 0 and out.stride(0) % WORD == 0)

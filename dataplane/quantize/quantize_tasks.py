@@ -14,7 +14,7 @@ from . import quantize_torch
 from .schemes import Scheme
 
 
-class Sums(NamedTuple):
+class DigestSums(NamedTuple):
     """Where the sums of a tensor's digest go, and where in it the quantized elements of a task lie.
 
     Sums are of the bytes as they are stored, never of what was read. Tasks that share one are prepared together.
@@ -30,7 +30,7 @@ class Sums(NamedTuple):
     """Words from one row to the next."""
 
 
-class Task(NamedTuple):
+class QuantizeTask(NamedTuple):
     """A weight, or a part of one on the scheme's grain, and where its parts go. All of it may be strided."""
 
     scheme: Scheme
@@ -40,7 +40,7 @@ class Task(NamedTuple):
     """In which it would be served unquantized; values are rounded to it first."""
     outs: tuple[torch.Tensor, ...]
     """Its parts but ``weight_shape``, in the order of `Scheme.parts`."""
-    sums: Sums | None = None
+    sums: DigestSums | None = None
     """Of the first of them; for what `quantize_sums.words_of` allows."""
 
 
@@ -57,7 +57,7 @@ class PreparedTasks(Protocol):
         ...
 
 
-def prepare(tasks: Sequence[Task], device: torch.device) -> PreparedTasks:
+def prepare_tasks(tasks: Sequence[QuantizeTask], device: torch.device) -> PreparedTasks:
     """Bind tasks whose memory is on `device`."""
     if device.type == "cuda":
         from .quantize_cuda import CudaTasks  # noqa: PLC0415  Triton is there where a GPU is
@@ -71,7 +71,7 @@ class TorchTasks:
 
     keeps = True
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[QuantizeTask]) -> None:
         self._tasks = tuple(tasks)
         self._sums = ClearedSums(tasks)
 
@@ -80,10 +80,10 @@ class TorchTasks:
         """Quantize."""
         self._sums.clear()
         for task in self._tasks:
-            run(task)
+            run_task(task)
 
 
-def run(task: Task) -> None:
+def run_task(task: QuantizeTask) -> None:
     """One task with torch, on any device."""
     quantize_torch.quantize(task.scheme, task.weight.to(task.served), task.outs)
     if task.sums is not None:
@@ -94,7 +94,7 @@ def run(task: Task) -> None:
 class ClearedSums:
     """The sums that tasks add to, which begin with nothing."""
 
-    def __init__(self, tasks: Sequence[Task]) -> None:
+    def __init__(self, tasks: Sequence[QuantizeTask]) -> None:
         sums = [task.sums for task in tasks if task.sums is not None]
         self._lanes = sums[0].lanes if sums else None
         numbers = sorted({each.number for each in sums})

@@ -5,37 +5,41 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .digest_shares import DigestDivision as DigestDivision, DigestShare as DigestShare, divide as divide
+    from .digest_shares import (
+        DigestDivision as DigestDivision,
+        DigestShare as DigestShare,
+        divide_digest_work as divide_digest_work,
+    )
     from .load_trace import (
-        Cause as Cause,
-        Constant as Constant,
-        LoadedTensor as LoadedTensor,
+        ConstantFill as ConstantFill,
+        LoadTarget as LoadTarget,
         LoadTrace as LoadTrace,
-        Patch as Patch,
-        Target as Target,
+        NotCopiedCause as NotCopiedCause,
+        StagedTensor as StagedTensor,
+        TargetBox as TargetBox,
     )
     from .reshard_plan import (
         PlanReader as PlanReader,
         ReshardPlan as ReshardPlan,
-        distances as distances,
         make_plan as make_plan,
-        staging_of as staging_of,
+        rank_distances as rank_distances,
+        staging_layout as staging_layout,
     )
     from .send_schedule import (
         MIN_PAIR_BYTES as MIN_PAIR_BYTES,
         NOWHERE as NOWHERE,
-        Messages as Messages,
-        Schedule as Schedule,
-        alone_bytes_on as alone_bytes_on,
-        pair_bytes_of as pair_bytes_of,
-        schedule as schedule,
+        SendMessages as SendMessages,
+        SendSchedule as SendSchedule,
+        alone_bytes_for as alone_bytes_for,
+        make_send_schedule as make_send_schedule,
+        pair_bytes_for as pair_bytes_for,
     )
-    from .share_digester import PASS_BYTES as PASS_BYTES, ShareDigest as ShareDigest
+    from .share_digester import PASS_BYTES as PASS_BYTES, ShareDigester as ShareDigester
     from .verification import (
         RankVerification as RankVerification,
         Verification as Verification,
-        make_proof as make_proof,
-        provable as provable,
+        make_verification as make_verification,
+        verifiable_trace as verifiable_trace,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

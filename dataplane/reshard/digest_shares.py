@@ -20,18 +20,18 @@ from ..copy import (
     BoxTable,
     CopyTable,
     Lanes,
-    Packed,
-    digest_of,
+    PackedBoxes,
+    assemble_tensor,
+    digest_packed_tensor,
+    make_box_table,
     odd_boxes,
-    packed,
-    parts_of,
-    put_together,
-    table_of,
+    pack_boxes,
+    unpack_boxes,
 )
 from ..digest import tensor_digest as integrity
 from ..errors import ManifestError, Unsupported
-from ..quantize import complete
-from ..tensors import Column, Shards, in_turn, packed_strides, prove, served_dtypes
+from ..quantize import fully_summed_tensors
+from ..tensors import Column, Shards, check_exact_cover, choose_replicas, packed_strides, served_dtypes
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
 """What ranks send each other in each round. Beyond, assembling buckets is no slower."""
@@ -57,7 +57,7 @@ class DigestShare:
     """The tensors that it gives sums of, ascending."""
     in_place: BoxTable
     passes: tuple[DigestPass, ...]
-    odd: Packed
+    odd: PackedBoxes
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class DigestDivision:
 
         `summed` are disjoint pieces of that rank, of the same tensors.
         """
-        return np.setdiff1d(complete(self.chosen.held_by(rank), summed), self.odd)
+        return np.setdiff1d(fully_summed_tensors(self.chosen.held_by(rank), summed), self.odd)
 
     def share(self, rank: int, pass_bytes: int, known: Column = _NONE) -> DigestShare:
         """What falls to `rank`; it casts about `pass_bytes` at a time, and does not read what it has of `known`."""
@@ -85,9 +85,9 @@ class DigestDivision:
         odd = mine.take(np.flatnonzero(apart))
         return DigestShare(
             tensors=np.unique(mine.boxes.space[~apart]),
-            in_place=table_of(even, even.storage, np.zeros(len(even), np.int64)),
+            in_place=make_box_table(even, even.storage, np.zeros(len(even), np.int64)),
             passes=tuple(_pass(part) for part in _batches(wide, pass_bytes)),
-            odd=packed(odd, odd.storage, np.zeros(len(odd), np.int64)),
+            odd=pack_boxes(odd, odd.storage, np.zeros(len(odd), np.int64)),
         )
 
     def digests(self, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> bytes:
@@ -101,7 +101,7 @@ class DigestDivision:
             if sums.shape != (2, len(own)):
                 raise ManifestError(f"rank {rank} gave sums of {sums.shape[-1]} tensors, {len(own)} fell to it")
             totals[:, own] += sums
-        found = bytearray(integrity.finish(totals, self._sizes))
+        found = bytearray(integrity.finish_digests(totals, self._sizes))
         if len(self.odd):
             packs = [self._odd_of(rank) for rank in range(len(odd))]
             for index in self.odd.tolist():
@@ -124,24 +124,24 @@ class DigestDivision:
         parts = [
             part
             for rank, (pack, blob) in enumerate(zip(packs, odd, strict=True))
-            for part in parts_of(pack, index, blob, f"trainer rank {rank}")
+            for part in unpack_boxes(pack, index, blob, f"trainer rank {rank}")
         ]
-        return digest_of(put_together(self.chosen.tensors[index], parts))
+        return digest_packed_tensor(assemble_tensor(self.chosen.tensors[index], parts))
 
     def _odd_of(self, rank: int) -> Shards:
         mine = self.chosen.held_by(rank)
         mine = mine.take(np.flatnonzero(np.isin(mine.boxes.space, self.odd)))
-        return packed(mine, mine.storage, np.zeros(len(mine), np.int64)).boxes
+        return pack_boxes(mine, mine.storage, np.zeros(len(mine), np.int64)).boxes
 
 
-def divide(pieces: Shards) -> DigestDivision:
+def divide_digest_work(pieces: Shards) -> DigestDivision:
     """Share out the digesting of `pieces`, which are those of all ranks, replicas included, and without shifts.
 
     Raises `CoverageError` unless they make up every tensor, and `Unsupported` when too much of the model lies in boxes
     that are no whole words.
     """
-    chosen = in_turn(pieces)
-    prove(chosen)
+    chosen = choose_replicas(pieces)
+    check_exact_cover(chosen)
     served = served_dtypes(chosen)
     alike = served == chosen.dtype
     strides = np.where(alike[:, None], chosen.stride, packed_strides(chosen.boxes.extents))
@@ -166,6 +166,6 @@ def _batches(pieces: Shards, nbytes: int) -> list[Shards]:
 
 def _pass(pieces: Shards) -> DigestPass:
     begin = np.zeros(len(pieces), np.int64)
-    cast = packed(pieces, pieces.storage, begin)
+    cast = pack_boxes(pieces, pieces.storage, begin)
     lying = replace(cast.boxes, offset=begin)
-    return DigestPass(cast.copies, table_of(lying, begin, cast.boxes.offset), cast.nbytes)
+    return DigestPass(cast.copies, make_box_table(lying, begin, cast.boxes.offset), cast.nbytes)

@@ -22,13 +22,13 @@ import msgspec
 import numpy as np
 
 from ..errors import ManifestError
-from ..tensors import ITEM_BYTES, Box, Column, Shards, TensorSpec, places_in
+from ..tensors import ITEM_BYTES, Box, Column, Shards, TensorSpec, tensor_positions
 
 _SHOWN: Final = 4
 """Names of a list in an account."""
 
 
-class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LoadTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One tensor of the engine's model, as it lies in memory."""
 
     name: str
@@ -47,7 +47,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ITEM_BYTES[self.dtype]
 
 
-class Cause(enum.StrEnum):
+class NotCopiedCause(enum.StrEnum):
     """Why a tensor does not travel as copies."""
 
     COMPUTED = "computed"
@@ -64,23 +64,23 @@ class Cause(enum.StrEnum):
     """It is loaded together with a tensor of another cause."""
 
 
-class LoadedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class StagedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A tensor that goes through the engine's own loader, whole, in every round."""
 
     tensor: int
-    cause: Cause
+    cause: NotCopiedCause
     detail: str = ""
     """The operation that was seen, for people."""
 
 
-class Patch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TargetBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of one target."""
 
     target: int
     box: Box
 
 
-class Constant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ConstantFill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A part of a target that the loader fills with one value: padding."""
 
     target: int
@@ -93,19 +93,19 @@ class LoadTrace:
     """What the loader of one worker does. `copies.storage` numbers `targets`, `copies.holder` is the worker's rank."""
 
     rank: int
-    targets: tuple[Target, ...]
+    targets: tuple[LoadTarget, ...]
     copies: Shards
     """Disjoint in the targets. A piece's dtype is what is stored: another one than the tensor's is a cast."""
-    loaded: tuple[LoadedTensor, ...] = ()
+    loaded: tuple[StagedTensor, ...] = ()
     """Not copies: staged whole, given to the engine's loader, its post-load step run once."""
     unread: tuple[int, ...] = ()
     """Tensors that this worker asks nothing of: other ranks' experts, other stages' layers, names nobody knows."""
     dropped: tuple[int, ...] = ()
     """Tensors that were read, and of which nothing was kept."""
-    constants: tuple[Constant, ...] = ()
-    unwritten: tuple[Patch, ...] = ()
+    constants: tuple[ConstantFill, ...] = ()
+    unwritten: tuple[TargetBox, ...] = ()
     """Parts of parameters that the loader leaves as they are."""
-    rewritten: tuple[Patch, ...] = ()
+    rewritten: tuple[TargetBox, ...] = ()
     """Parts that were written more than once. The copies hold what was written last."""
 
     @property
@@ -146,7 +146,7 @@ class LoadTrace:
         if self.rewritten:
             return None
         try:
-            return self.renumbered(tensors, places_in(tensors, self.tensors))
+            return self.renumbered(tensors, tensor_positions(tensors, self.tensors))
         except ManifestError:
             return None
 
@@ -230,14 +230,14 @@ def _ranges(box: Box) -> str:
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: int
-    targets: tuple[Target, ...]
+    targets: tuple[LoadTarget, ...]
     copies: bytes
-    loaded: tuple[LoadedTensor, ...]
+    loaded: tuple[StagedTensor, ...]
     unread: tuple[int, ...]
     dropped: tuple[int, ...]
-    constants: tuple[Constant, ...]
-    unwritten: tuple[Patch, ...]
-    rewritten: tuple[Patch, ...]
+    constants: tuple[ConstantFill, ...]
+    unwritten: tuple[TargetBox, ...]
+    rewritten: tuple[TargetBox, ...]
 
 
 _ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")

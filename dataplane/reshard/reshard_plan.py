@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from ..copy import CopyTable, RowSide, joined, rows_of
+from ..copy import CopySide, CopyTable, make_copy_table, merge_copy_rows
 from ..errors import CoverageError, ManifestError
 from ..memory import ExportMap
 from ..tensors import (
@@ -25,11 +25,11 @@ from ..tensors import (
     Shard,
     Shards,
     TensorSpec,
-    in_turn,
+    choose_replicas,
     intersect,
     served_dtypes,
     volumes,
-    whole,
+    whole_tensor_shard,
 )
 from .load_trace import LoadTrace
 
@@ -52,7 +52,7 @@ class PlanReader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """It reads nothing: what it needs is sent to it, from wherever that is."""
 
 
-class ShardHolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SourceRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One region that a plan reads: source region number `index` of its tables."""
 
     holder: int
@@ -66,7 +66,7 @@ class ReshardPlan:
     reader: PlanReader
     recording: str
     """Digest of the recording that it was made for."""
-    sources: tuple[ShardHolder, ...]
+    sources: tuple[SourceRegion, ...]
     """The regions to open. `copies.source` and `staging.source` number these."""
     copies: CopyTable
     """Into the recording's targets."""
@@ -98,7 +98,7 @@ def make_plan(pieces: Shards, exports: Sequence[ExportMap], recording: LoadTrace
     if pieces.tensors != recording.tensors:
         raise ManifestError("trainer and engine speak of different tensors: record again with the current manifest")
     staged = recording.staged
-    staging, staging_bytes = staging_of(pieces.tensors, staged)
+    staging, staging_bytes = staging_layout(pieces.tensors, staged)
     count = len(pieces.tensors)
     wanted = volumes(recording.copies.boxes, count) + volumes(staging.boxes, count)
     chosen = _chosen(pieces.take(np.flatnonzero(wanted[pieces.boxes.space])), exports, reader, wanted)
@@ -112,8 +112,8 @@ def make_plan(pieces: Shards, exports: Sequence[ExportMap], recording: LoadTrace
         reader=reader,
         recording=recording.digest(),
         sources=regions.sources(used),
-        copies=joined(replace(copies, source=numbers[: len(copies)])),
-        staging=joined(replace(to_buffer, source=numbers[len(copies) :])),
+        copies=merge_copy_rows(replace(copies, source=numbers[: len(copies)])),
+        staging=merge_copy_rows(replace(to_buffer, source=numbers[len(copies) :])),
         staged=staged,
         staging_bytes=staging_bytes,
     )
@@ -146,25 +146,25 @@ class _Regions:
         at = self._first_place[pieces.holder] + pieces.storage
         return self._region[at], self._offset[at]
 
-    def sources(self, numbers: Column) -> tuple[ShardHolder, ...]:
+    def sources(self, numbers: Column) -> tuple[SourceRegion, ...]:
         """Regions by their numbers."""
         which = np.searchsorted(self._ends, numbers, side="right")
         holder = np.array([each.holder for each in self._exports], np.int64)[which]
         first = self._ends - np.array([len(each.regions) for each in self._exports], np.int64)
-        return tuple(map(ShardHolder, holder.tolist(), (numbers - first[which]).tolist()))
+        return tuple(map(SourceRegion, holder.tolist(), (numbers - first[which]).tolist()))
 
 
-def staging_of(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Shards, int]:
+def staging_layout(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Shards, int]:
     """Whole tensors in one buffer; `storage` is the byte at which each begins."""
     pieces: list[Shard] = []
     at = 0
     for index in staged:
-        pieces.append(whole(tensors[index], tensors[index].dtype, at))
+        pieces.append(whole_tensor_shard(tensors[index], tensors[index].dtype, at))
         at += -(-tensors[index].nbytes // _ALIGNMENT) * _ALIGNMENT
     return Shards.of(tensors, pieces), at
 
 
-def distances(exports: Sequence[ExportMap], reader: PlanReader) -> tuple[int, ...]:
+def rank_distances(exports: Sequence[ExportMap], reader: PlanReader) -> tuple[int, ...]:
     """How far each holder is from the reader. Readers of one rank with the same ones have plans of the same copies."""
     far = [_UNREACHABLE] * (max((each.holder for each in exports), default=0) + 1)
     for each in exports:
@@ -174,10 +174,10 @@ def distances(exports: Sequence[ExportMap], reader: PlanReader) -> tuple[int, ..
 
 def _chosen(pieces: Shards, exports: Sequence[ExportMap], reader: PlanReader, wanted: Column) -> Shards:
     """Of what the reader can reach, every element once. `wanted`, (tensors,), are how many elements it reads."""
-    far = np.array(distances(exports, reader), np.int64)
+    far = np.array(rank_distances(exports, reader), np.int64)
     holders = int(pieces.holder.max()) + 1 if len(pieces) else 0
     far = np.concatenate([far, np.full(max(holders - len(far), 0), _UNREACHABLE)])
-    return in_turn(pieces.take(np.flatnonzero(far[pieces.holder] < _UNREACHABLE)), reader.rank, far, wanted)
+    return choose_replicas(pieces.take(np.flatnonzero(far[pieces.holder] < _UNREACHABLE)), reader.rank, far, wanted)
 
 
 def _distance(export: ExportMap, reader: PlanReader) -> int:
@@ -201,8 +201,8 @@ def _table(wanted: Shards, chosen: Shards, regions: _Regions, begin: Column | No
     _check_dtypes(source, target)
     region, at = regions.of(source)
     zeros = np.zeros(len(rows), np.int64)
-    there = RowSide.of(target, target.storage, zeros) if begin is None else RowSide.of(target, zeros, begin[rows])
-    return rows_of(common.extents, RowSide.of(source, region, at), there)
+    there = CopySide.of(target, target.storage, zeros) if begin is None else CopySide.of(target, zeros, begin[rows])
+    return make_copy_table(common.extents, CopySide.of(source, region, at), there)
 
 
 def _prove(wanted: Shards, rows: Column, common: Boxes) -> None:

@@ -42,7 +42,7 @@ _ALIGNMENT: Final = 16
 _COLUMNS: Final = 7
 
 
-def pair_bytes_of(ranks: int, device: str = "cpu") -> int:
+def pair_bytes_for(ranks: int, device: str = "cpu") -> int:
     """What one pair may move in a turn, where the larger side of the group has up to `ranks` ranks on such devices.
 
     The same for all numbers up to the next power of two: a member more should not change the schedules of the others.
@@ -51,13 +51,13 @@ def pair_bytes_of(ranks: int, device: str = "cpu") -> int:
     return max(most >> (max(ranks, 1) - 1).bit_length(), MIN_PAIR_BYTES)
 
 
-def alone_bytes_on(device: str) -> int:
+def alone_bytes_for(device: str) -> int:
     """From how many bytes on a row is a message of its own on such a device, where it can."""
     return ALONE_BYTES_ON_GPU if device == "cuda" else ALONE_BYTES
 
 
 @dataclass(frozen=True, eq=False)
-class Messages:
+class SendMessages:
     """Columns of messages, each int64 of (messages,)."""
 
     holder: Column
@@ -96,7 +96,7 @@ class Messages:
         return self.numbers().astype("<i8").tobytes()
 
     @classmethod
-    def decode(cls, blob: bytes) -> Messages:
+    def decode(cls, blob: bytes) -> SendMessages:
         """Read and check what `encode` wrote. Raises `ManifestError`."""
         if len(blob) % (8 * _COLUMNS):
             raise ManifestError(f"not a table of messages: {len(blob)} bytes, expected a multiple of {8 * _COLUMNS}")
@@ -116,10 +116,10 @@ class Messages:
         if not inside.all():
             raise ManifestError(f"message {straight[np.argmin(inside)]} reaches out of its region: plan again")
 
-    def take(self, rows: Column) -> Messages:
+    def take(self, rows: Column) -> SendMessages:
         """The messages of these rows."""
         table = self.numbers()[rows]
-        return Messages(*(table[:, column] for column in range(_COLUMNS)))
+        return SendMessages(*(table[:, column] for column in range(_COLUMNS)))
 
     def places(self, staged: Column, *, by_turn: bool) -> tuple[Column, int]:
         """(messages,), and bytes: where each of `staged` (bool) lies in staging, and how much of it there must be.
@@ -139,12 +139,12 @@ class Messages:
 
 
 @dataclass(frozen=True, eq=False)
-class Schedule:
+class SendSchedule:
     """What one worker takes from all trainer ranks. Sources are numbered as in the plan that it was made from."""
 
     plan: str
     """Digest of that plan."""
-    messages: Messages
+    messages: SendMessages
     pack: CopyTable
     """By the sender: `target` numbers messages, `target_at` is a byte of the message."""
     unpack: CopyTable
@@ -159,7 +159,7 @@ class Schedule:
         parts = (self.plan.encode(), self.messages.encode(), self.pack.encode(), self.unpack.encode())
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
-    def of_holder(self, holder: int, plan: ReshardPlan) -> tuple[Messages, CopyTable]:
+    def of_holder(self, holder: int, plan: ReshardPlan) -> tuple[SendMessages, CopyTable]:
         """What one trainer rank does: its messages and their packing, sources numbered as the regions of its own."""
         region = np.array([source.region for source in plan.sources], np.int64)
         rows = np.flatnonzero(self.messages.holder == holder)
@@ -172,7 +172,9 @@ class Schedule:
         return replace(mine, source=at_home), replace(pack, source=region[pack.source], target=number[pack.target])
 
 
-def schedule(plan: ReshardPlan, targets: int, pair_bytes: int, alone_bytes: int = ALONE_BYTES) -> Schedule:
+def make_send_schedule(
+    plan: ReshardPlan, targets: int, pair_bytes: int, alone_bytes: int = ALONE_BYTES
+) -> SendSchedule:
     """The messages of a plan, for a recording of `targets` targets. Its buffer is target number `targets`."""
     to_buffer = replace(plan.staging, target=plan.staging.target + targets)
     holder = np.array([source.holder for source in plan.sources], np.int64)
@@ -190,7 +192,7 @@ def schedule(plan: ReshardPlan, targets: int, pair_bytes: int, alone_bytes: int 
     np.maximum.at(size, message, at + nbytes)
     sent, taken = alone & from_source, alone & to_target
     sender = holder[rows.source[first]]
-    messages = Messages(
+    messages = SendMessages(
         holder=sender,
         turn=_turns(sender, _aligned(size), max(pair_bytes // 2, _ALIGNMENT)),
         nbytes=size,
@@ -202,7 +204,7 @@ def schedule(plan: ReshardPlan, targets: int, pair_bytes: int, alone_bytes: int 
     step = _wire_step(rows, wire)
     pack = replace(rows, target=message, target_at=at, target_dtype=wire, target_step=step)
     unpack = replace(rows, source=message, source_at=at, source_dtype=wire, source_step=step)
-    return Schedule(plan.digest(), messages, pack.take(np.flatnonzero(~sent)), unpack.take(np.flatnonzero(~taken)))
+    return SendSchedule(plan.digest(), messages, pack.take(np.flatnonzero(~sent)), unpack.take(np.flatnonzero(~taken)))
 
 
 def _aligned(nbytes: Column) -> Column:

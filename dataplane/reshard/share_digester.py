@@ -23,7 +23,7 @@ class _Bound:
     digest: PreparedDigest
 
 
-class ShareDigest:
+class ShareDigester:
     """One rank's share bound to its memory, which must stay where it is."""
 
     def __init__(

@@ -21,9 +21,19 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from ..copy import BoxTable, CopyTable, Lanes, digest_of, odd_boxes, packed, parts_of, put_together, table_of
+from ..copy import (
+    BoxTable,
+    CopyTable,
+    Lanes,
+    assemble_tensor,
+    digest_packed_tensor,
+    make_box_table,
+    odd_boxes,
+    pack_boxes,
+    unpack_boxes,
+)
 from ..digest import tensor_digest as integrity
-from ..errors import DigestMismatch, NotRecordable
+from ..errors import DigestMismatch, NotTraceable
 from ..tensors import (
     DTYPES,
     Box,
@@ -32,13 +42,13 @@ from ..tensors import (
     DigestTable,
     Shards,
     TensorSpec,
-    doubly_held,
+    find_overlap,
     intersect,
     served_dtypes,
     volumes,
 )
-from .load_trace import Cause, LoadedTensor, LoadTrace
-from .reshard_plan import staging_of
+from .load_trace import LoadTrace, NotCopiedCause, StagedTensor
+from .reshard_plan import staging_layout
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
 """What is read back in each round. Beyond, another transport is quicker."""
@@ -117,11 +127,11 @@ class Verification:
         totals = np.take(sums, reading.by_tensor, axis=1)  # a fancy index takes six times as long
         if 0 < len(reading.begins) < totals.shape[1]:
             totals = np.add.reduceat(totals, reading.begins, axis=1)
-        digests = integrity.finish(totals, self._sizes)
+        digests = integrity.finish_digests(totals, self._sizes)
         if not agreed or digests != reading.of(table.tensors):
             self._explain(table, lanes)
         for index in self.odd:
-            self._compare(table, index, digest_of(self._assembled(index, odd)))
+            self._compare(table, index, digest_packed_tensor(self._assembled(index, odd)))
 
     def _explain(self, table: DigestTable, lanes: Sequence[Lanes]) -> None:
         """Raise for the first box that differs between workers, or the first tensor that is another one."""
@@ -136,7 +146,9 @@ class Verification:
         totals = np.zeros((2, len(proven)), np.uint64)
         for lane in (0, 1):
             np.add.at(totals[lane], group, found[lane])
-        digests = np.frombuffer(integrity.finish(totals, self._sizes), np.uint8).reshape(-1, integrity.DIGEST_BYTES)
+        digests = np.frombuffer(integrity.finish_digests(totals, self._sizes), np.uint8).reshape(
+            -1, integrity.DIGEST_BYTES
+        )
         expected = np.frombuffer(table.tensors, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[proven]
         wrong = np.flatnonzero((digests != expected).any(axis=1))
         if len(wrong):
@@ -160,9 +172,9 @@ class Verification:
         parts = [
             part
             for number, (rank, blob) in enumerate(zip(self.ranks, odd, strict=True))
-            for part in parts_of(rank.odd_pieces, index, blob, f"worker {number}")
+            for part in unpack_boxes(rank.odd_pieces, index, blob, f"worker {number}")
         ]
-        return put_together(self.tensors[index], parts)
+        return assemble_tensor(self.tensors[index], parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +209,7 @@ def _reading(proof: Verification) -> _Reading:
     return _Reading(again, first[atom[again]], first[order], begins, None if everything else proven)
 
 
-def provable(recording: LoadTrace) -> LoadTrace:
+def verifiable_trace(recording: LoadTrace) -> LoadTrace:
     """The recording, with tensors whose cast loses bits sent through the engine's loader.
 
     What is stored of them says nothing about the bits that were lost; the staged tensor does.
@@ -211,13 +223,13 @@ def provable(recording: LoadTrace) -> LoadTrace:
         return recording
     loaded = {each.tensor: each for each in recording.loaded}
     for index in lossy:
-        loaded.setdefault(index, LoadedTensor(index, Cause.COMPUTED, "a cast that loses bits"))
+        loaded.setdefault(index, StagedTensor(index, NotCopiedCause.COMPUTED, "a cast that loses bits"))
     kept = np.flatnonzero(~np.isin(copies.boxes.space, list(lossy)))
     return replace(recording, copies=copies.take(kept), loaded=tuple(loaded[index] for index in sorted(loaded)))
 
 
-def make_proof(recordings: Sequence[LoadTrace]) -> Verification:
-    """What the workers with these recordings, in the order of their ranks, report. Raises `NotRecordable`."""
+def make_verification(recordings: Sequence[LoadTrace]) -> Verification:
+    """What the workers with these recordings, in the order of their ranks, report. Raises `NotTraceable`."""
     tensors = recordings[0].tensors
     held = [_held(recording) for recording in recordings]
     odd = np.unique(np.concatenate([each.boxes.space[odd_boxes(each)] for each, _, _ in held]))
@@ -231,7 +243,7 @@ def make_proof(recordings: Sequence[LoadTrace]) -> Verification:
     if max(rank.odd_bytes for rank in ranks) > MOST_ODD_BYTES:
         first: list[int] = odd[:3].tolist()
         names = ", ".join(tensors[index].name for index in first)
-        raise NotRecordable(
+        raise NotTraceable(
             f"{max(rank.odd_bytes for rank in ranks)} bytes of {len(odd)} tensors ({names} ..) lie in boxes that are "
             "no multiple of 8 bytes and cannot be digested in place: let this engine take the local transport"
         )
@@ -240,7 +252,7 @@ def make_proof(recordings: Sequence[LoadTrace]) -> Verification:
 
 def _held(recording: LoadTrace) -> tuple[Shards, Column, Column]:
     """Everything that a worker holds of the served tensors: its copies, and whole staged tensors behind its targets."""
-    staging, _ = staging_of(recording.tensors, recording.staged)
+    staging, _ = staging_layout(recording.tensors, recording.staged)
     pieces = Shards.join((recording.copies, replace(staging, storage=np.zeros(len(staging), np.int64))))
     region = np.concatenate([recording.copies.storage, np.full(len(staging), len(recording.targets))])
     begin = np.concatenate([np.zeros(len(recording.copies), np.int64), staging.storage])
@@ -253,7 +265,7 @@ def _atoms(boxes: Sequence[Boxes]) -> Boxes:
     rows = [np.concatenate([each.space[:, None], each.start, each.stop], axis=1) for each in boxes]
     distinct = np.unique(np.concatenate(rows), axis=0)
     apart = Boxes(distinct[:, 0], distinct[:, 1 : 1 + axes], distinct[:, 1 + axes :])
-    if not len(apart) or doubly_held(apart) is None:
+    if not len(apart) or find_overlap(apart) is None:
         return apart
     one, other, _ = intersect(apart, apart)
     mixed = np.unique(apart.space[one[one != other]])
@@ -282,7 +294,7 @@ def _cells(boxes: Boxes) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
 
 
 def _complete(tensors: Sequence[TensorSpec], atoms: Boxes, odd: Column, held: Sequence[Boxes]) -> None:
-    """Raise `NotRecordable` for a tensor that the workers hold only a part of: its digest speaks of the whole."""
+    """Raise `NotTraceable` for a tensor that the workers hold only a part of: its digest speaks of the whole."""
     found = volumes(atoms, len(tensors))
     parts: Mapping[int, list[Box]] = defaultdict(list)
     for boxes in held:
@@ -299,7 +311,7 @@ def _complete(tensors: Sequence[TensorSpec], atoms: Boxes, odd: Column, held: Se
     for index in np.flatnonzero(found).tolist():
         spec = tensors[index]
         if found[index] != prod(spec.shape):
-            raise NotRecordable(
+            raise NotTraceable(
                 f"the engine keeps {found[index]} of {prod(spec.shape)} elements of {spec.name!r}, which cannot be "
                 "compared with the digest of the whole tensor: let this engine take the local transport"
             )
@@ -310,6 +322,6 @@ def _rank_proof(  # noqa: PLR0917 - everything that is known of one worker
 ) -> RankVerification:
     rows, which, common = intersect(pieces.boxes.take(even), atoms)
     instances = pieces.within(common, even[rows])
-    table = table_of(instances, region[even[rows]], begin[even[rows]], np.arange(len(rows)), len(rows))
-    read = packed(pieces.take(odd), region[odd], begin[odd])
+    table = make_box_table(instances, region[even[rows]], begin[even[rows]], np.arange(len(rows)), len(rows))
+    read = pack_boxes(pieces.take(odd), region[odd], begin[odd])
     return RankVerification(table, which, read.copies, read.boxes, read.nbytes)

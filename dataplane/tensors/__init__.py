@@ -10,16 +10,25 @@ if TYPE_CHECKING:
         Box as Box,
         Boxes as Boxes,
         Column as Column,
-        all_in_order as all_in_order,
-        doubly_held as doubly_held,
+        find_overlap as find_overlap,
         intersect as intersect,
+        is_identity as is_identity,
+        pad_axes as pad_axes,
         subtract_all as subtract_all,
         volumes as volumes,
-        widen as widen,
     )
-    from .coverage import in_turn as in_turn, prove as prove, weights as weights
-    from .grids import Grids as Grids, collapse as collapse
-    from .load_balancing import Sets as Sets, deal as deal, numbered as numbered, ragged as ragged
+    from .coverage import (
+        check_exact_cover as check_exact_cover,
+        choose_replicas as choose_replicas,
+        expected_read_bytes as expected_read_bytes,
+    )
+    from .grids import Grids as Grids, collapse_axes as collapse_axes
+    from .load_balancing import (
+        ReplicaSets as ReplicaSets,
+        assign_balanced as assign_balanced,
+        factorize as factorize,
+        ragged_arange as ragged_arange,
+    )
     from .manifest import (
         DEFAULT_BUCKET_BYTES as DEFAULT_BUCKET_BYTES,
         ITEM_BYTES as ITEM_BYTES,
@@ -36,14 +45,14 @@ if TYPE_CHECKING:
         Shards as Shards,
         ShardView as ShardView,
         contiguous_strides as contiguous_strides,
-        order_of as order_of,
+        lexsort_rows as lexsort_rows,
         packed_strides as packed_strides,
-        places_in as places_in,
         served_dtypes as served_dtypes,
         served_sizes as served_sizes,
         served_strides as served_strides,
         side_by_side as side_by_side,
-        whole as whole,
+        tensor_positions as tensor_positions,
+        whole_tensor_shard as whole_tensor_shard,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -113,17 +113,17 @@ class Boxes:
 
     def take(self, rows: Column) -> Boxes:
         """The boxes of these rows, in their order."""
-        if all_in_order(rows, len(self)):
+        if is_identity(rows, len(self)):
             return self
         return Boxes(self.space[rows], self.start[rows], self.stop[rows])
 
 
-def all_in_order(rows: Column, count: int) -> bool:
+def is_identity(rows: Column, count: int) -> bool:
     """`rows` are all of `count` rows as they stand: what is taken is what there is."""
     return len(rows) == count and np.array_equal(rows, np.arange(count))
 
 
-def widen(column: Column, axes: int, fill: int) -> Column:
+def pad_axes(column: Column, axes: int, fill: int) -> Column:
     """Columns for further axes: `fill` is 0 for a start or a stride, and 1 for a stop."""
     rows, known = column.shape
     if known >= axes:
@@ -141,14 +141,14 @@ def intersect(a: Boxes, b: Boxes) -> tuple[Column, Column, Boxes]:
     only neighbors on it are compared.
     """
     axes = max(a.start.shape[1], b.start.shape[1])
-    a = Boxes(a.space, widen(a.start, axes, 0), widen(a.stop, axes, 1))
-    b = Boxes(b.space, widen(b.start, axes, 0), widen(b.stop, axes, 1))
+    a = Boxes(a.space, pad_axes(a.start, axes, 0), pad_axes(a.stop, axes, 1))
+    b = Boxes(b.space, pad_axes(b.start, axes, 0), pad_axes(b.stop, axes, 1))
     rows, others = _ordered([(rows, others) for rows, others in _pairs(a, b) if len(rows)], len(b))
     common = Boxes(a.space[rows], np.maximum(a.start[rows], b.start[others]), np.minimum(a.stop[rows], b.stop[others]))
     return rows, others, common
 
 
-def doubly_held(boxes: Boxes) -> tuple[int, int] | None:
+def find_overlap(boxes: Boxes) -> tuple[int, int] | None:
     """Two rows that overlap; None when every element of every space is in at most one box."""
     rows, others, _ = intersect(boxes, boxes)
     double = np.flatnonzero(rows != others)

@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 
 from ..errors import CoverageError
-from .boxes import Box, Boxes, Column, doubly_held, intersect, subtract_all, volumes
-from .load_balancing import Sets, deal, numbered, ragged
-from .shards import Shards, order_of, served_sizes, side_by_side
+from .boxes import Box, Boxes, Column, find_overlap, intersect, subtract_all, volumes
+from .load_balancing import ReplicaSets, assign_balanced, factorize, ragged_arange
+from .shards import Shards, lexsort_rows, served_sizes, side_by_side
 
 _SHOWN: Final = 3
 _FRACTION_BITS: Final = 16
@@ -20,13 +20,13 @@ _MIXED: Final = ((32, 0x9E3779B97F4A7C15), (30, 0xBF58476D1CE4E5B9), (27, 0x94D0
 """Shifts and factors of splitmix64."""
 
 
-def once(pieces: Shards) -> Shards:
+def drop_replicas(pieces: Shards) -> Shards:
     """Every element from one holder: of what several hold, the lowest one's.
 
     Copies of a whole piece are dropped; where pieces overlap otherwise, those of higher holders are cut.
     """
     keys = side_by_side(pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop, pieces.holder)
-    order = order_of(keys)
+    order = lexsort_rows(keys)
     first = _begins(keys[order, :-1])
     return _apart(pieces.take(np.sort(order[first])))
 
@@ -40,7 +40,9 @@ def _apart(distinct: Shards) -> Shards:
     return _cut(distinct, rows[earlier], others[earlier]) if earlier.any() else distinct
 
 
-def in_turn(pieces: Shards, first: int = 0, distance: Column | None = None, wanted: Column | None = None) -> Shards:
+def choose_replicas(
+    pieces: Shards, first: int = 0, distance: Column | None = None, wanted: Column | None = None
+) -> Shards:
     """Every element from one holder: of what several hold, the nearest one's; equally near ones give as many bytes.
 
     Who gives what of equal ones is another for each `first`: not all readers begin with the same one. `distance`,
@@ -53,7 +55,7 @@ def in_turn(pieces: Shards, first: int = 0, distance: Column | None = None, want
     far = np.zeros(len(pieces), np.int64) if distance is None else distance[pieces.holder]
     alike = bool((far == far[0]).all())
     box = side_by_side(pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop)
-    order = order_of(side_by_side(box, *(() if alike else (far,)), pieces.holder))
+    order = lexsort_rows(side_by_side(box, *(() if alike else (far,)), pieces.holder))
     heads = np.flatnonzero(_begins(box[order]))
     several = np.diff(np.append(heads, len(order)))
     holder = pieces.holder[order]
@@ -63,19 +65,21 @@ def in_turn(pieces: Shards, first: int = 0, distance: Column | None = None, want
         near = far[order] == np.repeat(far[order[heads]], several)
         long[~near] = 0
         several = np.add.reduceat(near, heads, dtype=np.int64)
-    of, shown = numbered(np.add.reduceat(long, heads))
-    sets = Sets(of, several[shown], holder[ragged(heads[shown], several[shown])])
-    place = deal(sets, weights(pieces.boxes.take(order[heads]), *served_sizes(pieces.tensors), wanted), first)
+    of, shown = factorize(np.add.reduceat(long, heads))
+    sets = ReplicaSets(of, several[shown], holder[ragged_arange(heads[shown], several[shown])])
+    place = assign_balanced(
+        sets, expected_read_bytes(pieces.boxes.take(order[heads]), *served_sizes(pieces.tensors), wanted), first
+    )
     rows = np.sort(order[heads + place])
     mine = pieces.take(rows)
     far = np.zeros(len(rows), np.int64) if distance is None else distance[mine.holder]
     # What is left in several places is near and far, or cut otherwise by its holders: those by their numbers.
     by_turn = (far * count + (mine.holder + mine.boxes.space + first % count) % count) * count + mine.holder
-    best = (_apart if (far == far[0]).all() else once)(replace(mine, holder=by_turn))
+    best = (_apart if (far == far[0]).all() else drop_replicas)(replace(mine, holder=by_turn))
     return replace(best, holder=best.holder % count)
 
 
-def weights(boxes: Boxes, elements: Column, item: Column, wanted: Column | None = None) -> Column:
+def expected_read_bytes(boxes: Boxes, elements: Column, item: Column, wanted: Column | None = None) -> Column:
     """(boxes,): about the bytes that are read of each, at least 1.
 
     By tensor: how many elements it has, bytes of one, and how many are read, which are taken to lie evenly in it.
@@ -87,7 +91,7 @@ def weights(boxes: Boxes, elements: Column, item: Column, wanted: Column | None 
     return found
 
 
-def merge(pieces: Shards) -> Shards:
+def merge_adjacent(pieces: Shards) -> Shards:
     """Join neighbors that are neighbors in memory too, until none are left. Elements and their places stay."""
     before = -1
     while len(pieces) != before:
@@ -97,12 +101,12 @@ def merge(pieces: Shards) -> Shards:
     return pieces
 
 
-def prove(pieces: Shards) -> None:
+def check_exact_cover(pieces: Shards) -> None:
     """Raise `CoverageError` unless every element of every tensor is in exactly one piece.
 
     No two pieces overlap, and together they have as many elements as the tensor: so none is missing.
     """
-    double = doubly_held(pieces.boxes)
+    double = find_overlap(pieces.boxes)
     if double is not None:
         one, other = (pieces.at(row) for row in double)
         ranks = " and ".join(str(pieces.holder[row]) for row in double)
@@ -150,7 +154,7 @@ def _merge_along(pieces: Shards, axis: int) -> Shards:
     starts[:, axis] = stops[:, axis] = 0
     kind = (boxes.space, pieces.holder, pieces.storage, pieces.dtype, pieces.shift, origin, pieces.stride)
     shared = side_by_side(*kind, starts, stops)
-    order = order_of(side_by_side(shared, boxes.start[:, axis]))
+    order = lexsort_rows(side_by_side(shared, boxes.start[:, axis]))
     start, stop = boxes.start[order, axis], boxes.stop[order, axis]
     begins = _begins(shared[order])
     begins[1:] |= start[1:] != stop[:-1]

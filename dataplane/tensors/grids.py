@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .boxes import Column, widen
+from .boxes import Column, pad_axes
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +28,7 @@ class Grids:
     """Each (grids,): how far the grid begins behind its box's first element."""
 
 
-def collapse(extent: Column, steps: Sequence[Column], axes: int) -> Grids:
+def collapse_axes(extent: Column, steps: Sequence[Column], axes: int) -> Grids:
     """The grids of boxes with these extents (rows, any axes; the last one innermost) and steps on every side.
 
     Two axes are joined where a step of the outer one goes as far as the whole inner one, on all sides.
@@ -62,6 +62,6 @@ def _unroll(extent: Column, steps: Sequence[Column], axes: int) -> Grids:
         rows = np.repeat(rows, count)
         shift = [np.repeat(side, count) + within * step[rows, axis] for side, step in zip(shift, steps, strict=True)]
     kept, *moved = (
-        widen(each[rows, :axes], axes, fill) for each, fill in ((extent, 1), *((step, 0) for step in steps))
+        pad_axes(each[rows, :axes], axes, fill) for each, fill in ((extent, 1), *((step, 0) for step in steps))
     )
     return Grids(rows, kept, tuple(moved), tuple(shift))

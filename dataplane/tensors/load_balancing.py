@@ -13,14 +13,14 @@ from typing import Final
 import numpy as np
 
 from .boxes import Column
-from .shards import order_of, side_by_side
+from .shards import lexsort_rows, side_by_side
 
 _BITS: Final = 32
 """Of readers' numbers."""
 
 
 @dataclass(frozen=True, eq=False)
-class Sets:
+class ReplicaSets:
     """Sets of holders, numbered as they first appear among items: numbers that do not depend on how they are named."""
 
     of: Column
@@ -31,7 +31,7 @@ class Sets:
     """(all counts,): the holders of one set after those of another, ascending within each."""
 
 
-def numbered(keys: Column) -> tuple[Column, Column]:
+def factorize(keys: Column) -> tuple[Column, Column]:
     """(items,): equal keys have one number, by first appearance. (numbers,): the item in which each appears first."""
     distinct = np.unique(keys)
     of = np.searchsorted(distinct, keys)
@@ -43,13 +43,13 @@ def numbered(keys: Column) -> tuple[Column, Column]:
     return number[of], firsts[by_appearance]
 
 
-def ragged(begin: Column, count: Column, step: Column | int = 1) -> Column:
+def ragged_arange(begin: Column, count: Column, step: Column | int = 1) -> Column:
     """`count` numbers from each `begin` on, one series after the other."""
     place = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     return np.repeat(begin, count) + place * (np.repeat(step, count) if isinstance(step, np.ndarray) else step)
 
 
-def deal(sets: Sets, weight: Column, first: int = 0) -> Column:
+def assign_balanced(sets: ReplicaSets, weight: Column, first: int = 0) -> Column:
     """(items,): which one of its set gives each, by its place there. Weights are above 0.
 
     Of those who have given as little it is the next one after a place that is another for each `first`: readers with
@@ -66,7 +66,7 @@ def deal(sets: Sets, weight: Column, first: int = 0) -> Column:
     if not len(rows):
         return place
     of = sets.of[rows]
-    rows = rows[order_of(side_by_side(-weight[rows], sets.count[of], of))]
+    rows = rows[lexsort_rows(side_by_side(-weight[rows], sets.count[of], of))]
     weight, of = weight[rows], sets.of[rows]
     alike = np.append(_ends(weight, sets.count[of]), len(rows)).tolist()
     classes = np.append(_ends(weight, of), len(rows))
@@ -113,7 +113,7 @@ def _by_least(given: Column, weight: int, items: Column) -> Column:
     more = (holders < (items - count.sum(axis=1))[:, None]).astype(np.int64)
     np.put_along_axis(count, next_ones, np.take_along_axis(count, next_ones, axis=1) + more, axis=1)
     each = count.ravel()
-    level = ragged(given.ravel(), each, np.full(len(each), weight))
+    level = ragged_arange(given.ravel(), each, np.full(len(each), weight))
     if len(items) == 1:
         return np.repeat(order.ravel(), each)[np.argsort(level, kind="stable")]
-    return np.repeat(order.ravel(), each)[order_of(side_by_side(np.repeat(np.arange(len(items)), items), level))]
+    return np.repeat(order.ravel(), each)[lexsort_rows(side_by_side(np.repeat(np.arange(len(items)), items), level))]

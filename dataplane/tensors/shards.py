@@ -29,7 +29,7 @@ import msgspec
 import numpy as np
 
 from ..errors import ManifestError
-from .boxes import Box, Boxes, Column, all_in_order, widen
+from .boxes import Box, Boxes, Column, is_identity, pad_axes
 from .manifest import ITEM_BYTES, TensorSpec
 
 DTYPES: Final = tuple(ITEM_BYTES)
@@ -104,8 +104,8 @@ class Shards:
         axes = max(part.boxes.start.shape[1] for part in parts)
         boxes = Boxes(
             np.concatenate([part.boxes.space for part in parts]),
-            np.concatenate([widen(part.boxes.start, axes, 0) for part in parts]),
-            np.concatenate([widen(part.boxes.stop, axes, 1) for part in parts]),
+            np.concatenate([pad_axes(part.boxes.start, axes, 0) for part in parts]),
+            np.concatenate([pad_axes(part.boxes.stop, axes, 1) for part in parts]),
         )
         return cls(
             tensors=first.tensors,
@@ -114,13 +114,13 @@ class Shards:
             storage=np.concatenate([part.storage for part in parts]),
             dtype=np.concatenate([part.dtype for part in parts]),
             offset=np.concatenate([part.offset for part in parts]),
-            stride=np.concatenate([widen(part.stride, axes, 0) for part in parts]),
+            stride=np.concatenate([pad_axes(part.stride, axes, 0) for part in parts]),
             shift=np.concatenate([part.shift for part in parts]),
         )
 
     def take(self, rows: Column) -> Shards:
         """The pieces of these rows, in their order."""
-        if all_in_order(rows, len(self)):
+        if is_identity(rows, len(self)):
             return self
         return replace(
             self,
@@ -158,7 +158,7 @@ class Shards:
 
     def ordered(self, tensors: Sequence[TensorSpec]) -> Shards:
         """The same pieces, with the tensors in the order of `tensors`. Raises `ManifestError` if those are others."""
-        return self.renumbered(tensors, places_in(tensors, self.tensors))
+        return self.renumbered(tensors, tensor_positions(tensors, self.tensors))
 
     def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Shards:
         """`ordered`, where `places`, (tensors,), says which of `tensors` each tensor is."""
@@ -184,7 +184,7 @@ class Shards:
         if not known.all():
             raise ManifestError(f"piece {int(np.argmin(known))} names a tensor, dtype or place that there is not")
         inside = (self.boxes.start >= 0) & (self.boxes.start < self.boxes.stop)
-        shapes = widen(_about(self.tensors).shapes, inside.shape[1], 1)
+        shapes = pad_axes(_about(self.tensors).shapes, inside.shape[1], 1)
         if shapes.shape[1] > inside.shape[1] and len(self):
             raise ManifestError(f"pieces of {inside.shape[1]} axes, of tensors that have up to {shapes.shape[1]}")
         inside &= self.boxes.stop <= shapes[self.boxes.space, : inside.shape[1]]
@@ -195,7 +195,7 @@ class Shards:
     def digest(self) -> str:
         """SHA-256, hexadecimal, of what is described: neither the order of pieces nor that of tensors matters."""
         named = self.ordered(sorted(self.tensors, key=lambda spec: spec.name))
-        return hashlib.sha256(named.take(order_of(named.numbers())).encode()).hexdigest()
+        return hashlib.sha256(named.take(lexsort_rows(named.numbers())).encode()).hexdigest()
 
     def numbers(self) -> Column:
         """(pieces, columns): everything but the tensors, in a fixed order of columns."""
@@ -264,12 +264,12 @@ def _fixed(column: Column) -> Column:
     return column
 
 
-def whole(spec: TensorSpec, dtype: str, storage: int) -> Shard:
+def whole_tensor_shard(spec: TensorSpec, dtype: str, storage: int) -> Shard:
     """All of a tensor, contiguous in local tensor `storage`."""
     return Shard(spec.name, Box.whole(spec.shape), dtype, ShardView(storage, 0, contiguous_strides(spec.shape)))
 
 
-def places_in(tensors: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> Column:
+def tensor_positions(tensors: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> Column:
     """(others,): where each of `others` is in `tensors`. Raises `ManifestError` unless both are the same tensors."""
     place = {spec.name: index for index, spec in enumerate(tensors)}
     found = [place.get(spec.name, -1) for spec in others]
@@ -305,7 +305,7 @@ def served_sizes(tensors: tuple[TensorSpec, ...]) -> tuple[Column, Column]:
 
 def served_strides(pieces: Shards) -> Column:
     """(pieces, axes): elements between neighbors along each axis of each piece's tensor, packed."""
-    extents = widen(_about(pieces.tensors).shapes, pieces.boxes.start.shape[1], 1)
+    extents = pad_axes(_about(pieces.tensors).shapes, pieces.boxes.start.shape[1], 1)
     return packed_strides(extents)[pieces.boxes.space]
 
 
@@ -314,7 +314,7 @@ def side_by_side(*columns: Column) -> Column:
     return np.concatenate([column[:, None] if column.ndim == 1 else column for column in columns], axis=1)
 
 
-def order_of(table: Column) -> Column:
+def lexsort_rows(table: Column) -> Column:
     """The order in which the rows of a table ascend, earlier columns first; equal rows stay in order."""
     keys = _keys(table)
     if len(keys) == 1:

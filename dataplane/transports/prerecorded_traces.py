@@ -11,8 +11,8 @@ from operator import is_
 from typing import Final
 
 from ..errors import ManifestError
-from ..reshard import LoadTrace, Verification, make_proof
-from ..tensors import TensorSpec, places_in
+from ..reshard import LoadTrace, Verification, make_verification
+from ..tensors import TensorSpec, tensor_positions
 
 _MOST: Final = 4
 """Models of one server: the one that it serves, and its draft models."""
@@ -33,17 +33,17 @@ class PrerecordedTraces:
         return {each.digest(): each for known, _ in self._kept for each in known if each.tensors == tensors}
 
     def proof(self, recordings: Sequence[LoadTrace]) -> Verification:
-        """What the workers with these recordings report. Raises `NotRecordable`."""
+        """What the workers with these recordings report. Raises `NotTraceable`."""
         tensors = recordings[0].tensors
         for known, proof in self._kept:
             if len(known) == len(recordings) and all(map(is_, known, recordings)):
                 return proof
             try:
-                places = places_in(tensors, known[0].tensors)
+                places = tensor_positions(tensors, known[0].tensors)
             except ManifestError:
                 continue
             if len(known) == len(recordings) and all(
                 each.renumbered(tensors, places).same(found) for each, found in zip(known, recordings, strict=True)
             ):
                 return proof.renumbered(tensors, places)
-        return make_proof(recordings)
+        return make_verification(recordings)

@@ -16,10 +16,18 @@ from typing import Final
 
 import numpy as np
 
-from ..errors import DataplaneError, NotRecordable, TransferFailed
-from ..memory import ExportedPlace, ExportMap, Region
+from ..errors import DataplaneError, NotTraceable, TransferFailed
+from ..memory import ExportedTensor, ExportMap, Region
 from ..processes import Deadline, FrameListener, open_runtime_dir
-from ..reshard import LoadTrace, PlanReader, make_plan, make_proof, pair_bytes_of, schedule, staging_of
+from ..reshard import (
+    LoadTrace,
+    PlanReader,
+    make_plan,
+    make_send_schedule,
+    make_verification,
+    pair_bytes_for,
+    staging_layout,
+)
 from ..tensors import TensorSpec
 from . import worker_messages as worker_wire
 from .interface import EngineServer
@@ -55,7 +63,7 @@ class Prerecording:
 
         Then they bind what they will have to report of it, and load what a first version would wait for.
 
-        Raises `NotRecordable`, `TransferFailed`, and what the server's call raises. A server that does not come to our
+        Raises `NotTraceable`, `TransferFailed`, and what the server's call raises. A server that does not come to our
         loader soon is not waited for: when it does, its workers find nobody and return.
         """
         deadline = Deadline(deadline_s)
@@ -96,11 +104,11 @@ class Prerecording:
     def _prove(self, recordings: Sequence[LoadTrace], deadline: Deadline) -> None:
         """Whatever speaks against it is found again in the first round, and is that round's."""
         try:
-            needed = [staging_of(recording.tensors, recording.staged)[1] for recording in recordings]
-            proof = make_proof(recordings)
+            needed = [staging_layout(recording.tensors, recording.staged)[1] for recording in recordings]
+            proof = make_verification(recordings)
             self._workers.prove(proof.ranks, needed, deadline, sent=self._sent)
             self._ahead.keep(recordings, proof)
-        except (NotRecordable, TransferFailed) as error:
+        except (NotTraceable, TransferFailed) as error:
             self.unproven = str(error)
 
     def _plan(self, recording: LoadTrace) -> None:
@@ -130,12 +138,12 @@ class Prerecording:
 def _plan_once(recording: LoadTrace) -> None:
     """Plan for a trainer that holds each tensor whole: the first plan of a process takes twice as long as others."""
     tensors = recording.tensors
-    whole, nbytes = staging_of(tensors, range(len(tensors)))
-    places = tuple(ExportedPlace(0, at) for at in whole.storage.tolist())
+    whole, nbytes = staging_layout(tensors, range(len(tensors)))
+    places = tuple(ExportedTensor(0, at) for at in whole.storage.tolist())
     pieces = replace(whole, storage=np.arange(len(whole)))
     export = ExportMap(0, "", (Region(nbytes, "cpu"),), places)
     plan = make_plan(pieces, [export], recording, PlanReader(recording.rank, "", "cpu"))
-    schedule(plan, len(recording.targets), pair_bytes_of(1)).digest()
+    make_send_schedule(plan, len(recording.targets), pair_bytes_for(1)).digest()
 
 
 def _returned(call: Future[None], seconds: float) -> bool:

@@ -93,10 +93,10 @@ def receiver(
 
             return SendsReceiver(runtime_dir or default_runtime_dir(), ahead, beside=beside)
         case "distributed":
-            from ..processes import ask_for_names  # noqa: PLC0415  the same
+            from ..processes import warm_up_name_resolution  # noqa: PLC0415  the same
             from .distributed import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
 
-            ask_for_names()
+            warm_up_name_resolution()
             return DistributedReceiver(runtime_dir or default_runtime_dir(), hands_on=hands_on)
         case "disk":
             from .disk import DiskReceiver  # noqa: PLC0415  beside its sibling

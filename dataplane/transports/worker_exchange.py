@@ -13,10 +13,10 @@ from typing import Final
 
 import msgspec
 
-from ..errors import DataplaneError, DeadlineExceeded, NotRecordable, PeerLost, TransferFailed
-from ..memory import MadeRegion
-from ..processes import Deadline, FrameListener, Frames, dead_among, host_identity
-from ..reshard import LoadTrace, PlanReader, RankVerification, ReshardPlan, Schedule, provable
+from ..errors import DataplaneError, DeadlineExceeded, NotTraceable, PeerLost, TransferFailed
+from ..memory import ArenaRegion
+from ..processes import Deadline, FrameListener, Frames, find_ended_peer, host_identity
+from ..reshard import LoadTrace, PlanReader, RankVerification, ReshardPlan, SendSchedule, verifiable_trace
 from ..tensors import TensorSpec
 from . import worker_messages as wire
 from .interface import Exporting, Group
@@ -123,15 +123,15 @@ class Workers:
     def recorded(
         self, without: Sequence[int], tensors: tuple[TensorSpec, ...], deadline: Deadline
     ) -> dict[str, LoadTrace]:
-        """What those have recorded who were asked to, by digest. Raises `NotRecordable`, `TransferFailed`."""
+        """What those have recorded who were asked to, by digest. Raises `NotTraceable`, `TransferFailed`."""
         made: dict[str, LoadTrace] = {}
         for worker in [self._workers[number] for number in without]:
             reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
             if isinstance(reply, wire.Failed) and reply.unrecordable:
-                raise NotRecordable(f"worker {worker.hello.rank}: {reply.reason}")
+                raise NotTraceable(f"worker {worker.hello.rank}: {reply.reason}")
             if not isinstance(reply, wire.TraceRecorded):
                 raise TransferFailed(f"worker {worker.hello.rank} could not record its loader: {_said(reply)}")
-            recording = provable(LoadTrace.decode(reply.recording, tensors))
+            recording = verifiable_trace(LoadTrace.decode(reply.recording, tensors))
             digest = recording.digest()
             made[digest] = recording
             # Whoever records has let go of its plan, also where the same one will be made again.
@@ -179,7 +179,7 @@ class Workers:
         epoch: int,
         version: int,
         exporters: Sequence[Exporting],
-        made: Mapping[int, MadeRegion],
+        made: Mapping[int, ArenaRegion],
         reads: Sequence[Mapping[int, tuple[int, ...]]],
         deadline: Deadline,
     ) -> list[wire.PlanExecuted]:
@@ -200,7 +200,7 @@ class Workers:
         return self._replayed(deadline, None)
 
     def expect(
-        self, schedules: Sequence[Schedule], there: Collection[int], socket: str, deadline: Deadline
+        self, schedules: Sequence[SendSchedule], there: Collection[int], socket: str, deadline: Deadline
     ) -> frozenset[int]:
         """Give each worker its schedule, unless it has that one and its thread is `there`; the ranks that got one."""
         new: list[_Worker] = []
@@ -260,7 +260,7 @@ class Workers:
     @property
     def dead(self) -> int | None:
         """The rank of one whose process has ended; None where that is not known of any."""
-        return dead_among((worker.hello.rank, worker.frames) for worker in self._workers)
+        return find_ended_peer((worker.hello.rank, worker.frames) for worker in self._workers)
 
     def let_go(self, message: wire.Done | wire.Failed) -> None:
         """Let the workers return. Who is gone needs no telling, and the server's answer says so."""
@@ -312,7 +312,7 @@ def regions_read(plan: ReshardPlan) -> dict[int, tuple[int, ...]]:
     return {holder: tuple(regions) for holder, regions in found.items()}
 
 
-def _exports(exporting: Exporting, made: MadeRegion | None, regions: tuple[int, ...]) -> wire.Exports:
+def _exports(exporting: Exporting, made: ArenaRegion | None, regions: tuple[int, ...]) -> wire.Exports:
     """What is read of one holder."""
     return wire.Exports(
         holder=exporting.holder,

@@ -33,8 +33,8 @@ from typing import Final
 
 import msgspec
 
-from ..memory import MadeRegion
-from ..processes import Deadline, Frames, WireMessage, decode
+from ..memory import ArenaRegion
+from ..processes import Deadline, Frames, WireMessage, decode_message
 from ..tensors import TensorSpec
 from .interface import Group
 
@@ -77,7 +77,7 @@ class Exports(WireMessage, frozen=True, omit_defaults=True, tag="Exports"):
     address: str
     generation: int
     regions: tuple[int, ...]
-    made: MadeRegion | None = None
+    made: ArenaRegion | None = None
     """One of the regions, where it may be read before all of it is made."""
 
 
@@ -235,9 +235,9 @@ def say(frames: Frames, message: ToWorker | ToSidecar, deadline: Deadline) -> No
 
 def hear_sidecar(frames: Frames, deadline: Deadline) -> ToWorker:
     """For workers. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode(_TO_WORKER, frames.receive(deadline, "the sidecar"))
+    return decode_message(_TO_WORKER, frames.receive(deadline, "the sidecar"))
 
 
 def hear_worker(frames: Frames, deadline: Deadline, waiting_for: str) -> ToSidecar:
     """For the sidecar. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode(_TO_SIDECAR, frames.receive(deadline, waiting_for))
+    return decode_message(_TO_SIDECAR, frames.receive(deadline, waiting_for))

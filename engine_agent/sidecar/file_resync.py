@@ -48,7 +48,7 @@ class FileResync:
         self._channel = settings.channel
         self._worker = worker
         self._machine = Resync(settings.channel, settings.saved_after_s)
-        self._calls = torch_threads.Calls("saved-versions")
+        self._calls = torch_threads.SerialCalls("saved-versions")
         self._look: Future[SavedVersion | None] | None = None
         self._said = ""
         """The table of the version that was said not to be there."""

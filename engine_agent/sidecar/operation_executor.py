@@ -33,7 +33,7 @@ from weightbus.control.server import (
     STEP_SECONDS,
     Metrics,
 )
-from weightbus.dataplane.errors import DataplaneError, NotRecordable, TransferFailed
+from weightbus.dataplane.errors import DataplaneError, NotTraceable, TransferFailed
 from weightbus.dataplane.tensors import DigestTable, Manifest
 from weightbus.dataplane.transports import (
     RETURN_S,
@@ -155,7 +155,7 @@ class OperationExecutor:
             with resting():
                 result = self._perform(operation)
         except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
-            if isinstance(error, NotRecordable):
+            if isinstance(error, NotTraceable):
                 self._server.unrecordable(str(error))
             self._vitals.learn(error, identity)
             result = OperationFailed(str(error) or type(error).__name__, self._touched(operation))

@@ -24,8 +24,14 @@ from weightbus.control.protocol import (
     Topology,
     TransportKind,
 )
-from weightbus.dataplane.memory import HOST_OF_NCCL, Gpu, SurveyFailed, seat_on, seen_by
-from weightbus.dataplane.processes import files_identity, folder_identity, host_identity, interfaces, network_identity
+from weightbus.dataplane.memory import NCCL_HOSTID, GpuSurveyFailed, VisibleGpu, gpus_visible_to, nccl_gpu_id
+from weightbus.dataplane.processes import (
+    files_identity,
+    folder_identity,
+    host_identity,
+    network_identity,
+    network_interfaces,
+)
 
 from ..engines.sglang import ServerFacts, environment_of, lacking
 
@@ -58,7 +64,9 @@ def topology_of(
         files=files_identity(),
         folder=folder_identity(runtime_dir),
         places=places,
-        nics=tuple(NetworkInterface(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
+        nics=tuple(
+            NetworkInterface(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in network_interfaces()
+        ),
         lacking=lacks,
         takes={TransportKind(kind): size for kind, size in takes.items()},
         awaits_tables=True,
@@ -73,9 +81,9 @@ def places_of(facts: ServerFacts) -> tuple[ProcessLocation, ...]:
         return ()
     try:
         environment = environment_of(facts.process[0])
-        alone, nccl_host = environment.get(_ALONE, "").lower() in _YES, environment.get(HOST_OF_NCCL, "")
-        return tuple(_placed(facts.gpus, seen_by(environment), nccl_host, alone=alone))
-    except (OSError, SurveyFailed, ValueError) as problem:
+        alone, nccl_host = environment.get(_ALONE, "").lower() in _YES, environment.get(NCCL_HOSTID, "")
+        return tuple(_placed(facts.gpus, gpus_visible_to(environment), nccl_host, alone=alone))
+    except (OSError, GpuSurveyFailed, ValueError) as problem:
         _log.info("gpus_not_known", reason=str(problem))
         return ()
 
@@ -125,17 +133,21 @@ def places_on(devices: tuple[str, ...]) -> tuple[ProcessLocation, ...]:
     return tuple(ProcessLocation(rank=rank, host=host_identity(), device=device) for rank, device in enumerate(devices))
 
 
-def _placed(numbers: tuple[int, ...], seen: tuple[Gpu, ...], nccl_host: str, *, alone: bool) -> list[ProcessLocation]:
+def _placed(
+    numbers: tuple[int, ...], seen: tuple[VisibleGpu, ...], nccl_host: str, *, alone: bool
+) -> list[ProcessLocation]:
     """`alone`: each worker sees no GPU but its own."""
     if max(numbers) >= len(seen):
-        raise SurveyFailed(f"the server uses GPU number {max(numbers)}, and {len(seen)} are seen with its environment")
+        raise GpuSurveyFailed(
+            f"the server uses GPU number {max(numbers)}, and {len(seen)} are seen with its environment"
+        )
     return [
         ProcessLocation(
             rank=rank,
             host=host_identity(),
             device=seen[number].uuid,
             reach={} if alone else {other: Reach(word) for other, word in seen[number].reach.items()},
-            seat=seat_on(seen[number].uuid, nccl_host) if nccl_host else "",
+            seat=nccl_gpu_id(seen[number].uuid, nccl_host) if nccl_host else "",
         )
         for rank, number in enumerate(numbers)
     ]

@@ -18,7 +18,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from weightbus.dataplane.reshard import Cause
+from weightbus.dataplane.reshard import NotCopiedCause
 from weightbus.dataplane.tensors import TensorSpec
 
 from .memory_origins import Origin, ReadsValues, Write, WrittenMemory, calculated, constant, identity_of, window_of
@@ -122,7 +122,7 @@ class Tracer:
         tensors = _tensors(args, kwargs)
         numbers = (self._values.get(each) for each in (*args, *kwargs.values()) if isinstance(each, float))
         sources = self._sources_of(tensors).union(*(number.sources for number in numbers if number is not None))
-        origin = calculated(sources, Cause.COMPUTED, str(operation))
+        origin = calculated(sources, NotCopiedCause.COMPUTED, str(operation))
         changed = _changed(operation, args, kwargs)
         for tensor in changed:
             self._write(tensor, [Write(_everywhere(tensor), origin)], operation)
@@ -182,7 +182,7 @@ class Tracer:
             sources = memory.sources().union(*(write.origin.sources for write in writes))
             detail = f"memory of {memory.dtype} written as {target.dtype}"
             whole = torch.empty(0, dtype=memory.dtype, device=target.device).set_(memory.storage)
-            memory.writes.append(Write(_everywhere(whole), calculated(sources, Cause.SCATTERED, detail)))
+            memory.writes.append(Write(_everywhere(whole), calculated(sources, NotCopiedCause.SCATTERED, detail)))
             return
         memory.writes.extend(writes)
 
@@ -196,7 +196,7 @@ class Tracer:
             origin = (
                 constant(value)
                 if value is not None
-                else calculated(sources, Cause.COMPUTED, "values that came from no tensor")
+                else calculated(sources, NotCopiedCause.COMPUTED, "values that came from no tensor")
             )
             return [Write(Move(tuple(target.shape), here, here), origin)]
         found = memory.read(tensor.expand(target.shape), here)
@@ -446,7 +446,7 @@ def _present(tensor: torch.Tensor) -> Write:
     """What real memory, made while the loader ran, holds before anything that we follow is written to it."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
     value = _only_value(whole)
-    unknown = calculated((), Cause.COMPUTED, "values that came from no tensor")
+    unknown = calculated((), NotCopiedCause.COMPUTED, "values that came from no tensor")
     return Write(_everywhere(whole), unknown if value is None else constant(value))
 
 

@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from weightbus.dataplane.reshard import Cause, Constant, LoadedTensor, LoadTrace, Patch, Target
+from weightbus.dataplane.reshard import ConstantFill, LoadTarget, LoadTrace, NotCopiedCause, StagedTensor, TargetBox
 from weightbus.dataplane.tensors import (
     Box,
     Boxes,
@@ -18,7 +18,7 @@ from weightbus.dataplane.tensors import (
     ShardView,
     TensorSpec,
     contiguous_strides,
-    doubly_held,
+    find_overlap,
     subtract_all,
 )
 
@@ -47,7 +47,7 @@ class LoadTraceBuilder:
     """What one run of a loader did, tensor by tensor."""
 
     def __init__(
-        self, tensors: Sequence[TensorSpec], held: ModelTensors, tracer: Tracer, left_out: dict[int, LoadedTensor]
+        self, tensors: Sequence[TensorSpec], held: ModelTensors, tracer: Tracer, left_out: dict[int, StagedTensor]
     ) -> None:
         self._tensors = tensors
         self._tracer = tracer
@@ -55,8 +55,8 @@ class LoadTraceBuilder:
         self._live = held.tensors
         self._loaded = dict(left_out)
         for index, operation in tracer.unknown.items():
-            self._load(index, Cause.UNKNOWN_TARGET, operation)
-        self._rewritten: list[Patch] = []
+            self._load(index, NotCopiedCause.UNKNOWN_TARGET, operation)
+        self._rewritten: list[TargetBox] = []
 
     def recording(self, rank: int) -> LoadTrace:
         """The result."""
@@ -70,7 +70,7 @@ class LoadTraceBuilder:
         if self._loaded:
             # A tensor that is kept aside for one that was left out looks like one that is dropped.
             for index in dropped:
-                self._load(index, Cause.PARTNER, "read, and nothing of it was stored without the others")
+                self._load(index, NotCopiedCause.PARTNER, "read, and nothing of it was stored without the others")
             dropped = frozenset[int]()
         found = list(self._pieces(landed))
         pieces = [piece for index, piece in found if index not in self._loaded]
@@ -83,14 +83,16 @@ class LoadTraceBuilder:
             unread=tuple(sorted(unread)),
             dropped=tuple(sorted(dropped)),
             constants=tuple(
-                Constant(each.target, each.box, each.origin.value) for each in landed if each.origin.value is not None
+                ConstantFill(each.target, each.box, each.origin.value)
+                for each in landed
+                if each.origin.value is not None
             ),
             unwritten=tuple(_holes(self._targets, landed)),
             rewritten=tuple(self._rewritten),
         )
 
-    def _load(self, index: int, cause: Cause, detail: str) -> None:
-        self._loaded.setdefault(index, LoadedTensor(index, cause, detail))
+    def _load(self, index: int, cause: NotCopiedCause, detail: str) -> None:
+        self._loaded.setdefault(index, StagedTensor(index, cause, detail))
 
     def _land(self) -> Iterator[_Landed]:
         """Every write to the model's memory, in order, as boxes of its tensors."""
@@ -122,7 +124,7 @@ class LoadTraceBuilder:
         detail = reasons[0] if reasons else "outside of every tensor of its memory"
         # Without a source, it may have written over anything that is there.
         for index in write.origin.sources or memory.sources():
-            self._load(index, Cause.SCATTERED, f"{self._targets[numbers[0]].name}: {detail}")
+            self._load(index, NotCopiedCause.SCATTERED, f"{self._targets[numbers[0]].name}: {detail}")
 
     def _pieces(self, landed: Sequence[_Landed]) -> Iterator[tuple[int, Shard]]:
         """Copies of tensors that are nothing but copied."""
@@ -135,7 +137,7 @@ class LoadTraceBuilder:
             spec, target = self._tensors[index], self._targets[each.target]
             path = [str(dtype).removeprefix("torch.") for dtype in each.origin.path]
             if len(path) == 2 and (path[0], path[1]) != (spec.dtype, target.dtype):
-                self._load(index, Cause.COMPUTED, f"read as {path[0]} and cast to {path[1]}")
+                self._load(index, NotCopiedCause.COMPUTED, f"read as {path[0]} and cast to {path[1]}")
                 continue
             dtype = path[1] if len(path) == 2 else spec.dtype
             base = sum(start * stride for start, stride in zip(each.box.start, target.strides, strict=True))
@@ -143,7 +145,7 @@ class LoadTraceBuilder:
             try:
                 boxes = list(boxes_of(reverse(move), spec.shape, contiguous_strides(spec.shape)))
             except Scattered as scattered:
-                self._load(index, Cause.SCATTERED, f"{target.name}: {scattered}")
+                self._load(index, NotCopiedCause.SCATTERED, f"{target.name}: {scattered}")
                 continue
             yield from (
                 (index, Shard(spec.name, box, dtype, ShardView(each.target, at.offset, at.strides)))
@@ -151,12 +153,12 @@ class LoadTraceBuilder:
             )
 
 
-def _last_written(landed: list[_Landed]) -> tuple[list[_Landed], list[Patch]]:
+def _last_written(landed: list[_Landed]) -> tuple[list[_Landed], list[TargetBox]]:
     """Without what was written over, and where that was."""
-    if not landed or doubly_held(_boxes([(each.target, each.box) for each in landed])) is None:
+    if not landed or find_overlap(_boxes([(each.target, each.box) for each in landed])) is None:
         return landed, []
     by_target: dict[int, list[_Landed]] = defaultdict(list)
-    patches: list[Patch] = []
+    patches: list[TargetBox] = []
     for each in landed:
         earlier = by_target[each.target]
         kept: list[_Landed] = []
@@ -166,13 +168,13 @@ def _last_written(landed: list[_Landed]) -> tuple[list[_Landed], list[Patch]]:
                 kept.append(old)
                 continue
             if old.origin != each.origin:
-                patches.append(Patch(each.target, common))
+                patches.append(TargetBox(each.target, common))
             kept.extend(old.cut(part) for part in old.box.subtract(common))
         by_target[each.target] = [*kept, each]
     return [each for group in by_target.values() for each in group], patches
 
 
-def _holes(targets: Sequence[Target], landed: Sequence[_Landed]) -> Iterator[Patch]:
+def _holes(targets: Sequence[LoadTarget], landed: Sequence[_Landed]) -> Iterator[TargetBox]:
     """Parts of parameters that nothing was written to."""
     written: dict[int, list[Box]] = defaultdict(list)
     for each in landed:
@@ -181,7 +183,7 @@ def _holes(targets: Sequence[Target], landed: Sequence[_Landed]) -> Iterator[Pat
     for number, target in enumerate(targets):
         if not target.parameter or sum(box.size for box in written[number]) == prod(target.shape):
             continue  # what was written is disjoint, so as many elements are all of them
-        yield from (Patch(number, box) for box in subtract_all(Box.whole(target.shape), written[number]))
+        yield from (TargetBox(number, box) for box in subtract_all(Box.whole(target.shape), written[number]))
 
 
 def _boxes(placed: Sequence[tuple[int, Box]]) -> Boxes:

@@ -15,8 +15,8 @@ from typing import Final, TypeAlias
 
 import torch
 
-from weightbus.dataplane.errors import NotRecordable
-from weightbus.dataplane.reshard import Cause, LoadedTensor, LoadTrace
+from weightbus.dataplane.errors import NotTraceable
+from weightbus.dataplane.reshard import LoadTrace, NotCopiedCause, StagedTensor
 from weightbus.dataplane.tensors import TensorSpec
 
 from .dispatch_mode import Tracer, traced
@@ -40,8 +40,8 @@ NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 def record(
     model: torch.nn.Module, load: Callable[[NamedTensors], object], tensors: Sequence[TensorSpec], rank: int
 ) -> LoadTrace:
-    """What `load`, the bound `load_weights` of `model`, does with `tensors`. Raises `NotRecordable`."""
-    left_out: dict[int, LoadedTensor] = {}
+    """What `load`, the bound `load_weights` of `model`, does with `tensors`. Raises `NotTraceable`."""
+    left_out: dict[int, StagedTensor] = {}
     for attempt in range(_ATTEMPTS):
         tracer, held, found = _attempt(model, load, tensors, left_out)
         if not found:
@@ -55,7 +55,7 @@ def record(
                 and LoadTraceBuilder(tensors, held, again, left_out).recording(rank).digest() == recording.digest()
             ):
                 return recording
-            found |= _loaded(tracer.numbered, Cause.READ, "item")
+            found |= _loaded(tracer.numbered, NotCopiedCause.READ, "item")
         if set(found) <= set(left_out):
             raise _lost(next(iter(found.values())).detail)
         left_out |= found if attempt < _ONE_BY_ONE else _kin(found, tensors) | found
@@ -64,17 +64,17 @@ def record(
     raise _lost(f"more and more tensors must be left out ({names} .., {detail})")
 
 
-def _lost(detail: str) -> NotRecordable:
-    return NotRecordable(f"this model's loader cannot be recorded: {detail}; let this engine take the local transport")
+def _lost(detail: str) -> NotTraceable:
+    return NotTraceable(f"this model's loader cannot be recorded: {detail}; let this engine take the local transport")
 
 
 def _attempt(
     model: torch.nn.Module,
     load: Callable[[NamedTensors], object],
     tensors: Sequence[TensorSpec],
-    left_out: dict[int, LoadedTensor],
+    left_out: dict[int, StagedTensor],
     number: float = _ONE,
-) -> tuple[Tracer, ModelTensors, dict[int, LoadedTensor]]:
+) -> tuple[Tracer, ModelTensors, dict[int, StagedTensor]]:
     """Run the loader once. Returns the tensors that must be left out, if there are any."""
     held = ModelTensors(model)
     tracer = Tracer(held.device, number)
@@ -88,17 +88,17 @@ def _attempt(
         named = reads.sources or _current(tracer)
         if not named:
             raise _lost(f"it reads values that come from no tensor of the version ({reads.operation})") from reads
-        return tracer, held, _loaded(named, Cause.READ, reads.operation)
+        return tracer, held, _loaded(named, NotCopiedCause.READ, reads.operation)
     except Exception as error:
         detail = f"{type(error).__name__}: {error}"
         if tracer.current is None:
             raise _lost(detail) from error
-        return tracer, held, _loaded(_current(tracer), Cause.READ, detail)
+        return tracer, held, _loaded(_current(tracer), NotCopiedCause.READ, detail)
     finally:
         rebound = held.restore(tracer)
-    found = _loaded(tracer.read_and_forgotten(), Cause.READ, "item")
+    found = _loaded(tracer.read_and_forgotten(), NotCopiedCause.READ, "item")
     for origins, name in rebound:
-        found |= _loaded(origins, Cause.REBOUND, name)
+        found |= _loaded(origins, NotCopiedCause.REBOUND, name)
     return tracer, held, {index: each for index, each in found.items() if index not in left_out}
 
 
@@ -106,7 +106,7 @@ def _stream(
     tracer: Tracer,
     tensors: Sequence[TensorSpec],
     sources: Sequence[torch.Tensor],
-    left_out: dict[int, LoadedTensor],
+    left_out: dict[int, StagedTensor],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for number, spec in enumerate(tensors):
         if number in left_out:
@@ -116,12 +116,12 @@ def _stream(
     tracer.current = None
 
 
-def _kin(found: Mapping[int, LoadedTensor], tensors: Sequence[TensorSpec]) -> dict[int, LoadedTensor]:
+def _kin(found: Mapping[int, StagedTensor], tensors: Sequence[TensorSpec]) -> dict[int, StagedTensor]:
     """The tensors whose names differ from those in numbers only."""
     known = {_NUMBER.sub("#", tensors[index].name): each for index, each in found.items()}
     forms = {number: known.get(_NUMBER.sub("#", spec.name)) for number, spec in enumerate(tensors)}
     return {
-        number: LoadedTensor(number, each.cause, f"as {tensors[each.tensor].name}: {each.detail}")
+        number: StagedTensor(number, each.cause, f"as {tensors[each.tensor].name}: {each.detail}")
         for number, each in forms.items()
         if each is not None
     }
@@ -131,5 +131,5 @@ def _current(tracer: Tracer) -> frozenset[int]:
     return frozenset() if tracer.current is None else frozenset({tracer.current})
 
 
-def _loaded(sources: Iterable[int], cause: Cause, detail: str) -> dict[int, LoadedTensor]:
-    return {index: LoadedTensor(index, cause, detail) for index in sources}
+def _loaded(sources: Iterable[int], cause: NotCopiedCause, detail: str) -> dict[int, StagedTensor]:
+    return {index: StagedTensor(index, cause, detail) for index in sources}

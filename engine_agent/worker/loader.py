@@ -18,7 +18,7 @@ from typing import Final
 
 import torch
 
-from weightbus.dataplane.errors import DataplaneError, NotRecordable, PeerLost
+from weightbus.dataplane.errors import DataplaneError, NotTraceable, PeerLost
 from weightbus.dataplane.processes import Deadline, Frames
 from weightbus.dataplane.transports import worker_messages as wire
 
@@ -134,7 +134,7 @@ def _obey(  # noqa: PLR0911  one for each message
     except Exception as error:  # noqa: BLE001 - see above
         _log.exception("weightbus: %s failed", message.kind)
         reason = f"{type(error).__name__}: {error}"[:2048]
-        return wire.Failed(reason=reason, touched=state.touched, unrecordable=isinstance(error, NotRecordable))
+        return wire.Failed(reason=reason, touched=state.touched, unrecordable=isinstance(error, NotTraceable))
 
 
 def _rank() -> int:

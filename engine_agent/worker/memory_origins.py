@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from weightbus.dataplane.reshard import Cause
+from weightbus.dataplane.reshard import NotCopiedCause
 
 from .view_composition import Move, Scattered, SourceWindow, compose
 
@@ -77,7 +77,7 @@ class Origin:
     path: tuple[torch.dtype, ...] = ()
     """The dtypes that the elements had, the source's first. One is a plain copy, two are a cast."""
     value: float | None = None
-    cause: Cause | None = None
+    cause: NotCopiedCause | None = None
     detail: str = ""
 
     @property
@@ -91,7 +91,7 @@ class Origin:
             return self
         if len(self.path) == 1 and dtype.itemsize == stored.itemsize:
             return replace(self, path=(dtype,))
-        return calculated(self.sources, Cause.COMPUTED, f"bits of {stored} read as {dtype}")
+        return calculated(self.sources, NotCopiedCause.COMPUTED, f"bits of {stored} read as {dtype}")
 
     def cast(self, dtype: torch.dtype) -> Origin:
         """Converted to `dtype`, as `copy_` does it."""
@@ -102,11 +102,13 @@ class Origin:
             del kept[-1]
         path = tuple(kept) if kept[-1] == dtype else (*kept, dtype)
         if len(path) > 2:
-            return calculated(self.sources, Cause.COMPUTED, "cast by way of " + ", ".join(map(str, path[1:-1])))
+            return calculated(
+                self.sources, NotCopiedCause.COMPUTED, "cast by way of " + ", ".join(map(str, path[1:-1]))
+            )
         return replace(self, path=path)
 
 
-def calculated(sources: Iterable[int], cause: Cause, detail: str) -> Origin:
+def calculated(sources: Iterable[int], cause: NotCopiedCause, detail: str) -> Origin:
     """Not a copy."""
     return Origin(frozenset(sources), cause=cause, detail=detail)
 
@@ -147,11 +149,11 @@ class WrittenMemory:
             return [Write(move, self._before(tensor.dtype))]
         if tensor.dtype.itemsize != self.dtype.itemsize:
             detail = f"memory of {self.dtype} read as {tensor.dtype}"
-            return [Write(move, calculated(self.sources(), Cause.COMPUTED, detail))]
+            return [Write(move, calculated(self.sources(), NotCopiedCause.COMPUTED, detail))]
         try:
             found, missing = compose(move, [write.move for write in self.writes])
         except Scattered as scattered:
-            return [Write(move, calculated(self.sources(), Cause.SCATTERED, str(scattered)))]
+            return [Write(move, calculated(self.sources(), NotCopiedCause.SCATTERED, str(scattered)))]
         written = [Write(part, self.writes[at].origin.read_as(tensor.dtype, self.dtype)) for part, at in found]
         return [*written, *(Write(part, self._before(tensor.dtype)) for part in missing)]
 
@@ -160,7 +162,7 @@ class WrittenMemory:
         if self.source is not None:
             return Origin(frozenset({self.source}), (self.dtype,)).read_as(dtype, self.dtype)
         what = "what the model held before" if self.engine else "memory that nothing was written to"
-        return calculated((), Cause.COMPUTED, what)
+        return calculated((), NotCopiedCause.COMPUTED, what)
 
 
 def window_of(tensor: torch.Tensor) -> SourceWindow:

@@ -7,7 +7,7 @@ from typing import Final, Protocol, TypeAlias, cast
 
 import torch
 
-from weightbus.dataplane.reshard import Target
+from weightbus.dataplane.reshard import LoadTarget
 from weightbus.dataplane.tensors import ITEM_BYTES
 
 from .memory_origins import Number, WrittenMemory, identity_of, window_of
@@ -71,10 +71,10 @@ class ModelTensors:
         return [held.data for held in self._held]
 
     @property
-    def targets(self) -> tuple[Target, ...]:
+    def targets(self) -> tuple[LoadTarget, ...]:
         """What a recording says of them."""
         return tuple(
-            Target(
+            LoadTarget(
                 held.name,
                 _dtype(held.data),
                 tuple(held.data.shape),

@@ -15,10 +15,10 @@ from typing import Final
 
 import torch
 
-from weightbus.dataplane.copy import CopyTable, engine_for
-from weightbus.dataplane.errors import DataplaneError, NoRoom, TransferFailed, TurnLate
-from weightbus.dataplane.processes import BackgroundInit, Deadline, Frames, prompt, without_slack
-from weightbus.dataplane.reshard import Messages
+from weightbus.dataplane.copy import CopyTable, copy_engine_for
+from weightbus.dataplane.errors import ChunkTimeout, DataplaneError, OutOfStagingMemory, TransferFailed
+from weightbus.dataplane.processes import BackgroundInit, Deadline, Frames, low_latency_threads, without_timer_slack
+from weightbus.dataplane.reshard import SendMessages
 from weightbus.dataplane.transports import worker_messages as wire
 from weightbus.dataplane.transports.sends import (
     GroupCache,
@@ -55,7 +55,7 @@ class ReceiveThread:
         self.schedule = expect.schedule
         self.standing = threading.Event()
         """The scheduler stands in our loader."""
-        self._messages, self._unpack = Messages.decode(expect.messages), CopyTable.decode(expect.unpack)
+        self._messages, self._unpack = SendMessages.decode(expect.messages), CopyTable.decode(expect.unpack)
         self._targets, self._device, self._rank = targets, device, rank
         self._inbox: ReceiveQueue | None = None
         self._standing = GroupCache()
@@ -105,12 +105,12 @@ class ReceiveThread:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        without_slack()
+        without_timer_slack()
         try:
             while True:
                 while not self._frames.speaks(_LOOK_S):
                     pass
-                with prompt():  # from the first word on: to hear it takes several turns of the interpreter
+                with low_latency_threads():  # from the first word on: to hear it takes several turns of the interpreter
                     if not self._obey(wire.hear_sidecar(self._frames, Deadline(_SAY_S))) or self._stuck:
                         return
         except DataplaneError as error:
@@ -166,7 +166,7 @@ class ReceiveThread:
         except Exception as error:  # noqa: BLE001 - see above
             self._settle()
             self._detach()
-            less = isinstance(error, NoRoom | TurnLate | torch.OutOfMemoryError)
+            less = isinstance(error, OutOfStagingMemory | ChunkTimeout | torch.OutOfMemoryError)
             reason = f"{type(error).__name__}: {error}"[:2048]
             return wire.Failed(reason=reason, touched=self._touched, less=less)
         self._settle()
@@ -191,7 +191,7 @@ class ReceiveThread:
     def _bound(self, *, beside: bool) -> ReceiveQueue:
         if self._inbox is None or self._inbox.beside != beside:
             self._drop()
-            engine = engine_for(self._device)
+            engine = copy_engine_for(self._device)
             self._inbox = ReceiveQueue(self._messages, self._unpack, self._targets, engine, self._device, beside=beside)
         self._inbox.attach()
         return self._inbox

@@ -15,28 +15,28 @@ import torch
 
 from weightbus.dataplane.copy import (
     CopyTable,
-    Needs,
+    NeededParts,
     PreparedCopies,
-    Ready,
     ReadyFlags,
-    branches_asked,
-    engine_for,
-    marks_in,
-    needs_of,
-    stages_of,
+    WaitStage,
+    copy_engine_for,
+    copy_streams_setting,
+    needed_parts_by_stage,
+    ready_flags_in,
+    stages_of_rows,
 )
 from weightbus.dataplane.errors import PeerLost, TransferFailed
 from weightbus.dataplane.memory import (
-    MadeRegion,
+    ArenaRegion,
     RegionImporter,
     bytes_of,
     device_name,
+    nccl_gpu_id_here,
     readable_peers,
-    seat_here,
     sizes_of,
 )
 from weightbus.dataplane.processes import torch_threads
-from weightbus.dataplane.reshard import Constant, LoadTrace
+from weightbus.dataplane.reshard import ConstantFill, LoadTrace
 from weightbus.dataplane.tensors import TensorSpec
 from weightbus.dataplane.transports import worker_messages as wire
 from weightbus.dataplane.transports.sends import GroupForming, warm
@@ -62,7 +62,7 @@ class _Bound:
     copies: PreparedCopies
     staging: PreparedCopies
     marks: ReadyFlags
-    needs: tuple[Mapping[int, Needs], Mapping[int, Needs]]
+    needs: tuple[Mapping[int, NeededParts], Mapping[int, NeededParts]]
     """Of both: what each stage reads that may still be made."""
 
     @property
@@ -83,7 +83,7 @@ class WorkerState:
         self._held = ModelTensors(model)
         self._device_name = device_name(self._held.device)
         self._peers = readable_peers(self._held.device)
-        self._engine = engine_for(self._held.device)
+        self._engine = copy_engine_for(self._held.device)
         self._importer = RegionImporter(self._held.device)
         self._layout = ""
         self._tensors: tuple[TensorSpec, ...] = ()
@@ -113,7 +113,7 @@ class WorkerState:
             recording=self._named,
             plan=plan.plan if plan else "",
             schedule=self._taker.schedule if plan and self._taker and self._taker.alive else "",
-            seat=seat_here(self._device_name),
+            seat=nccl_gpu_id_here(self._device_name),
         )
 
     @property
@@ -229,7 +229,7 @@ class WorkerState:
         self._importer.check()
         return self._proven(began, bound.marks.seconds)
 
-    def _ready(self, copies: PreparedCopies, needs: Mapping[int, Needs], marks: ReadyFlags) -> Ready:
+    def _ready(self, copies: PreparedCopies, needs: Mapping[int, NeededParts], marks: ReadyFlags) -> WaitStage:
         """Wait for what a stage of `copies` reads; behind that, the model is written to."""
 
         def ready(stage: int) -> None:
@@ -288,15 +288,15 @@ class WorkerState:
             for source, (holder, region) in zip(sources, plan.sources, strict=True)
             if self._importer.remote(holder, region)
         ]
-        reader = engine_for(self._held.device, branches_asked(os.environ), remote)
+        reader = copy_engine_for(self._held.device, copy_streams_setting(os.environ), remote)
         copies.check(sizes_of(sources), sizes_of(targets))
         staging.check(sizes_of(sources), sizes_of([self._buffer]))
         made = _made(plan, exports)
-        marks = {holder: marks_in(sources[number], each) for number, (holder, each) in made.items()}
+        marks = {holder: ready_flags_in(sources[number], each) for number, (holder, each) in made.items()}
         tables = (copies, staging)
-        stages = [stages_of(table, {number: each for number, (_, each) in made.items()}) for table in tables]
+        stages = [stages_of_rows(table, {number: each for number, (_, each) in made.items()}) for table in tables]
         holders = {number: holder for number, (holder, _) in made.items()}
-        needs = [needs_of(table, each, holders) for table, each in zip(tables, stages, strict=True)]
+        needs = [needed_parts_by_stage(table, each, holders) for table, each in zip(tables, stages, strict=True)]
         self._bound = _Bound(
             exports,
             reader.copies(copies, sources, targets, stages[0] if needs[0] else None),
@@ -324,7 +324,7 @@ class WorkerState:
             raise TransferFailed("nothing is staged before there is a plan")
         return self._evidence.buffer
 
-    def _part(self, constant: Constant) -> torch.Tensor:
+    def _part(self, constant: ConstantFill) -> torch.Tensor:
         cut = tuple(slice(a, b) for a, b in zip(constant.box.start, constant.box.stop, strict=True))
         part: torch.Tensor = self._held.tensors[constant.target][cut]
         return part
@@ -365,7 +365,7 @@ def _warmed(device: torch.device) -> None:
         _log.info("weightbus: NCCL was not loaded ahead: %s", error)
 
 
-def _made(plan: wire.InstallPlan, exports: Sequence[wire.Exports]) -> dict[int, tuple[int, MadeRegion]]:
+def _made(plan: wire.InstallPlan, exports: Sequence[wire.Exports]) -> dict[int, tuple[int, ArenaRegion]]:
     """By number of the source: who makes it part by part."""
     made = {(each.holder, each.made.region): each.made for each in exports if each.made is not None}
     return {number: (at[0], made[at]) for number, at in enumerate(plan.sources) if at in made}

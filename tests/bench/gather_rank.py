@@ -75,8 +75,8 @@ def from_pieces(held: list[Any], shape: Shape, rank: int, ranks: int, bucket_byt
     own = Shards.of(specs, pieces(held, shape, rank, ranks), rank)
     everybody: list[Any] = [None] * ranks
     dist.all_gather_object(everybody, own)
-    together = cover.once(Shards.join(everybody))
-    cover.prove(together)
+    together = cover.drop_replicas(Shards.join(everybody))
+    cover.check_exact_cover(together)
     manifest = Manifest.of("Qwen3MoeForCausalLM", specs, bucket_bytes)
     buckets = plan(manifest, together, rank=rank)
     device = held[0].data.device

@@ -18,11 +18,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
-from weightbus.dataplane.reshard.digest_shares import divide
-from weightbus.dataplane.reshard.load_trace import LoadTrace, Target
+from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
+from weightbus.dataplane.reshard.digest_shares import divide_digest_work
+from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
-from weightbus.dataplane.reshard.verification import make_proof
+from weightbus.dataplane.reshard.verification import make_verification
 from weightbus.dataplane.tensors.boxes import Boxes, Column
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import DTYPES, Shards
@@ -58,7 +58,7 @@ def trainer(tensors: tuple[TensorSpec, ...], ranks: int, shards: int) -> tuple[S
     })  # fmt: skip
     nbytes, in_one = ROWS * COLUMNS * 2 // shards, 200
     regions = tuple(Region(in_one * nbytes, "cpu") for _ in range(-(-count // in_one)))
-    places = tuple(ExportedPlace(index // in_one, index % in_one * nbytes) for index in range(count))
+    places = tuple(ExportedTensor(index // in_one, index % in_one * nbytes) for index in range(count))
     return pieces, [ExportMap(rank, "here", regions, places) for rank in range(ranks)]
 
 
@@ -73,7 +73,9 @@ def recording(tensors: tuple[TensorSpec, ...], rank: int, tp: int) -> LoadTrace:
     })  # fmt: skip
     shape = (stacked, rows, COLUMNS)
     strides = (rows * COLUMNS, COLUMNS, 1)
-    targets = tuple(Target(f"w{n}", "bfloat16", shape, strides, parameter=True) for n in range(-(-count // stacked)))
+    targets = tuple(
+        LoadTarget(f"w{n}", "bfloat16", shape, strides, parameter=True) for n in range(-(-count // stacked))
+    )
     return LoadTrace(rank, targets, copies)
 
 
@@ -102,8 +104,8 @@ def main() -> None:
     )
     again = [make_plan(pieces, exports, *each) for each in zip(recordings, readers, strict=True)]
     assert [plan.digest() for plan in plans] == [plan.digest() for plan in again], "both sides must agree"
-    proof = timed("proof_s", lambda: make_proof(recordings))
-    division = timed("divide_s", lambda: divide(pieces))
+    proof = timed("proof_s", lambda: make_verification(recordings))
+    division = timed("divide_s", lambda: divide_digest_work(pieces))
     read = np.bincount([source.holder for plan in plans for source in plan.sources], minlength=given.ranks)
     found = {
         "command": f"python tests/bench/plan.py --tensors {given.tensors} --ranks {given.ranks} --shards {given.shards}"

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import rebuild_storage_filename
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.ipc_handles import HostMemory
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.transports import registry as transports
@@ -145,7 +145,7 @@ class LoopbackServer:
             if ":" not in (url.hostname or ""):
                 return dist.ProcessGroupGloo(store, rank_offset + rank, address.world_size, timeout)
             # As GLOO_SOCKET_IFNAME does it for a server: by itself gloo takes the address of the host's name.
-            group = backends.gloo(store, url.hostname or "", rank_offset + rank, address.world_size, timeout)
+            group = backends.make_gloo_group(store, url.hostname or "", rank_offset + rank, address.world_size, timeout)
             return cast("dist.ProcessGroupGloo", group)
 
         with ThreadPoolExecutor(self.tp) as ranks:
@@ -230,7 +230,7 @@ class Places:
 def send_all(
     sender: Sender,
     session: TransferSession,
-    pool: BucketPool,
+    pool: BucketBuffers,
     deadline_s: float,
     *,
     before: Callable[[int], None] = lambda _: None,
@@ -276,7 +276,7 @@ def _run(job: dict[str, Any]) -> None:
     source_stand_in.SILENCE_S = job.get("silence_s", source_stand_in.SILENCE_S)
     if job["half"] == "sender":
         sender = places.sender(job["kind"])
-        pool = BucketPool("cpu", 2, manifest.largest_bucket, CHANNEL)
+        pool = BucketBuffers("cpu", 2, manifest.largest_bucket, CHANNEL)
         address = sender.offer(session, [Peer(*peer) for peer in job["peers"]])
         _say(**msgspec.structs.asdict(address))
         sender.ready(30)

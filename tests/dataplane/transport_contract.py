@@ -23,7 +23,7 @@ from weightbus.dataplane.errors import (
     StaleSession,
     TransferFailed,
 )
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Receiver, SharedBucket, TransferSession
 
@@ -121,8 +121,8 @@ class TransportContract:
         return Places(tmp_path)
 
     @pytest.fixture
-    def pool(self) -> Iterator[BucketPool]:
-        pool = BucketPool("cpu", 2, make_manifest(BUCKETS).largest_bucket, CHANNEL)
+    def pool(self) -> Iterator[BucketBuffers]:
+        pool = BucketBuffers("cpu", 2, make_manifest(BUCKETS).largest_bucket, CHANNEL)
         yield pool
         pool.close()
 
@@ -141,7 +141,7 @@ class TransportContract:
 
     @pytest.mark.parametrize("tps", [(1,), (2,), (1, 2, 1)], ids=str)
     def test_every_byte_arrives_round_after_round(
-        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine], tps: tuple[int, ...]
+        self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine], tps: tuple[int, ...]
     ) -> None:
         """Every rank of every engine holds every tensor bit for bit, in three rounds over the same memory and group."""
         manifest = make_manifest(BUCKETS)
@@ -184,7 +184,7 @@ class TransportContract:
         sender.close()
 
     def test_whoever_does_not_come_is_named(
-        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+        self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]
     ) -> None:
         """Absentees cost `join_s`, not the deadline; those who came are served, unless they are a collective."""
         manifest = make_manifest(BUCKETS)
@@ -210,7 +210,7 @@ class TransportContract:
         sender.close()
 
     def test_whoever_is_withdrawn_is_not_waited_for(
-        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+        self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]
     ) -> None:
         """The wait for an engine ends when somebody knows that it will not come; a collective spares those who came."""
         manifest = make_manifest(BUCKETS)
@@ -238,7 +238,7 @@ class TransportContract:
         sender.close()
 
     def test_withdrawn_in_the_middle(
-        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+        self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]
     ) -> None:
         """An engine that stands still is dropped as soon as it is withdrawn; with bytes under way nobody is spared."""
         withdrawn = threading.Event()
@@ -272,7 +272,7 @@ class TransportContract:
             assert isinstance(result, Receipt)
 
     def test_withdrawing_one_that_is_served_changes_nothing(
-        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+        self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]
     ) -> None:
         """What becomes of an engine that has confirmed the last bucket, or is no peer, is of no concern."""
         manifest = make_manifest(BUCKETS)
@@ -321,7 +321,7 @@ class TransportContract:
 
     @pytest.mark.parametrize("at", range(BUCKETS))
     def test_receiver_killed(
-        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine], halves: Halves, at: int
+        self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine], halves: Halves, at: int
     ) -> None:
         """An engine agent killed at any bucket is named at once and costs the others nothing (collective: all fail)."""
         manifest = make_manifest(BUCKETS)
@@ -351,7 +351,7 @@ class TransportContract:
             assert engine.server.weights == [wanted(manifest, 21)]
 
     def test_receiver_stopped(
-        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine], halves: Halves
+        self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine], halves: Halves
     ) -> None:
         """An engine agent that stands still is dropped at the deadline, and the others are served to the end."""
         manifest = make_manifest(BUCKETS)
@@ -409,7 +409,7 @@ class TransportContract:
         assert isinstance(engine.join(), TransferFailed)
         assert engine.seconds < PROMPT_S
 
-    def test_server_refuses(self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]) -> None:
+    def test_server_refuses(self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]) -> None:
         """A load that the server refuses fails that receiver and tells the sender the reason, at once."""
 
         def refuse(index: int) -> None:
@@ -438,7 +438,7 @@ class TransportContract:
             assert isinstance(result, Receipt)
 
     def test_recovers_in_the_next_epoch(
-        self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]
+        self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]
     ) -> None:
         """After a failed session the same halves serve everybody under a new epoch."""
         refusals = iter([True])
@@ -465,7 +465,7 @@ class TransportContract:
         assert all(isinstance(result, Receipt) for result in results)
         assert all(engine.server.weights == [wanted(manifest, 62)] for engine in engines)
 
-    def test_corrupted_bucket(self, places: Places, pool: BucketPool, make_engine: Callable[..., Engine]) -> None:
+    def test_corrupted_bucket(self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]) -> None:
         """A bit that flipped on the way is noticed before the server hears of the bucket; the tensor is named."""
         if not self.checked:
             pytest.skip("this transport's bytes go straight into the server, which is verified afterwards")
@@ -488,7 +488,7 @@ class TransportContract:
         assert "DigestMismatch" in sender.failed["e0"]
         sender.close()
 
-    def test_calls_out_of_order(self, places: Places, pool: BucketPool) -> None:
+    def test_calls_out_of_order(self, places: Places, pool: BucketBuffers) -> None:
         """Before `offer` nothing can be sent, and `close` is harmless at any time."""
         sender = places.sender(self.kind)
         sender.close()

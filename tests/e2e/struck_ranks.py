@@ -102,5 +102,5 @@ class Rank:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sends.pair_bytes_of = lambda *_: SMALL_TURNS
+    sends.pair_bytes_for = lambda *_: SMALL_TURNS
     rank_template.serve(Rank)

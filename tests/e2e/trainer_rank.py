@@ -80,7 +80,7 @@ def hold(at: int) -> Any:
 @contextlib.contextmanager
 def held(turn: int) -> Iterator[None]:
     """Rank 0 waits for the test before it sends turn number `turn`, once."""
-    plain, pair_bytes = P2PGroup.post, sends.pair_bytes_of
+    plain, pair_bytes = P2PGroup.post, sends.pair_bytes_for
     turns = itertools.count(1)
 
     def post(group: P2PGroup, given: Any, taken: Any) -> Any:
@@ -90,11 +90,11 @@ def held(turn: int) -> Iterator[None]:
         return plain(group, given, taken)
 
     P2PGroup.post = post  # type: ignore[method-assign]
-    sends.pair_bytes_of = lambda *_: SMALL_TURNS
+    sends.pair_bytes_for = lambda *_: SMALL_TURNS
     try:
         yield
     finally:
-        P2PGroup.post, sends.pair_bytes_of = plain, pair_bytes  # type: ignore[method-assign]
+        P2PGroup.post, sends.pair_bytes_for = plain, pair_bytes  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

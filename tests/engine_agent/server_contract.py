@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.torch_shared_memory import EngineMemory
+from weightbus.dataplane.memory.torch_shared_memory import TorchSharedBuffers
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports.interface import SharedBucket
@@ -33,7 +33,7 @@ class Bench:
         self.url, self.first, self.second = url, first, second
         self.server = SGLangServer(url)
         self.server.connect(CALL_S)
-        self.memory = EngineMemory(runtime_dir)
+        self.memory = TorchSharedBuffers(runtime_dir)
 
     def generate(self, tokens: int = 8) -> dict[str, Any]:
         """Greedy tokens with their account of versions."""

@@ -19,13 +19,20 @@ from weightbus.dataplane.copy.box_digests import BoxTable
 from weightbus.dataplane.copy.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.memory import export_messages as export_wire, ipc_handles as handles
-from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, MadeRegion, Parts, Region
+from weightbus.dataplane.memory.export_map import ArenaParts, ArenaRegion, ExportedTensor, ExportMap, Region
 from weightbus.dataplane.processes import wire_message
-from weightbus.dataplane.reshard.load_trace import Cause, Constant, LoadedTensor, LoadTrace, Patch, Target as Recorded
+from weightbus.dataplane.reshard.load_trace import (
+    ConstantFill,
+    LoadTarget as Recorded,
+    LoadTrace,
+    NotCopiedCause,
+    StagedTensor,
+    TargetBox,
+)
 from weightbus.dataplane.reshard.reshard_plan import PlanReader
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import DigestTable, LiveDigests, Manifest, TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, whole
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, whole_tensor_shard
 from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import messages as direct_wire
 from weightbus.dataplane.transports.distributed.rendezvous_keys import _Sealed
@@ -67,7 +74,7 @@ def _messages(name: str, module: Any, decoder: str, *good: Any) -> Target:
     found = getattr(module, decoder)
     return Target(
         name,
-        lambda data: wire_message.decode(found, data),
+        lambda data: wire_message.decode_message(found, data),
         tuple(map(msgspec.msgpack.encode, good)),
         msgspec.msgpack.encode,
         tagged=True,
@@ -78,7 +85,7 @@ def _targets() -> tuple[Target, ...]:
     d, w, lo, e = direct_wire, worker_wire, local_wire, export_wire
     exporting = d.Exporting(holder=0, address="/run/x", generation=3, round=9)
     reader = PlanReader(0, "host", "cpu", ("GPU-1",))
-    exports = w.Exports(holder=0, address="/run/x", generation=3, regions=(1, 2), made=MadeRegion(1, 0, (8,), 16))
+    exports = w.Exports(holder=0, address="/run/x", generation=3, regions=(1, 2), made=ArenaRegion(1, 0, (8,), 16))
     prove = w.Prove(proof=b"p", groups=1, odd=b"o", odd_bytes=4, staging_bytes=8)
     adopt = w.Adopt(
         plan="p",
@@ -229,28 +236,28 @@ def _inside(grid: Any, step: Any, at: int, before: int, after: int, size: int) -
 def _pieces() -> Shards:
     """Every tensor whole, and half of one once more."""
     half = Shard("lm_head.weight", Box((1, 0), (3, 8)), "float32", ShardView(1, 8, (8, 1)))
-    return Shards.of(SPECS, [*(whole(spec, "float32", place) for place, spec in enumerate(SPECS)), half])
+    return Shards.of(SPECS, [*(whole_tensor_shard(spec, "float32", place) for place, spec in enumerate(SPECS)), half])
 
 
 def _recording() -> LoadTrace:
     targets = tuple(Recorded(spec.name, "float32", spec.shape, (8, 1)[-len(spec.shape) :], True) for spec in SPECS)
-    patch = Patch(1, Box((0, 0), (1, 8)))
+    patch = TargetBox(1, Box((0, 0), (1, 8)))
     return LoadTrace(
         rank=0,
         targets=targets,
         copies=_pieces(),
-        loaded=(LoadedTensor(0, Cause.COMPUTED, "mul"),),
+        loaded=(StagedTensor(0, NotCopiedCause.COMPUTED, "mul"),),
         unread=(1,),
         dropped=(0,),
-        constants=(Constant(1, patch.box, 0.0),),
+        constants=(ConstantFill(1, patch.box, 0.0),),
         unwritten=(patch,),
         rewritten=(patch,),
     )
 
 
 def _export_map() -> ExportMap:
-    places = (ExportedPlace(0, 0), ExportedPlace(0, 64))
-    return ExportMap(0, "host", (Region(4096, "cpu"),), places, Parts(1, (64, 256), 512))
+    places = (ExportedTensor(0, 0), ExportedTensor(0, 64))
+    return ExportMap(0, "host", (Region(4096, "cpu"),), places, ArenaParts(1, (64, 256), 512))
 
 
 class _Store:
@@ -276,7 +283,7 @@ def _said() -> bytes:
 
 
 def _hear(data: bytes) -> str | None:
-    """Whatever a stranger writes is `Forged`, and never heard."""
+    """Whatever a stranger writes is `ForgedMessage`, and never heard."""
     store = _Store()
     store.values["weightbus/3/came/e0"] = data
     heard = _Sealed(cast("Any", store), 3, "token").hear("came/e0")

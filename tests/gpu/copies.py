@@ -30,8 +30,8 @@ import rig
 
 from weightbus.dataplane.copy.box_digests import BoxTable
 from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.copy.engine_selection import engine_for
-from weightbus.dataplane.digest.tensor_digest import digest_tensors, finish
+from weightbus.dataplane.copy.engine_selection import copy_engine_for
+from weightbus.dataplane.digest.tensor_digest import digest_tensors, finish_digests
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.tensors.shards import DTYPES
@@ -128,7 +128,7 @@ def measure(nbytes: int, reader: torch.device, source: torch.Tensor) -> dict[str
     target = torch.zeros(nbytes + nbytes // 16 + 65536, dtype=torch.uint8, device=reader)
     plain = seconds(reader, lambda: target[:nbytes].copy_(source[:nbytes]))
     found: dict[str, Any] = {"bytes": nbytes, "plain_copy_s": plain, "plain_gb_s": nbytes / plain / 1e9, "equal": True}
-    engine = engine_for(reader)
+    engine = copy_engine_for(reader)
     for name, table in tables(nbytes).items():
         table.check(np.array([source.numel()]), np.array([target.numel()]))
         target.zero_()
@@ -146,7 +146,7 @@ def measure(nbytes: int, reader: torch.device, source: torch.Tensor) -> dict[str
             took = seconds(reader, digests.run)
             lanes = digests.run()
             expected = digest_tensors(target[:moved], [*range(0, moved + 1, moved // len(table))])
-            right = finish(lanes, table.target_bytes) == expected
+            right = finish_digests(lanes, table.target_bytes) == expected
             found["equal"] &= right
             found["digest"] = {"bytes": moved, "s": took, "gb_s": moved / took / 1e9, "equal": right}
             digests.close()
@@ -185,7 +185,7 @@ def both_ways(nbytes: int, sources: Sequence[torch.Tensor]) -> dict[str, Any]:
     plain = at_once([(at, lambda out=out, into=into: into[:nbytes].copy_(out[:nbytes])) for at, out, into in ways])
     found: dict[str, Any] = {"bytes": nbytes, "plain_copy_s": plain, "plain_gb_s": nbytes / plain / 1e9, "equal": True}
     for name, table in tables(nbytes).items():
-        copies = [engine_for(at).copies(table, [out], [into]) for at, out, into in ways]
+        copies = [copy_engine_for(at).copies(table, [out], [into]) for at, out, into in ways]
         took = at_once([(at, each.run) for at, each in zip(readers, copies, strict=True)])
         moved = int(table.target_bytes.sum())
         found["equal"] &= all(same(table, out, into) for _, out, into in ways)

@@ -40,9 +40,9 @@ import rig
 from crosswise_parts import Lost, Side, columns, rows, same, whole
 
 from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.copy.engine_selection import BRANCHES, engine_for
+from weightbus.dataplane.copy.engine_selection import DEFAULT_COPY_STREAMS, copy_engine_for
 from weightbus.dataplane.copy.memcpy_batch import CopyBatch
-from weightbus.dataplane.copy.memcpy_runs import SHARES, copy_runs
+from weightbus.dataplane.copy.memcpy_runs import SHARES, split_into_runs
 
 ROUNDS = 6
 LONG_S = 1.5
@@ -81,7 +81,7 @@ def bases(*tensors: torch.Tensor) -> np.ndarray:
 
 def kernel(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor) -> Made:
     copied.check(np.array([source.numel()]), np.array([target.numel()]))
-    copies = engine_for(side.device).copies(copied, [source], [target])
+    copies = copy_engine_for(side.device).copies(copied, [source], [target])
     return copies.launch, copies.close, {"rows": len(copied)}
 
 
@@ -95,11 +95,11 @@ def batch(
     source: torch.Tensor,
     target: torch.Tensor,
     *,
-    branches: int = BRANCHES,
+    branches: int = DEFAULT_COPY_STREAMS,
     shares: Sequence[int] = SHARES,
 ) -> Made:
     """The product's batches, on streams in turn."""
-    runs = copy_runs(copied, bases(source), bases(target))
+    runs = split_into_runs(copied, bases(source), bases(target))
     made = CopyBatch(runs, branches, side.library, shares)
     streams = side.streams[: len(made)]
 
@@ -147,7 +147,7 @@ def variants(side: Side) -> list[Variant]:
         Variant("plain", one, lambda: plain(source, target)),
     ]
     for name, shares, streams in (
-        ("product", SHARES, BRANCHES),
+        ("product", SHARES, DEFAULT_COPY_STREAMS),
         *((f"batch_{k}", (1,) * k, k) for k in (1, 2, 3, 4, 7)),
         *((f"equal_{n}_on_{k}", (1,) * n, k) for n, k in ((8, 4), (16, 4), (16, 2))),
         ("ramp_1_2_4_4_on_4", (1, 2, 4, 4), 4),
@@ -163,7 +163,11 @@ def variants(side: Side) -> list[Variant]:
         for k in (1, 4)
     ]
     found += [
-        Variant(f"batch_{BRANCHES}_kernel_{every}", many, lambda e=every: mixed(side, many, source, target, every=e))
+        Variant(
+            f"batch_{DEFAULT_COPY_STREAMS}_kernel_{every}",
+            many,
+            lambda e=every: mixed(side, many, source, target, every=e),
+        )
         for every in (16, 8)
     ]
     for width in (768, 1536, 4096, 65536):
@@ -178,7 +182,7 @@ def variants(side: Side) -> list[Variant]:
     found += [
         Variant("push_kernel", many, lambda: kernel(side, many, side.source, out), push=True),
         Variant("push_plain", one, lambda: plain(side.source, out), push=True),
-        Variant(f"push_batch_{BRANCHES}", many, lambda: batch(side, many, side.source, out), push=True),
+        Variant(f"push_batch_{DEFAULT_COPY_STREAMS}", many, lambda: batch(side, many, side.source, out), push=True),
     ]
     if side.dry:  # what was opened of another process's host memory may not be written
         found = [each for each in found if not each.push]

@@ -206,11 +206,11 @@ def carry_out(args: argparse.Namespace, struck: list[tuple[str, str, str]], tell
     import torch
 
     from tests.kit.ends import Ends
-    from weightbus.dataplane.processes.process_groups import backend_for
+    from weightbus.dataplane.processes.process_groups import process_group_backend
     from weightbus.dataplane.transports.sends import messages as sends_wire, sender as sends, worker_receivers as takers
 
-    backend_for(torch.device("cuda"))  # raises where the environment would make NCCL hang: in a dry run, too
-    sends.pair_bytes_of = lambda *_: 256
+    process_group_backend(torch.device("cuda"))  # raises where the environment would make NCCL hang: in a dry run, too
+    sends.pair_bytes_for = lambda *_: 256
     sends_wire.SILENT_S, takers._END_S = SILENT_S, END_S  # type: ignore[misc]
     ends, work, until = (
         Ends("sends_ends.py"),

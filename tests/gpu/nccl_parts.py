@@ -302,7 +302,7 @@ def hosts(part: Part) -> None:
     from weightbus.dataplane.transports.sends import sender as sends
 
     if part.device == "cpu":
-        sends.pair_bytes_of = lambda *_: SMALL_TURNS
+        sends.pair_bytes_for = lambda *_: SMALL_TURNS
     part.called()
     part.say(equal=False)
     numbers = itertools.count(1)
@@ -456,7 +456,7 @@ def main() -> None:
 
         megatron_cpu.install()
         if part == "death":
-            sends.pair_bytes_of = lambda *_: SMALL_TURNS
+            sends.pair_bytes_for = lambda *_: SMALL_TURNS
     run, model, places = {
         "speed": (speed, "model", ("remote",)),
         "death": (death, "model", ("remote",)),

@@ -30,18 +30,18 @@ import msgspec
 import numpy as np
 import torch
 
-from weightbus.dataplane.copy.box_digests import table_of
+from weightbus.dataplane.copy.box_digests import make_box_table
 from weightbus.dataplane.copy.copy_engine import PreparedDigest
-from weightbus.dataplane.copy.engine_selection import engine_for
+from weightbus.dataplane.copy.engine_selection import copy_engine_for
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.tensor_bytes import bytes_of
 from weightbus.dataplane.quantize import quantize_torch
-from weightbus.dataplane.quantize.fused_digests import words_of
-from weightbus.dataplane.quantize.quantize_tasks import Sums, Task, TorchTasks, prepare
+from weightbus.dataplane.quantize.fused_digests import word_layout
+from weightbus.dataplane.quantize.quantize_tasks import DigestSums, QuantizeTask, TorchTasks, prepare_tasks
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shards, whole
+from weightbus.dataplane.tensors.shards import Shards, whole_tensor_shard
 
 EXPERT = (2048, 768)
 ROUNDS = 12
@@ -95,11 +95,11 @@ def equal(scheme: Scheme, device: torch.device, *, summed: bool = True, wide: bo
         values = weight(shape, dtype, lost=lost)
         expected = outputs(scheme, shape, torch.device("cpu"))
         quantize_torch.quantize(scheme, values.bfloat16(), expected)
-        words = words_of(scheme, Box.whole(shape), shape) if summed else None
+        words = word_layout(scheme, Box.whole(shape), shape) if summed else None
         lanes = torch.full((3, 2), 5, device=device)
-        for sums in (None, Sums(lanes, 1, *words)) if words else (None,):
+        for sums in (None, DigestSums(lanes, 1, *words)) if words else (None,):
             found = outputs(scheme, shape, device)
-            prepare([Task(scheme, values.to(device), torch.bfloat16, found, sums)], device).run()
+            prepare_tasks([QuantizeTask(scheme, values.to(device), torch.bfloat16, found, sums)], device).run()
             for one, other in zip(expected, found, strict=True):
                 if not torch.equal(one.view(-1).view(torch.uint8), other.cpu().view(-1).view(torch.uint8)):
                     print(f"{scheme.name} differs for {shape} {dtype} {lost} {sums}", file=sys.stderr)  # noqa: T201
@@ -107,7 +107,7 @@ def equal(scheme: Scheme, device: torch.device, *, summed: bool = True, wide: bo
         packed = expected[0].view(-1).view(torch.uint8)
         made = np.ascontiguousarray(lanes[1:2].cpu().numpy().view(np.uint64).T)
         digest = integrity.digest_tensors(packed, (0, len(packed)))
-        if words and integrity.finish(made, np.array([len(packed)])) != digest:
+        if words and integrity.finish_digests(made, np.array([len(packed)])) != digest:
             print(f"{scheme.name} is summed up wrongly for {shape} {dtype} {lost}", file=sys.stderr)  # noqa: T201
             return False
     return True
@@ -145,27 +145,29 @@ class Many:
         source = torch.randn((count, *EXPERT), device=device, dtype=torch.bfloat16)
         return cls(source, [outputs(scheme, EXPERT, device) for _ in range(count)])
 
-    def tasks(self, scheme: Scheme, *, summed: bool = False) -> list[Task]:
+    def tasks(self, scheme: Scheme, *, summed: bool = False) -> list[QuantizeTask]:
         """One for each, each with sums of its own if they are `summed`."""
         lanes = torch.zeros((len(self.source), 2), dtype=torch.int64, device=self.source.device)
-        words = words_of(scheme, Box.whole(EXPERT), EXPERT) if summed else None
+        words = word_layout(scheme, Box.whole(EXPERT), EXPERT) if summed else None
         return [
-            Task(scheme, self.source[at], torch.bfloat16, outs, None if words is None else Sums(lanes, at, *words))
+            QuantizeTask(
+                scheme, self.source[at], torch.bfloat16, outs, None if words is None else DigestSums(lanes, at, *words)
+            )
             for at, outs in enumerate(self.outs)
         ]
 
     def digest(self) -> PreparedDigest:
         """Of all elements, by a pass of its own."""
         specs = [TensorSpec(f"{at}", "float8_e4m3fn", EXPERT) for at in range(len(self.source))]
-        pieces = Shards.of(specs, [whole(spec, spec.dtype, at) for at, spec in enumerate(specs)])
-        table = table_of(pieces, pieces.storage, np.zeros(len(pieces), np.int64))
-        return engine_for(self.source.device).digest(table, [bytes_of(outs[0]) for outs in self.outs])
+        pieces = Shards.of(specs, [whole_tensor_shard(spec, spec.dtype, at) for at, spec in enumerate(specs)])
+        table = make_box_table(pieces, pieces.storage, np.zeros(len(pieces), np.int64))
+        return copy_engine_for(self.source.device).digest(table, [bytes_of(outs[0]) for outs in self.outs])
 
 
 def speed(scheme: Scheme, device: torch.device, nbytes: int) -> dict[str, float]:
     """Experts that fill `nbytes` of bfloat16."""
     many = Many.of(scheme, device, nbytes)
-    tasks = prepare(many.tasks(scheme), device)
+    tasks = prepare_tasks(many.tasks(scheme), device)
     read, written = many.source.nbytes, sum(each.nbytes for parts in many.outs for each in parts)
     took = seconds(device, tasks.run)
     target = torch.empty_like(many.source)
@@ -194,7 +196,7 @@ def sums(device: torch.device, nbytes: int) -> dict[str, float]:
     """FP8 in blocks with its digests: by one kernel, and by one after the other."""
     scheme = fp8_block((128, 128))
     many = Many.of(scheme, device, nbytes)
-    plain, summed = (prepare(many.tasks(scheme, summed=each), device) for each in (False, True))
+    plain, summed = (prepare_tasks(many.tasks(scheme, summed=each), device) for each in (False, True))
     digest = many.digest()
     # In turns: what else the machine does falls on all of them.
     found = {"quantize_s": math.inf, "digest_s": math.inf, "quantize_and_sum_s": math.inf}
@@ -215,12 +217,14 @@ def by_registers(device: torch.device, nbytes: int) -> dict[str, dict[str, float
         for registers in (64, 80, 96, 128, 168):
 
             def with_registers(
-                kind: quantize_cuda.TaskKind, table: torch.Tensor, most: int = registers, **_: object
+                kind: quantize_cuda.LaunchKind, table: torch.Tensor, most: int = registers, **_: object
             ) -> None:
                 launch(kind, table, registers=most)
 
             quantize_cuda.launch = with_registers  # type: ignore[assignment]
-            tasks = {name: prepare(many.tasks(scheme, summed=name == "summed"), device) for name in ("plain", "summed")}
+            tasks = {
+                name: prepare_tasks(many.tasks(scheme, summed=name == "summed"), device) for name in ("plain", "summed")
+            }
             found[f"{registers}"] = {name: seconds(device, each.run) for name, each in tasks.items()}
     finally:
         quantize_cuda.launch = launch

@@ -340,18 +340,18 @@ def write_model(folder: Path, hf: dict[str, Any]) -> None:
 
     Servers are started with random weights; sidecars want to know which tensors make up a complete version.
     """
-    from weightbus.dataplane.quantize.hf_quantization_config import outputs, read
+    from weightbus.dataplane.quantize.hf_quantization_config import quantized_tensors, read_quantization_config
     from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf))
     header: dict[str, Any] = {}
     end = 0
-    quantization = read(hf)
+    quantization = read_quantization_config(hf)
     specs = []
     for spec in served_tensors(Model.parse(hf), "bfloat16"):
         scheme = quantization.scheme_of(spec) if quantization else None
-        specs += outputs(spec, scheme) if scheme else [spec]
+        specs += quantized_tensors(spec, scheme) if scheme else [spec]
     for spec in specs:
         dtype = {"bfloat16": "BF16", "float32": "F32", "float8_e4m3fn": "F8_E4M3"}[spec.dtype]
         header[spec.name] = {"dtype": dtype, "shape": spec.shape, "data_offsets": [end, end + spec.nbytes]}

@@ -17,7 +17,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.process_groups import backend_for
+from weightbus.dataplane.processes.process_groups import process_group_backend
 from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
@@ -38,7 +38,7 @@ class StockPath:
         self._store = serve_store("127.0.0.1")
         self._name = f"stock-{time.time_ns()}"
         self._thread = ThreadPoolExecutor(1)
-        address = Address(f"tcp://127.0.0.1:{self._store.port}", self._name, backend_for(device), 2)
+        address = Address(f"tcp://127.0.0.1:{self._store.port}", self._name, process_group_backend(device), 2)
         joined = self._thread.submit(self._server.join_group, address, 1, CALL_S)
         store = join_store(self._store)
         self._group = BroadcastGroup.form(store, self._name, "127.0.0.1", device, 2, Deadline(CALL_S))

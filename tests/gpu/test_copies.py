@@ -20,7 +20,7 @@ from tests.kit.waiting import until
 from weightbus.dataplane.copy.box_digests import BoxTable
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchEngine
-from weightbus.dataplane.copy.engine_selection import engine_for
+from weightbus.dataplane.copy.engine_selection import copy_engine_for
 from weightbus.dataplane.errors import PeerLost, StaleSession
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.tensors.shards import DTYPES
@@ -41,7 +41,7 @@ def test_copies_are_those_of_the_cpu(table: CopyTable) -> None:
     found = expected.to(GPU)
     TorchEngine().copies(table, [source], [expected]).run()
 
-    engine_for(GPU).copies(table, [source.to(GPU)], [found]).run()
+    copy_engine_for(GPU).copies(table, [source.to(GPU)], [found]).run()
 
     assert torch.equal(found.cpu(), expected)
 
@@ -55,7 +55,7 @@ def test_digests_are_those_of_the_cpu(table: BoxTable) -> None:
     if end + int(table.words[0]) * 8 // int(table.item[0]) * int(table.item_step[0]) >= len(region):
         return
 
-    lanes = engine_for(GPU).digest(table, [region.to(GPU)]).run()
+    lanes = copy_engine_for(GPU).digest(table, [region.to(GPU)]).run()
 
     assert np.array_equal(lanes, TorchEngine().digest(table, [region]).run())
 
@@ -72,7 +72,7 @@ def test_casts_are_torchs() -> None:
     found = expected.to(GPU)
     TorchEngine().copies(table, [source], [expected]).run()
 
-    engine_for(GPU).copies(table, [source.to(GPU)], [found]).run()
+    copy_engine_for(GPU).copies(table, [source.to(GPU)], [found]).run()
 
     assert torch.equal(found.cpu(), expected)
     assert replace(table).casts.tolist() == [1, 0]
@@ -180,7 +180,7 @@ def test_copy_engines_and_kernel_share_a_table(trainer: Trainer, branches: int) 
     found = torch.zeros(4 << 20, dtype=torch.uint8, device=GPU)
     region = importer.region(0, 0)
     remote = [region.data_ptr()] if importer.remote(0, 0) else []
-    copies = engine_for(GPU, branches, remote).copies(table, [region], [found])
+    copies = copy_engine_for(GPU, branches, remote).copies(table, [region], [found])
     assert copies.remark == ""
 
     for value in (5.0, 9.0):

@@ -18,7 +18,7 @@ from weightbus.dataplane.memory import ipc_handles as handles
 from weightbus.dataplane.memory import staging_buffers as staging
 before = [torch.ones(1 << 26, dtype=torch.uint8, device="cuda") for _ in range(3)]
 del before  # free blocks of expandable segments, which a slot must not be made of
-pool = staging.BucketPool("cuda", 2, 1 << 25, "expandable")
+pool = staging.BucketBuffers("cuda", 2, 1 << 25, "expandable")
 for slot in pool.slots:
     slot.memory.fill_(7)
     handles.decode(slot.exported)

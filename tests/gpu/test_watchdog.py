@@ -20,14 +20,15 @@ import os, signal, subprocess, sys, threading, time
 import torch, torch.distributed as dist
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup, join_store, serve_store
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.rendezvous_store import reach_store
+from weightbus.dataplane.processes.rendezvous_store import connect_store
 
 device, wait = torch.device("cuda", 0), Deadline(60)
 torch.cuda.set_device(device)
 memory = torch.ones(1 << 28, dtype=torch.uint8, device=device)
 if len(sys.argv) > 1:
     os.environ["NCCL_HOSTID"] = "peer"
-    group = BroadcastGroup.form(reach_store(sys.argv[1], wait), "g", "127.0.0.1", device, 2, wait, rank=1, connect=True)
+    store = connect_store(sys.argv[1], wait)
+    group = BroadcastGroup.form(store, "g", "127.0.0.1", device, 2, wait, rank=1, connect=True)
     print("formed", flush=True)
     time.sleep(300)
 os.environ |= {"NCCL_HOSTID": "own", "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}

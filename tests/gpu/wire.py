@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import rig
 
-from weightbus.dataplane.copy.engine_selection import engine_for
-from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
+from weightbus.dataplane.copy.engine_selection import copy_engine_for
+from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.rendezvous_store import serve_store
-from weightbus.dataplane.reshard.load_trace import LoadTrace, Target
+from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
-from weightbus.dataplane.reshard.send_schedule import schedule
+from weightbus.dataplane.reshard.send_schedule import make_send_schedule
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
 from weightbus.dataplane.transports.sends import receive_queue as inbox, send_queue as outbox
@@ -67,8 +67,8 @@ def plan_of(rows: int) -> ReshardPlan:
         for at, each in enumerate(tensors)
     ]
     wanted = [Shard(each.name, box, "bfloat16", ShardView(0, at * ROW // 2, steps)) for at, each in enumerate(tensors)]
-    export = ExportMap(0, "here", (Region(rows * ROW, "cpu"),), (ExportedPlace(0, 0),))
-    target = Target("stacked", "bfloat16", (rows, *SHAPE), (SHAPE[0] * SHAPE[1], *steps), parameter=True)
+    export = ExportMap(0, "here", (Region(rows * ROW, "cpu"),), (ExportedTensor(0, 0),))
+    target = LoadTarget("stacked", "bfloat16", (rows, *SHAPE), (SHAPE[0] * SHAPE[1], *steps), parameter=True)
     recording = LoadTrace(0, (target,), Shards.of(tensors, wanted))
     return make_plan(
         Shards.of(tensors, held), [export], recording, PlanReader(rank=0, host="there", device="cpu", sent_to=True)
@@ -101,11 +101,11 @@ def end(rank: int, port: int, device: str, nbytes: int) -> dict[str, Any]:
     found: dict[str, Any] = {"bytes": rows * ROW, "bare_sendrecv_s": bare(group, rank, memory), "equal": True}
     for seed, (turn_mb, alone_mb, under_way) in enumerate(WAYS):
         outbox.UNDER_WAY = inbox.UNDER_WAY = under_way  # type: ignore[misc]
-        made = schedule(plan, 1, turn_mb << 20, alone_mb << 20)
+        made = make_send_schedule(plan, 1, turn_mb << 20, alone_mb << 20)
         messages, pack = made.of_holder(0, plan)
         times: list[float] = []
         box: Any
-        engine = engine_for(where)
+        engine = copy_engine_for(where)
         if rank:
             box = inbox.ReceiveQueue(made.messages, made.unpack, [memory], engine, where, beside=True)
         else:

@@ -11,8 +11,8 @@ from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.processes.host_facts import host_identity
-from weightbus.dataplane.reshard.load_trace import Cause, LoadedTensor, LoadTrace
-from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan, staging_of
+from weightbus.dataplane.reshard.load_trace import LoadTrace, NotCopiedCause, StagedTensor
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan, staging_layout
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports.direct.sender import ExportedWeights
@@ -37,7 +37,7 @@ def exposed_digests_and_tensors(source: Source) -> tuple[list[bytes], dict[str, 
 
 def read(exposed: ExportedWeights, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Every tensor, packed, by a plan over what is exposed."""
-    everything = tuple(LoadedTensor(index, Cause.COMPUTED) for index in range(len(manifest.tensors)))
+    everything = tuple(StagedTensor(index, NotCopiedCause.COMPUTED) for index in range(len(manifest.tensors)))
     recording = LoadTrace(0, (), Shards.of(manifest.tensors, []), loaded=everything)
     plan = make_plan(exposed.pieces, exposed.exports, recording, PlanReader(0, host_identity(), "cpu"))
     importer = RegionImporter()
@@ -50,7 +50,7 @@ def read(exposed: ExportedWeights, manifest: Manifest) -> dict[str, torch.Tensor
     TorchEngine().copies(plan.staging, sources, [buffer]).run()
     importer.check()
     importer.close()
-    places, _ = staging_of(manifest.tensors, plan.staged)
+    places, _ = staging_layout(manifest.tensors, plan.staged)
     found: dict[str, torch.Tensor] = {}
     for spec, at in zip(manifest.tensors, places.storage.tolist(), strict=True):
         found[spec.name] = buffer[at : at + spec.nbytes].view(getattr(torch, spec.dtype)).view(spec.shape).clone()

@@ -38,7 +38,7 @@ from tests.kit.fake_sglang import FakeSGLang, Refusal
 from tests.kit.fake_weights import FakeWeights
 from tests.kit.forked import log_to, say, serve
 from weightbus.control.server.metrics import configure_logging
-from weightbus.dataplane.copy.copy_engine import at_once
+from weightbus.dataplane.copy.copy_engine import no_wait
 from weightbus.dataplane.copy.copy_torch import TorchCopies
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.distributed.sidecar_receiver import SidecarReceiver
@@ -99,7 +99,7 @@ class Gate:
     def between(self, copies: type[TorchCopies]) -> None:
         """Have every copy of several rows come here when half of them are copied."""
 
-        def launch(made: TorchCopies, ready: Callable[[int], None] = at_once) -> None:
+        def launch(made: TorchCopies, ready: Callable[[int], None] = no_wait) -> None:
             ready(0)
             half = len(made._to) // 2
             for at, (target, source) in enumerate(zip(made._to, made._from, strict=True)):

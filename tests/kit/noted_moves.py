@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping, Sequence
 import numpy as np
 import torch
 
-from weightbus.dataplane.copy.copy_engine import PreparedCopies, Ready, at_once
+from weightbus.dataplane.copy.copy_engine import PreparedCopies, WaitStage, no_wait
 from weightbus.dataplane.copy.copy_table import AXES, CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.processes.deadline import Deadline
@@ -60,10 +60,10 @@ class _Copies:
     def busy(self) -> bool:
         return self._copies.busy
 
-    def run(self, ready: Ready = at_once) -> None:
+    def run(self, ready: WaitStage = no_wait) -> None:
         self._copies.run(ready)
 
-    def launch(self, ready: Ready = at_once) -> None:
+    def launch(self, ready: WaitStage = no_wait) -> None:
         self._notes.append(f"copy {self._name}")
         self._copies.launch(ready)
 

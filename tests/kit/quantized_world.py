@@ -11,7 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from weightbus.dataplane.quantize import quantize_torch
-from weightbus.dataplane.quantize.hf_quantization_config import Quantization, QuantizationRule, outputs
+from weightbus.dataplane.quantize.hf_quantization_config import Quantization, QuantizationRule, quantized_tensors
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_tensor
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.boxes import Box
@@ -128,7 +128,9 @@ class World:
         self.rows[rank].append(Shard(name, box, self.trained, view, shift))
 
     def pieces(self) -> Shards:
-        return cover.once(Shards.join([Shards.of(self.tensors, self.rows[rank], rank) for rank in range(RANKS)]))
+        return cover.drop_replicas(
+            Shards.join([Shards.of(self.tensors, self.rows[rank], rank) for rank in range(RANKS)])
+        )
 
     def check(
         self,
@@ -175,7 +177,7 @@ class World:
             if not spec.name.endswith("_proj.weight"):
                 found[spec.name] = tensor
                 continue
-            made = outputs(spec, scheme)
+            made = quantized_tensors(spec, scheme)
             tensors = {each.name: torch.empty(each.shape, dtype=DTYPES[each.dtype]) for each in made}
             if made[-1].name.endswith("weight_shape"):
                 tensors[made[-1].name].copy_(torch.tensor(spec.shape))

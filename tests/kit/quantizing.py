@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from weightbus.dataplane.quantize import quantize_torch
-from weightbus.dataplane.quantize.hf_quantization_config import outputs, read
+from weightbus.dataplane.quantize.hf_quantization_config import quantized_tensors, read_quantization_config
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import DTYPES
@@ -26,7 +26,7 @@ def config(block: int) -> dict[str, Any]:
 
 def whole(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """What `config` makes of these tensors, each at once."""
-    quantization = read(config)
+    quantization = read_quantization_config(config)
     assert quantization is not None
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -35,7 +35,9 @@ def whole(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dic
         if scheme is None:
             found[name] = tensor
             continue
-        made = {each.name: torch.empty(each.shape, dtype=DTYPES[each.dtype]) for each in outputs(spec, scheme)}
+        made = {
+            each.name: torch.empty(each.shape, dtype=DTYPES[each.dtype]) for each in quantized_tensors(spec, scheme)
+        }
         quantize_torch.quantize(scheme, tensor, tuple(made.values()))
         found |= made
     return found

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.memory.export_map import Parts
+from weightbus.dataplane.memory.export_map import ArenaParts
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Box, Shard, Shards, ShardView
@@ -195,14 +195,14 @@ class Maker(Trainer):
 
     def __init__(self, runtime: Path, specs: tuple[TensorSpec, ...] = SPECS) -> None:
         self.round = 0
-        self.parts: list[Parts] = []
+        self.parts: list[ArenaParts] = []
         self.marks: list[torch.Tensor] = []
         super().__init__(runtime, specs)
         for rank, shard in enumerate(self.shards):
             sizes = [-(-tensor.nbytes // 16) * 16 for tensor in shard.values()]
             begins = [sum(sizes[:at]) for at in range(len(sizes) + 1)]
             arena = torch.zeros(begins[-1] + 8 * len(self.ENDS), dtype=torch.uint8)
-            self.parts.append(Parts(0, tuple(begins[each] for each in self.ENDS), begins[-1]))
+            self.parts.append(ArenaParts(0, tuple(begins[each] for each in self.ENDS), begins[-1]))
             self.marks.append(arena[begins[-1] :].view(torch.int64))
             for begin, (name, tensor) in zip(begins, tuple(shard.items()), strict=False):
                 self.shards[rank][name] = arena[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.local_memory import OwnMemory
+from weightbus.dataplane.memory.local_memory import LocalMemory
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports.direct.sender import ExportedWeights
@@ -45,7 +45,7 @@ class SendingTrainer(Trainer):
         device: torch.device = CPU,
     ) -> None:
         super().__init__(runtime, specs, device)
-        self.memories = [OwnMemory(rank) for rank in range(2)]
+        self.memories = [LocalMemory(rank) for rank in range(2)]
         self.sending = [RankSender("c", rank) for rank in range(2)]
         self.sends = SendsSender(host, "c", device, self.describe, turn_s=turn_s, nixl=nixl)
 

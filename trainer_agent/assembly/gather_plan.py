@@ -110,7 +110,7 @@ def plan(
     exactly once (`cover.once`, `cover.prove`) and describe the manifest's tensors, in whatever order; the same on every
     rank.
     """
-    joined = cover.merge(pieces)
+    joined = cover.merge_adjacent(pieces)
     bucket_of, _, _ = _places(manifest, joined)
     at_root = np.array([0] * len(manifest.buckets) if roots is None else roots, np.int64)[bucket_of] == rank
     mine = joined.take(np.flatnonzero((joined.holder == rank) | at_root[joined.boxes.space]))

@@ -28,7 +28,7 @@ import torch
 from weightbus.control.log import get_log
 from weightbus.control.protocol import ConfigurationError
 from weightbus.dataplane.processes import torch_threads
-from weightbus.dataplane.quantize import read
+from weightbus.dataplane.quantize import read_quantization_config
 from weightbus.dataplane.tensors import Manifest
 from weightbus.dataplane.transports.disk import NOTES, CheckpointWriter, Notes, leaving, place_of
 
@@ -170,7 +170,7 @@ def check_configs(served: Path | None, beside: Path | None) -> None:
     """Raise `ConfigurationError` unless files whose config is that in `beside` can be loaded as those in `served`."""
     if served is None or beside is None or not (beside / "config.json").is_file():
         return
-    wanted, found = (read(read_config(folder, None)) for folder in (served, beside))
+    wanted, found = (read_quantization_config(read_config(folder, None)) for folder in (served, beside))
     if found != wanted:
         said = [f"quantized ({each.method})" if each else "not quantized" for each in (wanted, found)]
         raise ConfigurationError(
@@ -207,7 +207,7 @@ class Saving:
         self._writer = writer
         self._version, self._nbytes = version, manifest.nbytes
         self._patience_s = HANGS_S + manifest.largest_bucket / _LEAST_BYTES_S
-        self._calls = torch_threads.Calls("weightbus-save")
+        self._calls = torch_threads.SerialCalls("weightbus-save")
         self._writes: list[Future[None]] = []
         self._given_up = before.hangs if before is not None else ""
         self.stuck: Future[None] | None = before.stuck if before is not None and self._given_up else None

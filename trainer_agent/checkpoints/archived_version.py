@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from weightbus.dataplane.digest import ALGORITHM, DIGEST_BYTES, check
+from weightbus.dataplane.digest import ALGORITHM, DIGEST_BYTES, check_digests
 from weightbus.dataplane.errors import DigestMismatch, ManifestError
 from weightbus.dataplane.tensors import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.transports.disk import NOTES, Notes, SavedVersion, place_of
@@ -86,7 +86,7 @@ class ArchivedVersion:
         names = [spec.name for spec in wanted]
         offsets = [0, *accumulate(spec.nbytes for spec in wanted)]
         try:
-            check(out, offsets, b"".join(self._digests[name] for name in names), names)
+            check_digests(out, offsets, b"".join(self._digests[name] for name in names), names)
         except DigestMismatch as wrong:
             raise CorruptCheckpoint(
                 f"{self._kept.path}: tensor {wrong.tensor!r} is not the one that was committed as version"

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from weightbus.control.protocol import ProcessLocation
-from weightbus.dataplane.copy import DeviceFence, Lanes, engine_for
+from weightbus.dataplane.copy import DeviceFence, Lanes, copy_engine_for
 from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportable, Unsupported
-from weightbus.dataplane.memory import ExportMap, OwnMemory, Parts, RegionExporter
+from weightbus.dataplane.memory import ArenaParts, ExportMap, LocalMemory, RegionExporter
 from weightbus.dataplane.processes import Deadline
-from weightbus.dataplane.quantize import Summed
-from weightbus.dataplane.reshard import PASS_BYTES, DigestDivision, DigestShare, ShareDigest, divide
+from weightbus.dataplane.quantize import FusedDigests
+from weightbus.dataplane.reshard import PASS_BYTES, DigestDivision, DigestShare, ShareDigester, divide_digest_work
 from weightbus.dataplane.tensors import Column, Manifest, Shards, TensorSpec
 from weightbus.dataplane.transports import Address, Exporting
 from weightbus.dataplane.transports.direct import ExportedWeights
@@ -74,7 +74,7 @@ class Making(Exportable, Protocol):
 class Summing(Making, Protocol):
     """A source that sums up what it makes while it makes it, so that the digests need not read all of it again."""
 
-    def summed(self, tensors: Sequence[TensorSpec]) -> Summed:
+    def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
         """The pieces of `held` that are summed up. Always the same ones."""
         ...
 
@@ -87,7 +87,7 @@ class Summing(Making, Protocol):
 class Marking(Making, Protocol):
     """A source that marks in its memory how far it has come with what it makes: readers need not wait for all of it."""
 
-    def parts(self) -> Parts | None:
+    def parts(self) -> ArenaParts | None:
         """What is made part by part, `storage` as in `memory`; None where nothing is. Always the same.
 
         All else that `make` writes is written in the order of the stream before the last mark is. What it does not
@@ -143,7 +143,7 @@ class _Local:
     digest: str
     used: tuple[int, ...]
     mirror: DerivedTensors
-    parts: Parts | None
+    parts: ArenaParts | None
     """What is made part by part."""
 
     def here(self, memory: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -151,7 +151,7 @@ class _Local:
         return tuple(map(memory.__getitem__, self.used))
 
     @classmethod
-    def of(cls, pieces: Shards, memory: Sequence[torch.Tensor], parts: Parts | None) -> _Local:
+    def of(cls, pieces: Shards, memory: Sequence[torch.Tensor], parts: ArenaParts | None) -> _Local:
         """What lies in no piece is left out, what is shifted is mirrored."""
         used, numbers = np.unique(pieces.storage, return_inverse=True)
         indexes: list[int] = used.tolist()
@@ -179,7 +179,7 @@ class MemoryExport:
         self._source = source
         self._manifest = manifest
         self._exporter = RegionExporter(runtime_dir, channel, source.rank) if read else None
-        self._own = OwnMemory(source.rank) if sent else None
+        self._own = LocalMemory(source.rank) if sent else None
         self._sends = RankSender(channel, source.rank)
         self.unread = "" if read else "it was not asked for"
         """Why the memory cannot be read; empty when it can."""
@@ -193,7 +193,7 @@ class MemoryExport:
         self._exposed: ExportedWeights | None = None
         self._division: DigestDivision | None = None
         self._unsummed = ""
-        self._share: ShareDigest | None = None
+        self._share: ShareDigester | None = None
         self._begun = False
         """`_share` reads the memory already, as it is in this publication."""
         self._ahead: _Standing | None = None
@@ -394,14 +394,14 @@ class MemoryExport:
     def _device(self) -> torch.device:
         return self._tensors[0].device if self._tensors else torch.device("cpu")
 
-    def _bound(self, division: DigestDivision) -> ShareDigest:
+    def _bound(self, division: DigestDivision) -> ShareDigester:
         """This rank's share over its memory as it is now: `_export` drops it when other memory was put there."""
         if self._share is None:
             share = self._share_of(division)
-            self._share = ShareDigest(share, self._tensors, self._device, engine_for(self._device))
+            self._share = ShareDigester(share, self._tensors, self._device, copy_engine_for(self._device))
         return self._share
 
-    def _begin(self, share: ShareDigest) -> None:
+    def _begin(self, share: ShareDigester) -> None:
         """Have a device read this rank's share behind what makes it; what is not made has been written."""
         share.begin()
         self._begun = True
@@ -469,7 +469,7 @@ class MemoryExport:
         if self._division is None and not self._unsummed:
             assert self._pieces is not None
             try:
-                self._division = divide(self._pieces)
+                self._division = divide_digest_work(self._pieces)
             except (Unsupported, CoverageError) as error:
                 self._unsummed = str(error)
         return self._division

@@ -18,8 +18,14 @@ from weightbus.control.protocol import (
     Topology,
     TransportKind,
 )
-from weightbus.dataplane.memory import SurveyFailed, device_name, seat_here, seen_here
-from weightbus.dataplane.processes import files_identity, folder_identity, host_identity, interfaces, network_identity
+from weightbus.dataplane.memory import GpuSurveyFailed, device_name, gpus_visible_here, nccl_gpu_id_here
+from weightbus.dataplane.processes import (
+    files_identity,
+    folder_identity,
+    host_identity,
+    network_identity,
+    network_interfaces,
+)
 
 from ..settings import TrainerSettings
 
@@ -30,7 +36,7 @@ def place_of(rank: int, device: torch.device) -> ProcessLocation:
     """Where this process is, whose weights lie on `device`."""
     name = device_name(device)
     reach = None if device.type != "cuda" else _reach(name)
-    seat = "" if (seat := seat_here(name)) == name else seat
+    seat = "" if (seat := nccl_gpu_id_here(name)) == name else seat
     return ProcessLocation(rank=rank, host=host_identity(), device=name, reach=reach, seat=seat)
 
 
@@ -54,7 +60,9 @@ def topology_of(
         folder=folder_identity(runtime_dir),
         address=settings.host,
         places=tuple(each if each.host == here else msgspec.structs.replace(each, reach=None) for each in places),
-        nics=tuple(NetworkInterface(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in interfaces()),
+        nics=tuple(
+            NetworkInterface(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in network_interfaces()
+        ),
         lacking={kind: _lack(kind, settings, refusals) for kind in PREFERRED if kind not in kinds},
         awaits_tables=settings.open_tables,
     )
@@ -75,8 +83,8 @@ def _lack(kind: TransportKind, settings: TrainerSettings, refusals: dict[Transpo
 
 def _reach(name: str) -> dict[str, Reach] | None:
     try:
-        own = [each for each in seen_here() if each.uuid == name]
-    except SurveyFailed:
+        own = [each for each in gpus_visible_here() if each.uuid == name]
+    except GpuSurveyFailed:
         return None
     return {other: Reach(word) for other, word in own[0].reach.items()} if own else None
 

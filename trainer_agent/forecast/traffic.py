@@ -15,16 +15,16 @@ import numpy as np
 from weightbus.dataplane.tensors import (
     Boxes,
     Column,
-    Sets,
-    deal,
+    ReplicaSets,
+    assign_balanced,
+    expected_read_bytes,
+    factorize,
     intersect,
-    numbered,
-    order_of,
-    ragged,
+    lexsort_rows,
+    ragged_arange,
     served_sizes,
     side_by_side,
     volumes,
-    weights,
 )
 
 from .engine_shards import EngineShards
@@ -98,7 +98,7 @@ def overlaps(tensors: Tensors, held: TrainerShards, needed: EngineShards) -> Ove
     for worker in range(int(needed.worker.max()) + 1):
         wanted = volumes(needed.boxes.take(np.flatnonzero(needed.worker == worker)), len(tensors.specs))
         asked = order[wanted[held.boxes.space[order]] > 0]
-        dealt.append((asked, weights(held.boxes.take(asked), *served_sizes(tensors.specs), wanted)))
+        dealt.append((asked, expected_read_bytes(held.boxes.take(asked), *served_sizes(tensors.specs), wanted)))
     return Overlaps(needed.worker[rows], others, common.sizes * tensors.item[common.space], tuple(dealt))
 
 
@@ -155,15 +155,17 @@ def _dealt(holders: Series, weight: Column, first: int) -> Column:
     """(rows,): which of its holders gives each, as the planner deals them to the reader with number `first`."""
     stride: Column = np.where(holders.count > 1, holders.stride, 1)
     width = 1 + max(int(each.max(initial=0)) for each in (holders.base, stride, holders.count))
-    of, shown = numbered((holders.base * width + stride) * width + holders.count)
+    of, shown = factorize((holders.base * width + stride) * width + holders.count)
     count = holders.count[shown]
-    place = deal(Sets(of, count, ragged(holders.base[shown], count, stride[shown])), weight, first)
+    place = assign_balanced(
+        ReplicaSets(of, count, ragged_arange(holders.base[shown], count, stride[shown])), weight, first
+    )
     found: Column = holders.base + stride * place
     return found
 
 
 def _in_planners_order(held: TrainerShards) -> Column:
-    return order_of(side_by_side(held.boxes.space, held.boxes.start, held.boxes.stop))
+    return lexsort_rows(side_by_side(held.boxes.space, held.boxes.start, held.boxes.stop))
 
 
 def within(holders: Series, low: int, high: int) -> Series:
@@ -184,7 +186,7 @@ def digested(tensors: Tensors, held: TrainerShards) -> Column:
     order = _in_planners_order(held)
     boxes = held.boxes.take(order)
     holders = Series(held.base, held.stride, held.count).take(order)
-    return _sums(_dealt(holders, weights(boxes, *served_sizes(tensors.specs)), 0), _sizes(tensors, boxes))
+    return _sums(_dealt(holders, expected_read_bytes(boxes, *served_sizes(tensors.specs)), 0), _sizes(tensors, boxes))
 
 
 def _sizes(tensors: Tensors, boxes: Boxes) -> Column:

@@ -31,7 +31,7 @@ _log = get_log(__name__)
 
 
 class StagingPool(Protocol):
-    """What is asked of dataplane's `BucketPool`."""
+    """What is asked of dataplane's `BucketBuffers`."""
 
     @property
     def slots(self) -> Sequence[Slot]:

@@ -37,7 +37,7 @@ from weightbus.control.protocol import (
 )
 from weightbus.control.security import CurveFiles, curve_files, read_secret, seal_offer, seal_publication, seal_table
 from weightbus.dataplane.errors import NotExportable
-from weightbus.dataplane.memory import BucketPool
+from weightbus.dataplane.memory import BucketBuffers
 from weightbus.dataplane.processes import default_runtime_dir, host_identity
 from weightbus.dataplane.tensors import Manifest
 from weightbus.dataplane.transports import Sender, sender
@@ -264,7 +264,7 @@ def lead(
             " given in place (the log says why): allow local too"
         )
     buckets = len(manifest.buckets)
-    pool = BucketPool(
+    pool = BucketBuffers(
         source.device, min(settings.slots, buckets), manifest.largest_bucket, f"{settings.channel}-{settings.name}"
     )
     with contextlib.ExitStack() as undo:

@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from weightbus.dataplane.quantize import QuantizedPart, Scheme, Words, words_of
+from weightbus.dataplane.quantize import QuantizedPart, Scheme, WordLayout, word_layout
 from weightbus.dataplane.tensors import (
     DTYPES,
     ITEM_BYTES,
@@ -77,7 +77,7 @@ class Job(msgspec.Struct, frozen=True):
     """... the raw bucket in which that lies, and its first byte there."""
     targets: tuple[WeightPlace, ...]
     """Of every part but ``weight_shape``."""
-    sums: tuple[int, Words] | None = None
+    sums: tuple[int, WordLayout] | None = None
     """The number of the sums that its elements are added to, and where they lie in their tensor."""
 
 
@@ -168,7 +168,7 @@ class WeightDivision:
         `roots` is, by bucket, the rank that it is assembled on, rank 0 where nothing is said; all that a weight becomes
         has one root.
         """
-        joined = None if pieces is None else cover.merge(pieces)
+        joined = None if pieces is None else cover.merge_adjacent(pieces)
         rows, places = _rows_by_tensor(joined), _places(manifest)
         gathered = [index for index, each in enumerate(weights) if not _divides(each, joined, rows)]
         plain = _plain(manifest, weights) if joined is None else ()
@@ -285,9 +285,9 @@ class _Draft:
             sums = self._summed(weight, box, held, len(made)) if self._keeps else None
             self._jobs[bucket].append(Job(index, box.shape, held, raw, targets, sums))
 
-    def _summed(self, weight: Weight, box: Box, held: Shard | None, parts: int) -> tuple[int, Words] | None:
+    def _summed(self, weight: Weight, box: Box, held: Shard | None, parts: int) -> tuple[int, WordLayout] | None:
         """Whether the elements of the job whose `parts` were placed last are summed up as they are made."""
-        words = words_of(weight.scheme, box, weight.spec.shape)
+        words = word_layout(weight.scheme, box, weight.spec.shape)
         if words is None or (held is not None and held.view.strides[-1] != 1):
             return None
         elements = self.results[-parts]

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from weightbus.dataplane.copy import Lanes
-from weightbus.dataplane.memory import Parts, addresses_of
-from weightbus.dataplane.quantize import PreparedTasks, Sums, Task, prepare
+from weightbus.dataplane.memory import ArenaParts, addresses_of
+from weightbus.dataplane.quantize import DigestSums, PreparedTasks, QuantizeTask, prepare_tasks
 from weightbus.dataplane.tensors import DTYPES as DTYPE_NAMES, ITEM_BYTES, Manifest, Shards
 
 from ..assembly import DTYPES, Assembler, GatherExchange, GatherReach, pinned, plan
@@ -168,7 +168,9 @@ class Assembly:
             views = near.views if near is not None else {}
             tasks = [self._task(job, out, views.get(number)) for number, job in enumerate(work.jobs)]
             parts = itertools.pairwise((0, *self._cuts(index), len(tasks)))
-            bound = self._bound[index] = _Bound(at, tuple(prepare(tasks[a:b], self._source.device) for a, b in parts))
+            bound = self._bound[index] = _Bound(
+                at, tuple(prepare_tasks(tasks[a:b], self._source.device) for a, b in parts)
+            )
         for part, each in enumerate(bound.tasks):
             each.run()
             if part < len(bound.tasks) - 1:
@@ -203,12 +205,12 @@ class Assembly:
         self._assembler = Assembler(self._traveling, [*self._storages, *views], self._rank, self._roots, exchange)
         self._gatherer = Assembler(self._raw_plan, self._storages, self._rank, self._raw_roots, exchange)
 
-    def _task(self, job: Job, out: torch.Tensor | None, near: torch.Tensor | None) -> Task:
+    def _task(self, job: Job, out: torch.Tensor | None, near: torch.Tensor | None) -> QuantizeTask:
         weight = self._weights[job.weight]
         outs = tuple(_view(self._arena if each.arena else _given(out), each) for each in job.targets)
         source = self._source_of(job, weight) if near is None else near
-        sums = None if job.sums is None else Sums(self._lanes, job.sums[0], *job.sums[1])
-        return Task(weight.scheme, source, DTYPES[weight.spec.dtype], outs, sums)
+        sums = None if job.sums is None else DigestSums(self._lanes, job.sums[0], *job.sums[1])
+        return QuantizeTask(weight.scheme, source, DTYPES[weight.spec.dtype], outs, sums)
 
     def _source_of(self, job: Job, weight: Weight) -> torch.Tensor:
         if job.held is None:
@@ -328,12 +330,12 @@ class QuantizationState(Assembly):
             self._mark(len(self._parts) - 1)
 
     @property
-    def parts(self) -> Parts | None:
+    def parts(self) -> ArenaParts | None:
         """Where in `memory` which part of the arena ends; None when nothing is made."""
         storages = self.pieces.storage[self.pieces.storage >= self._work.base]
         if not self._parts or not len(storages):
             return None
-        return Parts(int(storages.min()), tuple(part.end for part in self._parts), self._marks_at)
+        return ArenaParts(int(storages.min()), tuple(part.end for part in self._parts), self._marks_at)
 
     @property
     def memory(self) -> Sequence[torch.Tensor]:

@@ -22,8 +22,15 @@ import torch
 
 from weightbus.control.log import get_log
 from weightbus.dataplane.copy import Lanes
-from weightbus.dataplane.memory import Parts
-from weightbus.dataplane.quantize import Quantization, Summed, UnknownScheme, outputs, read, tile_of
+from weightbus.dataplane.memory import ArenaParts
+from weightbus.dataplane.quantize import (
+    FusedDigests,
+    Quantization,
+    UnknownScheme,
+    quantized_tensors,
+    read_quantization_config,
+    tile_shape,
+)
 from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec
 
 from ..assembly import BucketPlanCache, check_manifest
@@ -57,7 +64,9 @@ class QuantizedSource:
         self._raw = tuple(source.tensors())
         schemes = [(spec, quantization.scheme_of(spec, stored)) for spec in self._raw]
         self.weights = tuple(
-            Weight(spec, scheme, scheme.parts(spec), outputs(spec, scheme)) for spec, scheme in schemes if scheme
+            Weight(spec, scheme, scheme.parts(spec), quantized_tensors(spec, scheme))
+            for spec, scheme in schemes
+            if scheme
         )
         """What is quantized, and into what."""
         if not self.weights:
@@ -74,7 +83,7 @@ class QuantizedSource:
         self._planned = BucketPlanCache[Assembly]()
 
     def _tell_what_is_slow(self) -> None:
-        slow = [each for each in self.weights if tile_of(each.scheme, each.spec.shape) is None]
+        slow = [each for each in self.weights if tile_shape(each.scheme, each.spec.shape) is None]
         if slow:
             _log.warning(
                 "quantized_without_a_kernel",
@@ -182,18 +191,18 @@ class ReadableQuantizedSource(QuantizedSource):
             standing.make()
         return standing.memory
 
-    def summed(self, tensors: Sequence[TensorSpec]) -> Summed:
+    def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
         """What of `held` is summed up while it is made; see `exposure.Summing`."""
         standing = self._standing_now()
         number = {spec.name: index for index, spec in enumerate(tensors)}
         of = np.array([number[name] for name in standing.sums_of], np.int64)
-        return Summed(standing.summed.ordered(tensors), of)
+        return FusedDigests(standing.summed.ordered(tensors), of)
 
     def sums(self) -> Lanes:
         """(2, sums of `summed`) uint64, as of the last `make`. Waits for it."""
         return self._standing_now().sums()
 
-    def parts(self) -> Parts | None:
+    def parts(self) -> ArenaParts | None:
         """What of `memory` is made part by part; see `exposure.Marking`."""
         return self._standing_now().parts
 
@@ -245,7 +254,7 @@ def quantized(source: Source, served: Path | Mapping[str, Any] | None) -> Source
         return source
     try:
         config = folders.served_config(served) if isinstance(served, Path) else served
-        quantization = read(config)
+        quantization = read_quantization_config(config)
         if quantization is None:
             _check_no_other(served)
             return source

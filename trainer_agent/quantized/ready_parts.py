@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from weightbus.dataplane.memory import MARK_BYTES
+from weightbus.dataplane.memory import READY_FLAG_BYTES
 from weightbus.dataplane.tensors import ITEM_BYTES
 
 from .quantization_plan import Job, Work
@@ -56,7 +56,7 @@ def marks_at(work: Work) -> int:
 
 def bytes_with_marks(work: Work, parts: Sequence[ReadyPart]) -> int:
     """Of the arena."""
-    return marks_at(work) + len(parts) * MARK_BYTES if parts else work.arena_bytes
+    return marks_at(work) + len(parts) * READY_FLAG_BYTES if parts else work.arena_bytes
 
 
 def _end(job: Job) -> int:

@@ -73,8 +73,8 @@ def settle(rosters: Sequence[RankLayout], tensors: Sequence[TensorSpec]) -> Shar
     Raises `RanksDisagree` when the ranks together do not hold all of `tensors`.
     """
     try:
-        pieces = cover.once(Shards.decode([roster.pieces for roster in rosters], tensors))
-        cover.prove(pieces)
+        pieces = cover.drop_replicas(Shards.decode([roster.pieces for roster in rosters], tensors))
+        cover.check_exact_cover(pieces)
     except ManifestError as error:
         raise RanksDisagree(
             f"{error}; build the source on every rank, with all of its model chunks and the config that is trained"

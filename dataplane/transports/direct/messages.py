@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from ...processes import Deadline, Frames, WireMessage, decode
+from ...processes import Deadline, Frames, WireMessage, decode_message
 from ...reshard import PlanReader
 from ..interface import Exporting
 
@@ -130,9 +130,9 @@ def encoded(message: ToReceiver) -> bytes:
 
 def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToReceiver:
     """For receivers. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode(_TO_RECEIVER, frames.receive(deadline, waiting_for))
+    return decode_message(_TO_RECEIVER, frames.receive(deadline, waiting_for))
 
 
 def decoded(packet: bytes) -> ToSender:
     """For senders: what a receiver said. Raises `PeerLost`."""
-    return decode(_TO_SENDER, packet)
+    return decode_message(_TO_SENDER, packet)

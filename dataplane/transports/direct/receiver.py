@@ -28,7 +28,7 @@ import numpy as np
 
 from ...copy import Lanes
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed, WorkerDied
-from ...memory import ExportMap, MadeRegion
+from ...memory import ArenaRegion, ExportMap
 from ...processes import Deadline, FrameListener, Frames, open_runtime_dir
 from ...reshard import LoadTrace, PlanReader, ReshardPlan, Verification, make_plan
 from ...tensors import DigestTable, Manifest, Shards
@@ -96,7 +96,7 @@ class DirectReceiver:
         self._listener: FrameListener | None = None
         self._workers = Workers()
         self._layout: ReadLayout | None = None
-        self._made: dict[int, MadeRegion] = {}
+        self._made: dict[int, ArenaRegion] = {}
         """By holder: what of `_layout` is made part by part."""
         self._recordings: dict[str, LoadTrace] = {}
         self._agreements: dict[int, Agreement] = {}

@@ -279,7 +279,7 @@ def check_tensors(target: Path, session: TransferSession) -> None:
     for index, bucket in enumerate(manifest.buckets):
         memory = safetensors_file.read(target / safetensors_file.file_name(manifest, index), manifest, index)
         names = [tensor.name for tensor in manifest.tensors_of(index)]
-        integrity.check(memory, manifest.offsets_of(index), session.known.of_bucket(bucket), names)
+        integrity.check_digests(memory, manifest.offsets_of(index), session.known.of_bucket(bucket), names)
 
 
 def _notes(session: TransferSession) -> Notes:

@@ -17,7 +17,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from ...errors import DeadlineExceeded, TransferFailed
-from ...processes import Deadline, process_groups as backends, taken_s
+from ...processes import Deadline, bucket_timeout_s, process_groups as backends
 from .source_watchdog import Connections, SourceWatchdog, connections_of
 
 ROOT: Final = 0
@@ -28,10 +28,10 @@ _POLL_S: Final = 0.001
 
 def to_be_taken(memory: torch.Tensor, deadline: Deadline) -> Deadline:
     """When a broadcast of `memory` has to have ended, whoever stands still."""
-    return Deadline(min(deadline.left(), taken_s(memory.nbytes)))
+    return Deadline(min(deadline.left(), bucket_timeout_s(memory.nbytes)))
 
 
-class _Backend(backends.Receiving, Protocol):
+class _Backend(backends.GlooReceive, Protocol):
     """What torch's stubs leave out of ProcessGroupGloo and ProcessGroupNCCL."""
 
     def broadcast(self, tensors: list[torch.Tensor], opts: c10d.BroadcastOptions) -> c10d.Work: ...
@@ -81,7 +81,7 @@ class BroadcastGroup:
         prefixed = c10d.PrefixStore(f"{device.type}/", c10d.PrefixStore(f"{name}/", c10d.PrefixStore(name, store)))
         try:
             if device.type == "cuda":
-                found = cast("_Backend", backends.nccl(prefixed, rank, world_size, deadline))
+                found = cast("_Backend", backends.make_nccl_group(prefixed, rank, world_size, deadline))
                 group = cls(name, device, world_size, found, rank=rank)
                 if connect:
                     try:
@@ -90,7 +90,7 @@ class BroadcastGroup:
                         group.abort()  # nobody else has it
                         raise
                 return group
-            backend = cast("_Backend", backends.gloo(prefixed, host, rank, world_size, timeout))
+            backend = cast("_Backend", backends.make_gloo_group(prefixed, host, rank, world_size, timeout))
         except (RuntimeError, ValueError) as error:
             raise TransferFailed(f"group {name} of {world_size} ranks did not form: {error}") from error
         connections = connections_of(prefixed, rank, world_size) if rank == ROOT else None

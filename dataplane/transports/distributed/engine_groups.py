@@ -127,7 +127,7 @@ class EngineGroups:
         for member, (workers, ranks) in enumerate(zip(groups.ranks, groups.apart, strict=True)):
             own = own_group(name, first)
             make = partial(_form, store, own, host, device, 1 + ranks, deadline)
-            forming[member] = torch_threads.Calls("weightbus-broadcast").submit(make)
+            forming[member] = torch_threads.SerialCalls("weightbus-broadcast").submit(make)
             first += workers
         stragglers = Stragglers("its group to form", time.monotonic(), STILL_FORMING_S)
         try:
@@ -185,9 +185,9 @@ def _form(  # noqa: PLR0917
 def break_off(ends: Sequence[Callable[[], None]]) -> None:
     """Do all of `ends`, each of which leaves a group or what belongs to it, within `BREAK_OFF_S`.
 
-    Beside one another: over NCCL one may take that long, and wait for another one. Raises as `all_within`.
+    Beside one another: over NCCL one may take that long, and wait for another one. Raises as `run_all_within`.
     """
-    torch_threads.all_within(BREAK_OFF_S, ends, "weightbus-break-off")
+    torch_threads.run_all_within(BREAK_OFF_S, ends, "weightbus-break-off")
 
 
 class Leaving(Protocol):

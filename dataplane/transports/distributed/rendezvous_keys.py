@@ -42,8 +42,8 @@ from typing import Final, Protocol, TypeVar, cast
 # torch.distributed has this name only where it was built with it, and type checkers do not see it there.
 from torch._C._distributed_c10d import Store
 
-from ...errors import Forged, PeerLost, StaleSession, TransferFailed
-from ...processes import Deadline, reach_store, torch_threads
+from ...errors import ForgedMessage, PeerLost, StaleSession, TransferFailed
+from ...processes import Deadline, connect_store, torch_threads
 
 POLL_S: Final = 0.02
 _EPOCH: Final = "weightbus/epoch"
@@ -95,7 +95,7 @@ class _Sealed:
         self._token = token.encode("ascii")
         self._unsaid = self._mac("", b"").encode("ascii")
         """What lies where nothing was said. A stranger who puts it there could have deleted the word as well."""
-        self._opened: dict[str, tuple[bytes, str | Forged]] = {}
+        self._opened: dict[str, tuple[bytes, str | ForgedMessage]] = {}
         """By key: what was found there, and what it says."""
 
     def say(self, name: str, value: str) -> None:
@@ -103,7 +103,7 @@ class _Sealed:
         self._store.set(key, f"{self._mac(key, word)}{word.decode()}")
 
     def hear(self, name: str) -> str | None:
-        """What was said under `name`, or None. Raises `Forged`."""
+        """What was said under `name`, or None. Raises `ForgedMessage`."""
         key = self._key(name)
         if not self._store.check([key]):
             return None
@@ -116,7 +116,7 @@ class _Sealed:
             store = cast("_Setting", self._store)
             store.multi_set([self._key(name) for name in names], [self._unsaid.decode()] * len(names))
 
-    def hear_all(self, names: Sequence[str]) -> dict[str, str | Forged]:
+    def hear_all(self, names: Sequence[str]) -> dict[str, str | ForgedMessage]:
         """What was said under those of `names` under which anything was, by as many calls whatever their number."""
         keys = [self._key(name) for name in names]
         if not keys:
@@ -133,13 +133,13 @@ class _Sealed:
     def forget(self, name: str) -> None:
         self._store.delete_key(self._key(name))
 
-    def _remembered(self, key: str, found: bytes) -> str | Forged:
+    def _remembered(self, key: str, found: bytes) -> str | ForgedMessage:
         """As `_open`, which is the dear part: once for each word."""
         known = self._opened.get(key)
         if known is None or known[0] != found:
             try:
                 known = found, self._open(key, found)
-            except Forged as error:
+            except ForgedMessage as error:
                 known = found, error
             self._opened[key] = known
         return known[1]
@@ -147,7 +147,7 @@ class _Sealed:
     def _open(self, key: str, found: bytes) -> str:
         mac, word = found[:_MAC_CHARS], found[_MAC_CHARS:]
         if not hmac.compare_digest(mac, self._mac(key, word).encode("ascii")):
-            raise Forged(key)
+            raise ForgedMessage(key)
         return word.decode("utf-8", "replace")
 
     def _key(self, name: str) -> str:
@@ -176,7 +176,7 @@ class Rendezvous:
         """What `engine` said with `step`, or None. An engine in whose name a stranger wrote has ``failed``."""
         try:
             word = self._sealed.hear(f"{step}/{engine}")
-        except Forged as error:
+        except ForgedMessage as error:
             self._forged.setdefault(engine, str(error))
             word = None
         return self._forged.get(engine, word) if step == "failed" else word
@@ -186,7 +186,7 @@ class Rendezvous:
         places = {f"{step}/{member}": member for member in members}
         words: dict[str, str] = {}
         for place, word in self._sealed.hear_all(tuple(places)).items():
-            if isinstance(word, Forged):
+            if isinstance(word, ForgedMessage):
                 self._forged.setdefault(places[place], str(word))
             else:
                 words[places[place]] = word
@@ -283,7 +283,7 @@ class RendezvousKeys:
     def _run(self) -> None:
         found: TransferFailed | None = None
         try:
-            store = reach_store(self._address, Deadline(_CONNECT_S))
+            store = connect_store(self._address, Deadline(_CONNECT_S))
             self._require_epoch(store)
             sealed = _Sealed(store, self._epoch, self._token)
             while self._talk(store, sealed):

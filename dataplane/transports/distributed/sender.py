@@ -28,7 +28,15 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
-from ...processes import Deadline, backend_for, bracketed, join_store, new_token, serve_store, torch_threads
+from ...processes import (
+    Deadline,
+    bracket_ipv6,
+    join_store,
+    new_token,
+    process_group_backend,
+    serve_store,
+    torch_threads,
+)
 from ..broadcast_order import GroupSettings, Sources
 from ..interface import JOIN_S, Address, Peer, Slot, TransferSession
 from .broadcast_group import BroadcastGroup
@@ -84,7 +92,7 @@ class DistributedSender:
         self._withdrawn: dict[str, str] = {}
         self._spared: frozenset[str] = frozenset()
         self._sends: dict[int, Future[None]] = {}
-        self._calls = torch_threads.Calls("weightbus-broadcast")
+        self._calls = torch_threads.SerialCalls("weightbus-broadcast")
         self._forming = self._began = self._finished = False
         self._token = ""
 
@@ -105,7 +113,7 @@ class DistributedSender:
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         """Open the rendezvous store. Raises `Unsupported` when this process's NCCL settings do not fit SGLang's."""
         self.close()
-        backend = backend_for(self._device)
+        backend = process_group_backend(self._device)
         if self._store is None:
             self._store = serve_store(self._host)
         if self._meeting is not None:
@@ -119,7 +127,7 @@ class DistributedSender:
         self._token = new_token()
         self._meeting = Rendezvous(join_store(self._store), session.epoch, self._token, self._engines, self._others)
         world_size = 1 + sum(peer.tp for peer in peers)
-        address = f"tcp://{bracketed(self._host)}:{self._store.port}"
+        address = f"tcp://{bracket_ipv6(self._host)}:{self._store.port}"
         return Address(address, self._group_name(), backend, world_size, self._token)
 
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:

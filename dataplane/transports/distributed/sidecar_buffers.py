@@ -10,7 +10,7 @@ from typing import Final, Protocol
 import torch
 
 from ...errors import NotExportable, TransferFailed
-from ...memory import BucketPool, CudaMemory, HostMemory, device_name, ipc_handles as handles
+from ...memory import BucketBuffers, CudaMemory, HostMemory, device_name, ipc_handles as handles
 from ...processes import Deadline
 
 SLOTS: Final = 2
@@ -24,7 +24,7 @@ _CUMEM: Final = "NCCL_CUMEM_ENABLE"
 
 
 class SidecarBuffers(Protocol):
-    """Slots of one size, kept from round to round. `EngineMemory` is this on the host."""
+    """Slots of one size, kept from round to round. `TorchSharedBuffers` is this on the host."""
 
     @property
     def slots(self) -> int:
@@ -99,7 +99,7 @@ class SidecarDeviceMemory:
         """`refused` is told of slots that cannot be made: their bytes, and why."""
         self._device = device
         self._refused = refused
-        self._pool: BucketPool | None = None
+        self._pool: BucketBuffers | None = None
 
     @property
     def slots(self) -> int:
@@ -123,7 +123,7 @@ class SidecarDeviceMemory:
         self.close()
         try:
             self._try_out(nbytes)
-            self._pool = BucketPool(self._device, SLOTS, nbytes, "handing")
+            self._pool = BucketBuffers(self._device, SLOTS, nbytes, "handing")
         except (RuntimeError, NotExportable) as error:  # torch.OutOfMemoryError is one of the first
             reason = f"{SLOTS} buckets of {nbytes} bytes could not be made on {self._device}: {_short(error)}"
             self._refused(nbytes, reason)

@@ -22,8 +22,15 @@ import torch
 
 from ...digest import tensor_digest as integrity
 from ...errors import TransferFailed
-from ...memory import EngineMemory
-from ...processes import Deadline, address_towards, host_and_port, open_runtime_dir, reach_store, torch_threads
+from ...memory import TorchSharedBuffers
+from ...processes import (
+    Deadline,
+    connect_store,
+    local_address_towards,
+    open_runtime_dir,
+    parse_tcp_address,
+    torch_threads,
+)
 from ..broadcast_order import EnginePart, GroupSettings
 from ..interface import Address, EngineServer, Receipt, SharedBucket, TransferSession
 from .broadcast_group import BroadcastGroup
@@ -50,7 +57,7 @@ class SidecarReceiver:
         self._device = torch.device("cpu")
         self._groups: dict[str, BroadcastGroup] = {}
         """By name, in the order in which they were joined."""
-        self._calls = torch_threads.Calls("weightbus-receive")
+        self._calls = torch_threads.SerialCalls("weightbus-receive")
         self._moving: Callable[[], bool] = lambda: False
         """Whether the last call of ours, which may write into our memory, has not returned."""
         self._loader: ThreadPoolExecutor | None = None
@@ -160,7 +167,7 @@ class SidecarReceiver:
         if self._memory is None:
             if self._device.type == "cpu":
                 open_runtime_dir(self._runtime_dir)
-                self._memory = EngineMemory(self._runtime_dir)
+                self._memory = TorchSharedBuffers(self._runtime_dir)
             else:
                 self._memory = self._room.memory(self._device)
             self._opens = server.opens
@@ -192,8 +199,8 @@ class SidecarReceiver:
     def _form(
         self, address: Address, name: str, mine: EnginePart, deadline: Deadline, *, connect: bool
     ) -> BroadcastGroup:
-        store = reach_store(address.address, deadline)
-        here = address_towards(*host_and_port(address.address))
+        store = connect_store(address.address, deadline)
+        here = local_address_towards(*parse_tcp_address(address.address))
         return BroadcastGroup.form(
             store, name, here, self._device, mine.world_size, deadline, rank=mine.rank_offset, connect=connect
         )
@@ -216,7 +223,9 @@ class SidecarReceiver:
         target = memory.memory(index % memory.slots)[: manifest.buckets[index].nbytes]
         self._call(meeting, f"bucket {index}", deadline, lambda: group.broadcast(target, deadline))
         names = [tensor.name for tensor in manifest.tensors_of(index)]
-        integrity.check(target, manifest.offsets_of(index), session.known.of_bucket(manifest.buckets[index]), names)
+        integrity.check_digests(
+            target, manifest.offsets_of(index), session.known.of_bucket(manifest.buckets[index]), names
+        )
 
     def _hand_on(
         self, session: TransferSession, index: int, memory: SidecarBuffers, server: EngineServer, deadline: Deadline

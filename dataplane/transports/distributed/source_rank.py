@@ -18,7 +18,14 @@ from typing import Final, TypeAlias, TypeVar
 import torch
 
 from ...errors import DataplaneError, PeerLost, TransferFailed
-from ...processes import Deadline, address_towards, backend_for, host_and_port, reach_store, torch_threads
+from ...processes import (
+    Deadline,
+    connect_store,
+    local_address_towards,
+    parse_tcp_address,
+    process_group_backend,
+    torch_threads,
+)
 from ..broadcast_order import GroupSettings, Sources
 from ..interface import Address
 from .broadcast_group import BroadcastGroup
@@ -123,7 +130,7 @@ class SourceSession:
         self._filled, self._taken = filled, 0
         self._spoiled: tuple[str, ...] = ()
         self._running = True
-        self._calls = torch_threads.Calls("weightbus-source")
+        self._calls = torch_threads.SerialCalls("weightbus-source")
         self._thread: threading.Thread | None = None
         self._deadline = Deadline(0.0)
         self.failure = ""
@@ -175,7 +182,7 @@ class SourceSession:
         reason = ""
         try:
             self._meeting.begin()
-            backend_for(self._device)
+            process_group_backend(self._device)
             self._join(address, deadline)
             for place, memory in enumerate(buckets):
                 self._await_filled(place, deadline)
@@ -217,8 +224,8 @@ class SourceSession:
             forming = Deadline(min(FORM_S, deadline.check("the group to form")))
 
             def form() -> AnyGroup:
-                reach = partial(reach_store, address.address, forming)
-                mine = address_towards(*host_and_port(address.address))
+                reach = partial(connect_store, address.address, forming)
+                mine = local_address_towards(*parse_tcp_address(address.address))
                 if groups.apart:
                     return EngineGroups.form(reach, name, mine, self._device, groups, forming)
                 size = groups.size(address.world_size)

@@ -22,7 +22,7 @@ from typing import Final
 from torch._C._distributed_c10d import TCPStore
 
 from ...errors import TransferFailed
-from ...processes import family_of, serve_store, torch_threads
+from ...processes import address_family, serve_store, torch_threads
 
 _CONNECT_S: Final = 5.0
 _LINGER_S: Final = 120.0
@@ -47,7 +47,7 @@ class StoreProxy:
     def __init__(self, host: str, port: int, at: str, at_port: int = 0) -> None:
         """`at` is an address of the loopback, where it is for one server; a port of 0 is any. Raises OSError."""
         self.to = host, port
-        self._listener = socket.create_server((at, at_port), family=family_of(at))
+        self._listener = socket.create_server((at, at_port), family=address_family(at))
         self._waker, self._woken = socket.socketpair()
         self.at = at, int(self._listener.getsockname()[1])
         self._pairs: dict[socket.socket, socket.socket] = {}

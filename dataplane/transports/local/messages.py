@@ -15,7 +15,7 @@ from typing import Annotated, Final, Self
 import msgspec
 
 from ...errors import DeadlineExceeded, PeerLost
-from ...processes import Deadline, WireMessage, decode, not_private, peer_of
+from ...processes import Deadline, WireMessage, decode_message, peer_pid, why_not_private
 
 MAX_PACKET: Final = 16 * 1024
 _Text = Annotated[str, msgspec.Meta(max_length=2048)]
@@ -96,7 +96,7 @@ class Connection:
         The path came over the network: only a socket of ours, in a folder that is ours alone, is spoken to.
         """
         where = Path(path)
-        if reason := not_private(where.parent, stat.S_IFDIR) or not_private(where, stat.S_IFSOCK):
+        if reason := why_not_private(where.parent, stat.S_IFDIR) or why_not_private(where, stat.S_IFSOCK):
             raise PeerLost(f"the sender's socket is not one to be trusted: {reason}")
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
@@ -118,7 +118,7 @@ class Connection:
 
     def check_user(self) -> int:
         """The peer's PID. Raises `PeerLost` when it belongs to another user."""
-        return peer_of(self._socket)
+        return peer_pid(self._socket)
 
     def send(self, message: ToReceiver | ToSender) -> None:
         """Raises `PeerLost` when the peer is gone or has stopped reading."""
@@ -130,7 +130,7 @@ class Connection:
     def from_receiver(self) -> ToSender | None:
         """The next message, or None when there is none yet. Raises `PeerLost`."""
         packet = self._packet()
-        return None if packet is None else decode(_TO_SENDER, packet)
+        return None if packet is None else decode_message(_TO_SENDER, packet)
 
     def from_sender(self, deadline: Deadline, waiting_for: str) -> ToReceiver:
         """Wait for the next message. Raises `PeerLost`, `DeadlineExceeded`."""
@@ -141,7 +141,7 @@ class Connection:
             self._socket.setblocking(False)
         if packet is None:
             raise DeadlineExceeded(waiting_for, deadline.seconds)
-        return decode(_TO_RECEIVER, packet)
+        return decode_message(_TO_RECEIVER, packet)
 
     def _packet(self) -> bytes | None:
         try:

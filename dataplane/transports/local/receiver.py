@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from ...digest import tensor_digest as integrity
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, StaleSession, TransferFailed
-from ...memory import CudaMemory, EngineMemory, HostMemory, ipc_handles as handles, posix_shm as segments
-from ...processes import Deadline, open_runtime_dir, taken_s
+from ...memory import CudaMemory, HostMemory, TorchSharedBuffers, ipc_handles as handles, posix_shm as segments
+from ...processes import Deadline, bucket_timeout_s, open_runtime_dir
 from ..interface import Address, EngineServer, Receipt, SharedBucket, TransferSession
 from .messages import (
     BucketDone,
@@ -38,7 +38,7 @@ class LocalReceiver:
 
     def __init__(self, runtime_dir: Path) -> None:
         self._runtime_dir = runtime_dir
-        self._memory = EngineMemory(runtime_dir)
+        self._memory = TorchSharedBuffers(runtime_dir)
         self._maps: dict[str, npt.NDArray[np.uint8]] = {}
         self._connection: Connection | None = None
         self._loader: ThreadPoolExecutor | None = None
@@ -149,7 +149,7 @@ class LocalReceiver:
         target = self._memory.memory(index % self._memory.slots)[: bucket.nbytes]
         np.copyto(target.numpy(), source[: bucket.nbytes])
         names = [tensor.name for tensor in manifest.tensors_of(index)]
-        integrity.check(target, manifest.offsets_of(index), session.known.of_bucket(bucket), names)
+        integrity.check_digests(target, manifest.offsets_of(index), session.known.of_bucket(bucket), names)
 
     def _load(  # noqa: PLR0917  a bucket's way
         self,
@@ -169,7 +169,7 @@ class LocalReceiver:
         bucket = SharedBucket(index, manifest.buckets[index], manifest.tensors_of(index), lent)
         if self._loader is None:
             self._loader = ThreadPoolExecutor(1, "weightbus-load")
-        left = min(deadline.check(f"time to load bucket {index}"), taken_s(bucket.spec.nbytes))
+        left = min(deadline.check(f"time to load bucket {index}"), bucket_timeout_s(bucket.spec.nbytes))
         self._touched = True
         before = loads[-1] if loads else None
 

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from ...errors import DeadlineExceeded, PeerLost, TransferFailed
-from ...processes import Deadline, address_towards, host_and_port, reach_store, torch_threads
+from ...processes import Deadline, connect_store, local_address_towards, parse_tcp_address, torch_threads
 from ..interface import Group
 from .nixl_group import NixlGroup
 from .p2p_group import NOBODY, P2PGroup
@@ -33,8 +33,8 @@ def join(
 ) -> P2PGroup | NixlGroup:
     """The group, formed under its own deadline. Raises `TransferFailed`."""
     deadline = Deadline(where.form_s)
-    store = reach_store(where.store, deadline)
-    mine = address_towards(*host_and_port(where.store))
+    store = connect_store(where.store, deadline)
+    mine = local_address_towards(*parse_tcp_address(where.store))
     if where.nixl:
         return NixlGroup.form(
             store, where.name, mine, device, where.rank, where.size, deadline, to=to, from_=from_, memory=memory

@@ -17,7 +17,7 @@ from typing import Final
 import msgspec
 import torch
 
-from ...errors import DataplaneError, NoRoom, PeerLost, TransferFailed
+from ...errors import DataplaneError, OutOfStagingMemory, PeerLost, TransferFailed
 from ...processes import Deadline, torch_threads
 from ..interface import Group
 from .group_cache import GroupCache
@@ -107,7 +107,7 @@ class GroupTransfer:
             if isinstance(outcome.error, DataplaneError):
                 raise outcome.error
             if isinstance(outcome.error, torch.OutOfMemoryError):
-                raise NoRoom(str(outcome.error)) from outcome.error
+                raise OutOfStagingMemory(str(outcome.error)) from outcome.error
             raise TransferFailed(f"{type(outcome.error).__name__}: {outcome.error}") from outcome.error
         return outcome.seconds
 

@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from ...processes import Deadline, Frames, WireMessage, decode
+from ...processes import Deadline, Frames, WireMessage, decode_message
 from ..direct import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
 from ..interface import Group
 
@@ -163,14 +163,14 @@ def encoded(message: ToReceiver) -> bytes:
 
 def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToReceiver:
     """For receivers and ranks. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode(_TO_RECEIVER, frames.receive(deadline, waiting_for))
+    return decode_message(_TO_RECEIVER, frames.receive(deadline, waiting_for))
 
 
 def hear_receiver(frames: Frames, deadline: Deadline) -> ToSender:
     """For senders. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode(_TO_SENDER, frames.receive(deadline, "a receiver"))
+    return decode_message(_TO_SENDER, frames.receive(deadline, "a receiver"))
 
 
 def decoded(packet: bytes) -> ToSender:
     """For senders: what somebody said. Raises `PeerLost`."""
-    return decode(_TO_SENDER, packet)
+    return decode_message(_TO_SENDER, packet)

@@ -23,7 +23,7 @@ import msgspec
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, TurnLate, Unsupported
+from ...errors import ChunkTimeout, DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, Unsupported
 from ...processes import Deadline
 from .copy_stream import OwnStream
 from .p2p_group import MOVED, NOBODY, P2PChunk
@@ -272,7 +272,7 @@ class NixlGroup(OwnStream):
             yield
         except DeadlineExceeded as error:
             self.abort("a peer did not move")
-            raise TurnLate(error.waiting_for, error.seconds) from error
+            raise ChunkTimeout(error.waiting_for, error.seconds) from error
         except Exception as error:  # NIXL's errors have no root of their own
             self.abort(str(error) or type(error).__name__)
             if isinstance(error, _OURS):

@@ -21,7 +21,7 @@ import torch
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
 
-from ...errors import DeadlineExceeded, PeerLost, TransferFailed, TurnLate
+from ...errors import ChunkTimeout, DeadlineExceeded, PeerLost, TransferFailed
 from ...processes import Deadline, process_groups as backends
 from .copy_stream import OwnStream
 
@@ -48,7 +48,7 @@ class P2PChunk:
     """Rank of the other end."""
 
 
-class _Backend(backends.Receiving, Protocol):
+class _Backend(backends.GlooReceive, Protocol):
     """What torch's stubs leave out of ProcessGroupGloo and ProcessGroupNCCL."""
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> c10d.Work: ...  # noqa: N803
@@ -70,7 +70,7 @@ class Posted(Protocol):
     def wait(self, deadline: Deadline) -> None:
         """Return when memory that is sent may be written, and memory that is received read.
 
-        Raises `PeerLost`, `TurnLate`; the group is broken then, for everybody.
+        Raises `PeerLost`, `ChunkTimeout`; the group is broken then, for everybody.
         """
         ...
 
@@ -107,7 +107,9 @@ class P2PGroup(OwnStream):
         prefixed = c10d.PrefixStore(name, store)
         try:
             if device.type == "cuda":
-                group = cls(cast("_Backend", backends.nccl(prefixed, rank, size, deadline)), device, rank, size)
+                group = cls(
+                    cast("_Backend", backends.make_nccl_group(prefixed, rank, size, deadline)), device, rank, size
+                )
                 try:
                     group._connect(to, from_, deadline)
                 except BaseException:
@@ -115,7 +117,7 @@ class P2PGroup(OwnStream):
                     raise
                 return group
             timeout = timedelta(seconds=deadline.check("the group to form"))
-            backend = cast("_Backend", backends.gloo(prefixed, host, rank, size, timeout))
+            backend = cast("_Backend", backends.make_gloo_group(prefixed, host, rank, size, timeout))
             return cls(backend, device, rank, size)
         except (RuntimeError, ValueError) as error:
             raise TransferFailed(f"group {name} of {size} ranks did not form: {_short(error)}") from error
@@ -153,7 +155,7 @@ class P2PGroup(OwnStream):
         """
         if self._stream is not None and not self._broken:
             self._broken = "it has ended"
-            backends.aside(self._backend.shutdown)
+            backends.run_aside(self._backend.shutdown)
 
     @property
     def broken(self) -> bool:
@@ -168,7 +170,7 @@ class P2PGroup(OwnStream):
         if not self._broken:
             self._broken = "it was let go of"
             if self._stream is not None:
-                backends.aside(self._backend.abort)
+                backends.run_aside(self._backend.abort)
 
     def check(self) -> None:
         """Raise RuntimeError when the group was broken. To a work of NCCL's, an abort looks like its end."""
@@ -196,12 +198,12 @@ class P2PGroup(OwnStream):
             yield
         except DeadlineExceeded as error:
             self.abort("a peer did not move")
-            raise TurnLate(error.waiting_for, error.seconds) from error
+            raise ChunkTimeout(error.waiting_for, error.seconds) from error
         except RuntimeError as error:
             late = deadline is not None and not deadline.left()
             self.abort(_short(error))
             if late and deadline is not None:
-                raise TurnLate(MOVED, deadline.seconds) from error
+                raise ChunkTimeout(MOVED, deadline.seconds) from error
             raise PeerLost(f"the group broke: {self._broken}") from error
 
     def _post_on(
@@ -226,7 +228,7 @@ class P2PGroup(OwnStream):
         sends, receives = ([P2PChunk(byte.clone(), peer) for peer in sorted(peers)] for peers in (to, from_))
         try:
             self.exchange(sends, receives, deadline)
-        except TurnLate as error:  # this is no turn
+        except ChunkTimeout as error:  # this is no turn
             raise DeadlineExceeded("its peers to connect", error.seconds) from error
 
 
@@ -239,7 +241,7 @@ def warm(device: torch.device) -> None:
         return
     torch.cuda.set_device(device)
     deadline = Deadline(_WARM_S)
-    alone = P2PGroup(cast("_Backend", backends.nccl(c10d.HashStore(), 0, 1, deadline)), device, 0, 1)
+    alone = P2PGroup(cast("_Backend", backends.make_nccl_group(c10d.HashStore(), 0, 1, deadline)), device, 0, 1)
     try:
         alone._connect(frozenset({0}), frozenset({0}), deadline)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     finally:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Final, NamedTuple
 
 from ...errors import ManifestError, TransferFailed
-from ...reshard import LoadTrace, Messages, ReshardPlan, Schedule, distances, make_plan, schedule
+from ...reshard import LoadTrace, ReshardPlan, SendMessages, SendSchedule, make_plan, make_send_schedule, rank_distances
 from ..direct import ExportedWeights, messages as direct_wire
 from . import messages as wire
 
@@ -46,13 +46,13 @@ class PlanAgreement:
         """Those that were agreed to, by digest."""
         self._made: dict[tuple[bytes, int, tuple[int, ...]], tuple[ReshardPlan, int]] = {}
         """What they were taken from, by what that was made from, and how many targets its recording has."""
-        self._schedules: dict[str, Schedule] = {}
+        self._schedules: dict[str, SendSchedule] = {}
         """By plan, cut as `_cut` says."""
         self._cut = (0, 0)
         """What a pair moves in a turn, and what alone is a message of its own."""
-        self._names: dict[tuple[Messages, int], str] = {}
+        self._names: dict[tuple[SendMessages, int], str] = {}
         """Of what each holder does of a schedule."""
-        self._ready: dict[tuple[Messages, int], tuple[bytes, bytes]] = {}
+        self._ready: dict[tuple[SendMessages, int], tuple[bytes, bytes]] = {}
         """The parts that nobody was told yet."""
         self._room = _MOST_READY
         """Bytes that are left for them."""
@@ -81,7 +81,7 @@ class PlanAgreement:
         """
         assert self._exposed is not None
         exports, reader = self._exposed.exports, proposal.reader
-        like = hashlib.sha256(proposal.recording).digest(), reader.rank, distances(exports, reader)
+        like = hashlib.sha256(proposal.recording).digest(), reader.rank, rank_distances(exports, reader)
         plan, targets = self._made[like] = self._made.get(like) or self._make(proposal)
         plan = replace(plan, reader=reader)
         found = plan.digest()
@@ -93,7 +93,7 @@ class PlanAgreement:
         self._plans[found] = _Agreed(plan, targets, self._turn)
         return found
 
-    def schedule(self, plan: str, pair_bytes: int, alone_bytes: int) -> Schedule:
+    def schedule(self, plan: str, pair_bytes: int, alone_bytes: int) -> SendSchedule:
         """That of a plan, cut so. Raises `TransferFailed` for one that was not agreed to."""
         if plan not in self._plans:
             raise TransferFailed(f"plan {plan[:12]} was not agreed to: propose it first")
@@ -101,7 +101,7 @@ class PlanAgreement:
             self._cut_anew((pair_bytes, alone_bytes))
         known = self._plans[plan] = self._plans[plan]._replace(turn=self._turn)
         if plan not in self._schedules:
-            made = self._alike(known.plan) or schedule(known.plan, known.targets, pair_bytes, alone_bytes)
+            made = self._alike(known.plan) or make_send_schedule(known.plan, known.targets, pair_bytes, alone_bytes)
             self._schedules[plan] = replace(made, plan=plan)
         return self._schedules[plan]
 
@@ -162,12 +162,12 @@ class PlanAgreement:
         plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
         return plan, len(recording.targets)
 
-    def _alike(self, plan: ReshardPlan) -> Schedule | None:
+    def _alike(self, plan: ReshardPlan) -> SendSchedule | None:
         """That of another worker who copies the same, if there is one."""
         found = (each for name, each in self._schedules.items() if self._plans[name].plan.copies is plan.copies)
         return next(found, None)
 
-    def _part(self, plan: str, made: Schedule, holder: int) -> tuple[bytes, bytes]:
+    def _part(self, plan: str, made: SendSchedule, holder: int) -> tuple[bytes, bytes]:
         """What a holder does of a schedule, encoded. It has a name from now on."""
         messages, pack = made.of_holder(holder, self._plans[plan].plan)
         part = messages.encode(), pack.encode()

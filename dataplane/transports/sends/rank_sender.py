@@ -13,11 +13,11 @@ from typing import Final, NamedTuple
 
 import torch
 
-from ...copy import CopyTable, engine_for
-from ...errors import DataplaneError, NoRoom, PeerLost, TransferFailed, TurnLate
-from ...memory import device_name, seat_here
+from ...copy import CopyTable, copy_engine_for
+from ...errors import ChunkTimeout, DataplaneError, OutOfStagingMemory, PeerLost, TransferFailed
+from ...memory import device_name, nccl_gpu_id_here
 from ...processes import BackgroundInit, Deadline, MacFrames
-from ...reshard import Messages
+from ...reshard import SendMessages
 from ..interface import Address
 from . import messages as wire
 from .group_cache import GroupCache
@@ -44,12 +44,12 @@ class _Bound(NamedTuple):
 class _Part(NamedTuple):
     """This rank's part of the schedules of workers that are sent the same."""
 
-    messages: Messages
+    messages: SendMessages
     pack: CopyTable
 
     @classmethod
     def of(cls, letters: wire.SentLetters) -> _Part:
-        return cls(Messages.decode(letters.messages), CopyTable.decode(letters.pack))
+        return cls(SendMessages.decode(letters.messages), CopyTable.decode(letters.pack))
 
 
 class _Kept:
@@ -153,7 +153,7 @@ class RankSender:
             device = regions[0].device if regions else torch.device("cpu")
             hello = wire.RankHello(
                 channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(kept.parts),
-                groups=kept.standing.names, seat=seat_here(device_name(device)),
+                groups=kept.standing.names, seat=nccl_gpu_id_here(device_name(device)),
             )  # fmt: skip
             wire.say(frames, hello, deadline)
             begin = self._begun(frames, session, device, deadline)
@@ -173,7 +173,7 @@ class RankSender:
             wire.say(frames, wire.BarrierReached(seconds=seconds, nbytes=bound.result().nbytes), Deadline(_PACKET_S))
         except DataplaneError as error:
             session.failure = str(error) or type(error).__name__
-            less = isinstance(error, NoRoom | TurnLate)
+            less = isinstance(error, OutOfStagingMemory | ChunkTimeout)
         except Exception as error:  # noqa: BLE001  the leader hears of it, and the training loop must go on
             session.failure = f"{type(error).__name__}: {error}"
             less = isinstance(error, torch.OutOfMemoryError)
@@ -224,7 +224,7 @@ def _outbox_of(
         return known.outbox
     kept.unbind()
     device = regions[0].device if regions else torch.device("cpu")
-    made = SendQueue(mail, regions, engine_for(device))
+    made = SendQueue(mail, regions, copy_engine_for(device))
     kept.bound = _Bound(addressed, regions, made)
     return made
 

@@ -20,7 +20,7 @@ from ...copy import AXES, CopyEngine, CopyTable, DeviceFence, PreparedCopies
 from ...errors import TransferFailed
 from ...memory import sizes_of
 from ...processes import Deadline
-from ...reshard import NOWHERE, Messages
+from ...reshard import NOWHERE, SendMessages
 from ...tensors import DTYPES, Column
 from .p2p_group import P2PChunk, Posted
 from .send_queue import UNDER_WAY, QueuePair, shared_out
@@ -33,7 +33,7 @@ class ReceiveQueue:
 
     def __init__(
         self,
-        messages: Messages,
+        messages: SendMessages,
         unpack: CopyTable,
         targets: Sequence[torch.Tensor],
         engine: CopyEngine,
@@ -152,12 +152,12 @@ class ReceiveQueue:
         return found
 
 
-def beside_bytes(messages: Messages) -> int:
+def beside_bytes(messages: SendMessages) -> int:
     """What taking all of them beside the parameters needs."""
     return messages.places(np.ones(len(messages), bool), by_turn=False)[1]
 
 
-def _straight(messages: Messages, at: Column) -> CopyTable:
+def _straight(messages: SendMessages, at: Column) -> CopyTable:
     """Rows that copy whole messages out of the buffer."""
     rows = np.flatnonzero(messages.target != NOWHERE)
     none = np.zeros(len(rows), np.int64)

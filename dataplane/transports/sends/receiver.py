@@ -20,7 +20,7 @@ import msgspec
 from ...copy import CopyTable
 from ...errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported, WorkerDied
 from ...processes import Deadline, Frames, MacFrames
-from ...reshard import PlanReader, ReshardPlan, Schedule, schedule
+from ...reshard import PlanReader, ReshardPlan, SendSchedule, make_send_schedule
 from ...tensors import Manifest
 from .. import worker_messages as worker_wire
 from ..direct import Agreement, DirectReceiver, ReadLayout, Welcome, read_layout
@@ -46,7 +46,7 @@ class SendsReceiver(DirectReceiver):
         """How the sender cuts schedules: bytes of a pair in a turn, and of a row that is a message of its own."""
         self._agreed: frozenset[str] = frozenset()
         """Plans that the sender has made too."""
-        self._schedules: tuple[str, tuple[Schedule, ...]] = ("", ())
+        self._schedules: tuple[str, tuple[SendSchedule, ...]] = ("", ())
         """With the plans that they were made from."""
         self._takers = WorkerReceivers(runtime_dir)
         self._early: Group | None = None
@@ -262,7 +262,9 @@ class SendsReceiver(DirectReceiver):
         name = _named(known, self._cut)
         if self._schedules[0] != name:
             targets = [len(self._recordings[digest].targets) for digest in known.recordings]
-            made = [schedule(plan, count, *self._cut) for plan, count in zip(known.plans, targets, strict=True)]
+            made = [
+                make_send_schedule(plan, count, *self._cut) for plan, count in zip(known.plans, targets, strict=True)
+            ]
             self._schedules = name, tuple(made)
         for each in self._schedules[1]:
             each.digest()

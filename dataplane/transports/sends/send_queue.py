@@ -14,7 +14,7 @@ import torch
 from ...copy import CopyEngine, CopyTable, DeviceFence, PreparedCopies
 from ...memory import sizes_of
 from ...processes import Deadline
-from ...reshard import NOWHERE, Messages
+from ...reshard import NOWHERE, SendMessages
 from ...tensors import Column
 from .p2p_group import P2PChunk, Posted
 
@@ -40,11 +40,11 @@ class QueuePair(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Mail:
-    """What one engine worker is sent: `Schedule.of_holder`."""
+    """What one engine worker is sent: `SendSchedule.of_holder`."""
 
     peer: int
     """The worker's rank in the group."""
-    messages: Messages
+    messages: SendMessages
     pack: CopyTable
 
 
@@ -100,27 +100,27 @@ class SendQueue:
         self._packs, self._sends, self.memory = [], [], ()
 
 
-def shared_out(at: Column, nbytes: int, messages: Messages) -> tuple[Column, int]:
+def shared_out(at: Column, nbytes: int, messages: SendMessages) -> tuple[Column, int]:
     """Places in staging where turns that move at a time have parts of their own; and how much there is then."""
     parts = min(UNDER_WAY, messages.turns)
     return at + messages.turn % UNDER_WAY * nbytes, nbytes * parts
 
 
-def _joined(mail: Sequence[Mail]) -> tuple[Messages, CopyTable, Column]:
+def _joined(mail: Sequence[Mail]) -> tuple[SendMessages, CopyTable, Column]:
     """All messages and rows, and the peer of each message."""
     before = np.cumsum([0, *(len(each.messages) for each in mail)])
     packs = [
         replace(each.pack, target=each.pack.target + first).numbers()
         for each, first in zip(mail, before.tolist(), strict=False)
     ]
-    messages = np.concatenate([Messages.decode(b"").numbers(), *(each.messages.numbers() for each in mail)])
+    messages = np.concatenate([SendMessages.decode(b"").numbers(), *(each.messages.numbers() for each in mail)])
     peer = np.concatenate([np.full(len(each.messages), each.peer) for each in mail] or [np.empty(0, np.int64)])
     joined = CopyTable.of_numbers(np.concatenate([CopyTable.empty().numbers(), *packs]))
-    return Messages(*(messages[:, column] for column in range(messages.shape[1]))), joined, peer
+    return SendMessages(*(messages[:, column] for column in range(messages.shape[1]))), joined, peer
 
 
 def _ends(
-    messages: Messages, region: Column, staged_at: Column, turn: int, peer: Column
+    messages: SendMessages, region: Column, staged_at: Column, turn: int, peer: Column
 ) -> list[tuple[int, int, int, int]]:
     """(region, byte, bytes, peer) of the messages of a turn, in their order."""
     rows = np.flatnonzero(messages.turn == turn)

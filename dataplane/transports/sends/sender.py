@@ -18,8 +18,8 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ...errors import DataplaneError, PeerLost, TransferFailed
-from ...processes import ConnectionPool, Deadline, Frames, backend_for, bracketed, new_token, serve_store
-from ...reshard import alone_bytes_on, pair_bytes_of
+from ...processes import ConnectionPool, Deadline, Frames, bracket_ipv6, new_token, process_group_backend, serve_store
+from ...reshard import alone_bytes_for, pair_bytes_for
 from ..direct import ExportedWeights
 from ..interface import JOIN_S, Address, Group, Peer, Slot, TransferSession
 from . import messages as wire
@@ -87,7 +87,7 @@ class SendsSender:
         """Of it, when `_pair_bytes` was chosen."""
         self._looked_at = self._back_at = 0.0
         """Since the group began: when this last began to listen, and when it did after a while in which it had not."""
-        self._alone_bytes = alone_bytes_on(device.type)
+        self._alone_bytes = alone_bytes_for(device.type)
         self._plans = PlanAgreement()
         self._failed: dict[str, str] = {}
         self._spared: set[str] = set()
@@ -113,7 +113,7 @@ class SendsSender:
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
         """Listen for `peers`, and for the trainer's ranks. Raises `Unsupported` where NCCL would hang."""
         self.close()
-        backend = "nixl" if self._nixl else backend_for(self._device)
+        backend = "nixl" if self._nixl else process_group_backend(self._device)
         exposed = self._describe()
         if exposed.pieces.tensors != session.manifest.tensors:
             raise TransferFailed("the pieces are of other tensors than the manifest: describe what is published")
@@ -194,7 +194,7 @@ class SendsSender:
 
         It is part of every schedule, and who is told a new one has to stand still for it.
         """
-        self._most = pair_bytes_of(ranks, self._device.type)
+        self._most = pair_bytes_for(ranks, self._device.type)
         most = self._ceiling.under(self._most)
         same, self._parts = self._parts == self._ceiling.parts, self._ceiling.parts
         if same and most // _SHRUNK <= self._pair_bytes <= most:
@@ -422,7 +422,7 @@ class SendsSender:
         self, size: int, rank: int, name: str, store: TCPStore | None, *, ranks: int = 0, stands: bool = False
     ) -> Group:
         return Group(
-            store=f"tcp://{bracketed(self._host)}:{store.port}" if store else "",
+            store=f"tcp://{bracket_ipv6(self._host)}:{store.port}" if store else "",
             name=name, size=size, rank=rank, form_s=self._form_s, turn_s=self._turn_s,
             nixl=self._nixl, stands=stands, ranks=ranks, keep_s=self._keep_s if self._stood.room else 0.0,
         )  # fmt: skip

@@ -18,8 +18,8 @@ from typing import Final
 import msgspec
 
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, WorkerDied
-from ...processes import Deadline, FrameListener, Frames, dead_among, open_runtime_dir
-from ...reshard import Schedule
+from ...processes import Deadline, FrameListener, Frames, find_ended_peer, open_runtime_dir
+from ...reshard import SendSchedule
 from .. import worker_messages as worker_wire
 from ..interface import Group
 from ..worker_exchange import Workers
@@ -78,7 +78,7 @@ class WorkerReceivers:
     def __len__(self) -> int:
         return len(self._threads)
 
-    def expect(self, workers: Workers, schedules: Sequence[Schedule], deadline: Deadline) -> None:
+    def expect(self, workers: Workers, schedules: Sequence[SendSchedule], deadline: Deadline) -> None:
         """Tell every worker what it will be sent, unless it knows, and have its thread connect."""
         self._calm()
         listener = self._listening()
@@ -142,7 +142,7 @@ class WorkerReceivers:
     @property
     def dead(self) -> int | None:
         """The rank of a worker whose process has ended; None where that is not known of any."""
-        return dead_among(self._threads.items())
+        return find_ended_peer(self._threads.items())
 
     def require_moving(self) -> None:
         """Raise `WorkerStalled` when a worker that stood still has said nothing since."""

@@ -120,7 +120,7 @@ def dense(architectures: Sequence[str]) -> bool:
 
 def _quantization(folder: Path, config: _Config) -> Quantization | None:
     try:
-        return quantization_config.read(msgspec.structs.asdict(config))
+        return quantization_config.read_quantization_config(msgspec.structs.asdict(config))
     except UnknownScheme as error:
         raise UnfitManifest(f"{folder}: {error}") from error
 

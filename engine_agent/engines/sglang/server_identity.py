@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from weightbus.dataplane.copy import branches_asked
+from weightbus.dataplane.copy import copy_streams_setting
 from weightbus.dataplane.errors import Unsupported
 
 _PROC: Final = Path("/proc")
@@ -103,7 +103,7 @@ def layout_of(facts: ServerFacts) -> tuple[str, ...]:
 def _misset(process: tuple[int, int] | None) -> str:
     """Workers have the environment of the process that started them. What cannot be read they will say themselves."""
     try:
-        branches_asked(environment_of(process[0]) if process else {})
+        copy_streams_setting(environment_of(process[0]) if process else {})
     except OSError:
         return ""
     except Unsupported as wrong:

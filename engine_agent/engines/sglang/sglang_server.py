@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from weightbus.dataplane.processes import bracketed, host_and_port
+from weightbus.dataplane.processes import bracket_ipv6, parse_tcp_address
 from weightbus.dataplane.tensors import TensorSpec
 from weightbus.dataplane.transports import Address, SharedBucket
 from weightbus.dataplane.transports.distributed import StoreProxy
@@ -359,7 +359,7 @@ class SGLangServer:
         """init_weights_update_group. Stops the server's scheduler until the whole group has come, or `leave_group`."""
         host, port = self._met_at(address)
         body = {
-            "master_address": bracketed(host),
+            "master_address": bracket_ipv6(host),
             "master_port": port,
             "rank_offset": rank_offset,
             "world_size": address.world_size,
@@ -405,7 +405,7 @@ class SGLangServer:
 
         Raises `ServerError` for a group that was left meanwhile: nothing would end the server's wait in it.
         """
-        to = host_and_port(address.address)
+        to = parse_tcp_address(address.address)
         relay = self._relay
         if relay is None or relay.to != to:
             self._cut()

@@ -18,12 +18,12 @@ from weightbus.dataplane.copy import memcpy_batch as copy_batch
 from weightbus.dataplane.copy.copy_cuda import CudaCopies, CudaEngine
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchCopies
-from weightbus.dataplane.copy.engine_selection import BRANCHES, branches_asked
+from weightbus.dataplane.copy.engine_selection import DEFAULT_COPY_STREAMS, copy_streams_setting
 from weightbus.dataplane.copy.memcpy_batch import CopyBatch
-from weightbus.dataplane.copy.memcpy_runs import CopyRuns, copy_runs
+from weightbus.dataplane.copy.memcpy_runs import CopyRuns, split_into_runs
 from weightbus.dataplane.copy.peer_copies import PeerCopies
 from weightbus.dataplane.copy.staged_copies import StagedCopies
-from weightbus.dataplane.errors import NoCopyEngines, PeerLost, Unsupported
+from weightbus.dataplane.errors import CopyEnginesUnavailable, PeerLost, Unsupported
 from weightbus.dataplane.tensors.shards import DTYPES
 
 from .test_tiles import column, copies, fits, memory
@@ -60,7 +60,7 @@ def test_a_batch_copies_what_the_table_says(branches: int, table: CopyTable) -> 
         return
     source, expected, found, driver = memory(1), memory(2), memory(2), FakeBatches()
     TorchCopies(table, [source], [expected]).run()
-    runs = copy_runs(table, column(source.data_ptr()), column(found.data_ptr()))
+    runs = split_into_runs(table, column(source.data_ptr()), column(found.data_ptr()))
     batch = CopyBatch(runs, branches, cast("Any", driver))
     before = found.clone()
     streams = [0x5_0000_0001 + at for at in range(len(batch))]
@@ -79,7 +79,7 @@ def test_a_batch_copies_what_the_table_says(branches: int, table: CopyTable) -> 
 
 def test_a_driver_without_batches_is_told() -> None:
     """A symbol is missing."""
-    with pytest.raises(NoCopyEngines, match=r"older than 13.0.*WEIGHTBUS_WORKER_BRANCHES=0"):
+    with pytest.raises(CopyEnginesUnavailable, match=r"older than 13.0.*WEIGHTBUS_WORKER_BRANCHES=0"):
         CopyBatch(CopyRuns(column(1), column(1), column(1), column(0)), 1, cast("Any", object()))
 
 
@@ -264,7 +264,7 @@ class Streams:
 def test_batches_run_between_what_was_before_and_what_comes_after(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last step of the server's model, and before anything reads what they wrote: also the proof."""
     streams, driver, here = Streams(monkeypatch), FakeBatches(), torch.zeros(4 * MB, dtype=torch.uint8)
-    runs = copy_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
+    runs = split_into_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
     batch = CopyBatch(runs, 2, cast("Any", driver))
     launch = batch.launch
 
@@ -291,7 +291,7 @@ def test_nothing_is_under_way_when_a_stage_is_given_up(monkeypatch: pytest.Monke
     Nor was anything launched before the server's last batch had ended.
     """
     streams, driver, here = Streams(monkeypatch), FakeBatches(), torch.zeros(4 * MB, dtype=torch.uint8)
-    runs = copy_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
+    runs = split_into_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
     batch = CopyBatch(runs, 2, cast("Any", driver))
     kernel = cast("Any", SimpleNamespace(launch=lambda: streams.told.append("the kernel copies")))
     device = torch.device("cuda", 0)
@@ -323,11 +323,11 @@ def test_a_peers_memory_follows_nobody() -> None:
 
 def test_what_the_environment_may_say() -> None:
     """A number of branches, or nothing; everything else is told by its name."""
-    assert branches_asked({}) == branches_asked({"WEIGHTBUS_WORKER_BRANCHES": ""}) == BRANCHES
-    assert [branches_asked({"WEIGHTBUS_WORKER_BRANCHES": each}) for each in ("0", "8")] == [0, 8]
+    assert copy_streams_setting({}) == copy_streams_setting({"WEIGHTBUS_WORKER_BRANCHES": ""}) == DEFAULT_COPY_STREAMS
+    assert [copy_streams_setting({"WEIGHTBUS_WORKER_BRANCHES": each}) for each in ("0", "8")] == [0, 8]
     for wrong in ("-1", "33", "two", "\u0663"):
         with pytest.raises(Unsupported, match=r"WEIGHTBUS_WORKER_BRANCHES.*expected a whole number"):
-            branches_asked({"WEIGHTBUS_WORKER_BRANCHES": wrong})
+            copy_streams_setting({"WEIGHTBUS_WORKER_BRANCHES": wrong})
 
 
 @pytest.mark.parametrize(("busy", "expected"), [("", False), ("main", True), ("branch 2", True), ("other", False)])
@@ -336,7 +336,7 @@ def test_copies_are_busy_while_any_of_their_streams_is(
 ) -> None:
     """Kernel's or engines'; others' work is none of theirs."""
     streams, here = Streams(monkeypatch), torch.zeros(4 * MB, dtype=torch.uint8)
-    runs = copy_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
+    runs = split_into_runs(rows(MB, MB), column(here.data_ptr()), column(here.data_ptr() + 2 * MB))
     batch = CopyBatch(runs, 2, cast("Any", FakeBatches()))
     kernel = CudaCopies(CPU, CopyTable.empty(), [], [], tiles=[])
     copies = PeerCopies(torch.device("cuda", 0), batch, {0: kernel}, dict, (here,))
@@ -352,7 +352,7 @@ def test_stages_of_one_stream_are_asked_once(monkeypatch: pytest.MonkeyPatch) ->
     streams.main.query = lambda: asked.append("main") or True
     kernel = CudaCopies(CPU, CopyTable.empty(), [], [], tiles=[])
     here = torch.zeros(2 * MB, dtype=torch.uint8)
-    runs = copy_runs(rows(MB), column(here.data_ptr()), column(here.data_ptr() + MB))
+    runs = split_into_runs(rows(MB), column(here.data_ptr()), column(here.data_ptr() + MB))
     batch = CopyBatch(runs, 1, cast("Any", FakeBatches()))
     for made in (
         StagedCopies(dict.fromkeys(range(9), kernel)),

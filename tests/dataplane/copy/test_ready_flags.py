@@ -14,9 +14,9 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy import ready_flags as module
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
-from weightbus.dataplane.copy.ready_flags import ReadyFlags, marks_in, needs_of, stages_of
+from weightbus.dataplane.copy.ready_flags import ReadyFlags, needed_parts_by_stage, ready_flags_in, stages_of_rows
 from weightbus.dataplane.errors import DeadlineExceeded, ManifestError, PeerLost, StaleSession
-from weightbus.dataplane.memory.export_map import MadeRegion
+from weightbus.dataplane.memory.export_map import ArenaRegion
 
 from .test_tiles import copies
 
@@ -43,8 +43,8 @@ def runs_of(table: CopyTable, row: int) -> list[tuple[int, int]]:
 @settings(max_examples=150, deadline=None)
 def test_a_row_is_of_the_stage_by_which_all_that_it_reads_is_made(table: CopyTable, ends: set[int], begin: int) -> None:
     """Never before; at once, where it lies in front of the arena or behind it."""
-    made = MadeRegion(0, begin, tuple(sorted(begin + end for end in ends)), 0)
-    stages = stages_of(table, {0: made})
+    made = ArenaRegion(0, begin, tuple(sorted(begin + end for end in ends)), 0)
+    stages = stages_of_rows(table, {0: made})
 
     for row, stage in enumerate(stages.tolist()):
         if table.grid[row].prod() > 1000:
@@ -56,7 +56,7 @@ def test_a_row_is_of_the_stage_by_which_all_that_it_reads_is_made(table: CopyTab
             continue
         assert made.ends[stage - 1] >= min(last, made.ends[-1])
         assert stage == 1 or made.ends[stage - 2] < last
-    assert not stages_of(table, {}).any()
+    assert not stages_of_rows(table, {}).any()
 
 
 def test_a_row_that_is_read_backwards_is_of_the_stage_of_its_end() -> None:
@@ -65,7 +65,7 @@ def test_a_row_that_is_read_backwards_is_of_the_stage_of_its_end() -> None:
     grid, step = wide * (1, 1, 3), wide * (0, 0, -8)
     table = CopyTable(flat, flat, flat + 16, flat, flat, flat, flat + 1, grid, step, wide)
 
-    assert stages_of(table, {0: MadeRegion(0, 0, (4, 10), 0)}).tolist() == [2]
+    assert stages_of_rows(table, {0: ArenaRegion(0, 0, (4, 10), 0)}).tolist() == [2]
 
 
 def test_stages_say_whose_parts_they_need() -> None:
@@ -73,18 +73,18 @@ def test_stages_say_whose_parts_they_need() -> None:
     column = np.array([0, 1, 1, 2], np.int64)
     table = SimpleNamespace(source=column)
 
-    found = needs_of(table, np.array([2, 2, 0, 0]), {0: 7, 1: 8})  # type: ignore[arg-type]
+    found = needed_parts_by_stage(table, np.array([2, 2, 0, 0]), {0: 7, 1: 8})  # type: ignore[arg-type]
 
     assert found == {2: ((7, 2), (8, 2))}
 
 
-@pytest.mark.parametrize("made", [MadeRegion(0, 0, (8,), 57), MadeRegion(0, 0, (8, 9), 56), MadeRegion(0, 0, (), 0)])
-def test_marks_lie_in_their_region(made: MadeRegion) -> None:
+@pytest.mark.parametrize("made", [ArenaRegion(0, 0, (8,), 57), ArenaRegion(0, 0, (8, 9), 56), ArenaRegion(0, 0, (), 0)])
+def test_marks_lie_in_their_region(made: ArenaRegion) -> None:
     """Whatever somebody says."""
     region = torch.arange(64, dtype=torch.uint8)
     with pytest.raises(ManifestError, match="marks"):
-        marks_in(region, made)
-    found = marks_in(region, MadeRegion(0, 0, (8, 16), 8))
+        ready_flags_in(region, made)
+    found = ready_flags_in(region, ArenaRegion(0, 0, (8, 16), 8))
     assert found.shape == (2,)
     assert found.data_ptr() == region.data_ptr() + 8
 

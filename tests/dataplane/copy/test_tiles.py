@@ -19,7 +19,7 @@ from weightbus.dataplane.copy.box_digests import BoxTable
 from weightbus.dataplane.copy.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchDigest
 from weightbus.dataplane.copy.tiles import TILE_VECTORS, TILE_WORDS, Tiles, reciprocal, staged_tiles, word_tiles
-from weightbus.dataplane.digest.tensor_digest import mix
+from weightbus.dataplane.digest.tensor_digest import mix_words
 from weightbus.dataplane.tensors.boxes import Column
 from weightbus.dataplane.tensors.shards import DTYPES
 
@@ -243,7 +243,7 @@ def test_tiles_digest_what_the_table_says(table: BoxTable) -> None:
             elements = first[:, None] + parts * item_step
             raw = data[(elements[:, :, None] + np.arange(item)).reshape(len(at), 8 * words)]
             index = (word_at + line * word_step + place * words)[:, None] + np.arange(words)
-            lanes[:, group] += mix(np.ascontiguousarray(raw).view("<u8").reshape(-1), index.reshape(-1))
+            lanes[:, group] += mix_words(np.ascontiguousarray(raw).view("<u8").reshape(-1), index.reshape(-1))
 
     assert np.array_equal(lanes, expected)
 

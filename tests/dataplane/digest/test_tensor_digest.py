@@ -113,15 +113,15 @@ def test_check_names_the_tensor() -> None:
     data = pattern(96)
     offsets, names = [0, 32, 64, 96], ["a", "b", "c"]
     good = integrity.digest_tensors(memory_of(data), offsets)
-    integrity.check(memory_of(data), offsets, good, names)
+    integrity.check_digests(memory_of(data), offsets, good, names)
     bad = memory_of(data)
     bad[40] ^= 4
     with pytest.raises(DigestMismatch, match="'b'") as caught:
-        integrity.check(bad, offsets, good, names)
+        integrity.check_digests(bad, offsets, good, names)
     assert caught.value.tensor == "b"
     assert caught.value.expected == good[16:32].hex()
     with pytest.raises(ValueError, match="fit"):
-        integrity.check(bad, offsets, good[:16], names)
+        integrity.check_digests(bad, offsets, good[:16], names)
 
 
 @pytest.mark.parametrize("offsets", [[0], [0, 0], [0, 9, 8], [-8, 8], [0, 65]])

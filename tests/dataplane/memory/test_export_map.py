@@ -21,7 +21,7 @@ from hypothesis import given, strategies as st
 
 from weightbus.dataplane.errors import ManifestError, NotExportable, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.memory import export_messages as wire, exporter as exporter_module, importer as exported
-from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, MadeRegion, Parts, Region
+from weightbus.dataplane.memory.export_map import ArenaParts, ArenaRegion, ExportedTensor, ExportMap, Region
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter
 
@@ -364,8 +364,8 @@ MADE = ExportMap(
     0,
     "here",
     (Region(100, "cpu"), Region(4096, "cpu")),
-    (ExportedPlace(0, 0), ExportedPlace(1, 64)),
-    Parts(1, (8, 32), 64),
+    (ExportedTensor(0, 0), ExportedTensor(1, 64)),
+    ArenaParts(1, (8, 32), 64),
 )
 
 
@@ -380,7 +380,7 @@ def test_maps_with_tensors_outside_of_their_regions_are_refused(
 ) -> None:
     """Whatever the numbers."""
     regions = tuple(Region(size, "cpu") for size in sizes)
-    blob = ExportMap(0, "h", regions, tuple(ExportedPlace(*each) for each in places)).encode()
+    blob = ExportMap(0, "h", regions, tuple(ExportedTensor(*each) for each in places)).encode()
     if all(0 <= region < len(sizes) and 0 <= offset < sizes[region] for region, offset in places):
         columns = ExportMap.decode(blob).columns()
         assert list(zip(*(column.tolist() for column in columns), strict=True)) == places
@@ -394,7 +394,7 @@ def test_parts_travel_with_their_map() -> None:
     found = ExportMap.decode(MADE.encode())
 
     assert found == MADE
-    assert found.made == MadeRegion(1, 64, (72, 96), 128)
+    assert found.made == ArenaRegion(1, 64, (72, 96), 128)
     assert ExportMap(0, "here", MADE.regions, MADE.places).made is None
     assert b"parts" not in ExportMap(0, "here", MADE.regions, MADE.places).encode()
 
@@ -402,19 +402,19 @@ def test_parts_travel_with_their_map() -> None:
 @pytest.mark.parametrize(
     "parts",
     [
-        Parts(2, (8,), 64),
-        Parts(-1, (8,), 64),
-        Parts(1, (), 64),
-        Parts(1, tuple(range(1, 66)), 128),
-        Parts(1, (8, 8), 64),
-        Parts(1, (0, 8), 64),
-        Parts(1, (8, 5000), 64),
-        Parts(1, (8,), 60),
-        Parts(1, (8,), 4096 - 64),
-        Parts(1, (8,), -128),
+        ArenaParts(2, (8,), 64),
+        ArenaParts(-1, (8,), 64),
+        ArenaParts(1, (), 64),
+        ArenaParts(1, tuple(range(1, 66)), 128),
+        ArenaParts(1, (8, 8), 64),
+        ArenaParts(1, (0, 8), 64),
+        ArenaParts(1, (8, 5000), 64),
+        ArenaParts(1, (8,), 60),
+        ArenaParts(1, (8,), 4096 - 64),
+        ArenaParts(1, (8,), -128),
     ],
 )
-def test_parts_that_cannot_be_are_refused(parts: Parts) -> None:
+def test_parts_that_cannot_be_are_refused(parts: ArenaParts) -> None:
     """Whoever reads by them would read something else."""
     wrong = msgspec.structs.replace(MADE, parts=parts)
     with pytest.raises(ManifestError, match="part"):

@@ -27,7 +27,7 @@ CUDA = CudaMemory("GPU-0123-4567", b"\1c" + bytes(range(64)), 1 << 30, 512, b"/t
 
 def test_slots_are_seen_by_whoever_opens_them() -> None:
     """What is written to a slot is what its exported name leads to, round after round, until close."""
-    pool = staging.BucketPool("cpu", 2, 5000, "pool")
+    pool = staging.BucketBuffers("cpu", 2, 5000, "pool")
     exported = [slot.exported for slot in pool.slots]
     segment = handles.decode(exported[1])
     assert isinstance(segment, handles.HostSegment)
@@ -46,7 +46,7 @@ def test_slots_are_seen_by_whoever_opens_them() -> None:
 
 def test_generations_differ() -> None:
     """Two pools of one name are told apart."""
-    first, second = staging.BucketPool("cpu", 1, 64, "same"), staging.BucketPool("cpu", 1, 64, "same")
+    first, second = staging.BucketBuffers("cpu", 1, 64, "same"), staging.BucketBuffers("cpu", 1, 64, "same")
     assert first.slots[0].exported != second.slots[0].exported
     first.close()
     second.close()
@@ -56,14 +56,14 @@ def test_a_full_host_is_an_error_and_leaves_nothing() -> None:
     """Memory that is not there is refused when the pool is made, with advice, and nothing of it stays."""
     before = set(segments.DIRECTORY.glob("weightbus-greedy-*"))
     with pytest.raises(OutOfSharedMemory, match="shm-size"):
-        staging.BucketPool("cpu", 1, 1 << 46, "greedy")
+        staging.BucketBuffers("cpu", 1, 1 << 46, "greedy")
     assert set(segments.DIRECTORY.glob("weightbus-greedy-*")) == before
 
 
 def test_other_devices_are_refused() -> None:
     """Only memory that can be shared makes a pool."""
     with pytest.raises(NotExportable, match="meta"):
-        staging.BucketPool("meta", 1, 64, "meta")
+        staging.BucketBuffers("meta", 1, 64, "meta")
 
 
 def test_dead_processes_leave_nothing() -> None:
@@ -78,7 +78,7 @@ def test_dead_processes_leave_nothing() -> None:
             [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, check=False, timeout=120
         )
         name = dead.stdout.strip()
-        swept = segments.sweep()
+        swept = segments.remove_leftovers()
         assert name.startswith("weightbus-victim-")
         assert not (segments.DIRECTORY / name).exists()
         assert own.path.exists()
@@ -153,7 +153,7 @@ def test_torch_still_shares_gpu_memory_as_we_read_it() -> None:
 
 def test_engine_memory_outlives_its_users(tmp_path: Path) -> None:
     """Workers open and drop a slot as often as they like; it stays ours, its name too, until close."""
-    memory = engine_memory.EngineMemory(tmp_path)
+    memory = engine_memory.TorchSharedBuffers(tmp_path)
     memory.reserve(4000, 5, Deadline(60))
     assert memory.slots == 2
     memory.memory(0).fill_(5)
@@ -183,20 +183,22 @@ def test_a_slot_that_others_cannot_open_is_made_of_plain_memory(monkeypatch: pyt
             raise NotExportable("mapped by its allocator")
         return CUDA
 
-    monkeypatch.setattr(staging, "plain_memory", lambda _device, _nbytes: (None, plain))
+    monkeypatch.setattr(staging, "allocate_without_expandable_segments", lambda _device, _nbytes: (None, plain))
     monkeypatch.setattr(handles, "export_cuda", export)
-    slot = staging.CudaSlot(torch.device("cpu"), 64)
+    slot = staging.CudaStagingBuffer(torch.device("cpu"), 64)
     assert slot.memory is plain
-    monkeypatch.setattr(staging, "plain_memory", lambda _device, nbytes: (None, torch.empty(nbytes)))
+    monkeypatch.setattr(
+        staging, "allocate_without_expandable_segments", lambda _device, nbytes: (None, torch.empty(nbytes))
+    )
     with pytest.raises(NotExportable):
-        staging.CudaSlot(torch.device("cpu"), 64)
+        staging.CudaStagingBuffer(torch.device("cpu"), 64)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_slots_are_exported() -> None:
     """A GPU slot has a handle that the struct can carry."""
-    pool = staging.BucketPool("cuda", 1, 1 << 20, "gpu")
+    pool = staging.BucketBuffers("cuda", 1, 1 << 20, "gpu")
     memory = handles.decode(pool.slots[0].exported)
     assert isinstance(memory, CudaMemory)
     assert memory.storage_nbytes >= 1 << 20

@@ -10,7 +10,7 @@ import torch
 
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded
 from weightbus.dataplane.memory import torch_shared_memory as engine_memory
-from weightbus.dataplane.memory.torch_shared_memory import _MAX_PATH, EngineMemory
+from weightbus.dataplane.memory.torch_shared_memory import _MAX_PATH, TorchSharedBuffers
 from weightbus.dataplane.processes.deadline import Deadline
 
 
@@ -18,7 +18,7 @@ def test_a_deep_runtime_dir_does_not_break_the_managers_socket(tmp_path: Path) -
     """Its name would not fit a socket's; torch would only say "no such file" in the middle of a transfer."""
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True)
-    memory = EngineMemory(deep, slots=1)
+    memory = TorchSharedBuffers(deep, slots=1)
     memory.reserve(1000, 1, Deadline(10.0))
 
     assert memory._manager is not None
@@ -33,7 +33,7 @@ def test_a_manager_that_cannot_make_its_socket_is_not_waited_for(
     """It ends at once, for lack of room or of a folder: that is said, and no deadline runs out."""
     monkeypatch.setattr(engine_memory, "_short_enough", lambda folder: folder / "gone")
     with pytest.raises(DataplaneError, match=r"got no socket in .*gone, and said: could not"):
-        EngineMemory(tmp_path).reserve(64, 1, Deadline(60.0))
+        TorchSharedBuffers(tmp_path).reserve(64, 1, Deadline(60.0))
 
 
 def test_a_manager_that_stops_in_the_middle_of_a_word_is_not_waited_for(
@@ -46,4 +46,4 @@ def test_a_manager_that_stops_in_the_middle_of_a_word_is_not_waited_for(
     program.chmod(0o700)
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
     with pytest.raises(DeadlineExceeded, match="to name its socket"):
-        EngineMemory(tmp_path).reserve(64, 1, Deadline(1.0))
+        TorchSharedBuffers(tmp_path).reserve(64, 1, Deadline(1.0))

@@ -16,7 +16,7 @@ import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.frames import MAX_FRAME, FrameListener, Frames, dead_among
+from weightbus.dataplane.processes.frames import MAX_FRAME, FrameListener, Frames, find_ended_peer
 
 from ...kit.waiting import until
 
@@ -59,7 +59,7 @@ def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
     try:
         frames = listener.accept(Deadline(30.0), "the child")
         assert not frames.ended()
-        assert dead_among([(0, left), (1, frames)]) is None
+        assert find_ended_peer([(0, left), (1, frames)]) is None
         child.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert frames.ended(), "nobody has waited for it yet"
@@ -67,11 +67,11 @@ def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
         child.kill()
         child.wait()
     assert frames.ended()
-    assert dead_among([(0, left), (1, frames)]) == 1
+    assert find_ended_peer([(0, left), (1, frames)]) == 1
     right.close()
-    assert dead_among([(0, left)]) is None, "it has hung up, and lives"
+    assert find_ended_peer([(0, left)]) is None, "it has hung up, and lives"
     frames.close()
-    assert dead_among([(1, frames)]) is None, "of no use any more"
+    assert find_ended_peer([(1, frames)]) is None, "of no use any more"
     left.close()
     listener.close()
 

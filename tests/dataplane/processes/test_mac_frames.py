@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from weightbus.dataplane.errors import DeadlineExceeded, Forged, PeerLost, TransferFailed
+from weightbus.dataplane.errors import DeadlineExceeded, ForgedMessage, PeerLost, TransferFailed
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import MacFrames, MacListener, address_towards, host_and_port
+from weightbus.dataplane.processes.mac_frames import MacFrames, MacListener, local_address_towards, parse_tcp_address
 
 WAIT_S = 20.0
 Pair = tuple[MacFrames, MacFrames]
@@ -74,9 +74,9 @@ def test_who_does_not_know_the_token_says_nothing() -> None:
     listener = MacListener("127.0.0.1", "token")
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(greeted, listener, WAIT_S)
-        with pytest.raises(Forged, match="stranger"):
+        with pytest.raises(ForgedMessage, match="stranger"):
             MacFrames.reach(listener.address, "another", Deadline(WAIT_S))
-        with pytest.raises(Forged, match="stranger"):
+        with pytest.raises(ForgedMessage, match="stranger"):
             accepted.result(WAIT_S)
     listener.close()
 
@@ -90,16 +90,16 @@ def test_what_was_said_once_is_not_said_again(ends: Pair) -> None:
 
     for end, raw in ((ours, theirs._socket), (theirs, ours._socket)):
         raw.sendall(struct.pack("<Q", len(mac) + 5) + mac + b"begin")
-        with pytest.raises(Forged):
+        with pytest.raises(ForgedMessage):
             end.receive(Deadline(WAIT_S), "a message")
 
 
 def test_a_stranger_cannot_fill_the_memory() -> None:
     """Nothing that he announces is read: he has to show first that he knows the token."""
     listener = MacListener("127.0.0.1", "token")
-    with socket.create_connection(host_and_port(listener.address)) as stranger:
+    with socket.create_connection(parse_tcp_address(listener.address)) as stranger:
         stranger.sendall(bytes(16) + struct.pack("<Q", 1 << 40) + bytes(24))
-        with pytest.raises(Forged):
+        with pytest.raises(ForgedMessage):
             greeted(listener, WAIT_S)
     listener.close()
 
@@ -107,7 +107,7 @@ def test_a_stranger_cannot_fill_the_memory() -> None:
 def test_whoever_says_nothing_costs_a_deadline() -> None:
     """A connection that greets nobody, and an address where nobody listens."""
     listener = MacListener("127.0.0.1", "token")
-    with socket.create_connection(host_and_port(listener.address)), pytest.raises(DeadlineExceeded):
+    with socket.create_connection(parse_tcp_address(listener.address)), pytest.raises(DeadlineExceeded):
         greeted(listener, 0.2)
     listener.close()
 
@@ -123,14 +123,14 @@ def test_ipv6_and_what_is_no_address() -> None:
         pytest.skip("no IPv6 here")
     theirs.send(b"six", Deadline(WAIT_S))
     assert ours.receive(Deadline(WAIT_S), "a message") == b"six"
-    assert address_towards("::1", 9) == "::1"
-    assert address_towards("127.0.0.1", 9) == "127.0.0.1"
+    assert local_address_towards("::1", 9) == "::1"
+    assert local_address_towards("127.0.0.1", 9) == "127.0.0.1"
     ours.close()
     theirs.close()
 
     for wrong in ("/run/socket", "tcp://host", "http://h:1", "tcp://h:99999999"):
         with pytest.raises(TransferFailed, match="expected tcp"):
-            host_and_port(wrong)
+            parse_tcp_address(wrong)
 
 
 def test_what_is_pulled_is_looked_at_as_what_is_received(ends: Pair) -> None:
@@ -145,6 +145,6 @@ def test_what_is_pulled_is_looked_at_as_what_is_received(ends: Pair) -> None:
         assert found == message
     theirs._sent += 1
     theirs.send(b"said in another place", Deadline(WAIT_S))
-    with pytest.raises(Forged):
+    with pytest.raises(ForgedMessage):
         while ours.pull() is None:
             ours.speaks(WAIT_S)

@@ -36,7 +36,7 @@ def test_torch_s_watchdog_is_kept_out_of_our_groups_and_of_no_others(monkeypatch
     monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", "1")
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT", raising=False)
     before = dict(os.environ)
-    backends.nccl(SimpleNamespace(), 0, 2, Deadline(30))  # type: ignore[arg-type]
+    backends.make_nccl_group(SimpleNamespace(), 0, 2, Deadline(30))  # type: ignore[arg-type]
     assert seen == SETTINGS
     assert dict(os.environ) == before
 
@@ -67,9 +67,9 @@ def test_groups_that_are_made_at_once_all_have_the_settings_and_leave_none(
     """Two transports of a round form theirs at the same moment, on a thread each."""
     before = dict(os.environ)
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(backends.nccl, cast("Any", None), 1, 2, Deadline(30))
+        first = threads.submit(backends.make_nccl_group, cast("Any", None), 1, 2, Deadline(30))
         assert slow[1][0].wait(30)
-        second = threads.submit(backends.nccl, cast("Any", None), 2, 3, Deadline(30))
+        second = threads.submit(backends.make_nccl_group, cast("Any", None), 2, 3, Deadline(30))
         assert not slow[2][0].wait(0.3), "one after the other"
         slow[1][1].set()
         assert cast("Any", first.result(30)).found == SETTINGS
@@ -83,16 +83,16 @@ def test_a_group_that_waits_for_another_to_be_made_has_its_deadline(
 ) -> None:
     """The driver may keep the other one; and the next may be made when that has ended."""
     with ThreadPoolExecutor(1) as threads:
-        held = threads.submit(backends.nccl, cast("Any", None), 1, 2, Deadline(30))
+        held = threads.submit(backends.make_nccl_group, cast("Any", None), 1, 2, Deadline(30))
         assert slow[1][0].wait(30)
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match="another group"):
-            backends.nccl(cast("Any", None), 2, 3, Deadline(0.2))
+            backends.make_nccl_group(cast("Any", None), 2, 3, Deadline(0.2))
         assert time.monotonic() - began < 10
         slow[1][1].set()
         held.result(30)
     slow[2][1].set()
-    assert backends.nccl(cast("Any", None), 2, 3, Deadline(30))
+    assert backends.make_nccl_group(cast("Any", None), 2, 3, Deadline(30))
 
 
 @pytest.mark.parametrize("rank", [0, 1, 3])

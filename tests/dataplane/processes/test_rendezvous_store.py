@@ -10,8 +10,13 @@ import pytest
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.processes import rendezvous_store as rendezvous
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import MacListener, address_towards, family_of
-from weightbus.dataplane.processes.rendezvous_store import ask_for_names, join_store, reach_store, serve_store
+from weightbus.dataplane.processes.mac_frames import MacListener, address_family, local_address_towards
+from weightbus.dataplane.processes.rendezvous_store import (
+    connect_store,
+    join_store,
+    serve_store,
+    warm_up_name_resolution,
+)
 from weightbus.dataplane.transports.registry import receiver
 
 
@@ -25,20 +30,20 @@ def test_names_are_asked_for_once_and_nobody_waits_for_them(monkeypatch: pytest.
         assert silent.wait(10)
 
     monkeypatch.setattr(rendezvous, "TCPStore", store)
-    ask_for_names.cache_clear()
-    thread = ask_for_names()
-    assert ask_for_names() is thread
+    warm_up_name_resolution.cache_clear()
+    thread = warm_up_name_resolution()
+    assert warm_up_name_resolution() is thread
     assert made.wait(10)
     assert thread.is_alive()
     silent.set()
     thread.join(10)
-    ask_for_names.cache_clear()
+    warm_up_name_resolution.cache_clear()
 
 
 def test_a_receiver_of_broadcasts_asks_before_its_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes versions in other ways makes no store."""
     asked: list[None] = []
-    monkeypatch.setattr(rendezvous, "ask_for_names", lambda: asked.append(None))
+    monkeypatch.setattr(rendezvous, "warm_up_name_resolution", lambda: asked.append(None))
     for kind, times in (("direct", 0), ("distributed", 1)):
         receiver(kind).shutdown()
         assert len(asked) == times
@@ -58,18 +63,18 @@ def six_only(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_name_of_ipv6_alone_is_of_that_family(six_only: str) -> None:
     """One with both is taken as IPv4, which everybody has."""
-    assert family_of(six_only) is socket.AF_INET6
-    assert family_of("::1") is socket.AF_INET6
-    assert family_of("127.0.0.1") is socket.AF_INET
-    assert family_of("localhost") is socket.AF_INET
+    assert address_family(six_only) is socket.AF_INET6
+    assert address_family("::1") is socket.AF_INET6
+    assert address_family("127.0.0.1") is socket.AF_INET
+    assert address_family("localhost") is socket.AF_INET
 
 
 def test_a_store_of_ipv6_is_reached() -> None:
     store = serve_store("::1")
     join_store(store).set("key", "value")
-    found = reach_store(f"tcp://[::1]:{store.port}", Deadline(10))
+    found = connect_store(f"tcp://[::1]:{store.port}", Deadline(10))
     assert found.get("key") == b"value"
-    assert address_towards("::1", store.port) == "::1"
+    assert local_address_towards("::1", store.port) == "::1"
 
 
 @pytest.mark.parametrize("make", [serve_store, lambda host: MacListener(host, "0" * 64)])

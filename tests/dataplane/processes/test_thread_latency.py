@@ -11,7 +11,7 @@ from collections.abc import Generator
 import pytest
 
 from weightbus.dataplane.processes import torch_threads
-from weightbus.dataplane.processes.thread_latency import INTERVAL_S, prompt
+from weightbus.dataplane.processes.thread_latency import INTERVAL_S, low_latency_threads
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def usual() -> Generator[float]:
 
 def test_the_interval_is_short_for_as_long_as_anybody_asks_for_it(usual: float) -> None:
     """Two transfers of one process may overlap, in any order."""
-    one, other = prompt(), prompt()
+    one, other = low_latency_threads(), low_latency_threads()
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
@@ -35,14 +35,14 @@ def test_the_interval_is_short_for_as_long_as_anybody_asks_for_it(usual: float) 
 
 
 def test_it_ends_with_an_error_too(usual: float) -> None:
-    with pytest.raises(KeyError), prompt():
+    with pytest.raises(KeyError), low_latency_threads():
         raise KeyError
     assert sys.getswitchinterval() == pytest.approx(usual)
 
 
 def test_who_sets_another_one_meanwhile_keeps_it() -> None:
     """The process is its program's."""
-    with prompt():
+    with low_latency_threads():
         sys.setswitchinterval(0.02)
     assert sys.getswitchinterval() == pytest.approx(0.02)
 
@@ -61,7 +61,7 @@ def test_a_thread_of_torchs_is_woken_in_time() -> None:
 def test_many_at_a_time(usual: float) -> None:
     def often() -> None:
         for _ in range(200):
-            with prompt():
+            with low_latency_threads():
                 assert sys.getswitchinterval() == pytest.approx(INTERVAL_S)
 
     threads = [threading.Thread(target=often) for _ in range(4)]

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from weightbus.dataplane.processes.torch_threads import Calls
+from weightbus.dataplane.processes.torch_threads import SerialCalls
 
 PROGRAM = textwrap.dedent(
     """
@@ -47,7 +47,7 @@ STUCK = textwrap.dedent(
     from weightbus.dataplane.processes import torch_threads
 
     torch_threads.PATIENCE_S = 0.5
-    calls = torch_threads.Calls("stuck")
+    calls = torch_threads.SerialCalls("stuck")
     calls.submit(lambda: None).result()
     calls.submit(threading.Event().wait)
     print("over", flush=True)
@@ -63,7 +63,7 @@ def test_a_call_that_does_not_return_keeps_no_program() -> None:
 
 def test_calls_are_made_one_after_the_other() -> None:
     """In the order in which they were asked for; what they raise is raised where the answer is asked for."""
-    calls, order = Calls("in order"), []
+    calls, order = SerialCalls("in order"), []
     answers = [calls.submit(lambda at=at: (time.sleep(0.01), order.append(at), at)[2]) for at in range(5)]
     wrong = calls.submit(lambda: 1 // 0)
     assert [answer.result(10) for answer in answers] == order == list(range(5))
@@ -75,7 +75,7 @@ def test_calls_are_made_one_after_the_other() -> None:
 
 def test_a_call_that_was_given_up_holds_no_other() -> None:
     """What waited behind it is not made at all, what comes later is, by another thread."""
-    calls, begun, released = Calls("given up"), threading.Event(), threading.Event()
+    calls, begun, released = SerialCalls("given up"), threading.Event(), threading.Event()
     held, behind = calls.submit(lambda: (begun.set(), released.wait(60))[1]), calls.submit(lambda: 1)
     assert begun.wait(10)
     calls.give_up()

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.quantize.fused_digests import complete, words_of
-from weightbus.dataplane.quantize.quantize_tasks import Sums, Task, prepare
+from weightbus.dataplane.quantize.fused_digests import fully_summed_tensors, word_layout
+from weightbus.dataplane.quantize.quantize_tasks import DigestSums, QuantizeTask, prepare_tasks
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
@@ -48,21 +48,23 @@ def test_the_parts_of_a_weight_add_up_to_its_digest(
         for left, right in pairwise(cuts(data, shape[1], columns))
     ]
     whole = torch.zeros(shape, dtype=torch.float8_e4m3fn)
-    lanes, tasks = torch.full((3, 2), 9), list[Task]()
+    lanes, tasks = torch.full((3, 2), 9), list[QuantizeTask]()
     for box in data.draw(st.permutations(boxes)):
-        words = words_of(scheme, box, shape)
+        words = word_layout(scheme, box, shape)
         assert words is not None
         cut = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
         scales = scheme.parts(TensorSpec("w", "bfloat16", box.shape))[1]
         outs = (whole[cut], torch.zeros(scales.shape, dtype=getattr(torch, scales.dtype)))
-        tasks.append(Task(scheme, weight[cut], torch.bfloat16, outs, Sums(lanes, 1, *words)))
-    prepared = prepare(tasks, CPU)
+        tasks.append(QuantizeTask(scheme, weight[cut], torch.bfloat16, outs, DigestSums(lanes, 1, *words)))
+    prepared = prepare_tasks(tasks, CPU)
 
     for _ in range(2):
         prepared.run()
         packed = whole.view(torch.uint8).view(-1)
         sums = lanes[1:2].numpy().view(np.uint64).T.copy()
-        assert integrity.finish(sums, np.array([packed.numel()])) == integrity.digest_tensors(packed, (0, len(packed)))
+        assert integrity.finish_digests(sums, np.array([packed.numel()])) == integrity.digest_tensors(
+            packed, (0, len(packed))
+        )
         assert lanes[0].tolist() == lanes[2].tolist() == [9, 9]
         weight *= -0.3
 
@@ -84,15 +86,15 @@ def test_what_has_no_whole_words_is_read_again(
     scheme: Scheme, start: tuple[int, int], stop: tuple[int, int], shape: tuple[int, int]
 ) -> None:
     """A scheme, a row, a block or a box."""
-    assert words_of(scheme, Box(start, stop), shape) is None
+    assert word_layout(scheme, Box(start, stop), shape) is None
 
 
 def test_every_scheme_is_decided() -> None:
     """By its elements and its scales, whatever it is called."""
-    found = {scheme.name for scheme in SCHEMES if words_of(scheme, Box((0, 0), (256, 256)), (256, 256))}
+    found = {scheme.name for scheme in SCHEMES if word_layout(scheme, Box((0, 0), (256, 256)), (256, 256))}
     assert found == {"fp8-block", "fp8-block-ue8m0", "fp8-channel"}
     renamed = msgspec.structs.replace(BLOCKS, name="other")
-    assert words_of(renamed, Box((16, 32), (32, 64)), (64, 64)) == (16 * 8 + 4, 8)
+    assert word_layout(renamed, Box((16, 32), (32, 64)), (64, 64)) == (16 * 8 + 4, 8)
 
 
 def pieces(*boxes: tuple[int, tuple[int, int], tuple[int, int]]) -> Shards:
@@ -115,5 +117,5 @@ def test_sums_count_only_where_they_are_of_all_that_falls_to_a_rank() -> None:
         (3, (0, 0), (64, 64)),
     )  # fmt: skip
 
-    assert complete(chosen, summed).tolist() == [0]
-    assert complete(pieces(), summed).tolist() == []
+    assert fully_summed_tensors(chosen, summed).tolist() == [0]
+    assert fully_summed_tensors(pieces(), summed).tolist() == []

@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane.quantize.hf_quantization_config import Quantization, outputs, read
+from weightbus.dataplane.quantize.hf_quantization_config import (
+    Quantization,
+    quantized_tensors,
+    read_quantization_config,
+)
 from weightbus.dataplane.quantize.schemes import Scheme, UnknownScheme, fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
 from weightbus.dataplane.tensors.manifest import TensorSpec
 
@@ -69,7 +73,7 @@ def grouped(**more: object) -> Config:
 
 
 def of(config: Config) -> Quantization:
-    found = read({"architectures": ["X"], "quantization_config": config})
+    found = read_quantization_config({"architectures": ["X"], "quantization_config": config})
     assert found is not None
     return found
 
@@ -120,16 +124,16 @@ def test_scales_are_in_the_dtype_that_the_config_names(name: str) -> None:
 
 def test_plain_checkpoints_are_left_alone() -> None:
     """No quantization_config, no quantization; one in the text part of a model counts."""
-    assert read({"architectures": ["X"]}) is None
-    assert read({"text_config": {"quantization_config": DEEPSEEK_V3}}) is not None
-    assert read({"vision_config": {"hidden_size": 8, "quantization_config": {}}}) is None
-    assert read({"quantization_config": None, "text_config": None}) is None
+    assert read_quantization_config({"architectures": ["X"]}) is None
+    assert read_quantization_config({"text_config": {"quantization_config": DEEPSEEK_V3}}) is not None
+    assert read_quantization_config({"vision_config": {"hidden_size": 8, "quantization_config": {}}}) is None
+    assert read_quantization_config({"quantization_config": None, "text_config": None}) is None
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 def test_either_key_says_it(key: str) -> None:
     """Older checkpoints of compressed-tensors have the other one."""
-    found = read({key: compressed(WEIGHTS_8, "float-quantized")})
+    found = read_quantization_config({key: compressed(WEIGHTS_8, "float-quantized")})
     assert found is not None
     assert [rule.scheme for rule in found.rules] == [fp8_channel()]
 
@@ -138,13 +142,13 @@ def test_either_key_says_it(key: str) -> None:
 def test_what_is_no_object_is_not_taken_for_a_plain_checkpoint(config: Config) -> None:
     """Whatever wrote it meant something."""
     with pytest.raises(UnknownScheme, match="expected a JSON object"):
-        read(config)
+        read_quantization_config(config)
 
 
 def test_a_quantized_part_is_not_taken_for_a_plain_model() -> None:
     """A config deeper down than it is read from: passing as bfloat16 would be a guess."""
     with pytest.raises(UnknownScheme, match=r"thinker_config\.text_config\.quantization_config"):
-        read({"thinker_config": {"text_config": {"quantization_config": DEEPSEEK_V3}}})
+        read_quantization_config({"thinker_config": {"text_config": {"quantization_config": DEEPSEEK_V3}}})
 
 
 @pytest.mark.parametrize(
@@ -320,7 +324,7 @@ def test_files_say_it_better_than_names() -> None:
     assert found.scheme_of(up, files) is None
     scheme = found.scheme_of(odd, files)
     assert scheme is not None
-    assert set(outputs(odd, scheme)) <= set(files.values())
+    assert set(quantized_tensors(odd, scheme)) <= set(files.values())
 
 
 def test_groups_choose_where_there_are_files_too() -> None:
@@ -344,7 +348,7 @@ def test_one_scale_has_the_shape_that_it_is_stored_in(shape: tuple[int, ...]) ->
     )
     scheme = of({"quant_method": "fp8", "activation_scheme": "dynamic"}).scheme_of(up, files)
     assert scheme is not None
-    assert set(outputs(up, scheme)) == set(files.values())
+    assert set(quantized_tensors(up, scheme)) == set(files.values())
 
 
 def test_what_the_files_do_not_have_is_refused() -> None:

@@ -28,8 +28,8 @@ from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.quantize.schemes import fp8_block, fp8_channel, fp8_tensor, int4, mxfp8
-from weightbus.dataplane.quantize.quantize_tasks import Sums, Task
-from weightbus.dataplane.quantize.fused_digests import words_of
+from weightbus.dataplane.quantize.quantize_tasks import DigestSums, QuantizeTask
+from weightbus.dataplane.quantize.fused_digests import word_layout
 
 SCHEMES = (
     fp8_block((128, 128)), fp8_block((128, 128), power_of_two=True), fp8_channel(), mxfp8(), mxfp8(compressed=True),
@@ -99,13 +99,13 @@ for scheme in SCHEMES:
                 out.zero_()
             # As a part of a larger tensor, of which another task holds something, too.
             larger = (shape[0] + 256, shape[1] + 512)
-            words = words_of(scheme, Box((128, 256), (128 + shape[0], 256 + shape[1])), larger)
+            words = word_layout(scheme, Box((128, 256), (128 + shape[0], 256 + shape[1])), larger)
             assert (words is not None) == (scheme.name.startswith("fp8") and scheme.flat is None)
             lanes = torch.full((3, 2), 7)
-            sums = None if words is None else Sums(lanes, 1, *words)
-            first = Task(scheme, source, torch.bfloat16, outs, sums)
+            sums = None if words is None else DigestSums(lanes, 1, *words)
+            first = QuantizeTask(scheme, source, torch.bfloat16, outs, sums)
             again = [part.clone(memory_format=torch.contiguous_format) for part in outs]
-            second = Task(scheme, source, torch.bfloat16, tuple(again), sums)
+            second = QuantizeTask(scheme, source, torch.bfloat16, tuple(again), sums)
             tasks = quantize_cuda.CudaTasks([first, second])
             assert not tasks._rest
             for each in (4 * values, values):  # nothing is left of what was larger
@@ -132,7 +132,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from weightbus.dataplane.quantize import quantize_triton as quantize_triton
-from weightbus.dataplane.quantize.quantize_cuda import Kind, kernels_of, tile_of
+from weightbus.dataplane.quantize.quantize_cuda import LaunchKind, kernels_of, tile_shape
 
 CASES = [(SCHEMES[at], (2048, 768)) for at in (0, 2, 3, 6)] + [
     (fp8_tensor(), (2048, 768)), (fp8_channel(), (2048, 28672)), (int4(0, symmetric=False), (2048, 4096)),
@@ -140,9 +140,9 @@ CASES = [(SCHEMES[at], (2048, 768)) for at in (0, 2, 3, 6)] + [
 for scheme, shape in CASES:
     for aligned in (True, False):
         dtype = torch.bfloat16
-        tile = tile_of(scheme, shape)
-        kind = Kind(scheme, dtype, torch.bfloat16, torch.bfloat16 if scheme.name.startswith("int4") else torch.float32,
-                    aligned, tile)
+        tile = tile_shape(scheme, shape)
+        scale = torch.bfloat16 if scheme.name.startswith("int4") else torch.float32
+        kind = LaunchKind(scheme, dtype, torch.bfloat16, scale, aligned, tile)
         block = scheme.name == "fp8-block"
         for fast, summed in ((False, False), (True, False), (True, True)) if block else ((True, False),):
             for name, constants in kernels_of(kind._replace(summed=summed), fast=fast):

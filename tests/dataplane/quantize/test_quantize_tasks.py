@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings, strategies as st
 
-from weightbus.dataplane.quantize.quantize_tasks import Task, prepare
+from weightbus.dataplane.quantize.quantize_tasks import QuantizeTask, prepare_tasks
 from weightbus.dataplane.quantize.schemes import (
     SCHEMES,
     Element,
@@ -48,7 +48,7 @@ def quantized(scheme: Scheme, values: torch.Tensor) -> list[torch.Tensor]:
     spec = TensorSpec("w.weight", str(values.dtype).removeprefix("torch."), tuple(values.shape))
     parts = [part for part in scheme.parts(spec) if part.suffix != "weight_shape"]
     outs = [torch.full(part.shape, 77, dtype=torch.float32).to(getattr(torch, part.dtype)) for part in parts]
-    prepare([Task(scheme, values, values.dtype, tuple(outs))], values.device).run()
+    prepare_tasks([QuantizeTask(scheme, values, values.dtype, tuple(outs))], values.device).run()
     return outs
 
 

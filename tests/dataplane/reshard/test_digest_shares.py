@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import CoverageError, DigestMismatch, ManifestError, Unsupported
-from weightbus.dataplane.reshard.digest_shares import DigestDivision, divide
-from weightbus.dataplane.reshard.share_digester import ShareDigest
+from weightbus.dataplane.reshard.digest_shares import DigestDivision, divide_digest_work
+from weightbus.dataplane.reshard.share_digester import ShareDigester
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
@@ -66,7 +66,7 @@ class Ranks:
     def reports(self, division: DigestDivision, pass_bytes: int) -> tuple[list[np.ndarray], list[bytes]]:
         """What each rank says."""
         found = [
-            ShareDigest(division.share(rank, pass_bytes), memory, torch.device("cpu"), TorchEngine()).run()
+            ShareDigester(division.share(rank, pass_bytes), memory, torch.device("cpu"), TorchEngine()).run()
             for rank, memory in enumerate(self.memories)
         ]
         return [lanes for lanes, _ in found], [odd for _, odd in found]
@@ -83,7 +83,7 @@ class Ranks:
 def test_the_ranks_sums_are_the_digests_of_the_packed_tensors(data: st.DataObject) -> None:
     """However a model is cut, replicated and laid out, and also where masters of another dtype are cast."""
     ranks = Ranks(data)
-    division = divide(ranks.pieces)
+    division = divide_digest_work(ranks.pieces)
 
     lanes, odd = ranks.reports(division, data.draw(st.sampled_from([1, 64, 1 << 20])))
 
@@ -95,7 +95,7 @@ def test_the_ranks_sums_are_the_digests_of_the_packed_tensors(data: st.DataObjec
 def test_every_element_is_read_once(data: st.DataObject) -> None:
     """Replicas share the reading: the ranks' tables hold each tensor's words exactly once."""
     ranks = Ranks(data)
-    division = divide(ranks.pieces)
+    division = divide_digest_work(ranks.pieces)
     shares = [division.share(rank, 64) for rank in range(RANKS)]
     apart = sum(TENSORS[index].nbytes for index in division.odd.tolist())
 
@@ -116,7 +116,7 @@ def test_replicas_take_turns() -> None:
     tensors = tuple(TensorSpec(f"t{n}", "bfloat16", (8, 8)) for n in range(10))
     pieces = Shards.join([Shards.of(tensors, [whole(t, n) for n, t in enumerate(tensors)], rank) for rank in range(2)])
 
-    division = divide(pieces)
+    division = divide_digest_work(pieces)
 
     assert [division.share(rank, 64).in_place.nbytes for rank in range(2)] == [640, 640]
 
@@ -127,7 +127,7 @@ def test_a_model_of_odd_boxes_is_left_to_buckets(monkeypatch: pytest.MonkeyPatch
     tensors = TENSORS[1:2]
 
     with pytest.raises(Unsupported, match="odd"):
-        divide(Shards.of(tensors, [whole(tensors[0], 0)]))
+        divide_digest_work(Shards.of(tensors, [whole(tensors[0], 0)]))
 
 
 def test_a_hole_is_named() -> None:
@@ -135,12 +135,12 @@ def test_a_hole_is_named() -> None:
     half = Shard("even", Box((0, 0), (6, 16)), "bfloat16", ShardView(0, 0, (16, 1)))
 
     with pytest.raises(CoverageError, match="even"):
-        divide(Shards.of(TENSORS[:1], [half]))
+        divide_digest_work(Shards.of(TENSORS[:1], [half]))
 
 
 def test_sums_of_other_tensors_are_refused() -> None:
     """A rank that counts otherwise than the root runs another version."""
-    division = divide(Shards.of(TENSORS[:1], [whole(TENSORS[0], 0)]))
+    division = divide_digest_work(Shards.of(TENSORS[:1], [whole(TENSORS[0], 0)]))
 
     with pytest.raises(ManifestError, match="rank 0 gave sums of 2 tensors, 1 fell"):
         division.digests([np.zeros((2, 2), np.uint64)], [b""])
@@ -150,7 +150,7 @@ def test_masters_that_differ_are_noticed() -> None:
     """Odd boxes that overlap must agree: two ranks cannot both be right."""
     tensors = TENSORS[1:2]
     pieces = Shards.of(tensors, [whole(tensors[0], 0)])
-    division = divide(pieces)
+    division = divide_digest_work(pieces)
     twice = DigestDivision(Shards.join([pieces, Shards.of(tensors, [whole(tensors[0], 0)], 1)]), division.odd)
 
     with pytest.raises(DigestMismatch, match="trainer rank 0"):

@@ -12,7 +12,7 @@ import pytest
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.reshard.load_trace import LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
-from weightbus.dataplane.reshard.send_schedule import Schedule
+from weightbus.dataplane.reshard.send_schedule import SendSchedule
 from weightbus.dataplane.transports.direct import messages as direct_wire
 from weightbus.dataplane.transports.direct.sender import ExportedWeights
 from weightbus.dataplane.transports.sends.plan_agreement import KEPT, PlanAgreement
@@ -47,7 +47,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     world.close()
 
 
-def take_part(made: PlanAgreement, fleet: Fleet, version: int, *devices: str) -> list[Schedule]:
+def take_part(made: PlanAgreement, fleet: Fleet, version: int, *devices: str) -> list[SendSchedule]:
     """These workers take it; only whom the leader does not know proposes."""
     made.turn_to(fleet.exposed, version)
     for device in devices:

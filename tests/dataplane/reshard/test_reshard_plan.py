@@ -12,13 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weightbus.dataplane.copy.box_digests import odd_boxes, table_of
+from weightbus.dataplane.copy.box_digests import make_box_table, odd_boxes
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import CoverageError, ManifestError
-from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
-from weightbus.dataplane.reshard.load_trace import Cause, LoadedTensor, LoadTrace, Target
+from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
+from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace, NotCopiedCause, StagedTensor
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
@@ -75,7 +75,7 @@ def exported(pieces: list[list[Shard]], hosts: list[str] | None = None) -> list[
     """One region and one local tensor for each holder, 64 bytes into the region."""
     return [
         ExportMap(
-            holder, hosts[holder] if hosts else "here", (Region(64 + 2 * nbytes, "cpu"),), (ExportedPlace(0, 64),)
+            holder, hosts[holder] if hosts else "here", (Region(64 + 2 * nbytes, "cpu"),), (ExportedTensor(0, 64),)
         )
         for holder, nbytes in enumerate(sizes(pieces))
     ]
@@ -86,8 +86,8 @@ def joined(pieces: list[list[Shard]]) -> Shards:
 
 
 def recording_of(pieces: list[Shard], size: int, loaded: tuple[int, ...] = ()) -> LoadTrace:
-    target = Target("flat", "bfloat16", (size,), (1,), parameter=True)
-    causes = tuple(LoadedTensor(index, Cause.COMPUTED) for index in loaded)
+    target = LoadTarget("flat", "bfloat16", (size,), (1,), parameter=True)
+    causes = tuple(StagedTensor(index, NotCopiedCause.COMPUTED) for index in loaded)
     return LoadTrace(0, (target,), Shards.of(TENSORS, pieces), loaded=causes)
 
 
@@ -151,11 +151,11 @@ def test_digests_of_boxes_are_digests_of_tensors(data: st.DataObject) -> None:
     even = np.setdiff1d(np.arange(len(pieces)), odd)
     whole = np.setdiff1d(np.arange(len(TENSORS)), pieces.boxes.space[odd])
 
-    table = table_of(pieces.take(even), pieces.holder[even], np.full(len(even), 64))
+    table = make_box_table(pieces.take(even), pieces.holder[even], np.full(len(even), 64))
     table.check(np.array([memory.numel() * 2 for memory in memories]))
     lanes = TorchEngine().digest(table, [memory.view(torch.uint8) for memory in memories]).run()
 
-    found = integrity.finish(lanes, np.array([spec.nbytes for spec in TENSORS]))
+    found = integrity.finish_digests(lanes, np.array([spec.nbytes for spec in TENSORS]))
     for index in whole.tolist():
         packed = values[TENSORS[index].name].reshape(-1).view(torch.uint8)
         expected = integrity.digest_tensors(packed, (0, TENSORS[index].nbytes))
@@ -177,9 +177,9 @@ def test_neighbors_become_one_row() -> None:
     trainer, engine = column_slices(128)
     tensors = tuple(TensorSpec(f"e{n}", "bfloat16", (4, 8)) for n in range(128))
     pieces = Shards.of(tensors, trainer[0])
-    target = Target("w", "bfloat16", (128 * 32,), (1,), parameter=True)
+    target = LoadTarget("w", "bfloat16", (128 * 32,), (1,), parameter=True)
     recording = LoadTrace(0, (target,), Shards.of(tensors, engine))
-    export = ExportMap(0, "here", (Region(128 * 128, "cpu"),), (ExportedPlace(0, 0),))
+    export = ExportMap(0, "here", (Region(128 * 128, "cpu"),), (ExportedTensor(0, 0),))
 
     plan = make_plan(pieces, [export], recording, READER)
 
@@ -277,7 +277,7 @@ def test_every_part_of_a_plan_is_in_its_digest() -> None:
 
 
 def replace_place(export: ExportMap) -> ExportMap:
-    return ExportMap(export.holder, export.host, export.regions, (ExportedPlace(0, 32),))
+    return ExportMap(export.holder, export.host, export.regions, (ExportedTensor(0, 32),))
 
 
 def test_a_hole_is_named() -> None:
@@ -325,12 +325,12 @@ def test_large_models_are_planned_in_seconds() -> None:
         base, boxes=replace(base.boxes, space=space, start=start, stop=stop), holder=holder, storage=zeros, dtype=dtype,
         offset=space * 128, stride=stride, shift=zeros,
     )  # fmt: skip
-    exports = [ExportMap(rank, "here", (Region(count * 256, "cpu"),), (ExportedPlace(0, 0),)) for rank in range(ranks)]
+    exports = [ExportMap(rank, "here", (Region(count * 256, "cpu"),), (ExportedTensor(0, 0),)) for rank in range(ranks)]
     wanted = [
         Shard(spec.name, Box((0, 0), (32, 128)), "bfloat16", ShardView(0, 4096 * at, (128, 1)))
         for at, spec in enumerate(tensors)
     ]
-    target = Target("w", "bfloat16", (count * 4096,), (1,), parameter=True)
+    target = LoadTarget("w", "bfloat16", (count * 4096,), (1,), parameter=True)
     recording = LoadTrace(0, (target,), Shards.of(tensors, wanted))
 
     began = time.process_time()

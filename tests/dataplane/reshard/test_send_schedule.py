@@ -17,19 +17,19 @@ from hypothesis import given, settings, strategies as st
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchEngine
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
+from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.reshard.load_trace import LoadTrace, Target
+from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.reshard.send_schedule import (
     MIN_PAIR_BYTES,
     NOWHERE,
     STAGING_BYTES,
     STAGING_BYTES_ON_GPU,
-    Messages,
-    Schedule,
-    pair_bytes_of,
-    schedule,
+    SendMessages,
+    SendSchedule,
+    make_send_schedule,
+    pair_bytes_for,
 )
 from weightbus.dataplane.tensors.boxes import Box, Column
 from weightbus.dataplane.tensors.manifest import TensorSpec
@@ -123,7 +123,7 @@ def deliver(boxes: Sequence[SendQueue | ReceiveQueue], *, eager: bool) -> None:
             each.result()
 
 
-def outboxes(plans: list[ReshardPlan], made: list[Schedule], memories: list[torch.Tensor]) -> list[SendQueue]:
+def outboxes(plans: list[ReshardPlan], made: list[SendSchedule], memories: list[torch.Tensor]) -> list[SendQueue]:
     """Of every holder, with what it sends to all workers, whose ranks follow the holders'."""
     return [
         SendQueue(
@@ -152,7 +152,7 @@ def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
         make_plan(joined(trainer), exported(trainer), recording_of(each, sizes([each])[0], loaded=(3,)), SENT_TO)
         for each in workers
     ]
-    made = [schedule(plan, 1, pair_bytes, alone_bytes) for plan in plans]
+    made = [make_send_schedule(plan, 1, pair_bytes, alone_bytes) for plan in plans]
     targets = [torch.zeros(sizes([each])[0], dtype=torch.bfloat16) for each in workers]
     buffers = [torch.zeros(plan.staging_bytes, dtype=torch.uint8) for plan in plans]
 
@@ -195,7 +195,7 @@ def test_the_next_version_needs_no_new_tables(data: st.DataObject) -> None:
     memories = fill(trainer, random_values())
     recording = recording_of(worker, sizes([worker])[0], loaded=(3,))
     plan = make_plan(joined(trainer), exported(trainer), recording, SENT_TO)
-    made = schedule(plan, 1, data.draw(PAIR_BYTES), data.draw(ALONE_BYTES))
+    made = make_send_schedule(plan, 1, data.draw(PAIR_BYTES), data.draw(ALONE_BYTES))
     target = torch.zeros(sizes([worker])[0], dtype=torch.bfloat16)
     buffer = torch.zeros(plan.staging_bytes, dtype=torch.uint8)
     engine = CountingEngine()
@@ -255,10 +255,10 @@ def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tupl
         for index, (spec, box) in enumerate(zip(tensors, boxes, strict=True))
     ]
     wanted = [Shard(piece.tensor, piece.box, stored, piece.view) for piece in pieces]
-    targets = tuple(Target(spec.name, stored, (128, 256), strides, parameter=True) for spec in tensors)
+    targets = tuple(LoadTarget(spec.name, stored, (128, 256), strides, parameter=True) for spec in tensors)
     item = {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
     export = ExportMap(
-        0, "here", (Region(128 * 256 * item, "cpu"),) * count, tuple(ExportedPlace(at, 0) for at in range(count))
+        0, "here", (Region(128 * 256 * item, "cpu"),) * count, tuple(ExportedTensor(at, 0) for at in range(count))
     )
     return Shards.of(tensors, pieces), [export], LoadTrace(0, targets, Shards.of(tensors, wanted))
 
@@ -290,7 +290,7 @@ class Asked:
 def test_what_has_room_of_its_own_is_asked_for_at_once(*, beside: bool) -> None:
     """A thread beside a busy scheduler needs the interpreter as seldom as can be; a turn's room is used again."""
     pieces, exports, recording = model(8)
-    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 8, 128 * 256 * 2)
+    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 8, 128 * 256 * 2)
     turns = made.messages.turns
     assert turns > 2 * UNDER_WAY
     targets = [torch.zeros(128 * 256 * 2, dtype=torch.uint8) for _ in range(8)]
@@ -306,7 +306,7 @@ def test_what_lies_in_one_piece_is_never_copied() -> None:
     pieces, exports, recording = model(8)
     plan = make_plan(pieces, exports, recording, SENT_TO)
 
-    made = schedule(plan, 8, pair_bytes_of(1))
+    made = make_send_schedule(plan, 8, pair_bytes_for(1))
 
     assert len(made.pack) == len(made.unpack) == 0
     assert made.messages.nbytes.tolist() == [128 * 256 * 2] * 8
@@ -318,7 +318,7 @@ def test_a_cast_travels_in_the_narrower_dtype(held: str, stored: str) -> None:
     """Masters in float32 are cast before they are sent, parameters in float32 after."""
     pieces, exports, recording = model(2, held, stored)
 
-    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_of(1))
+    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_for(1))
 
     assert made.messages.nbytes.sum() == 2 * 128 * 256 * 2
 
@@ -328,7 +328,7 @@ def test_a_cast_is_not_straight_however_large(held: str, stored: str) -> None:
     """What travels is not what one of the ends stores: that one packs it, or unpacks it."""
     pieces, exports, recording = model(2, held, stored)
 
-    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_of(1), 1)
+    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_for(1), 1)
 
     packed, unpacked = (2, 0) if held == "float32" else (0, 2)
     assert (len(made.pack), len(made.unpack)) == (packed, unpacked)
@@ -340,7 +340,7 @@ def test_of_two_dtypes_as_narrow_the_engine_s_travels() -> None:
     """It is cast once, by the rank, and received where it is stored: an engine that is paused has the least to do."""
     pieces, exports, recording = model(2, "float16", "bfloat16")
 
-    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_of(1), 1)
+    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_for(1), 1)
 
     assert (len(made.pack), len(made.unpack)) == (2, 0)
     assert (made.messages.target != NOWHERE).all()
@@ -350,11 +350,11 @@ def test_of_two_dtypes_as_narrow_the_engine_s_travels() -> None:
 def test_what_a_pair_may_move_fits_for_all_pairs_of_a_rank(device: str, most: int) -> None:
     """It changes at powers of two only, and in the largest groups there is a least."""
     for ranks in range(1, 66):
-        pair_bytes = pair_bytes_of(ranks, device)
+        pair_bytes = pair_bytes_for(ranks, device)
         assert most // 2 < pair_bytes * ranks <= most
-    assert pair_bytes_of(1, device) == most
-    assert pair_bytes_of(5, device) == pair_bytes_of(8, device) == 2 * pair_bytes_of(9, device)
-    assert pair_bytes_of(1 << 20, device) == MIN_PAIR_BYTES
+    assert pair_bytes_for(1, device) == most
+    assert pair_bytes_for(5, device) == pair_bytes_for(8, device) == 2 * pair_bytes_for(9, device)
+    assert pair_bytes_for(1 << 20, device) == MIN_PAIR_BYTES
 
 
 def test_turns_of_every_rank_begin_with_the_first() -> None:
@@ -364,7 +364,7 @@ def test_turns_of_every_rank_begin_with_the_first() -> None:
     halves = replace(halves, holder=np.repeat(np.arange(2), 8))
     maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(2)]
 
-    messages = schedule(make_plan(halves, maps, recording, SENT_TO), 16, 4 * 128 * 256 * 2).messages
+    messages = make_send_schedule(make_plan(halves, maps, recording, SENT_TO), 16, 4 * 128 * 256 * 2).messages
 
     for rank in range(2):
         assert messages.turn[messages.holder == rank].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -379,7 +379,7 @@ def test_a_rank_finds_what_it_sends_in_its_own_regions(held: str) -> None:
     maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(2)]
     plan = make_plan(halves, maps, recording, SENT_TO)
 
-    made = schedule(plan, 16, pair_bytes_of(2), 1)
+    made = make_send_schedule(plan, 16, pair_bytes_for(2), 1)
 
     for rank in range(2):
         messages, pack = made.of_holder(rank, plan)
@@ -397,11 +397,13 @@ def test_small_rows_share_a_message() -> None:
         Shard(spec.name, Box.whole((64,)), "bfloat16", ShardView(0, 100 * at, (1,))) for at, spec in enumerate(tensors)
     ]
     wanted = [Shard(spec.name, Box.whole((64,)), "bfloat16", ShardView(at, 0, (1,))) for at, spec in enumerate(tensors)]
-    targets = tuple(Target(spec.name, "bfloat16", (64,), (1,), parameter=True) for spec in tensors)
+    targets = tuple(LoadTarget(spec.name, "bfloat16", (64,), (1,), parameter=True) for spec in tensors)
     recording = LoadTrace(0, targets, Shards.of(tensors, wanted))
-    export = ExportMap(0, "here", (Region(200 * 1000, "cpu"),), (ExportedPlace(0, 0),))
+    export = ExportMap(0, "here", (Region(200 * 1000, "cpu"),), (ExportedTensor(0, 0),))
 
-    made = schedule(make_plan(Shards.of(tensors, pieces), [export], recording, SENT_TO), 1000, pair_bytes_of(1))
+    made = make_send_schedule(
+        make_plan(Shards.of(tensors, pieces), [export], recording, SENT_TO), 1000, pair_bytes_for(1)
+    )
 
     assert len(made.messages) == 1
     assert made.messages.nbytes.sum() == 1000 * 128
@@ -413,7 +415,7 @@ def test_replicas_share_the_sending() -> None:
     replicas = Shards.join([replace(pieces, holder=np.full(len(pieces), rank)) for rank in range(4)])
     maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(4)]
 
-    made = schedule(make_plan(replicas, maps, recording, SENT_TO), 16, pair_bytes_of(4))
+    made = make_send_schedule(make_plan(replicas, maps, recording, SENT_TO), 16, pair_bytes_for(4))
 
     assert np.bincount(made.messages.holder, made.messages.nbytes).tolist() == [4 * 65536] * 4
 
@@ -424,9 +426,12 @@ def test_both_sides_make_the_same_schedule() -> None:
     plan = make_plan(pieces, exports, recording, SENT_TO)
     again = make_plan(pieces, exports, LoadTrace.decode(recording.encode(), pieces.tensors), SENT_TO)
 
-    assert schedule(plan, 8, 1 << 20).digest() == schedule(again, 8, 1 << 20).digest()
-    assert schedule(plan, 8, 1 << 16).digest() != schedule(plan, 8, 1 << 20).digest()
-    assert replace(schedule(plan, 8, 1 << 20), plan="another").digest() != schedule(plan, 8, 1 << 20).digest()
+    assert make_send_schedule(plan, 8, 1 << 20).digest() == make_send_schedule(again, 8, 1 << 20).digest()
+    assert make_send_schedule(plan, 8, 1 << 16).digest() != make_send_schedule(plan, 8, 1 << 20).digest()
+    assert (
+        replace(make_send_schedule(plan, 8, 1 << 20), plan="another").digest()
+        != make_send_schedule(plan, 8, 1 << 20).digest()
+    )
 
 
 def test_other_hosts_send_and_are_not_read() -> None:
@@ -441,8 +446,8 @@ def test_other_hosts_send_and_are_not_read() -> None:
 def test_a_message_outside_of_its_region_is_refused() -> None:
     """Nothing is sent from, or received into, memory that is nobody's."""
     pieces, exports, recording = model(2)
-    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20)
-    messages = Messages.decode(made.messages.encode())
+    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20)
+    messages = SendMessages.decode(made.messages.encode())
 
     messages.check(np.array([65536, 65536]), sending=True)
     with pytest.raises(ManifestError, match="message 1"):
@@ -450,29 +455,29 @@ def test_a_message_outside_of_its_region_is_refused() -> None:
     with pytest.raises(ManifestError, match="message 1"):
         messages.check(np.array([65536]), sending=True)
     with pytest.raises(ManifestError, match="not a table"):
-        Messages.decode(b"x" * 55)
+        SendMessages.decode(b"x" * 55)
 
 
 @pytest.mark.parametrize("sending", [True, False])
 def test_a_message_before_its_region_is_refused(*, sending: bool) -> None:
     """A byte that there is not would be counted from the end."""
     pieces, exports, recording = model(2)
-    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20).messages
+    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20).messages
     moved = np.array([0, NOWHERE])
     before = replace(made, source_at=moved) if sending else replace(made, target_at=moved)
     with pytest.raises(ManifestError, match="message 1 reaches out of its region"):
-        Messages.decode(before.encode()).check(np.array([65536, 65536]), sending=sending)
+        SendMessages.decode(before.encode()).check(np.array([65536, 65536]), sending=sending)
 
 
 def test_a_message_of_no_turn_is_refused() -> None:
     """Nobody would ever come to it, and whoever waits for it would wait."""
     pieces, exports, recording = model(2)
-    made = schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20).messages
+    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20).messages
     odds = {"turn": [0, -1], "nbytes": [65536, 0], "source": [0, NOWHERE - 1], "target": [0, NOWHERE - 1]}
     for column, numbers in odds.items():
         odd = replace(made, **{column: np.array(numbers)})
         with pytest.raises(ManifestError, match="empty, or of a turn that there is not"):
-            Messages.decode(odd.encode())
+            SendMessages.decode(odd.encode())
 
 
 @pytest.mark.parametrize("pair_bytes", [64, 200, 1 << 20])
@@ -484,12 +489,12 @@ def test_rows_of_all_dtypes_begin_where_their_items_may(pair_bytes: int) -> None
     pieces = Shards.of(tensors, [Shard(spec.name, Box.whole(spec.shape), spec.dtype, ShardView(at, 0, (5, 1)))
                                  for at, spec in enumerate(tensors)])  # fmt: skip
     wanted = Shards.of(tensors, [Shard(spec.name, box, spec.dtype, view) for spec, box, view in columns])
-    targets = tuple(Target(spec.name, spec.dtype, spec.shape, (5, 1), parameter=True) for spec in tensors)
+    targets = tuple(LoadTarget(spec.name, spec.dtype, spec.shape, (5, 1), parameter=True) for spec in tensors)
     regions = tuple(Region(spec.nbytes, "cpu") for spec in tensors)
-    export = ExportMap(0, "here", regions, tuple(ExportedPlace(at, 0) for at in range(len(tensors))))
+    export = ExportMap(0, "here", regions, tuple(ExportedTensor(at, 0) for at in range(len(tensors))))
     plan = make_plan(pieces, [export], LoadTrace(0, targets, wanted), SENT_TO)
 
-    made = schedule(plan, len(tensors), pair_bytes)
+    made = make_send_schedule(plan, len(tensors), pair_bytes)
 
     assert len({int(each) for each in made.pack.target_dtype}) == len(set(dtypes))
     staged = made.messages.nbytes > 0
@@ -508,6 +513,6 @@ def test_large_plans_are_scheduled_in_seconds() -> None:
     rows = np.arange(100_000) % 4
     copies = plan.copies.take(rows)
 
-    made = schedule(replace(plan, copies=copies), 4, 1 << 26)
+    made = make_send_schedule(replace(plan, copies=copies), 4, 1 << 26)
 
     assert len(made.messages) == 100_000

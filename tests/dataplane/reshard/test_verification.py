@@ -41,7 +41,7 @@ class Held:
         totals = np.zeros((2, len(TENSORS)), np.uint64)
         for lane in (0, 1):
             np.add.at(totals[lane], self.space, sums[lane])
-        self.digests = integrity.finish(totals, np.array([spec.nbytes for spec in TENSORS]))
+        self.digests = integrity.finish_digests(totals, np.array([spec.nbytes for spec in TENSORS]))
 
     def check(self, digests: bytes | None = None) -> None:
         table = SimpleNamespace(tensors=self.digests if digests is None else digests)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from weightbus.dataplane.tensors import boxes as boxes_module
-from weightbus.dataplane.tensors.boxes import Box, Boxes, doubly_held, intersect, subtract_all, volumes
+from weightbus.dataplane.tensors.boxes import Box, Boxes, find_overlap, intersect, subtract_all, volumes
 
 AXES = 2
 
@@ -80,7 +80,7 @@ def test_pairs_are_the_same_however_few_are_compared_at_once(several: list[tuple
 def test_double_holding_is_noticed(several: list[tuple[int, Box]]) -> None:
     """Two rows are named exactly when an element is in two boxes of one space, and they are such rows."""
     held = [(space, element) for space, each in several for element in elements(each)]
-    found = doubly_held(columns(several))
+    found = find_overlap(columns(several))
     assert (found is not None) == (len(held) != len(set(held)))
     if found is not None:
         (space, one), (other_space, other) = (several[row] for row in found)

@@ -15,7 +15,14 @@ from weightbus.dataplane.errors import CoverageError, ManifestError
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides, order_of, whole
+from weightbus.dataplane.tensors.shards import (
+    Shard,
+    Shards,
+    ShardView,
+    contiguous_strides,
+    lexsort_rows,
+    whole_tensor_shard,
+)
 
 FEW = settings(max_examples=40, deadline=None)
 Place = tuple[int, int, int]
@@ -89,7 +96,7 @@ def test_rows_come_back_as_they_went_in(pieces: Shards) -> None:
 @given(model())
 def test_merging_moves_nothing(pieces: Shards) -> None:
     """Merged pieces hold the same elements in the same places, and never in more pieces."""
-    merged = cover.merge(pieces)
+    merged = cover.merge_adjacent(pieces)
     assert len(merged) <= len(pieces)
     assert {key: sorted(value) for key, value in places(merged).items()} == {
         key: sorted(value) for key, value in places(pieces).items()
@@ -103,7 +110,7 @@ def test_a_tensor_that_was_cut_along_one_axis_merges_into_one_piece(data: st.Dat
     spec = SPECS[0]
     at = sorted({0, 5, *data.draw(st.lists(st.integers(1, 4)))})
     rows = [Shard(spec.name, Box((a, 0), (b, 4)), "bfloat16", ShardView(0, 7 + a * 4, (4, 1))) for a, b in pairwise(at)]
-    merged = cover.merge(Shards.of(SPECS, data.draw(st.permutations(rows))))
+    merged = cover.merge_adjacent(Shards.of(SPECS, data.draw(st.permutations(rows))))
     assert [merged.at(0)] == [Shard(spec.name, Box.whole(spec.shape), "bfloat16", ShardView(0, 7, (4, 1)))]
     assert len(merged) == 1
 
@@ -112,8 +119,8 @@ def test_a_tensor_that_was_cut_along_one_axis_merges_into_one_piece(data: st.Dat
 @given(model())
 def test_every_element_is_read_once_and_from_the_lowest_holder(pieces: Shards) -> None:
     """Of replicas, in whatever cuts, one is left for each element, from the lowest holder; and that is a proof."""
-    chosen = cover.once(pieces)
-    cover.prove(chosen)
+    chosen = cover.drop_replicas(pieces)
+    cover.check_exact_cover(chosen)
     everywhere = places(pieces)
     for element, found in places(chosen).items():
         assert found == [min(everywhere[element])]
@@ -125,7 +132,7 @@ def test_a_part_that_is_missing_is_named(pieces: Shards, data: st.DataObject) ->
     """Without any one of the pieces of a single holder the proof fails, and names that piece's tensor."""
     lost = data.draw(st.integers(0, len(pieces) - 1))
     with pytest.raises(CoverageError) as failure:
-        cover.prove(pieces.take(np.delete(np.arange(len(pieces)), lost)))
+        cover.check_exact_cover(pieces.take(np.delete(np.arange(len(pieces)), lost)))
     assert failure.value.tensor == pieces.at(lost).tensor
 
 
@@ -135,7 +142,7 @@ def test_a_part_that_is_there_twice_is_named(pieces: Shards, data: st.DataObject
     """An overlap is no proof either, even where the number of elements is right."""
     twice = data.draw(st.integers(0, len(pieces) - 1))
     with pytest.raises(CoverageError) as failure:
-        cover.prove(pieces.take(np.append(np.arange(len(pieces)), twice)))
+        cover.check_exact_cover(pieces.take(np.append(np.arange(len(pieces)), twice)))
     assert failure.value.tensor == pieces.at(twice).tensor
 
 
@@ -155,7 +162,7 @@ def test_the_digest_is_of_the_description_and_not_of_its_order(pieces: Shards, r
 
 def test_the_digest_is_the_same_on_every_machine() -> None:
     """It is pinned: ranks of different hosts compare it, and plans are kept under it."""
-    pieces = Shards.of(SPECS, [whole(spec, spec.dtype, number) for number, spec in enumerate(SPECS)])
+    pieces = Shards.of(SPECS, [whole_tensor_shard(spec, spec.dtype, number) for number, spec in enumerate(SPECS)])
     assert pieces.digest() == "ad8ef6036d697ae47eca34318ddbba1e4fd68e924fb782c316a4ae863b71f5d3"
 
 
@@ -176,7 +183,7 @@ def test_what_is_no_part_of_its_tensor_is_refused(piece: Shard, why: str) -> Non
 
 def test_what_arrives_is_checked() -> None:
     """Bytes that are no table, a table of other tensors, and a box outside of its tensor are refused."""
-    pieces = Shards.of(SPECS, [whole(SPECS[0], "bfloat16", 0)])
+    pieces = Shards.of(SPECS, [whole_tensor_shard(SPECS[0], "bfloat16", 0)])
     with pytest.raises(ManifestError, match="not a table"):
         Shards.decode([b"\xc1"], SPECS)
     with pytest.raises(ManifestError, match="other tensors"):
@@ -211,12 +218,14 @@ def test_rows_ascend_as_they_would_column_by_column(data: st.DataObject) -> None
     wide = st.sampled_from([-(1 << 63), 0, (1 << 63) - 1])
     rows = data.draw(st.lists(st.tuples(*(st.integers(a, a + n - 1) | wide for a, n in kinds)), max_size=12))
     table = np.array(rows, np.int64).reshape(len(rows), len(kinds))
-    assert order_of(table).tolist() == sorted(range(len(rows)), key=lambda row: rows[row])
+    assert lexsort_rows(table).tolist() == sorted(range(len(rows)), key=lambda row: rows[row])
 
 
 def test_pieces_of_fewer_axes_than_their_tensors_are_refused() -> None:
     """They would say nothing of where on the others they are."""
-    flat = Shards.of([TensorSpec("a", "float32", (4,))], [whole(TensorSpec("a", "float32", (4,)), "float32", 0)])
+    flat = Shards.of(
+        [TensorSpec("a", "float32", (4,))], [whole_tensor_shard(TensorSpec("a", "float32", (4,)), "float32", 0)]
+    )
     with pytest.raises(ManifestError, match="1 axes"):
         replace(flat, tensors=(TensorSpec("a", "float32", (4, 2)),)).check()
 
@@ -234,7 +243,7 @@ def test_a_model_of_20000_tensors_on_64_ranks_takes_seconds() -> None:
         boxes = type(one.boxes)(one.boxes.space, one.boxes.start + step, one.boxes.stop + step)
         parts.append(Shards(specs, boxes, one.holder + rank, one.storage, one.dtype, one.offset, one.stride, one.shift))
     began = time.process_time()
-    pieces = cover.once(Shards.join(parts))
-    cover.prove(pieces)
-    assert len(cover.merge(pieces)) == count * ranks
+    pieces = cover.drop_replicas(Shards.join(parts))
+    cover.check_exact_cover(pieces)
+    assert len(cover.merge_adjacent(pieces)) == count * ranks
     assert time.process_time() - began < 90, "about 7 s on a slow core of its own; a loop takes minutes"

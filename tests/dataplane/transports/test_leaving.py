@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports.distributed import server_receiver as joining_receiver
 from weightbus.dataplane.transports.interface import Peer, Receipt
 
@@ -20,7 +20,7 @@ LEAVE_S = 0.5
 def test_groups_that_a_sidecar_has_left_are_nobody_s_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its stand-in is told so when it ends. All of them are left within the time of one, by a server that is slow."""
     places, manifest = Places(tmp_path), make_manifest(6)
-    pool = BucketPool("cpu", 2, manifest.largest_bucket, "leaves")
+    pool = BucketBuffers("cpu", 2, manifest.largest_bucket, "leaves")
     sender, engine = places.sender("stages"), Engine("e", places.receiver("stages"))
     session = make_session(1, 11, manifest)
     engine.start(session, sender.offer(session, [Peer("e", 1)]), 1)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, Unsupported
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports import registry as transports
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt
 from weightbus.dataplane.transports.sends.sender import SendsSender
@@ -131,7 +131,7 @@ def test_a_group_that_does_not_form_holds_no_server(tmp_path: Path) -> None:
 def test_an_engine_that_began_anew_is_in_a_new_group(tmp_path: Path) -> None:
     """Started again between two rounds it is in none: the others leave the old one, and nobody waits in it."""
     places, manifest = Places(tmp_path), make_manifest()
-    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "anew")
+    sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "anew")
     stays = Engine("stays", places.receiver("distributed"))
     for epoch in (1, 2):
         session = make_session(epoch, 40 + epoch, manifest)
@@ -195,7 +195,7 @@ def test_a_broadcast_group_over_ipv6(tmp_path: Path) -> None:
     """Engines with other numbers of workers join one group at an IPv6 address, and hold what was broadcast."""
     session = make_session(1, 11, make_manifest())
     places = Places(tmp_path, "::1")
-    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, session.manifest.largest_bucket, "ipv6")
+    sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, session.manifest.largest_bucket, "ipv6")
     address = sender.offer(session, [Peer("one", 1), Peer("two", 2)])
     assert address.address.startswith("tcp://[::1]:")
     engines = [Engine("one", places.receiver("distributed")), Engine("two", places.receiver("distributed"), tp=2)]

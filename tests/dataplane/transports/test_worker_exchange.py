@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from weightbus.dataplane.memory.export_map import MadeRegion
+from weightbus.dataplane.memory.export_map import ArenaRegion
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.frames import Frames
 from weightbus.dataplane.transports import worker_exchange as module, worker_messages as wire
@@ -37,7 +37,7 @@ def crew() -> Iterator[tuple[Workers, list[Frames]]]:
 def test_marks_are_shown_to_whoever_reads_what_they_speak_of(crew: tuple[Workers, list[Frames]]) -> None:
     """Who reads other memory of that rank need not open it anew when it is made otherwise than before."""
     workers, ends = crew
-    made = MadeRegion(4, 0, (8, 16), 16)
+    made = ArenaRegion(4, 0, (8, 16), 16)
     exporters = [Exporting(holder=7, address="a", generation=1, round=3)]
     for end in ends:
         wire.say(end, wire.PlanExecuted(lanes=b"", odd=b"", copy_s=0.0, verify_s=0.0), Deadline(WAIT_S))

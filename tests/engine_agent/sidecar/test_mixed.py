@@ -123,7 +123,7 @@ def test_who_dies_in_the_middle_costs_the_other_transport_nothing(
     mixed: Mixed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The group breaks, its engine is named, and ``near`` took everything; the next epoch has no room for the dead."""
-    monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 256)
+    monkeypatch.setattr(sends, "pair_bytes_for", lambda *_: 256)
     monkeypatch.setattr(sends_wire, "SILENT_S", 2 * STILL_S)
     monkeypatch.setattr(takers, "_END_S", STILL_S)
     mixed.trainer.sends._turn_s = mixed.trainer.sends._form_s = STILL_S

@@ -331,7 +331,7 @@ def deployment(
     for seed in range(SEEDS):
         tiny_model.write(folder / f"seed{seed}", seed)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sends, "pair_bytes_of", lambda *_: 20_000)  # several turns
+        patched.setattr(sends, "pair_bytes_for", lambda *_: 20_000)  # several turns
         made = Deployment(folder, ends, hands_on=request.param == "hands-on")
         try:
             made.connect()

@@ -15,8 +15,8 @@ from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Reach, TransportKind
 from weightbus.control.protocol.ids import RequestId
 from weightbus.control.protocol.message_fields import ProcessLocation
-from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed, seen_by
-from weightbus.dataplane.processes.host_facts import host_identity, interfaces
+from weightbus.dataplane.memory.gpu_topology import GpuSurveyFailed, VisibleGpu, gpus_visible_to
+from weightbus.dataplane.processes.host_facts import host_identity, network_interfaces
 from weightbus.engine_agent.engines.sglang import server_identity as identity
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.server_identity import facts_of
@@ -27,9 +27,9 @@ from weightbus.engine_agent.sidecar.topology import opened_by, places_of, topolo
 from ..engines.sglang.test_compatibility import facts
 
 SEEN = (
-    Gpu("gpu-a", {"gpu-b": "nvlink", "gpu-c": "none"}),
-    Gpu("gpu-b", {"gpu-a": "nvlink", "gpu-c": "none"}),
-    Gpu("gpu-c", {"gpu-a": "none", "gpu-b": "none"}),
+    VisibleGpu("gpu-a", {"gpu-b": "nvlink", "gpu-c": "none"}),
+    VisibleGpu("gpu-b", {"gpu-a": "nvlink", "gpu-c": "none"}),
+    VisibleGpu("gpu-c", {"gpu-a": "none", "gpu-b": "none"}),
 )
 INFO = {"version": "0.5.23", "tp_size": 2, "pp_size": 1, "dp_size": 1, "device": "cuda", "nnodes": 1}
 
@@ -39,11 +39,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """A driver that sees three GPUs, whoever asks; the environments in which it was asked."""
     asked: list[dict[str, str]] = []
 
-    def seen(environment: dict[str, str]) -> tuple[Gpu, ...]:
+    def seen(environment: dict[str, str]) -> tuple[VisibleGpu, ...]:
         asked.append(environment)
         return SEEN
 
-    monkeypatch.setattr(whereabouts, "seen_by", seen)
+    monkeypatch.setattr(whereabouts, "gpus_visible_to", seen)
     return asked
 
 
@@ -156,7 +156,7 @@ def test_what_the_sidecar_may_not_use_is_its_own_setting(tmp_path: Path) -> None
 
 def test_interfaces_are_those_that_others_may_come_through() -> None:
     """No loopback, no addresses of the link alone."""
-    for each in interfaces():
+    for each in network_interfaces():
         assert each.addresses
         assert not any(address.startswith(("127.", "fe80:")) or address == "::1" for address in each.addresses)
 
@@ -165,8 +165,8 @@ def test_a_survey_sees_what_the_environment_lets_it_or_says_why_not() -> None:
     """In a process of its own: where there is no driver it ends with one line."""
     found: object
     try:
-        found = seen_by({"CUDA_VISIBLE_DEVICES": ""})
-    except SurveyFailed as failed:
+        found = gpus_visible_to({"CUDA_VISIBLE_DEVICES": ""})
+    except GpuSurveyFailed as failed:
         found = str(failed)
     assert found == () or "CUDA driver" in str(found) or "cuInit" in str(found), found
 

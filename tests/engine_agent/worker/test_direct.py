@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane.copy.engine_selection import BRANCHES
+from weightbus.dataplane.copy.engine_selection import DEFAULT_COPY_STREAMS
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter
@@ -619,19 +619,19 @@ def test_copies_that_could_be_faster_are_told(world: World, monkeypatch: pytest.
 def test_what_lies_on_another_gpu_is_told_to_the_engine(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The regions that a plan reads: those of rank 1, here, and no other."""
     asked: list[tuple[int, int]] = []
-    engine = worker_state.engine_for
+    engine = worker_state.copy_engine_for
 
     def bound(device: torch.device, branches: int = 0, remote: Sequence[int] = ()) -> Any:
         if branches:
             asked.append((branches, len(remote)))
         return engine(device)
 
-    monkeypatch.setattr(worker_state, "engine_for", bound)
+    monkeypatch.setattr(worker_state, "copy_engine_for", bound)
     monkeypatch.setattr(RegionImporter, "remote", lambda _self, holder, _region: holder == 1)
 
     world.round()
 
-    assert {branches for branches, _ in asked} == {BRANCHES}
+    assert {branches for branches, _ in asked} == {DEFAULT_COPY_STREAMS}
     read = [sum(source.holder == 1 for source in plan.sources) for plan in world.receiver._agreements[0].plans]
     assert sorted(count for _, count in asked) == sorted(read)
     assert all(read)

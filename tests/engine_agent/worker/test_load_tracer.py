@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from weightbus.dataplane.errors import NotRecordable
-from weightbus.dataplane.reshard.load_trace import Cause, LoadTrace
+from weightbus.dataplane.errors import NotTraceable
+from weightbus.dataplane.reshard.load_trace import LoadTrace, NotCopiedCause
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.engine_agent.worker.load_tracer import NamedTensors, record
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
@@ -91,7 +91,7 @@ def replay(recording: LoadTrace, tensors: dict[str, torch.Tensor], model: Model)
         model.load_weights(iter([(name, tensors[name].clone()) for name in names]))
 
 
-def loaded(recording: LoadTrace) -> dict[str, Cause]:
+def loaded(recording: LoadTrace) -> dict[str, NotCopiedCause]:
     return {recording.tensors[each.tensor].name: each.cause for each in recording.loaded}
 
 
@@ -187,7 +187,7 @@ def test_memory_that_is_read_in_elements_of_another_size_is_a_calculation(filled
                 own.fill_(1.1)
             model.fused.data[:6].copy_(own.view(torch.bfloat16)[:, 1::2])
 
-    assert loaded(check(load)[0]) == {"d": Cause.COMPUTED}
+    assert loaded(check(load)[0]) == {"d": NotCopiedCause.COMPUTED}
 
 
 def test_a_cast_by_way_of_a_narrower_type_is_a_calculation() -> None:
@@ -196,7 +196,7 @@ def test_a_cast_by_way_of_a_narrower_type_is_a_calculation() -> None:
     def load(model: Model, weights: dict[str, torch.Tensor]) -> None:
         model.wide.data.copy_(weights["d"].to(torch.bfloat16).float().t())
 
-    assert loaded(check(load)[0]) == {"d": Cause.COMPUTED}
+    assert loaded(check(load)[0]) == {"d": NotCopiedCause.COMPUTED}
 
 
 def test_arithmetic_sends_all_its_tensors_through_the_loader() -> None:
@@ -209,7 +209,7 @@ def test_arithmetic_sends_all_its_tensors_through_the_loader() -> None:
 
     recording, _ = check(load)
 
-    assert loaded(recording) == {"a": Cause.COMPUTED}
+    assert loaded(recording) == {"a": NotCopiedCause.COMPUTED}
     assert [recording.copies.at(row).tensor for row in range(len(recording.copies))] == ["b"]
 
 
@@ -226,7 +226,7 @@ def test_a_source_that_is_changed_in_place_is_calculated(whole: bool) -> None:
 
     recording, _ = check(load)
 
-    assert loaded(recording) == {"a": Cause.COMPUTED}
+    assert loaded(recording) == {"a": NotCopiedCause.COMPUTED}
     assert {recording.copies.at(row).tensor for row in range(len(recording.copies))} == {"b"}
 
 
@@ -255,7 +255,7 @@ def test_a_number_of_a_source_that_was_changed_is_a_read() -> None:
             weights["c"].mul_(2)
             model.scale.data.fill_(weights["c"].item())
 
-    assert loaded(check(load)[0]) == {"c": Cause.READ}
+    assert loaded(check(load)[0]) == {"c": NotCopiedCause.READ}
 
 
 def test_what_is_filled_by_another_shape_is_a_constant() -> None:
@@ -281,7 +281,7 @@ def test_a_constant_in_places_that_are_no_boxes_takes_along_what_it_may_have_wri
             model.fused.data.as_strided((19,), (5,)).zero_()
         model.wide.data.copy_(weights["d"].t() if "d" in weights else model.wide.data)
 
-    assert loaded(check(load)[0]) == {"a": Cause.SCATTERED}
+    assert loaded(check(load)[0]) == {"a": NotCopiedCause.SCATTERED}
 
 
 def test_values_that_decide_are_read() -> None:
@@ -292,7 +292,7 @@ def test_values_that_decide_are_read() -> None:
         if "a" in weights and weights["a"].abs().max() > 1:
             model.fused.data[:6].copy_(weights["a"])
 
-    assert loaded(check(load)[0]) == {"a": Cause.READ}
+    assert loaded(check(load)[0]) == {"a": NotCopiedCause.READ}
 
 
 @pytest.mark.parametrize("way", ["numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__cuda_array_interface__"])
@@ -306,7 +306,7 @@ def test_ways_out_of_torch_are_reads(way: str) -> None:
             _ = taken() if callable(taken) else taken
             model.wide.data.copy_(weights["d"].t())
 
-    assert loaded(check(load)[0]) == {"d": Cause.READ}
+    assert loaded(check(load)[0]) == {"d": NotCopiedCause.READ}
     assert getattr(torch.Tensor, way) is before
 
 
@@ -317,7 +317,7 @@ def test_an_array_of_a_tensor_is_a_read() -> None:
         if "d" in weights and np.asarray(weights["d"].float()).size:
             model.wide.data.copy_(weights["d"].t())
 
-    assert loaded(check(load)[0]) == {"d": Cause.READ}
+    assert loaded(check(load)[0]) == {"d": NotCopiedCause.READ}
 
 
 def test_other_threads_may_take_addresses() -> None:
@@ -363,7 +363,7 @@ def test_a_number_that_is_used_otherwise_is_a_read() -> None:
         if "c" in weights:
             model.scale.data.fill_(weights["c"].item() * 2)
 
-    assert loaded(check(load)[0]) == {"c": Cause.READ}
+    assert loaded(check(load)[0]) == {"c": NotCopiedCause.READ}
 
 
 @pytest.mark.parametrize(
@@ -384,7 +384,7 @@ def test_a_number_that_decides_is_a_read(decide: Callable[[float], float]) -> No
         if "c" in weights:
             model.scale.data.fill_(decide(weights["c"].item()))
 
-    assert loaded(check(load)[0]) == {"c": Cause.READ}
+    assert loaded(check(load)[0]) == {"c": NotCopiedCause.READ}
 
 
 def test_a_number_that_becomes_a_tensor_is_a_read() -> None:
@@ -394,7 +394,7 @@ def test_a_number_that_becomes_a_tensor_is_a_read() -> None:
         if "c" in weights:
             model.scale.data.copy_(torch.full((3,), weights["c"].item()))
 
-    assert loaded(check(load)[0]) == {"c": Cause.READ}
+    assert loaded(check(load)[0]) == {"c": NotCopiedCause.READ}
 
 
 @pytest.mark.parametrize(
@@ -445,7 +445,7 @@ def test_what_every_layer_reads_is_found_in_a_few_runs(read: Callable[[torch.Ten
     recording = record(model, model.load_weights, specs, rank=0)
 
     assert {each.tensor for each in recording.loaded} == set(range(100))
-    assert {each.cause for each in recording.loaded} == {Cause.READ}
+    assert {each.cause for each in recording.loaded} == {NotCopiedCause.READ}
     assert len(recording.copies) == 100
     assert runs[0] <= 16
 
@@ -458,7 +458,7 @@ def test_a_number_of_pythons_own_is_a_read(number: Callable[[torch.Tensor], floa
         if "c" in weights:
             model.scale.data.fill_(number(weights["c"]))
 
-    assert loaded(check(load)[0]) == {"c": Cause.READ}
+    assert loaded(check(load)[0]) == {"c": NotCopiedCause.READ}
 
 
 def test_a_number_that_the_model_keeps_is_not_kept_of_a_recording() -> None:
@@ -472,7 +472,7 @@ def test_a_number_that_the_model_keeps_is_not_kept_of_a_recording() -> None:
 
     recording, model = check(load)
 
-    assert loaded(recording) == {"c": Cause.REBOUND}
+    assert loaded(recording) == {"c": NotCopiedCause.REBOUND}
     assert type(model.factor) is float
     assert model.factor == model.scale[0].item()
 
@@ -535,7 +535,7 @@ def test_a_tensor_that_replaces_another_is_put_back() -> None:
     recording = record(model, model.load_weights, SPECS, rank=0)
 
     assert model.derived is kept
-    assert loaded(recording) == {"d": Cause.REBOUND}
+    assert loaded(recording) == {"d": NotCopiedCause.REBOUND}
 
 
 def test_a_parameter_that_gets_other_memory_gets_its_own_back() -> None:
@@ -552,7 +552,7 @@ def test_a_parameter_that_gets_other_memory_gets_its_own_back() -> None:
     recording = record(model, model.load_weights, SPECS, rank=0)
 
     assert model.scale.data_ptr() == place
-    assert loaded(recording) == {"d": Cause.REBOUND}
+    assert loaded(recording) == {"d": NotCopiedCause.REBOUND}
 
 
 @pytest.mark.parametrize("way", ["list", "dictionary", "deep", "new", "clone"])
@@ -579,7 +579,7 @@ def test_a_tensor_that_the_model_keeps_in_a_container_goes_through_the_loader(wa
 
     recording = record(model, model.load_weights, SPECS, rank=0)
 
-    assert loaded(recording) == {"d": Cause.REBOUND}
+    assert loaded(recording) == {"d": NotCopiedCause.REBOUND}
     assert ([each.tolist() for each in model.kept], model.named, hasattr(model, "fresh")) == ([[0.0]], {}, False)
 
 
@@ -604,7 +604,7 @@ def test_a_partner_goes_along() -> None:
 
     recording, _ = check(load)
 
-    assert loaded(recording) == {"a": Cause.PARTNER, "b": Cause.READ}
+    assert loaded(recording) == {"a": NotCopiedCause.PARTNER, "b": NotCopiedCause.READ}
     assert recording.dropped == ()
 
 
@@ -631,7 +631,7 @@ def test_memory_of_nobody_is_no_target() -> None:
 
     model = Model(load)
 
-    assert loaded(record(model, model.load_weights, SPECS, rank=0)) == {"d": Cause.UNKNOWN_TARGET}
+    assert loaded(record(model, model.load_weights, SPECS, rank=0)) == {"d": NotCopiedCause.UNKNOWN_TARGET}
 
 
 def test_tied_parameters_are_one_target() -> None:
@@ -662,7 +662,7 @@ def test_threads_of_its_own_are_refused() -> None:
 
     model = Model(load)
 
-    with pytest.raises(NotRecordable, match="starts a thread"):
+    with pytest.raises(NotTraceable, match="starts a thread"):
         record(model, model.load_weights, SPECS, rank=0)
 
 
@@ -674,7 +674,7 @@ def test_a_calculation_after_the_last_tensor_names_its_sources() -> None:
         if "a" in weights and "b" in weights:
             model.derived.copy_(model.fused[3:9].float().exp())
 
-    assert loaded(check(load)[0]) == {"a": Cause.COMPUTED, "b": Cause.COMPUTED}
+    assert loaded(check(load)[0]) == {"a": NotCopiedCause.COMPUTED, "b": NotCopiedCause.COMPUTED}
 
 
 def test_a_loader_that_reads_what_no_tensor_is_in_is_refused() -> None:
@@ -687,7 +687,7 @@ def test_a_loader_that_reads_what_no_tensor_is_in_is_refused() -> None:
 
     model = Model(load)
 
-    with pytest.raises(NotRecordable, match="_local_scalar_dense"):
+    with pytest.raises(NotTraceable, match="_local_scalar_dense"):
         record(model, model.load_weights, SPECS, rank=0)
 
 

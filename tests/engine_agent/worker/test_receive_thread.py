@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from weightbus.dataplane.copy.copy_table import AXES, CopyTable
-from weightbus.dataplane.errors import DeadlineExceeded, NoRoom, TransferFailed, TurnLate
+from weightbus.dataplane.errors import ChunkTimeout, DeadlineExceeded, OutOfStagingMemory, TransferFailed
 from weightbus.dataplane.processes import background_init as binding
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.frames import FrameListener
 from weightbus.dataplane.processes.thread_latency import INTERVAL_S
-from weightbus.dataplane.reshard.send_schedule import Messages
+from weightbus.dataplane.reshard.send_schedule import SendMessages
 from weightbus.dataplane.transports import worker_messages as wire
 from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends.receive_queue import ReceiveQueue
@@ -100,7 +100,7 @@ class Sidecar:
         self.parameter = torch.zeros(64, dtype=torch.uint8)
         self._listener = FrameListener(folder / "w.sock")
         expect = wire.Expect(
-            schedule="s", messages=Messages(*column).encode(), unpack=unpack.encode(), socket=str(folder / "w.sock")
+            schedule="s", messages=SendMessages(*column).encode(), unpack=unpack.encode(), socket=str(folder / "w.sock")
         )
         self.taker = ReceiveThread(expect, 0, [self.parameter], torch.device("cpu"))
         self._frames = self._listener.accept(Deadline(WAIT_S), "the worker's thread")
@@ -204,7 +204,11 @@ def test_a_version_that_fails_leaves_its_memory_to_the_scheduler(
 
 @pytest.mark.parametrize(
     ("error", "less"),
-    [(TurnLate("a peer", 1.0), True), (NoRoom("none"), True), (DeadlineExceeded("the group", 1.0), False)],
+    [
+        (ChunkTimeout("a peer", 1.0), True),
+        (OutOfStagingMemory("none"), True),
+        (DeadlineExceeded("the group", 1.0), False),
+    ],
     ids=["late", "no room", "not formed"],
 )
 def test_the_sidecar_hears_whether_less_at_a_time_may_do(

@@ -158,7 +158,7 @@ def worked_out(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return lambda *given: (found.append(what), real(*given))[1]
 
     for where in (ahead, rehearsal):
-        monkeypatch.setattr(where, "make_proof", counted("proof", where.make_proof))  # type: ignore[attr-defined]
+        monkeypatch.setattr(where, "make_verification", counted("proof", where.make_verification))  # type: ignore[attr-defined]
     real = Workers.ask_to_record
 
     def asked(*given: Any) -> Any:

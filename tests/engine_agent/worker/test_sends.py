@@ -19,7 +19,7 @@ import torch
 
 from weightbus.dataplane.errors import DigestMismatch, ManifestError, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import host_and_port
+from weightbus.dataplane.processes.mac_frames import parse_tcp_address
 from weightbus.dataplane.processes.thread_latency import INTERVAL_S
 from weightbus.dataplane.reshard.reshard_plan import ReshardPlan, make_plan
 from weightbus.dataplane.transports.interface import Group, Peer
@@ -104,7 +104,7 @@ def test_over_nixl_as_over_gloo(world: SendsWorld, monkeypatch: pytest.MonkeyPat
     """In place and beside, in several turns, the workers read what they store out of the ranks' memory."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
-    monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 256)
+    monkeypatch.setattr(sends, "pair_bytes_for", lambda *_: 256)
     world.trainer.close()
     world.trainer = SendingTrainer(world.runtime, nixl=True)
     for step, mode in enumerate(("paused", "beside", "beside")):
@@ -180,7 +180,7 @@ def test_turns_shrink_where_memory_is_short(
     """
     name = "SendQueue" if who is rank_sends else "ReceiveQueue"
     made, most = getattr(who, name), 2 << 20
-    monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 64 * most)
+    monkeypatch.setattr(sends, "pair_bytes_for", lambda *_: 64 * most)
 
     def roomy(*arguments: Any, **more: Any) -> Any:
         if world.trainer.sends._pair_bytes > most:
@@ -286,7 +286,7 @@ def test_schedules_are_made_while_workers_bind_their_plans(world: SendsWorld, mo
         return lambda *given: (done.append(what), real(*given))[1]
 
     monkeypatch.setattr(Workers, "ask_to_adopt", noting("told", Workers.ask_to_adopt))
-    monkeypatch.setattr(sends_receiver, "schedule", noting("scheduled", sends_receiver.schedule))
+    monkeypatch.setattr(sends_receiver, "make_send_schedule", noting("scheduled", sends_receiver.make_send_schedule))
     monkeypatch.setattr(Workers, "adopted", noting("heard", Workers.adopted))
     world.round()
     assert done == ["told", *["scheduled"] * world.server.tp, "heard"]
@@ -304,12 +304,12 @@ def test_plans_of_engines_alike_are_made_once(world: SendsWorld, monkeypatch: py
         return lambda *given: (made[what].append(given), real(*given))[1]
 
     monkeypatch.setattr(agreed_plans, "make_plan", counted("plan", make_plan))
-    monkeypatch.setattr(agreed_plans, "schedule", counted("schedule", agreed_plans.schedule))
+    monkeypatch.setattr(agreed_plans, "make_send_schedule", counted("schedule", agreed_plans.make_send_schedule))
     monkeypatch.setattr(rank_sends._Part, "of", counted("letters", rank_sends._Part.of))
     monkeypatch.setattr(rank_sends, "SendQueue", counted("outbox", rank_sends.SendQueue))
     monkeypatch.setattr(worker_state, "device_name", lambda _: "one")
     monkeypatch.setattr(worker_state, "readable_peers", lambda _: ("cpu",))
-    monkeypatch.setattr(worker_state, "seat_here", lambda _: "")
+    monkeypatch.setattr(worker_state, "nccl_gpu_id_here", lambda _: "")
     world.round()
     known = set(world.trainer.sends._plans.digests)
     before = {what: len(each) for what, each in made.items()}
@@ -393,7 +393,7 @@ def test_who_says_nothing_keeps_nobody_waiting(world: SendsWorld) -> None:
     world.epoch += 1
     session = world.trainer.session(world.epoch)
     address = world.trainer.sends.offer(session, [Peer("e", world.server.tp)])
-    strangers = [socket.create_connection(host_and_port(address.address)) for _ in range(21)]
+    strangers = [socket.create_connection(parse_tcp_address(address.address)) for _ in range(21)]
     strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
     began = time.monotonic()
     world.trainer.summon(address, session.epoch)

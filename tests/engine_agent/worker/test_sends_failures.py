@@ -60,7 +60,7 @@ def ends() -> Iterator[Ends]:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorld]:
     """Ranks and engine ``e`` are here; versions travel in several turns."""
-    monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 256)
+    monkeypatch.setattr(sends, "pair_bytes_for", lambda *_: 256)
     monkeypatch.setattr(sends_wire, "SILENT_S", 2 * STILL_S)
     monkeypatch.setattr(takers, "_END_S", STILL_S)
     made = SendsWorld(tmp_path / "r", 1, monkeypatch)

@@ -22,7 +22,7 @@ from ...kit.waiting import until
 def nixl(monkeypatch: pytest.MonkeyPatch) -> FakeNixl:
     made = FakeNixl()
     monkeypatch.setattr(nixl_group, "_agent", made.agent)
-    monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 256)
+    monkeypatch.setattr(sends, "pair_bytes_for", lambda *_: 256)
     return made
 
 

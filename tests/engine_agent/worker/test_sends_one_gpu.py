@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import DataplaneError
-from weightbus.dataplane.memory.device_identity import HOST_OF_NCCL, seat_here, seat_on
+from weightbus.dataplane.memory.device_identity import NCCL_HOSTID, nccl_gpu_id, nccl_gpu_id_here
 from weightbus.dataplane.transports.interface import Peer, Receipt
 from weightbus.dataplane.transports.sends import group_cache as standing, rank_sender as rank_sends
 from weightbus.dataplane.transports.sends.receiver import SendsReceiver
@@ -182,7 +182,7 @@ def test_a_worker_on_a_rank_s_gpu_is_at_fault(crowd: Crowd) -> None:
     """It would be again: it pays for its next attempt, and the others go on without it."""
     crowd.on(e="gpu-1", f="gpu-0")
     turn = itertools.count()
-    crowd.monkeypatch.setattr(rank_sends, "seat_here", lambda _gpu: "gpu-0" if next(turn) == 0 else "gpu-2")
+    crowd.monkeypatch.setattr(rank_sends, "nccl_gpu_id_here", lambda _gpu: "gpu-0" if next(turn) == 0 else "gpu-2")
     taken = crowd.round("e", "f")
     sends = crowd.world.trainer.sends
     assert taken["e"].exception() is None
@@ -193,6 +193,6 @@ def test_a_worker_on_a_rank_s_gpu_is_at_fault(crowd: Crowd) -> None:
 
 def test_who_nccl_takes_for_several_hosts_may_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """By NCCL's own variable, which stands in for hosts that nobody has; the processor is nobody's seat."""
-    assert (seat_on("gpu-0", ""), seat_on("cpu", "one")) == ("gpu-0", "")
-    monkeypatch.setenv(HOST_OF_NCCL, "one")
-    assert seat_here("gpu-0") == seat_on("gpu-0", "one") != seat_on("gpu-0", "two")
+    assert (nccl_gpu_id("gpu-0", ""), nccl_gpu_id("cpu", "one")) == ("gpu-0", "")
+    monkeypatch.setenv(NCCL_HOSTID, "one")
+    assert nccl_gpu_id_here("gpu-0") == nccl_gpu_id("gpu-0", "one") != nccl_gpu_id("gpu-0", "two")

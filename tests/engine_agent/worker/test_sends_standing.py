@@ -106,7 +106,7 @@ def test_whoever_begins_anew_is_in_a_new_group(
             world.trainer.close()
             world.trainer = SendingTrainer(world.runtime)
         case _:
-            monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: 256)
+            monkeypatch.setattr(sends, "pair_bytes_for", lambda *_: 256)
     a_round(world)
     assert (len(formed), len(set(formed))) == (2 * MEMBERS, 2)
     a_round(world)

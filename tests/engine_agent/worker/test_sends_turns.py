@@ -65,7 +65,7 @@ class Link:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorld]:
     """An engine of one worker that has taken a version: from now on it takes them beside."""
-    monkeypatch.setattr(sends, "pair_bytes_of", lambda *_: MOST)
+    monkeypatch.setattr(sends, "pair_bytes_for", lambda *_: MOST)
     monkeypatch.setattr(turn_ceiling, "MIN_PAIR_BYTES", LEAST)
     monkeypatch.setattr(takers, "_END_S", TURN_S)
     made = SendsWorld(tmp_path / "r", 1, monkeypatch)

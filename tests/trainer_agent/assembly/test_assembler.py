@@ -70,7 +70,9 @@ class World:
         self.rows[rank].append(Shard(name, box, self.trained, view, shift))
 
     def pieces(self) -> Shards:
-        return cover.once(Shards.join([Shards.of(self.tensors, rows, rank) for rank, rows in self.rows.items()]))
+        return cover.drop_replicas(
+            Shards.join([Shards.of(self.tensors, rows, rank) for rank, rows in self.rows.items()])
+        )
 
     def check(
         self,

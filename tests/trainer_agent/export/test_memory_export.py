@@ -18,7 +18,7 @@ from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.tensors.boxes import Box
-from weightbus.dataplane.tensors.coverage import prove
+from weightbus.dataplane.tensors.coverage import check_exact_cover
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
 from weightbus.trainer_agent.export.memory_export import MemoryExport
@@ -61,7 +61,7 @@ def test_the_live_parameters_are_what_is_read(source: HFModuleSource, exposure: 
     seen = torch.as_strided(memory, (4, 3), piece.view.strides, piece.view.offset)
     source.memory()[0].data[0, 0] = 99.0
 
-    prove(exposed.pieces)
+    check_exact_cover(exposed.pieces)
     assert seen[0, 0] == 99.0
     assert torch.equal(seen[1:], torch.arange(12.0).view(3, 4).t()[1:])
     exposure.expose()

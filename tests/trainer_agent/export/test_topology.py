@@ -12,15 +12,18 @@ from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Reach, TransportKind
 from weightbus.control.protocol.ids import RequestId
 from weightbus.control.protocol.message_fields import ProcessLocation
-from weightbus.dataplane.memory.device_identity import HOST_OF_NCCL
-from weightbus.dataplane.memory.gpu_topology import Gpu, SurveyFailed
+from weightbus.dataplane.memory.device_identity import NCCL_HOSTID
+from weightbus.dataplane.memory.gpu_topology import GpuSurveyFailed, VisibleGpu
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.trainer_agent.export import topology as whereabouts
 from weightbus.trainer_agent.export.topology import place_of, topology_of
 from weightbus.trainer_agent.settings import TrainerSettings
 
 GPU = torch.device("cuda", 0)
-SEEN = (Gpu("gpu-a", {"gpu-b": "nvlink", "gpu-c": "p2p", "gpu-d": "none"}), Gpu("gpu-b", {"gpu-a": "nvlink"}))
+SEEN = (
+    VisibleGpu("gpu-a", {"gpu-b": "nvlink", "gpu-c": "p2p", "gpu-d": "none"}),
+    VisibleGpu("gpu-b", {"gpu-a": "nvlink"}),
+)
 
 
 @pytest.fixture
@@ -28,12 +31,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """This process is on gpu-a; how often the driver was asked."""
     asked: list[int] = []
 
-    def seen() -> tuple[Gpu, ...]:
+    def seen() -> tuple[VisibleGpu, ...]:
         asked.append(1)
         return SEEN
 
     monkeypatch.setattr(whereabouts, "device_name", lambda device: "cpu" if device.type == "cpu" else "gpu-a")
-    monkeypatch.setattr(whereabouts, "seen_here", seen)
+    monkeypatch.setattr(whereabouts, "gpus_visible_here", seen)
     return asked
 
 
@@ -59,19 +62,19 @@ def test_a_rank_without_a_gpu_asks_no_driver(driver: list[int]) -> None:
 def test_what_the_driver_does_not_say_is_not_told(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """Not as a GPU that reaches none: that would speak against every engine."""
 
-    def seen() -> tuple[Gpu, ...]:
+    def seen() -> tuple[VisibleGpu, ...]:
         if why == "the driver cannot be asked":
-            raise SurveyFailed("no driver")
+            raise GpuSurveyFailed("no driver")
         return SEEN[1:]
 
-    monkeypatch.setattr(whereabouts, "seen_here", seen)
+    monkeypatch.setattr(whereabouts, "gpus_visible_here", seen)
     assert place_of(0, GPU).reach is None
 
 
 @pytest.mark.usefixtures("driver")
 def test_a_rank_of_another_host_for_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """By which its GPU is another member's for a group."""
-    monkeypatch.setenv(HOST_OF_NCCL, "trainer")
+    monkeypatch.setenv(NCCL_HOSTID, "trainer")
     assert place_of(0, GPU).seat == "trainer/gpu-a"
     assert not place_of(0, torch.device("cpu")).seat
 

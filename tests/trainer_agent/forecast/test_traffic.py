@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
-from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
-from weightbus.dataplane.reshard.load_trace import LoadTrace, Target
+from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
+from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
 from weightbus.dataplane.tensors.boxes import Boxes, volumes
 from weightbus.dataplane.tensors.shards import DTYPES, Shards
@@ -89,7 +89,7 @@ def planned(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]]:
     exports = []
     for rank in range(fleet.trainer.gpus):
         ends = np.cumsum([0, *(-(-sizes[pieces.holder == rank] // 8) * 8).tolist()]).tolist()
-        places = tuple(ExportedPlace(0, end) for end in ends[:-1])
+        places = tuple(ExportedTensor(0, end) for end in ends[:-1])
         exports.append(ExportMap(rank, f"{ground.host[rank]}", (Region(max(ends[-1], 1), f"GPU-{rank}"),), places))
     group = ground.groups[0]
     needed = needs(tensors, group.engines)
@@ -99,7 +99,7 @@ def planned(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]]:
             boxes = needed.boxes.take(np.flatnonzero(needed.worker == worker))
             copies = pieces_of(tensors, boxes, [0] * len(boxes))
             targets = tuple(
-                Target(f"p{row}", tensors.specs[space].dtype, extent, stride, parameter=True)
+                LoadTarget(f"p{row}", tensors.specs[space].dtype, extent, stride, parameter=True)
                 for row, (space, extent, stride) in enumerate(
                     zip(boxes.space.tolist(), map(tuple, boxes.extents.tolist()), map(tuple, copies.stride.tolist()),
                         strict=True)

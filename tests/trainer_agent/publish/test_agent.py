@@ -14,7 +14,7 @@ import torch
 from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import ConfigurationError, RequestRefused
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
 from weightbus.trainer_agent.machine import errors
 from weightbus.trainer_agent.machine.publish_report import PublishReport
@@ -44,7 +44,7 @@ class Rig:
         self.senders = {kind: FakeSender() for kind in m.TransportKind}
         self.manifest = Manifest.of("Qwen3ForCausalLM", self.sources[0].tensors(), settings.bucket_bytes)
         slots = min(settings.slots, len(self.manifest.buckets))
-        self.pool = BucketPool("cpu", slots, self.manifest.largest_bucket, "test")
+        self.pool = BucketBuffers("cpu", slots, self.manifest.largest_bucket, "test")
         self.progress: list[Progress] = []
         self.agents = [self._agent(source, settings) for source in self.sources]
 

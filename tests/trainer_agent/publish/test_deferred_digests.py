@@ -20,7 +20,7 @@ import torch
 from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
 from weightbus.control.protocol.ids import AgentId, Digest
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports.interface import Peer, Tabled
 from weightbus.trainer_agent.checkpoints.archive import Archive, ArchivePolicy
 from weightbus.trainer_agent.export.memory_export import MemoryExport
@@ -342,7 +342,7 @@ def test_a_table_that_is_given_twice_counts_once() -> None:
     sender, session = FakeTablingSender(), make_session(1, 10, make_manifest())
     tabled = Tabled(session.known)
     begun = msgspec.structs.replace(session, table=None)
-    pool, kind = BucketPool("cpu", 1, session.manifest.largest_bucket, CHANNEL), m.TransportKind.DIRECT
+    pool, kind = BucketBuffers("cpu", 1, session.manifest.largest_bucket, CHANNEL), m.TransportKind.DIRECT
     delivery = Delivery(begun, {kind: sender}, {kind: [Peer("e0", 1)]}, pool.slots, 60.0)
     delivery.open()
     delivery.tabled(tabled)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from weightbus.control.protocol.enums import TransportKind
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.trainer_agent.publish.delivery import Delivery
 
@@ -20,9 +20,9 @@ LOCAL = TransportKind.LOCAL
 
 
 @pytest.fixture
-def pool() -> Iterator[BucketPool]:
+def pool() -> Iterator[BucketBuffers]:
     """Memory for two buckets."""
-    pool = BucketPool("cpu", 2, make_manifest().largest_bucket, CHANNEL)
+    pool = BucketBuffers("cpu", 2, make_manifest().largest_bucket, CHANNEL)
     yield pool
     pool.close()
 
@@ -53,7 +53,7 @@ class BrokenByClosing(FakeSender):
 
 
 @pytest.mark.parametrize("sender", [SlowToClose(), BrokenByClosing()], ids=["slow", "broken"])
-def test_a_delivery_that_is_stopped_ends_and_says_so(pool: BucketPool, sender: FakeSender) -> None:
+def test_a_delivery_that_is_stopped_ends_and_says_so(pool: BucketBuffers, sender: FakeSender) -> None:
     """The leader, which has to give the round up next, and the lane let go of the sender at the same moment."""
     delivery = Delivery(
         make_session(1, 10, make_manifest()), {LOCAL: sender}, {LOCAL: [Peer("e0", 1)]}, pool.slots, 60.0
@@ -65,7 +65,7 @@ def test_a_delivery_that_is_stopped_ends_and_says_so(pool: BucketPool, sender: F
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_receivers_are_waited_for_once_they_can_come(pool: BucketPool, told: bool) -> None:
+def test_receivers_are_waited_for_once_they_can_come(pool: BucketBuffers, told: bool) -> None:
     """Nobody is given up for not having come while the offer is still on its way to the coordinator."""
     sender, session = FakeSender(), make_session(1, 10, make_manifest())
     delivery = Delivery(session, {LOCAL: sender}, {LOCAL: [Peer("e0", 1)]}, pool.slots, 60.0)
@@ -79,7 +79,7 @@ def test_receivers_are_waited_for_once_they_can_come(pool: BucketPool, told: boo
     assert ("ready" in sender.calls) == told
 
 
-def test_a_transport_that_cannot_open_costs_the_others_nothing(pool: BucketPool) -> None:
+def test_a_transport_that_cannot_open_costs_the_others_nothing(pool: BucketBuffers) -> None:
     """Its engines have failed, with the reason, before anybody was told an offer; the others take the version."""
     broken, well, session = FakeSender(), FakeSender(), make_session(1, 10, make_manifest())
     broken.refusal = "no port can be opened"

@@ -23,10 +23,10 @@ from weightbus.control.protocol.errors import RequestRefused
 from weightbus.dataplane.copy.device_fence import DeviceFence
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.exportable_memory import ExportableHostMemory
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes.host_facts import host_identity
-from weightbus.dataplane.quantize.quantize_tasks import PreparedTasks, Task, TorchTasks
-from weightbus.dataplane.reshard.share_digester import ShareDigest
+from weightbus.dataplane.quantize.quantize_tasks import PreparedTasks, QuantizeTask, TorchTasks
+from weightbus.dataplane.reshard.share_digester import ShareDigester
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
@@ -123,25 +123,25 @@ class Device:
         self.log: list[str] = []
         self.queue: list[Callable[[], None]] = []
         self.broken = self.stuck = False
-        begin, result = ShareDigest.begin, ShareDigest.result
+        begin, result = ShareDigester.begin, ShareDigester.result
 
-        def digest(share: ShareDigest) -> None:
+        def digest(share: ShareDigester) -> None:
             self.log.append("digest")
             self.queue.append(lambda: begin(share))
 
-        def digested(share: ShareDigest) -> Any:
+        def digested(share: ShareDigester) -> Any:
             self._do()
             self.log.append("digested")
             return result(share)
 
-        monkeypatch.setattr(quantized_assembly, "prepare", self._prepare)
+        monkeypatch.setattr(quantized_assembly, "prepare_tasks", self._prepare)
         monkeypatch.setattr(quantized_assembly, "_wait_for", lambda _device: self.queue and self._do())
         monkeypatch.setattr(ExportableHostMemory, "settle", lambda _memory: self.settle())
         monkeypatch.setattr(exposure, "DeviceFence", lambda _device: _Point(self))
-        monkeypatch.setattr(ShareDigest, "begin", digest)
-        monkeypatch.setattr(ShareDigest, "result", digested)
+        monkeypatch.setattr(ShareDigester, "begin", digest)
+        monkeypatch.setattr(ShareDigester, "result", digested)
 
-    def _prepare(self, tasks: Sequence[Task], device: torch.device) -> PreparedTasks:
+    def _prepare(self, tasks: Sequence[QuantizeTask], device: torch.device) -> PreparedTasks:
         assert device.type == "cpu"
         return _Later(self, TorchTasks(tasks))
 
@@ -227,7 +227,7 @@ class Rig:
         settings = TrainerSettings(channel="c", request_timeout_s=1.0, beat_s=0.2)
         self.exposure = MemoryExport(self.source, manifest, folder / "r", "c")
         self.exposure.expose()  # as a leader does at its start
-        ranks, pool = orders.CommandedRanks(self.source), BucketPool("cpu", 1, manifest.largest_bucket, "test")
+        ranks, pool = orders.CommandedRanks(self.source), BucketBuffers("cpu", 1, manifest.largest_bucket, "test")
         kinds = (DIRECT, m.TransportKind.LOCAL)
         info = m.TrainerInfo(host=host_identity(), device="cpu", ranks=0, transports=kinds)
         outfit = PublisherContext(
@@ -597,7 +597,7 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls made by Python's interpreter, apart from what the device does: none is for a single tensor."""
-    monkeypatch.setattr(quantized_assembly, "prepare", lambda _tasks, _device: _Nothing())
+    monkeypatch.setattr(quantized_assembly, "prepare_tasks", lambda _tasks, _device: _Nothing())
 
     def calls(layers: int) -> int:
         trainer = Trainer(layers)
@@ -608,8 +608,8 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
         share = exposure._share
         assert share is not None
         found = share.run()
-        monkeypatch.setattr(ShareDigest, "begin", lambda _share: None)
-        monkeypatch.setattr(ShareDigest, "result", lambda _share: found)
+        monkeypatch.setattr(ShareDigester, "begin", lambda _share: None)
+        monkeypatch.setattr(ShareDigester, "result", lambda _share: found)
         counted = 0
 
         def count(_frame: FrameType, event: str, _argument: object) -> None:
@@ -626,7 +626,7 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
             finally:
                 sys.setprofile(before)
         monkeypatch.undo()
-        monkeypatch.setattr(quantized_assembly, "prepare", lambda _tasks, _device: _Nothing())
+        monkeypatch.setattr(quantized_assembly, "prepare_tasks", lambda _tasks, _device: _Nothing())
         exposure.close()
         return counted
 

@@ -13,8 +13,8 @@ from weightbus.dataplane.copy.box_digests import Lanes
 from weightbus.dataplane.copy.copy_torch import TorchEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.quantize.schemes import Scheme, fp8_block
-from weightbus.dataplane.reshard.digest_shares import divide
-from weightbus.dataplane.reshard.share_digester import PASS_BYTES, ShareDigest
+from weightbus.dataplane.reshard.digest_shares import divide_digest_work
+from weightbus.dataplane.reshard.share_digester import PASS_BYTES, ShareDigester
 from weightbus.dataplane.tensors import coverage as cover
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
@@ -50,7 +50,7 @@ def read(sources: Sequence[ReadableQuantizedSource]) -> dict[str, torch.Tensor]:
     """Every tensor out of the memories of all ranks. The root comes last: it takes what the others send."""
     memories = {each.rank: each.memory() for each in sorted(sources, key=lambda each: each.root)}
     tensors = sources[0].tensors()
-    pieces = cover.once(Shards.join([each.held(tensors) for each in sources]))
+    pieces = cover.drop_replicas(Shards.join([each.held(tensors) for each in sources]))
     found = {spec.name: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype]) for spec in tensors}
     for row in range(len(pieces)):
         piece, storage = pieces.at(row), memories[int(pieces.holder[row])][int(pieces.storage[row])]
@@ -92,7 +92,7 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
     tensors = sources[0].tensors()
     read(sources)
     mirrors = [DerivedTensors(each.held(tensors), len(each.memory(made=True)), torch.device("cpu")) for each in sources]
-    division = divide(Shards.join([each.pieces for each in mirrors]))
+    division = divide_digest_work(Shards.join([each.pieces for each in mirrors]))
     lanes: list[Lanes] = []
     odd: list[bytes] = []
     for source, mirror in zip(sources, mirrors, strict=True):
@@ -102,7 +102,7 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
         known = division.known(source.rank, summed.pieces)
         share = division.share(source.rank, PASS_BYTES, known)
         assert not np.isin(share.in_place.group, known).any()
-        digest = ShareDigest(share, [*memory, *mirror.tensors], torch.device("cpu"), TorchEngine())
+        digest = ShareDigester(share, [*memory, *mirror.tensors], torch.device("cpu"), TorchEngine())
         sums, rest = digest.run()
         here = np.flatnonzero(np.isin(summed.tensor, known))
         sums[:, np.searchsorted(share.tensors, summed.tensor[here])] += source.sums()[:, here]
@@ -119,7 +119,7 @@ def test_what_is_summed_up_is_not_read_again() -> None:
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     sources = sources_of(world, scheme)
     tensors = sources[0].tensors()
-    division = divide(Shards.join([each.held(tensors) for each in sources]))
+    division = divide_digest_work(Shards.join([each.held(tensors) for each in sources]))
 
     for source in sources:
         summed = source.summed(tensors)
@@ -139,7 +139,7 @@ def test_what_a_rank_quantizes_is_quantized_once_and_stays() -> None:
     held = Shards.join([source.held(sources[0].tensors()) for source in sources])
 
     assert [[each.data_ptr() for each in source.memory()] for source in sources] == before
-    cover.prove(held)  # nothing twice
+    cover.check_exact_cover(held)  # nothing twice
     elements = [held.at(row) for row in range(len(held)) if held.at(row).dtype == "float8_e4m3fn"]
     places = sorted((int(held.holder[row]), held.at(row).tensor) for row in range(len(held)))
     assert (1, "e.0.up_proj.weight") in places

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
-from weightbus.dataplane.quantize.hf_quantization_config import outputs
+from weightbus.dataplane.quantize.hf_quantization_config import quantized_tensors
 from weightbus.dataplane.quantize.schemes import Scheme, UnknownScheme, fp8_block, int4
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
@@ -95,7 +95,7 @@ def test_what_was_gathered_is_kept_for_no_longer_than_it_is_needed() -> None:
 
 def weights_of(world: World, scheme: Scheme) -> list[Weight]:
     return [
-        Weight(spec, scheme, scheme.parts(spec), outputs(spec, scheme))
+        Weight(spec, scheme, scheme.parts(spec), quantized_tensors(spec, scheme))
         for spec in world.tensors
         if spec.name.endswith("_proj.weight")
     ]

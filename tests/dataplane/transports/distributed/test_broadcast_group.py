@@ -14,7 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed, Unsupported
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.process_groups import backend_for
+from weightbus.dataplane.processes.process_groups import process_group_backend
 from weightbus.dataplane.transports.distributed import broadcast_group
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
 from weightbus.dataplane.transports.distributed.source_watchdog import Connections
@@ -28,14 +28,14 @@ def test_settings_with_which_nccl_would_hang_are_refused(monkeypatch: pytest.Mon
     else:
         monkeypatch.setenv("NCCL_CUMEM_ENABLE", found)
     with pytest.raises(Unsupported, match="NCCL_CUMEM_ENABLE=0"):
-        backend_for(torch.device("cuda"))
-    assert backend_for(torch.device("cpu")) == "gloo"
+        process_group_backend(torch.device("cuda"))
+    assert process_group_backend(torch.device("cpu")) == "gloo"
 
 
 def test_settings_that_fit_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """As SGLang sets it."""
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
-    assert backend_for(torch.device("cuda")) == "nccl"
+    assert process_group_backend(torch.device("cuda")) == "nccl"
 
 
 class Work:
@@ -108,7 +108,7 @@ def _form() -> BroadcastGroup:
 
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch, made: Nccl) -> None:
     empty = torch.empty(1, dtype=torch.uint8)
-    monkeypatch.setattr(backends, "nccl", lambda *_: made)
+    monkeypatch.setattr(backends, "make_nccl_group", lambda *_: made)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     monkeypatch.setattr(torch, "zeros", cast("Any", lambda *_, **__: empty))
 

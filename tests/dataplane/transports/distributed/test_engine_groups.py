@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.distributed import broadcast_group, engine_groups
 from weightbus.dataplane.transports.distributed.engine_groups import STILL_S, Behind, Stalled, Stragglers
@@ -41,7 +41,7 @@ def test_workers_that_stand_still_hold_no_other_engine(
     monkeypatch.setattr(engine_groups, "STILL_S", 1.0)
     places, manifest = Places(tmp_path), make_manifest(6)
     session = make_session(1, 11, manifest)
-    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "still")
+    sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "still")
     lives = Engine("lives", places.receiver("distributed"), tp=2)
     load, inside = lives.server.load_broadcast, threading.Event()
 
@@ -77,10 +77,10 @@ def test_the_source_waits_a_while_for_engines_that_all_stand_still(
     tmp_path: Path, halves: Halves, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Nobody shows how long a bucket takes: by its bytes, then, and not until the end of the session."""
-    monkeypatch.setattr(broadcast_group, "TAKEN_S", 2.0)
+    monkeypatch.setattr(broadcast_group, "BUCKET_TIMEOUT_S", 2.0)
     places, manifest = Places(tmp_path), make_manifest(6)
     session = make_session(1, 11, manifest)
-    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "all-still")
+    sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "all-still")
     peers = [Peer(f"e{number}", 1) for number in range(count)]
     address = sender.offer(session, peers)
     for number, peer in enumerate(peers):
@@ -101,7 +101,7 @@ def test_the_source_waits_a_while_for_engines_that_all_stand_still(
 def test_a_server_that_does_not_return_is_asked_nothing_more_before_it_does(tmp_path: Path) -> None:
     """The next session fails at once, and says why; the one after the return is as any other."""
     places, manifest = Places(tmp_path), make_manifest()
-    pool = BucketPool("cpu", 2, manifest.largest_bucket, "returns")
+    pool = BucketBuffers("cpu", 2, manifest.largest_bucket, "returns")
     sender, engine = places.sender("distributed"), Engine("still", places.receiver("distributed"))
     load, leave = engine.server.load_broadcast, engine.server.leave_group
     goes_on, left = threading.Event(), list[str]()
@@ -201,7 +201,7 @@ def test_an_engine_that_was_only_slow_comes_back_by_itself(tmp_path: Path, monke
     """It loses one attempt, for all; the next one, after its server has returned, is as any other."""
     monkeypatch.setattr(engine_groups, "STILL_S", 0.5)
     places, manifest = Places(tmp_path), make_manifest(3)
-    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "slow")
+    sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "slow")
     swaps = [0.0, 5.0, 0.0]
     slow = Engine("slow", places.receiver("distributed"), on_load=lambda _: time.sleep(swaps.pop(0) if swaps else 0.0))
     quick = Engine("quick", places.receiver("distributed"))

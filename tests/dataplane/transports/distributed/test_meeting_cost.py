@@ -14,10 +14,10 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from weightbus.dataplane.errors import DataplaneError, PeerLost
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import new_token
-from weightbus.dataplane.processes.rendezvous_store import join_store, reach_store, serve_store
+from weightbus.dataplane.processes.rendezvous_store import connect_store, join_store, serve_store
 from weightbus.dataplane.transports.distributed import (
     engine_groups,
     rendezvous_keys as meeting_module,
@@ -75,7 +75,7 @@ class Fleet:
         self.names = [f"engine-{number}" for number in range(engines)]
         self.group = Group()
         self.leader = DistributedSender("127.0.0.1", "c", torch.device("cpu"))
-        self.pool = BucketPool("cpu", 2, make_manifest(BUCKETS).largest_bucket, "cost")
+        self.pool = BucketBuffers("cpu", 2, make_manifest(BUCKETS).largest_bucket, "cost")
         self.session = make_session(1, 7, make_manifest(BUCKETS))
         self.counted: list[Counting] = []
 
@@ -261,10 +261,10 @@ def test_a_receiver_that_waits_leaves_the_store_to_others(monkeypatch: pytest.Mo
     counted: list[Counting] = []
 
     def reach(*arguments: Any) -> Any:
-        counted.append(Counting(reach_store(*arguments)))
+        counted.append(Counting(connect_store(*arguments)))
         return counted[-1]
 
-    monkeypatch.setattr(meeting_module, "reach_store", reach)
+    monkeypatch.setattr(meeting_module, "connect_store", reach)
     store, token = serve_store("127.0.0.1"), new_token()
     meeting = Rendezvous(join_store(store), 1, token, ["e0"])
     attendance = RendezvousKeys(f"tcp://127.0.0.1:{store.port}", 1, "e0", token)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports.interface import Address, Minding, Peer, Receipt, Sender
 
 from ....kit.waiting import until
@@ -42,7 +42,7 @@ def test_who_is_in_no_group_any_more_costs_nobody_a_round(
 ) -> None:
     """Whatever its sidecar knew of it before: all of them meet anew, before any byte moves."""
     places, manifest = Places(tmp_path), make_manifest(2)
-    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "again")
+    sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "again")
     fleet = [Engine(f"e{number}", places.receiver("distributed")) for number in range(engines)]
     peers = [Peer(engine.name, 1) for engine in fleet]
 
@@ -76,7 +76,7 @@ def test_a_session_is_called_off_while_its_server_leaves_old_groups(
 ) -> None:
     """Which may take a server that stands still as long as the whole version may."""
     places, manifest = Places(tmp_path), make_manifest(2)
-    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "leaving")
+    sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "leaving")
     one, two = (Engine(name, places.receiver("distributed")) for name in ("one", "two"))
     leaves, goes_on = threading.Event(), threading.Event()
 
@@ -120,7 +120,7 @@ def test_who_takes_part_does_not_change_while_the_server_has_not_returned(
 ) -> None:
     """It may read the agent's memory, which would be let go of, or would be asked for two things at once."""
     places, manifest = Places(tmp_path), make_manifest(2)
-    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "switch")
+    sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "switch")
     inside, goes_on = threading.Event(), threading.Event()
 
     def stand(_index: int) -> None:
@@ -166,7 +166,7 @@ def moves(receiver: Minding) -> bool:
     return False
 
 
-def run(sender: Sender, engine: Engine, pool: BucketPool, epoch: int) -> object:
+def run(sender: Sender, engine: Engine, pool: BucketBuffers, epoch: int) -> object:
     """One session of one engine: how it ended."""
     session = make_session(epoch, 10 + epoch, make_manifest(2))
     engine.start(session, sender.offer(session, [Peer(engine.name, 1)]), 1)
@@ -180,7 +180,7 @@ def run(sender: Sender, engine: Engine, pool: BucketPool, epoch: int) -> object:
 def test_a_server_whose_join_is_called_off_is_asked_to_leave(tmp_path: Path) -> None:
     """That ends its join: else it waits there for members that do not come, and answers nothing meanwhile."""
     places = Places(tmp_path)
-    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, make_manifest(2).largest_bucket, "joins")
+    sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, make_manifest(2).largest_bucket, "joins")
     engine = Engine("e0", places.receiver("distributed"))
     joins, leaves = threading.Event(), threading.Event()
 
@@ -210,7 +210,7 @@ def test_a_server_whose_join_is_called_off_is_asked_to_leave(tmp_path: Path) -> 
 def test_a_server_that_is_told_from_another_though_it_is_the_same_leaves_its_groups(tmp_path: Path) -> None:
     """One that gave its memory back is another server, and in the groups that it was in."""
     places, manifest = Places(tmp_path), make_manifest(2)
-    sender, pool = places.sender("distributed"), BucketPool("cpu", 2, manifest.largest_bucket, "lent")
+    sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "lent")
     engine = Engine("e0", places.receiver("distributed"))
     for epoch in (1, 2):
         session = make_session(epoch, 10 + epoch, manifest)

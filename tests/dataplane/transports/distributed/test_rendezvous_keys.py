@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from weightbus.dataplane.errors import Forged, PeerLost, StaleSession, TransferFailed
+from weightbus.dataplane.errors import ForgedMessage, PeerLost, StaleSession, TransferFailed
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import new_token
 from weightbus.dataplane.processes.rendezvous_store import serve_store
@@ -93,7 +93,7 @@ def test_a_stranger_cannot_speak_for_the_sender(what: str) -> None:
     Rendezvous(store, EPOCH, token)
     Rendezvous(stranger_at(store), EPOCH, new_token()).announce(what, "evil")
     attendance = attend(store, token)
-    with pytest.raises(Forged, match="stranger"):
+    with pytest.raises(ForgedMessage, match="stranger"):
         attendance.group(Deadline(10))
     attendance.close()
 

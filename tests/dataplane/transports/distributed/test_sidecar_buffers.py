@@ -33,7 +33,7 @@ def has(monkeypatch: pytest.MonkeyPatch, free: int, made: type[Exception] | None
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     monkeypatch.setattr(handing_memory, "gpu_named", lambda _: torch.device("meta"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 1 << 40))
-    monkeypatch.setattr(handing_memory, "BucketPool", pool)
+    monkeypatch.setattr(handing_memory, "BucketBuffers", pool)
 
 
 def test_a_gpu_that_is_not_seen_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_nothing_is_exported_before_there_was_room_for_all_slots(monkeypatch: py
     """Torch keeps exported memory that nobody opened, on a GPU that has little."""
     has(monkeypatch, 1 << 40)
     empty, asked, kept = torch.empty, [], []
-    monkeypatch.setattr(handing_memory, "BucketPool", lambda *_: kept.append("exported"))
+    monkeypatch.setattr(handing_memory, "BucketBuffers", lambda *_: kept.append("exported"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: kept.append("given back"))
 
     def second_fails(nbytes: int, **given: Any) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_what_is_lent_is_the_slot_that_was_asked_for(monkeypatch: pytest.MonkeyP
     lent = [handles.CudaMemory(UUID, bytes([at]) * 64, BUCKET, 0, b"counter", at, b"event", True) for at in (0, 1)]
     slots = [SimpleNamespace(memory=torch.full((4,), at), exported=handles.encode_cuda(lent[at])) for at in (0, 1)]
     has(monkeypatch, 1 << 40)
-    monkeypatch.setattr(handing_memory, "BucketPool", lambda *_: SimpleNamespace(slots=slots, slot_bytes=BUCKET))
+    monkeypatch.setattr(handing_memory, "BucketBuffers", lambda *_: SimpleNamespace(slots=slots, slot_bytes=BUCKET))
     memory = GpuRoom().memory(torch.device("meta"))
     assert (memory.slots, memory.nbytes, memory.holds(1)) == (0, 0, False)
     memory.reserve(BUCKET, 6, Deadline(5))

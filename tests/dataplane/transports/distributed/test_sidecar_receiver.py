@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.transports.distributed import (
@@ -58,14 +58,14 @@ def make(places: Places) -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.fixture
-def pool() -> Iterator[BucketPool]:
+def pool() -> Iterator[BucketBuffers]:
     """Two slots of a sender."""
-    pool = BucketPool("cpu", 2, make_manifest(BUCKETS).largest_bucket, CHANNEL)
+    pool = BucketBuffers("cpu", 2, make_manifest(BUCKETS).largest_bucket, CHANNEL)
     yield pool
     pool.close()
 
 
-def run(sender: Sender, engines: Sequence[Engine], pool: BucketPool, epoch: int) -> list[object]:
+def run(sender: Sender, engines: Sequence[Engine], pool: BucketBuffers, epoch: int) -> list[object]:
     """One session: how it ended for each engine."""
     session = make_session(epoch, 10 + epoch, make_manifest(BUCKETS))
     address = sender.offer(session, [Peer(engine.name, 1) for engine in engines])
@@ -80,7 +80,7 @@ def run(sender: Sender, engines: Sequence[Engine], pool: BucketPool, epoch: int)
 
 @pytest.mark.parametrize("stuck_at", [0, 3])
 def test_a_server_that_stands_still_is_named_though_all_share_a_group(
-    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch, stuck_at: int
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers, monkeypatch: pytest.MonkeyPatch, stuck_at: int
 ) -> None:
     """As over NCCL, where every bucket goes from rank to rank: the other engine takes the version in the next session.
 
@@ -124,7 +124,7 @@ def _stands(engine: Engine) -> bool:
 
 
 def test_groups_on_a_gpu_that_the_server_left_are_left(
-    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was launched again on another one: there they would wait for bytes that nobody sends."""
     held: list[tuple[str, ...]] = []
@@ -146,7 +146,7 @@ def test_groups_on_a_gpu_that_the_server_left_are_left(
 
 
 def test_a_broadcast_that_does_not_return_has_its_memory_for_itself(
-    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over NCCL nobody can take it back from it. What comes next is compared and loaded where nobody writes late."""
     held, used, released = list[torch.Tensor](), list[int](), threading.Event()
@@ -183,7 +183,7 @@ def test_a_broadcast_that_does_not_return_has_its_memory_for_itself(
 
 
 def test_a_group_that_forms_too_late_is_left(
-    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody knows of it any more: its connections and threads would be there as long as the sidecar."""
     forms, goes_on, broken = threading.Event(), threading.Event(), threading.Event()
@@ -216,7 +216,7 @@ def test_a_group_that_forms_too_late_is_left(
 
 
 def test_an_engine_whose_session_changed_nothing_is_not_said_to_be_touched(
-    places: Places, make: Callable[..., Engine], pool: BucketPool
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers
 ) -> None:
     """Whatever the one before it did: it would be quarantined for weights that are whole."""
     sender, engine = places.sender(KIND), make("e")
@@ -231,7 +231,7 @@ def test_an_engine_whose_session_changed_nothing_is_not_said_to_be_touched(
 
 
 def test_the_server_has_what_is_left_of_the_session_for_a_load(
-    places: Places, make: Callable[..., Engine], pool: BucketPool
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers
 ) -> None:
     """And not a moment more: a call to it without a deadline would hold its engine for ever."""
     sender, engine = places.sender(KIND), make("e")
@@ -249,7 +249,7 @@ def test_the_server_has_what_is_left_of_the_session_for_a_load(
 
 
 def test_servers_join_where_their_workers_could_open_nothing(
-    places: Places, make: Callable[..., Engine], pool: BucketPool
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers
 ) -> None:
     """Beside an agent that takes part itself, in the same session; and the agent says why."""
     sender, hands, joins = places.sender(KIND), make("hands"), make("joins")
@@ -268,7 +268,7 @@ def test_servers_join_where_their_workers_could_open_nothing(
     assert not joins.server._groups, "it left them"
 
 
-def test_whoever_was_told_not_to_lets_the_server_join(places: Places, pool: BucketPool) -> None:
+def test_whoever_was_told_not_to_lets_the_server_join(places: Places, pool: BucketBuffers) -> None:
     """Nothing is wrong then, and nothing said."""
     receiver = DistributedReceiver(places.root / "run", hands_on=False)
     engine = Engine("e", receiver, server=places.server(KIND))
@@ -279,7 +279,7 @@ def test_whoever_was_told_not_to_lets_the_server_join(places: Places, pool: Buck
 
 
 def test_an_older_trainer_gets_the_servers_from_then_on(
-    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes the agent's word for a group that it does not know, and names one for workers."""
     monkeypatch.setattr(distributed, "BY_SIDECAR", "a word of no agent")
@@ -292,7 +292,7 @@ def test_an_older_trainer_gets_the_servers_from_then_on(
 
 @pytest.mark.parametrize("upgraded", [True, False])
 def test_a_trainer_that_starts_again_is_met_anew(
-    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch, upgraded: bool
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers, monkeypatch: pytest.MonkeyPatch, upgraded: bool
 ) -> None:
     """It may be a newer one: it costs one attempt to find that it is not, and no more, however often others fail."""
     monkeypatch.setattr(distributed, "BY_SIDECAR", "a word of no agent")
@@ -316,7 +316,7 @@ def test_a_trainer_that_starts_again_is_met_anew(
 
 
 def test_memory_stays_where_a_server_was_told_to_look(
-    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sidecar that ends lets a call that is on its way arrive: a worker that finds nothing there ends its server."""
     monkeypatch.setattr(handing_receiver, "_RETURN_S", 0.1)
@@ -351,7 +351,7 @@ def test_a_version_that_is_larger_gets_larger_memory(places: Places, make: Calla
     for epoch, buckets in ((1, 6), (2, 1), (3, 3)):
         manifest = make_manifest(6)
         size = manifest.largest_bucket * 6 // buckets
-        pool = BucketPool("cpu", 2, size, CHANNEL)
+        pool = BucketBuffers("cpu", 2, size, CHANNEL)
         session = make_session(epoch, 20 + epoch, _repacked(buckets))
         engine.start(session, sender.offer(session, [Peer("e", 1)]), 1)
         sender.ready(PATIENCE_S)
@@ -368,18 +368,18 @@ def _repacked(buckets: int) -> Manifest:
 
 
 def test_a_gpu_that_had_less_room_than_it_said_is_not_asked_again(
-    places: Places, make: Callable[..., Engine], pool: BucketPool, monkeypatch: pytest.MonkeyPatch
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That costs one version. From then on the server's workers take part, in every one."""
 
-    def full(*_: object) -> BucketPool:
+    def full(*_: object) -> BucketBuffers:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     for module in (handing_memory, handing_receiver):
         monkeypatch.setattr(module, "gpu_named", lambda _: torch.device("meta"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 39, 1 << 40))
-    monkeypatch.setattr(handing_memory, "BucketPool", full)
+    monkeypatch.setattr(handing_memory, "BucketBuffers", full)
     sender, engine = places.sender(KIND), make("e")
     engine.server.opens = "GPU-1"
     assert "could not be made" in str(run(sender, (engine,), pool, 1)[0])
@@ -390,7 +390,9 @@ def test_a_gpu_that_had_less_room_than_it_said_is_not_asked_again(
     assert engine.server.weights == [wanted(make_manifest(BUCKETS), 14)]
 
 
-def test_a_slow_server_reads_what_it_was_told_to(places: Places, make: Callable[..., Engine], pool: BucketPool) -> None:
+def test_a_slow_server_reads_what_it_was_told_to(
+    places: Places, make: Callable[..., Engine], pool: BucketBuffers
+) -> None:
     """No bucket takes the place of one that is being loaded; one is received meanwhile."""
     sender, engine = places.sender(KIND), make("slow", lambda _: time.sleep(0.15))
     assert isinstance(run(sender, (engine,), pool, 1)[0], Receipt)

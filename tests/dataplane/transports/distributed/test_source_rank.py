@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes import rendezvous_store as rendezvous
 from weightbus.dataplane.processes.mac_frames import new_token
 from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
@@ -61,7 +61,7 @@ class Stand:
         self.places = Places(root, host)
         self.manifest = make_manifest(BUCKETS)
         self.leader = DistributedSender(host, CHANNEL, CPU)
-        self.pool = BucketPool("cpu", 2, self.manifest.largest_bucket, "stand")
+        self.pool = BucketBuffers("cpu", 2, self.manifest.largest_bucket, "stand")
         self.engines = [Engine(peer.engine, self.places.receiver("distributed"), tp=peer.tp) for peer in PEERS]
         self.joined: dict[str, list[str]] = {engine.name: [] for engine in self.engines}
         for engine in self.engines:
@@ -203,7 +203,7 @@ def test_a_source_that_cannot_take_part_says_why(
     def refuse(_device: torch.device) -> str:
         raise Unsupported("NCCL_CUMEM_ENABLE is None")
 
-    monkeypatch.setattr(source_rank, "backend_for", refuse)
+    monkeypatch.setattr(source_rank, "process_group_backend", refuse)
     _, address = stand.offer(1, 7)
     other.begin(address, 1, TWO, stand.own(7), 60.0, filled=3)
     with pytest.raises(TransferFailed, match="source/1 gave up: NCCL_CUMEM_ENABLE"):
@@ -411,7 +411,7 @@ def test_a_session_that_does_not_end_as_it_should_holds_no_rank(
         raise ValueError("torch has changed")
 
     monkeypatch.setattr(source_rank, "_END_S", 0.1)
-    monkeypatch.setattr(source_rank, "backend_for", stuck)
+    monkeypatch.setattr(source_rank, "process_group_backend", stuck)
     if how != "stuck":
         monkeypatch.setattr(source_rank.SourceSession, "_break_off", fail)
         monkeypatch.setattr(threading, "excepthook", lambda _: None)  # it is said there
@@ -511,7 +511,7 @@ def test_a_session_that_is_stuck_touches_nothing_of_the_next(
 ) -> None:
     """It is given up after a while; what it does when it goes on at last is its own end."""
     stuck, released, armed = threading.Event(), threading.Event(), threading.Event()
-    plain = source_rank.backend_for
+    plain = source_rank.process_group_backend
 
     def backend_for(device: torch.device) -> str:
         if armed.is_set() and not stuck.is_set():
@@ -520,7 +520,7 @@ def test_a_session_that_is_stuck_touches_nothing_of_the_next(
         return plain(device)
 
     monkeypatch.setattr(source_rank, "_END_S", 0.1)
-    monkeypatch.setattr(source_rank, "backend_for", backend_for)
+    monkeypatch.setattr(source_rank, "process_group_backend", backend_for)
     serve(stand, other, 1)
     armed.set()
     other.begin(Leader().begin(2), 2, TWO, stand.own(2), 60.0, filled=3)
@@ -563,9 +563,9 @@ def test_a_store_that_goes_while_a_group_forms_holds_nobody(other: SourceRank, m
         leader.meeting = None
         del leader.store
         until("the store to end", lambda: other._session is None or other._session._meeting._error is not None)
-        return rendezvous.reach_store(*arguments)
+        return rendezvous.connect_store(*arguments)
 
-    monkeypatch.setattr(source_rank, "reach_store", too_late)
+    monkeypatch.setattr(source_rank, "connect_store", too_late)
     other.begin(address, 1, Sources((0, 1)), [torch.zeros(8)], 600.0, filled=1)
     leader.await_source().announce("group", GroupSettings(("g", "g-source1"), (0, 1)).encode())
     began = time.monotonic()

@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as c10d
 
 from weightbus.control.machine.limits import STAND_IN_S
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
@@ -228,7 +228,7 @@ def test_the_connections_of_a_group_are_found_among_all_others(
         listener.accept()[0],
     ):
         store = c10d.PrefixStore("group", join_store(server))
-        backend = backends.gloo(store, host, 0, 2, dt.timedelta(seconds=60))
+        backend = backends.make_gloo_group(store, host, 0, 2, dt.timedelta(seconds=60))
         connections = connections_of(store, 0, 2)
         (file,) = connections.files
         with socket.socket(fileno=os.dup(file)) as found:
@@ -309,7 +309,7 @@ def test_a_group_that_was_hung_up_is_not_used_again(tmp_path: Path, monkeypatch:
     """A source that stood still after the last bucket has a new group for the next version."""
     places, manifest = Places(tmp_path), make_manifest()
     sender, engine = places.sender("distributed"), Engine("e0", places.receiver("distributed"))
-    pool = BucketPool("cpu", 2, manifest.largest_bucket, CHANNEL)
+    pool = BucketBuffers("cpu", 2, manifest.largest_bucket, CHANNEL)
     for epoch in (1, 2, 3):
         if epoch == 3:
             monkeypatch.setattr(BroadcastGroup, "hung_up", True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.memory.staging_buffers import BucketPool
+from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports.interface import Peer, SharedBucket
 from weightbus.dataplane.transports.local import receiver as module
 
@@ -37,10 +37,10 @@ def test_a_server_that_stands_still_in_a_load_is_given_up_long_before_the_versio
 ) -> None:
     """All engines of a round stand still for it meanwhile. It is asked for nothing more, and the sender hears of it."""
     asked: list[int] = []
-    monkeypatch.setattr(module, "taken_s", lambda nbytes: (asked.append(nbytes), STILL_S)[1])
+    monkeypatch.setattr(module, "bucket_timeout_s", lambda nbytes: (asked.append(nbytes), STILL_S)[1])
     session, places, server = make_session(1, 1, make_manifest(BUCKETS)), Places(tmp_path), Stopped()
     sender, receiver = places.sender("local"), places.receiver("local")
-    pool = BucketPool("cpu", 2, session.manifest.largest_bucket, CHANNEL)
+    pool = BucketBuffers("cpu", 2, session.manifest.largest_bucket, CHANNEL)
     address, began = sender.offer(session, [Peer("e0", 1)]), time.monotonic()
     with ThreadPoolExecutor(1) as thread:
         taken = thread.submit(receiver.receive, session, address, "e0", 0, server, PATIENCE_S)

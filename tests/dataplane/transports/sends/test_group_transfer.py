@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.dataplane.errors import DataplaneError, NoRoom, PeerLost, TransferFailed, TurnLate
+from weightbus.dataplane.errors import ChunkTimeout, DataplaneError, OutOfStagingMemory, PeerLost, TransferFailed
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.rendezvous_store import serve_store
 from weightbus.dataplane.transports.interface import Group
@@ -202,7 +202,7 @@ def test_who_is_not_ready_says_why_before_the_others_see_it_break(
     def ready() -> None:
         raise torch.OutOfMemoryError("no room")
 
-    with pytest.raises(NoRoom, match="no room"):
+    with pytest.raises(OutOfStagingMemory, match="no room"):
         course.run(ready=ready)
     heard.set()
     course.over()
@@ -260,10 +260,10 @@ def test_who_is_late_itself_says_so_at_once(course: Course, monkeypatch: pytest.
     monkeypatch.setattr(passage, "_SAY_FIRST_S", LONG_S)
 
     def move(_group: QueuePair) -> None:
-        raise TurnLate("a peer", 1.0)
+        raise ChunkTimeout("a peer", 1.0)
 
     began = time.monotonic()
-    with pytest.raises(TurnLate):
+    with pytest.raises(ChunkTimeout):
         course.run(move=move)
     assert time.monotonic() - began < LONG_S / 2
 

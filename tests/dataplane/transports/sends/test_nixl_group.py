@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from weightbus.dataplane.errors import PeerLost, TurnLate
+from weightbus.dataplane.errors import ChunkTimeout, PeerLost
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.transports.sends.nixl_group import _MODULES, NixlGroup
@@ -101,9 +101,9 @@ def test_nobody_is_waited_for_beyond_the_deadline() -> None:
     """Neither a sender that offers nothing nor a receiver that reads nothing."""
     memories = [torch.zeros(8, dtype=torch.uint8) for _ in range(2)]
     made = groups(memories)
-    with pytest.raises(TurnLate):
+    with pytest.raises(ChunkTimeout):
         made[0].exchange([], [P2PChunk(memories[0], 1)], Deadline(0.2))
-    with pytest.raises(TurnLate):
+    with pytest.raises(ChunkTimeout):
         made[1].exchange([P2PChunk(memories[1], 0)], [], Deadline(0.2))
     for group in made:
         group.close()
@@ -116,7 +116,7 @@ def test_messages_of_other_sizes_are_refused() -> None:
     posted = made[1].post([P2PChunk(memories[1][:8], 0)], [])
     with pytest.raises(PeerLost, match="other messages"):
         made[0].exchange([], [P2PChunk(memories[0], 1)], Deadline(LONG_S))
-    with pytest.raises(TurnLate):
+    with pytest.raises(ChunkTimeout):
         posted.wait(Deadline(0.2))
     for group in made:
         group.close()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from weightbus.dataplane.errors import DeadlineExceeded, PeerLost, TransferFailed, TurnLate
+from weightbus.dataplane.errors import ChunkTimeout, DeadlineExceeded, PeerLost, TransferFailed
 from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
@@ -79,14 +79,14 @@ def test_who_gives_up_frees_the_others(gone: str) -> None:
 def test_who_waits_in_vain_is_told_of_slow_links() -> None:
     """A turn's deadline does not tell who stands still from a link that does not carry it: what to do is said."""
     groups = formed(2)
-    with pytest.raises(TurnLate, match=r"waited 0\.2 s for a peer .* let the engine take distributed or disk"):
+    with pytest.raises(ChunkTimeout, match=r"waited 0\.2 s for a peer .* let the engine take distributed or disk"):
         groups[0].exchange([], [P2PChunk(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(0.2))
 
 
 def test_a_turn_whose_time_is_over_before_it_is_waited_for_is_late() -> None:
     """As one that runs out meanwhile, which gloo says in another way."""
     groups = formed(2)
-    with pytest.raises(TurnLate):
+    with pytest.raises(ChunkTimeout):
         groups[0].exchange([], [P2PChunk(torch.zeros(8, dtype=torch.uint8), 1)], Deadline(0.0))
 
 
@@ -99,7 +99,7 @@ def test_who_does_not_connect_is_no_late_turn() -> None:
         pool.submit(groups[1]._connect, none, none, Deadline(LONG_S)).result(LONG_S)
         error = waits.exception(LONG_S)
     assert isinstance(error, DeadlineExceeded)
-    assert not isinstance(error, TurnLate)
+    assert not isinstance(error, ChunkTimeout)
 
 
 class Work:
@@ -152,7 +152,7 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def over(nccl: Nccl, monkeypatch: pytest.MonkeyPatch, seconds: float) -> P2PGroup:
-    monkeypatch.setattr(backends, "nccl", lambda *_: nccl)
+    monkeypatch.setattr(backends, "make_nccl_group", lambda *_: nccl)
     return P2PGroup.form(c10d.HashStore(), "g", HOST, torch.device("cuda", 0), 0, 2, Deadline(seconds))
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import ManifestError, TransferFailed
-from weightbus.dataplane.memory.export_map import ExportedPlace, ExportMap, Region
-from weightbus.dataplane.reshard.load_trace import LoadTrace, Target
+from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
+from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
-from weightbus.dataplane.reshard.send_schedule import Messages, Schedule, schedule
+from weightbus.dataplane.reshard.send_schedule import SendMessages, SendSchedule, make_send_schedule
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, whole
+from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, whole_tensor_shard
 from weightbus.dataplane.transports.direct.messages import Proposal
 from weightbus.dataplane.transports.direct.sender import ExportedWeights
 from weightbus.dataplane.transports.sends import messages as wire, plan_agreement as agreed_plans
@@ -29,8 +29,8 @@ OTHER = msgspec.structs.replace(ALONE, device="gpu-1")
 
 def _exposed() -> ExportedWeights:
     """Each of two ranks has one of the tensors."""
-    parts = [Shards.of(TENSORS, [whole(spec, "bfloat16", 0)], rank) for rank, spec in enumerate(TENSORS)]
-    exports = [ExportMap(rank, "here", (Region(64, "cpu"),), (ExportedPlace(0, 0),)) for rank in range(2)]
+    parts = [Shards.of(TENSORS, [whole_tensor_shard(spec, "bfloat16", 0)], rank) for rank, spec in enumerate(TENSORS)]
+    exports = [ExportMap(rank, "here", (Region(64, "cpu"),), (ExportedTensor(0, 0),)) for rank in range(2)]
     return ExportedWeights(Shards.join(parts), tuple(exports), ())
 
 
@@ -38,10 +38,10 @@ def _recording(*, swapped: bool = False) -> LoadTrace:
     """A worker that keeps both tensors one behind the other in one parameter."""
     order = reversed(TENSORS) if swapped else TENSORS
     pieces = [
-        Shard(spec.name, whole(spec, "bfloat16", 0).box, "bfloat16", ShardView(0, ROWS * 4 * at, (4, 1)))
+        Shard(spec.name, whole_tensor_shard(spec, "bfloat16", 0).box, "bfloat16", ShardView(0, ROWS * 4 * at, (4, 1)))
         for at, spec in enumerate(order)
     ]
-    target = Target("w", "bfloat16", (2, ROWS, 4), (ROWS * 4, 4, 1), parameter=True)
+    target = LoadTarget("w", "bfloat16", (2, ROWS, 4), (ROWS * 4, 4, 1), parameter=True)
     return LoadTrace(0, (target,), Shards.of(TENSORS, pieces))
 
 
@@ -68,7 +68,7 @@ def test_a_rank_is_told_its_own_part_in_full_once() -> None:
         plan = make_plan(exposed.pieces, exposed.exports, _recording(), ALONE)
         messages, pack = made.of_holder(holder, plan)
         assert (both[0].messages, both[0].pack) == (messages.encode(), pack.encode())
-        assert len(Messages.decode(both[0].messages)) == 1
+        assert len(SendMessages.decode(both[0].messages)) == 1
         assert both[1] == wire.SentLetters(peer=3, schedule=both[0].schedule)
         later = plans.letters(holder, _names(both), [(2, other)], *CUT)
         assert later == (wire.SentLetters(peer=2, schedule=both[0].schedule),)
@@ -103,9 +103,9 @@ def test_what_is_asked_for_when_all_are_prepared_is_made_before(monkeypatch: pyt
     wanted = [twin.letters(holder, (), [(2, _agreed(twin))], *CUT) for holder in (0, 1)]
     plans.make_ready(one, (0, 1), *CUT)
     digest = twin.schedule(one, *CUT).digest()
-    for kind in (CopyTable, Messages):
+    for kind in (CopyTable, SendMessages):
         monkeypatch.setattr(kind, "encode", lambda _: pytest.fail("it is encoded now"))
-    monkeypatch.setattr(Schedule, "of_holder", lambda *_: pytest.fail("it is divided now"))
+    monkeypatch.setattr(SendSchedule, "of_holder", lambda *_: pytest.fail("it is divided now"))
     plans.check(wire.Prepared(plans=(one,), schedules=(digest,)), 1, *CUT)
     assert [plans.letters(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
 
@@ -135,16 +135,16 @@ def test_of_what_lies_otherwise_now_nothing_is_left() -> None:
     plans.turn_to(replace(exposed, exports=exports), 2)
     plan = make_plan(exposed.pieces, exports, _recording(), OTHER)
     agreed = plans.agree(Proposal(reader=OTHER, recording=_recording().encode(), plan=plan.digest()))
-    assert plans.schedule(agreed, *CUT).digest() == schedule(plan, 1, *CUT).digest()
+    assert plans.schedule(agreed, *CUT).digest() == make_send_schedule(plan, 1, *CUT).digest()
 
 
 def test_only_workers_that_are_alike_share_what_was_worked_out() -> None:
     """Of replicas each rank of an engine takes others, and whoever is near one of them takes that."""
-    both = [whole(spec, "bfloat16", at) for at, spec in enumerate(TENSORS)]
+    both = [whole_tensor_shard(spec, "bfloat16", at) for at, spec in enumerate(TENSORS)]
     parts = [Shards.of(TENSORS, both, rank) for rank in range(2)]
     exports = tuple(
         [
-            ExportMap(rank, f"host {rank}", (Region(64, "cpu"),) * 2, (ExportedPlace(0, 0), ExportedPlace(1, 0)))
+            ExportMap(rank, f"host {rank}", (Region(64, "cpu"),) * 2, (ExportedTensor(0, 0), ExportedTensor(1, 0)))
             for rank in range(2)
         ]
     )
@@ -171,7 +171,7 @@ def test_other_plans_and_schedules_than_its_own_are_refused() -> None:
         plans.agree(proposal)
     one = _agreed(plans)
     plan = make_plan(exposed.pieces, exposed.exports, _recording(), ALONE)
-    right = schedule(plan, 1, *CUT).digest()
+    right = make_send_schedule(plan, 1, *CUT).digest()
     plans.check(wire.Prepared(plans=(one,), schedules=(right,)), 1, *CUT)
     with pytest.raises(ManifestError, match="scheduled another"):
         plans.check(wire.Prepared(plans=(one,), schedules=("another",)), 1, *CUT)

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.errors import DeadlineExceeded, NoRoom, PeerLost, TurnLate
+from weightbus.dataplane.errors import ChunkTimeout, DeadlineExceeded, OutOfStagingMemory, PeerLost
 from weightbus.dataplane.processes import background_init as binding
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import MacFrames
-from weightbus.dataplane.reshard.send_schedule import Messages
+from weightbus.dataplane.reshard.send_schedule import SendMessages
 from weightbus.dataplane.transports.interface import Address, Group
 from weightbus.dataplane.transports.sends import messages as wire, rank_sender as rank_sends
 from weightbus.dataplane.transports.sends.rank_sender import RankSender
@@ -27,16 +27,16 @@ from ....kit.waiting import until
 WAIT_S = 20.0
 RANK = 3
 GROUP = Group(store="tcp://127.0.0.1:9", name="g", size=9, rank=RANK, form_s=1.0, turn_s=1.0)
-NOTHING = Messages.decode(b"")
+NOTHING = SendMessages.decode(b"")
 ADDRESS = Address("127.0.0.1:9", token="t")
 
 
-def one_message() -> Messages:
+def one_message() -> SendMessages:
     """16 bytes out of the only region."""
-    return Messages(*[np.array([value], np.int64) for value in (RANK, 0, 16, 0, 0, -1, 0)])
+    return SendMessages(*[np.array([value], np.int64) for value in (RANK, 0, 16, 0, 0, -1, 0)])
 
 
-def letters(peer: int, messages: Messages, name: str) -> wire.SentLetters:
+def letters(peer: int, messages: SendMessages, name: str) -> wire.SentLetters:
     return wire.SentLetters(peer=peer, schedule=name, messages=messages.encode(), pack=CopyTable.empty().encode())
 
 
@@ -170,7 +170,11 @@ def test_what_forms_is_called_off_with_an_epoch_that_fails(
 
 @pytest.mark.parametrize(
     ("error", "less"),
-    [(TurnLate("a peer", 1.0), True), (NoRoom("none"), True), (DeadlineExceeded("the group", 1.0), False)],
+    [
+        (ChunkTimeout("a peer", 1.0), True),
+        (OutOfStagingMemory("none"), True),
+        (DeadlineExceeded("the group", 1.0), False),
+    ],
     ids=["late", "no room", "not formed"],
 )
 def test_the_leader_hears_whether_less_at_a_time_may_do(

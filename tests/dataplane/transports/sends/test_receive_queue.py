@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.reshard.send_schedule import NOWHERE, Messages
+from weightbus.dataplane.reshard.send_schedule import NOWHERE, SendMessages
 from weightbus.dataplane.transports.sends import receive_queue as module
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
 from weightbus.dataplane.transports.sends.receive_queue import ReceiveQueue, beside_bytes
@@ -31,7 +31,7 @@ WAYS = pytest.mark.parametrize("beside", [False, True], ids=["in place", "beside
 class Part(NamedTuple):
     """Of a schedule."""
 
-    messages: Messages
+    messages: SendMessages
     unpack: CopyTable
 
 
@@ -39,7 +39,7 @@ def part(*, straight_at: int = 0, unpacked_at: int = SIZE, within: int = 0) -> P
     """In each turn a message for the first half of the parameter and one that is unpacked into the second."""
     count = 2 * TURNS
     turn, straight, zeros = np.arange(count) // 2, np.arange(count) % 2 == 0, np.zeros(count, np.int64)
-    messages = Messages(
+    messages = SendMessages(
         np.full(count, HOLDER), turn, np.full(count, SIZE), np.full(count, NOWHERE), zeros,
         np.where(straight, 0, NOWHERE), np.where(straight, straight_at, 0),
     )  # fmt: skip

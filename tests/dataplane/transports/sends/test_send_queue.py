@@ -8,7 +8,7 @@ import torch
 
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.reshard.send_schedule import NOWHERE, Messages
+from weightbus.dataplane.reshard.send_schedule import NOWHERE, SendMessages
 from weightbus.dataplane.transports.sends import send_queue as module
 from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY, Mail, SendQueue
 
@@ -26,7 +26,7 @@ def mail(turns: int = TURNS, *, straight_at: int = 0, packed_at: int = SIZE, wit
     turn, straight = np.arange(count) // 2, np.arange(count) % 2 == 0
     zeros = np.zeros(count, np.int64)
     source_at = np.where(straight, straight_at, 0)
-    messages = Messages(
+    messages = SendMessages(
         zeros, turn, np.full(count, SIZE), np.where(straight, 0, NOWHERE), source_at, np.full(count, NOWHERE), zeros
     )
     return Mail(PEER, messages, byte_rows(*[(0, packed_at, 2 * each + 1, within, SIZE) for each in range(turns)]))

@@ -17,7 +17,7 @@ from weightbus.dataplane.errors import PeerLost, TransferFailed
 from weightbus.dataplane.memory.export_map import ExportMap
 from weightbus.dataplane.processes import connection_pool as lines
 from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import MacFrames, host_and_port
+from weightbus.dataplane.processes.mac_frames import MacFrames, parse_tcp_address
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
@@ -164,7 +164,7 @@ def test_who_does_not_read_its_layout_holds_nobody(count: int) -> None:
 def test_who_comes_and_says_nothing_holds_nobody(*, knows: bool) -> None:
     """Whether it knows the token or not."""
     crowd = Crowd("fast")
-    silent = crowd.reach() if knows else socket.create_connection(host_and_port(crowd.address.address))
+    silent = crowd.reach() if knows else socket.create_connection(parse_tcp_address(crowd.address.address))
     served_at_once(crowd, "fast")
     silent.close()
     crowd.close()

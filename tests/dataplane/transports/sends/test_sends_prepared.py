@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.memory.export_map import ExportMap
 from weightbus.dataplane.reshard.reshard_plan import make_plan
-from weightbus.dataplane.reshard.send_schedule import pair_bytes_of, schedule
+from weightbus.dataplane.reshard.send_schedule import make_send_schedule, pair_bytes_for
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports.direct import messages as direct_wire
@@ -36,7 +36,9 @@ def test_who_is_prepared_for_something_else_is_left_out_alone(how: str) -> None:
     crowd = Crowd("odd", "fast", ranks=1, exposed=ExportedWeights(pieces, tuple(exports), ()))
     plan = make_plan(pieces, exports, recording, SENT_TO)
     proposal = direct_wire.Proposal(reader=SENT_TO, recording=recording.encode(), plan=plan.digest())
-    right, other = (schedule(plan, 2, each, crowd.sender._alone_bytes) for each in (crowd.sender._pair_bytes, 1 << 16))
+    right, other = (
+        make_send_schedule(plan, 2, each, crowd.sender._alone_bytes) for each in (crowd.sender._pair_bytes, 1 << 16)
+    )
     crowd.say("fast", wire.Propose(plans=(proposal,)))
     assert crowd.hear("fast") == wire.Agreed()
     if how == "a schedule that is cut otherwise":
@@ -69,7 +71,7 @@ def test_turns_follow_the_size_of_the_fleet() -> None:
         sender.offer(TransferSession("c", epoch, epoch, manifest, table), [Peer("e", workers)])
         found.append(sender._pair_bytes)
     sender.close()
-    assert found == [pair_bytes_of(4), pair_bytes_of(256), pair_bytes_of(256), pair_bytes_of(4)]
+    assert found == [pair_bytes_for(4), pair_bytes_for(256), pair_bytes_for(256), pair_bytes_for(4)]
 
 
 @pytest.mark.usefixtures("toy_plans")

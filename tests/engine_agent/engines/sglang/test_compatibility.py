@@ -303,13 +303,16 @@ def stored_quantized(folder: Path, config: dict[str, Any], module: str = "model.
     content = {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "quantization_config": config}
     (folder / "config.json").write_text(json.dumps(content))
     weight = TensorSpec(f"{module}.weight", "bfloat16", (256, 256))
-    quantization = quantization_config.read(content)
+    quantization = quantization_config.read_quantization_config(content)
     assert quantization is not None
     scheme = quantization.scheme_of(weight)
     assert scheme is not None
     tensors = {
         spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
-        for spec in (TensorSpec("model.norm.weight", "bfloat16", (256,)), *quantization_config.outputs(weight, scheme))
+        for spec in (
+            TensorSpec("model.norm.weight", "bfloat16", (256,)),
+            *quantization_config.quantized_tensors(weight, scheme),
+        )
     }
     save_file(tensors, folder / "model.safetensors")
     return folder
