@@ -30,7 +30,7 @@ from weightbus.control.machine.effects import (
 )
 from weightbus.control.machine.events import Peer
 from weightbus.control.machine.limits import Limits
-from weightbus.control.protocol.enums import Code, Role, Outcome as Ended
+from weightbus.control.protocol.enums import Code, Outcome as Ended, Role
 from weightbus.control.protocol.errors import JournalUnwritable, NotNewer
 from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
 from weightbus.control.protocol.message_fields import Message

@@ -76,7 +76,7 @@ def sums_of(elements, at, step):
     # What tensor_digest.py makes of the words that are in memory now.
     words = np.ascontiguousarray(elements.contiguous().view(torch.uint8).numpy()).view(np.uint64)
     places = at + np.arange(words.shape[0])[:, None] * step + np.arange(words.shape[1])
-    return integrity.mix(words.reshape(-1), places.reshape(-1))
+    return integrity.mix_words(words.reshape(-1), places.reshape(-1))
 
 CASES = [((136, 256), torch.bfloat16, False), ((8, 320), torch.float32, False), ((8, 384), torch.bfloat16, True)]
 for scheme in SCHEMES:
