@@ -22,7 +22,7 @@ EngineAgentError
 from pathlib import Path
 
 from weightbus.control.protocol import ConfigurationError
-from weightbus.control.security import Doubt
+from weightbus.control.security import VerificationFailure
 from weightbus.dataplane.errors import TransferFailed
 
 
@@ -44,7 +44,7 @@ class UnknownDialect(EngineAgentError):
 class NotTrusted(EngineAgentError):
     """No trainer that this engine trusts has published that, or not as what follows the version it serves."""
 
-    def __init__(self, version: int, doubt: Doubt) -> None:
+    def __init__(self, version: int, doubt: VerificationFailure) -> None:
         self.version = version
         self.kind = doubt.kind
         super().__init__(f"version {version} is not believed ({doubt.kind.value}): {doubt.reason}")

@@ -11,8 +11,8 @@ import msgspec
 from msgspec import Meta
 
 from weightbus.control.machine import PREFERRED
-from weightbus.control.protocol import NAME_PATTERN, PauseMode, Policy, SlowEngines, TransportKind
-from weightbus.control.security import InsecureLoopback, KeysFolder, check, check_endpoints
+from weightbus.control.protocol import NAME_PATTERN, PauseMode, Policy, StragglerPolicy, TransportKind
+from weightbus.control.security import InsecureLoopback, KeysFolder, check_endpoints, check_key_settings
 from weightbus.dataplane.tensors import DEFAULT_BUCKET_BYTES
 
 from .machine import Overlap, PublishLimits, SnapshotMemory
@@ -71,9 +71,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     flush: Annotated[bool, Meta(description="drop KV and prefix caches before engines resume")] = True
     min_engines: Annotated[int, Meta(description="verified engines needed to commit; 0: one if any joined", ge=0)] = 0
     redrives: Annotated[int, Meta(description="how often failed engines are sent everything again", ge=0, le=100)] = 1
-    slow: Annotated[SlowEngines, Meta(description="wait-all, quorum or evict-after: who waits for slow engines")] = (
-        SlowEngines.WAIT_ALL
-    )
+    slow: Annotated[
+        StragglerPolicy, Meta(description="wait-all, quorum or evict-after: who waits for slow engines")
+    ] = StragglerPolicy.WAIT_ALL
     quorum: Annotated[
         int, Meta(description="engines after which the others have slow_s left (slow = quorum)", ge=0)
     ] = 0
@@ -123,7 +123,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = None
 
     def __post_init__(self) -> None:
-        check(self.keys, insecure_loopback=self.insecure_loopback)
+        check_key_settings(self.keys, insecure_loopback=self.insecure_loopback)
         check_endpoints("coordinator", self.coordinator)
         if self.pause is PauseMode.IN_PLACE and self.flush:
             raise ValueError(

@@ -25,19 +25,19 @@ import msgspec
 from ..log import get_log
 from ..protocol import (
     MAX_PAGE_BYTES,
+    BlobCancelled,
     BlobMismatch,
     BlobPage,
     Bye,
     ClientClosed,
-    Code,
     CoordinatorUnreachable,
     Digest,
     GetBlob,
     GetStatus,
     Heartbeat,
     Hello,
-    NotWanted,
     PutBlob,
+    RefusalCode,
     RequestId,
     RequestRefused,
     ToAgent,
@@ -48,7 +48,7 @@ from ..protocol import (
     Welcome,
     codec,
 )
-from ..security import CurveFiles, curve_files
+from ..security import CurveFiles, agent_key_files
 from .bounded_set import BoundedSet
 from .dealer import DealerLink
 from .interface import AgentLink
@@ -108,7 +108,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 def check_keys(endpoint: str, keys: Path | None, name: str, *, insecure_loopback: bool) -> None:
     """Raise the `ConfigurationError` that an agent's start would, as far as its key files and its endpoint tell."""
-    BusSettings(endpoint=endpoint, curve=curve_files(keys, name, insecure_loopback=insecure_loopback)).check()
+    BusSettings(endpoint=endpoint, curve=agent_key_files(keys, name, insecure_loopback=insecure_loopback)).check()
 
 
 class BusClient:
@@ -252,7 +252,7 @@ class BusClient:
         try:
             return answer()[0]
         except RequestRefused as refused:
-            if refused.code is not Code.UNKNOWN_BLOB:
+            if refused.code is not RefusalCode.UNKNOWN_BLOB:
                 raise
         for name, blob in blobs.items():
             self.put_blob(blob, blobs_s, name)
@@ -307,8 +307,8 @@ class BusClient:
     def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = lambda: False) -> bytes:
         """The blob of that digest, from the coordinator or from the last few that were read.
 
-        `unwanted` is asked between pages, and every `PAGE_S` of a page that does not come: raises `NotWanted` once it
-        says yes.
+        `unwanted` is asked between pages, and every `PAGE_S` while a page does not come: raises `BlobCancelled` once
+        it says yes.
         """
         cached = self._cache.get(digest)
         if cached is not None:
@@ -318,7 +318,7 @@ class BusClient:
         count = 1
         while len(pages) < count:
             if unwanted():
-                raise NotWanted(digest, len(pages))
+                raise BlobCancelled(digest, len(pages))
             left = max(0.0, until - time.monotonic())
             message = GetBlob(request=self.new_request(), digest=digest, page=len(pages))
             try:
@@ -382,7 +382,7 @@ class BusClient:
         except FutureTimeoutError:
             raise self._session.unreachable(what, deadline_s, time.monotonic()) from None
         except RequestRefused as refused:
-            if refused.code is Code.UNKNOWN_BLOB:
+            if refused.code is RefusalCode.UNKNOWN_BLOB:
                 self._known.clear()
             raise
         finally:

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 import zmq
 
 from ..protocol import ConfigurationError, ProtocolError, ToAgent, ToCoordinator, codec
-from ..security import CurveFiles, KeyPair, read_public, read_secret
+from ..security import CurveFiles, KeyPair, read_public_key, read_secret_key
 from .session import split_endpoints
 from .sockets import Waker, burst, check_library, public_of, set_common
 
@@ -30,8 +30,8 @@ class DealerLink:
         self._endpoints = split_endpoints(endpoint)
         for each in self._endpoints:
             _check_endpoint(each, curve)
-        self._coordinator_key = read_public(curve.coordinator) if curve else ""
-        secret = read_secret(curve.secret) if curve else ""
+        self._coordinator_key = read_public_key(curve.coordinator) if curve else ""
+        secret = read_secret_key(curve.secret) if curve else ""
         self._pair = KeyPair(public_of(secret), secret) if curve else None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._waker = Waker()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from ..machine import Refusal
-from ..protocol import Code, Refused, RequestId, WrongProtocol
+from ..protocol import RefusalCode, Refused, RequestId, WrongProtocol
 from .interface import Rejected, Throttled, TurnedAway
 
 REJECTED_KEY: Final = RequestId("rejected")
@@ -24,10 +24,10 @@ def refusal_of(item: Rejected | Throttled | TurnedAway) -> Refusal:
             agent = item.principal.name if item.principal else "?"
             return Refusal(agent=agent, message="?", code=_code(item), reason=str(item.error))
         case Throttled():
-            return Refusal(agent=item.agent, message="?", code=Code.NOT_ALLOWED, reason=item.reason)
+            return Refusal(agent=item.agent, message="?", code=RefusalCode.NOT_ALLOWED, reason=item.reason)
         case TurnedAway():
-            return Refusal(agent="?", message="?", code=Code.NOT_ALLOWED, reason=item.reason)
+            return Refusal(agent="?", message="?", code=RefusalCode.NOT_ALLOWED, reason=item.reason)
 
 
-def _code(item: Rejected) -> Code:
-    return Code.PROTOCOL_MISMATCH if isinstance(item.error, WrongProtocol) else Code.NOT_ALLOWED
+def _code(item: Rejected) -> RefusalCode:
+    return RefusalCode.PROTOCOL_MISMATCH if isinstance(item.error, WrongProtocol) else RefusalCode.NOT_ALLOWED

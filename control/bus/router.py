@@ -39,7 +39,16 @@ from zmq.backend import Socket
 
 from ..machine import MessageReceived, Peer, Principal
 from ..protocol import AgentId, ConfigurationError, Malformed, ProtocolError, ToAgent, WeightbusError, codec
-from ..security import COORDINATOR, RELOAD_S, TRUST_FILE, KeyPair, TrustList, check_public, read_secret, read_trust
+from ..security import (
+    ALLOW_LIST_FILE,
+    COORDINATOR_KEYS,
+    RELOAD_S,
+    AllowList,
+    KeyPair,
+    check_public_key,
+    read_allow_list,
+    read_secret_key,
+)
 from .interface import Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
 from .rate_limit import PENANCE_S, RATE, Account, RateLimit, RateLimiter
 from .sockets import MAX_BURST, Waker, burst, check_library, explain_handshake, public_of, set_common
@@ -83,18 +92,18 @@ class ServerKeys:
     """The coordinator's keys, and who may connect."""
 
     pair: KeyPair
-    trust: TrustList
+    trust: AllowList
 
     @classmethod
     def read(cls, folder: Path) -> ServerKeys:
         """From a folder that ``weightbus keygen`` made. Raises `PeerKeyError`."""
-        secret_path, public_path = folder / f"{COORDINATOR}.key", folder / f"{COORDINATOR}.pub"
-        secret = read_secret(secret_path)
+        secret_path, public_path = folder / f"{COORDINATOR_KEYS}.key", folder / f"{COORDINATOR_KEYS}.pub"
+        secret = read_secret_key(secret_path)
         pair = KeyPair(public_of(secret), secret)
         if public_path.exists():  # nothing here needs it, but agents are given it, and with another none could connect
-            check_public(public_path, secret_path, pair.public)
-        read_trust(folder / TRUST_FILE)
-        return cls(pair, TrustList(folder / TRUST_FILE))
+            check_public_key(public_path, secret_path, pair.public)
+        read_allow_list(folder / ALLOW_LIST_FILE)
+        return cls(pair, AllowList(folder / ALLOW_LIST_FILE))
 
 
 class RouterBus:
@@ -426,7 +435,7 @@ class _Queue:
 class _Doorman:
     """What the authenticator's thread asks. Must not raise: that thread would die of it."""
 
-    def __init__(self, trust: TrustList) -> None:
+    def __init__(self, trust: AllowList) -> None:
         self._trust = trust
 
     def callback(self, domain: str, key: bytes) -> bool:

@@ -19,12 +19,12 @@ from ..protocol import (
     Ack,
     Alive,
     BlobPage,
-    Code,
     Commit,
     CoordinatorUnreachable,
     Granted,
     Pause,
     ProtocolError,
+    RefusalCode,
     Refused,
     RequestId,
     RequestRefused,
@@ -39,7 +39,15 @@ from ..protocol import (
 )
 from .ack_batching import acknowledges
 
-RETRYABLE: Final = frozenset({Code.NAME_TAKEN, Code.SERVER_TAKEN, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.NOT_LEADER})
+RETRYABLE: Final = frozenset(
+    {
+        RefusalCode.NAME_TAKEN,
+        RefusalCode.SERVER_TAKEN,
+        RefusalCode.SHUTTING_DOWN,
+        RefusalCode.READ_ONLY,
+        RefusalCode.NOT_LEADER,
+    }
+)
 """Refusals of a `Hello` that pass with time. After any other the session is over."""
 
 
@@ -313,10 +321,10 @@ class AgentSession:
 
     def _refused(self, refused: Refused, now: float) -> tuple[Effect, ...]:
         error = RequestRefused(refused.code, refused.reason, refused.retry_after_s)
-        if refused.code is Code.UNKNOWN_AGENT:
+        if refused.code is RefusalCode.UNKNOWN_AGENT:
             # One refusal for each message that was under way; all but the first find the Hello sent already.
             return self._rejoin(now) if self.phase is Phase.JOINED else ()
-        if refused.code is Code.NOT_LEADER:
+        if refused.code is RefusalCode.NOT_LEADER:
             return self._not_leader(refused, error, now)
         if self._pending.pop(refused.request, None):
             return (Reject(refused.request, error),)
@@ -337,7 +345,7 @@ class AgentSession:
         return (Connect(self._place), *self._greet(now))
 
     def _turned_away(self, refused: Refused, error: RequestRefused, now: float) -> tuple[Effect, ...]:
-        if refused.code is Code.PROTOCOL_MISMATCH:  # said of what could not be read, so without its key
+        if refused.code is RefusalCode.PROTOCOL_MISMATCH:  # said of what could not be read, so without its key
             return self._end(error)
         if refused.request != self._hello_key:
             return ()

@@ -18,7 +18,7 @@ from ..journal import parse_url, read_login
 from ..log import get_log
 from ..machine import STAND_IN_S, status as status_document
 from ..server import (
-    Candidate,
+    CoordinatorCandidate,
     CoordinatorProcess,
     CoordinatorSettings,
     configure_logging,
@@ -26,7 +26,7 @@ from ..server import (
     on_signals,
     read_keys,
 )
-from ..terminal_text import plain
+from ..terminal_text import terminal_safe
 from . import status_view
 from .settings_command import SettingsCommand
 
@@ -50,14 +50,14 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
             parse_url(given.store)
             read_login(given.store_login_file)
         for event, told in _warnings(given):
-            print(plain(f"warning: {event}: {'; '.join(told.values())}"), file=sys.stderr)  # noqa: T201
+            print(terminal_safe(f"warning: {event}: {'; '.join(told.values())}"), file=sys.stderr)  # noqa: T201
 
     def do(self, given: CoordinatorSettings) -> int:
         """Serve until told to stop."""
         configure_logging(given.log_level.value, given.log_format.value)
-        allow_connections()
-        collect_seldom()
-        service = Candidate(given) if given.store else CoordinatorProcess(given)
+        raise_open_file_limit()
+        tune_garbage_collection()
+        service = CoordinatorCandidate(given) if given.store else CoordinatorProcess(given)
         _warn(given)  # before anything is served, or a store is waited for
         on_signals(service.stop, service.look_again)
         service.run()
@@ -102,13 +102,13 @@ def _ends_too_soon(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]
     return found
 
 
-def allow_connections() -> None:
+def raise_open_file_limit() -> None:
     """Use all the open files that this process may have: every agent is one, and the usual limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def collect_seldom() -> None:
+def tune_garbage_collection() -> None:
     """Look for cycles seldom: a step of two thousand engines makes tens of thousands of objects, and all are needed.
 
     And not in what the program is made of, each time anew.

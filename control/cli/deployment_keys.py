@@ -9,10 +9,19 @@ import msgspec
 
 from ..bus import new_keypair, public_of
 from ..protocol import AgentId, Channel, Role
-from ..security import AGENTS, COORDINATOR, TRUST_FILE, TrustEntry, edited, read_public, read_signing_key, write_pair
+from ..security import (
+    AGENT_KEYS_FOLDER,
+    ALLOW_LIST_FILE,
+    COORDINATOR_KEYS,
+    AllowListEntry,
+    edit_allow_list,
+    read_public_key,
+    read_signing_key,
+    write_key_pair,
+)
 
 
-class KeyOwner(msgspec.Struct, frozen=True):
+class AgentKeys(msgspec.Struct, frozen=True):
     """One agent, and what it is to be trusted with."""
 
     name: AgentId
@@ -20,21 +29,21 @@ class KeyOwner(msgspec.Struct, frozen=True):
     channels: tuple[Channel, ...]
 
 
-def provision(folder: Path, members: Iterable[KeyOwner]) -> None:
+def make_deployment_keys(folder: Path, members: Iterable[AgentKeys]) -> None:
     """Make the pairs that are missing in `folder`, and trust `members`. Twice is the same as once."""
-    write_pair(folder, COORDINATOR, new_keypair, public_of)
-    with edited(folder / TRUST_FILE) as agents:
+    write_key_pair(folder, COORDINATOR_KEYS, new_keypair, public_of)
+    with edit_allow_list(folder / ALLOW_LIST_FILE) as agents:
         for member in members:
-            write_pair(folder / AGENTS, member.name, new_keypair, public_of)
-            agents[member.name] = entry_of(folder, member)
+            write_key_pair(folder / AGENT_KEYS_FOLDER, member.name, new_keypair, public_of)
+            agents[member.name] = allow_list_entry(folder, member)
 
 
-def entry_of(folder: Path, member: KeyOwner) -> TrustEntry:
+def allow_list_entry(folder: Path, member: AgentKeys) -> AllowListEntry:
     """What the allow-list says of `member`, with the key in `folder`. Raises `PeerKeyError`, `ValidationError`."""
     fields = {
         "role": member.role,
         "channels": member.channels,
-        "key": read_public(folder / AGENTS / f"{member.name}.pub"),
-        "signing_key": read_signing_key(folder / AGENTS / f"{member.name}.pub"),
+        "key": read_public_key(folder / AGENT_KEYS_FOLDER / f"{member.name}.pub"),
+        "signing_key": read_signing_key(folder / AGENT_KEYS_FOLDER / f"{member.name}.pub"),
     }
-    return msgspec.convert(fields, TrustEntry)
+    return msgspec.convert(fields, AllowListEntry)

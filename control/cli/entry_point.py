@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Protocol, runtime_checkable
 
 from ..protocol import ConfigurationError
-from ..terminal_text import plain
+from ..terminal_text import terminal_safe
 
-GROUP: Final = "weightbus.commands"
+ENTRY_POINT_GROUP: Final = "weightbus.commands"
 BUILT_IN: Final[Mapping[str, str]] = {
     "coordinator": "weightbus.control.cli.commands:coordinator",
     "status": "weightbus.control.cli.commands:status",
@@ -61,9 +61,9 @@ class Command(Protocol):
         ...
 
 
-def table() -> dict[str, str]:
+def command_table() -> dict[str, str]:
     """Subcommand -> ``module:object``; those of installed distributions, over the built-in ones."""
-    installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=GROUP)}
+    installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     return {**BUILT_IN, **installed}
 
 
@@ -130,7 +130,7 @@ def _chosen(arguments: Sequence[str]) -> str:
 
 def _needed(arguments: Sequence[str]) -> dict[str, Command | str]:
     """Only the command that was asked for is imported; all of them to show what there is."""
-    known = table()
+    known = command_table()
     chosen = _chosen(arguments)
     if chosen in known:
         return {chosen: load_command(chosen, known[chosen])}
@@ -145,11 +145,11 @@ def _needed(arguments: Sequence[str]) -> dict[str, Command | str]:
 
 def _explain(error: Exception, command: str, *, debug: bool) -> int:
     if debug:
-        print(plain("".join(traceback.format_exception(error)), lines=True), end="", file=sys.stderr)  # noqa: T201
+        print(terminal_safe("".join(traceback.format_exception(error)), lines=True), end="", file=sys.stderr)  # noqa: T201
     text = _foreseen(error, command)
     more = "" if debug or text else "\nThis was not foreseen. Run it again with --debug for the traceback."
     shown = text or f"{type(error).__name__}: {error}"
-    print(f"weightbus: error: {plain(shown, lines=True)}{more}", file=sys.stderr)  # noqa: T201
+    print(f"weightbus: error: {terminal_safe(shown, lines=True)}{more}", file=sys.stderr)  # noqa: T201
     return 2 if isinstance(error, ConfigurationError | ModuleNotFoundError) else 1
 
 

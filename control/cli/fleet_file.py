@@ -10,38 +10,38 @@ import msgspec
 
 from ..machine import TransferEnds
 from ..protocol import NAME_PATTERN, Count, EngineInfo, Malformed, ProcessLocation, Topology, TrainerInfo, TransportKind
-from ..server import ChannelPlan, PlanView, plans_of, trainer_plan
+from ..server import ChannelPlan, PlanView, plan_engines, trainer_plan
 
 _DEVICES: Final = ("cpu", "cuda")
 _WHAT: Final = "this does not describe a trainer and its engines"
 
 
-class End(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AgentDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One agent of an imagined fleet: what it says in `Hello`, and of where it is. What is left out is not known."""
 
     info: EngineInfo
     topology: Topology | None = None
 
 
-class Imagined(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FleetDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet that need not exist."""
 
     trainer: TrainerInfo
     engines: dict[str, msgspec.Raw]
-    """`End`s, read one by one: what is wrong with one is told with its name."""
+    """`AgentDescription`s, read one by one: what is wrong with one is told with its name."""
     topology: Topology | None = None
     """Of the trainer."""
     bytes: Count | None = None
     """Of a version."""
 
 
-Described = TypeVar("Described", Imagined, End)
+Described = TypeVar("Described", FleetDescription, AgentDescription)
 
 
-def imagine(document: bytes) -> PlanView:
+def plan_described_fleet(document: bytes) -> PlanView:
     """The plan of a fleet that is described, as a coordinator would make it. Raises `Malformed`."""
-    fleet = _read(document, Imagined, "")
-    found = {name: _read(bytes(each), End, f"engine {name!r}: ") for name, each in fleet.engines.items()}
+    fleet = _read(document, FleetDescription, "")
+    found = {name: _read(bytes(each), AgentDescription, f"engine {name!r}: ") for name, each in fleet.engines.items()}
     wrong = [f"the trainer: {why}" for why in _trainer_problems(fleet)]
     for name, end in found.items():
         wrong += [f"engine {name!r}: {why}" for why in _engine_problems(name, end)]
@@ -49,7 +49,7 @@ def imagine(document: bytes) -> PlanView:
         raise Malformed(f"no fleet can be as this one: {'; '.join(wrong)}")
     ends = {name: TransferEnds(fleet.trainer, each.info, fleet.topology, each.topology) for name, each in found.items()}
     trainer = trainer_plan("trainer", fleet.trainer, fleet.topology, here=False)
-    return PlanView({"imagined": ChannelPlan(trainer=trainer, engines=plans_of(ends, fleet.bytes))})
+    return PlanView({"imagined": ChannelPlan(trainer=trainer, engines=plan_engines(ends, fleet.bytes))})
 
 
 def _read(document: bytes, kind: type[Described], whose: str) -> Described:
@@ -61,15 +61,15 @@ def _read(document: bytes, kind: type[Described], whose: str) -> Described:
         raise Malformed(f"{_WHAT}: {whose}{problem}. Known: {_known(kind)}") from problem
 
 
-def _known(kind: type[Imagined | End]) -> str:
+def _known(kind: type[FleetDescription | AgentDescription]) -> str:
     """The fields that there are."""
     own: dict[str, type[msgspec.Struct]] = {"": kind}
-    own |= {"trainer": TrainerInfo} if kind is Imagined else {"info": EngineInfo}
+    own |= {"trainer": TrainerInfo} if kind is FleetDescription else {"info": EngineInfo}
     own |= {"topology": Topology, "places": ProcessLocation}
     return "; ".join(f"{name}: ".removeprefix(": ") + ", ".join(each.__struct_fields__) for name, each in own.items())
 
 
-def _trainer_problems(fleet: Imagined) -> Iterator[str]:
+def _trainer_problems(fleet: FleetDescription) -> Iterator[str]:
     ranks, info = fleet.trainer.ranks, fleet.trainer
     yield from _end_problems(info.device, info.transports)
     if ranks < 1:
@@ -78,7 +78,7 @@ def _trainer_problems(fleet: Imagined) -> Iterator[str]:
     yield from _place_problems(places, ranks, f"ranks = {ranks}")
 
 
-def _engine_problems(name: str, end: End) -> Iterator[str]:
+def _engine_problems(name: str, end: AgentDescription) -> Iterator[str]:
     info, places = end.info, end.topology.places if end.topology else ()
     if not re.match(NAME_PATTERN, name):
         yield "its name is none that an agent may have: letters, digits, '.', '_' and '-', 64 at most"

@@ -29,7 +29,7 @@ _LEASE_S = 5.0
 _CALL_S = 2.0
 
 
-class ForgetSettings(msgspec.Struct, frozen=True, kw_only=True):
+class ForgetChannelSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of ``weightbus forget-channel``."""
 
     journal: Annotated[Path, Meta(description="the coordinator's SQLite file")] = msgspec.field(
@@ -43,12 +43,12 @@ class ForgetSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"store = {self.store}, but journal = {self.journal} as well: name the one that is meant")
 
 
-class ForgetCommand(SettingsCommand[ForgetSettings]):
+class ForgetChannelCommand(SettingsCommand[ForgetChannelSettings]):
     """Has the journal forget channels: their versions, epochs and answers. The audit trail keeps that it did."""
 
     help: str = "take channels out of the journal that nobody needs any more; the coordinator has to be stopped"
     section: str = "forget_channel"
-    kind = ForgetSettings
+    kind = ForgetChannelSettings
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Names, without flags."""
@@ -60,7 +60,7 @@ class ForgetCommand(SettingsCommand[ForgetSettings]):
         self._names = tuple[str, ...](args.names)
         return super().run(args)
 
-    def do(self, given: ForgetSettings) -> int:
+    def do(self, given: ForgetChannelSettings) -> int:
         """Forget them, or none. Exit code 1: one is not known (a typing error, or done)."""
         with ExitStack() as opened:
             journal = _of_store(given, opened) if given.store else _of_file(given.journal)
@@ -82,7 +82,7 @@ def _of_file(path: Path) -> SqliteJournal:
     return SqliteJournal(path)
 
 
-def _of_store(given: ForgetSettings, opened: ExitStack) -> EtcdJournal:
+def _of_store(given: ForgetChannelSettings, opened: ExitStack) -> EtcdJournal:
     url = parse_url(given.store)
     etcd = opened.enter_context(closing(Etcd(url.members, _CALL_S, read_login(given.store_login_file))))
     found = Election(etcd, url.prefix, LeaderRecord("forget-channel", ""), _LEASE_S).stand()
@@ -92,4 +92,4 @@ def _of_store(given: ForgetSettings, opened: ExitStack) -> EtcdJournal:
     return EtcdJournal(etcd, url.prefix, found)
 
 
-forget_channel = ForgetCommand()
+forget_channel = ForgetChannelCommand()

@@ -16,19 +16,19 @@ from rich.text import Text
 from ..bus import check_library, new_keypair, public_of
 from ..protocol import AgentId, AgentName, Channel, ConfigurationError, Role
 from ..security import (
-    AGENTS,
-    COORDINATOR,
-    TRUST_FILE,
+    AGENT_KEYS_FOLDER,
+    ALLOW_LIST_FILE,
+    COORDINATOR_KEYS,
+    AllowListEntry,
     KeysFolder,
-    TrustEntry,
-    describe,
-    edited,
-    explained,
+    allow_list_rows,
+    edit_allow_list,
+    explain_invalid_entry,
     keys_folder,
-    read_trust,
-    write_pair,
+    read_allow_list,
+    write_key_pair,
 )
-from .deployment_keys import KeyOwner, entry_of
+from .deployment_keys import AgentKeys, allow_list_entry
 from .settings_command import SettingsCommand
 
 
@@ -40,10 +40,10 @@ class KeygenSettings(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: Annotated[bool, Meta(description="make the coordinator's pair and its allow-list too")] = True
 
     def __post_init__(self) -> None:
-        if COORDINATOR in self.agents:
+        if COORDINATOR_KEYS in self.agents:
             raise ValueError(
-                f"no agent may be called {COORDINATOR!r}: its key files would be taken for the coordinator's own, which"
-                " are made without being named; name the agent otherwise"
+                f"no agent may be called {COORDINATOR_KEYS!r}: its key files would be taken for the coordinator's own,"
+                " which are made without being named; name the agent otherwise"
             )
 
 
@@ -69,17 +69,18 @@ class KeygenCommand(SettingsCommand[KeygenSettings]):
         """Write the pairs that are missing."""
         check_library()
         folder = keys_folder(given.keys)
-        wanted = [(folder, COORDINATOR)] if given.coordinator else []
-        wanted += [(folder / AGENTS, name) for name in given.agents]
+        wanted = [(folder, COORDINATOR_KEYS)] if given.coordinator else []
+        wanted += [(folder / AGENT_KEYS_FOLDER, name) for name in given.agents]
         for where, name in wanted:
-            written = write_pair(where, name, new_keypair, public_of)
+            written = write_key_pair(where, name, new_keypair, public_of)
             print(f"{written.value:<9} {where / name}.key {where / name}.pub")  # noqa: T201
         if given.coordinator:
-            with edited(folder / TRUST_FILE):
+            with edit_allow_list(folder / ALLOW_LIST_FILE):
                 pass  # made if it was missing: a coordinator that trusts nobody yet can start
         if given.agents:
             print("next: `weightbus trust add NAME --role trainer|engine --channels CHANNEL` where the coordinator is,")  # noqa: T201
-            print(f"      and to another host agents/NAME.key, {COORDINATOR}.pub and, for an engine, {TRUST_FILE}")  # noqa: T201
+            needed = f"agents/NAME.key, {COORDINATOR_KEYS}.pub and, for an engine, {ALLOW_LIST_FILE}"
+            print(f"      and to another host {needed}")  # noqa: T201
         return 0
 
 
@@ -93,7 +94,7 @@ class TrustSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
 
 
-class Action(enum.StrEnum):
+class TrustAction(enum.StrEnum):
     """What ``weightbus trust`` does."""
 
     ADD = "add"
@@ -110,32 +111,32 @@ class TrustCommand(SettingsCommand[TrustSettings]):
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """An action and names, without flags."""
-        parser.add_argument("action", choices=[each.value for each in Action], help="what to do")
+        parser.add_argument("action", choices=[each.value for each in TrustAction], help="what to do")
         parser.add_argument("names", nargs="*", metavar="NAME", help="agents, by the names their keys were made under")
         super().configure(parser)
 
     def run(self, args: argparse.Namespace) -> int:
         """Keep what is no setting."""
-        self._action, self._names = Action(args.action), tuple[str, ...](args.names)
+        self._action, self._names = TrustAction(args.action), tuple[str, ...](args.names)
         return super().run(args)
 
     def do(self, given: TrustSettings) -> int:
         """Change the list, or show it. Exit code 1: somebody to be removed was not there (a typing error, or done)."""
         folder = keys_folder(given.keys)
-        path = folder / TRUST_FILE
+        path = folder / ALLOW_LIST_FILE
         match self._action:
-            case Action.LIST:
-                _show(read_trust(path).agents)
-            case Action.ADD:
+            case TrustAction.LIST:
+                _show(read_allow_list(path).agents)
+            case TrustAction.ADD:
                 entries = {name: _entry(given, name) for name in self._named()}
-                with edited(path) as agents:
+                with edit_allow_list(path) as agents:
                     _require_same_roles(agents, entries)
                     outcomes = {name: _outcome(agents.get(name), entry) for name, entry in entries.items()}
                     agents.update(entries)
                 for name, outcome in outcomes.items():
                     print(f"{outcome:<9} {name}")  # noqa: T201
-            case Action.REMOVE:
-                with edited(path) as agents:
+            case TrustAction.REMOVE:
+                with edit_allow_list(path) as agents:
                     found = {name: agents.pop(name, None) is not None for name in self._named()}
                 for name, removed in found.items():
                     print(f"{'removed' if removed else 'not there':<9} {name}")  # noqa: T201
@@ -148,7 +149,7 @@ class TrustCommand(SettingsCommand[TrustSettings]):
         return self._names
 
 
-def _entry(given: TrustSettings, name: str) -> TrustEntry:
+def _entry(given: TrustSettings, name: str) -> AllowListEntry:
     if given.role is None or not given.channels:
         raise ConfigurationError(
             "`weightbus trust add` needs --role and --channels: a key is trusted with nothing else"
@@ -156,15 +157,17 @@ def _entry(given: TrustSettings, name: str) -> TrustEntry:
     try:
         agent = msgspec.convert(name, AgentName)
     except msgspec.ValidationError as problem:  # before a file of that name is looked for
-        raise ConfigurationError(f"{name!r}: {explained(problem)}") from problem
-    member = KeyOwner(agent, given.role, tuple(map(Channel, given.channels)))
+        raise ConfigurationError(f"{name!r}: {explain_invalid_entry(problem)}") from problem
+    member = AgentKeys(agent, given.role, tuple(map(Channel, given.channels)))
     try:
-        return entry_of(keys_folder(given.keys), member)
+        return allow_list_entry(keys_folder(given.keys), member)
     except msgspec.ValidationError as problem:
-        raise ConfigurationError(f"channels = {', '.join(given.channels)}: {explained(problem)}") from problem
+        raise ConfigurationError(
+            f"channels = {', '.join(given.channels)}: {explain_invalid_entry(problem)}"
+        ) from problem
 
 
-def _require_same_roles(before: Mapping[str, TrustEntry], entries: Mapping[str, TrustEntry]) -> None:
+def _require_same_roles(before: Mapping[str, AllowListEntry], entries: Mapping[str, AllowListEntry]) -> None:
     """Who is taken for something else is likely to be a typing error, and would get other rights by it."""
     for name, entry in entries.items():
         if name in before and before[name].role is not entry.role:
@@ -174,15 +177,15 @@ def _require_same_roles(before: Mapping[str, TrustEntry], entries: Mapping[str, 
             )
 
 
-def _outcome(before: TrustEntry | None, entry: TrustEntry) -> str:
+def _outcome(before: AllowListEntry | None, entry: AllowListEntry) -> str:
     if before is None:
         return "trusted"
     return "kept" if before == entry else "changed"
 
 
-def _show(agents: Mapping[AgentId, TrustEntry]) -> None:
+def _show(agents: Mapping[AgentId, AllowListEntry]) -> None:
     table = Table("agent", "role", "channels", "key", box=None, pad_edge=False)
-    for row in describe(agents):
+    for row in allow_list_rows(agents):
         table.add_row(*map(Text, row))
     Console(highlight=False, soft_wrap=True).print(table)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ..protocol import ConfigurationError, NoTrainer
 from ..server import PlanView, transport_plan as plan_document
-from ..terminal_text import plain
+from ..terminal_text import terminal_safe
 from . import fleet_file as imagined_fleet, plan_view, status_view
 from .settings_command import SettingsCommand
 
@@ -47,23 +47,23 @@ class PlanCommand(SettingsCommand[PlanSettings]):
         if not any(each.trainer for each in view.channels.values()):
             raise NoTrainer
         if given.json:
-            print(plan_document.encode(view).decode())  # noqa: T201
+            print(plan_document.encode_plan(view).decode())  # noqa: T201
             return 0
-        Console().print(plan_view.render(view, explain=given.explain))
+        Console().print(plan_view.render_plan(view, explain=given.explain))
         return 0
 
 
 def _read(given: PlanSettings) -> PlanView:
     if given.file is None:
-        return plan_document.parse(status_view.fetch(given.url, given.timeout_s, "/plan"))
+        return plan_document.parse_plan(status_view.fetch(given.url, given.timeout_s, "/plan"))
     if given.url != _URL:
-        print(f"--url {plain(given.url)} is not asked: --file describes the fleet", file=sys.stderr)  # noqa: T201
+        print(f"--url {terminal_safe(given.url)} is not asked: --file describes the fleet", file=sys.stderr)  # noqa: T201
     try:
         document = given.file.read_bytes()
     except OSError as problem:
         advice = "give a JSON file with trainer and engines, or leave --file out to ask a coordinator"
         raise ConfigurationError(f"{given.file} cannot be read: {problem.strerror}; {advice}") from problem
-    return imagined_fleet.imagine(document)
+    return imagined_fleet.plan_described_fleet(document)
 
 
 def _channel(view: PlanView, name: str) -> plan_document.ChannelPlan:

@@ -10,35 +10,35 @@ from rich.table import Table
 from rich.text import Text
 
 from ..server import ChannelPlan, EnginePlan, PlanView, TrainerPlan
-from ..terminal_text import plain
+from ..terminal_text import terminal_safe
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB")
 _SHOWN: Final = 4
 
 
-def render(view: PlanView, *, explain: bool) -> RenderableType:
+def render_plan(view: PlanView, *, explain: bool) -> RenderableType:
     """Every channel; with `explain` also why, and what a faster transport would need."""
     return Group(*(part for name, each in sorted(view.channels.items()) for part in _channel(name, each, explain)))
 
 
 def _channel(name: str, channel: ChannelPlan, explain: bool) -> Iterator[RenderableType]:
     if channel.trainer is None:
-        yield Text(plain(f"channel {name}: no trainer has joined or published yet"))
+        yield Text(terminal_safe(f"channel {name}: no trainer has joined or published yet"))
         return
-    title = Text(plain(f"channel {name}: {_trainer(channel.trainer)}"), style="bold")
+    title = Text(terminal_safe(f"channel {name}: {_trainer(channel.trainer)}"), style="bold")
     table = Table(title=title, title_justify="left")
     for column in ("engine", "transport", "bytes per GPU", "last round"):
         table.add_column(column, overflow="fold")
     for engine, each in sorted(channel.engines.items()):
         last = f"{each.last.value}, {each.last_s:.3f} s" if each.last else "-"
         way = each.transport.value if each.transport else "none"
-        table.add_row(Text(plain(engine)), way, size(each.bytes_per_gpu), last)
+        table.add_row(Text(terminal_safe(engine)), way, size(each.bytes_per_gpu), last)
     yield table
     if not channel.engines:
         yield Text("no engine is here")
     if explain:
         why = (line for engine, each in sorted(channel.engines.items()) for line in _why(engine, each))
-        yield Text("\n".join(map(plain, why)))
+        yield Text("\n".join(map(terminal_safe, why)))
 
 
 def _trainer(trainer: TrainerPlan) -> str:

@@ -25,7 +25,7 @@ _NONE: Final = frozenset({"", "none"})
 _STARS: Final = "******"
 
 
-class Field(msgspec.Struct, frozen=True):
+class SettingField(msgspec.Struct, frozen=True):
     """A setting as people meet it."""
 
     name: str
@@ -90,18 +90,18 @@ class Field(msgspec.Struct, frozen=True):
 
 
 @cache
-def fields_of(kind: type[msgspec.Struct]) -> tuple[Field, ...]:
+def fields_of(kind: type[msgspec.Struct]) -> tuple[SettingField, ...]:
     """The settings in `kind`, in the order of the Struct."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple(_field(each, hints[each.name]) for each in msgspec.structs.fields(kind))
 
 
-def _field(info: msgspec.structs.FieldInfo, annotation: Any) -> Field:
+def _field(info: msgspec.structs.FieldInfo, annotation: Any) -> SettingField:
     metas = [meta for meta in _metadata(annotation) if isinstance(meta, msgspec.Meta)]
     extras = [cast("Mapping[str, object]", meta.extra or {}) for meta in metas]
     bare, optional = _strip(annotation)
     default = info.default_factory() if info.default_factory is not msgspec.NODEFAULT else info.default
-    return Field(
+    return SettingField(
         name=info.name,
         annotation=annotation,
         type=bare,

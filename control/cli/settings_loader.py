@@ -29,7 +29,7 @@ from typing import Any, Final, Generic, TypeVar
 import msgspec
 
 from ..protocol import ConfigurationError
-from .settings_fields import Field, fields_of
+from .settings_fields import SettingField, fields_of
 
 SECTIONS: Final = (
     "coordinator",
@@ -49,7 +49,7 @@ SECTIONS: Final = (
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class Source(enum.StrEnum):
+class SettingSource(enum.StrEnum):
     """Where a value came from."""
 
     FLAG = "flag"
@@ -58,10 +58,10 @@ class Source(enum.StrEnum):
     DEFAULT = "default"
 
 
-class Origin(msgspec.Struct, frozen=True):
+class SettingOrigin(msgspec.Struct, frozen=True):
     """Where one value came from, exactly: the flag, the variable, or the file and key."""
 
-    source: Source
+    source: SettingSource
     where: str = ""
     file: Path | None = None
 
@@ -69,12 +69,12 @@ class Origin(msgspec.Struct, frozen=True):
         return f"{self.source.value} {self.where}".rstrip()
 
 
-class Resolved(msgspec.Struct, Generic[S], frozen=True):
+class ResolvedSettings(msgspec.Struct, Generic[S], frozen=True):
     """The settings, and where each value came from."""
 
     section: str
     value: S
-    origins: dict[str, Origin]
+    origins: dict[str, SettingOrigin]
 
     def render(self) -> str:
         """One line for each setting: what ``--check-config`` prints. Valid TOML; secrets are not shown."""
@@ -91,13 +91,13 @@ class Resolved(msgspec.Struct, Generic[S], frozen=True):
                 found.append(f"{name} stands in {file}, which others may read (mode {mode:04o}): chmod 600 {file}")
         return found
 
-    def _origin(self, field: Field) -> str:
+    def _origin(self, field: SettingField) -> str:
         """Where its value came from and, for one that was left open, what is used."""
         left_open = getattr(self.value, field.name) is None
         used = field.in_use(self.value) if field.in_use and left_open else ""
         return f"{self.origins[field.name]}: {used} is used" if used else str(self.origins[field.name])
 
-    def _fields(self) -> tuple[Field, ...]:
+    def _fields(self) -> tuple[SettingField, ...]:
         return fields_of(type(self.value))
 
 
@@ -108,14 +108,14 @@ def load(
     file: Path | None = None,
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
-) -> Resolved[S]:
+) -> ResolvedSettings[S]:
     """Settings of `kind`. `flags` maps field names to what the command line gave, None where it gave nothing."""
     environ = environ or {}
     if file is None and environ.get("WEIGHTBUS_CONFIG"):
         file = Path(environ["WEIGHTBUS_CONFIG"])
     known = {field.name: field for field in fields_of(kind)}
     values: dict[str, Any] = {}
-    origins = {name: Origin(Source.DEFAULT) for name in known}
+    origins = {name: SettingOrigin(SettingSource.DEFAULT) for name in known}
     layers = (_from_file(known, section, file), _from_environ(known, section, environ), _from_flags(known, flags or {}))
     for layer in layers:
         for name, (raw, origin) in layer.items():
@@ -125,7 +125,7 @@ def load(
     if missing:
         raise ConfigurationError("; ".join(_ask_for(section, known[name]) for name in missing))
     try:
-        return Resolved(section, kind(**values), origins)
+        return ResolvedSettings(section, kind(**values), origins)
     except ValueError as problem:
         raise ConfigurationError(f"[{section}] {problem}") from problem
 
@@ -140,17 +140,17 @@ def configure(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> No
     )
 
 
-def from_args(kind: type[S], section: str, args: argparse.Namespace) -> Resolved[S]:
+def from_args(kind: type[S], section: str, args: argparse.Namespace) -> ResolvedSettings[S]:
     """Settings of `kind` from the flags that `configure` made, the process environment and the file."""
     given = vars(args)
     flags = {field.name: given.get(field.name) for field in fields_of(kind)}
     return load(kind, section, file=given.get("config"), environ=os.environ, flags=flags)
 
 
-_Layer = dict[str, tuple[object, Origin]]
+_Layer = dict[str, tuple[object, SettingOrigin]]
 
 
-def _from_file(known: Mapping[str, Field], section: str, file: Path | None) -> _Layer:
+def _from_file(known: Mapping[str, SettingField], section: str, file: Path | None) -> _Layer:
     if file is None:
         return {}
     try:
@@ -168,10 +168,10 @@ def _from_file(known: Mapping[str, Field], section: str, file: Path | None) -> _
     for key in table:
         if key not in known:
             raise ConfigurationError(f"{file}: [{section}] has no setting {key!r}{_nearest(key, known)}")
-    return {key: (raw, Origin(Source.FILE, f"{file} [{section}]", file)) for key, raw in table.items()}
+    return {key: (raw, SettingOrigin(SettingSource.FILE, f"{file} [{section}]", file)) for key, raw in table.items()}
 
 
-def _from_environ(known: Mapping[str, Field], section: str, environ: Mapping[str, str]) -> _Layer:
+def _from_environ(known: Mapping[str, SettingField], section: str, environ: Mapping[str, str]) -> _Layer:
     prefix = f"WEIGHTBUS_{section.upper()}_"
     layer: _Layer = {}
     for variable, raw in environ.items():
@@ -181,22 +181,22 @@ def _from_environ(known: Mapping[str, Field], section: str, environ: Mapping[str
         if name not in known or variable != prefix + name.upper():
             advice = _nearest(name.upper(), [each.upper() for each in known])
             raise ConfigurationError(f"environment variable {variable}: section {section} has no such setting{advice}")
-        layer[name] = (raw, Origin(Source.ENVIRONMENT, variable))
+        layer[name] = (raw, SettingOrigin(SettingSource.ENVIRONMENT, variable))
     return layer
 
 
-def _from_flags(known: Mapping[str, Field], flags: Mapping[str, object]) -> _Layer:
+def _from_flags(known: Mapping[str, SettingField], flags: Mapping[str, object]) -> _Layer:
     layer: _Layer = {}
     for name, raw in flags.items():
         if raw is None:
             continue
         if name not in known:
             raise ConfigurationError(f"no setting {name!r} is known{_nearest(name, known)}")
-        layer[name] = (raw, Origin(Source.FLAG, known[name].flag))
+        layer[name] = (raw, SettingOrigin(SettingSource.FLAG, known[name].flag))
     return layer
 
 
-def _ask_for(section: str, field: Field) -> str:
+def _ask_for(section: str, field: SettingField) -> str:
     variable = f"WEIGHTBUS_{section.upper()}_{field.name.upper()}"
     return f"{field.name} is needed: give {field.flag}, or set {variable}, or write it under [{section}] in the file"
 

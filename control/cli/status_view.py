@@ -14,7 +14,7 @@ from rich.text import Text
 from ..machine import ChannelView, EngineView, StatusView, parse
 from ..protocol import ConfigurationError, CoordinatorUnreachable, WeightbusError
 from ..security import check_url
-from ..terminal_text import plain
+from ..terminal_text import terminal_safe
 from .http_fetch import read_page
 
 _ADVICE: Final = "Check that `weightbus coordinator` runs there, and that --url names its HTTP port (--http-port)"
@@ -50,7 +50,7 @@ def watch(console: Console, url: str, interval_s: float, timeout_s: float) -> No
             try:
                 shown = render(parse(fetch(url, timeout_s)))
             except WeightbusError as error:
-                shown = Text(plain(str(error), lines=True), style="red")
+                shown = Text(terminal_safe(str(error), lines=True), style="red")
             live.update(shown, refresh=True)
             time.sleep(interval_s)
 
@@ -64,11 +64,11 @@ def _channel(name: str, channel: ChannelView) -> Table:
         round_ += f", at most {channel.round.max_paused} paused" if channel.round.max_paused else ""
         round_ += ", a catch-up" if channel.round.catch_up else ""
     title = f"channel {name}: {committed}, epoch {channel.epoch}, {lease}, {round_}, {len(channel.ready)} ready"
-    table = Table(title=Text(plain(title), style="bold"), title_justify="left")
+    table = Table(title=Text(terminal_safe(title), style="bold"), title_justify="left")
     for column in ("engine", "url", "state", "version", "lag", "ready", "server"):
         table.add_column(column, justify="right" if column in {"version", "lag"} else "left", overflow="fold")
     for engine, each in sorted(channel.engines.items()):
-        table.add_row(*(Text(plain(cell)) for cell in (engine, *_engine(each))))
+        table.add_row(*(Text(terminal_safe(cell)) for cell in (engine, *_engine(each))))
     return table
 
 

@@ -39,9 +39,9 @@ from ..protocol import (
     JournalCorrupt,
     JournalError,
     JournalUnwritable,
-    NotNewer,
     RequestId,
     RoundDone,
+    VersionNotNewer,
 )
 from .election import Term
 from .etcd_client import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
@@ -136,7 +136,7 @@ class EtcdJournal:
         self._term.confirm()
 
     def write(self, record: AnyRecord) -> None:
-        """Make `record` durable on a majority, or raise `JournalUnwritable`, `NotNewer` or `Deposed`."""
+        """Make `record` durable on a majority, or raise `JournalUnwritable`, `VersionNotNewer` or `Deposed`."""
         self._term.confirm()
         try:
             match record:
@@ -233,7 +233,7 @@ class EtcdJournal:
         if before is not None and not (newer or same) and record.channel in self._untold:
             found = f"holds version {before.version} of {record.channel!r}, by a commit whose answer was lost"
             problem = f"{found}, and version {record.version} is not newer"
-            raise NotNewer(self._where, problem, "publish a higher one")
+            raise VersionNotNewer(self._where, problem, "publish a higher one")
         if row.epoch < record.epoch or not (newer or same):
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
             raise JournalCorrupt(self._where, problem, "this is a bug: keep the store and report it")

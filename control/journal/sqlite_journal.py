@@ -161,7 +161,7 @@ class Journal(Protocol):
         ...
 
     def write(self, record: AnyRecord) -> None:
-        """Make `record` durable, or raise `JournalUnwritable`, or `NotNewer`, and leave everything as it was."""
+        """Make `record` durable, or raise `JournalUnwritable`, or `VersionNotNewer`, and leave everything as it was."""
         ...
 
     def restore(self) -> Mapping[Channel, Restored]:

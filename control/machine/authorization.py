@@ -11,7 +11,6 @@ from ..protocol import (
     Acquire,
     Bye,
     Channel,
-    Code,
     Failed,
     GetBlob,
     GetStatus,
@@ -22,6 +21,7 @@ from ..protocol import (
     Prepared,
     Publish,
     PutBlob,
+    RefusalCode,
     Release,
     Role,
     Sent,
@@ -72,13 +72,13 @@ def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -
     if principal is agent.principal and agent.role in ALLOWED[type(message)] and channel == agent.channel:
         return YES
     if reason := _not_of_the_seat(agent, principal):
-        return Decision(Code.NOT_ALLOWED, reason)
+        return Decision(RefusalCode.NOT_ALLOWED, reason)
     if agent.role not in ALLOWED[type(message)]:
-        return Decision(Code.NOT_ALLOWED, f"not for the role {agent.role.value}")
+        return Decision(RefusalCode.NOT_ALLOWED, f"not for the role {agent.role.value}")
     if channel != agent.channel:
-        return Decision(Code.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {channel!r}")
+        return Decision(RefusalCode.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {channel!r}")
     if principal and not principal.covers(channel):
-        return Decision(Code.NOT_ALLOWED, f"{agent.name}'s key is not trusted in channel {channel!r}")
+        return Decision(RefusalCode.NOT_ALLOWED, f"{agent.name}'s key is not trusted in channel {channel!r}")
     return YES
 
 
@@ -104,10 +104,12 @@ def may_join(
     if message.protocol != PROTOCOL:
         older = "agent" if message.protocol < PROTOCOL else "coordinator"
         reason = f"found protocol {message.protocol}, expected {PROTOCOL}: upgrade the {older}"
-        return Decision(Code.PROTOCOL_MISMATCH, reason)
+        return Decision(RefusalCode.PROTOCOL_MISMATCH, reason)
     if keyed and not principal:
-        return Decision(Code.NOT_ALLOWED, f"{message.agent!r} came without a key that is trusted")
-    return Decision(Code.NOT_ALLOWED, reason) if (reason := _objection(message, principal, seated, known)) else YES
+        return Decision(RefusalCode.NOT_ALLOWED, f"{message.agent!r} came without a key that is trusted")
+    return (
+        Decision(RefusalCode.NOT_ALLOWED, reason) if (reason := _objection(message, principal, seated, known)) else YES
+    )
 
 
 def _objection(message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None) -> str:

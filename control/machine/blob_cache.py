@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable
 from typing import Final
 
-from ..protocol import MAX_PAGE_BYTES, MAX_PAGES, Code, InvariantBroken
+from ..protocol import MAX_PAGE_BYTES, MAX_PAGES, InvariantBroken, RefusalCode
 from .reply_cache import YES, Decision
 
 MAX_BLOBS: Final = 4096
@@ -57,7 +57,9 @@ class BlobCache:
         self._forget_partial(digest)
         found = hashlib.sha256(blob).hexdigest()
         if found != digest:
-            return Decision(Code.BAD_BLOB, f"the {pages} pages hash to {found}, sent under {digest}; send all again")
+            return Decision(
+                RefusalCode.BAD_BLOB, f"the {pages} pages hash to {found}, sent under {digest}; send all again"
+            )
         if len(self._whole) >= MAX_BLOBS and (oldest := next(filter(self._is_free, self._whole), None)):
             self._held_bytes -= len(self._whole.pop(oldest))
         self._whole[digest] = blob
@@ -81,14 +83,16 @@ class BlobCache:
 
     def _refusal(self, digest: str, page: int, pages: int, data: bytes) -> Decision | None:
         if not 1 <= pages <= MAX_PAGES or page >= pages:
-            return Decision(Code.BAD_BLOB, f"page {page} of {pages}: pages count from 0, at most {MAX_PAGES}")
+            return Decision(RefusalCode.BAD_BLOB, f"page {page} of {pages}: pages count from 0, at most {MAX_PAGES}")
         if len(data) > MAX_PAGE_BYTES:
-            return Decision(Code.BAD_BLOB, f"page {page} has {len(data)} bytes, at most {MAX_PAGE_BYTES} are allowed")
+            return Decision(
+                RefusalCode.BAD_BLOB, f"page {page} has {len(data)} bytes, at most {MAX_PAGE_BYTES} are allowed"
+            )
         if self._pages.get(digest, pages) != pages:
             self._forget_partial(digest)  # a publisher that cuts otherwise begins anew
         if not self._room_for(len(data), digest):
             reason = f"the store holds {self._held_bytes} of {self._limit_bytes} bytes, all of them in use"
-            return Decision(Code.NOT_ALLOWED, f"{reason}; raise blob_bytes", 5.0)
+            return Decision(RefusalCode.NOT_ALLOWED, f"{reason}; raise blob_bytes", 5.0)
         return None
 
     def _room_for(self, size: int, digest: str) -> bool:

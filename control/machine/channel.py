@@ -19,7 +19,6 @@ from ..protocol import (
     Acquire,
     AgentId,
     Channel as ChannelId,
-    Code,
     EngineHealth,
     EngineMessage,
     Epoch,
@@ -30,6 +29,7 @@ from ..protocol import (
     Offered,
     PauseMode,
     Publish,
+    RefusalCode,
     Release,
     RoundDone,
     Send,
@@ -209,26 +209,28 @@ class Standing:
     def _not_newer(self, version: Version) -> Decision:
         found = self.committed.version if self.committed else None
         return Decision(
-            Code.VERSION_NOT_NEWER,
+            RefusalCode.VERSION_NOT_NEWER,
             f"found version {version}, committed is {found}: publish a higher one, or say rollback",
         )
 
     def _may_begin(self, message: Publish, missing: str, routes: Mapping[AgentId, Route]) -> Decision:  # noqa: PLR0911  # a list of reasons
         if self.round:
-            return Decision(Code.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease")
+            return Decision(
+                RefusalCode.NOT_ALLOWED, f"the round of version {self.round.version} is running under this lease"
+            )
         if message.rollback and not (self.lease and self.lease.rollback):
-            return Decision(Code.NOT_ALLOWED, "this lease was acquired without rollback: acquire again, with it")
+            return Decision(RefusalCode.NOT_ALLOWED, "this lease was acquired without rollback: acquire again, with it")
         older = self.committed and message.version <= self.committed.version
         if older and not (message.rollback or message.catch_up):
             return self._not_newer(message.version)
         if missing:
             return _unknown(missing)
         if reason := self._all_deaf_to(message.epoch):
-            return Decision(Code.STALE_EPOCH, reason)
+            return Decision(RefusalCode.STALE_EPOCH, reason)
         if not (message.table or any(each.transport for each in routes.values())):
-            return Decision(Code.NOT_ALLOWED, "no engine is here to which an open table could be given: name it")
+            return Decision(RefusalCode.NOT_ALLOWED, "no engine is here to which an open table could be given: name it")
         reason = _contradicts(message, is_committed=self._is_committed(message))
-        return Decision(Code.NOT_ALLOWED, reason) if reason else YES
+        return Decision(RefusalCode.NOT_ALLOWED, reason) if reason else YES
 
     def _all_deaf_to(self, epoch: Epoch) -> str:
         """Why no engine would hear a round of `epoch`; empty where one may."""
@@ -239,9 +241,11 @@ class Standing:
         """Whether what `message` says of the table agrees with what was said before."""
         known = self.round.table if self.round else ""
         if not (message.table or known):
-            return Decision(Code.NOT_ALLOWED, "the table was left open and is not known yet: name it")
+            return Decision(RefusalCode.NOT_ALLOWED, "the table was left open and is not known yet: name it")
         if known and message.table not in ("", known):
-            return Decision(Code.NOT_ALLOWED, f"found table {message.table[:12]}, expected {known[:12]} as said before")
+            return Decision(
+                RefusalCode.NOT_ALLOWED, f"found table {message.table[:12]}, expected {known[:12]} as said before"
+            )
         return _unknown(missing) if missing else YES
 
     def _routes(
@@ -276,7 +280,7 @@ def ahead(seen: Epoch, epoch: Epoch) -> str:
 
 
 def _unknown(blob: str) -> Decision:
-    return Decision(Code.UNKNOWN_BLOB, f"blob {blob} is not here: put it, then ask again")
+    return Decision(RefusalCode.UNKNOWN_BLOB, f"blob {blob} is not here: put it, then ask again")
 
 
 LEAP: Final = 2**24
@@ -309,7 +313,7 @@ class Channel(Standing):
         """Give back a lease under which nothing was published."""
         verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
         if verdict.ok and self.round:
-            return Decision(Code.NOT_ALLOWED, "a round is running under this lease: send Abandon instead")
+            return Decision(RefusalCode.NOT_ALLOWED, "a round is running under this lease: send Abandon instead")
         if verdict.ok:
             self._end_lease("released")
         return verdict
@@ -372,7 +376,7 @@ class Channel(Standing):
         if isinstance(message, Offered):
             self.round.offered(message.epoch, message.offers, message.failed, now)
         elif self.round.state in (RoundState.PREPARING, RoundState.OFFERING):
-            return Decision(Code.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
+            return Decision(RefusalCode.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
         else:
             verdict = self._may_be_sent(message, missing)
             if verdict.ok:
@@ -498,12 +502,12 @@ class Channel(Standing):
         """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
         engine, round_, epoch = self.engines[name], self.round, message.epoch
         if epoch > self.epoch:
-            return Decision(Code.NOT_ALLOWED, f"epoch {epoch} was never taken; the highest is {self.epoch}")
+            return Decision(RefusalCode.NOT_ALLOWED, f"epoch {epoch} was never taken; the highest is {self.epoch}")
         member = round_.members.get(name) if round_ is not None else None
         if round_ is None or member is None or member.phase in SETTLED:
             return self._take_late(engine, message)
         if epoch != member.epoch:
-            return Decision(Code.STALE_EPOCH, f"found epoch {epoch}, expected {member.epoch}")
+            return Decision(RefusalCode.STALE_EPOCH, f"found epoch {epoch}, expected {member.epoch}")
         round_.answered(member, message, now)
         if engine.absorb(message, member, self.window.committed):
             self._fleet.touch(name)
@@ -648,4 +652,6 @@ class Channel(Standing):
             return YES
         if message.epoch == engine.last_epoch:
             return YES  # a repetition of what was answered in time
-        return Decision(Code.STALE_EPOCH, f"no round of epoch {message.epoch} is running; the highest was {self.epoch}")
+        return Decision(
+            RefusalCode.STALE_EPOCH, f"no round of epoch {message.epoch} is running; the highest was {self.epoch}"
+        )

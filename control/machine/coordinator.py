@@ -26,7 +26,6 @@ from ..protocol import (
     BlobPage,
     Bye,
     Channel as ChannelId,
-    Code,
     EngineMessage,
     Failed,
     GetBlob,
@@ -40,6 +39,7 @@ from ..protocol import (
     Prepared,
     Publish,
     PutBlob,
+    RefusalCode,
     Release,
     Role,
     Sent,
@@ -280,7 +280,7 @@ class Coordinator:
         agent = self.members.heard(peer, now)
         if agent is None:
             if not isinstance(message, Bye):
-                self._out.refuse(peer, "?", message, Decision(Code.UNKNOWN_AGENT, "say Hello first"))
+                self._out.refuse(peer, "?", message, Decision(RefusalCode.UNKNOWN_AGENT, "say Hello first"))
             return
         verdict = may_say(agent, message, event.principal)
         if verdict.code is not None:
@@ -333,7 +333,7 @@ class Coordinator:
         found = self.blobs.page(message.digest, message.page)
         if found is None:
             reason = f"page {message.page} of blob {message.digest[:12]} is not here"
-            self._out.refuse(peer, agent.name, message, Decision(Code.UNKNOWN_BLOB, reason))
+            self._out.refuse(peer, agent.name, message, Decision(RefusalCode.UNKNOWN_BLOB, reason))
             return
         blob, pages = found
         answer = BlobPage(request=message.request, digest=message.digest, page=message.page, pages=pages)
@@ -343,7 +343,7 @@ class Coordinator:
         document = status.encode(self.status(now))
         if len(document) > MAX_ANSWER_BYTES:
             reason = f"the status takes {len(document)} bytes, a message {MAX_ANSWER_BYTES}: read it over HTTP"
-            self._out.refuse(peer, agent.name, message, Decision(Code.NOT_ALLOWED, reason))
+            self._out.refuse(peer, agent.name, message, Decision(RefusalCode.NOT_ALLOWED, reason))
             return
         self._out.send(peer, Status(request=message.request), document)
 
@@ -399,7 +399,9 @@ class Coordinator:
     def _closed(self) -> Decision | None:
         """Why nothing new may begin; None when it may."""
         if self.stopping:
-            return Decision(Code.SHUTTING_DOWN, "the coordinator is stopping", 5.0)
+            return Decision(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", 5.0)
         if self.read_only:
-            return Decision(Code.READ_ONLY, "the journal cannot be written; is the disk full?", self.limits.probe_s)
+            return Decision(
+                RefusalCode.READ_ONLY, "the journal cannot be written; is the disk full?", self.limits.probe_s
+            )
         return None

@@ -17,12 +17,12 @@ from ..protocol import (
     AgentId,
     Bye,
     Channel,
-    Code,
     Heartbeat,
     IllegalMove,
     InvariantBroken,
     Offered,
     Publish,
+    RefusalCode,
     Refused,
     Release,
     Request,
@@ -124,7 +124,7 @@ class EffectQueue:
 
     def refuse(self, peer: Peer, agent: str, message: Message, verdict: Decision) -> None:
         """A refusal changed nothing and is not remembered."""
-        code = verdict.code or Code.NOT_ALLOWED
+        code = verdict.code or RefusalCode.NOT_ALLOWED
         request = HEARTBEAT_KEY if isinstance(message, _KEYLESS) else message.request
         self.send(peer, Refused(request=request, code=code, reason=verdict.reason, retry_after_s=verdict.retry_after_s))
         self.observe(Refusal(agent=agent, message=message.kind, code=code, reason=verdict.reason))

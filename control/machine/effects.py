@@ -12,10 +12,10 @@ import msgspec
 from ..protocol import (
     AgentId,
     Channel,
-    Code,
     Digest,
     Epoch,
     Outcome,
+    RefusalCode,
     Request,
     RequestId,
     Role,
@@ -220,7 +220,7 @@ class Refusal(Observation, frozen=True, tag="refusal"):
 
     agent: str
     message: str
-    code: Code
+    code: RefusalCode
     reason: str
 
 

@@ -14,7 +14,6 @@ import msgspec
 
 from ..protocol import (
     AgentId,
-    Code,
     EngineHealth,
     EngineInfo,
     EngineMessage,
@@ -22,6 +21,7 @@ from ..protocol import (
     Failed,
     HeldVersion,
     Incarnation,
+    RefusalCode,
     Serving,
     Topology,
     TransportKind,
@@ -39,7 +39,7 @@ _CLEAN: Final = EngineHealth.CLEAN
 """Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
 _STRANGE: Final = "serves another version than it was known to hold"
 _IN_ROUND: Final[Mapping[EnginePhase | None, Decision]] = {
-    phase: Decision(Code.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
+    phase: Decision(RefusalCode.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
 }
 
 
@@ -184,14 +184,16 @@ class EngineRecord(msgspec.Struct, kw_only=True):
 def readiness(engine: EngineRecord, phase: EnginePhase | None, window: VersionWindow) -> Decision:
     """Whether requests may be sent to the engine, and why not."""
     if not engine.alive:
-        return Decision(Code.NOT_ALLOWED, engine.reason or "not here")
+        return Decision(RefusalCode.NOT_ALLOWED, engine.reason or "not here")
     if engine.health is not _CLEAN:
-        return Decision(Code.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}")
+        return Decision(
+            RefusalCode.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}"
+        )
     if phase not in GENERATES:
         return _IN_ROUND[phase]
     if not window.allows(engine.held):
-        return Decision(Code.NOT_ALLOWED, window.against(engine.held))
+        return Decision(RefusalCode.NOT_ALLOWED, window.against(engine.held))
     if not engine.serving or engine.strange:
         reason = _STRANGE if engine.strange else engine.reason or "has not said yet that it serves"
-        return Decision(Code.NOT_ALLOWED, reason)
+        return Decision(RefusalCode.NOT_ALLOWED, reason)
     return YES

@@ -15,13 +15,13 @@ from ..protocol import (
     Acquire,
     AgentId,
     Channel,
-    Code,
     EngineInfo,
     Epoch,
     Granted,
     HeldVersion,
     Incarnation,
     InvariantBroken,
+    RefusalCode,
     Version,
 )
 from .effects import EpochTaken, LeaseEnded, LeaseGranted
@@ -73,31 +73,35 @@ def may_acquire(
     if lease is None and not in_round:
         return YES
     if lease is None:
-        return Decision(Code.LEASE_HELD, "the last round is still coming to its end", 1.0)
+        return Decision(RefusalCode.LEASE_HELD, "the last round is still coming to its end", 1.0)
     mine = lease.holder == agent and lease.incarnation == incarnation
     if mine and not in_round:
         return YES
     if mine and round_ not in BEFORE_COMMIT:
-        return Decision(Code.LEASE_HELD, f"your round at epoch {lease.epoch} is still coming to its end", _ENDING_S)
+        return Decision(
+            RefusalCode.LEASE_HELD, f"your round at epoch {lease.epoch} is still coming to its end", _ENDING_S
+        )
     if mine:
         return Decision(
-            Code.NOT_ALLOWED, f"your round at epoch {lease.epoch} is running: wait for RoundDone or Abandon it"
+            RefusalCode.NOT_ALLOWED, f"your round at epoch {lease.epoch} is running: wait for RoundDone or Abandon it"
         )
     remaining = max(0.0, lease.expires_at(lease_s) - now)
     reason = f"{lease.holder} holds the channel at epoch {lease.epoch} for version {lease.version}"
-    return Decision(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))
+    return Decision(RefusalCode.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))
 
 
 def may_use(lease: Lease | None, agent: AgentId, incarnation: Incarnation, epoch: Epoch, highest: Epoch) -> Decision:
     """Whether `agent` may act under `epoch`, where `highest` is the highest epoch ever taken in the channel."""
     if epoch > highest:
-        return Decision(Code.NOT_ALLOWED, f"epoch {epoch} was never granted; the highest is {highest}")
+        return Decision(RefusalCode.NOT_ALLOWED, f"epoch {epoch} was never granted; the highest is {highest}")
     if lease is None:
-        return Decision(Code.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")
+        return Decision(RefusalCode.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")
     if lease.holder != agent or lease.incarnation != incarnation:
-        return Decision(Code.STALE_EPOCH, f"{lease.holder} has been granted epoch {lease.epoch} since; acquire again")
+        return Decision(
+            RefusalCode.STALE_EPOCH, f"{lease.holder} has been granted epoch {lease.epoch} since; acquire again"
+        )
     if epoch != lease.epoch:
-        return Decision(Code.STALE_EPOCH, f"found epoch {epoch}, expected {lease.epoch}; acquire again")
+        return Decision(RefusalCode.STALE_EPOCH, f"found epoch {epoch}, expected {lease.epoch}; acquire again")
     return YES
 
 
@@ -174,7 +178,7 @@ class LeaseHolder:
         if asked is None:
             return ()
         agent, message = asked
-        return (LateGrant(agent.name, message, Decision(Code.READ_ONLY, reason, retry_after_s=2.0)),)
+        return (LateGrant(agent.name, message, Decision(RefusalCode.READ_ONLY, reason, retry_after_s=2.0)),)
 
     def redriven(self, epoch: Epoch) -> None:
         """The lease goes on under a higher epoch."""

@@ -19,11 +19,11 @@ import msgspec
 from ..protocol import (
     AgentId,
     Channel,
-    Code,
     EngineInfo,
     Hello,
     Incarnation,
     InvariantBroken,
+    RefusalCode,
     Role,
     Topology,
     TrainerInfo,
@@ -70,7 +70,7 @@ class Membership:
     def _name_verdict(self, hello: Hello, peer: Peer, now: float) -> Decision:
         known = self._agents.get(hello.agent)
         if known is None and len(self._agents) >= self._limits.max_agents:
-            return Decision(Code.NOT_ALLOWED, f"{len(self._agents)} agents are here, no more are taken", 10.0)
+            return Decision(RefusalCode.NOT_ALLOWED, f"{len(self._agents)} agents are here, no more are taken", 10.0)
         if known is None or known.incarnation == hello.incarnation or known.peer in (None, peer):
             return YES
         silent_s = now - known.heard_at
@@ -78,7 +78,7 @@ class Membership:
             return YES
         found = f"another process, {known.incarnation}, answered to {hello.agent!r} {silent_s:.1f} s ago"
         reason = f"{found}: give this one another name, or stop the other"
-        return Decision(Code.NAME_TAKEN, reason, self._limits.takeover_s - silent_s)
+        return Decision(RefusalCode.NAME_TAKEN, reason, self._limits.takeover_s - silent_s)
 
     def _server_verdict(self, hello: Hello, now: float) -> Decision:
         holder = self._by_server.get(_server(hello.engine))
@@ -90,7 +90,7 @@ class Membership:
             f"{found}, last heard of {now - rival.heard_at:.1f} s ago: one server, one agent. Stop one of the two; if"
             " they are different servers, tell each agent with --url where clients reach its own"
         )
-        return Decision(Code.SERVER_TAKEN, reason, self._limits.takeover_s)
+        return Decision(RefusalCode.SERVER_TAKEN, reason, self._limits.takeover_s)
 
     def join(self, hello: Hello, peer: Peer, now: float, principal: Principal | None = None) -> Agent:
         """Seat the agent of `hello` on `peer`; `principal`, if there are keys, was found to be allowed to say it."""

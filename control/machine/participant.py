@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ..protocol import AgentId, EngineInfo, EngineReport, Epoch, Outcome, TransportKind, Version, brief
+from ..protocol import AgentId, EngineInfo, EngineReport, Epoch, Outcome, TransportKind, Version, clip_each
 from .states import EnginePhase
 
 _DOWN: Final = frozenset({EnginePhase.RESUMING, EnginePhase.LEAVING, EnginePhase.QUARANTINED})
@@ -68,5 +68,5 @@ class Participant(msgspec.Struct, kw_only=True):
             buckets=self.buckets,
             seconds=dict(self.seconds),
             verified_by=self.verified_by,
-            reason=brief(self.reason, told),
+            reason=clip_each(self.reason, told),
         )

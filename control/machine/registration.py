@@ -5,7 +5,7 @@ Whatever happens to an agent returns the channel that it concerned, if it did: t
 
 from __future__ import annotations
 
-from ..protocol import AgentId, Alive, Channel as ChannelId, Code, Heartbeat, Hello, Role, Topology, Welcome
+from ..protocol import AgentId, Alive, Channel as ChannelId, Heartbeat, Hello, RefusalCode, Role, Topology, Welcome
 from .authorization import may_join
 from .channel import Channel
 from .effect_queue import EffectQueue
@@ -44,7 +44,7 @@ class Registration:
         if verdict.ok and message.channel not in self._channels and len(self._channels) >= self._limits.max_channels:
             found = f"{len(self._channels)} channels are known, max_channels = {self._limits.max_channels}"
             advice = "raise it, or have one forgotten that is not needed any more: `weightbus forget-channel NAME`"
-            verdict = Decision(Code.NOT_ALLOWED, f"{found}: {advice}")
+            verdict = Decision(RefusalCode.NOT_ALLOWED, f"{found}: {advice}")
         return self._members.verdict(message, event.peer, now) if verdict.ok else verdict
 
     def welcome(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Channel:

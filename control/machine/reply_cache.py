@@ -14,7 +14,6 @@ from ..protocol import (
     Ack,
     Acquire,
     AgentId,
-    Code,
     EngineReport,
     Epoch,
     Granted,
@@ -22,6 +21,7 @@ from ..protocol import (
     Offered,
     Outcome,
     Publish,
+    RefusalCode,
     Release,
     RequestId,
     RoundDone,
@@ -49,7 +49,7 @@ _ENCODE: Final = msgspec.msgpack.Encoder()
 class Decision(msgspec.Struct, frozen=True):
     """An answer and why. `code` is set when the answer is no."""
 
-    code: Code | None
+    code: RefusalCode | None
     reason: str = ""
     retry_after_s: float = 0.0
 
@@ -112,7 +112,7 @@ def question(message: Keyed) -> str:
 def other_question(message: Keyed, before: str) -> Decision:
     """For a key that was used already."""
     reason = f"key {message.request} was used for another {before}: every question has a key of its own"
-    return Decision(Code.NOT_ALLOWED, reason)
+    return Decision(RefusalCode.NOT_ALLOWED, reason)
 
 
 class RoundReply(msgspec.Struct, frozen=True):

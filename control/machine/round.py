@@ -27,7 +27,7 @@ from ..protocol import (
     Outcome,
     Publish,
     RoundDone,
-    SlowEngines,
+    StragglerPolicy,
     Version,
     clip,
 )
@@ -240,7 +240,7 @@ class Round:
         before = record = None
         while before is not self.state and record is None:
             before = self.state
-            if self.publish.policy.slow is SlowEngines.QUORUM:
+            if self.publish.policy.slow is StragglerPolicy.QUORUM:
                 self._hurry(now)
             record = self._go_on(next_epoch, now)
         return record
@@ -504,7 +504,7 @@ class Round:
         if clock := CLOCK.get(left):
             self._seconds[clock] = self._seconds.get(clock, 0.0) + spent
         policy = self.publish.policy
-        evicts = policy.slow is SlowEngines.EVICT_AFTER and state in THROUGH
+        evicts = policy.slow is StragglerPolicy.EVICT_AFTER and state in THROUGH
         self._makes_room = False
         self._since, self._deadline = now, now + (min(wait_s, policy.slow_s) if evicts else wait_s)
         entered = StateEntered(

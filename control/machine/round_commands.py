@@ -19,7 +19,7 @@ from ..protocol import (
     Transfer,
     TransportKind,
     Withdraw,
-    brief,
+    clip_each,
 )
 from .limits import Limits
 from .participant import Participant
@@ -46,7 +46,7 @@ class RoundCommands:
                 transport=member.transport or TransportKind.DISK,
                 policy=self._publish.policy,
                 deadline_s=self._limits.prepare_s,
-                seal=self._publish.seal,
+                publication_signature=self._publish.publication_signature,
                 rollback=self._publish.rollback,
             ),
         )
@@ -92,7 +92,7 @@ class RoundCommands:
 
     def withdraw(self, epoch: Epoch, out: Mapping[str, str]) -> Withdraw:
         """Wait for these no longer."""
-        engines = {name: brief(reason, len(out)) for name, reason in out.items()}
+        engines = {name: clip_each(reason, len(out)) for name, reason in out.items()}
         return Withdraw(channel=self._publish.channel, epoch=epoch, engines=engines)
 
     def transfer(self, member: Participant, offer: Endpoint) -> ToEngine:

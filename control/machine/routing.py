@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from ..protocol import AgentId, ProcessLocation, Reach, Topology, TransportKind
+from ..protocol import AgentId, PeerAccess, ProcessLocation, Topology, TransportKind
 from .route import Objection, Route, TransferEnds
 
 PREFERRED: Final = (
@@ -232,10 +232,10 @@ def _reads(*, all_ranks: bool) -> _Rule:
     return rule
 
 
-def _reaches(worker: ProcessLocation, rank: ProcessLocation) -> Reach | Objection | None:
+def _reaches(worker: ProcessLocation, rank: ProcessLocation) -> PeerAccess | Objection | None:
     """How the GPU of `worker` reaches that of `rank`; None when nobody knows."""
     if worker.device == rank.device:
-        return Reach.NVLINK  # its own memory, which is nearer still
+        return PeerAccess.NVLINK  # its own memory, which is nearer still
     pair = f"worker {worker.rank} on GPU {worker.device}, rank {rank.rank} on GPU {rank.device}"
     told = None if worker.reach is None else worker.reach.get(rank.device)
     if worker.reach is not None and told is None:
@@ -246,7 +246,7 @@ def _reaches(worker: ProcessLocation, rank: ProcessLocation) -> Reach | Objectio
         )
     if told is None and rank.reach is not None:
         told = rank.reach.get(worker.device)
-    if told is Reach.NONE:
+    if told is PeerAccess.NONE:
         return Objection(f"the driver gives no peer access: {pair}", "GPUs that are joined by NVLink, or PCIe peers")
     return told
 
@@ -374,9 +374,9 @@ def _links(ends: TransferEnds) -> str:
     return f" ({', '.join(ways)})"
 
 
-def _counted(found: list[Reach | Objection | None], own: int) -> Iterator[tuple[str, int]]:
-    for reach, words in ((Reach.NVLINK, "over NVLink"), (Reach.P2P, "by peer access")):
-        count = found.count(reach) - (own if reach is Reach.NVLINK else 0)
+def _counted(found: list[PeerAccess | Objection | None], own: int) -> Iterator[tuple[str, int]]:
+    for reach, words in ((PeerAccess.NVLINK, "over NVLink"), (PeerAccess.P2P, "by peer access")):
+        count = found.count(reach) - (own if reach is PeerAccess.NVLINK else 0)
         yield f"{count} pairs {words}", count
 
 

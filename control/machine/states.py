@@ -126,7 +126,7 @@ THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
 }
 """The states in which engines are waited for, and the phases of those that have come through.
 
-How long they are, `SlowEngines` says. Who is late is left out of the round like one that ran into the step's deadline.
+`StragglerPolicy` says for how long. A late engine leaves the round, as one that ran into the step's deadline does.
 """
 
 ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {

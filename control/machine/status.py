@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from ..protocol import AgentId, EngineHealth, HeldVersion, Malformed, StandsBy, TransportKind, Version
+from ..protocol import AgentId, CoordinatorOnStandby, EngineHealth, HeldVersion, Malformed, TransportKind, Version
 from .channel import Channel
 from .engine_record import EngineRecord, readiness
 from .membership import Membership
@@ -134,7 +134,7 @@ def encode(view: StatusView) -> bytes:
 
 
 def parse(document: bytes) -> StatusView:
-    """The document, typed. Raises `StandsBy`, or `Malformed`."""
+    """The document, typed. Raises `CoordinatorOnStandby`, or `Malformed`."""
     try:
         return _DECODER.decode(document)
     except ValueError as problem:
@@ -143,10 +143,10 @@ def parse(document: bytes) -> StatusView:
 
 
 def refuse_standby(document: bytes) -> None:
-    """Raise `StandsBy` if the document says so."""
+    """Raise `CoordinatorOnStandby` if the document says so."""
     with contextlib.suppress(ValueError):
         view = _STANDBY_DECODER.decode(document)
-        raise StandsBy(view.leader, view.endpoint)
+        raise CoordinatorOnStandby(view.leader, view.endpoint)
 
 
 def describe(channels: Iterable[Channel], members: Membership, lease_s: float, now: float) -> dict[str, ChannelView]:

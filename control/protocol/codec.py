@@ -31,13 +31,13 @@ MAX_FRAME_BYTES: Final = 1 << 20
 MAX_ANSWER_BYTES: Final = 4 << 20
 """The same for what an agent is told: `Granted`, `RoundDone` and the status name every engine of a fleet."""
 
-MAX_PROSE: Final = 2048
+MAX_TEXT_CHARACTERS: Final = 2048
 """Characters of a `Text` field (ids.py). Longer reasons are cut to it, so that no failure is lost for being wordy."""
 
 MAX_REASONS_BYTES: Final = 256 * 1024
 """What the reasons of all engines together may take of one message, which may name thousands."""
 
-CARRIES_BLOB: Final[frozenset[type[Message]]] = frozenset({PutBlob, BlobPage, Status})
+MESSAGES_WITH_BLOB: Final[frozenset[type[Message]]] = frozenset({PutBlob, BlobPage, Status})
 
 _PLAIN: Final[frozenset[type[Message]]] = frozenset({Ack, Alive})
 """Not decoded again by their sender: they hold nothing but what was decoded, or counted, here. Half of all messages."""
@@ -45,7 +45,7 @@ _PLAIN: Final[frozenset[type[Message]]] = frozenset({Ack, Alive})
 Frames = list[bytes]
 """The parts of one message; once packed, what ZeroMQ calls its frames."""
 _HEADER_BYTES: Final = 4
-M = TypeVar("M", bound=Message)
+MessageType = TypeVar("MessageType", bound=Message)
 
 
 class _Tag(msgspec.Struct):
@@ -58,23 +58,25 @@ _TAG: Final = msgspec.msgpack.Decoder(_Tag)
 _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-class MessageCodec(Generic[M]):
+class MessageCodec(Generic[MessageType]):
     """One direction of the control plane: the union of messages that travel in it, and their frames."""
 
     def __init__(self, mark: bytes, union: object, most: int = MAX_FRAME_BYTES) -> None:
         """`mark` stands in the header, `most` bytes are in a frame."""
-        members = cast("tuple[type[M], ...]", get_args(union) or (union,))
+        members = cast("tuple[type[MessageType], ...]", get_args(union) or (union,))
         self.members: Final = members
         self._header: Final = MAGIC + bytes((PROTOCOL,)) + mark
         self._most: Final = most
         self._tags: Final = frozenset(member.__struct_config__.tag for member in members)
-        self._decoder: Final[msgspec.msgpack.Decoder[M]] = msgspec.msgpack.Decoder(cast("type[M]", union))
+        self._decoder: Final[msgspec.msgpack.Decoder[MessageType]] = msgspec.msgpack.Decoder(
+            cast("type[MessageType]", union)
+        )
         self._decode: Final = self._decoder.decode
         self._last_frame: bytes | None = None
-        self._last_read: M
+        self._last_read: MessageType
         """What came in as one frame, and what it said."""
 
-    def encode(self, message: M, blob: bytes | None = None) -> Frames:
+    def encode(self, message: MessageType, blob: bytes | None = None) -> Frames:
         """Frames of `message`; raises the `ProtocolError` that the receiver would have raised."""
         plain = type(message) in _PLAIN
         try:
@@ -86,7 +88,7 @@ class MessageCodec(Generic[M]):
             self.decode(frames)
         return frames
 
-    def decode(self, frames: Sequence[bytes]) -> tuple[M, bytes | None]:
+    def decode(self, frames: Sequence[bytes]) -> tuple[MessageType, bytes | None]:
         """The message in `frames` and its blob, if its type carries one."""
         if not 2 <= len(frames) <= 3:
             raise Malformed(f"{len(frames)} parts, expected a header, a payload and at most one blob")
@@ -98,19 +100,19 @@ class MessageCodec(Generic[M]):
         if blob is not None and len(blob) > self._most:
             raise Oversize("blob", len(blob), self._most)
         message = self._decode_payload(frames[1])
-        if (blob is not None) != (type(message) in CARRIES_BLOB):
+        if (blob is not None) != (type(message) in MESSAGES_WITH_BLOB):
             problem = "lacks its blob frame" if blob is None else "carries a blob frame that it must not have"
             raise Malformed(f"{message.kind} {problem}")
         return message, blob
 
-    def read(self, frames: Frames) -> tuple[M, bytes | None]:
+    def read(self, frames: Frames) -> tuple[MessageType, bytes | None]:
         """The message that came in as `frames`. As `decode` of `unpack`, and most messages take a shorter way to it.
 
         Thousands of agents that serve the same version say the same heartbeat, byte for byte: it is decoded once.
         """
         return (self.read_one(frames[0]), None) if len(frames) == 1 else self.decode(unpack(frames))
 
-    def read_one(self, frame: bytes) -> M:
+    def read_one(self, frame: bytes) -> MessageType:
         """The same for a message that came in as one frame, as nearly all do: it can carry no blob."""
         if frame == self._last_frame:
             return self._last_read
@@ -120,7 +122,7 @@ class MessageCodec(Generic[M]):
             except (ValueError, RecursionError):
                 pass  # explained below
             else:
-                if type(message) not in CARRIES_BLOB:
+                if type(message) not in MESSAGES_WITH_BLOB:
                     self._last_frame, self._last_read = frame, message
                     return message
         return self.decode(unpack([frame]))[0]
@@ -132,7 +134,7 @@ class MessageCodec(Generic[M]):
             raise WrongProtocol(header[2], PROTOCOL)
         raise Malformed(f"header says direction {header[3:]!r}, this socket takes {self._header[3:]!r}")
 
-    def _decode_payload(self, payload: bytes) -> M:
+    def _decode_payload(self, payload: bytes) -> MessageType:
         try:
             return self._decoder.decode(payload)
         # msgspec's errors and UnicodeDecodeError (bad UTF-8) are ValueErrors; deep nesting is a RecursionError.
@@ -160,7 +162,7 @@ def unpack(frames: Frames) -> Frames:
     return [first[:_HEADER_BYTES], first[_HEADER_BYTES:], *frames[1:]]
 
 
-def clip(text: str, limit: int = MAX_PROSE) -> str:
+def clip(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
     """`text`, cut in the middle if it is longer than a `Text` field may be: both ends usually tell the most."""
     if len(text) <= limit:
         return text
@@ -169,23 +171,23 @@ def clip(text: str, limit: int = MAX_PROSE) -> str:
     return text[:half] + mark + text[-half:]
 
 
-def brief(text: str, count: int) -> str:
+def clip_each(text: str, count: int) -> str:
     """`text`, so short that `count` like it fit into one message."""
     room = MAX_REASONS_BYTES // max(1, count)
     if len(text) <= room // 4 or len(text.encode(errors="replace")) <= room:
         return clip(text)
-    most = min(room if text.isascii() else room // 4, MAX_PROSE)
+    most = min(room if text.isascii() else room // 4, MAX_TEXT_CHARACTERS)
     return clip(text, most) if most > 80 else text[:most]
 
 
-def _cut_prose(message: M) -> M:
+def _cut_prose(message: MessageType) -> MessageType:
     """`message` with reasons short enough to travel. Nothing but prose meant for people is ever cut."""
     reason: object = getattr(message, "reason", "")
     changes: dict[str, Any] = {}
-    if isinstance(reason, str) and len(reason) > MAX_PROSE:
+    if isinstance(reason, str) and len(reason) > MAX_TEXT_CHARACTERS:
         changes["reason"] = clip(reason)
     if isinstance(message, Offered | Sent) and message.failed:
-        changes["failed"] = {engine: brief(why, len(message.failed)) for engine, why in message.failed.items()}
+        changes["failed"] = {engine: clip_each(why, len(message.failed)) for engine, why in message.failed.items()}
     return msgspec.structs.replace(message, **changes) if changes else message
 
 

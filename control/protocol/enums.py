@@ -44,7 +44,7 @@ class TransportKind(enum.StrEnum):
     """A safetensors checkpoint on a file system that both see."""
 
 
-class Reach(enum.StrEnum):
+class PeerAccess(enum.StrEnum):
     """How one GPU reaches the memory of another, as the driver says."""
 
     NVLINK = "nvlink"
@@ -66,7 +66,7 @@ class PauseMode(enum.StrEnum):
     """They freeze, keep their KV cache, and go on under the new weights."""
 
 
-class SlowEngines(enum.StrEnum):
+class StragglerPolicy(enum.StrEnum):
     """What a round does about engines that are slower than others. control/machine/round.py carries it out."""
 
     WAIT_ALL = "wait-all"
@@ -88,7 +88,7 @@ class EngineHealth(enum.StrEnum):
     """Some weights may be new and some old. Paused, and must not serve before a complete verified load."""
 
 
-class Code(enum.StrEnum):
+class RefusalCode(enum.StrEnum):
     """Why a request was refused. Each names what the caller can do about it."""
 
     STALE_EPOCH = "stale_epoch"

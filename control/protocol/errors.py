@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from .enums import Code
+from .enums import RefusalCode
 
 
 class WeightbusError(Exception):
@@ -104,7 +104,7 @@ class BlobMismatch(ProtocolError):
 class RequestRefused(WeightbusError):
     """The coordinator refused a request, which changed nothing."""
 
-    def __init__(self, code: Code, reason: str, retry_after_s: float = 0.0) -> None:
+    def __init__(self, code: RefusalCode, reason: str, retry_after_s: float = 0.0) -> None:
         self.code = code
         self.reason = reason
         self.retry_after_s = retry_after_s
@@ -131,7 +131,7 @@ class CoordinatorUnreachable(WeightbusError):
         )
 
 
-class StandsBy(WeightbusError):
+class CoordinatorOnStandby(WeightbusError):
     """This coordinator knows nothing of the channels: another one leads."""
 
     def __init__(self, leader: str, endpoint: str) -> None:
@@ -157,7 +157,7 @@ class ClientClosed(WeightbusError):
     """This client serves no more requests."""
 
 
-class NotWanted(WeightbusError):
+class BlobCancelled(WeightbusError):
     """A blob was given up on before it was there, because whoever asked for it said so."""
 
     def __init__(self, digest: str, pages: int) -> None:
@@ -183,7 +183,7 @@ class JournalUnwritable(JournalError):
     """A write failed. What was durable stays readable; nothing new may be promised."""
 
 
-class NotNewer(JournalError):
+class VersionNotNewer(JournalError):
     """The store holds a version that its writer did not know of, and takes none that is not newer: it took nothing."""
 
 

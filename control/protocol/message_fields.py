@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .enums import EngineHealth, Outcome, PauseMode, Reach, SlowEngines, TransportKind
+from .enums import EngineHealth, Outcome, PauseMode, PeerAccess, StragglerPolicy, TransportKind
 from .ids import (
     AgentName,
     BlobDigest,
@@ -80,7 +80,7 @@ class ProcessLocation(Fragment, frozen=True):
     host: Text
     device: Text
     """uuid of its GPU; ``cpu`` where it has none."""
-    reach: dict[str, Reach] | None = None
+    reach: dict[str, PeerAccess] | None = None
     """To the other GPUs that the process sees, by uuid. Null: nobody could ask its driver."""
     seat: Text = ""
     """By which a group over NCCL knows its GPU; empty: by its uuid."""
@@ -130,11 +130,11 @@ class Policy(Fragment, frozen=True):
     An attempt over a collective transport that another engine's failure ended before anything was sent does not count.
     """
     transfer_timeout_s: Seconds = 600.0
-    slow: SlowEngines = SlowEngines.WAIT_ALL
+    slow: StragglerPolicy = StragglerPolicy.WAIT_ALL
     quorum: Count = 0
-    """For `SlowEngines.QUORUM`; 0 means one."""
+    """For `StragglerPolicy.QUORUM`; 0 means one."""
     slow_s: Seconds = 30.0
-    """For `SlowEngines.QUORUM` and `SlowEngines.EVICT_AFTER`."""
+    """For `StragglerPolicy.QUORUM` and `StragglerPolicy.EVICT_AFTER`."""
     max_paused: Count = 0
     """At most so many engines stand still at a time: the others take the version after them. 0: all at once.
 

@@ -40,12 +40,14 @@ and nothing committed without it.
 
 from __future__ import annotations
 
+import msgspec
+
 from .enums import (
     PROTOCOL,
-    Code,
     EngineHealth,
     Outcome,
     PauseMode,
+    RefusalCode,
     Role,
     Step,
     TransportKind,
@@ -208,7 +210,7 @@ class Publish(Message, frozen=True, kw_only=True, tag="Publish"):
     hold them. Everybody else goes on as if nothing was."""
     stood_s: Seconds = 0.0
     """How long training stood still since its last publication, because engines were too far behind. A metric."""
-    seal: PublicationSignature | None = None
+    publication_signature: PublicationSignature | None = msgspec.field(default=None, name="seal")
     """Null where no keys are used. Carried on in `Prepare`, as it is."""
 
 
@@ -353,7 +355,7 @@ class Refused(Message, frozen=True, tag="Refused"):
     """The request changed nothing."""
 
     request: RequestKey
-    code: Code
+    code: RefusalCode
     reason: Text
     """What was found, what was expected, what to do."""
     retry_after_s: Seconds = 0.0
@@ -451,7 +453,7 @@ class Prepare(Message, frozen=True, kw_only=True, tag="Prepare"):
     deadline_s: Seconds
     rollback: bool = False
     """The channel goes back: this version may be at or below the one that is served."""
-    seal: PublicationSignature | None = None
+    publication_signature: PublicationSignature | None = msgspec.field(default=None, name="seal")
     """The trainer's, of the `Publish` that began the round: its epoch, version, manifest and table are signed."""
 
 

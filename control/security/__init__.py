@@ -7,45 +7,45 @@ from weightbus.lazy_face import lazy_face
 if TYPE_CHECKING:
     from . import security_settings as security_settings
     from .allow_list import (
+        ALLOW_LIST_FILE as ALLOW_LIST_FILE,
         RELOAD_S as RELOAD_S,
-        TRUST_FILE as TRUST_FILE,
-        TrustEntry as TrustEntry,
-        TrustList as TrustList,
-        describe as describe,
-        edited as edited,
-        explained as explained,
-        read_trust as read_trust,
+        AllowList as AllowList,
+        AllowListEntry as AllowListEntry,
+        allow_list_rows as allow_list_rows,
+        edit_allow_list as edit_allow_list,
+        explain_invalid_entry as explain_invalid_entry,
+        read_allow_list as read_allow_list,
     )
     from .curve_keys import (
-        AGENTS as AGENTS,
-        COORDINATOR as COORDINATOR,
+        AGENT_KEYS_FOLDER as AGENT_KEYS_FOLDER,
+        COORDINATOR_KEYS as COORDINATOR_KEYS,
         CurveFiles as CurveFiles,
         KeyPair as KeyPair,
-        check_public as check_public,
-        read_public as read_public,
-        read_secret as read_secret,
+        check_public_key as check_public_key,
+        read_public_key as read_public_key,
+        read_secret_key as read_secret_key,
         read_signing_key as read_signing_key,
-        write_pair as write_pair,
+        write_key_pair as write_key_pair,
     )
     from .security_settings import (
         InsecureLoopback as InsecureLoopback,
         KeysFolder as KeysFolder,
-        check as check,
+        agent_key_files as agent_key_files,
+        allow_list_path as allow_list_path,
         check_endpoints as check_endpoints,
+        check_key_settings as check_key_settings,
         check_url as check_url,
-        curve_files as curve_files,
         keys_folder as keys_folder,
         state_folder as state_folder,
-        trust_file as trust_file,
     )
     from .signed_publications import (
-        Doubt as Doubt,
-        doubt as doubt,
-        doubt_offer as doubt_offer,
-        doubt_table as doubt_table,
-        seal_offer as seal_offer,
-        seal_publication as seal_publication,
-        seal_table as seal_table,
+        VerificationFailure as VerificationFailure,
+        sign_digest_table as sign_digest_table,
+        sign_endpoint as sign_endpoint,
+        sign_publication as sign_publication,
+        verify_digest_table as verify_digest_table,
+        verify_endpoint as verify_endpoint,
+        verify_publication as verify_publication,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

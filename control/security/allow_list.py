@@ -43,7 +43,7 @@ from ..protocol import (
     SigningKey,
 )
 
-TRUST_FILE: Final = "trust.toml"
+ALLOW_LIST_FILE: Final = "trust.toml"
 RELOAD_S: Final = 0.25
 _Z85: Final = r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z"
 _CHANNEL: Final = r"^(\*|[A-Za-z0-9][A-Za-z0-9._-]{0,63})\Z"
@@ -57,7 +57,7 @@ _MEND: Final = (
 )
 
 
-class TrustEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AllowListEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one agent is trusted with."""
 
     role: Role
@@ -71,10 +71,10 @@ class TrustEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return ANY_CHANNEL in self.channels or channel in self.channels
 
 
-class Trust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class AllowListDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole list, as it was read."""
 
-    agents: dict[AgentName, TrustEntry] = {}
+    agents: dict[AgentName, AllowListEntry] = {}
 
     def principals(self) -> dict[str, Principal]:
         """Who is behind each key. Raises `ValueError` when two agents share one."""
@@ -88,19 +88,19 @@ class Trust(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return found
 
 
-def read_trust(path: Path) -> Trust:
+def read_allow_list(path: Path) -> AllowListDocument:
     """The list in `path`. Raises `PeerKeyError` when it cannot be read, or cannot be trusted."""
     try:
         with path.open("rb") as file:
             _check_owner(path, os.fstat(file.fileno()))
-            trust = msgspec.convert(tomllib.load(file), Trust)
+            trust = msgspec.convert(tomllib.load(file), AllowListDocument)
         trust.principals()
     except FileNotFoundError as problem:
         raise PeerKeyError(path, "is not there", "make it with `weightbus trust add NAME --role ROLE ...`") from problem
     except OSError as problem:
         raise PeerKeyError(path, f"cannot be read: {problem.strerror}", _MEND) from problem
     except ValueError as problem:  # not TOML, not UTF-8, or not what we know
-        raise PeerKeyError(path, explained(problem), _MEND) from problem
+        raise PeerKeyError(path, explain_invalid_entry(problem), _MEND) from problem
     return trust
 
 
@@ -112,7 +112,7 @@ _ALLOWED: Final[Mapping[str, str]] = {
 }
 
 
-def explained(problem: Exception) -> str:
+def explain_invalid_entry(problem: Exception) -> str:
     """What is wrong with an entry, in the words of people where `problem` has a regular expression, or no choices."""
     text = str(problem)
     for pattern, words in _ALLOWED.items():
@@ -130,7 +130,7 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 
 @contextmanager
-def edited(path: Path) -> Generator[dict[str, TrustEntry]]:
+def edit_allow_list(path: Path) -> Generator[dict[str, AllowListEntry]]:
     """The entries by name, to be changed inside; written back, at once and whole, if they were.
 
     Two that edit at the same time wait for each other. Raises `ConfigurationError`, and changes nothing, when the list
@@ -140,16 +140,16 @@ def edited(path: Path) -> Generator[dict[str, TrustEntry]]:
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        before = read_trust(path).agents if path.exists() else {}
+        before = read_allow_list(path).agents if path.exists() else {}
         agents = {str(name): entry for name, entry in before.items()}
         yield agents
         if agents != before or not path.exists():
-            _replace(path, _usable(path, render(agents)))
+            _replace(path, _usable(path, render_allow_list(agents)))
     finally:
         os.close(lock)
 
 
-def render(agents: Mapping[str, TrustEntry]) -> str:
+def render_allow_list(agents: Mapping[str, AllowListEntry]) -> str:
     """The file that says so. Nothing in an entry needs escaping: all fields are bounded by patterns."""
     return _HEAD + ("".join(_block(name, agents[name]) for name in sorted(agents)) or "\n[agents]\n")
 
@@ -157,13 +157,13 @@ def render(agents: Mapping[str, TrustEntry]) -> str:
 def _usable(path: Path, text: str) -> str:
     """`text`, if it would be read as a list: with a wrong one every session would be cut."""
     try:
-        msgspec.convert(tomllib.loads(text), Trust).principals()
+        msgspec.convert(tomllib.loads(text), AllowListDocument).principals()
     except ValueError as problem:
-        raise ConfigurationError(f"{path} stays as it was: {explained(problem)}") from problem
+        raise ConfigurationError(f"{path} stays as it was: {explain_invalid_entry(problem)}") from problem
     return text
 
 
-def _block(name: str, entry: TrustEntry) -> str:
+def _block(name: str, entry: AllowListEntry) -> str:
     channels = ", ".join(f'"{channel}"' for channel in entry.channels)
     lines = [f'[agents."{name}"]', f'role = "{entry.role.value}"', f"channels = [{channels}]"]
     return "\n".join(["", *lines, f'key = "{entry.key}"', f'signing_key = "{entry.signing_key}"', ""])
@@ -185,7 +185,7 @@ def _replace(path: Path, text: str) -> None:
         os.close(folder)
 
 
-class TrustList:
+class AllowList:
     """The file as it is now: followed, and asked from any thread. Never raises: what is wrong is `problem`."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -194,7 +194,7 @@ class TrustList:
         """Why nobody is trusted; empty when all is well."""
         self._clock = clock
         self._lock = threading.Lock()
-        self._trust = Trust()
+        self._trust = AllowListDocument()
         self._principals: Mapping[str, Principal] = {}
         self._stamp: tuple[int, ...] | None = None
         self._looked_at = clock()
@@ -209,7 +209,7 @@ class TrustList:
                 self._follow()
             return self._principals
 
-    def agents(self) -> Mapping[AgentId, TrustEntry]:
+    def agents(self) -> Mapping[AgentId, AllowListEntry]:
         """What each agent is trusted with, by name, as the file is now."""
         self.principals(fresh=True)
         return self._trust.agents
@@ -224,9 +224,9 @@ class TrustList:
             return
         self._stamp, before = stamp, self.problem
         try:
-            self._trust, self.problem = read_trust(self.path), ""
+            self._trust, self.problem = read_allow_list(self.path), ""
         except PeerKeyError as error:
-            self._trust, self.problem = Trust(), str(error)
+            self._trust, self.problem = AllowListDocument(), str(error)
         known, self._principals = self._principals, self._trust.principals()
         kept = {key: known[key] for key, each in self._principals.items() if known.get(key) == each}
         self._principals = {**self._principals, **kept}  # who is trusted with the same stays the same object
@@ -245,6 +245,6 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
     return (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)
 
 
-def describe(agents: Mapping[AgentId, TrustEntry]) -> list[tuple[str, str, str, str]]:
+def allow_list_rows(agents: Mapping[AgentId, AllowListEntry]) -> list[tuple[str, str, str, str]]:
     """Rows for people: name, role, channels, key."""
     return [(name, entry.role.value, ", ".join(entry.channels), entry.key) for name, entry in sorted(agents.items())]

@@ -25,8 +25,8 @@ import msgspec
 
 from ..protocol import NAME_PATTERN, PUBLIC_PATTERN, PeerKeyError, signing_key_of
 
-COORDINATOR: Final = "coordinator"
-AGENTS: Final = "agents"
+COORDINATOR_KEYS: Final = "coordinator"
+AGENT_KEYS_FOLDER: Final = "agents"
 _SIGNS: Final = "ed25519:"
 _Z85: Final = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _ELSEWHERE: Final = "choose a folder that you may write, with --keys"
@@ -50,11 +50,11 @@ class CurveFiles(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, folder: Path, agent: str) -> CurveFiles:
         """The files of `agent` in a folder that ``weightbus keygen`` made."""
-        return cls(folder / AGENTS / f"{agent}.key", folder / f"{COORDINATOR}.pub")
+        return cls(folder / AGENT_KEYS_FOLDER / f"{agent}.key", folder / f"{COORDINATOR_KEYS}.pub")
 
 
 class WrittenKeys(enum.Enum):
-    """What `write_pair` found to do."""
+    """What `write_key_pair` found to do."""
 
     CREATED = "created"
     KEPT = "kept"
@@ -63,18 +63,20 @@ class WrittenKeys(enum.Enum):
     """Only the secret was there; its public half was written beside it."""
 
 
-def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: Callable[[str], str]) -> WrittenKeys:
+def write_key_pair(
+    folder: Path, name: str, make: Callable[[], KeyPair], public_of: Callable[[str], str]
+) -> WrittenKeys:
     """Write ``NAME.key`` (0600) and ``NAME.pub``. Nothing that exists is ever overwritten."""
     if not re.match(NAME_PATTERN, name):
         raise PeerKeyError(folder / name, "not a name", f"names match {NAME_PATTERN}")
     secret_path, public_path = folder / f"{name}.key", folder / f"{name}.pub"
     if secret_path.exists():
-        secret = read_secret(secret_path)
+        secret = read_secret_key(secret_path)
         public = public_of(secret)
         if not public_path.exists():
             _write_public(public_path, name, KeyPair(public, secret))
             return WrittenKeys.COMPLETED
-        check_public(public_path, secret_path, public)
+        check_public_key(public_path, secret_path, public)
         return WrittenKeys.KEPT
     if public_path.exists():
         advice = f"its secret may be on another machine; remove {public_path.name} to make a new pair"
@@ -90,9 +92,9 @@ def write_pair(folder: Path, name: str, make: Callable[[], KeyPair], public_of: 
     return WrittenKeys.CREATED
 
 
-def check_public(path: Path, secret_path: Path, expected: str) -> None:
+def check_public_key(path: Path, secret_path: Path, expected: str) -> None:
     """Raise `PeerKeyError` unless `path` holds `expected`, the public half of what is in `secret_path`."""
-    if (found := read_public(path)) != expected:
+    if (found := read_public_key(path)) != expected:
         problem = f"does not belong to {secret_path}: found {found}, expected {expected}"
         advice = (
             f"put the secret back that it belongs to, or remove {path.name} and run `weightbus keygen`, which makes it"
@@ -100,7 +102,7 @@ def check_public(path: Path, secret_path: Path, expected: str) -> None:
         raise PeerKeyError(path, problem, advice)
 
 
-def read_public(path: Path) -> str:
+def read_public_key(path: Path) -> str:
     """The key in a .pub file."""
     return _read(path)
 
@@ -113,7 +115,7 @@ def read_signing_key(path: Path) -> str:
     return found[0]
 
 
-def read_secret(path: Path) -> str:
+def read_secret_key(path: Path) -> str:
     """The key in a .key file, which nobody else may be able to read."""
     key = _read(path)
     mode = stat.S_IMODE(path.stat().st_mode)

@@ -14,7 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from msgspec import Meta
 
-from .allow_list import TRUST_FILE
+from .allow_list import ALLOW_LIST_FILE
 from .curve_keys import CurveFiles
 
 InsecureLoopback = Annotated[
@@ -79,17 +79,17 @@ def _port(found: SplitResult) -> int | None:
         return 0
 
 
-def check(keys: Path | None, *, insecure_loopback: bool) -> None:
+def check_key_settings(keys: Path | None, *, insecure_loopback: bool) -> None:
     """Raise `ValueError` for settings that say both."""
     if insecure_loopback and keys is not None:
         raise ValueError(f"insecure_loopback = true, but keys = {keys} as well: choose one")
 
 
-def trust_file(keys: Path | None) -> Path:
+def allow_list_path(keys: Path | None) -> Path:
     """The allow-list: the coordinator's, and a copy of it at every engine agent."""
-    return keys_folder(keys) / TRUST_FILE
+    return keys_folder(keys) / ALLOW_LIST_FILE
 
 
-def curve_files(keys: Path | None, agent: str, *, insecure_loopback: bool) -> CurveFiles | None:
+def agent_key_files(keys: Path | None, agent: str, *, insecure_loopback: bool) -> CurveFiles | None:
     """The files with which `agent` speaks to its coordinator; None if it was told to do without."""
     return None if insecure_loopback else CurveFiles.of(keys_folder(keys), agent)

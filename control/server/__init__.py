@@ -6,7 +6,7 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import transport_plan as transport_plan
-    from .candidate import Candidate as Candidate
+    from .candidate import CoordinatorCandidate as CoordinatorCandidate
     from .coordinator_process import CoordinatorProcess as CoordinatorProcess, read_keys as read_keys
     from .event_loop import on_signals as on_signals
     from .http_server import HttpPort as HttpPort, Readiness as Readiness
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         STEP_FAILURES as STEP_FAILURES,
         STEP_SECONDS as STEP_SECONDS,
         Metrics as Metrics,
-        Side as Side,
+        MetricSource as MetricSource,
         configure_logging as configure_logging,
     )
     from .settings import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         EnginePlan as EnginePlan,
         PlanView as PlanView,
         TrainerPlan as TrainerPlan,
-        plans_of as plans_of,
+        plan_engines as plan_engines,
         trainer_plan as trainer_plan,
     )
 else:

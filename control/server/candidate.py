@@ -15,13 +15,13 @@ from ..protocol import JournalUnwritable
 from ..security import keys_folder
 from .coordinator_process import CoordinatorProcess
 from .settings import CoordinatorSettings
-from .standby import Standby, StandbyPorts
+from .standby import StandbyPorts, StandbyServer
 
 DEADLINE: Final = 0.4
 """A call to the store may take this share of the leader's lease: a lost answer must not cost the lease."""
 
 
-class Candidate:
+class CoordinatorCandidate:
     """`run` serves, in one role or the other, until `stop`."""
 
     def __init__(self, settings: CoordinatorSettings) -> None:
@@ -32,13 +32,13 @@ class Candidate:
         self._log = get_log(__name__)
         self._name = settings.name or socket.gethostname()
         self._stop = threading.Event()
-        self._acting: Standby | CoordinatorProcess = Standby(settings, self._keys)
+        self._acting: StandbyServer | CoordinatorProcess = StandbyServer(settings, self._keys)
 
     def run(self) -> None:
         """Stand by and lead by turns. Raises what broke either."""
         while not self._stop.is_set():
             standby = self._acting
-            assert isinstance(standby, Standby)
+            assert isinstance(standby, StandbyServer)
             etcd = self._connect()
             term = standby.run(self._election(etcd, standby.ports))
             if term is None:
@@ -52,7 +52,7 @@ class Candidate:
             finally:
                 etcd.close()
             if not self._stop.is_set():
-                self._acting = Standby(settings, self._keys)
+                self._acting = StandbyServer(settings, self._keys)
 
     def stop(self) -> None:
         """End `run`; from any thread or signal handler."""

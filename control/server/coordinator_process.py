@@ -13,8 +13,8 @@ from ..log import get_log
 from ..security import keys_folder
 from .event_loop import EventLoop
 from .http_server import HttpPort, Readiness
-from .metrics import Metrics, Side
-from .reporter import Reporter, TimedJournal
+from .metrics import Metrics, MetricSource
+from .reporter import ObservationReporter, TimedJournal
 from .settings import CoordinatorSettings
 
 STALLED_S: Final = 5.0
@@ -32,8 +32,8 @@ class CoordinatorProcess:
     def __init__(self, settings: CoordinatorSettings, journal: Journal | None = None) -> None:
         """Without `journal` the one of the settings; what is given is closed here too."""
         keys = read_keys(settings)
-        meters = Metrics(Side.COORDINATOR)
-        reporter = Reporter(meters)
+        metrics = Metrics(MetricSource.COORDINATOR)
+        reporter = ObservationReporter(metrics)
         showing = threading.Lock()
         with contextlib.ExitStack() as undo:
             bus = RouterBus(settings.bind, settings.router_port, keys)
@@ -48,12 +48,12 @@ class CoordinatorProcess:
                     reporter.count_connections(bus.connections)
                     reporter.count_throttled(bus.throttled)
 
-            timed = TimedJournal(journal, meters)
+            timed = TimedJournal(journal, metrics)
             self.server = EventLoop(bus, timed, settings.limits(), observe=reporter.observe, keyed=keys is not None)
             self.http = HttpPort(
                 settings.http_bind,
                 settings.http_port,
-                registry=meters.registry,
+                registry=metrics.registry,
                 refresh=show,
                 readiness=self.readiness,
                 status=lambda: self.server.status_json,

@@ -55,23 +55,23 @@ from ..machine import (
     earlier,
     status,
 )
-from ..protocol import Alive, Code, JournalCorrupt, JournalUnwritable, NotNewer, ProtocolError, ToAgent
+from ..protocol import Alive, JournalCorrupt, JournalUnwritable, ProtocolError, RefusalCode, ToAgent, VersionNotNewer
 from . import transport_plan as plan_document
-from .status_snapshot import StatusSnapshots
+from .status_snapshot import LoopSnapshot
 
 IDLE_S: Final = 1.0
 """The loop looks around at least so often; nothing depends on it."""
-GATHER_S: Final = 0.05
+BATCH_S: Final = 0.05
 """How long messages may gather while no lease is held and no round runs, if they come in a stream."""
-GATHER_PACE: Final = 64.0
+BATCH_RATE: Final = 64.0
 """From so many in a second on it is one. Of fewer agents each wakes the loop, and a lease is granted at once."""
 SETTLE_S: Final = 1.0
 """So long after a round nothing gathers: its trainer may come with the next one."""
 STOP_S: Final = 8.0
 """How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
-DOUBT_S: Final = 0.5
+PROBE_S: Final = 0.5
 """So long after a connection has ended, those who have said nothing since are sent something."""
-_NOTHING: Final = Alive(seq=0, boot=0)
+_PROBE: Final = Alive(seq=0, boot=0)
 """To no agent does it say anything: no coordinator has this number."""
 FAREWELL_S: Final = 0.2
 """How long strangers are still answered before the sockets close."""
@@ -102,8 +102,8 @@ class EventLoop:
         self._receipts = AckBatcher()
         self._stop = threading.Event()
         self._stop_by: float | None = None
-        self._desk = StatusSnapshots(self.machine.status, clock)
-        self._plan_desk = StatusSnapshots(self._plan, clock)
+        self._desk = LoopSnapshot(self.machine.status, clock)
+        self._plan_desk = LoopSnapshot(self._plan, clock)
         self._desks = (self._desk, self._plan_desk)
         self._came_at = clock()
         """When something last came in."""
@@ -130,10 +130,10 @@ class EventLoop:
     @property
     def plan_json(self) -> bytes:
         """By which transport each engine would take a version, as JSON. For other threads than the loop's."""
-        return plan_document.encode(self._plan_desk.read(self._bus.wake))
+        return plan_document.encode_plan(self._plan_desk.read(self._bus.wake))
 
     def _plan(self, _now: float) -> plan_document.PlanView:
-        return plan_document.describe(self.machine.channels.values(), self.machine.members)
+        return plan_document.plan_fleet(self.machine.channels.values(), self.machine.members)
 
     def stop(self) -> None:
         """Grant nothing more, end running rounds, then return from `run`. Safe in a signal handler."""
@@ -193,7 +193,7 @@ class EventLoop:
             self._busy_at = now
             return 0.0
         rested = now - self._busy_at >= SETTLE_S and not self.yields
-        return GATHER_S if rested and self._pace_at(now) >= GATHER_PACE else 0.0
+        return BATCH_S if rested and self._pace_at(now) >= BATCH_RATE else 0.0
 
     def _pace_at(self, now: float) -> float:
         return self._pace * math.exp(self._came_at - now)
@@ -242,11 +242,11 @@ class EventLoop:
         now = self._clock()
         if (closed := self._bus.closed) != self._closed:
             self._closed, self._ended = closed, (self._ended[0] if self._ended else now, now)
-        if self._ended is not None and now >= self._ended[0] + DOUBT_S:
+        if self._ended is not None and now >= self._ended[0] + PROBE_S:
             first, last = self._ended
             self._ended = (last, last) if last > first else None
             silent = self.machine.members.silent_since(first)
-            self._events.extend(ConnectionLost(peer=peer) for peer in self._bus.send_to_all(silent, _NOTHING))
+            self._events.extend(ConnectionLost(peer=peer) for peer in self._bus.send_to_all(silent, _PROBE))
 
     def _persist(self, effect: Persist) -> None:
         try:
@@ -255,7 +255,7 @@ class EventLoop:
             raise
         except JournalUnwritable as error:
             self._events.appendleft(PersistFailed(token=effect.token, reason=str(error)))
-        except NotNewer as error:
+        except VersionNotNewer as error:
             self._events.appendleft(PersistFailed(token=effect.token, reason=error.problem, again=False))
         else:
             self._events.appendleft(Persisted(token=effect.token))
@@ -287,7 +287,7 @@ class EventLoop:
     def _unsent(self, peers: tuple[Peer, ...], message: ToAgent, error: ProtocolError) -> None:
         reason = f"could not be sent: {error}"
         self._events.append(Unsent(peers=peers, message=message, reason=reason))
-        self._observe(Refusal(agent="?", message=message.kind, code=Code.NOT_ALLOWED, reason=reason))
+        self._observe(Refusal(agent="?", message=message.kind, code=RefusalCode.NOT_ALLOWED, reason=reason))
 
     @property
     def yields(self) -> bool:
@@ -308,7 +308,7 @@ class EventLoop:
         times = [now + IDLE_S]
         due = (*(desk.due() for desk in self._desks), self.next_deadline())
         times += [at for at in due if at is not None]
-        times += [self._ended[0] + DOUBT_S] if self._ended else []
+        times += [self._ended[0] + PROBE_S] if self._ended else []
         return max(0.0, min(times) - now)
 
     def _finished(self) -> bool:

@@ -18,7 +18,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from ..protocol import InvariantBroken
-from ..terminal_text import plain
+from ..terminal_text import terminal_safe
 
 
 class MetricKind(enum.StrEnum):
@@ -29,7 +29,7 @@ class MetricKind(enum.StrEnum):
     HISTOGRAM = "histogram"
 
 
-class Side(enum.StrEnum):
+class MetricSource(enum.StrEnum):
     """Which process reports a metric."""
 
     COORDINATOR = "coordinator"
@@ -37,27 +37,27 @@ class Side(enum.StrEnum):
     TRAINER = "trainer agent"
 
 
-class Metric(msgspec.Struct, frozen=True):
+class MetricSpec(msgspec.Struct, frozen=True):
     """One metric, as it is exposed."""
 
     name: str
     kind: MetricKind
-    side: Side
+    side: MetricSource
     labels: tuple[str, ...]
     help: str
 
 
-METRICS: list[Metric] = []
+METRICS: list[MetricSpec] = []
 _SECONDS: Final = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
-def _declare(side: Side, kind: MetricKind, name: str, labels: str, meaning: str) -> Metric:
-    metric = Metric(f"weightbus_{name}", kind, side, tuple(labels.split()), meaning)
+def _declare(side: MetricSource, kind: MetricKind, name: str, labels: str, meaning: str) -> MetricSpec:
+    metric = MetricSpec(f"weightbus_{name}", kind, side, tuple(labels.split()), meaning)
     METRICS.append(metric)
     return metric
 
 
-_C, _E, _T = Side.COORDINATOR, Side.ENGINE, Side.TRAINER
+_C, _E, _T = MetricSource.COORDINATOR, MetricSource.ENGINE, MetricSource.TRAINER
 _GAUGE, _COUNTER, _HISTOGRAM = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.HISTOGRAM
 
 COMMITTED_VERSION = _declare(_C, _GAUGE, "committed_version", "channel", "version that is durable; it never goes back")
@@ -119,7 +119,7 @@ LOOKS_FAILED = _declare(_T, _COUNTER, "watch_looks_failed_total", "cause", "look
 PUBLISHED_VERSION = _declare(_T, _GAUGE, "watch_published_version", "", "the last version published from a checkpoint")
 PUBLISH_SECONDS = _declare(_T, _HISTOGRAM, "watch_publish_seconds", "", "time to publish one checkpoint")
 
-FOR_LOOKING: Final = frozenset(
+UNWATCHED: Final = frozenset(
     {
         ENGINES_WAITING.name,
         ENGINE_ROUNDS.name,
@@ -148,7 +148,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client 
 class Metrics:
     """The metrics of one process, in a registry of their own. Safe to use from any thread."""
 
-    def __init__(self, side: Side) -> None:
+    def __init__(self, side: MetricSource) -> None:
         self.registry = CollectorRegistry()
         self._side = side
         self._shown: dict[str, frozenset[tuple[str, ...]]] = {}
@@ -158,33 +158,33 @@ class Metrics:
             m.name: self._histogram(m) for m in METRICS if m.side is side and m.kind is MetricKind.HISTOGRAM
         }
 
-    def set(self, metric: Metric, value: float, **labels: str) -> None:
+    def set(self, metric: MetricSpec, value: float, **labels: str) -> None:
         """A gauge's value from now on."""
         gauge = self._gauges.get(metric.name) or self._misused(metric, MetricKind.GAUGE)
         (gauge.labels(**labels) if labels else gauge).set(value)
 
-    def live(self, metric: Metric, value: Callable[[], float]) -> None:
+    def live(self, metric: MetricSpec, value: Callable[[], float]) -> None:
         """A gauge without labels that is asked for whenever somebody reads it, on the reader's thread."""
         gauge = self._gauges.get(metric.name) or self._misused(metric, MetricKind.GAUGE)
         gauge.set_function(value)
 
-    def add(self, metric: Metric, amount: float = 1.0, **labels: str) -> None:
+    def add(self, metric: MetricSpec, amount: float = 1.0, **labels: str) -> None:
         """Raise a counter."""
         counter = self._counters.get(metric.name) or self._misused(metric, MetricKind.COUNTER)
         (counter.labels(**labels) if labels else counter).inc(amount)
 
-    def forget(self, metric: Metric, *labels: str) -> None:
-        """Do not show a counter for these label values any more, in the order of `Metric.labels`."""
+    def forget(self, metric: MetricSpec, *labels: str) -> None:
+        """Do not show a counter for these label values any more, in the order of `MetricSpec.labels`."""
         counter = self._counters.get(metric.name) or self._misused(metric, MetricKind.COUNTER)
         counter.remove(*labels)
 
-    def observe(self, metric: Metric, value: float, **labels: str) -> None:
+    def observe(self, metric: MetricSpec, value: float, **labels: str) -> None:
         """One more sample of a histogram."""
         histogram = self._histograms.get(metric.name) or self._misused(metric, MetricKind.HISTOGRAM)
         (histogram.labels(**labels) if labels else histogram).observe(value)
 
-    def replace(self, metric: Metric, values: Mapping[tuple[str, ...], float]) -> None:
-        """Set a gauge for exactly these label values, in the order of `Metric.labels`; forget those of before."""
+    def replace(self, metric: MetricSpec, values: Mapping[tuple[str, ...], float]) -> None:
+        """Set a gauge for exactly these label values, in the order of `MetricSpec.labels`; forget those of before."""
         gauge = self._gauges.get(metric.name) or self._misused(metric, MetricKind.GAUGE)
         for labels, value in values.items():
             gauge.labels(*labels).set(value)
@@ -192,16 +192,16 @@ class Metrics:
             gauge.remove(*labels)
         self._shown[metric.name] = frozenset(values)
 
-    def _gauge(self, metric: Metric) -> Gauge:
+    def _gauge(self, metric: MetricSpec) -> Gauge:
         return Gauge(metric.name, metric.help, metric.labels, registry=self.registry)
 
-    def _counter(self, metric: Metric) -> Counter:
+    def _counter(self, metric: MetricSpec) -> Counter:
         return Counter(metric.name, metric.help, metric.labels, registry=self.registry)
 
-    def _histogram(self, metric: Metric) -> Histogram:
+    def _histogram(self, metric: MetricSpec) -> Histogram:
         return Histogram(metric.name, metric.help, metric.labels, registry=self.registry, buckets=_SECONDS)
 
-    def _misused(self, metric: Metric, used_as: MetricKind) -> Never:
+    def _misused(self, metric: MetricSpec, used_as: MetricKind) -> Never:
         raise InvariantBroken(
             f"{metric.name} is a {metric.kind} of the {metric.side}, used as {used_as} of {self._side}"
         )
@@ -215,7 +215,7 @@ def markdown_table() -> str:
     ]
     for each in METRICS:
         labels = ", ".join(f"`{label}`" for label in each.labels)
-        use = "for looking only" if each.name in FOR_LOOKING else "watched"
+        use = "for looking only" if each.name in UNWATCHED else "watched"
         rows.append(f"| `{each.name}` | {each.kind} | {labels} | {each.side} | {each.help} | {use} |")
     return "\n".join(rows) + "\n"
 
@@ -244,7 +244,7 @@ class _PlainFormatter(logging.Formatter):
     """Lines of the libraries that we use, which may quote a server as well."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return plain(super().format(record), lines=True)
+        return terminal_safe(super().format(record), lines=True)
 
 
 class _Shown(str):
@@ -270,9 +270,9 @@ def _made_plain(_logger: object, _method: str, event: structlog.typing.EventDict
     """Values may be what an agent or a server said: no control character of theirs gets to the terminal."""
     for name, value in event.items():
         if name == "event":
-            event[name] = plain(str(value))
-        elif name != "exc_info" and not (isinstance(value, str) and plain(value) == value):
-            event[name] = _Shown(plain(repr(value)))
+            event[name] = terminal_safe(str(value))
+        elif name != "exc_info" and not (isinstance(value, str) and terminal_safe(value) == value):
+            event[name] = _Shown(terminal_safe(repr(value)))
     return event
 
 
@@ -280,4 +280,4 @@ def _plain_traceback(file: TextIO, problem: structlog.typing.ExcInfo) -> None:
     """What an exception says may be theirs as well."""
     text = io.StringIO()
     structlog.dev.plain_traceback(text, problem)
-    file.write(plain(text.getvalue(), lines=True))
+    file.write(terminal_safe(text.getvalue(), lines=True))

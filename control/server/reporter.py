@@ -36,11 +36,13 @@ from ..machine import (
     StatusView,
     TransferRetried,
 )
-from ..protocol import AgentId, Channel, Code, EngineMessage, EngineReport, Outcome, Role
-from . import metrics as telemetry
+from ..protocol import AgentId, Channel, EngineMessage, EngineReport, Outcome, RefusalCode, Role
+from . import metrics as declared
 from .metrics import Metrics
 
-_ROUTINE: Final = frozenset({Code.UNKNOWN_AGENT, Code.UNKNOWN_BLOB, Code.LEASE_HELD, Code.NOT_LEADER})
+_ROUTINE: Final = frozenset(
+    {RefusalCode.UNKNOWN_AGENT, RefusalCode.UNKNOWN_BLOB, RefusalCode.LEASE_HELD, RefusalCode.NOT_LEADER}
+)
 """Refusals that are part of a healthy exchange."""
 _ANSWERS: Final = frozenset(str(kind.__struct_config__.tag) for kind in get_args(EngineMessage))
 """What engines say. At an epoch that is over it is late, which is nobody's fault and asks nothing of anybody."""
@@ -74,20 +76,20 @@ class LogLimiter:
         return withheld
 
 
-class Reporter:
+class ObservationReporter:
     """One coordinator's. `observe` is called on the thread of its loop, `show` on that of whoever reads the metrics."""
 
-    def __init__(self, meters: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self._meters = meters
+    def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
         self._clock = clock
         self._log = get_log(__name__)
         self._agents: dict[AgentId, tuple[Channel, Role]] = {}
         self._connections: Counter[str] = Counter()
         self._throttled: Counter[AgentId] = Counter()
         self._counted: set[tuple[str, str, str]] = set()
-        """Labels of `telemetry.ENGINE_ROUNDS`."""
+        """Labels of `declared.ENGINE_ROUNDS`."""
         self._refusals = LogLimiter(REFUSALS_LOGGED)
-        meters.set(telemetry.JOURNAL_WRITABLE, 1)
+        metrics.set(declared.JOURNAL_WRITABLE, 1)
 
     def observe(self, what: AnyObservation) -> None:  # noqa: C901  # one case per kind
         """Something happened."""
@@ -102,16 +104,16 @@ class Reporter:
             case StateEntered():
                 if what.left is not RoundState.IDLE:
                     labels = {"channel": what.channel, "phase": what.left.value}
-                    self._meters.observe(telemetry.ROUND_SECONDS, what.seconds, **labels)
+                    self._metrics.observe(declared.ROUND_SECONDS, what.seconds, **labels)
                 self._say("debug", what)
             case Refusal():
-                self._meters.add(telemetry.REFUSED, code=what.code.value)
+                self._metrics.add(declared.REFUSED, code=what.code.value)
                 self._refused(what)
             case JournalChanged():
-                self._meters.set(telemetry.JOURNAL_WRITABLE, float(what.writable))
+                self._metrics.set(declared.JOURNAL_WRITABLE, float(what.writable))
                 self._say("info" if what.writable else "error", what)
             case EngineAhead():
-                self._meters.add(telemetry.EPOCHS_RAISED, channel=what.channel)
+                self._metrics.add(declared.EPOCHS_RAISED, channel=what.channel)
                 self._say("warning", what)
             case EngineFailed() | TransferRetried():
                 self._say("warning", what)
@@ -123,13 +125,13 @@ class Reporter:
     def count_connections(self, so_far: Mapping[str, int]) -> None:
         """Bring the counters to what the bus has counted."""
         for event, count in so_far.items():
-            self._meters.add(telemetry.CONNECTIONS, count - self._connections[event], event=event)
+            self._metrics.add(declared.CONNECTIONS, count - self._connections[event], event=event)
             self._connections[event] = count
 
     def count_throttled(self, so_far: Mapping[AgentId, int]) -> None:
         """Likewise, by agent."""
         for agent, count in list(so_far.items()):
-            self._meters.add(telemetry.THROTTLED, count - self._throttled[agent], agent=agent)
+            self._metrics.add(declared.THROTTLED, count - self._throttled[agent], agent=agent)
             self._throttled[agent] = count
 
     def show(self, view: StatusView) -> None:
@@ -139,32 +141,32 @@ class Reporter:
             (name,): float(c.committed.version) for name, c in channels if c.committed
         }
         engines = [(name, engine, e) for name, c in channels for engine, e in c.engines.items()]
-        set_all = self._meters.replace
-        self._meters.set(telemetry.BOOT, view.boot)
-        set_all(telemetry.COMMITTED_VERSION, committed)
-        set_all(telemetry.EPOCH, {(name,): float(c.epoch) for name, c in channels})
-        set_all(telemetry.LEASE_INFO, {(name, c.lease.holder): 1.0 for name, c in channels if c.lease})
-        set_all(telemetry.ENGINES_QUARANTINED, {(name,): float(_quarantined(c)) for name, c in channels})
-        set_all(telemetry.ENGINES_WAITING, {(name,): float(_waiting(c)) for name, c in channels})
+        set_all = self._metrics.replace
+        self._metrics.set(declared.BOOT, view.boot)
+        set_all(declared.COMMITTED_VERSION, committed)
+        set_all(declared.EPOCH, {(name,): float(c.epoch) for name, c in channels})
+        set_all(declared.LEASE_INFO, {(name, c.lease.holder): 1.0 for name, c in channels if c.lease})
+        set_all(declared.ENGINES_QUARANTINED, {(name,): float(_quarantined(c)) for name, c in channels})
+        set_all(declared.ENGINES_WAITING, {(name,): float(_waiting(c)) for name, c in channels})
         versions: dict[tuple[str, ...], float] = {
             (c, n): -1.0 if e.version is None or not e.known else float(e.version) for c, n, e in engines
         }
-        set_all(telemetry.ENGINE_VERSION, versions)
-        set_all(telemetry.ENGINE_LAG, {(c, n): float(e.lag) for c, n, e in engines})
-        set_all(telemetry.ENGINE_READY, {(c, n): float(e.ready) for c, n, e in engines})
+        set_all(declared.ENGINE_VERSION, versions)
+        set_all(declared.ENGINE_LAG, {(c, n): float(e.lag) for c, n, e in engines})
+        set_all(declared.ENGINE_READY, {(c, n): float(e.ready) for c, n, e in engines})
         counts = Counter((str(channel), role.value) for channel, role in tuple(self._agents.values()))
         self._forget({(str(channel), str(engine)) for channel, engine, _ in engines})
-        set_all(telemetry.AGENTS_CONNECTED, {labels: float(count) for labels, count in counts.items()})
+        set_all(declared.AGENTS_CONNECTED, {labels: float(count) for labels, count in counts.items()})
 
     def _forget(self, known: Container[tuple[str, str]]) -> None:
         """Engines that are shown no more are not counted either: where a fleet changes, names are new for months."""
         for labels in [each for each in tuple(self._counted) if each[:2] not in known]:
             self._counted.discard(labels)
-            self._meters.forget(telemetry.ENGINE_ROUNDS, *labels)
+            self._metrics.forget(declared.ENGINE_ROUNDS, *labels)
 
     def _refused(self, what: Refusal) -> None:
         """All are counted; of a flood only the first of each second are worth a line."""
-        late = what.code is Code.STALE_EPOCH and what.message in _ANSWERS
+        late = what.code is RefusalCode.STALE_EPOCH and what.message in _ANSWERS
         if late or what.code in _ROUTINE:
             self._say("debug", what)
         elif self._refusals.passes(self._clock()):
@@ -180,11 +182,11 @@ class Reporter:
 
     def _round_ended(self, what: RoundEnded) -> None:
         done, channel = what.done, what.channel
-        self._meters.add(telemetry.ROUNDS, channel=channel, outcome=what.outcome.value)
+        self._metrics.add(declared.ROUNDS, channel=channel, outcome=what.outcome.value)
         if (total := done.seconds.get("total")) is not None:
-            self._meters.observe(telemetry.ROUND_SECONDS, total, channel=channel, phase="total")
+            self._metrics.observe(declared.ROUND_SECONDS, total, channel=channel, phase="total")
         if what.stood_s:
-            self._meters.observe(telemetry.TRAINER_STOOD, what.stood_s, channel=channel)
+            self._metrics.observe(declared.TRAINER_STOOD, what.stood_s, channel=channel)
         self._count_engines(channel, done.engines)
         self._log.log(
             20 if what.outcome is Outcome.COMMITTED and not done.reason else 30,
@@ -203,16 +205,16 @@ class Reporter:
         buckets: Counter[str] = Counter()
         for report in reports:
             outcome = report.outcome.value
-            self._meters.add(telemetry.ENGINE_ROUNDS, channel=channel, engine=report.engine, outcome=outcome)
+            self._metrics.add(declared.ENGINE_ROUNDS, channel=channel, engine=report.engine, outcome=outcome)
             self._counted.add((channel, report.engine, outcome))
             if (paused := report.seconds.get("paused")) is not None:
-                self._meters.observe(telemetry.PAUSE_SECONDS, paused, channel=channel)
+                self._metrics.observe(declared.PAUSE_SECONDS, paused, channel=channel)
             if report.transport is not None:
                 loaded[report.transport.value] += report.bytes
                 buckets[report.transport.value] += report.buckets
         for transport, count in loaded.items():
-            self._meters.add(telemetry.TRANSFER_BYTES, count, channel=channel, transport=transport)
-            self._meters.add(telemetry.TRANSFER_BUCKETS, buckets[transport], channel=channel, transport=transport)
+            self._metrics.add(declared.TRANSFER_BYTES, count, channel=channel, transport=transport)
+            self._metrics.add(declared.TRANSFER_BUCKETS, buckets[transport], channel=channel, transport=transport)
 
     def _say(self, level: str, what: AnyObservation) -> None:
         fields = {name: value for name, value in msgspec.structs.asdict(what).items() if value != ""}
@@ -222,9 +224,9 @@ class Reporter:
 class TimedJournal:
     """A journal that notes how long its writes take."""
 
-    def __init__(self, journal: Journal, meters: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, journal: Journal, metrics: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
         self._journal = journal
-        self._meters = meters
+        self._metrics = metrics
         self._clock = clock
 
     @property
@@ -245,7 +247,7 @@ class TimedJournal:
         """Make `record` durable."""
         begun = self._clock()
         self._journal.write(record)
-        self._meters.observe(telemetry.JOURNAL_SECONDS, self._clock() - begun)
+        self._metrics.observe(declared.JOURNAL_SECONDS, self._clock() - begun)
 
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written."""

@@ -16,7 +16,7 @@ from ..security import InsecureLoopback, KeysFolder, security_settings as securi
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
-Wait = Annotated[float, Meta(gt=0, le=86400)]
+WaitSeconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 def default_journal() -> Path:
@@ -66,24 +66,28 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_channels: Annotated[int, Meta(description="channels that may be known, used or not", ge=1, le=4096)] = 64
 
-    heartbeat_s: Annotated[Wait, Meta(description="how often agents say that they are alive")] = 1.0
-    silence_s: Annotated[Wait, Meta(description="an agent silent for so long is lost")] = 10.0
-    takeover_s: Annotated[Wait, Meta(description="a name silent for so long may be taken by a new process")] = 3.0
-    lease_s: Annotated[Wait, Meta(description="a trainer silent for so long loses its lease")] = 10.0
-    publish_s: Annotated[Wait, Meta(description="a lease under which nothing is published for so long ends")] = 1800.0
-    prepare_s: Annotated[Wait, Meta(description="deadline of the phase")] = 60.0
-    pause_s: Annotated[Wait, Meta(description="deadline of the phase")] = 60.0
-    offer_s: Annotated[Wait, Meta(description="deadline for the trainer to open its transports")] = 60.0
-    verify_s: Annotated[Wait, Meta(description="deadline of the phase")] = 300.0
-    commit_s: Annotated[Wait, Meta(description="how long a version waits for a journal that fails")] = 30.0
-    resume_s: Annotated[Wait, Meta(description="deadline of the phase; 10 s once one engine serves")] = 120.0
-    abort_s: Annotated[Wait, Meta(description="deadline of the phase")] = 60.0
+    heartbeat_s: Annotated[WaitSeconds, Meta(description="how often agents say that they are alive")] = 1.0
+    silence_s: Annotated[WaitSeconds, Meta(description="an agent silent for so long is lost")] = 10.0
+    takeover_s: Annotated[WaitSeconds, Meta(description="a name silent for so long may be taken by a new process")] = (
+        3.0
+    )
+    lease_s: Annotated[WaitSeconds, Meta(description="a trainer silent for so long loses its lease")] = 10.0
+    publish_s: Annotated[WaitSeconds, Meta(description="a lease under which nothing is published for so long ends")] = (
+        1800.0
+    )
+    prepare_s: Annotated[WaitSeconds, Meta(description="deadline of the phase")] = 60.0
+    pause_s: Annotated[WaitSeconds, Meta(description="deadline of the phase")] = 60.0
+    offer_s: Annotated[WaitSeconds, Meta(description="deadline for the trainer to open its transports")] = 60.0
+    verify_s: Annotated[WaitSeconds, Meta(description="deadline of the phase")] = 300.0
+    commit_s: Annotated[WaitSeconds, Meta(description="how long a version waits for a journal that fails")] = 30.0
+    resume_s: Annotated[WaitSeconds, Meta(description="deadline of the phase; 10 s once one engine serves")] = 120.0
+    abort_s: Annotated[WaitSeconds, Meta(description="deadline of the phase")] = 60.0
 
     log_level: Annotated[LogLevel, Meta(description="least level that is logged")] = LogLevel.INFO
     log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
 
     def __post_init__(self) -> None:
-        security.check(self.keys, insecure_loopback=self.insecure_loopback)
+        security.check_key_settings(self.keys, insecure_loopback=self.insecure_loopback)
         for name, least, would in (
             ("silence_s", 2, "lose an agent"),
             ("lease_s", 2, "end a lease, and have engines resume in mid-round"),

@@ -13,10 +13,10 @@ from ..bus import Distrusted, Incoming, Rejected, RouterBus, ServerKeys, Throttl
 from ..journal import Election, EtcdUnavailable, LeaderRecord, Term
 from ..log import get_log
 from ..machine import HEARTBEAT_KEY, MessageReceived, Refusal, StandbyView
-from ..protocol import Bye, Code, Heartbeat, Refused, ToCoordinator
+from ..protocol import Bye, Heartbeat, RefusalCode, Refused, ToCoordinator
 from .http_server import HttpPort, Readiness
-from .metrics import Metrics, Side
-from .reporter import Reporter
+from .metrics import Metrics, MetricSource
+from .reporter import ObservationReporter
 from .settings import CoordinatorSettings
 
 ASK_S: Final = 0.25
@@ -32,7 +32,7 @@ class StandbyPorts(msgspec.Struct, frozen=True):
     http: int
 
 
-class Standby:
+class StandbyServer:
     """One time of standing by. Everything is bound once constructed; `run` ends with a term, or with `stop`."""
 
     def __init__(self, settings: CoordinatorSettings, keys: ServerKeys | None) -> None:
@@ -43,12 +43,12 @@ class Standby:
         with contextlib.ExitStack() as undo:
             self._bus = RouterBus(settings.bind, settings.router_port, keys)
             undo.callback(self._bus.close)
-            meters = Metrics(Side.COORDINATOR)
-            self._reporter = Reporter(meters)
+            metrics = Metrics(MetricSource.COORDINATOR)
+            self._reporter = ObservationReporter(metrics)
             http = HttpPort(
                 settings.http_bind,
                 settings.http_port,
-                registry=meters.registry,
+                registry=metrics.registry,
                 refresh=self._count,
                 readiness=self.readiness,
                 status=self._status,
@@ -124,7 +124,7 @@ class Standby:
         request = HEARTBEAT_KEY if isinstance(message, Heartbeat | Bye) else message.request
         return Refused(
             request=request,
-            code=Code.NOT_LEADER,
+            code=RefusalCode.NOT_LEADER,
             reason=f"this coordinator is not the leader: {self._situation()}",
             retry_after_s=RETRY_S,
             leader=self._leader.endpoint if self._leader else "",

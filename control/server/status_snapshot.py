@@ -18,7 +18,7 @@ REST: Final = 10.0
 """Times as long as it took to write one, the loop does other things before it writes the next: a tenth of its time."""
 
 
-class StatusSnapshots(Generic[View]):
+class LoopSnapshot(Generic[View]):
     """One writer, the loop; any number of readers."""
 
     def __init__(self, write: Callable[[float], View], clock: Callable[[], float] = time.monotonic) -> None:

@@ -29,7 +29,7 @@ from ..protocol import EngineInfo, Malformed, ProcessLocation, Topology, Trainer
 _ENCODER: Final = msgspec.json.Encoder()
 
 
-class Faster(msgspec.Struct, frozen=True):
+class FasterTransport(msgspec.Struct, frozen=True):
     """A transport that would be preferred, and is not taken."""
 
     transport: TransportKind
@@ -47,7 +47,7 @@ class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_gpu: int | None
     """What the worker with most of them takes of a version. Null: not known yet."""
     bytes_why: str
-    faster: tuple[Faster, ...]
+    faster: tuple[FasterTransport, ...]
     host: str
     devices: tuple[str, ...]
     """One for each worker, as far as known."""
@@ -92,13 +92,13 @@ class PlanView(msgspec.Struct, frozen=True):
 _DECODER: Final = msgspec.json.Decoder(PlanView)
 
 
-def encode(view: PlanView) -> bytes:
+def encode_plan(view: PlanView) -> bytes:
     """JSON."""
     return _ENCODER.encode(view)
 
 
-def parse(document: bytes) -> PlanView:
-    """The document, typed. Raises `StandsBy`, or `Malformed`."""
+def parse_plan(document: bytes) -> PlanView:
+    """The document, typed. Raises `CoordinatorOnStandby`, or `Malformed`."""
     try:
         return _DECODER.decode(document)
     except ValueError as problem:
@@ -106,7 +106,7 @@ def parse(document: bytes) -> PlanView:
         raise Malformed(f"this is not the plan of a coordinator of this version: {problem}") from problem
 
 
-def describe(channels: Iterable[Channel], members: Membership) -> PlanView:
+def plan_fleet(channels: Iterable[Channel], members: Membership) -> PlanView:
     """Every channel, by name."""
     return PlanView({channel.name: _channel(channel, members) for channel in channels})
 
@@ -120,7 +120,7 @@ def _channel(channel: Channel, members: Membership) -> ChannelPlan:
     size = publisher.bytes if publisher else None
     alive = {str(name): engine for name, engine in channel.engines.items() if engine.alive}
     ends = {name: TransferEnds(info, engine.info, topology, engine.topology) for name, engine in alive.items()}
-    engines = plans_of(ends, size, alive)
+    engines = plan_engines(ends, size, alive)
     view = trainer_plan(name, info, topology, here=here)
     if publisher is not None:
         view = msgspec.structs.replace(view, version=publisher.version, bytes=publisher.bytes)
@@ -151,7 +151,7 @@ def _trainer(
     return (publisher.name, False, publisher.info, publisher.topology) if publisher else None
 
 
-def plans_of(
+def plan_engines(
     fleet: Mapping[str, TransferEnds],
     version_bytes: int | None,
     engines: Mapping[str, EngineRecord] = MappingProxyType({}),
@@ -169,7 +169,7 @@ def _plan_of(ends: TransferEnds, route: Route, version_bytes: int | None, engine
         why=route.reason,
         bytes_per_gpu=taken,
         bytes_why=taken_why,
-        faster=tuple(Faster(kind, each.found, each.needed) for kind, each in route.hurdles.items()),
+        faster=tuple(FasterTransport(kind, each.found, each.needed) for kind, each in route.hurdles.items()),
         host=ends.engine.host,
         devices=_devices(places),
         last=engine.took_by if engine else None,

@@ -40,7 +40,7 @@ from weightbus.control.protocol import (
     Transfer,
     Welcome,
 )
-from weightbus.control.security import TrustList, curve_files, trust_file
+from weightbus.control.security import AllowList, agent_key_files, allow_list_path
 from weightbus.control.server import (
     SERVER_PAUSED,
     SERVER_UP,
@@ -50,8 +50,8 @@ from weightbus.control.server import (
     SIDECAR_WEIGHTS,
     HttpPort,
     Metrics,
+    MetricSource,
     Readiness,
-    Side,
 )
 from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.processes import default_runtime_dir, host_identity, open_runtime_dir
@@ -121,7 +121,7 @@ class EngineAgent:
 
     def __init__(self, settings: EngineAgentSettings) -> None:
         self.settings = settings
-        self.meters = Metrics(Side.ENGINE)
+        self.metrics = Metrics(MetricSource.ENGINE)
         self._incarnation = Incarnation(os.urandom(8).hex())
         self._records = StateFile(settings.state_dir, settings.name)
         self._records.claim()
@@ -134,12 +134,12 @@ class EngineAgent:
             self._server,
             self._receiver,
             settings.model_path,
-            self.meters,
+            self.metrics,
             proof=settings.verify,
-            trust=None if settings.insecure_loopback else TrustList(trust_file(settings.keys)),
+            trust=None if settings.insecure_loopback else AllowList(allow_list_path(settings.keys)),
         )
         self._server.observe(self._worker.called)
-        self.meters.live(SIDECAR_CONNECTED, self._connected)
+        self.metrics.live(SIDECAR_CONNECTED, self._connected)
         self._machine = EngineMachine(Channel(settings.channel), self._incarnation, self._records.read())
         self._late = StateWriter(self._records.write)
         self._dispatcher = EffectDispatcher(
@@ -175,7 +175,7 @@ class EngineAgent:
         http = HttpPort(
             self.settings.http_bind,
             self.settings.http_port,
-            registry=self.meters.registry,
+            registry=self.metrics.registry,
             readiness=self._readiness,
             status=self._status,
             orders={"/give-back": lambda: self._giving.ask(self._view, self._operations.put)}
@@ -248,7 +248,7 @@ class EngineAgent:
 
     def _bus_settings(self) -> BusSettings:
         given = self.settings
-        curve = curve_files(given.keys, given.name, insecure_loopback=given.insecure_loopback)
+        curve = agent_key_files(given.keys, given.name, insecure_loopback=given.insecure_loopback)
         return BusSettings(endpoint=given.coordinator, curve=curve)
 
     def _join(self, bus: BusClient) -> Welcome:
@@ -354,13 +354,13 @@ class EngineAgent:
         before, self._view = self._view, view
         if view == before:
             return
-        self.meters.set(SERVER_UP, view.up)
-        self.meters.set(SERVER_PAUSED, view.paused)
-        self.meters.set(SIDECAR_VERSION, view.held.version if view.held else -1)
+        self.metrics.set(SERVER_UP, view.up)
+        self.metrics.set(SERVER_PAUSED, view.paused)
+        self.metrics.set(SIDECAR_VERSION, view.held.version if view.held else -1)
         for health in EngineHealth:
-            self.meters.set(SIDECAR_HEALTH, view.health is health, health=health.value)
+            self.metrics.set(SIDECAR_HEALTH, view.health is health, health=health.value)
         for state in WeightState:
-            self.meters.set(SIDECAR_WEIGHTS, view.weights is state, state=state.value)
+            self.metrics.set(SIDECAR_WEIGHTS, view.weights is state, state=state.value)
         if (view.health, view.on_its_way) != (before.health, before.on_its_way):
             held = view.held and view.held.version
             self._log.log(_level(view), "health", health=view.health.value, held=held, reason=view.reason)

@@ -24,7 +24,13 @@ from weightbus.control.protocol import (
     TransportKind,
     WeightbusError,
 )
-from weightbus.control.security import Doubt, TrustList, doubt, doubt_offer, doubt_table
+from weightbus.control.security import (
+    AllowList,
+    VerificationFailure,
+    verify_digest_table,
+    verify_endpoint,
+    verify_publication,
+)
 from weightbus.control.server import (
     CALL_FAILURES,
     CALL_SECONDS,
@@ -94,7 +100,7 @@ class BlobSource(Protocol):
     """Where manifests and digest tables come from."""
 
     def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = ...) -> bytes:
-        """The blob of that digest. Gives up, and raises `NotWanted`, once `unwanted` says so."""
+        """The blob of that digest. Gives up, and raises `BlobCancelled`, once `unwanted` says so."""
         ...
 
 
@@ -107,10 +113,10 @@ class OperationExecutor:
         server: SGLangServer,
         receivers: Callable[[str], Receiver],
         checkpoint_dir: Path | None,
-        meters: Metrics,
+        metrics: Metrics,
         *,
         proof: VerificationMode = VerificationMode.REQUIRED,
-        trust: TrustList | None = None,
+        trust: AllowList | None = None,
     ) -> None:
         """Without `trust` nothing needs a signature."""
         self.blobs: BlobSource | None = None
@@ -122,7 +128,7 @@ class OperationExecutor:
         self._receivers: dict[str, Receiver] = {}
         self._active: Receiver | None = None
         self._checkpoint_dir = checkpoint_dir
-        self._meters = meters
+        self._metrics = metrics
         self._proof = proof
         self._trust = trust
         self._number, self._launch = 0, ""
@@ -162,9 +168,9 @@ class OperationExecutor:
         except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("operation_failed_unforeseen", operation=step)
             result = OperationFailed(f"{type(error).__name__}: {error}", self._touched(operation))
-        self._meters.observe(STEP_SECONDS, time.monotonic() - started, step=step)
+        self._metrics.observe(STEP_SECONDS, time.monotonic() - started, step=step)
         if isinstance(result, OperationFailed):
-            self._meters.add(STEP_FAILURES, step=step)
+            self._metrics.add(STEP_FAILURES, step=step)
         elif isinstance(operation, PauseServer | Receive | ReleaseServer):
             self._vitals.moved(identity)
         return result
@@ -242,14 +248,17 @@ class OperationExecutor:
         """Raise `NotTrusted` unless a trainer that is trusted here signed this version, to follow the one served."""
         if self._trust is None:
             return
-        if (saved := self._saved(command.table)) is not None and command.seal is None:
+        if (saved := self._saved(command.table)) is not None and command.publication_signature is None:
             command = _announced(command, saved)
-        self._object(command.version, doubt(command, serving, self._trust.agents()))
-        self._signer, self._believed = (command.seal.signer if command.seal else None), command
+        self._object(command.version, verify_publication(command, serving, self._trust.agents()))
+        self._signer, self._believed = (
+            (command.publication_signature.signer if command.publication_signature else None),
+            command,
+        )
 
-    def _object(self, version: int, objection: Doubt | None) -> None:
+    def _object(self, version: int, objection: VerificationFailure | None) -> None:
         if objection is not None:
-            self._meters.add(PUBLICATIONS_REFUSED, cause=objection.kind.value)
+            self._metrics.add(PUBLICATIONS_REFUSED, cause=objection.kind.value)
             raise NotTrusted(version, objection)
 
     # -- before -------------------------------------------------------------------------------------------------------
@@ -296,7 +305,7 @@ class OperationExecutor:
             if (saved := self._saved(command.table)) is None or command.offer.address != os.fspath(saved.path):
                 raise UnfitManifest(f"{command.offer.address} is not where this agent found the version")
         elif self._trust is not None:
-            self._object(command.version, doubt_offer(command, self._signer, self._trust.agents()))
+            self._object(command.version, verify_endpoint(command, self._signer, self._trust.agents()))
 
     def _believe_table(self, command: Transfer, tabled: Tabled | None) -> str:
         """The digest of the table that followed to `command`, which left it open. Raises unless it is believed."""
@@ -308,7 +317,7 @@ class OperationExecutor:
         digest = Digest(table.digest())
         if self._trust is not None:
             signature = tabled.seal.decode("ascii", "replace")
-            self._object(command.version, doubt_table(self._believed, digest, signature, self._trust.agents()))
+            self._object(command.version, verify_digest_table(self._believed, digest, signature, self._trust.agents()))
         self._table = (command.manifest, digest), table
         return digest
 
@@ -363,7 +372,7 @@ class OperationExecutor:
         self._tell_remark(receiver)
         if isinstance(receiver, Timed):
             for step, seconds in receiver.seconds.items():
-                self._meters.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
+                self._metrics.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
         followed = "" if command.table else self._believe_table(command, receipt.tabled)
         proves_itself = receipt.checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}
         self._copied = layout if proves_itself else self._copied
@@ -392,7 +401,7 @@ class OperationExecutor:
         if launch == self._launch:
             began = time.monotonic()
             receiver.returned(deadline_s)
-            self._meters.observe(STEP_SECONDS, time.monotonic() - began, step="transfer_return")
+            self._metrics.observe(STEP_SECONDS, time.monotonic() - began, step="transfer_return")
             self._server.end_update()
         self._returning = None
 
@@ -484,9 +493,9 @@ class OperationExecutor:
 
     def called(self, call: str, seconds: float, *, failed: bool) -> None:
         """One HTTP call to the server was made."""
-        self._meters.observe(CALL_SECONDS, seconds, call=call)
+        self._metrics.observe(CALL_SECONDS, seconds, call=call)
         if failed:
-            self._meters.add(CALL_FAILURES, call=call)
+            self._metrics.add(CALL_FAILURES, call=call)
 
 
 def _is_saved(offer: Endpoint) -> bool:
@@ -499,7 +508,7 @@ def _announced(command: Prepare, saved: SavedVersion) -> Prepare:
     replaced = {name: getattr(said, name) for name in ("channel", "epoch", "version", "manifest", "table", "rollback")}
     if (said.version, said.table) != (command.version, command.table):
         raise UnfitManifest(f"{saved.path} was announced as version {said.version}, and holds {command.version}")
-    return msgspec.structs.replace(command, **replaced, seal=said.seal)
+    return msgspec.structs.replace(command, **replaced, publication_signature=said.publication_signature)
 
 
 def _address(command: Transfer) -> Address:

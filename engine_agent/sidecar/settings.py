@@ -8,7 +8,14 @@ import msgspec
 from msgspec import Meta
 
 from weightbus.control.protocol import NAME_PATTERN, TransportKind
-from weightbus.control.security import InsecureLoopback, KeysFolder, check, check_endpoints, check_url, state_folder
+from weightbus.control.security import (
+    InsecureLoopback,
+    KeysFolder,
+    check_endpoints,
+    check_key_settings,
+    check_url,
+    state_folder,
+)
 from weightbus.control.server import LogFormat, LogLevel
 
 SECTION: Final = "engine_agent"
@@ -96,7 +103,7 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
 
     def __post_init__(self) -> None:
-        check(self.keys, insecure_loopback=self.insecure_loopback)
+        check_key_settings(self.keys, insecure_loopback=self.insecure_loopback)
         check_endpoints("coordinator", self.coordinator)
         check_url("server", self.server)
         if self.url:

@@ -18,8 +18,8 @@ from weightbus.control.machine import PREFERRED
 from weightbus.control.protocol import (
     MissingTransport,
     NetworkInterface,
+    PeerAccess,
     ProcessLocation,
-    Reach,
     RequestId,
     Topology,
     TransportKind,
@@ -123,7 +123,7 @@ def _apart(places: tuple[ProcessLocation, ...]) -> str:
     """Which worker is not known to reach the first one's GPU, by its driver; empty where all do."""
     first = places[0].device
     for each in places:
-        if each.device != first and (each.reach or {}).get(first, Reach.NONE) is Reach.NONE:
+        if each.device != first and (each.reach or {}).get(first, PeerAccess.NONE) is PeerAccess.NONE:
             return f"worker {each.rank} on GPU {each.device} is not known to reach GPU {first} of worker 0"
     return ""
 
@@ -146,7 +146,7 @@ def _placed(
             rank=rank,
             host=host_identity(),
             device=seen[number].uuid,
-            reach={} if alone else {other: Reach(word) for other, word in seen[number].reach.items()},
+            reach={} if alone else {other: PeerAccess(word) for other, word in seen[number].reach.items()},
             seat=nccl_gpu_id(seen[number].uuid, nccl_host) if nccl_host else "",
         )
         for rank, number in enumerate(numbers)

@@ -43,7 +43,7 @@ from weightbus.control.protocol.messages import (
     Transferred,
     Verified,
 )
-from weightbus.control.security.curve_keys import CurveFiles, read_public, read_secret
+from weightbus.control.security.curve_keys import CurveFiles, read_public_key, read_secret_key
 
 CHANNEL: Final = Channel("bench")
 CURVE_KEYS = tuple[bytes, bytes, bytes]
@@ -310,8 +310,8 @@ class Herd:
 
 def _curve(folder: Path, name: str) -> CURVE_KEYS:
     files = CurveFiles.of(folder, name)
-    secret = read_secret(files.secret).encode()
-    return secret, zmq.curve_public(secret), read_public(files.coordinator).encode()
+    secret = read_secret_key(files.secret).encode()
+    return secret, zmq.curve_public(secret), read_public_key(files.coordinator).encode()
 
 
 def main() -> None:

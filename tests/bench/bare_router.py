@@ -20,13 +20,13 @@ from agents import COMMAND
 from zmq.auth.thread import ThreadAuthenticator
 
 from weightbus.control.bus.ack_batching import HOLD_S
-from weightbus.control.security.allow_list import TRUST_FILE, TrustList
-from weightbus.control.security.curve_keys import read_secret
+from weightbus.control.security.allow_list import ALLOW_LIST_FILE, AllowList
+from weightbus.control.security.curve_keys import read_secret_key
 
 
 class _Doorman:
     def __init__(self, keys: Path) -> None:
-        self._known = {key.encode() for key in TrustList(keys / TRUST_FILE).principals()}
+        self._known = {key.encode() for key in AllowList(keys / ALLOW_LIST_FILE).principals()}
 
     def callback(self, domain: str, key: bytes) -> bool:
         return bool(domain) and key in self._known
@@ -50,7 +50,7 @@ def main() -> None:
     router.set(zmq.BACKLOG, 4096)
     router.set(zmq.ROUTER_MANDATORY, 1)
     router.curve_server = True
-    router.curve_secretkey = read_secret(keys / "coordinator.key").encode()
+    router.curve_secretkey = read_secret_key(keys / "coordinator.key").encode()
     router.zap_domain = b"bench"
     router.set(zmq.ZAP_ENFORCE_DOMAIN, 1)
     port = router.bind_to_random_port("tcp://127.0.0.1")

@@ -176,7 +176,7 @@ class Trainer:
             self.client.request(m.Offered(request=key(), channel=CHANNEL, epoch=epoch, offers=offers))
             self.client.request(m.Sent(request=key(), channel=CHANNEL, epoch=epoch))
         except RequestRefused as refused:  # the round has gone on without it: wait for `Send` or `RoundDone`
-            if refused.code is not m.Code.STALE_EPOCH:
+            if refused.code is not m.RefusalCode.STALE_EPOCH:
                 raise
 
     def _abandon(self, epoch: Epoch) -> None:

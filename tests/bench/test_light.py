@@ -16,7 +16,7 @@ from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import RequestRefused
 from weightbus.control.protocol.ids import Epoch, RequestId, Version
 
-STALE = RequestRefused(m.Code.STALE_EPOCH, "that round has ended", 0.0)
+STALE = RequestRefused(m.RefusalCode.STALE_EPOCH, "that round has ended", 0.0)
 
 
 class Line:
@@ -90,7 +90,7 @@ def test_a_refused_offer_does_not_end_the_round(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_round_that_is_given_up_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise it waits for its offer for a minute, in which the same trainer is granted nothing else."""
-    refused = RequestRefused(m.Code.NOT_ALLOWED, "no", 0.0)
+    refused = RequestRefused(m.RefusalCode.NOT_ALLOWED, "no", 0.0)
     line = Line([send(12)], {m.Offered: refused})
     with pytest.raises(RequestRefused):
         trainer(line, monkeypatch)._publish(Version(3))

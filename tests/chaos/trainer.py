@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import model
 
-from weightbus.control.protocol.enums import Code
+from weightbus.control.protocol.enums import RefusalCode
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.machine.errors import AgentClosed, ConnectFailed, PublishFailed
 from weightbus.trainer_agent.sources.fsdp import FSDPSource
@@ -118,7 +118,7 @@ def main() -> None:
             agent.publish(version)
         except PublishFailed as failed:
             note(f"{version}: {failed}")
-            version += failed.code is Code.VERSION_NOT_NEWER
+            version += failed.code is RefusalCode.VERSION_NOT_NEWER
             time.sleep(0.05)
         except AgentClosed as closed:
             note(f"{version}: {closed}")

@@ -20,10 +20,10 @@ from weightbus.control.machine import status
 from weightbus.control.protocol.enums import Role, TransportKind
 from weightbus.control.protocol.errors import WeightbusError
 from weightbus.control.protocol.ids import AgentId
-from weightbus.control.security.allow_list import TRUST_FILE, TrustEntry, edited
+from weightbus.control.security.allow_list import ALLOW_LIST_FILE, AllowListEntry, edit_allow_list
 from weightbus.control.server.metrics import configure_logging
-from weightbus.control.server.transport_plan import ChannelPlan, EnginePlan, Faster, PlanView, TrainerPlan
-from weightbus.control.terminal_text import plain
+from weightbus.control.server.transport_plan import ChannelPlan, EnginePlan, FasterTransport, PlanView, TrainerPlan
+from weightbus.control.terminal_text import terminal_safe
 
 HIDDEN = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 STYLES = re.compile(r"\x1b\[[0-9;]*m")
@@ -74,7 +74,7 @@ def plan_of(text: str, *, explain: bool) -> RenderableType:
         bytes_why=text,
         host=text,
         devices=(text,),
-        faster=(Faster(TransportKind.DIRECT, text, text),),
+        faster=(FasterTransport(TransportKind.DIRECT, text, text),),
     )
     trainer = TrainerPlan(
         name=text,
@@ -88,7 +88,7 @@ def plan_of(text: str, *, explain: bool) -> RenderableType:
         bytes=1,
     )
     found = ChannelPlan(trainer=trainer, engines={text: engine})
-    return plan_view.render(PlanView({text: found}), explain=explain)
+    return plan_view.render_plan(PlanView({text: found}), explain=explain)
 
 
 class Odd:
@@ -128,11 +128,11 @@ def _logs_as_before() -> Iterator[None]:
 @example(HOSTILE)
 def test_a_stand_in_can_be_seen(text: str) -> None:
     """Nothing is left that a terminal obeys, nothing else changes, and doing it twice changes nothing."""
-    made = plain(text)
+    made = terminal_safe(text)
     assert not HIDDEN.search(made)
-    assert plain(made) == made
+    assert terminal_safe(made) == made
     assert made == text or HIDDEN.search(text)
-    assert plain(text, lines=True) == "\n".join(map(plain, text.split("\n")))
+    assert terminal_safe(text, lines=True) == "\n".join(map(terminal_safe, text.split("\n")))
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -209,7 +209,7 @@ def test_errors_of_the_command_line_obey_nobody(
 def test_keys_are_shown_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Z85 has brackets and colons: neither markup nor an emoji."""
     key = "[b]:x:[/b]" + "a" * 30
-    with edited(tmp_path / TRUST_FILE) as agents:
-        agents[AgentId("e0")] = TrustEntry(Role.ENGINE, ("c",), key, "0" * 64)
+    with edit_allow_list(tmp_path / ALLOW_LIST_FILE) as agents:
+        agents[AgentId("e0")] = AllowListEntry(Role.ENGINE, ("c",), key, "0" * 64)
     assert cli.main(["trust", "list", "--keys", str(tmp_path)]) == 0
     assert key in capsys.readouterr().out

@@ -45,7 +45,7 @@ from weightbus.control.machine.events import (
 from weightbus.control.machine.limits import Limits
 from weightbus.control.machine.reply_cache import Restored, ending, remembered
 from weightbus.control.machine.routing import Router
-from weightbus.control.protocol.enums import Code, EngineHealth, Role, Step, TransportKind
+from weightbus.control.protocol.enums import EngineHealth, RefusalCode, Role, Step, TransportKind
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
 from weightbus.control.protocol.message_fields import Endpoint, EngineInfo, HeldVersion, Message, Policy, TrainerInfo
 from weightbus.control.protocol.messages import (
@@ -79,7 +79,7 @@ from weightbus.control.protocol.messages import (
     Welcome,
     Withdraw,
 )
-from weightbus.control.server.transport_plan import PlanView, describe
+from weightbus.control.server.transport_plan import PlanView, plan_fleet
 
 CHANNEL = Channel("policy")
 MANIFEST = b"the layout"
@@ -221,7 +221,7 @@ class Agent:
 
     def take(self, message: Message) -> None:
         if isinstance(message, Ack | Welcome | Granted) or (
-            isinstance(message, Refused) and message.code not in (Code.NAME_TAKEN, Code.SERVER_TAKEN)
+            isinstance(message, Refused) and message.code not in (RefusalCode.NAME_TAKEN, RefusalCode.SERVER_TAKEN)
         ):
             self.pending.pop(message.request, None)
         if isinstance(message, Welcome):
@@ -230,7 +230,7 @@ class Agent:
             self.boot = message.boot
             if self.awaits_tables:
                 self.say(Topology(request=self.key(), awaits_tables=True))
-        stranger = isinstance(message, Refused) and message.code is Code.UNKNOWN_AGENT
+        stranger = isinstance(message, Refused) and message.code is RefusalCode.UNKNOWN_AGENT
         if stranger and not any(isinstance(said, Hello) for said, _ in self.pending.values()):
             self.connect()
         self.inbox.append(message)
@@ -664,7 +664,7 @@ class World:
 
     @property
     def plan(self) -> PlanView:
-        return describe(self.machine.channels.values(), self.machine.members)
+        return plan_fleet(self.machine.channels.values(), self.machine.members)
 
     @property
     def ready(self) -> tuple[str, ...]:

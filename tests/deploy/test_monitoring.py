@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from weightbus.control.server.metrics import FOR_LOOKING, METRICS, MetricKind
+from weightbus.control.server.metrics import METRICS, UNWATCHED, MetricKind
 from weightbus.control.server.settings import CoordinatorSettings
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def test_what_is_not_watched_is_said_to_be_for_looking() -> None:
     """A metric is in an alert, on a panel, or named in metrics.py as one that nobody is woken for."""
     named = {name for expression, _ in queries() for name in re.findall(r"\bweightbus_\w+", expression)}
     named |= {re.sub(r"_(bucket|sum|count)$", "", name) for name in named}
-    assert {metric.name for metric in METRICS} - named == FOR_LOOKING
+    assert {metric.name for metric in METRICS} - named == UNWATCHED
 
 
 def test_every_alert_is_explained() -> None:

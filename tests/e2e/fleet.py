@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from weightbus import engine_agent
-from weightbus.control.cli.deployment_keys import KeyOwner, provision
+from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.protocol.enums import Role
 from weightbus.control.protocol.ids import AgentId, Channel
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
@@ -64,7 +64,7 @@ class Fleet:
         self.folder = folder
         self._programs = programs
         self.keys = folder / "keys"
-        provision(self.keys, [KeyOwner(AgentId("trainer"), Role.TRAINER, CHANNELS)])
+        make_deployment_keys(self.keys, [AgentKeys(AgentId("trainer"), Role.TRAINER, CHANNELS)])
         self._bus, self.status_port = free_port(), free_port()
         self.engines: dict[str, Engine] = {}
         self._running: dict[str, Program] = {}
@@ -134,7 +134,7 @@ class Fleet:
             f"--keys={self.keys}",
         )
         self.engines[name] = Engine(name, url, f"http://127.0.0.1:{side}", argv, sidecar)
-        provision(self.keys, [KeyOwner(AgentId(name), Role.ENGINE, CHANNELS)])
+        make_deployment_keys(self.keys, [AgentKeys(AgentId(name), Role.ENGINE, CHANNELS)])
 
     def start_server(self, name: str) -> None:
         """Start the server of an engine, or start it again."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from weightbus.control.protocol.enums import PauseMode
-from weightbus.control.server.metrics import Metrics, Side
+from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.engine_agent.errors import ServerError
 from weightbus.engine_agent.gc_pause import resting
 from weightbus.engine_agent.machine.events import OperationFailed, PauseServer
@@ -78,7 +78,7 @@ def test_it_rests_in_the_sidecar_while_an_operation_is_carried_out(*, fails: boo
             raise ServerError("/pause_generation", "not now")
 
     server = cast("Any", SimpleNamespace(expect=lambda _: None, pause=pause))
-    worker = OperationExecutor("e0", server, cast("Any", None), None, Metrics(Side.ENGINE))
+    worker = OperationExecutor("e0", server, cast("Any", None), None, Metrics(MetricSource.ENGINE))
     assert isinstance(worker.perform(PauseServer(PauseMode.IN_PLACE, 1.0)), OperationFailed) is fails
     assert seen == [False]
     assert gc.isenabled()

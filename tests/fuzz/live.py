@@ -26,13 +26,13 @@ from prometheus_client import CollectorRegistry
 
 from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.bus.sockets import new_keypair, public_of
-from weightbus.control.cli.deployment_keys import KeyOwner, provision
+from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Role
 from weightbus.control.protocol.errors import ProtocolError
 from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.control.protocol.messages import Heartbeat, Hello
-from weightbus.control.security.curve_keys import CurveFiles, read_public, read_secret
+from weightbus.control.security.curve_keys import CurveFiles, read_public_key, read_secret_key
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 
@@ -73,7 +73,7 @@ class Target:
 
     def __init__(self, folder: Path) -> None:
         self.keys = folder / "keys"
-        provision(self.keys, [KeyOwner(AgentId(name), Role.OBSERVER, (CHANNEL,)) for name in NAMES])
+        make_deployment_keys(self.keys, [AgentKeys(AgentId(name), Role.OBSERVER, (CHANNEL,)) for name in NAMES])
         settings = CoordinatorSettings(keys=self.keys, router_port=0, http_port=0, journal=folder / "journal.sqlite")
         self.service = CoordinatorProcess(settings)
         self.port = self.service.router_port
@@ -236,12 +236,12 @@ class _Sockets:
         dealer.set(zmq.LINGER, 0)
         dealer.set(zmq.CURVE_PUBLICKEY, public.encode())
         dealer.set(zmq.CURVE_SECRETKEY, secret.encode())
-        dealer.set(zmq.CURVE_SERVERKEY, read_public(target.keys / "coordinator.pub").encode())
+        dealer.set(zmq.CURVE_SERVERKEY, read_public_key(target.keys / "coordinator.pub").encode())
         dealer.connect(f"tcp://127.0.0.1:{target.port}")
         return dealer
 
     def trusted(self, target: Target) -> zmq.Socket[bytes]:
-        secret = read_secret(target.keys / "agents/hostile.key")
+        secret = read_secret_key(target.keys / "agents/hostile.key")
         return self.dealer(target, public_of(secret), secret)
 
     def close(self) -> None:

@@ -192,7 +192,7 @@ class FakeCoordinator:
                 )
             case m.Publish():
                 if message.epoch != self.epoch and self._round is None:
-                    raise RequestRefused(m.Code.STALE_EPOCH, "somebody else has the channel")
+                    raise RequestRefused(m.RefusalCode.STALE_EPOCH, "somebody else has the channel")
                 if self._round is None:
                     self._round = message
                     if self.engines:
@@ -200,7 +200,7 @@ class FakeCoordinator:
                     else:
                         self.finish(message, m.Outcome.COMMITTED)
             case m.Offered() if self._round is None:
-                raise RequestRefused(m.Code.NOT_ALLOWED, "there is no round")
+                raise RequestRefused(m.RefusalCode.NOT_ALLOWED, "there is no round")
             case m.Sent():
                 self._sent(message)
             case m.Abandon() if self._round is not None:
@@ -212,7 +212,7 @@ class FakeCoordinator:
     def _sent(self, message: m.Sent) -> None:
         publish = self._round
         if publish is None:
-            raise RequestRefused(m.Code.NOT_ALLOWED, "there is no round")
+            raise RequestRefused(m.RefusalCode.NOT_ALLOWED, "there is no round")
         if message.failed and self.redrives:
             self.redrives -= 1
             self.epoch += 1

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.bus.session import AgentSession, Asked, Event, Ticked
-from weightbus.control.protocol.enums import MAX_PAGE_BYTES, Code
+from weightbus.control.protocol.enums import MAX_PAGE_BYTES, RefusalCode
 from weightbus.control.protocol.errors import RequestRefused, WeightbusError
 from weightbus.control.protocol.ids import Digest, RequestId
 from weightbus.control.protocol.messages import (
@@ -156,7 +156,7 @@ class Client(BusClient):
         try:
             return future.result()
         except RequestRefused as refused:
-            if refused.code is Code.UNKNOWN_BLOB:
+            if refused.code is RefusalCode.UNKNOWN_BLOB:
                 self._known.clear()
             raise
 
@@ -197,7 +197,7 @@ class Client(BusClient):
         try:
             return (yield from answer)
         except RequestRefused as refused:
-            if refused.code is not Code.UNKNOWN_BLOB:
+            if refused.code is not RefusalCode.UNKNOWN_BLOB:
                 raise
         for blob in blobs:
             yield from self.putting(blob, blobs_s)

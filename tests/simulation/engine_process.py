@@ -28,7 +28,12 @@ from weightbus.control.protocol.messages import (
     Transfer,
     Welcome,
 )
-from weightbus.control.security.signed_publications import Doubt, doubt, doubt_offer, doubt_table
+from weightbus.control.security.signed_publications import (
+    VerificationFailure,
+    verify_digest_table,
+    verify_endpoint,
+    verify_publication,
+)
 from weightbus.engine_agent.machine.engine_machine import EngineMachine
 from weightbus.engine_agent.machine.events import (
     Answer,
@@ -329,7 +334,7 @@ class EngineProcess(Process):
                 return OperationDone(beside=self.beside)
             case ReceiveBeside(command):
                 if self._world.trust is not None:
-                    self._object(doubt_offer(command, self._signer, self._world.trust))
+                    self._object(verify_endpoint(command, self._signer, self._world.trust))
                 yield 0.2
             case PauseServer(_, deadline_s):
                 yield from self.call(self.server.pause, min(deadline_s, CALL_S))
@@ -347,7 +352,7 @@ class EngineProcess(Process):
     def _receive(self, command: Transfer) -> Thread:
         deadline = self.clock() + command.deadline_s
         if self._world.trust is not None:
-            self._object(doubt_offer(command, self._signer, self._world.trust))
+            self._object(verify_endpoint(command, self._signer, self._world.trust))
         wanted = (yield from self._table(command.table, command.deadline_s)) if command.table else None
         checked, followed = yield from receive(
             self._world, self, command.offer.address, command.epoch, wanted, deadline
@@ -365,7 +370,7 @@ class EngineProcess(Process):
     def _believe_table(self, blob: bytes, signature: str) -> Digest:
         table = Digest(hashlib.sha256(blob).hexdigest())
         if self._world.trust is not None:
-            objection = doubt_table(self._believed, table, signature, self._world.trust)
+            objection = verify_digest_table(self._believed, table, signature, self._world.trust)
             if self._world.judge.believes_table(self.name, table, objection is None):
                 self._object(objection)
             elif objection is not None:
@@ -374,10 +379,13 @@ class EngineProcess(Process):
 
     def _believe(self, command: Prepare, serving: HeldVersion | None) -> None:
         if self._world.trust is not None:
-            self._object(doubt(command, serving, self._world.trust))
-            self._signer, self._believed = (command.seal.signer if command.seal else None), command
+            self._object(verify_publication(command, serving, self._world.trust))
+            self._signer, self._believed = (
+                (command.publication_signature.signer if command.publication_signature else None),
+                command,
+            )
 
-    def _object(self, objection: Doubt | None) -> None:
+    def _object(self, objection: VerificationFailure | None) -> None:
         """No fault of a simulated network makes an honest trainer's version unbelievable."""
         if objection is not None:
             self._world.judge.broken("believed", f"{self.name} does not believe: {objection.reason}")

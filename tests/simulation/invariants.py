@@ -23,7 +23,7 @@ from weightbus.control.machine.effects import (
     RoundClosed,
     RoundReadiness,
 )
-from weightbus.control.protocol.enums import Code, Outcome
+from weightbus.control.protocol.enums import Outcome, RefusalCode
 from weightbus.control.protocol.ids import AgentId
 from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.control.protocol.messages import (
@@ -291,7 +291,7 @@ class Judge:
                 self.broken("left-alone", f"{agent} is told of {type(message).__name__}, and can take nothing")
             case _:
                 pass
-        stranger = isinstance(message, Refused) and message.code is Code.UNKNOWN_AGENT
+        stranger = isinstance(message, Refused) and message.code is RefusalCode.UNKNOWN_AGENT
         if isinstance(message, Ack | Granted | Refused) and message.request in self._asked and not stranger:
             self._same(agent, message)
 
@@ -356,7 +356,7 @@ class Judge:
 
     def begun_anew(self, trainer: str, version: int, verdict: RoundResult) -> None:
         """How a publication ended whose table did not follow after all."""
-        if verdict.code is Code.NOT_ALLOWED:
+        if verdict.code is RefusalCode.NOT_ALLOWED:
             self.broken("begun-anew", f"{trainer}'s version {version} is refused: {verdict.reason}")
 
     def _same(self, agent: str, message: Ack | Granted | Refused) -> None:

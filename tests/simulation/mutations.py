@@ -243,7 +243,7 @@ MUTATIONS: Final = (
         "believes-a-table-that-follows-unsigned",
         "believed",
         "control/security/signed_publications.py",
-        "    if not signed_by(entry.signing_key, _statement(filled_in, seal), signature):\n",
+        "    if not signed_by(entry.signing_key, _statement(filled_in, signed), signature):\n",
         "    if False:\n",
     ),
     _m(
@@ -260,7 +260,11 @@ MUTATIONS: Final = (
         "control/machine/lease.py",
         "    if mine and round_ not in BEFORE_COMMIT:\n",
         "    if False:\n",
-        (PUBLICATION, "event.code is Code.NOT_ALLOWED and self._given_up is not None:", "False:"),
+        (
+            PUBLICATION,
+            "event.code is RefusalCode.NOT_ALLOWED\n            and self._given_up is not None\n",
+            "False\n",
+        ),
     ),
     _m(
         "rolls-on-over-those-who-fell",
@@ -345,14 +349,14 @@ MUTATIONS: Final = (
         "no-fencing-of-trainers",
         "one-holder",
         "control/machine/lease.py",
-        '        return Decision(Code.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")\n',
+        '        return Decision(RefusalCode.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")\n',
         "        return YES\n    return YES\n",
     ),
     _m(
         "grants-a-channel-that-is-held",
         "heard-out",
         "control/machine/lease.py",
-        "    return Decision(Code.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))",
+        "    return Decision(RefusalCode.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))",
         "    return YES",
     ),
     _m(

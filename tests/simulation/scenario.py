@@ -7,7 +7,7 @@ import random
 import msgspec
 
 from weightbus.control.journal.sqlite_journal import STRIDES
-from weightbus.control.protocol.enums import SlowEngines, TransportKind
+from weightbus.control.protocol.enums import StragglerPolicy, TransportKind
 
 from .network import Weather
 
@@ -76,7 +76,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     think_s: float
     rollback: float
     """Chance that a trainer that is refused goes back instead of on."""
-    slow: SlowEngines
+    slow: StragglerPolicy
     quorum: int
     slow_s: float
     weather: Weather
@@ -135,7 +135,9 @@ def draw(seed: int, *, setbacks: bool = False) -> Scenario:
         min_engines=rng.choice((0, 0, 1, 2)) if len(engines) > 1 else 0,
         think_s=rng.choice((0.5, 2.0, 5.0)),
         rollback=rng.choice((0.0, 0.0, 0.5)),
-        slow=rng.choice((SlowEngines.WAIT_ALL, SlowEngines.WAIT_ALL, SlowEngines.QUORUM, SlowEngines.EVICT_AFTER)),
+        slow=rng.choice(
+            (StragglerPolicy.WAIT_ALL, StragglerPolicy.WAIT_ALL, StragglerPolicy.QUORUM, StragglerPolicy.EVICT_AFTER)
+        ),
         quorum=rng.choice((0, 1, 2)),
         slow_s=rng.choice((1.0, 4.0, 9.0)),
         weather=weather,

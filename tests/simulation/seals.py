@@ -9,7 +9,7 @@ from weightbus.control.machine.events import ANY_CHANNEL
 from weightbus.control.protocol.enums import Role
 from weightbus.control.protocol.ids import AgentId
 from weightbus.control.protocol.signatures import signing_key_of
-from weightbus.control.security.allow_list import TrustEntry
+from weightbus.control.security.allow_list import AllowListEntry
 
 
 def secret_of(trainer: str) -> str:
@@ -18,13 +18,13 @@ def secret_of(trainer: str) -> str:
 
 
 @cache
-def _entry(trainer: str) -> TrustEntry:
+def _entry(trainer: str) -> AllowListEntry:
     key = trainer.ljust(40, "0")
-    return TrustEntry(
+    return AllowListEntry(
         role=Role.TRAINER, channels=(ANY_CHANNEL,), key=key, signing_key=signing_key_of(secret_of(trainer))
     )
 
 
-def trust_of(trainers: tuple[str, ...]) -> Mapping[AgentId, TrustEntry]:
+def trust_of(trainers: tuple[str, ...]) -> Mapping[AgentId, AllowListEntry]:
     """What every engine's host has been told."""
     return {AgentId(name): _entry(name) for name in trainers}

@@ -16,7 +16,7 @@ import msgspec
 from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
 from weightbus.control.protocol.ids import AgentId, Digest, Epoch, Incarnation, RequestId, Version
-from weightbus.control.security.signed_publications import seal_offer, seal_publication, seal_table
+from weightbus.control.security.signed_publications import sign_digest_table, sign_endpoint, sign_publication
 from weightbus.trainer_agent.machine import events as ev, publication
 
 from .client import Client
@@ -94,7 +94,7 @@ class TrainerProcess(Process):
             if verdict.ending is ev.EndReason.COMMITTED:
                 self.checkpoint = max(self.checkpoint, version - self._rng.randrange(3))
                 version += 1
-            elif verdict.code is m.Code.VERSION_NOT_NEWER:
+            elif verdict.code is m.RefusalCode.VERSION_NOT_NEWER:
                 back = self._rng.random() < self._world.scenario.rollback
                 version = version if back else self._world.committed_version() + 1 + self._rng.randrange(2)
             elif self._rng.random() < 0.3:
@@ -232,7 +232,7 @@ class TrainerProcess(Process):
             rollback=self._going_back,
         )
         if self._world.trust is not None:
-            message = seal_publication(message, AgentId(self.name), secret_of(self.name), self._committed)
+            message = sign_publication(message, AgentId(self.name), secret_of(self.name), self._committed)
         self._world.publishes(self.name, epoch, message.request, table, self._blob_tags(version)[0])
         self._announced = message
         yield from client.asking_with(message, blobs[:1] if effect.open else blobs, REQUEST_S, 6 * REQUEST_S)
@@ -251,7 +251,7 @@ class TrainerProcess(Process):
         blob, signature = self._blob(version), ""
         if self._world.trust is not None:
             table = Digest(hashlib.sha256(blob).hexdigest())
-            signature = seal_table(self._announced, table, secret_of(self.name))
+            signature = sign_digest_table(self._announced, table, secret_of(self.name))
         for outlet in self._delivery.outlets if self._delivery is not None else ():
             outlet.table = blob, signature
 
@@ -275,7 +275,7 @@ class TrainerProcess(Process):
         offers = tuple(m.Endpoint(transport=each.kind, address=self._world.address(each)) for each in delivery.outlets)
         if self._world.trust is not None:
             secret, channel, at = secret_of(self.name), self._world.channel, Epoch(effect.epoch)
-            offers = tuple(seal_offer(offer, channel, at, secret) for offer in offers)
+            offers = tuple(sign_endpoint(offer, channel, at, secret) for offer in offers)
         offered = m.Offered(
             request=client.new_request(),
             channel=self._world.channel,

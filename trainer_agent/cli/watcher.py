@@ -11,7 +11,7 @@ from typing import assert_never
 import msgspec
 
 from weightbus.control.log import get_log
-from weightbus.control.protocol import Code, WeightbusError
+from weightbus.control.protocol import RefusalCode, WeightbusError
 from weightbus.control.server import (
     CHECKPOINTS,
     LOOKS_FAILED,
@@ -19,8 +19,8 @@ from weightbus.control.server import (
     PUBLISHED_VERSION,
     HttpPort,
     Metrics,
+    MetricSource,
     Readiness,
-    Side,
 )
 from weightbus.dataplane.errors import DataplaneError
 
@@ -69,7 +69,7 @@ class Watcher:
         """Raises `ConfigurationError` when the device is not here."""
         self.settings = settings
         self._device = staging_device(settings.device)
-        self.meters = Metrics(Side.TRAINER)
+        self.metrics = Metrics(MetricSource.TRAINER)
         self._machine = WatchMachine(settings.watch_limits())
         self._stopping = threading.Event()
         self._checkpoint: Checkpoint | None = None
@@ -84,7 +84,7 @@ class Watcher:
         http = HttpPort(
             self.settings.http_bind,
             self.settings.http_port,
-            registry=self.meters.registry,
+            registry=self.metrics.registry,
             readiness=lambda: Readiness(self._machine.done is not None, self._reason),
             status=self._status,
         )
@@ -118,7 +118,7 @@ class Watcher:
             return Listed(found, folders.latest(settings.watch))
         except (OSError, BadCheckpoint) as error:
             # Nothing is published while it is not known how far the trainer is; what is the matter may be mended.
-            self.meters.add(LOOKS_FAILED, cause="marker" if isinstance(error, BadCheckpoint) else "folder")
+            self.metrics.add(LOOKS_FAILED, cause="marker" if isinstance(error, BadCheckpoint) else "folder")
             self._note("watch_paused", error=str(error))
             return None
 
@@ -129,13 +129,13 @@ class Watcher:
             case PublishFolder():
                 return self._publish(effect)
             case Skip():
-                self.meters.add(CHECKPOINTS, outcome="skipped")
+                self.metrics.add(CHECKPOINTS, outcome="skipped")
                 self._log.info("checkpoint_skipped", folder=effect.name, version=effect.version, reason=effect.reason)
             case FolderChanged():
                 advice = "what is served is as it was then; save changed weights under another step"
                 self._log.info("checkpoint_changed_late", folder=effect.name, version=effect.version, advice=advice)
             case RejectFolder():
-                self.meters.add(CHECKPOINTS, outcome="bad")
+                self.metrics.add(CHECKPOINTS, outcome="bad")
                 self._note("checkpoint_bad", folder=effect.name, version=effect.version, error=effect.reason)
             case _:  # pragma: no cover
                 assert_never(effect)
@@ -162,7 +162,7 @@ class Watcher:
         try:
             return self._attempt(effect)
         except (PublishFailed, ConnectFailed) as error:
-            if isinstance(error, PublishRefused) and error.code is Code.VERSION_NOT_NEWER:
+            if isinstance(error, PublishRefused) and error.code is RefusalCode.VERSION_NOT_NEWER:
                 return PublishEnded(effect.name, FolderResult.OLDER, str(error))
             if isinstance(error.__cause__, CorruptCheckpoint):
                 return self._bad(effect, error.__cause__)
@@ -180,7 +180,7 @@ class Watcher:
         return PublishEnded(effect.name, FolderResult.BAD, f"{type(error).__name__}: {error}")
 
     def _failed(self, effect: PublishFolder, error: Exception) -> PublishEnded:
-        self.meters.add(CHECKPOINTS, outcome="failed")
+        self.metrics.add(CHECKPOINTS, outcome="failed")
         self._note("checkpoint_not_published", folder=effect.name, version=effect.version, error=str(error))
         self._disconnect()
         return PublishEnded(effect.name, FolderResult.FAILED, str(error))
@@ -191,9 +191,9 @@ class Watcher:
         if committed is not None and committed >= effect.version:
             return PublishEnded(effect.name, FolderResult.OLDER, f"version {committed} is committed in the channel")
         report = agent.publish(effect.version)
-        self.meters.add(CHECKPOINTS, outcome="published")
-        self.meters.set(PUBLISHED_VERSION, effect.version)
-        self.meters.observe(PUBLISH_SECONDS, report.seconds["total"])
+        self.metrics.add(CHECKPOINTS, outcome="published")
+        self.metrics.set(PUBLISHED_VERSION, effect.version)
+        self.metrics.observe(PUBLISH_SECONDS, report.seconds["total"])
         self._reason = f"version {effect.version} is published"
         self._log.info("checkpoint_published", folder=effect.name, version=effect.version, report=report.line())
         return PublishEnded(effect.name, FolderResult.PUBLISHED)

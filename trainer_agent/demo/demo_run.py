@@ -20,9 +20,9 @@ from typing import Final
 import httpx
 import msgspec
 
-from weightbus.control.cli import KeyOwner, provision
+from weightbus.control.cli import AgentKeys, make_deployment_keys
 from weightbus.control.protocol import AgentId, Channel, Role, TransportKind
-from weightbus.control.terminal_text import plain
+from weightbus.control.terminal_text import terminal_safe
 
 from . import initial_checkpoint as checkpoint
 from .child_processes import Program, ProgramEnded, Programs
@@ -136,8 +136,8 @@ class DemoRun:
     def _make_keys(self) -> Path:
         """As in earnest: the bus is encrypted, and every agent is who its key says."""
         channels = (Channel(CHANNEL),)
-        engines = [KeyOwner(AgentId(f"e{index}"), Role.ENGINE, channels) for index in range(ENGINES)]
-        provision(self._folder / "keys", [KeyOwner(AgentId("trainer"), Role.TRAINER, channels), *engines])
+        engines = [AgentKeys(AgentId(f"e{index}"), Role.ENGINE, channels) for index in range(ENGINES)]
+        make_deployment_keys(self._folder / "keys", [AgentKeys(AgentId("trainer"), Role.TRAINER, channels), *engines])
         return self._folder / "keys"
 
     def _start_ranks(self, weights: Path, base: int, *, asynchronous: bool) -> list[Program]:
@@ -262,9 +262,9 @@ def run(settings: DemoSettings) -> int:
             good = DemoRun(settings, folder, programs, view).run()
     except ProgramEnded as ended:
         view.say(f"the end of {ended.log}:\n{ended.tail}")
-        view.last(f"demo: failed: {plain(str(ended))}")
+        view.last(f"demo: failed: {terminal_safe(str(ended))}")
     except (DemoFailed, ValueError) as error:
-        view.last(f"demo: failed: {plain(str(error))}")
+        view.last(f"demo: failed: {terminal_safe(str(error))}")
     except KeyboardInterrupt:
         view.last("demo: interrupted")
         return 130

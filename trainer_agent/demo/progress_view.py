@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from weightbus.control.terminal_text import plain
+from weightbus.control.terminal_text import terminal_safe
 
 from .round_records import DemoRound, RoundVerdict
 
@@ -36,7 +36,7 @@ class ProgressView:
     def say(self, text: str, style: str = "") -> None:
         """A line of the story; `text` may be a program's, of several lines."""
         if not self._json:
-            shown = plain(text, lines=True), style
+            shown = terminal_safe(text, lines=True), style
             since = f"{time.monotonic() - self._started:5.1f} s", "dim"
             self._console.print(Text.assemble(since, "  ", shown), soft_wrap=True)
 
@@ -46,7 +46,7 @@ class ProgressView:
         if self._json:
             yield
         elif self._console.is_terminal:
-            with self._console.status(Text(plain(text))):
+            with self._console.status(Text(terminal_safe(text))):
                 yield
         else:
             self.say(text)

@@ -12,8 +12,8 @@ from weightbus.control.machine import IN_PLACE, PREFERRED
 from weightbus.control.protocol import (
     MissingTransport,
     NetworkInterface,
+    PeerAccess,
     ProcessLocation,
-    Reach,
     RequestId,
     Topology,
     TransportKind,
@@ -81,12 +81,12 @@ def _lack(kind: TransportKind, settings: TrainerSettings, refusals: dict[Transpo
     return MissingTransport(found=found[:_TEXT], needed="what the reason names" if kind in IN_PLACE else "")
 
 
-def _reach(name: str) -> dict[str, Reach] | None:
+def _reach(name: str) -> dict[str, PeerAccess] | None:
     try:
         own = [each for each in gpus_visible_here() if each.uuid == name]
     except GpuSurveyFailed:
         return None
-    return {other: Reach(word) for other, word in own[0].reach.items()} if own else None
+    return {other: PeerAccess(word) for other, word in own[0].reach.items()} if own else None
 
 
 _TEXT: Final = 2048

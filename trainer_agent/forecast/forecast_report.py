@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weightbus.control.protocol import TransportKind
-from weightbus.control.terminal_text import plain
+from weightbus.control.terminal_text import terminal_safe
 
 from . import calibration as figures
 from .calibration import Calibration
@@ -108,7 +108,7 @@ def _turns(fleet: FleetSpec, now: RoundCost) -> Iterator[str]:
 def render(report: Report) -> RenderableType:
     """Steps with bars, the busiest links, what would help."""
     size = f"{_count(report.parameters)} parameters, {_count(report.bytes)}B in {report.dtype}"
-    head = [Text(f"{plain(report.model)}: {size}, {report.tensors:,} tensors", style="bold")]
+    head = [Text(f"{terminal_safe(report.model)}: {size}, {report.tensors:,} tensors", style="bold")]
     head += [Text(_trainer(report.fleet.trainer)), *(Text(_engines(each)) for each in report.fleet.engines)]
     ends = Text("\n".join(_ends(report)), style="bold")
     notes = [Text(f"note: {note}", style="dim") for note in report.notes]

@@ -24,7 +24,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from weightbus.control.protocol import Code, WeightbusError
+from weightbus.control.protocol import RefusalCode, WeightbusError
 
 from .events import EndReason
 from .publication import RoundResult
@@ -89,7 +89,7 @@ class PublishFailed(TrainerError):
         super().__init__(f"version {report.version} was not published ({verdict.ending.value}): {verdict.reason}")
 
     @property
-    def code(self) -> Code | None:
+    def code(self) -> RefusalCode | None:
         """The coordinator's reason, where it gave one."""
         return self.verdict.code
 

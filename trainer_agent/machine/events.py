@@ -9,7 +9,7 @@ import enum
 
 import msgspec
 
-from weightbus.control.protocol import Code, EngineReport, HeldVersion, Outcome, ReceivingEngine
+from weightbus.control.protocol import EngineReport, HeldVersion, Outcome, ReceivingEngine, RefusalCode
 
 
 class EndReason(enum.StrEnum):
@@ -58,7 +58,7 @@ class GotLease(Event, frozen=True):
 class RequestRefusal(Event, frozen=True):
     """The last question was answered with no."""
 
-    code: Code
+    code: RefusalCode
     reason: str
     retry_after_s: float = 0.0
 

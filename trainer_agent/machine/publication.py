@@ -27,7 +27,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from weightbus.control.protocol import Code, HeldVersion, IllegalMove, InvariantBroken, Outcome, ReceivingEngine
+from weightbus.control.protocol import HeldVersion, IllegalMove, InvariantBroken, Outcome, ReceivingEngine, RefusalCode
 
 from .events import (
     AbandonLease,
@@ -87,7 +87,7 @@ class RoundResult(msgspec.Struct, frozen=True):
 
     ending: EndReason
     reason: str = ""
-    code: Code | None = None
+    code: RefusalCode | None = None
 
 
 class PublishLimits(msgspec.Struct, frozen=True):
@@ -107,10 +107,14 @@ _HIDDEN_COMMIT: Final = RoundResult(EndReason.COMMITTED, "committed before the c
 _BROKEN_OFF: Final = "the trainer did not hear whether its offer was taken, and broke the transfer off"
 
 _OTHER_WEIGHTS: Final = RoundResult(
-    EndReason.REFUSED, "these are not the weights that are committed: publish them as a new version", Code.NOT_ALLOWED
+    EndReason.REFUSED,
+    "these are not the weights that are committed: publish them as a new version",
+    RefusalCode.NOT_ALLOWED,
 )
 
-_LATER: Final = frozenset({Code.LEASE_HELD, Code.SHUTTING_DOWN, Code.READ_ONLY, Code.UNKNOWN_AGENT})
+_LATER: Final = frozenset(
+    {RefusalCode.LEASE_HELD, RefusalCode.SHUTTING_DOWN, RefusalCode.READ_ONLY, RefusalCode.UNKNOWN_AGENT}
+)
 """Refusals that pass: the same question may be answered differently later."""
 
 _IN_ROUND: Final = frozenset(
@@ -321,8 +325,8 @@ class Publication:
         self._silence = ""
         if self._committed_here():
             return (*self._stop(), *self._finish(_HIDDEN_COMMIT))
-        said = self._table_unsaid and event.code is not Code.STALE_EPOCH
-        passes = event.retry_after_s > 0 or event.code is Code.UNKNOWN_BLOB
+        said = self._table_unsaid and event.code is not RefusalCode.STALE_EPOCH
+        passes = event.retry_after_s > 0 or event.code is RefusalCode.UNKNOWN_BLOB
         if event.code in _LATER or (said and passes):
             return self._later(event.retry_after_s or self.limits.retry_s, now)
         if said:
@@ -335,10 +339,14 @@ class Publication:
 
     def _not_begun(self, event: RequestRefusal, now: float) -> Effects:
         """There is no lease, or no round under it."""
-        if self.state is PublicationState.ACQUIRING and event.code is Code.NOT_ALLOWED and self._given_up is not None:
+        if (
+            self.state is PublicationState.ACQUIRING
+            and event.code is RefusalCode.NOT_ALLOWED
+            and self._given_up is not None
+        ):
             return (*self._later(self.limits.retry_s, now), self._given_up)
         if (
-            event.code in (Code.STALE_EPOCH, Code.NOT_ALLOWED, Code.UNKNOWN_BLOB)
+            event.code in (RefusalCode.STALE_EPOCH, RefusalCode.NOT_ALLOWED, RefusalCode.UNKNOWN_BLOB)
             and self.state is PublicationState.ANNOUNCING
         ):
             return self._begin_again(event.reason, now)
@@ -432,7 +440,7 @@ class Publication:
                 return self._finish(RoundResult(EndReason.COORDINATOR_LOST, self._silence))
             case PublicationState.ACQUIRING:
                 reason = f"the channel's lease was not to be had for {self.limits.acquire_s:g} s"
-                return self._finish(RoundResult(EndReason.LEASE_BUSY, reason, Code.LEASE_HELD))
+                return self._finish(RoundResult(EndReason.LEASE_BUSY, reason, RefusalCode.LEASE_HELD))
             case PublicationState.ABANDONING:
                 reason = f"the round was given up, and its end was not heard of for {self.limits.abandon_s:g} s"
                 return self._finish(RoundResult(EndReason.COORDINATOR_LOST, reason))

@@ -11,7 +11,7 @@ from typing import Final, Self
 import msgspec
 
 from weightbus.control.protocol import EngineReport, Outcome
-from weightbus.control.terminal_text import plain
+from weightbus.control.terminal_text import terminal_safe
 
 PHASES: Final = (
     "snapshot",
@@ -95,7 +95,9 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
         why = f" ({self.reason})" if self.reason else ""
         kept = f", saved {self.saved}" if self.saved else f", not saved: {self.save_error}" if self.save_error else ""
         ending = f"{self.outcome.value}{how}{why}"
-        return plain(f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}{kept}")
+        return terminal_safe(
+            f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}{kept}"
+        )
 
 
 class Stopwatch:

@@ -35,7 +35,14 @@ from weightbus.control.protocol import (
     TransportKind,
     WeightbusError,
 )
-from weightbus.control.security import CurveFiles, curve_files, read_secret, seal_offer, seal_publication, seal_table
+from weightbus.control.security import (
+    CurveFiles,
+    agent_key_files,
+    read_secret_key,
+    sign_digest_table,
+    sign_endpoint,
+    sign_publication,
+)
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory import BucketBuffers
 from weightbus.dataplane.processes import default_runtime_dir, host_identity
@@ -271,7 +278,7 @@ def lead(
         undo.callback(pool.close)
         if exposure is not None:
             undo.callback(exposure.close)
-        curve = curve_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
+        curve = agent_key_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
         told = topology_of(
             settings,
             kinds,
@@ -373,19 +380,19 @@ class _Seal:
 
     def __init__(self, settings: TrainerSettings, curve: CurveFiles) -> None:
         self._name, self._channel = AgentId(settings.name), Channel(settings.channel)
-        self._secret = read_secret(curve.secret)
+        self._secret = read_secret_key(curve.secret)
 
     def publication(self, message: Publish, previous: HeldVersion | None) -> Publish:
         """`message`, to follow the committed version `previous`."""
-        return seal_publication(message, self._name, self._secret, previous)
+        return sign_publication(message, self._name, self._secret, previous)
 
     def table(self, message: Publish, table: Digest) -> bytes:
         """Why `table` is to be believed for `message`, which left it open."""
-        return seal_table(message, table, self._secret).encode("ascii")
+        return sign_digest_table(message, table, self._secret).encode("ascii")
 
     def offer(self, offer: Endpoint, epoch: Epoch) -> Endpoint:
         """`offer`, for one epoch."""
-        return seal_offer(offer, self._channel, epoch, self._secret)
+        return sign_endpoint(offer, self._channel, epoch, self._secret)
 
 
 def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:

@@ -18,15 +18,15 @@ from weightbus.control.bus.interface import TurnedAway
 from weightbus.control.bus.router import RouterBus, ServerKeys
 from weightbus.control.bus.session import Timing
 from weightbus.control.bus.sockets import new_keypair, public_of
-from weightbus.control.cli.deployment_keys import KeyOwner, provision
+from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.machine.events import MessageReceived, Peer
-from weightbus.control.protocol.enums import MAX_PAGE_BYTES, Code, Role
+from weightbus.control.protocol.enums import MAX_PAGE_BYTES, RefusalCode, Role
 from weightbus.control.protocol.errors import (
+    BlobCancelled,
     BlobMismatch,
     ClientClosed,
     CoordinatorUnreachable,
     Malformed,
-    NotWanted,
     RequestRefused,
 )
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
@@ -49,7 +49,7 @@ from weightbus.control.protocol.messages import (
     Topology,
     Welcome,
 )
-from weightbus.control.security.curve_keys import COORDINATOR, CurveFiles, write_pair
+from weightbus.control.security.curve_keys import COORDINATOR_KEYS, CurveFiles, write_key_pair
 
 QUICK = Timing(resend_first_s=0.05, resend_max_s=0.1, silence_s=30.0)
 """Whoever says nothing for half a second on a busy machine is not gone: only one test waits for a silence."""
@@ -81,7 +81,9 @@ class Coordinator:
             self.peers.append(item.peer)
             return self.welcome(message), None
         if item.peer not in self.peers:
-            return Refused(request=RequestId("heartbeat"), code=Code.UNKNOWN_AGENT, reason="say Hello first"), None
+            return Refused(
+                request=RequestId("heartbeat"), code=RefusalCode.UNKNOWN_AGENT, reason="say Hello first"
+            ), None
         match message:
             case Heartbeat():
                 return Alive(seq=message.seq, boot=self.boot), None
@@ -247,13 +249,16 @@ def test_doubled_answers_and_commands_count_once(there: Coordinator, client: Bus
 def test_refusal_raises_with_its_code(there: Coordinator, client: BusClient) -> None:
     """The caller learns code, reason and when to try again."""
     there.answer = lambda item: (
-        (Refused(request=item.message.request, code=Code.LEASE_HELD, reason="t1 has it", retry_after_s=1.5), None)
+        (
+            Refused(request=item.message.request, code=RefusalCode.LEASE_HELD, reason="t1 has it", retry_after_s=1.5),
+            None,
+        )
         if isinstance(item.message, Acquire)
         else there.usual(item)
     )
     with pytest.raises(RequestRefused, match="t1 has it") as refused:
         acquire(client)
-    assert (refused.value.code, refused.value.retry_after_s) == (Code.LEASE_HELD, 1.5)
+    assert (refused.value.code, refused.value.retry_after_s) == (RefusalCode.LEASE_HELD, 1.5)
 
 
 def test_coordinator_dies_and_comes_back(there: Coordinator) -> None:
@@ -316,7 +321,7 @@ def test_absent_coordinator_is_a_typed_error() -> None:
 def test_refused_hello_ends_the_client(there: Coordinator) -> None:
     """A final refusal is raised by start, and by everything after it."""
     there.answer = lambda item: (
-        (Refused(request=item.message.request, code=Code.NOT_ALLOWED, reason="not you"), None)
+        (Refused(request=item.message.request, code=RefusalCode.NOT_ALLOWED, reason="not you"), None)
         if isinstance(item.message, Hello)
         else None
     )
@@ -336,7 +341,7 @@ def test_taken_name_is_waited_for(there: Coordinator) -> None:
             refused.add(item.message.request)
             reason = "another process has it"
             key = item.message.request
-            return Refused(request=key, code=Code.NAME_TAKEN, reason=reason, retry_after_s=0.05), None
+            return Refused(request=key, code=RefusalCode.NAME_TAKEN, reason=reason, retry_after_s=0.05), None
         return there.usual(item)
 
     there.answer = answer
@@ -413,7 +418,7 @@ def test_a_blob_is_given_up_when_nobody_wants_it(
     monkeypatch.setattr("weightbus.control.bus.client.PAGE_S", 0.2)
     there.answer = lambda item: None if isinstance(item.message, GetBlob) else there.usual(item)
     asked = iter([False, False, True])
-    with pytest.raises(NotWanted, match="called off after 0"):
+    with pytest.raises(BlobCancelled, match="called off after 0"):
         client.get_blob(Digest("d" * 64), 600.0, lambda: next(asked))
     assert next(asked, None) is None
 
@@ -430,7 +435,7 @@ def test_forgotten_blob_is_put_again(there: Coordinator, client: BusClient) -> N
     """After UNKNOWN_BLOB, put_blob sends everything anew."""
     client.put_blob(b"x")
     there.answer = lambda item: (
-        (Refused(request=item.message.request, code=Code.UNKNOWN_BLOB, reason="put it first"), None)
+        (Refused(request=item.message.request, code=RefusalCode.UNKNOWN_BLOB, reason="put it first"), None)
         if isinstance(item.message, Acquire)
         else there.usual(item)
     )
@@ -489,7 +494,7 @@ def test_pages_that_got_lost_are_put_again_before_the_same_question(there: Coord
         if isinstance(item.message, Acquire) and not refusals:
             refusals.append(item.message.request)
             there.blobs.clear()
-            return Refused(request=item.message.request, code=Code.UNKNOWN_BLOB, reason="put it first"), None
+            return Refused(request=item.message.request, code=RefusalCode.UNKNOWN_BLOB, reason="put it first"), None
         return there.usual(item)
 
     there.answer = forgetful
@@ -507,7 +512,7 @@ def test_what_was_put_before_and_is_there_no_more_is_put_again(there: Coordinato
 
     def strict(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
         if isinstance(item.message, Acquire) and digest not in there.blobs:
-            return Refused(request=item.message.request, code=Code.UNKNOWN_BLOB, reason="put it first"), None
+            return Refused(request=item.message.request, code=RefusalCode.UNKNOWN_BLOB, reason="put it first"), None
         return there.usual(item)
 
     there.answer = strict
@@ -516,7 +521,7 @@ def test_what_was_put_before_and_is_there_no_more_is_put_again(there: Coordinato
     assert there.requests(PutBlob) == 2
 
     there.answer = lambda item: (
-        (Refused(request=item.message.request, code=Code.UNKNOWN_BLOB, reason="put it first"), None)
+        (Refused(request=item.message.request, code=RefusalCode.UNKNOWN_BLOB, reason="put it first"), None)
         if isinstance(item.message, Acquire)
         else there.usual(item)
     )
@@ -527,13 +532,13 @@ def test_what_was_put_before_and_is_there_no_more_is_put_again(there: Coordinato
 
 def test_friend_with_a_key(tmp_path: Path) -> None:
     """With keys the client joins; with a stranger's key it learns that it is not heard."""
-    provision(tmp_path, [KeyOwner(AgentId("friend"), Role.ENGINE, (Channel("policy"),))])
-    write_pair(tmp_path / "elsewhere", "friend", new_keypair, public_of)
+    make_deployment_keys(tmp_path, [AgentKeys(AgentId("friend"), Role.ENGINE, (Channel("policy"),))])
+    write_key_pair(tmp_path / "elsewhere", "friend", new_keypair, public_of)
     coordinator = Coordinator(keys=ServerKeys.read(tmp_path))
     try:
         with client_of(coordinator.port, CurveFiles.of(tmp_path, "friend")) as friend:
             assert friend.start(DEADLINE_S).boot == 1
-        stranger = CurveFiles(tmp_path / "elsewhere" / "friend.key", tmp_path / f"{COORDINATOR}.pub")
+        stranger = CurveFiles(tmp_path / "elsewhere" / "friend.key", tmp_path / f"{COORDINATOR_KEYS}.pub")
         with client_of(coordinator.port, stranger) as other:
 
             def unheard() -> str:
@@ -632,7 +637,7 @@ def test_a_coordinator_that_does_not_know_where_matters_is_spoken_to_all_the_sam
 
     def older(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
         if isinstance(item.message, Topology):
-            return Refused(request=RequestId("rejected"), code=Code.NOT_ALLOWED, reason="unknown message"), None
+            return Refused(request=RequestId("rejected"), code=RefusalCode.NOT_ALLOWED, reason="unknown message"), None
         return there.usual(item)
 
     there.answer = older
@@ -657,7 +662,7 @@ def test_an_older_coordinator_is_told_what_it_knows(there: Coordinator, monkeypa
 
     def older(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
         if isinstance(item.message, Topology) and item.message.awaits_tables:
-            return Refused(request=RequestId("rejected"), code=Code.NOT_ALLOWED, reason="unknown field"), None
+            return Refused(request=RequestId("rejected"), code=RefusalCode.NOT_ALLOWED, reason="unknown field"), None
         return (Ack(request=item.message.request), None) if isinstance(item.message, Topology) else there.usual(item)
 
     there.answer = older

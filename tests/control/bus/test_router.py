@@ -17,15 +17,15 @@ from weightbus.control.bus.interface import Delivery, Distrusted, Rejected, Thro
 from weightbus.control.bus.rate_limit import RateLimiter
 from weightbus.control.bus.router import RouterBus, ServerKeys
 from weightbus.control.bus.sockets import new_keypair, public_of
-from weightbus.control.cli.deployment_keys import KeyOwner, provision
+from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.machine.events import MessageReceived, Peer, Principal
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import Role
 from weightbus.control.protocol.errors import ConfigurationError, Malformed, WeightbusError, WrongProtocol
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, RequestId
 from weightbus.control.protocol.messages import Ack, BlobPage, Bye, GetStatus
-from weightbus.control.security.allow_list import TRUST_FILE, edited
-from weightbus.control.security.curve_keys import COORDINATOR, CurveFiles, write_pair
+from weightbus.control.security.allow_list import ALLOW_LIST_FILE, edit_allow_list
+from weightbus.control.security.curve_keys import COORDINATOR_KEYS, CurveFiles, write_key_pair
 
 DEADLINE_S = 30.0
 
@@ -40,7 +40,7 @@ def bus() -> Iterator[RouterBus]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Keys of the coordinator and of agent `friend`, an engine of channel c."""
-    provision(tmp_path, [KeyOwner(AgentId("friend"), Role.ENGINE, (Channel("c"),))])
+    make_deployment_keys(tmp_path, [AgentKeys(AgentId("friend"), Role.ENGINE, (Channel("c"),))])
     return tmp_path
 
 
@@ -307,13 +307,13 @@ def test_friend_is_known_by_its_key(curve_bus: RouterBus, folder: Path) -> None:
 
 
 def distrust(folder: Path, name: str) -> None:
-    with edited(folder / TRUST_FILE) as agents:
+    with edit_allow_list(folder / ALLOW_LIST_FILE) as agents:
         del agents[name]
 
 
 def trust_second(bus: RouterBus, folder: Path, role: Role) -> list[object]:
     """Put `second` on the list, and wait until the bus knows; what came in meanwhile."""
-    provision(folder, [KeyOwner(AgentId("second"), role, (Channel("c"),))])
+    make_deployment_keys(folder, [AgentKeys(AgentId("second"), role, (Channel("c"),))])
     came_in: list[object] = []
     until(lambda: came_in.extend(bus.poll(0.05)) or any(who.name == "second" for who in bus._trusted.values()))
     return came_in
@@ -354,7 +354,7 @@ def test_distrust_of_one_leaves_the_others(curve_bus: RouterBus, folder: Path) -
 
 def test_a_changed_entry_is_a_lost_one(curve_bus: RouterBus, folder: Path) -> None:
     """Another role or channel than the agent joined with: it has to join again, as what it is now."""
-    provision(folder, [KeyOwner(AgentId("friend"), Role.OBSERVER, (Channel("c"),))])
+    make_deployment_keys(folder, [AgentKeys(AgentId("friend"), Role.OBSERVER, (Channel("c"),))])
     found = until(lambda: curve_bus.poll(0.3))
     assert isinstance(found, list)
     assert [type(item) for item in found] == [Distrusted]
@@ -362,10 +362,10 @@ def test_a_changed_entry_is_a_lost_one(curve_bus: RouterBus, folder: Path) -> No
 
 def test_broken_list_cuts_everybody(curve_bus: RouterBus, folder: Path) -> None:
     """In doubt nobody is trusted; the reason says what is wrong with the file."""
-    (folder / TRUST_FILE).write_text("nonsense")
+    (folder / ALLOW_LIST_FILE).write_text("nonsense")
     (found,) = until(lambda: curve_bus.poll(0.3))  # type: ignore[misc]  # a list of one
     assert isinstance(found, Distrusted)
-    assert TRUST_FILE in found.reason
+    assert ALLOW_LIST_FILE in found.reason
 
 
 @pytest.fixture
@@ -400,8 +400,8 @@ def test_every_connection_that_is_turned_away_is_counted(curve_bus: RouterBus, f
 
 
 def _strangers(folder: Path) -> dict[str, CurveFiles | None]:
-    write_pair(folder / "elsewhere", "stranger", new_keypair, public_of)
-    stranger = CurveFiles(folder / "elsewhere" / "stranger.key", folder / f"{COORDINATOR}.pub")
+    write_key_pair(folder / "elsewhere", "stranger", new_keypair, public_of)
+    stranger = CurveFiles(folder / "elsewhere" / "stranger.key", folder / f"{COORDINATOR_KEYS}.pub")
     return {"unknown key": stranger, "no key": None}
 
 

@@ -24,7 +24,7 @@ from weightbus.control.bus.session import (
     Timing,
     Transmit,
 )
-from weightbus.control.protocol.enums import Code, PauseMode
+from weightbus.control.protocol.enums import PauseMode, RefusalCode
 from weightbus.control.protocol.errors import CoordinatorUnreachable, Malformed, RequestRefused, WrongProtocol
 from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.protocol.messages import (
@@ -89,7 +89,7 @@ def joined(talk: Conversation) -> Conversation:
     return talk
 
 
-def refusal(code: Code, key: RequestId = KEY, retry_after_s: float = 0.0) -> Heard:
+def refusal(code: RefusalCode, key: RequestId = KEY, retry_after_s: float = 0.0) -> Heard:
     return Heard(Refused(request=key, code=code, reason="because", retry_after_s=retry_after_s))
 
 
@@ -216,9 +216,9 @@ def test_silence_means_a_new_connection(joined: Conversation) -> None:
 def test_forgotten_agent_says_hello_again_once(joined: Conversation) -> None:
     """However many of its messages are refused as a stranger's, one Hello follows."""
     joined.ask()
-    effects = joined(refusal(Code.UNKNOWN_AGENT, RequestId("heartbeat")))
+    effects = joined(refusal(RefusalCode.UNKNOWN_AGENT, RequestId("heartbeat")))
     assert effects == (SayHello(joined.key),)
-    assert joined(refusal(Code.UNKNOWN_AGENT)) == ()
+    assert joined(refusal(RefusalCode.UNKNOWN_AGENT)) == ()
     assert Transmit(ACQUIRE, None) in joined.welcome(boot=2)
 
 
@@ -226,7 +226,7 @@ def test_a_welcome_to_an_earlier_hello_lets_nobody_in(joined: Conversation) -> N
     """It may have been under way for long: only that to the last `Hello` is from a coordinator that knows the agent."""
     joined.ask()
     before = joined.key
-    joined(refusal(Code.UNKNOWN_AGENT, RequestId("heartbeat")))
+    joined(refusal(RefusalCode.UNKNOWN_AGENT, RequestId("heartbeat")))
     now, joined.key = joined.key, before
     assert joined.welcome(boot=1) == ()
     assert joined.session.phase is Phase.JOINING
@@ -239,10 +239,10 @@ def test_a_welcome_to_an_earlier_hello_lets_nobody_in(joined: Conversation) -> N
 def test_refused_request_raises_for_its_caller_only(joined: Conversation) -> None:
     """The caller gets code, reason and when to try again."""
     joined.ask()
-    (effect,) = joined(refusal(Code.LEASE_HELD, retry_after_s=2.0))
+    (effect,) = joined(refusal(RefusalCode.LEASE_HELD, retry_after_s=2.0))
     assert isinstance(effect, Reject)
     assert isinstance(effect.error, RequestRefused)
-    assert (effect.error.code, effect.error.retry_after_s) == (Code.LEASE_HELD, 2.0)
+    assert (effect.error.code, effect.error.retry_after_s) == (RefusalCode.LEASE_HELD, 2.0)
     assert joined.session.phase is Phase.JOINED
 
 
@@ -269,19 +269,19 @@ def test_taken_name_is_asked_for_again(talk: Conversation) -> None:
     """A refusal that passes with time is waited out, under a new key; meanwhile it is the error."""
     talk(Ticked())
     first = talk.key
-    assert talk(refusal(Code.NAME_TAKEN, first, retry_after_s=3.0)) == ()
+    assert talk(refusal(RefusalCode.NAME_TAKEN, first, retry_after_s=3.0)) == ()
     assert talk.after(2.9) == ()
     error = talk.session.unreachable("Hello", 3.0, talk.now)
     assert isinstance(error, RequestRefused)
-    assert error.code is Code.NAME_TAKEN
+    assert error.code is RefusalCode.NAME_TAKEN
     assert talk.after(0.1) == (SayHello(talk.key),)
     assert talk.key != first
     assert isinstance(talk.welcome()[0], Join)
     assert talk.session.refusal is None
 
 
-@pytest.mark.parametrize("code", [Code.NOT_ALLOWED, Code.PROTOCOL_MISMATCH])
-def test_final_refusal_ends_everything(talk: Conversation, code: Code) -> None:
+@pytest.mark.parametrize("code", [RefusalCode.NOT_ALLOWED, RefusalCode.PROTOCOL_MISMATCH])
+def test_final_refusal_ends_everything(talk: Conversation, code: RefusalCode) -> None:
     """What repeating cannot mend ends the session: every request, now and later, raises it."""
     talk(Ticked())
     talk.ask()
@@ -317,15 +317,15 @@ def test_commands_are_delivered(joined: Conversation) -> None:
 
 def test_late_refusals_change_nothing(joined: Conversation) -> None:
     """A refusal of what is not waited for, or of a Hello long welcomed, is dropped."""
-    assert joined(refusal(Code.LEASE_HELD)) == ()
-    assert joined(refusal(Code.NAME_TAKEN, joined.key)) == ()
+    assert joined(refusal(RefusalCode.LEASE_HELD)) == ()
+    assert joined(refusal(RefusalCode.NAME_TAKEN, joined.key)) == ()
     assert joined.session.phase is Phase.JOINED
 
 
 def test_refusal_of_an_unreadable_message_does_not_end_a_hello(talk: Conversation) -> None:
     """Without its key nobody knows what was refused: Hello goes on."""
     talk(Ticked())
-    assert talk(refusal(Code.NOT_ALLOWED, RequestId("rejected"))) == ()
+    assert talk(refusal(RefusalCode.NOT_ALLOWED, RequestId("rejected"))) == ()
     assert talk.session.phase is Phase.JOINING
 
 
@@ -351,7 +351,9 @@ def three() -> Conversation:
 
 
 def not_leader(talk: Conversation, leader: str = "") -> Heard:
-    refused = Refused(request=talk.key, code=Code.NOT_LEADER, reason="stands by", retry_after_s=0.5, leader=leader)
+    refused = Refused(
+        request=talk.key, code=RefusalCode.NOT_LEADER, reason="stands by", retry_after_s=0.5, leader=leader
+    )
     return Heard(refused)
 
 
@@ -377,7 +379,9 @@ def test_a_leader_that_is_deposed_loses_its_agents(three: Conversation) -> None:
     """What was asked and not answered is asked again of whoever leads next."""
     three.welcome()
     three.ask()
-    refused = Refused(request=RequestId("heartbeat"), code=Code.NOT_LEADER, reason="stands by", leader="tcp://b:1")
+    refused = Refused(
+        request=RequestId("heartbeat"), code=RefusalCode.NOT_LEADER, reason="stands by", leader="tcp://b:1"
+    )
     assert three(Heard(refused)) == (Connect(1), SayHello(three.key))
     assert three(Heard(refused)) == (), "there may be one for every message that was under way"
     assert Transmit(ACQUIRE, None) in three.welcome(boot=2)

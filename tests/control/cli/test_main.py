@@ -21,13 +21,13 @@ import structlog
 from rich.console import Console
 
 from weightbus.control.cli import commands, entry_point as cli, settings_loader as settings, status_view
-from weightbus.control.cli.deployment_keys import provision
-from weightbus.control.cli.entry_point import BUILT_IN, GROUP, main
+from weightbus.control.cli.deployment_keys import make_deployment_keys
+from weightbus.control.cli.entry_point import BUILT_IN, ENTRY_POINT_GROUP, main
 from weightbus.control.machine import status
 from weightbus.control.protocol.errors import WeightbusError
-from weightbus.control.security.allow_list import read_trust
-from weightbus.control.security.curve_keys import read_public
-from weightbus.control.server.metrics import METRICS, Side
+from weightbus.control.security.allow_list import read_allow_list
+from weightbus.control.security.curve_keys import read_public_key
+from weightbus.control.server.metrics import METRICS, MetricSource
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 30.0
@@ -62,7 +62,7 @@ class Probe:
 @pytest.fixture
 def probe(monkeypatch: pytest.MonkeyPatch) -> Probe:
     probe = Probe()
-    monkeypatch.setattr(cli, "table", lambda: {"probe": "here:probe"})
+    monkeypatch.setattr(cli, "command_table", lambda: {"probe": "here:probe"})
     monkeypatch.setattr(cli, "load_command", lambda *_: probe)
     return probe
 
@@ -70,7 +70,7 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Probe:
 def test_table_is_the_one_of_the_distribution() -> None:
     """What a tree that is not installed knows is what pyproject.toml declares."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"][GROUP] == BUILT_IN
+    assert project["entry-points"][ENTRY_POINT_GROUP] == BUILT_IN
     assert project["scripts"]["weightbus"] == "weightbus.control.cli.entry_point:main"
 
 
@@ -85,7 +85,9 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_command_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One line says what is missing and which extra brings it; the other commands are listed all the same."""
-    monkeypatch.setattr(cli, "table", lambda: {"demo": "weightbus.nowhere:demo", "version": BUILT_IN["version"]})
+    monkeypatch.setattr(
+        cli, "command_table", lambda: {"demo": "weightbus.nowhere:demo", "version": BUILT_IN["version"]}
+    )
     assert main(["demo"]) == 2
     assert "pip install 'weightbus[demo]'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -96,7 +98,7 @@ def test_command_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch, capsys: 
         main(["--help"])
     assert "not available: division" in capsys.readouterr().out
     monkeypatch.undo()
-    monkeypatch.setattr(cli, "table", lambda: {"odd": "weightbus.control.cli.entry_point:GROUP"})
+    monkeypatch.setattr(cli, "command_table", lambda: {"odd": "weightbus.control.cli.entry_point:ENTRY_POINT_GROUP"})
     assert main(["odd"]) == 2
     assert "not a weightbus command" in capsys.readouterr().err
 
@@ -137,7 +139,7 @@ def test_missing_package_names_the_extra(
     probe: Probe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A demo without torch says which installation brings it."""
-    monkeypatch.setattr(cli, "table", lambda: {"demo": "here:probe"})
+    monkeypatch.setattr(cli, "command_table", lambda: {"demo": "here:probe"})
     probe.error = ModuleNotFoundError("No module named 'torch'", name="torch")
     assert main(["demo"]) == 2
     assert "pip install 'weightbus[demo]'" in capsys.readouterr().err
@@ -176,7 +178,7 @@ def test_a_coordinator_may_have_more_agents_than_a_shell_has_files() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
     try:
-        commands.allow_connections()
+        commands.raise_open_file_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -204,7 +206,7 @@ def test_check_config_refuses_the_keys_that_a_start_would(tmp_path: Path, capsys
     (tmp_path / "coordinator.pub").write_bytes((tmp_path / "agents" / "e0.pub").read_bytes())
     said = refused()
     assert "coordinator.pub: does not belong to" in said
-    assert read_public(tmp_path / "agents" / "e0.pub") in said, "found"
+    assert read_public_key(tmp_path / "agents" / "e0.pub") in said, "found"
     assert public.decode().splitlines()[1] in said, "expected"
     (tmp_path / "coordinator.pub").unlink()
     assert main(asked) == 0, "the coordinator itself does not need it"
@@ -394,10 +396,10 @@ def test_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ["e1", "engine", "policy"],
         ["t0", "trainer", "policy,"],
     ]
-    assert read_public(folder / "agents/t0.pub") in rows[3]
+    assert read_public_key(folder / "agents/t0.pub") in rows[3]
     assert main(["trust", *where, "remove", "e1", "e7"]) == 1
     assert capsys.readouterr().out.split("\n")[:2] == ["removed   e1", "not there e7"]
-    assert set(read_trust(folder / "trust.toml").agents) == {"e0", "t0"}
+    assert set(read_allow_list(folder / "trust.toml").agents) == {"e0", "t0"}
     before = (folder / "trust.toml").read_bytes()
     for wrong in (
         [*add, "e9", "--role", "engine", "--channels", "policy"],
@@ -429,7 +431,7 @@ def test_nobody_is_locked_out_by_an_addition(tmp_path: Path, capsys: pytest.Capt
         assert main(["trust", *where, "add", name, *policy]) == 2
         said = capsys.readouterr()
         assert (why in said.err, said.out) == (True, "")
-        assert set(read_trust(tmp_path / "trust.toml").agents) == {"e0"}
+        assert set(read_allow_list(tmp_path / "trust.toml").agents) == {"e0"}
 
 
 @pytest.mark.parametrize(
@@ -526,7 +528,7 @@ def test_what_a_coordinator_does_without_is_warned_of_at_once(tmp_path: Path) ->
 
 def test_coordinator_runs_until_told_to_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The real process: says where it listens, answers, shows every metric it has, and ends by SIGTERM with code 0."""
-    provision(tmp_path / "keys", [])
+    make_deployment_keys(tmp_path / "keys", [])
     command = [sys.executable, "-m", "weightbus.control", "coordinator", "--log-format", "json"]
     command += ["--keys", str(tmp_path / "keys")]
     command += ["--router-port", "0", "--http-port", "0", "--journal", str(tmp_path / "j.sqlite")]
@@ -538,7 +540,9 @@ def test_coordinator_runs_until_told_to_stop(tmp_path: Path, capsys: pytest.Capt
             assert b"boot 1" in _get(f"{url}/readyz")
             metrics = _get(f"{url}/metrics").decode()
             assert all(
-                f"# TYPE {m.name.removesuffix('_total')}" in metrics for m in METRICS if m.side is Side.COORDINATOR
+                f"# TYPE {m.name.removesuffix('_total')}" in metrics
+                for m in METRICS
+                if m.side is MetricSource.COORDINATOR
             )
             assert main(["status", "--url", url]) == 0
             assert "boot 1" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 from msgspec import Meta
 
 from weightbus.control.cli import settings_loader as settings
-from weightbus.control.cli.settings_loader import Resolved, Source, load
+from weightbus.control.cli.settings_loader import ResolvedSettings, SettingSource, load
 from weightbus.control.machine.limits import Limits
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.server.settings import CoordinatorSettings
@@ -52,7 +52,9 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def resolve(environ: dict[str, str] | None = None, file: Path | None = None, **flags: object) -> Resolved[Example]:
+def resolve(
+    environ: dict[str, str] | None = None, file: Path | None = None, **flags: object
+) -> ResolvedSettings[Example]:
     return load(Example, "demo", file=file, environ=environ or {}, flags=flags)
 
 
@@ -61,10 +63,10 @@ def test_precedence(file: Path) -> None:
     found = resolve({"WEIGHTBUS_DEMO_NAME": "environ", "WEIGHTBUS_DEMO_COUNT": "2"}, file, name="flag")
     assert (found.value.name, found.value.count, found.value.wait_s) == ("flag", 2, 4.0)
     sources = {name: origin.source for name, origin in found.origins.items()}
-    assert sources["name"] is Source.FLAG
-    assert sources["count"] is Source.ENVIRONMENT
-    assert sources["wait_s"] is Source.FILE
-    assert sources["loud"] is Source.DEFAULT
+    assert sources["name"] is SettingSource.FLAG
+    assert sources["count"] is SettingSource.ENVIRONMENT
+    assert sources["wait_s"] is SettingSource.FILE
+    assert sources["loud"] is SettingSource.DEFAULT
     assert str(found.origins["count"]) == "environment WEIGHTBUS_DEMO_COUNT"
 
 
@@ -169,7 +171,7 @@ def test_flags_are_made_from_fields(file: Path, monkeypatch: pytest.MonkeyPatch)
     args = parser.parse_args(["--config", str(file), "--no-loud", "--wait-s", "1"])
     found = settings.from_args(Example, "demo", args)
     assert (found.value.name, found.value.count, found.value.wait_s, found.value.loud) == ("file", 9, 1.0, False)
-    assert found.origins["loud"].source is Source.FLAG
+    assert found.origins["loud"].source is SettingSource.FLAG
     assert args.check_config is False
 
 

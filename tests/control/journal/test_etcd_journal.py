@@ -32,7 +32,7 @@ from weightbus.control.journal.etcd_journal import MOST_OPERATIONS, EtcdJournal
 from weightbus.control.journal.sqlite_journal import Journal
 from weightbus.control.machine.effects import ChannelForgotten
 from weightbus.control.machine.reply_cache import ANSWERS, ending
-from weightbus.control.protocol.errors import ConfigurationError, JournalCorrupt, JournalUnwritable, NotNewer
+from weightbus.control.protocol.errors import ConfigurationError, JournalCorrupt, JournalUnwritable, VersionNotNewer
 from weightbus.control.protocol.ids import Channel
 
 from ..journal_contract import POLICY, B, JournalContract, closed, commit, taken
@@ -268,7 +268,7 @@ def test_no_older_version_is_written_over_one_whose_answer_was_lost(
     journal.write(taken(3))
     before = candidates.etcd().under(f"{candidates.prefix}/")
     for record in (commit(5, 3, B, request="other"), commit(4, 3, request="older")):
-        with pytest.raises(NotNewer, match=r"holds version 5 of 'policy', by a commit whose answer was lost"):
+        with pytest.raises(VersionNotNewer, match=r"holds version 5 of 'policy', by a commit whose answer was lost"):
             journal.write(record)
     assert candidates.etcd().under(f"{candidates.prefix}/") == before
     journal.write(commit(5, 3, request="again"))
@@ -303,7 +303,7 @@ def test_a_commit_is_made_for_the_channel_as_it_was(candidates: Candidates) -> N
     assert [kv.name for kv in candidates.etcd().under(f"{candidates.prefix}/reply/")] == [
         f"{candidates.prefix}/reply/p"
     ]
-    with pytest.raises(NotNewer):
+    with pytest.raises(VersionNotNewer):
         journal.write(commit(6, 1, request="late"))
     journal.close()
     again = candidates.lead()

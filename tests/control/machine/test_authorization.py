@@ -11,7 +11,7 @@ from weightbus.control.machine.authorization import ALLOWED
 from weightbus.control.machine.coordinator import Coordinator
 from weightbus.control.machine.events import MessageReceived, Peer, Principal, TrustLost
 from weightbus.control.machine.routing import Router
-from weightbus.control.protocol.enums import Code, Role
+from weightbus.control.protocol.enums import RefusalCode, Role
 from weightbus.control.protocol.ids import AgentId, Channel, Epoch, RequestId, Version
 from weightbus.control.protocol.message_fields import Message
 from weightbus.control.protocol.messages import Acquire, Granted, Hello, Prepared, Refused, ToCoordinator
@@ -50,7 +50,7 @@ def leased(world: World) -> bool:
 
 
 def not_allowed(answers: list[Message]) -> bool:
-    return [a.code for a in answers if isinstance(a, Refused)] == [Code.NOT_ALLOWED]
+    return [a.code for a in answers if isinstance(a, Refused)] == [RefusalCode.NOT_ALLOWED]
 
 
 def test_every_message_has_a_row() -> None:

@@ -7,7 +7,7 @@ import hashlib
 from hypothesis import given, strategies as st
 
 from weightbus.control.machine.blob_cache import MAX_BLOBS, BlobCache
-from weightbus.control.protocol.enums import MAX_PAGE_BYTES, MAX_PAGES, Code
+from weightbus.control.protocol.enums import MAX_PAGE_BYTES, MAX_PAGES, RefusalCode
 
 
 def name(blob: bytes) -> str:
@@ -41,7 +41,7 @@ def test_wrong_bytes_are_refused_and_forgotten() -> None:
     """A blob that does not hash to its name is not kept, not even in part."""
     blobs = BlobCache(1000)
     verdict = blobs.put(name(b"right"), 0, 1, b"wrong")
-    assert verdict.code is Code.BAD_BLOB
+    assert verdict.code is RefusalCode.BAD_BLOB
     assert (name(b"right") in blobs, blobs.held_bytes) == (False, 0)
     assert blobs.put(name(b"right"), 0, 1, b"right").ok
 
@@ -63,7 +63,7 @@ def test_pages_out_of_bounds_are_refused() -> None:
     """Page numbers, page counts and page sizes have limits."""
     blobs = BlobCache(10**7)
     for page, pages, data in ((1, 1, b""), (0, 0, b""), (0, MAX_PAGES + 1, b""), (0, 1, b"x" * (MAX_PAGE_BYTES + 1))):
-        assert blobs.put(name(data), page, pages, data).code is Code.BAD_BLOB
+        assert blobs.put(name(data), page, pages, data).code is RefusalCode.BAD_BLOB
     assert blobs.held_bytes == 0
 
 
@@ -78,7 +78,7 @@ def test_room_is_made_from_what_nobody_needs() -> None:
     assert blobs.put(name(b"d" * 10), 0, 1, b"d" * 10).ok
     assert [name(blob) in blobs for blob in (old, used, pinned)] == [False, True, True]
     blobs.pin([name(blob) for blob in (used, pinned, b"d" * 10)])
-    assert blobs.put(name(b"e" * 10), 0, 1, b"e" * 10).code is Code.NOT_ALLOWED
+    assert blobs.put(name(b"e" * 10), 0, 1, b"e" * 10).code is RefusalCode.NOT_ALLOWED
     blobs.check()
 
 

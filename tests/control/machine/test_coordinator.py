@@ -33,7 +33,7 @@ from weightbus.control.machine.events import (
 )
 from weightbus.control.machine.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState, diagram
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import Code, EngineHealth, Outcome, PauseMode, Step
+from weightbus.control.protocol.enums import EngineHealth, Outcome, PauseMode, RefusalCode, Step
 from weightbus.control.protocol.errors import IllegalMove
 from weightbus.control.protocol.ids import Channel, Epoch, Incarnation, Version
 from weightbus.control.protocol.message_fields import Message, Policy
@@ -79,7 +79,7 @@ from ..world import (
 PROTOCOL = Path(states.__file__).parents[1] / "protocol" / "PROTOCOL.md"
 
 
-def codes(world: World, name: str) -> list[Code]:
+def codes(world: World, name: str) -> list[RefusalCode]:
     return [message.code for message in world.agents[name].got(Refused) if isinstance(message, Refused)]
 
 
@@ -167,14 +167,14 @@ def granted_world() -> tuple[World, Publish]:
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"manifest": "f" * 64}, Code.UNKNOWN_BLOB),
-        ({"epoch": 0}, Code.STALE_EPOCH),
-        ({"epoch": 2}, Code.NOT_ALLOWED),
-        ({"policy": Policy(pause=PauseMode.IN_PLACE)}, Code.NOT_ALLOWED),
-        ({"channel": "other"}, Code.NOT_ALLOWED),
+        ({"manifest": "f" * 64}, RefusalCode.UNKNOWN_BLOB),
+        ({"epoch": 0}, RefusalCode.STALE_EPOCH),
+        ({"epoch": 2}, RefusalCode.NOT_ALLOWED),
+        ({"policy": Policy(pause=PauseMode.IN_PLACE)}, RefusalCode.NOT_ALLOWED),
+        ({"channel": "other"}, RefusalCode.NOT_ALLOWED),
     ],
 )
-def test_publish_that_is_refused_starts_nothing(changes: dict[str, object], code: Code) -> None:
+def test_publish_that_is_refused_starts_nothing(changes: dict[str, object], code: RefusalCode) -> None:
     """Unknown blobs, other epochs, contradicting policies, other channels: refused; the lease stays usable."""
     world, publish = granted_world()
     trainer = world.agents["trainer"]
@@ -199,7 +199,7 @@ def test_second_publish_under_one_lease_is_refused() -> None:
     trainer.say(again)
     trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(2)))
     world.settle()
-    assert codes(world, "trainer") == [Code.NOT_ALLOWED, Code.NOT_ALLOWED]
+    assert codes(world, "trainer") == [RefusalCode.NOT_ALLOWED, RefusalCode.NOT_ALLOWED]
 
 
 def test_sent_before_offered_is_refused() -> None:
@@ -212,7 +212,7 @@ def test_sent_before_offered_is_refused() -> None:
     world.settle()
     trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=world.machine.channels[CHANNEL].epoch))
     world.settle()
-    assert codes(world, "trainer") == [Code.NOT_ALLOWED]
+    assert codes(world, "trainer") == [RefusalCode.NOT_ALLOWED]
 
 
 def test_sent_while_engines_still_prepare_is_refused() -> None:
@@ -224,7 +224,7 @@ def test_sent_while_engines_still_prepare_is_refused() -> None:
     world.settle()
     trainer.say(Sent(request=trainer.key(), channel=CHANNEL, epoch=world.machine.channels[CHANNEL].epoch))
     world.settle()
-    assert codes(world, "trainer") == [Code.NOT_ALLOWED]
+    assert codes(world, "trainer") == [RefusalCode.NOT_ALLOWED]
 
 
 def test_abandon_ends_the_round_and_resumes_engines() -> None:
@@ -267,10 +267,10 @@ def test_an_abandon_of_an_earlier_lease_ends_no_later_one() -> None:
     trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=old, reason="late"))
     world.settle()
     assert world.machine.channels[CHANNEL].lease == lease
-    assert trainer.got(Refused)[-1].code is Code.STALE_EPOCH
+    assert trainer.got(Refused)[-1].code is RefusalCode.STALE_EPOCH
 
 
-WORDY = "begin" + "x" * (codec.MAX_PROSE - 8) + "end"
+WORDY = "begin" + "x" * (codec.MAX_TEXT_CHARACTERS - 8) + "end"
 """As long as what an agent says may be: it cuts its own words to this."""
 
 
@@ -384,7 +384,7 @@ def test_full_disk_makes_read_only_and_heals_by_itself() -> None:
     world.settle()
     trainer.acquire(2)
     world.settle()
-    assert codes(world, "trainer") == [Code.READ_ONLY, Code.READ_ONLY]
+    assert codes(world, "trainer") == [RefusalCode.READ_ONLY, RefusalCode.READ_ONLY]
     assert world.machine.status(world.now).read_only
     assert world.ready == ("e0",)
     world.advance(5)
@@ -445,7 +445,7 @@ def test_nothing_is_published_while_the_journal_fails() -> None:
         )
     )
     world.settle()
-    assert codes(world, "trainer") == [Code.READ_ONLY]
+    assert codes(world, "trainer") == [RefusalCode.READ_ONLY]
     assert not engine.got(Prepare)
 
 
@@ -570,7 +570,7 @@ def test_stop_aborts_what_is_not_durable() -> None:
     assert trainer.done.outcome is Outcome.ABORTED
     trainer.acquire(2)
     world.settle()
-    assert codes(world, "trainer") == [Code.SHUTTING_DOWN]
+    assert codes(world, "trainer") == [RefusalCode.SHUTTING_DOWN]
 
 
 def test_stop_finishes_what_is_durable() -> None:

@@ -25,8 +25,8 @@ from weightbus.control.protocol.messages import (
     Send,
     Transfer,
 )
-from weightbus.control.server.metrics import Metrics, Side
-from weightbus.control.server.reporter import Reporter
+from weightbus.control.server.metrics import Metrics, MetricSource
+from weightbus.control.server.reporter import ObservationReporter
 
 from ..world import CHANNEL, LIMITS, Engine, Trainer, World, readiness_of
 
@@ -141,9 +141,9 @@ def test_the_status_says_who_waits() -> None:
     def look(message: Message) -> None:
         if isinstance(message, Transfer):
             view = rolling.world.machine.status(rolling.world.now)
-            meters = Metrics(Side.COORDINATOR)
-            Reporter(meters).show(view)
-            waiting = meters.registry.get_sample_value("weightbus_round_engines_waiting", {"channel": CHANNEL})
+            metrics = Metrics(MetricSource.COORDINATOR)
+            ObservationReporter(metrics).show(view)
+            waiting = metrics.registry.get_sample_value("weightbus_round_engines_waiting", {"channel": CHANNEL})
             seen.append((view.channels[CHANNEL].round.max_paused, waiting))
         react(message)
 
@@ -217,7 +217,7 @@ def test_the_log_says_why_a_round_stopped() -> None:
     rolling.world.publish(rolling.trainer, 2)
     ended = [each for each in rolling.world.observed[before:] if isinstance(each, RoundEnded)]
     with capture_logs() as lines:
-        Reporter(Metrics(Side.COORDINATOR)).observe(ended[0])
+        ObservationReporter(Metrics(MetricSource.COORDINATOR)).observe(ended[0])
     assert [(line["event"], line["log_level"]) for line in lines] == [("round_ended", "warning")]
     assert "1 of 1 engines that were paused for version 2 do not serve" in lines[0]["reason"]
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from weightbus.control.machine.reply_cache import HISTORY, PastVersion, remembered
-from weightbus.control.protocol.enums import Code, Outcome, SlowEngines, TransportKind
+from weightbus.control.protocol.enums import Outcome, RefusalCode, StragglerPolicy, TransportKind
 from weightbus.control.protocol.ids import AgentId, Epoch, Version
 
 from ...simulation.network import Weather
@@ -48,7 +48,7 @@ def storm(*faults: Fault, **changes: object) -> World:
         min_engines=0,
         think_s=2.0,
         rollback=0.0,
-        slow=SlowEngines.WAIT_ALL,
+        slow=StragglerPolicy.WAIT_ALL,
         quorum=0,
         slow_s=2.0,
         weather=Weather(),
@@ -184,9 +184,13 @@ def test_row_3_engine_dies_half_loaded(bucket: int) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "least_s", "most_s"),
-    [(SlowEngines.WAIT_ALL, 9.0, 40.0), (SlowEngines.QUORUM, 2.0, 8.0), (SlowEngines.EVICT_AFTER, 2.0, 8.0)],
+    [
+        (StragglerPolicy.WAIT_ALL, 9.0, 40.0),
+        (StragglerPolicy.QUORUM, 2.0, 8.0),
+        (StragglerPolicy.EVICT_AFTER, 2.0, 8.0),
+    ],
 )
-def test_row_4_slow_engine(policy: SlowEngines, least_s: float, most_s: float) -> None:
+def test_row_4_slow_engine(policy: StragglerPolicy, least_s: float, most_s: float) -> None:
     """A sidecar that is stopped holds the round up as long as the policy says; then the others go on."""
     world = storm(at("preparing", "freeze", "e1", 9.0, after=6.0), slow=policy, quorum=1)
     slow = next(done for done in world.rounds if done.seconds["total"] > 1.9)
@@ -255,7 +259,7 @@ def test_row_8_a_version_goes_back_only_by_an_explicit_rollback() -> None:
     assert world.publish(trainer, 7).outcome is Outcome.COMMITTED
     trainer.acquire(3)
     world.settle()
-    refused = [each for each in trainer.inbox if getattr(each, "code", None) is Code.VERSION_NOT_NEWER]
+    refused = [each for each in trainer.inbox if getattr(each, "code", None) is RefusalCode.VERSION_NOT_NEWER]
     assert refused
     assert world.committed == 7
     before = world.machine.channels["policy"].epoch
@@ -314,7 +318,7 @@ def test_row_8_a_lease_without_rollback_does_not_go_back() -> None:
     trainer.rollback_publish_only = True
     trainer.acquire(8)
     world.settle()
-    assert [each for each in trainer.inbox if getattr(each, "code", None) is Code.NOT_ALLOWED]
+    assert [each for each in trainer.inbox if getattr(each, "code", None) is RefusalCode.NOT_ALLOWED]
     assert world.committed == 8  # tried again without the claim
 
 

@@ -13,7 +13,7 @@ from weightbus.control.machine.lease import Lease, may_acquire, may_use
 from weightbus.control.machine.limits import Limits
 from weightbus.control.machine.reply_cache import YES
 from weightbus.control.machine.states import RoundState
-from weightbus.control.protocol.enums import Code, Outcome
+from weightbus.control.protocol.enums import Outcome, RefusalCode
 from weightbus.control.protocol.ids import AgentId, Digest, Epoch, Incarnation, Version
 from weightbus.control.protocol.message_fields import Policy
 from weightbus.control.protocol.messages import (
@@ -48,16 +48,16 @@ HELD = Lease(
     ("lease", "who", "round_", "code"),
     [
         (None, "t0 a", None, None),
-        (None, "t0 a", RoundState.VERIFYING, Code.LEASE_HELD),
+        (None, "t0 a", RoundState.VERIFYING, RefusalCode.LEASE_HELD),
         (HELD, "t0 a", None, None),
-        (HELD, "t0 a", RoundState.PREPARING, Code.NOT_ALLOWED),
-        (HELD, "t0 a", RoundState.ABORTING, Code.LEASE_HELD),
-        (HELD, "t0 a", RoundState.RESUMING, Code.LEASE_HELD),
-        (HELD, "t0 b", None, Code.LEASE_HELD),
-        (HELD, "t1 a", None, Code.LEASE_HELD),
+        (HELD, "t0 a", RoundState.PREPARING, RefusalCode.NOT_ALLOWED),
+        (HELD, "t0 a", RoundState.ABORTING, RefusalCode.LEASE_HELD),
+        (HELD, "t0 a", RoundState.RESUMING, RefusalCode.LEASE_HELD),
+        (HELD, "t0 b", None, RefusalCode.LEASE_HELD),
+        (HELD, "t1 a", None, RefusalCode.LEASE_HELD),
     ],
 )
-def test_who_may_acquire(lease: Lease | None, who: str, round_: RoundState | None, code: Code | None) -> None:
+def test_who_may_acquire(lease: Lease | None, who: str, round_: RoundState | None, code: RefusalCode | None) -> None:
     """A free channel, or one's own unused lease: yes. Anything else: no, with a reason and when to retry.
 
     One's own round is to be given up first, or has only to come to its end.
@@ -66,28 +66,28 @@ def test_who_may_acquire(lease: Lease | None, who: str, round_: RoundState | Non
     verdict = may_acquire(lease, AgentId(name), Incarnation(life), round_=round_, now=1.0, lease_s=10.0)
     assert verdict.code is code
     assert bool(verdict.reason) is (code is not None)
-    assert (verdict.retry_after_s > 0) is (code is Code.LEASE_HELD)
+    assert (verdict.retry_after_s > 0) is (code is RefusalCode.LEASE_HELD)
 
 
 @pytest.mark.parametrize(
     ("lease", "who", "epoch", "code"),
     [
         (HELD, "t0 a", 5, None),
-        (HELD, "t0 a", 4, Code.STALE_EPOCH),
-        (HELD, "t0 a", 6, Code.NOT_ALLOWED),
-        (HELD, "t0 b", 5, Code.STALE_EPOCH),
-        (HELD, "t1 a", 5, Code.STALE_EPOCH),
-        (None, "t0 a", 5, Code.STALE_EPOCH),
+        (HELD, "t0 a", 4, RefusalCode.STALE_EPOCH),
+        (HELD, "t0 a", 6, RefusalCode.NOT_ALLOWED),
+        (HELD, "t0 b", 5, RefusalCode.STALE_EPOCH),
+        (HELD, "t1 a", 5, RefusalCode.STALE_EPOCH),
+        (None, "t0 a", 5, RefusalCode.STALE_EPOCH),
     ],
 )
-def test_epochs_are_compared(lease: Lease | None, who: str, epoch: int, code: Code | None) -> None:
+def test_epochs_are_compared(lease: Lease | None, who: str, epoch: int, code: RefusalCode | None) -> None:
     """Only the holder's own life, under exactly the current epoch, may act."""
     name, life = who.split()
     assert may_use(lease, AgentId(name), Incarnation(life), Epoch(epoch), Epoch(5)).code is code
     assert YES.ok
 
 
-def codes(world: World, name: str) -> list[Code]:
+def codes(world: World, name: str) -> list[RefusalCode]:
     return [message.code for message in world.agents[name].got(Refused) if isinstance(message, Refused)]
 
 
@@ -100,7 +100,7 @@ def test_second_trainer_waits_until_the_first_is_silent() -> None:
     world.settle()
     second.acquire(1)
     world.settle()
-    assert codes(world, "second") == [Code.LEASE_HELD]
+    assert codes(world, "second") == [RefusalCode.LEASE_HELD]
     first.die()
     world.advance(world.limits.lease_s + 1)
     second.acquire(1)
@@ -177,7 +177,7 @@ def test_release_gives_the_channel_back() -> None:
     trainer.say(release)
     trainer.say(Release(request=trainer.key(), channel=CHANNEL, epoch=Epoch(1)))
     world.settle()
-    assert codes(world, "trainer") == [Code.STALE_EPOCH]
+    assert codes(world, "trainer") == [RefusalCode.STALE_EPOCH]
     other.acquire(1)
     world.settle()
     assert isinstance(other.inbox[-1], RoundDone)
@@ -204,7 +204,7 @@ def test_versions_do_not_go_back() -> None:
     world.publish(trainer, 5)
     trainer.say(Acquire(request=trainer.key(), channel=CHANNEL, version=Version(4)))
     world.settle()
-    assert codes(world, "trainer") == [Code.VERSION_NOT_NEWER]
+    assert codes(world, "trainer") == [RefusalCode.VERSION_NOT_NEWER]
     assert "committed already" in world.publish(trainer, 5).reason
     assert world.committed == 5
 
@@ -220,7 +220,7 @@ def test_committed_version_with_other_bits_is_refused() -> None:
     assert trainer.publishing
     trainer.say(msgspec.structs.replace(trainer.publishing, table=trainer.publishing.manifest))
     world.settle()
-    assert codes(world, "trainer") == [Code.VERSION_NOT_NEWER]
+    assert codes(world, "trainer") == [RefusalCode.VERSION_NOT_NEWER]
 
 
 def test_a_key_that_was_used_for_another_question_is_refused() -> None:
@@ -236,7 +236,7 @@ def test_a_key_that_was_used_for_another_question_is_refused() -> None:
     trainer.say(Release(request=asked.request, channel=CHANNEL, epoch=granted.epoch))
     world.settle()
     refused = [message for message in trainer.got(Refused) if isinstance(message, Refused)]
-    assert [each.code for each in refused] == [Code.NOT_ALLOWED, Code.NOT_ALLOWED]
+    assert [each.code for each in refused] == [RefusalCode.NOT_ALLOWED, RefusalCode.NOT_ALLOWED]
     assert "Acquire" in refused[1].reason
     assert [each.message for each in world.observed if isinstance(each, Refusal)] == ["Acquire", "Release"]
     assert len(world.records) == 1
@@ -271,7 +271,7 @@ def test_the_key_of_a_round_that_is_over_is_not_for_another_question(changes: di
     trainer.say(msgspec.structs.replace(published, **changes))
     world.settle()
     assert len(trainer.got(RoundDone)) == before
-    assert codes(world, "trainer")[-1] is Code.NOT_ALLOWED
+    assert codes(world, "trainer")[-1] is RefusalCode.NOT_ALLOWED
     trainer.say(published)
     world.settle()
     assert len(trainer.got(RoundDone)) > before
@@ -297,7 +297,10 @@ def test_who_gave_its_round_up_may_begin_another_one_at_once(answers: bool) -> N
             world.step()
     (refused,) = trainer.got(Refused)
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.reason) == (Code.LEASE_HELD, "your round at epoch 1 is still coming to its end")
+    assert (refused.code, refused.reason) == (
+        RefusalCode.LEASE_HELD,
+        "your round at epoch 1 is still coming to its end",
+    )
     assert 0 < refused.retry_after_s < 1
     world.advance_until(lambda: len(trainer.got(RoundDone)) == 1, 100.0)
     assert world.publish(trainer, 1).outcome is Outcome.COMMITTED

@@ -9,7 +9,7 @@ from weightbus.control.machine.effects import AgentLeft, Evict, Refusal
 from weightbus.control.machine.events import ConnectionLost, MessageReceived, Peer, Principal, Tick
 from weightbus.control.machine.membership import Membership
 from weightbus.control.machine.states import RoundState
-from weightbus.control.protocol.enums import PROTOCOL, Code, EngineHealth, Role, Step
+from weightbus.control.protocol.enums import PROTOCOL, EngineHealth, RefusalCode, Role, Step
 from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.control.protocol.message_fields import Message
 from weightbus.control.protocol.messages import (
@@ -30,7 +30,7 @@ from weightbus.control.protocol.messages import (
 from ..world import CHANNEL, LIMITS, World, engine_info, trainer_info
 
 
-def refusals(world: World, name: str) -> list[Code]:
+def refusals(world: World, name: str) -> list[RefusalCode]:
     return [message.code for message in world.agents[name].got(Refused) if isinstance(message, Refused)]
 
 
@@ -51,7 +51,7 @@ def test_killed_agent_is_back_within_takeover() -> None:
     world.settle()
     (refused,) = engine.got(Refused)
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.retry_after_s) == (Code.NAME_TAKEN, world.limits.takeover_s - 1.0)
+    assert (refused.code, refused.retry_after_s) == (RefusalCode.NAME_TAKEN, world.limits.takeover_s - 1.0)
     world.advance(world.limits.takeover_s)
     assert world.ready == ("e0",)
     assert world.machine.members.get(engine.name).incarnation == "e0.2"  # type: ignore[union-attr]
@@ -107,7 +107,7 @@ def test_two_live_processes_of_one_name() -> None:
         )
         found = answer(world, hello)
         assert isinstance(found, Refused)
-        assert found.code is Code.NAME_TAKEN
+        assert found.code is RefusalCode.NAME_TAKEN
 
 
 def test_silent_agent_is_lost_and_seen_as_lost() -> None:
@@ -280,12 +280,12 @@ def test_two_agents_of_one_server() -> None:
     world.engine("e0", url=URL)
     second = world.engine("e1", url=f"{URL}/")
     for _ in range(5):
-        assert refusals(world, "e1")[-1] is Code.SERVER_TAKEN
+        assert refusals(world, "e1")[-1] is RefusalCode.SERVER_TAKEN
         assert ready_urls(world) == (URL,)
         world.advance(3.0)
     assert len(refusals(world, "e1")) > 3
     assert len(world.machine.members) == 1
-    noted = [note for note in world.observed if isinstance(note, Refusal) and note.code is Code.SERVER_TAKEN]
+    noted = [note for note in world.observed if isinstance(note, Refusal) and note.code is RefusalCode.SERVER_TAKEN]
     assert {note.agent for note in noted} == {"e1"}
     assert "'e0' of channel 'policy' answers for the server at" in noted[0].reason
     assert "Stop one of the two" in noted[0].reason
@@ -300,7 +300,7 @@ def test_a_server_is_one_agents_in_all_channels() -> None:
     world.engine("e0", url=URL)
     found = answer(world, msgspec.structs.replace(HELLO, channel=Channel("other"), engine=engine_info(url=URL)))
     assert isinstance(found, Refused)
-    assert found.code is Code.SERVER_TAKEN
+    assert found.code is RefusalCode.SERVER_TAKEN
 
 
 def test_restarted_agent_of_a_server_is_not_its_own_rival() -> None:
@@ -341,7 +341,7 @@ def test_connection_that_breaks_does_not_hand_the_server_over() -> None:
     first = world.engine("e0", url=URL)
     world.handle(ConnectionLost(peer=first.peer))
     world.engine("e1", url=URL)
-    assert refusals(world, "e1") == [Code.SERVER_TAKEN]
+    assert refusals(world, "e1") == [RefusalCode.SERVER_TAKEN]
     first.connect()
     world.settle()
     assert world.ready == ("e0",)
@@ -351,7 +351,7 @@ def test_connection_that_breaks_does_not_hand_the_server_over() -> None:
     assert world.ready == ("e1",)
     first.live()
     world.settle()
-    assert refusals(world, "e0") == [Code.SERVER_TAKEN]
+    assert refusals(world, "e0") == [RefusalCode.SERVER_TAKEN]
     assert ready_urls(world) == (URL,)
 
 
@@ -371,16 +371,16 @@ SOMEBODY_ELSE = Principal(AgentId("y"), Role.ENGINE, (CHANNEL,))
 @pytest.mark.parametrize(
     ("changes", "peer", "principal", "code"),
     [
-        ({"protocol": PROTOCOL + 1}, b"new", None, Code.PROTOCOL_MISMATCH),
-        ({"engine": None}, b"new", None, Code.NOT_ALLOWED),
-        ({"trainer": trainer_info()}, b"new", None, Code.NOT_ALLOWED),
-        ({}, b"new", SOMEBODY_ELSE, Code.NOT_ALLOWED),
-        ({}, b"seat", None, Code.NOT_ALLOWED),
-        ({"agent": "e0", "incarnation": "e0.1", "channel": "other"}, b"seat", None, Code.NOT_ALLOWED),
+        ({"protocol": PROTOCOL + 1}, b"new", None, RefusalCode.PROTOCOL_MISMATCH),
+        ({"engine": None}, b"new", None, RefusalCode.NOT_ALLOWED),
+        ({"trainer": trainer_info()}, b"new", None, RefusalCode.NOT_ALLOWED),
+        ({}, b"new", SOMEBODY_ELSE, RefusalCode.NOT_ALLOWED),
+        ({}, b"seat", None, RefusalCode.NOT_ALLOWED),
+        ({"agent": "e0", "incarnation": "e0.1", "channel": "other"}, b"seat", None, RefusalCode.NOT_ALLOWED),
     ],
 )
 def test_hello_that_is_refused(
-    changes: dict[str, object], peer: bytes, principal: Principal | None, code: Code
+    changes: dict[str, object], peer: bytes, principal: Principal | None, code: RefusalCode
 ) -> None:
     """Wrong protocol, wrong description, another's key, another's connection, another channel: refused, no change."""
     world = World()
@@ -413,7 +413,7 @@ def test_stranger_is_told_to_say_hello() -> None:
     effects = world.machine.handle(MessageReceived(peer=Peer(b"?"), message=Heartbeat(seq=1)), 0.0)
     (refused,) = [e.message for e in effects if hasattr(e, "message")]
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.request) == (Code.UNKNOWN_AGENT, "heartbeat")
+    assert (refused.code, refused.request) == (RefusalCode.UNKNOWN_AGENT, "heartbeat")
 
 
 def test_observer_reads_status() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from weightbus.control.machine import blob_cache as blobs, routing
 from weightbus.control.machine.limits import Limits
-from weightbus.control.server.metrics import Metrics, Side
-from weightbus.control.server.reporter import Reporter
+from weightbus.control.server.metrics import Metrics, MetricSource
+from weightbus.control.server.reporter import ObservationReporter
 
 from ...kit.sizes import sizes
 from ..world import World
@@ -22,8 +22,8 @@ def test_engines_that_came_and_went_leave_nothing_behind(monkeypatch: pytest.Mon
     """Each under a name of its own, as an autoscaler gives it, and every one takes part in a round."""
     monkeypatch.setattr(routing, "_REMEMBERED", MOST)
     monkeypatch.setattr(blobs, "MAX_BLOBS", MOST)
-    world, meters = World(LIMITS), Metrics(Side.COORDINATOR)
-    reporter = Reporter(meters)
+    world, metrics = World(LIMITS), Metrics(MetricSource.COORDINATOR)
+    reporter = ObservationReporter(metrics)
     world.engine("stays")
     trainer = world.trainer()
     held: list[int] = []
@@ -40,6 +40,6 @@ def test_engines_that_came_and_went_leave_nothing_behind(monkeypatch: pytest.Mon
         reporter.show(world.machine.status(world.now))
         if number >= 80:
             held.append(sum(sizes(world.machine).values()) + sum(sizes(reporter).values()))
-            shown.append(sum(len(list(metric.samples)) for metric in meters.registry.collect()))
+            shown.append(sum(len(list(metric.samples)) for metric in metrics.registry.collect()))
     assert max(held[40:]) <= max(held[:40]) * 1.02
     assert max(shown[40:]) <= max(shown[:40]) * 1.02

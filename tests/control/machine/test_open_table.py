@@ -11,7 +11,7 @@ from weightbus.control.machine.participant import Participant
 from weightbus.control.machine.round_commands import RoundCommands
 from weightbus.control.machine.states import EnginePhase
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import Code, EngineHealth, Outcome, SlowEngines, Step, TransportKind
+from weightbus.control.protocol.enums import EngineHealth, Outcome, RefusalCode, Step, StragglerPolicy, TransportKind
 from weightbus.control.protocol.ids import AgentId, Digest, Epoch, RequestId, Version
 from weightbus.control.protocol.message_fields import Message, Policy
 from weightbus.control.protocol.messages import (
@@ -40,7 +40,7 @@ def fleet(**policy: object) -> tuple[World, Engine, Engine, Trainer]:
     return world, engines[0], engines[1], trainer
 
 
-def say_sent(world: World, trainer: Trainer, table: Digest) -> Code | None:
+def say_sent(world: World, trainer: Trainer, table: Digest) -> RefusalCode | None:
     """The report that `trainer` kept to itself. Returns why it was refused, if it was."""
     trainer.stop_before, trainer.deaf = None, False
     assert trainer.sending is not None
@@ -143,8 +143,8 @@ def test_without_its_table_nothing_is_committed(lost: str) -> None:
     assert e0.generating
 
 
-@pytest.mark.parametrize("slow", list(SlowEngines))
-def test_an_open_table_is_waited_for_no_longer_than_a_transfer_may_take(slow: SlowEngines) -> None:
+@pytest.mark.parametrize("slow", list(StragglerPolicy))
+def test_an_open_table_is_waited_for_no_longer_than_a_transfer_may_take(slow: StragglerPolicy) -> None:
     """Whoever waits for whom: the trainer has the whole deadline of its policy for it, and no more."""
     world, e0, e1, trainer = fleet(slow=slow, quorum=1, slow_s=5.0, transfer_timeout_s=30.0)
     trainer.stop_before = Sent
@@ -161,7 +161,7 @@ def test_an_open_table_is_waited_for_no_longer_than_a_transfer_may_take(slow: Sl
 
 def test_who_is_slow_is_left_out_and_the_trainer_still_says_its_table() -> None:
     """The others have waited for it no longer than their policy says, and are committed."""
-    world, e0, e1, trainer = fleet(slow=SlowEngines.QUORUM, quorum=1, slow_s=5.0)
+    world, e0, e1, trainer = fleet(slow=StragglerPolicy.QUORUM, quorum=1, slow_s=5.0)
 
     def never(_message: Message) -> None:
         e0.script[Transfer] = never
@@ -186,7 +186,7 @@ def test_a_report_without_the_table_is_refused(said: bytes) -> None:
     trainer.stop_before = Sent
     trainer.acquire(1)
     world.settle()
-    expected = Code.UNKNOWN_BLOB if said else Code.NOT_ALLOWED
+    expected = RefusalCode.UNKNOWN_BLOB if said else RefusalCode.NOT_ALLOWED
     assert say_sent(world, trainer, digest(said) if said else Digest("")) is expected
     assert commits(world) == []
     assert say_sent(world, trainer, trainer.put_table()) is None
@@ -202,7 +202,7 @@ def test_the_table_of_a_round_is_the_one_that_was_said_first() -> None:
     world.settle()
     table = trainer.put_table()
     trainer.says_table = b"another table"  # it says this with the attempt that follows
-    assert say_sent(world, trainer, table) is Code.NOT_ALLOWED
+    assert say_sent(world, trainer, table) is RefusalCode.NOT_ALLOWED
     assert commits(world) == []
     assert say_sent(world, trainer, table) is None
     assert [record.table for record in commits(world)] == [table]
@@ -216,7 +216,7 @@ def test_an_open_table_needs_somebody_to_give_it_to() -> None:
     trainer.acquire(1)
     while not trainer.got(Refused):
         world.step()
-    assert trainer.got(Refused)[0].code is Code.NOT_ALLOWED  # type: ignore[attr-defined]
+    assert trainer.got(Refused)[0].code is RefusalCode.NOT_ALLOWED  # type: ignore[attr-defined]
     trainer.open_table = False
     world.settle()
     assert [record.table for record in commits(world)] == [digest(table_of(1))]
@@ -350,7 +350,7 @@ def test_an_open_table_needs_somebody_who_knows_how_to_wait_for_it() -> None:
     trainer.acquire(1)
     while not trainer.got(Refused):
         world.step()
-    assert trainer.got(Refused)[0].code is Code.NOT_ALLOWED  # type: ignore[attr-defined]
+    assert trainer.got(Refused)[0].code is RefusalCode.NOT_ALLOWED  # type: ignore[attr-defined]
     trainer.open_table = False
     world.settle()
     assert world.now == 0.0

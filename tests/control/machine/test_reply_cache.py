@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from weightbus.control.machine.reply_cache import RoundReplies, RoundReply, question
-from weightbus.control.protocol.enums import Code
+from weightbus.control.protocol.enums import RefusalCode
 from weightbus.control.protocol.ids import Digest, Epoch, RequestId, Version
 from weightbus.control.protocol.messages import Publish
 
@@ -33,6 +33,6 @@ def test_an_answer_that_was_kept_without_its_question_answers_it(kept: str, aske
     """As those of the first release are: whoever repeats a `Publish` is told its end, and not that it asks another."""
     known = RoundReplies({RequestId("p"): RoundReply(closed("p").done, kept)})
     verdict = known.contradicts(asked)
-    assert (verdict is not None and verdict.code is Code.NOT_ALLOWED) is refused
+    assert (verdict is not None and verdict.code is RefusalCode.NOT_ALLOWED) is refused
     later = known.contradicts(msgspec.structs.replace(asked, version=Version(2)))
     assert later is not None, "its version, epoch and channel are known"

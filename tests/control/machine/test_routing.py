@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.control.machine.route import TransferEnds
 from weightbus.control.machine.routing import PREFERRED, choose, objection
-from weightbus.control.protocol.enums import Reach, TransportKind
+from weightbus.control.protocol.enums import PeerAccess, TransportKind
 from weightbus.control.protocol.ids import RequestId
 from weightbus.control.protocol.message_fields import (
     EngineInfo,
@@ -39,7 +39,7 @@ def told(**more: Any) -> Topology:
     return Topology(request=RequestId("k"), **more)
 
 
-def places(*devices: str, host: str = "h0", **reach: dict[str, Reach]) -> tuple[ProcessLocation, ...]:
+def places(*devices: str, host: str = "h0", **reach: dict[str, PeerAccess]) -> tuple[ProcessLocation, ...]:
     """Processes on these GPUs; `reach` by GPU, null where it is left out."""
     return tuple(
         ProcessLocation(rank=rank, host=host, device=device, reach=reach.get(device))
@@ -179,7 +179,7 @@ CASES: list[tuple[str, TransferEnds, TransportKind | None, str]] = [
             trainer(**ON_GPU),
             engine(**ON_GPU),
             told(places=places("a")),
-            told(places=places("b", b={"a": Reach.NVLINK})),
+            told(places=places("b", b={"a": PeerAccess.NVLINK})),
         ),
         DIRECT,
         "1 pairs over NVLink",
@@ -190,7 +190,7 @@ CASES: list[tuple[str, TransferEnds, TransportKind | None, str]] = [
             trainer(**ON_GPU),
             engine(**ON_GPU),
             told(places=places("a")),
-            told(places=places("b", b={"a": Reach.NONE})),
+            told(places=places("b", b={"a": PeerAccess.NONE})),
         ),
         SENDS,
         "the driver gives no peer access",
@@ -200,7 +200,7 @@ CASES: list[tuple[str, TransferEnds, TransportKind | None, str]] = [
         TransferEnds(
             trainer(**ON_GPU),
             engine(**ON_GPU),
-            told(places=places("a", a={"b": Reach.NONE})),
+            told(places=places("a", a={"b": PeerAccess.NONE})),
             told(places=places("b")),
         ),
         SENDS,
@@ -224,7 +224,7 @@ CASES: list[tuple[str, TransferEnds, TransportKind | None, str]] = [
             trainer(**ON_GPU),
             engine(transports=(DIRECT, LOCAL), **ON_GPU),
             told(places=places("a", "c")),
-            told(places=places("b", b={"a": Reach.P2P})),
+            told(places=places("b", b={"a": PeerAccess.P2P})),
         ),
         LOCAL,
         "rank 1 on GPU c",
@@ -311,7 +311,7 @@ _topologies = st.none() | st.builds(
             rank=st.integers(0, 3),
             host=st.sampled_from(["h0", "h1"]),
             device=st.sampled_from(["cpu", "a", "b"]),
-            reach=st.none() | st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(Reach), max_size=2),
+            reach=st.none() | st.dictionaries(st.sampled_from(["a", "b"]), st.sampled_from(PeerAccess), max_size=2),
         ),
         max_size=3,
     ).map(tuple),

@@ -38,7 +38,7 @@ from weightbus.control.protocol.messages import (
     Send,
     Sent,
 )
-from weightbus.control.server.status_snapshot import StatusSnapshots
+from weightbus.control.server.status_snapshot import LoopSnapshot
 
 from ..world import CHANNEL, MANIFEST, World, digest, engine_info, table_of
 
@@ -82,7 +82,7 @@ def test_thousands_of_reasons_fit_into_one_message(word: str) -> None:
     """A fleet as large as is let in fails with long reasons: its trainer is told all the same."""
     names = [AgentId(f"{number:064d}") for number in range(Limits().max_agents)]
     infos = {name: engine_info(name) for name in names}
-    routes = {name: Route(None, word * codec.MAX_PROSE) for name in names}
+    routes = {name: Route(None, word * codec.MAX_TEXT_CHARACTERS) for name in names}
     publish = Publish(
         request=RequestId("r"),
         channel=CHANNEL,
@@ -98,7 +98,7 @@ def test_thousands_of_reasons_fit_into_one_message(word: str) -> None:
     done = round_.done(1.0)
     assert all(report.reason.startswith(word) for report in done.engines)
     codec.TO_AGENT.encode(done)
-    why = dict.fromkeys(names, word * codec.MAX_PROSE)
+    why = dict.fromkeys(names, word * codec.MAX_TEXT_CHARACTERS)
     codec.TO_AGENT.encode(RoundCommands(publish, Limits()).withdraw(Epoch(1), why))
     sent = Sent(request=RequestId("s"), channel=CHANNEL, epoch=Epoch(1), failed=why)
     codec.TO_COORDINATOR.encode(sent)
@@ -257,7 +257,7 @@ def test_what_many_answered_is_one_effect() -> None:
     assert kinds == [Acknowledge, SendTo, Acknowledge], "each in its place"
 
 
-def reader(desk: StatusSnapshots[StatusView], wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
+def reader(desk: LoopSnapshot[StatusView], wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
     thread = threading.Thread(target=lambda: found.append(desk.read(wake)))
     thread.start()
     return thread
@@ -266,7 +266,7 @@ def reader(desk: StatusSnapshots[StatusView], wake: Callable[[], None], found: l
 def test_the_status_is_written_for_readers_only() -> None:
     """A loop that nobody asks writes nothing; who asks gets what is true after the question."""
     written: list[float] = []
-    desk = StatusSnapshots(lambda now: (written.append(now), QUIET)[1])
+    desk = LoopSnapshot(lambda now: (written.append(now), QUIET)[1])
     desk.open()
     for _ in range(100):
         desk.serve()
@@ -291,7 +291,7 @@ def test_a_status_that_takes_long_is_written_seldom() -> None:
         now[0] += 0.03
         return QUIET
 
-    desk = StatusSnapshots(slow, lambda: now[0])
+    desk = LoopSnapshot(slow, lambda: now[0])
     desk.open()
     writes = 0
     while now[0] < 3.0:
@@ -305,7 +305,7 @@ def test_a_status_that_takes_long_is_written_seldom() -> None:
 
 def test_a_loop_that_is_over_keeps_nobody_waiting() -> None:
     """Readers that wait when the loop ends get its last word."""
-    desk = StatusSnapshots(lambda _now: QUIET)
+    desk = LoopSnapshot(lambda _now: QUIET)
     desk.open()
     asked, found = threading.Event(), []
     thread = reader(desk, asked.set, found)

@@ -12,7 +12,7 @@ from weightbus.control.machine.membership import Agent
 from weightbus.control.machine.pending_commands import PendingCommands
 from weightbus.control.machine.routing import Router
 from weightbus.control.machine.states import EnginePhase, RoundState
-from weightbus.control.protocol.enums import Code, Outcome, SlowEngines, Step
+from weightbus.control.protocol.enums import Outcome, RefusalCode, Step, StragglerPolicy
 from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.protocol.message_fields import HeldVersion, Message, Policy
 from weightbus.control.protocol.messages import (
@@ -273,7 +273,7 @@ def test_a_quorum_of_none_waits_for_the_first() -> None:
     """Before anybody is through a step there is nobody of whom the others could be slower."""
     world = World()
     e0, trainer = world.engine("e0"), world.trainer()
-    trainer.policy = Policy(slow=SlowEngines.QUORUM, quorum=0, slow_s=1.0)
+    trainer.policy = Policy(slow=StragglerPolicy.QUORUM, quorum=0, slow_s=1.0)
     e0.ignore(Prepare)
     e0.deaf = True
     trainer.acquire(1)
@@ -312,7 +312,7 @@ def test_a_late_abandon_of_a_lease_before_ends_no_lease() -> None:
     assert world.machine.channels[CHANNEL].lease == lease
     refused = trainer.got(Refused)[-1]
     assert isinstance(refused, Refused)
-    assert refused.code is Code.STALE_EPOCH
+    assert refused.code is RefusalCode.STALE_EPOCH
 
 
 @pytest.mark.parametrize("published", [False, True])

@@ -12,8 +12,8 @@ from weightbus.control.protocol.enums import EngineHealth, Outcome, Step
 from weightbus.control.protocol.ids import Digest, Version
 from weightbus.control.protocol.message_fields import HeldVersion, Policy
 from weightbus.control.protocol.messages import Alive, Prepare
-from weightbus.control.server.metrics import Metrics, Side
-from weightbus.control.server.reporter import Reporter
+from weightbus.control.server.metrics import Metrics, MetricSource
+from weightbus.control.server.reporter import ObservationReporter
 
 from ..world import Engine, Trainer, World
 
@@ -134,8 +134,8 @@ def test_what_closes_the_window(deployment: tuple[World, Trainer, Engine], how: 
 def test_how_long_training_stood_still_is_a_metric(deployment: tuple[World, Trainer, Engine]) -> None:
     """As the trainer said in its `Publish`; a trainer that did not wait adds nothing."""
     world, trainer, _ = deployment
-    meters = Metrics(Side.COORDINATOR)
-    reporter = Reporter(meters)
+    metrics = Metrics(MetricSource.COORDINATOR)
+    reporter = ObservationReporter(metrics)
     plain = trainer.try_say
     trainer.try_say = lambda message, blob=None: plain(  # type: ignore[method-assign]
         msgspec.structs.replace(message, stood_s=1.5) if type(message).__name__ == "Publish" else message, blob
@@ -144,7 +144,7 @@ def test_how_long_training_stood_still_is_a_metric(deployment: tuple[World, Trai
     for each in world.observed:
         if isinstance(each, RoundEnded):
             reporter.observe(each)
-    value = meters.registry.get_sample_value
+    value = metrics.registry.get_sample_value
     assert value("weightbus_trainer_stood_seconds_sum", {"channel": "policy"}) == 1.5
     assert value("weightbus_trainer_stood_seconds_count", {"channel": "policy"}) == 1
 

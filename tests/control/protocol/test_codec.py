@@ -55,7 +55,7 @@ INFO = m.EngineInfo(
 )
 TRAINER = m.TrainerInfo(host="boot-1", device="cpu", ranks=4, transports=(m.TransportKind.DISTRIBUTED,))
 POLICY = m.Policy(pause=m.PauseMode.IN_PLACE, flush=False, min_engines=2, redrives=3, transfer_timeout_s=9.5)
-SEAL = m.PublicationSignature(signer=AgentId("t0"), previous=HELD, signature="c" * 128)
+SIGNATURE = m.PublicationSignature(signer=AgentId("t0"), previous=HELD, signature="c" * 128)
 OFFER = m.Endpoint(
     transport=m.TransportKind.DISTRIBUTED,
     address="tcp://10.0.0.1:6000",
@@ -102,7 +102,7 @@ TO_COORDINATOR: tuple[tuple[m.ToCoordinator, bytes | None], ...] = (
             files="boot-1/mnt:[2]",
             folder="fe01:2a",
             address="10.0.0.1",
-            places=(m.ProcessLocation(rank=0, host="boot-1", device="gpu-0", reach={"gpu-1": m.Reach.NVLINK}),),
+            places=(m.ProcessLocation(rank=0, host="boot-1", device="gpu-0", reach={"gpu-1": m.PeerAccess.NVLINK}),),
             nics=(m.NetworkInterface(name="eth0", addresses=("10.0.0.1", "fd00::2"), mbps=100_000),),
             lacking={m.TransportKind.SENDS: m.MissingTransport(found="no loader", needed="launch it with ours")},
             takes={m.TransportKind.DIRECT: 4096},
@@ -124,7 +124,7 @@ TO_COORDINATOR: tuple[tuple[m.ToCoordinator, bytes | None], ...] = (
             bytes=2048,
             buckets=3,
             policy=POLICY,
-            seal=SEAL,
+            publication_signature=SIGNATURE,
         ),
         None,
     ),
@@ -142,7 +142,7 @@ TO_AGENT: tuple[tuple[m.ToAgent, bytes | None], ...] = (
     (m.Welcome(request=KEY, boot=2, epoch=EPOCH, committed=HELD, heartbeat_s=1.0, silence_s=10.0), None),
     (m.Alive(seq=3, boot=2, committed=VERSION), None),
     (m.Ack(request=KEY), None),
-    (m.Refused(request=KEY, code=m.Code.LEASE_HELD, reason="held by t1", retry_after_s=2.5), None),
+    (m.Refused(request=KEY, code=m.RefusalCode.LEASE_HELD, reason="held by t1", retry_after_s=2.5), None),
     (m.BlobPage(request=KEY, digest=MANIFEST, page=0, pages=2), b"page"),
     (m.Status(request=KEY), b"{}"),
     (m.Granted(**_ROUND, lease_s=10.0, committed=HELD, engines={"e0": INFO}), None),
@@ -160,7 +160,12 @@ TO_AGENT: tuple[tuple[m.ToAgent, bytes | None], ...] = (
         ),
         None,
     ),
-    (m.Prepare(**_ORDER, transport=m.TransportKind.LOCAL, policy=POLICY, deadline_s=60.0, seal=SEAL), None),
+    (
+        m.Prepare(
+            **_ORDER, transport=m.TransportKind.LOCAL, policy=POLICY, deadline_s=60.0, publication_signature=SIGNATURE
+        ),
+        None,
+    ),
     (m.Pause(channel=CHANNEL, epoch=EPOCH, mode=m.PauseMode.ABORT, lease_s=10.0, deadline_s=60.0), None),
     (m.Transfer(**_ORDER, offer=OFFER, rank_offset=1, deadline_s=600.0), None),
     (m.Commit(channel=CHANNEL, epoch=EPOCH, version=VERSION, table=TABLE, flush=True, deadline_s=60.0), None),
@@ -189,9 +194,9 @@ def frames_of(content: bytes) -> codec.Frames:
 def defaults() -> str:
     """Every field with a default, and what it is."""
     lines = [
-        f"{each.__name__}.{field.name} = {field.default!r}"
+        f"{each.__name__}.{field.encode_name} = {field.default!r}"
         if field.default is not msgspec.NODEFAULT
-        else f"{each.__name__}.{field.name} = {cast('Callable[[], object]', field.default_factory)()!r}"
+        else f"{each.__name__}.{field.encode_name} = {cast('Callable[[], object]', field.default_factory)()!r}"
         for each in sorted((*m.Message.__subclasses__(), *m.Fragment.__subclasses__()), key=lambda kind: kind.__name__)
         for field in msgspec.structs.fields(each)
         if not field.required
@@ -390,13 +395,13 @@ def test_long_reasons_are_cut_not_lost() -> None:
     failed = m.Failed(**_ROUND, step=m.Step.PAUSE, health=m.EngineHealth.CLEAN, reason=long)
     got, _ = codec.TO_COORDINATOR.decode(codec.TO_COORDINATOR.encode(failed))
     assert isinstance(got, m.Failed)
-    assert len(got.reason) <= codec.MAX_PROSE
+    assert len(got.reason) <= codec.MAX_TEXT_CHARACTERS
     assert got.reason.startswith("begin")
     assert got.reason.endswith("end")
     for message in (m.Sent(**_ROUND, failed={"e0": long}), m.Offered(**_ROUND, offers=(), failed={"e0": long})):
         came, _ = codec.TO_COORDINATOR.decode(codec.TO_COORDINATOR.encode(message))
         assert isinstance(came, m.Sent | m.Offered)
-        assert len(came.failed["e0"]) <= codec.MAX_PROSE
+        assert len(came.failed["e0"]) <= codec.MAX_TEXT_CHARACTERS
 
 
 @FUZZ

@@ -17,14 +17,21 @@ from weightbus.control.protocol.enums import Role
 from weightbus.control.protocol.errors import PeerKeyError
 from weightbus.control.protocol.ids import AgentId, Channel
 from weightbus.control.protocol.signatures import signing_key_of
-from weightbus.control.security.allow_list import RELOAD_S, TRUST_FILE, TrustEntry, TrustList, edited, read_trust
+from weightbus.control.security.allow_list import (
+    ALLOW_LIST_FILE,
+    RELOAD_S,
+    AllowList,
+    AllowListEntry,
+    edit_allow_list,
+    read_allow_list,
+)
 
 HERE = (Channel("policy"),)
 
 
-def new_entry(role: Role = Role.ENGINE, channels: tuple[str, ...] = HERE) -> TrustEntry:
+def new_entry(role: Role = Role.ENGINE, channels: tuple[str, ...] = HERE) -> AllowListEntry:
     pair = new_keypair()
-    return TrustEntry(role, channels, pair.public, signing_key_of(pair.secret))
+    return AllowListEntry(role, channels, pair.public, signing_key_of(pair.secret))
 
 
 E0 = new_entry()
@@ -34,28 +41,28 @@ T0 = new_entry(Role.TRAINER, ("policy", "*"))
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A list that trusts e0 and t0."""
-    with edited(tmp_path / TRUST_FILE) as agents:
+    with edit_allow_list(tmp_path / ALLOW_LIST_FILE) as agents:
         agents.update(e0=E0, t0=T0)
-    return tmp_path / TRUST_FILE
+    return tmp_path / ALLOW_LIST_FILE
 
 
 def test_what_is_written_is_read(path: Path) -> None:
     """Every key that Z85 allows survives the file; nobody else may write it."""
-    assert read_trust(path).agents == {"e0": E0, "t0": T0}
+    assert read_allow_list(path).agents == {"e0": E0, "t0": T0}
     assert path.stat().st_mode & 0o777 == 0o600
     for number in range(200):
-        with edited(path) as agents:
+        with edit_allow_list(path) as agents:
             agents["e0"] = new_entry()
             wanted = agents["e0"]
-        assert read_trust(path).agents["e0"] == wanted, number
+        assert read_allow_list(path).agents["e0"] == wanted, number
 
 
 def test_an_edit_survives_a_power_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who was removed stays so: the list's bytes are on the disk before its name, and its name before the answer."""
     disk = DiskCalls(monkeypatch)
-    with edited(path) as agents:
+    with edit_allow_list(path) as agents:
         del agents["e0"]
-    assert disk.calls == [("sync file", "trust.new"), ("rename to", TRUST_FILE), ("sync folder", path.parent.name)]
+    assert disk.calls == [("sync file", "trust.new"), ("rename to", ALLOW_LIST_FILE), ("sync folder", path.parent.name)]
     assert disk.synced["trust.new"] == path.read_bytes()
 
 
@@ -63,7 +70,7 @@ def test_no_change_writes_nothing(path: Path) -> None:
     """Saying the same again leaves the file as it is, comments of its owner included."""
     path.write_text(path.read_text() + "# ours\n")
     before = path.stat()
-    with edited(path) as agents:
+    with edit_allow_list(path) as agents:
         agents["e0"] = E0
     after = path.stat()  # but for the time of the last look
     assert (after.st_ino, after.st_mtime_ns, after.st_ctime_ns) == (
@@ -74,7 +81,7 @@ def test_no_change_writes_nothing(path: Path) -> None:
 
 
 def _add(path: Path, name: str) -> None:
-    with edited(path) as agents:
+    with edit_allow_list(path) as agents:
         agents[name] = new_entry()
 
 
@@ -86,13 +93,13 @@ def test_editors_at_the_same_time_lose_nothing(path: Path) -> None:
         worker.start()
     for worker in workers:
         worker.join(30)
-    assert set(read_trust(path).agents) == {"e0", "t0", *(f"n{index}" for index in range(8))}
+    assert set(read_allow_list(path).agents) == {"e0", "t0", *(f"n{index}" for index in range(8))}
 
 
 def test_an_edit_that_fails_changes_nothing(path: Path) -> None:
     """The old list stays, whole, and the next editor is not locked out."""
     before = path.read_bytes()
-    with pytest.raises(RuntimeError), edited(path) as agents:
+    with pytest.raises(RuntimeError), edit_allow_list(path) as agents:
         agents.clear()
         raise RuntimeError
     assert path.read_bytes() == before
@@ -124,7 +131,7 @@ def test_what_is_wrong_is_named(path: Path, old: str, new: str, problem: str) ->
     """Nothing is guessed: one wrong entry spoils the list, and the message says which."""
     path.write_bytes(path.read_text().replace(old, new, 1).encode("latin-1"))
     with pytest.raises(PeerKeyError, match=problem) as refused:
-        read_trust(path)
+        read_allow_list(path)
     assert "move it away, and then run `weightbus trust add`" in str(refused.value)
     assert "regex" not in str(refused.value)
 
@@ -134,34 +141,34 @@ def test_a_list_that_others_may_write_is_refused(path: Path, monkeypatch: pytest
     for mode in (0o620, 0o602):
         path.chmod(mode)
         with pytest.raises(PeerKeyError, match="chmod"):
-            read_trust(path)
+            read_allow_list(path)
     path.chmod(0o644)
-    assert read_trust(path).agents
+    assert read_allow_list(path).agents
     os.chown(path, 65534, 65534)
     with pytest.raises(PeerKeyError, match="belongs to user 65534"):
-        read_trust(path)
+        read_allow_list(path)
     monkeypatch.setattr(os, "geteuid", lambda: 65534)
-    assert read_trust(path).agents
+    assert read_allow_list(path).agents
 
 
 def test_a_missing_list_is_named(tmp_path: Path) -> None:
     """The message says how one is made."""
     with pytest.raises(PeerKeyError, match="weightbus trust add"):
-        read_trust(tmp_path / TRUST_FILE)
-    assert TrustList(tmp_path / TRUST_FILE).principals() == {}
+        read_allow_list(tmp_path / ALLOW_LIST_FILE)
+    assert AllowList(tmp_path / ALLOW_LIST_FILE).principals() == {}
 
 
 def test_the_list_is_followed(path: Path) -> None:
     """A change is seen with the next look, at once when asked to; what did not change is the same object."""
     now = [0.0]
-    trust = TrustList(path, lambda: now[0])
+    trust = AllowList(path, lambda: now[0])
     known = trust.principals()
     assert known[E0.key] == Principal(AgentId("e0"), Role.ENGINE, HERE)
-    with edited(path) as agents:
+    with edit_allow_list(path) as agents:
         del agents["e0"]
     assert trust.principals() is known
     assert E0.key not in trust.principals(fresh=True)
-    with edited(path) as agents:
+    with edit_allow_list(path) as agents:
         agents["e0"] = E0
     assert E0.key not in trust.principals()
     now[0] = RELOAD_S
@@ -172,11 +179,11 @@ def test_the_list_is_followed(path: Path) -> None:
 
 def test_who_is_trusted_with_the_same_stays_the_same(path: Path) -> None:
     """A change of one entry leaves the others the objects they were: whoever compares them need not look inside."""
-    with edited(path) as agents:
+    with edit_allow_list(path) as agents:
         agents["other"] = msgspec.structs.replace(E0, key="o" * 40)
-    trust = TrustList(path)
+    trust = AllowList(path)
     before = trust.principals()
-    with edited(path) as agents:
+    with edit_allow_list(path) as agents:
         agents["e0"] = msgspec.structs.replace(E0, channels=("elsewhere",))
     after = trust.principals(fresh=True)
     assert after["o" * 40] is before["o" * 40]
@@ -185,7 +192,7 @@ def test_who_is_trusted_with_the_same_stays_the_same(path: Path) -> None:
 
 def test_in_doubt_nobody_is_trusted(path: Path) -> None:
     """A list that went, or was broken by hand, lets nobody in, says why, and recovers by itself."""
-    trust = TrustList(path)
+    trust = AllowList(path)
     good = path.read_bytes()
     for spoil in (path.unlink, lambda: path.write_text("nonsense")):
         spoil()
@@ -200,7 +207,7 @@ def test_in_doubt_nobody_is_trusted(path: Path) -> None:
 
 def test_that_nobody_is_trusted_is_said_aloud(path: Path) -> None:
     """Once, with the reason, though nobody may be here to be cut off; and once that all is well again."""
-    trust = TrustList(path)
+    trust = AllowList(path)
     good = path.read_bytes()
     with structlog.testing.capture_logs() as lines:
         path.write_text("nonsense")
@@ -217,8 +224,8 @@ def test_that_nobody_is_trusted_is_said_aloud(path: Path) -> None:
 
 def test_a_signal_has_it_read_again(path: Path) -> None:
     """`expire` (SIGHUP) makes the next look read the file, however it seems."""
-    trust = TrustList(path, lambda: 0.0)
-    with edited(path) as agents:
+    trust = AllowList(path, lambda: 0.0)
+    with edit_allow_list(path) as agents:
         del agents["e0"]
     trust.expire()
     assert E0.key not in trust.principals()

@@ -8,11 +8,18 @@ import pytest
 
 from weightbus.control.bus.sockets import new_keypair, public_of
 from weightbus.control.protocol.errors import PeerKeyError
-from weightbus.control.security.curve_keys import CurveFiles, KeyPair, WrittenKeys, read_public, read_secret, write_pair
+from weightbus.control.security.curve_keys import (
+    CurveFiles,
+    KeyPair,
+    WrittenKeys,
+    read_public_key,
+    read_secret_key,
+    write_key_pair,
+)
 
 
 def write(folder: Path, name: str) -> WrittenKeys:
-    return write_pair(folder, name, new_keypair, public_of)
+    return write_key_pair(folder, name, new_keypair, public_of)
 
 
 def test_pair_is_written_and_private(tmp_path: Path) -> None:
@@ -20,8 +27,8 @@ def test_pair_is_written_and_private(tmp_path: Path) -> None:
     assert write(tmp_path, "e0") is WrittenKeys.CREATED
     secret, public = tmp_path / "e0.key", tmp_path / "e0.pub"
     assert secret.stat().st_mode & 0o777 == 0o600
-    assert public_of(read_secret(secret)) == read_public(public)
-    assert read_secret(secret) not in public.read_text()
+    assert public_of(read_secret_key(secret)) == read_public_key(public)
+    assert read_secret_key(secret) not in public.read_text()
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -58,9 +65,9 @@ def test_names_that_are_no_file_names(tmp_path: Path, name: str) -> None:
 def test_any_key_character_may_come_first(tmp_path: Path, first: str) -> None:
     """Keys may hold the comment character: a comment is a line with a space in it."""
     pair = KeyPair(first + "a" * 39, first + "b" * 39)
-    write_pair(tmp_path, "x", lambda: pair, lambda _: pair.public)
-    assert read_public(tmp_path / "x.pub") == pair.public
-    assert read_secret(tmp_path / "x.key") == pair.secret
+    write_key_pair(tmp_path, "x", lambda: pair, lambda _: pair.public)
+    assert read_public_key(tmp_path / "x.pub") == pair.public
+    assert read_secret_key(tmp_path / "x.key") == pair.secret
 
 
 def test_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
@@ -68,7 +75,7 @@ def test_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     write(tmp_path, "e0")
     (tmp_path / "e0.key").chmod(0o640)
     with pytest.raises(PeerKeyError, match="chmod 600"):
-        read_secret(tmp_path / "e0.key")
+        read_secret_key(tmp_path / "e0.key")
 
 
 @pytest.mark.parametrize("content", [b"", b"short\n", b"\xff" * 40, b"a" * 40 + b"\n" + b"b" * 40 + b"\n"])
@@ -76,7 +83,7 @@ def test_what_is_no_key_file(tmp_path: Path, content: bytes) -> None:
     """Empty, short, binary or two keys: refused with what to do."""
     (tmp_path / "x.pub").write_bytes(content)
     with pytest.raises(PeerKeyError, match="weightbus keygen"):
-        read_public(tmp_path / "x.pub")
+        read_public_key(tmp_path / "x.pub")
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
@@ -84,4 +91,4 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     files = CurveFiles.of(tmp_path, "e7")
     for path in (files.secret, files.coordinator):
         with pytest.raises(PeerKeyError, match=path.name):
-            read_public(path)
+            read_public_key(path)

@@ -14,23 +14,23 @@ from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Requ
 from weightbus.control.protocol.message_fields import Endpoint, HeldVersion, Policy
 from weightbus.control.protocol.messages import Prepare, Publish, Transfer
 from weightbus.control.protocol.signatures import sign, signed_by, signing_key_of
-from weightbus.control.security.allow_list import TrustEntry
+from weightbus.control.security.allow_list import AllowListEntry
 from weightbus.control.security.signed_publications import (
-    Distrust,
-    doubt,
-    doubt_offer,
-    doubt_table,
-    seal_offer,
-    seal_publication,
-    seal_table,
+    VerificationFailureKind,
+    sign_digest_table,
+    sign_endpoint,
+    sign_publication,
+    verify_digest_table,
+    verify_endpoint,
+    verify_publication,
 )
 
 CHANNEL = Channel("policy")
 TRAINER, OTHER, ENGINE = (new_keypair() for _ in range(3))
 
 
-def entry(role: Role, pair: object, *channels: str) -> TrustEntry:
-    return TrustEntry(role, channels or (CHANNEL,), pair.public, signing_key_of(pair.secret))  # type: ignore[attr-defined]
+def entry(role: Role, pair: object, *channels: str) -> AllowListEntry:
+    return AllowListEntry(role, channels or (CHANNEL,), pair.public, signing_key_of(pair.secret))  # type: ignore[attr-defined]
 
 
 TRUSTED = {
@@ -72,27 +72,27 @@ def offered(publish: Publish, **lies: object) -> Prepare:
         transport=TransportKind.LOCAL,
         policy=publish.policy,
         deadline_s=1.0,
-        seal=publish.seal,
+        publication_signature=publish.publication_signature,
         rollback=publish.rollback,
     )
     return msgspec.structs.replace(prepare, **lies)
 
 
-def sealed(previous: HeldVersion | None = None, **fields: int) -> Publish:
-    return seal_publication(publication(**fields), AgentId("t0"), TRAINER.secret, previous)
+def signed_publication(previous: HeldVersion | None = None, **fields: int) -> Publish:
+    return sign_publication(publication(**fields), AgentId("t0"), TRAINER.secret, previous)
 
 
-def kind(prepare: Prepare, serving: HeldVersion | None = None) -> Distrust | None:
-    found = doubt(prepare, serving, TRUSTED)
+def kind(prepare: Prepare, serving: HeldVersion | None = None) -> VerificationFailureKind | None:
+    found = verify_publication(prepare, serving, TRUSTED)
     return found.kind if found else None
 
 
 def test_what_a_trainer_signed_is_believed() -> None:
     """The first of a channel, the next of a chain, and one after some that this engine has missed."""
-    assert kind(offered(sealed())) is None
-    assert kind(offered(sealed(held(4))), serving=held(4)) is None
-    assert kind(offered(sealed(held(4))), serving=held(2)) is None
-    assert kind(offered(sealed(held(4)))) is None
+    assert kind(offered(signed_publication())) is None
+    assert kind(offered(signed_publication(held(4))), serving=held(4)) is None
+    assert kind(offered(signed_publication(held(4))), serving=held(2)) is None
+    assert kind(offered(signed_publication(held(4)))) is None
 
 
 @pytest.mark.parametrize(
@@ -110,80 +110,87 @@ def test_what_a_trainer_signed_is_believed() -> None:
 def test_nothing_that_was_signed_can_be_changed(lie: dict[str, object]) -> None:
     """Not the weights, not the version, not the epoch: a statement is good for one round and never again."""
     trusted = {name: msgspec.structs.replace(each, channels=("*",)) for name, each in TRUSTED.items()}
-    found = doubt(offered(sealed(), **lie), None, trusted)
+    found = verify_publication(offered(signed_publication(), **lie), None, trusted)
     assert found is not None
-    assert found.kind is Distrust.FORGED
+    assert found.kind is VerificationFailureKind.FORGED
 
 
 def test_what_is_not_signed_may_be_changed() -> None:
     """Policy, transport and deadlines are the coordinator's to choose."""
     lie = {"policy": Policy(pause=PauseMode.ABORT), "transport": TransportKind.DISK, "deadline_s": 2.0}
-    assert kind(offered(sealed(), **lie)) is None
+    assert kind(offered(signed_publication(), **lie)) is None
 
 
 def test_no_seal_is_no_publication() -> None:
     """Where keys are used, a version that nobody signed is refused."""
-    assert kind(offered(publication())) is Distrust.UNSIGNED
+    assert kind(offered(publication())) is VerificationFailureKind.UNSIGNED
 
 
 def test_only_trainers_of_the_channel_are_believed() -> None:
     """A stranger, an engine and a trainer of another channel sign as well as anybody, and in vain."""
     for name, pair in (("nobody", TRAINER), ("e0", ENGINE), ("t1", OTHER)):
-        forged = seal_publication(publication(), AgentId(name), pair.secret, None)
-        assert kind(offered(forged)) is Distrust.UNKNOWN_SIGNER, name
+        forged = sign_publication(publication(), AgentId(name), pair.secret, None)
+        assert kind(offered(forged)) is VerificationFailureKind.UNKNOWN_SIGNER, name
 
 
 def test_a_name_is_not_a_signature() -> None:
     """Signed with another trusted key, in the trainer's name."""
-    forged = seal_publication(publication(), AgentId("t0"), OTHER.secret, None)
-    assert kind(offered(forged)) is Distrust.FORGED
+    forged = sign_publication(publication(), AgentId("t0"), OTHER.secret, None)
+    assert kind(offered(forged)) is VerificationFailureKind.FORGED
 
 
 @given(st.integers(0, 127), st.sampled_from("0123456789abcdef"))
 def test_every_digit_of_a_signature_counts(at: int, digit: str) -> None:
     """There is one signature for a statement."""
-    good = sealed()
-    assert good.seal is not None
-    signature = good.seal.signature[:at] + digit + good.seal.signature[at + 1 :]
-    seal = msgspec.structs.replace(good.seal, signature=signature)
-    believed = kind(offered(good, seal=seal)) is None
-    assert believed is (signature == good.seal.signature)
+    good = signed_publication()
+    assert good.publication_signature is not None
+    signature = good.publication_signature.signature[:at] + digit + good.publication_signature.signature[at + 1 :]
+    signed = msgspec.structs.replace(good.publication_signature, signature=signature)
+    believed = kind(offered(good, publication_signature=signed)) is None
+    assert believed is (signature == good.publication_signature.signature)
 
 
 @pytest.mark.parametrize("previous", [None, held(3), held(7)])
 def test_the_chain_is_signed_too(previous: HeldVersion | None) -> None:
     """What a statement follows cannot be told differently afterwards."""
-    good = sealed(held(4))
-    seal = msgspec.structs.replace(good.seal, previous=previous)
-    assert kind(offered(good, seal=seal)) is Distrust.FORGED
+    good = signed_publication(held(4))
+    signed = msgspec.structs.replace(good.publication_signature, previous=previous)
+    assert kind(offered(good, publication_signature=signed)) is VerificationFailureKind.FORGED
 
 
 @pytest.mark.parametrize(
     ("previous", "version", "serving", "found"),
     [
-        (held(4), 5, held(5), Distrust.ROLLED_BACK),
-        (held(4), 5, held(9), Distrust.ROLLED_BACK),
-        (None, 5, held(4), Distrust.ROLLED_BACK),
-        (held(3), 5, held(4), Distrust.ROLLED_BACK),
-        (held(9), 5, held(6), Distrust.ROLLED_BACK),
-        (held(4, "other"), 5, held(4), Distrust.FORKED),
-        (HeldVersion(version=Version(4), manifest=digest("other"), table=held(4).table), 5, held(4), Distrust.FORKED),
+        (held(4), 5, held(5), VerificationFailureKind.ROLLED_BACK),
+        (held(4), 5, held(9), VerificationFailureKind.ROLLED_BACK),
+        (None, 5, held(4), VerificationFailureKind.ROLLED_BACK),
+        (held(3), 5, held(4), VerificationFailureKind.ROLLED_BACK),
+        (held(9), 5, held(6), VerificationFailureKind.ROLLED_BACK),
+        (held(4, "other"), 5, held(4), VerificationFailureKind.FORKED),
+        (
+            HeldVersion(version=Version(4), manifest=digest("other"), table=held(4).table),
+            5,
+            held(4),
+            VerificationFailureKind.FORKED,
+        ),
     ],
 )
-def test_history_is_one_line(previous: HeldVersion | None, version: int, serving: HeldVersion, found: Distrust) -> None:
+def test_history_is_one_line(
+    previous: HeldVersion | None, version: int, serving: HeldVersion, found: VerificationFailureKind
+) -> None:
     """A coordinator that lies to a trainer about what is committed makes it sign what engines refuse."""
-    assert kind(offered(sealed(previous, version=version)), serving) is found
+    assert kind(offered(signed_publication(previous, version=version)), serving) is found
 
 
 def test_an_engine_goes_back_only_where_its_trainer_said_so() -> None:
     """By the trainer's signature under the rollback: the coordinator can neither ask for one nor hide that one is."""
     bare, serving = publication(3), held(5)
-    plain = seal_publication(bare, AgentId("t0"), TRAINER.secret, serving)
-    back = seal_publication(msgspec.structs.replace(bare, rollback=True), AgentId("t0"), TRAINER.secret, serving)
+    plain = sign_publication(bare, AgentId("t0"), TRAINER.secret, serving)
+    back = sign_publication(msgspec.structs.replace(bare, rollback=True), AgentId("t0"), TRAINER.secret, serving)
     assert kind(offered(back), serving) is None
-    assert kind(offered(plain), serving) is Distrust.ROLLED_BACK
-    assert kind(offered(plain, rollback=True), serving) is Distrust.FORGED
-    assert kind(offered(back, rollback=False), serving) is Distrust.FORGED
+    assert kind(offered(plain), serving) is VerificationFailureKind.ROLLED_BACK
+    assert kind(offered(plain, rollback=True), serving) is VerificationFailureKind.FORGED
+    assert kind(offered(back, rollback=False), serving) is VerificationFailureKind.FORGED
 
 
 def test_signatures_are_of_one_key_and_one_statement() -> None:
@@ -224,8 +231,8 @@ def transfer(offer: Endpoint, epoch: int = 9) -> Transfer:
 
 def test_bytes_come_from_where_the_trainer_said() -> None:
     """The offer of its trainer, in its epoch, is believed; the rank and the deadline are the coordinator's to tell."""
-    offer = seal_offer(OFFER, CHANNEL, Epoch(9), TRAINER.secret)
-    assert doubt_offer(transfer(offer), AgentId("t0"), TRUSTED) is None
+    offer = sign_endpoint(OFFER, CHANNEL, Epoch(9), TRAINER.secret)
+    assert verify_endpoint(transfer(offer), AgentId("t0"), TRUSTED) is None
 
 
 @pytest.mark.parametrize(
@@ -243,10 +250,10 @@ def test_bytes_come_from_where_the_trainer_said() -> None:
 )
 def test_nobody_sends_engines_elsewhere(lie: dict[str, object]) -> None:
     """Digests made for speed do not resist whoever may choose the bytes: so only the trainer names the sender."""
-    offer = msgspec.structs.replace(seal_offer(OFFER, CHANNEL, Epoch(9), TRAINER.secret), **lie)
-    found = doubt_offer(transfer(offer), AgentId("t0"), TRUSTED)
+    offer = msgspec.structs.replace(sign_endpoint(OFFER, CHANNEL, Epoch(9), TRAINER.secret), **lie)
+    found = verify_endpoint(transfer(offer), AgentId("t0"), TRUSTED)
     assert found is not None
-    assert found.kind is Distrust.REDIRECTED
+    assert found.kind is VerificationFailureKind.REDIRECTED
 
 
 def test_every_field_of_an_offer_is_signed() -> None:
@@ -256,14 +263,18 @@ def test_every_field_of_an_offer_is_signed() -> None:
 
 def test_an_offer_is_of_one_epoch_and_one_trainer() -> None:
     """Not the one of the attempt before, not another trainer's, and none of somebody who is not trusted any more."""
-    offer = seal_offer(OFFER, CHANNEL, Epoch(9), TRAINER.secret)
+    offer = sign_endpoint(OFFER, CHANNEL, Epoch(9), TRAINER.secret)
     for message, signer, found in (
-        (transfer(offer, epoch=10), AgentId("t0"), Distrust.REDIRECTED),
-        (transfer(seal_offer(OFFER, CHANNEL, Epoch(9), OTHER.secret)), AgentId("t0"), Distrust.REDIRECTED),
-        (transfer(offer), AgentId("t9"), Distrust.UNKNOWN_SIGNER),
-        (transfer(offer), None, Distrust.UNKNOWN_SIGNER),
+        (transfer(offer, epoch=10), AgentId("t0"), VerificationFailureKind.REDIRECTED),
+        (
+            transfer(sign_endpoint(OFFER, CHANNEL, Epoch(9), OTHER.secret)),
+            AgentId("t0"),
+            VerificationFailureKind.REDIRECTED,
+        ),
+        (transfer(offer), AgentId("t9"), VerificationFailureKind.UNKNOWN_SIGNER),
+        (transfer(offer), None, VerificationFailureKind.UNKNOWN_SIGNER),
     ):
-        objection = doubt_offer(message, signer, TRUSTED)
+        objection = verify_endpoint(message, signer, TRUSTED)
         assert objection is not None
         assert objection.kind is found
 
@@ -271,47 +282,47 @@ def test_an_offer_is_of_one_epoch_and_one_trainer() -> None:
 def left_open(previous: HeldVersion | None = None) -> Publish:
     """A publication whose table follows."""
     bare = msgspec.structs.replace(publication(), table=Digest(""))
-    return seal_publication(bare, AgentId("t0"), TRAINER.secret, previous)
+    return sign_publication(bare, AgentId("t0"), TRAINER.secret, previous)
 
 
 def test_a_table_that_follows_is_believed_by_its_own_signature() -> None:
     """Of the same statement with the table in it; the one that left it open says nothing of any table."""
     publish, table = left_open(held(4)), held(5).table
     prepare = offered(publish)
-    signature = seal_table(publish, table, TRAINER.secret)
+    signature = sign_digest_table(publish, table, TRAINER.secret)
     assert kind(prepare, serving=held(4)) is None
-    assert doubt_table(prepare, table, signature, TRUSTED) is None
-    assert publish.seal is not None
-    for forged in (publish.seal.signature, "0" * 128, "", "not hexadecimal"):
-        found = doubt_table(prepare, table, forged, TRUSTED)
+    assert verify_digest_table(prepare, table, signature, TRUSTED) is None
+    assert publish.publication_signature is not None
+    for forged in (publish.publication_signature.signature, "0" * 128, "", "not hexadecimal"):
+        found = verify_digest_table(prepare, table, forged, TRUSTED)
         assert found is not None
-        assert found.kind is Distrust.FORGED
+        assert found.kind is VerificationFailureKind.FORGED
 
 
 def test_a_signature_under_a_table_is_good_for_one_table_of_one_publication() -> None:
     """Not for other bits, not for a later epoch, and not by whoever is not trusted any more."""
     publish, table = left_open(), held(5).table
-    signature = seal_table(publish, table, TRAINER.secret)
+    signature = sign_digest_table(publish, table, TRAINER.secret)
     prepare = offered(publish)
     later = msgspec.structs.replace(prepare, epoch=Epoch(10))
     for about, name in ((prepare, digest("evil")), (later, table)):
-        found = doubt_table(about, name, signature, TRUSTED)
+        found = verify_digest_table(about, name, signature, TRUSTED)
         assert found is not None
-        assert found.kind is Distrust.FORGED
-    for nobody in (None, msgspec.structs.replace(prepare, seal=None), prepare):
+        assert found.kind is VerificationFailureKind.FORGED
+    for nobody in (None, msgspec.structs.replace(prepare, publication_signature=None), prepare):
         trusted = TRUSTED if nobody is not prepare else {}
-        found = doubt_table(nobody, table, signature, trusted)
+        found = verify_digest_table(nobody, table, signature, trusted)
         assert found is not None
-        assert found.kind is Distrust.UNKNOWN_SIGNER
+        assert found.kind is VerificationFailureKind.UNKNOWN_SIGNER
 
 
 @pytest.mark.parametrize(
     "now", [entry(Role.TRAINER, TRAINER, "another"), entry(Role.ENGINE, TRAINER), None], ids=["channel", "role", "gone"]
 )
-def test_every_signature_is_judged_by_the_list_as_it_is_now(now: TrustEntry | None) -> None:
+def test_every_signature_is_judged_by_the_list_as_it_is_now(now: AllowListEntry | None) -> None:
     """Who is trusted with something else since `Prepare` is believed neither a table nor an offer any more."""
     publish, table = left_open(), held(5).table
-    offer = seal_offer(Endpoint(transport=TransportKind.LOCAL, address="a"), CHANNEL, Epoch(9), TRAINER.secret)
+    offer = sign_endpoint(Endpoint(transport=TransportKind.LOCAL, address="a"), CHANNEL, Epoch(9), TRAINER.secret)
     transfer = Transfer(
         channel=CHANNEL,
         epoch=Epoch(9),
@@ -323,16 +334,16 @@ def test_every_signature_is_judged_by_the_list_as_it_is_now(now: TrustEntry | No
     )
     trusted = {AgentId("t0"): now} if now else {}
     for found in (
-        doubt(offered(publish), None, trusted),
-        doubt_table(offered(publish), table, seal_table(publish, table, TRAINER.secret), trusted),
-        doubt_offer(transfer, AgentId("t0"), trusted),
+        verify_publication(offered(publish), None, trusted),
+        verify_digest_table(offered(publish), table, sign_digest_table(publish, table, TRAINER.secret), trusted),
+        verify_endpoint(transfer, AgentId("t0"), trusted),
     ):
         assert found is not None
-        assert found.kind is Distrust.UNKNOWN_SIGNER
+        assert found.kind is VerificationFailureKind.UNKNOWN_SIGNER
         assert "'t0' is no trainer that is trusted in 'policy'" in found.reason
 
 
 def test_an_open_publication_is_not_that_of_any_table() -> None:
     """Who carries it can neither fill a table in nor take one out."""
-    assert kind(offered(left_open(), table=digest("evil"))) is Distrust.FORGED
-    assert kind(offered(sealed(), table=Digest(""))) is Distrust.FORGED
+    assert kind(offered(left_open(), table=digest("evil"))) is VerificationFailureKind.FORGED
+    assert kind(offered(signed_publication(), table=Digest(""))) is VerificationFailureKind.FORGED

@@ -8,7 +8,7 @@ import pytest
 
 from weightbus.control.protocol.errors import JournalUnwritable
 from weightbus.control.server import candidate as module
-from weightbus.control.server.candidate import Candidate
+from weightbus.control.server.candidate import CoordinatorCandidate
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.control.server.standby import StandbyPorts
 
@@ -40,7 +40,7 @@ def _cannot(*_given: object) -> None:
     raise JournalUnwritable("etcd://x", "no answer", "writing is tried again by itself")
 
 
-@pytest.mark.parametrize("fails", ["EtcdJournal", "Service"])
+@pytest.mark.parametrize("fails", ["EtcdJournal", "CoordinatorProcess"])
 def test_who_is_elected_and_cannot_lead_lets_another(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store went away between election and boot: the term is given back at once, and the next one is stood for.
 
@@ -48,11 +48,11 @@ def test_who_is_elected_and_cannot_lead_lets_another(fails: str, monkeypatch: py
     """
     term = Term()
     Standby.terms = [term, None]
-    monkeypatch.setattr(module, "Standby", Standby)
+    monkeypatch.setattr(module, "StandbyServer", Standby)
     monkeypatch.setattr(module, "EtcdJournal", lambda *_given: None)
     monkeypatch.setattr(module, fails, _cannot)
-    monkeypatch.setattr(Candidate, "_election", lambda *_given: None)
+    monkeypatch.setattr(CoordinatorCandidate, "_election", lambda *_given: None)
     settings = CoordinatorSettings(insecure_loopback=True, store="etcd://127.0.0.1:1/x")
-    Candidate(settings).run()
+    CoordinatorCandidate(settings).run()
     assert term.resigned == 1
     assert Standby.terms == [], "it stood by again"

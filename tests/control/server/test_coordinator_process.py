@@ -19,11 +19,11 @@ from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.bus.in_memory import MemoryBus
 from weightbus.control.bus.router import RouterBus
 from weightbus.control.bus.session import Timing
-from weightbus.control.cli.deployment_keys import KeyOwner, provision
+from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.machine.status import StatusView
 from weightbus.control.protocol.errors import ConfigurationError, RequestRefused
 from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId, Version
-from weightbus.control.security.allow_list import TRUST_FILE
+from weightbus.control.security.allow_list import ALLOW_LIST_FILE
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 
@@ -148,7 +148,7 @@ class Engine:
         try:
             self.client.request(answer, deadline_s=DEADLINE_S)
         except RequestRefused as refused:
-            if refused.code is not m.Code.STALE_EPOCH:
+            if refused.code is not m.RefusalCode.STALE_EPOCH:
                 raise
 
     def _answers(self, order: m.ToAgent) -> Iterator[m.ToCoordinator]:
@@ -272,12 +272,12 @@ def test_readiness_follows_the_loop(running: Running, tmp_path: Path) -> None:
 def test_a_coordinator_that_trusts_nobody_is_not_ready(tmp_path: Path) -> None:
     """Nobody can join it: whoever looks after it has to hear of that before the fleet is gone."""
     keys = tmp_path / "keys"
-    provision(keys, [KeyOwner(AgentId("e0"), m.Role.ENGINE, (CHANNEL,))])
+    make_deployment_keys(keys, [AgentKeys(AgentId("e0"), m.Role.ENGINE, (CHANNEL,))])
     locked = msgspec.structs.replace(settings(tmp_path), insecure_loopback=False, keys=keys)
     with contextlib.closing(CoordinatorProcess(locked)) as service:
         assert service.readiness().ready
         assert service.server.machine._attendance._keyed, "the machine knows that nobody joins without a key"
-        trust = keys / TRUST_FILE
+        trust = keys / ALLOW_LIST_FILE
         good = trust.read_bytes()
         trust.write_text("nonsense")
         service.look_again()

@@ -30,8 +30,8 @@ from weightbus.control.machine.effects import (
 )
 from weightbus.control.machine.events import Peer
 from weightbus.control.machine.limits import Limits
-from weightbus.control.protocol.enums import Code, Outcome as Ended, Role
-from weightbus.control.protocol.errors import JournalUnwritable, NotNewer
+from weightbus.control.protocol.enums import Outcome as Ended, RefusalCode, Role
+from weightbus.control.protocol.errors import JournalUnwritable, VersionNotNewer
 from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
 from weightbus.control.protocol.message_fields import Message
 from weightbus.control.protocol.messages import (
@@ -48,13 +48,13 @@ from weightbus.control.protocol.messages import (
     Welcome,
 )
 from weightbus.control.server import event_loop as module
-from weightbus.control.server.event_loop import GATHER_PACE, GATHER_S, SETTLE_S, EventLoop
-from weightbus.control.server.metrics import Metrics, Side
+from weightbus.control.server.event_loop import BATCH_RATE, BATCH_S, SETTLE_S, EventLoop
+from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.control.server.reporter import TimedJournal
 
 from ..world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
 
-PROTOCOL = Path(module.__file__).with_name("PROTOCOL.md")
+PROTOCOL = Path(module.__file__).parents[1] / "protocol" / "PROTOCOL.md"
 LIMITS = Limits(retry_s=0.05, probe_s=0.05, heartbeat_s=0.2, silence_s=60.0)
 
 
@@ -205,7 +205,7 @@ def test_what_is_no_message_is_refused_and_the_loop_goes_on(start: Callable[...,
     wire.world.agents["x"] = Agent(wire.world, "x")
     wire.until(lambda: len(wire.world.agents["x"].got(Refused)) == 4)
     found = [m.code for m in wire.world.agents["x"].got(Refused) if isinstance(m, Refused)]
-    assert sorted(set(found)) == [Code.NOT_ALLOWED, Code.PROTOCOL_MISMATCH]
+    assert sorted(set(found)) == [RefusalCode.NOT_ALLOWED, RefusalCode.PROTOCOL_MISMATCH]
     assert len([note for note in observed if isinstance(note, Refusal)]) == 4
 
 
@@ -328,7 +328,7 @@ class NewerJournal(FailingJournal):
 
     def write(self, record: AnyRecord) -> None:
         if isinstance(record, Committed):
-            raise NotNewer("j", "holds version 5", "publish a higher one")
+            raise VersionNotNewer("j", "holds version 5", "publish a higher one")
         self.records.append(record)
 
 
@@ -372,7 +372,7 @@ def test_a_leader_whose_time_is_over_looks_at_nothing_that_came_in() -> None:
     term = Term(store, "p/leader", token=1, lease=1, ttl_s=3600.0, granted_at=0.0, clock=lambda: now[0])
     observed: list[AnyObservation] = []
     bus = MemoryBus()
-    journal = TimedJournal(EtcdJournal(store, "p", term), Metrics(Side.COORDINATOR))
+    journal = TimedJournal(EtcdJournal(store, "p", term), Metrics(MetricSource.COORDINATOR))
     server = EventLoop(bus, journal, LIMITS, observe=observed.append)
     link = bus.link()
     link.open()
@@ -440,11 +440,11 @@ def test_a_stream_of_heartbeats_gathers_while_nobody_waits(tmp_path: Path) -> No
             link.send(message)
         server.step(0.0)
         server.step(0.0)
-        return gathered[-1] >= GATHER_S
+        return gathered[-1] >= BATCH_S
 
     now[0] = 10.0
     assert not gathers(hello)
-    beats = [Heartbeat(seq=number) for number in range(int(GATHER_PACE))]
+    beats = [Heartbeat(seq=number) for number in range(int(BATCH_RATE))]
     assert not gathers(*beats[:8]), "so few agents wait for nothing"
     assert gathers(*beats)
     now[0] += 5.0

@@ -12,7 +12,7 @@ import structlog
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.server import http_server as http_module, metrics as telemetry
 from weightbus.control.server.http_server import HttpPort, Readiness
-from weightbus.control.server.metrics import Metrics, Side
+from weightbus.control.server.metrics import Metrics, MetricSource
 
 
 class World:
@@ -21,11 +21,11 @@ class World:
     def __init__(self) -> None:
         self.verdict = Readiness(True)
         self.broken = False
-        self.meters = Metrics(Side.COORDINATOR)
+        self.metrics = Metrics(MetricSource.COORDINATOR)
         self.port = HttpPort(
             "127.0.0.1",
             0,
-            registry=self.meters.registry,
+            registry=self.metrics.registry,
             readiness=lambda: self.verdict,
             status=self._status,
         )
@@ -54,7 +54,7 @@ def world() -> Iterator[World]:
 
 def test_pages(world: World) -> None:
     """Metrics, health and status, each with its type; a query string changes nothing."""
-    world.meters.set(telemetry.BOOT, 7)
+    world.metrics.set(telemetry.BOOT, 7)
     status, kind, body = world.ask("/metrics")
     assert (status, kind.split(";")[0]) == (200, "text/plain")
     assert "weightbus_coordinator_boot 7.0" in body
@@ -122,7 +122,7 @@ def test_port_in_use_is_a_configuration_error(world: World) -> None:
         HttpPort(
             "127.0.0.1",
             world.port.port,
-            registry=world.meters.registry,
+            registry=world.metrics.registry,
             readiness=lambda: Readiness(True),
             status=lambda: b"",
         )
@@ -136,6 +136,6 @@ def test_stop_frees_the_port() -> None:
     with pytest.raises(OSError, match="refused"):
         world.ask("/healthz")
     never = HttpPort(
-        "127.0.0.1", 0, registry=world.meters.registry, readiness=lambda: Readiness(True), status=lambda: b""
+        "127.0.0.1", 0, registry=world.metrics.registry, readiness=lambda: Readiness(True), status=lambda: b""
     )
     never.stop()

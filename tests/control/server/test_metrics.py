@@ -13,7 +13,14 @@ from prometheus_client import generate_latest
 
 from weightbus.control.protocol.errors import InvariantBroken
 from weightbus.control.server import metrics as telemetry
-from weightbus.control.server.metrics import METRICS, MetricKind, Metrics, Side, configure_logging, markdown_table
+from weightbus.control.server.metrics import (
+    METRICS,
+    MetricKind,
+    Metrics,
+    MetricSource,
+    configure_logging,
+    markdown_table,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,8 +31,8 @@ def _logs_as_before() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-@pytest.mark.parametrize("side", Side)
-def test_every_metric_of_a_side_is_exposed(side: Side) -> None:
+@pytest.mark.parametrize("side", MetricSource)
+def test_every_metric_of_a_side_is_exposed(side: MetricSource) -> None:
     """What is declared is what a scraper sees, with its help; nothing else is."""
     text = generate_latest(Metrics(side).registry).decode()
     exposed = {name for name in re.findall(r"^# HELP (\S+)", text, re.MULTILINE) if not name.endswith("_created")}
@@ -44,12 +51,12 @@ def test_names_follow_prometheus() -> None:
 
 def test_values_arrive() -> None:
     """Gauges are set, counters raised, histograms observed."""
-    meters = Metrics(Side.COORDINATOR)
-    meters.set(telemetry.COMMITTED_VERSION, 5, channel="c")
-    meters.add(telemetry.ROUNDS, channel="c", outcome="committed")
-    meters.add(telemetry.ROUNDS, 2, channel="c", outcome="committed")
-    meters.observe(telemetry.PAUSE_SECONDS, 0.2, channel="c")
-    value = meters.registry.get_sample_value
+    metrics = Metrics(MetricSource.COORDINATOR)
+    metrics.set(telemetry.COMMITTED_VERSION, 5, channel="c")
+    metrics.add(telemetry.ROUNDS, channel="c", outcome="committed")
+    metrics.add(telemetry.ROUNDS, 2, channel="c", outcome="committed")
+    metrics.observe(telemetry.PAUSE_SECONDS, 0.2, channel="c")
+    value = metrics.registry.get_sample_value
     assert value("weightbus_committed_version", {"channel": "c"}) == 5
     assert value("weightbus_rounds_total", {"channel": "c", "outcome": "committed"}) == 3
     assert value("weightbus_pause_seconds_sum", {"channel": "c"}) == 0.2
@@ -57,12 +64,12 @@ def test_values_arrive() -> None:
 
 def test_replaced_labels_leave_no_ghosts() -> None:
     """A lease holder or engine that is gone is gone from the metrics."""
-    meters = Metrics(Side.COORDINATOR)
-    meters.replace(telemetry.LEASE_INFO, {("c", "t0"): 1, ("d", "t1"): 1})
-    meters.replace(telemetry.LEASE_INFO, {("c", "t2"): 1, ("d", "t1"): 1})
+    metrics = Metrics(MetricSource.COORDINATOR)
+    metrics.replace(telemetry.LEASE_INFO, {("c", "t0"): 1, ("d", "t1"): 1})
+    metrics.replace(telemetry.LEASE_INFO, {("c", "t2"): 1, ("d", "t1"): 1})
     samples = {
         tuple(sample.labels.values())
-        for family in meters.registry.collect()
+        for family in metrics.registry.collect()
         for sample in family.samples
         if sample.name == "weightbus_lease_info"
     }
@@ -72,9 +79,9 @@ def test_replaced_labels_leave_no_ghosts() -> None:
 def test_misuse_is_our_bug() -> None:
     """A metric of another side or kind raises instead of being dropped."""
     with pytest.raises(InvariantBroken, match="gauge of the coordinator"):
-        Metrics(Side.ENGINE).set(telemetry.COMMITTED_VERSION, 1, channel="c")
+        Metrics(MetricSource.ENGINE).set(telemetry.COMMITTED_VERSION, 1, channel="c")
     with pytest.raises(InvariantBroken, match="used as counter"):
-        Metrics(Side.COORDINATOR).add(telemetry.COMMITTED_VERSION, channel="c")
+        Metrics(MetricSource.COORDINATOR).add(telemetry.COMMITTED_VERSION, channel="c")
 
 
 def test_table_lists_every_metric() -> None:

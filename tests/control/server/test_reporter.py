@@ -6,12 +6,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from weightbus.control.machine.effects import Refusal
-from weightbus.control.protocol.enums import Code, EngineHealth, Step
+from weightbus.control.protocol.enums import EngineHealth, RefusalCode, Step
 from weightbus.control.protocol.ids import Digest, Version
 from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.control.protocol.messages import Prepare
-from weightbus.control.server.metrics import Metrics, Side
-from weightbus.control.server.reporter import REFUSALS_LOGGED, Reporter
+from weightbus.control.server.metrics import Metrics, MetricSource
+from weightbus.control.server.reporter import REFUSALS_LOGGED, ObservationReporter
 
 from ..world import CHANNEL, World
 
@@ -19,15 +19,15 @@ from ..world import CHANNEL, World
 def test_a_flood_of_refusals_is_counted_and_hardly_logged() -> None:
     """Strangers cannot fill the disk with our log; how many lines were left out is said, and nothing is uncounted."""
     now = [0.0]
-    meters = Metrics(Side.COORDINATOR)
+    metrics = Metrics(MetricSource.COORDINATOR)
     with capture_logs() as lines:
-        reporter = Reporter(meters, lambda: now[0])
+        reporter = ObservationReporter(metrics, lambda: now[0])
         for number in range(1000):
             now[0] = number / 500  # two seconds
-            reporter.observe(Refusal(agent="?", message="?", code=Code.NOT_ALLOWED, reason="x"))
+            reporter.observe(Refusal(agent="?", message="?", code=RefusalCode.NOT_ALLOWED, reason="x"))
         now[0] = 10.0
-        reporter.observe(Refusal(agent="?", message="?", code=Code.NOT_ALLOWED, reason="last"))
-    counted = meters.registry.get_sample_value("weightbus_messages_refused_total", {"code": "not_allowed"})
+        reporter.observe(Refusal(agent="?", message="?", code=RefusalCode.NOT_ALLOWED, reason="last"))
+    counted = metrics.registry.get_sample_value("weightbus_messages_refused_total", {"code": "not_allowed"})
     assert counted == 1001
     assert len([line for line in lines if line["event"] == "refusal"]) == 2 * REFUSALS_LOGGED + 1
     assert sum(line["count"] for line in lines if line["event"] == "refusals_not_logged") == 1000 - 2 * REFUSALS_LOGGED
@@ -35,24 +35,28 @@ def test_a_flood_of_refusals_is_counted_and_hardly_logged() -> None:
 
 @pytest.mark.parametrize(
     ("message", "code", "told"),
-    [("Serving", Code.STALE_EPOCH, False), ("Publish", Code.STALE_EPOCH, True), ("Serving", Code.NOT_ALLOWED, True)],
+    [
+        ("Serving", RefusalCode.STALE_EPOCH, False),
+        ("Publish", RefusalCode.STALE_EPOCH, True),
+        ("Serving", RefusalCode.NOT_ALLOWED, True),
+    ],
 )
-def test_an_engine_s_late_answer_is_counted_and_not_told(message: str, code: Code, told: bool) -> None:
+def test_an_engine_s_late_answer_is_counted_and_not_told(message: str, code: RefusalCode, told: bool) -> None:
     """To be late is nobody's fault, and the engine need do nothing. A trainer that is late has lost its lease."""
-    meters = Metrics(Side.COORDINATOR)
+    metrics = Metrics(MetricSource.COORDINATOR)
     with capture_logs() as lines:
-        Reporter(meters).observe(Refusal(agent="e0", message=message, code=code, reason="x"))
+        ObservationReporter(metrics).observe(Refusal(agent="e0", message=message, code=code, reason="x"))
     assert [line["log_level"] for line in lines] == ["info" if told else "debug"]
-    assert meters.registry.get_sample_value("weightbus_messages_refused_total", {"code": code.value}) == 1
+    assert metrics.registry.get_sample_value("weightbus_messages_refused_total", {"code": code.value}) == 1
 
 
 def test_connections_are_counted_as_the_bus_counts_them() -> None:
     """The counters follow, however often they are brought up to date."""
-    meters = Metrics(Side.COORDINATOR)
-    reporter = Reporter(meters)
+    metrics = Metrics(MetricSource.COORDINATOR)
+    reporter = ObservationReporter(metrics)
     for accepted in (0, 3, 3, 10):
         reporter.count_connections({"accepted": accepted, "refused": accepted // 2})
-    value = meters.registry.get_sample_value
+    value = metrics.registry.get_sample_value
     assert value("weightbus_connections_total", {"event": "accepted"}) == 10
     assert value("weightbus_connections_total", {"event": "refused"}) == 5
 
@@ -63,9 +67,9 @@ def held(version: int, table: str = "c" * 64) -> HeldVersion:
 
 def shown(world: World, engine: str) -> tuple[float | None, float | None]:
     """Version and lag, as the gauges have them."""
-    meters = Metrics(Side.COORDINATOR)
-    Reporter(meters).show(world.machine.status(world.now))
-    value, labels = meters.registry.get_sample_value, {"channel": CHANNEL, "engine": engine}
+    metrics = Metrics(MetricSource.COORDINATOR)
+    ObservationReporter(metrics).show(world.machine.status(world.now))
+    value, labels = metrics.registry.get_sample_value, {"channel": CHANNEL, "engine": engine}
     return value("weightbus_engine_version", labels), value("weightbus_engine_version_lag", labels)
 
 

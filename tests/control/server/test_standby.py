@@ -17,12 +17,12 @@ from weightbus.control.bus.rejections import REJECTED_KEY
 from weightbus.control.cli.entry_point import main
 from weightbus.control.journal.election import Election, LeaderRecord
 from weightbus.control.journal.etcd_client import EtcdUnavailable
-from weightbus.control.protocol.enums import Code, Role
+from weightbus.control.protocol.enums import RefusalCode, Role
 from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
 from weightbus.control.protocol.messages import Bye, Heartbeat, Hello, Refused, ToCoordinator
 from weightbus.control.server import standby as module
 from weightbus.control.server.settings import CoordinatorSettings
-from weightbus.control.server.standby import Standby
+from weightbus.control.server.standby import StandbyServer
 
 DEADLINE_S = 30.0
 HELLO = Hello(
@@ -42,11 +42,11 @@ class Follower:
 
 
 @pytest.fixture
-def standby(tmp_path: Path) -> Iterator[Standby]:
+def standby(tmp_path: Path) -> Iterator[StandbyServer]:
     settings = CoordinatorSettings(
         insecure_loopback=True, router_port=0, http_port=0, journal=tmp_path / "journal.sqlite"
     )
-    standby = Standby(settings, None)
+    standby = StandbyServer(settings, None)
     thread = threading.Thread(target=lambda: standby.run(cast("Election", Follower())))
     thread.start()
     yield standby
@@ -55,7 +55,7 @@ def standby(tmp_path: Path) -> Iterator[Standby]:
     assert not thread.is_alive()
 
 
-def scraped(standby: Standby) -> dict[str, float]:
+def scraped(standby: StandbyServer) -> dict[str, float]:
     page = urllib.request.urlopen(f"http://127.0.0.1:{standby.ports.http}/metrics", timeout=DEADLINE_S).read().decode()
     lines = [line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#")]
     return {name.removeprefix("weightbus_"): float(value) for name, value in lines}
@@ -84,16 +84,16 @@ def answered(link: DealerLink, message: ToCoordinator | bytes) -> Refused:
     raise AssertionError("nothing was answered")
 
 
-def test_every_refusal_is_answered_and_counted(standby: Standby) -> None:
+def test_every_refusal_is_answered_and_counted(standby: StandbyServer) -> None:
     """Whoever says something is sent to the leader; what is no message is refused as one that leads would."""
     link = DealerLink(f"tcp://127.0.0.1:{standby.ports.router}")
     link.open()
     try:
         refused = answered(link, HELLO)
-        assert (refused.code, refused.leader) == (Code.NOT_LEADER, "tcp://127.0.0.1:1")
-        assert answered(link, Heartbeat(seq=1)).code is Code.NOT_LEADER
+        assert (refused.code, refused.leader) == (RefusalCode.NOT_LEADER, "tcp://127.0.0.1:1")
+        assert answered(link, Heartbeat(seq=1)).code is RefusalCode.NOT_LEADER
         refused = answered(link, b"no message")
-        assert (refused.request, refused.code) == (REJECTED_KEY, Code.NOT_ALLOWED)
+        assert (refused.request, refused.code) == (REJECTED_KEY, RefusalCode.NOT_ALLOWED)
         say(link, Bye())
         assert answered(link, HELLO).request == HELLO.request, "a farewell needs no answer"
     finally:
@@ -109,7 +109,7 @@ def test_every_refusal_is_answered_and_counted(standby: Standby) -> None:
 
 @pytest.mark.parametrize("command", ["status", "plan"])
 def test_people_who_ask_a_standby_are_told_who_leads(
-    standby: Standby, capsys: pytest.CaptureFixture[str], command: str
+    standby: StandbyServer, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     """It knows nothing of the channels, and says whom to ask."""
     url = f"http://127.0.0.1:{standby.ports.http}"
@@ -125,7 +125,7 @@ def test_people_who_ask_a_standby_are_told_who_leads(
 class Unreachable:
     """An election at a store that cannot be asked, for one reason after the other; then it is stopped."""
 
-    def __init__(self, standby: Standby, problems: Sequence[str]) -> None:
+    def __init__(self, standby: StandbyServer, problems: Sequence[str]) -> None:
         self._standby, self._problems = standby, list(problems)
 
     def stand(self) -> LeaderRecord:
@@ -140,7 +140,7 @@ class Unreachable:
 def test_a_store_that_cannot_be_asked_is_told_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the start on, where nobody has been asked before, and again when it went away again."""
     monkeypatch.setattr(module, "ASK_S", 0.0)
-    standby = Standby(CoordinatorSettings(insecure_loopback=True, router_port=0, http_port=0), None)
+    standby = StandbyServer(CoordinatorSettings(insecure_loopback=True, router_port=0, http_port=0), None)
     problems = ["refused", "refused", "timed out", "timed out", "", "timed out", "timed out"]
     with structlog.testing.capture_logs() as lines:
         assert standby.run(cast("Election", Unreachable(standby, problems))) is None
@@ -149,6 +149,6 @@ def test_a_store_that_cannot_be_asked_is_told_once_for_each_reason(monkeypatch: 
     assert found == [(gone, "refused"), (gone, "timed out"), ("stands_by", None), (gone, "timed out")]
 
 
-def test_no_alarm_goes_off_at_a_standby(standby: Standby) -> None:
+def test_no_alarm_goes_off_at_a_standby(standby: StandbyServer) -> None:
     """It writes nothing, so no journal of its is unwritable; that is what the alarm for a full disk looks at."""
     assert scraped(standby)["journal_writable"] == 1

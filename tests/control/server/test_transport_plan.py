@@ -48,7 +48,7 @@ def world() -> World:
 def plan(world: World) -> plan_document.ChannelPlan:
     """As people get it."""
     view = world.plan
-    return plan_document.parse(plan_document.encode(view)).channels[CHANNEL]
+    return plan_document.parse_plan(plan_document.encode_plan(view)).channels[CHANNEL]
 
 
 def test_one_round_takes_several_transports(world: World) -> None:
@@ -163,7 +163,7 @@ def test_the_plan_names_transports_reasons_and_bytes(world: World) -> None:
     assert (near.transport, near.bytes_per_gpu, near.devices, near.faster) == (DIRECT, 1234, ("cpu",), ())
     assert (far.transport, far.bytes_per_gpu, far.last) == (SENDS, None, SENDS)
     assert stock.bytes_per_gpu == found.trainer.bytes
-    assert stock.faster[0] == plan_document.Faster(DIRECT, "no loader", "launch it with ours")
+    assert stock.faster[0] == plan_document.FasterTransport(DIRECT, "no loader", "launch it with ours")
 
     tell(
         engine_of(world, "near"),
@@ -179,7 +179,7 @@ def test_the_plan_names_transports_reasons_and_bytes(world: World) -> None:
     assert not gone.trainer.here, "whose version it is stays known"
     shown = Console(width=200, no_color=True)
     with shown.capture() as text:
-        shown.print(plan_view.render(plan_document.PlanView({"c": gone}), explain=True))
+        shown.print(plan_view.render_plan(plan_document.PlanView({"c": gone}), explain=True))
     assert "not connected now" in text.get()
 
 
@@ -190,9 +190,9 @@ def test_people_see_what_a_faster_one_needs(world: World) -> None:
     view = world.plan
     console = Console(width=200, no_color=True)
     with console.capture() as short:
-        console.print(plan_view.render(view, explain=False))
+        console.print(plan_view.render_plan(view, explain=False))
     with console.capture() as long:
-        console.print(plan_view.render(view, explain=True))
+        console.print(plan_view.render_plan(view, explain=True))
     assert "not direct: no loader. For that: launch it with ours" not in short.get()
     assert "not direct: no loader. For that: launch it with ours" in long.get()
     assert "nothing is preferred to it" in long.get()
@@ -224,7 +224,7 @@ def test_a_fleet_may_be_imagined(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file = tmp_path / "fleet.json"
     file.write_text(json.dumps(FLEET))
     assert main(["plan", "--file", str(file), "--json"]) == 0
-    found = plan_document.parse(capsys.readouterr().out.encode()).channels["imagined"].engines["e0"]
+    found = plan_document.parse_plan(capsys.readouterr().out.encode()).channels["imagined"].engines["e0"]
     assert (found.transport, found.host) == (SENDS, "b")
     assert main(["plan", "--file", str(file), "--explain"]) == 0
     assert "not direct: the engine agent does not offer it" in " ".join(capsys.readouterr().out.split())
@@ -277,9 +277,9 @@ PLACE = {"rank": 0, "host": "a", "device": "gpu-0"}
 )
 def test_a_fleet_that_cannot_be_is_not_planned(path: str, value: object, said: str) -> None:
     """Whose it is, what was found and what is expected."""
-    imagined_fleet.imagine(json.dumps(changed("bytes", 5)).encode())
+    imagined_fleet.plan_described_fleet(json.dumps(changed("bytes", 5)).encode())
     with pytest.raises(Malformed) as refusal:
-        imagined_fleet.imagine(json.dumps(changed(path, value)).encode())
+        imagined_fleet.plan_described_fleet(json.dumps(changed(path, value)).encode())
     assert said in str(refusal.value)
 
 
@@ -288,14 +288,14 @@ def test_an_engine_of_a_file_has_a_name() -> None:
     fleet = changed("bytes", 5)
     fleet["engines"][""] = fleet["engines"].pop("e0")
     with pytest.raises(Malformed, match="engine '': its name is none that an agent may have"):
-        imagined_fleet.imagine(json.dumps(fleet).encode())
+        imagined_fleet.plan_described_fleet(json.dumps(fleet).encode())
 
 
 @pytest.mark.parametrize("document", [b"[" * 200_000, b'{"engines":' + b'{"e":' * 200_000])
 def test_a_file_without_an_end_is_refused(document: bytes) -> None:
     """In words."""
     with pytest.raises(Malformed, match="does not describe a trainer and its engines"):
-        imagined_fleet.imagine(document)
+        imagined_fleet.plan_described_fleet(document)
 
 
 def test_a_plan_of_a_file_asks_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,5 +313,5 @@ def test_a_plan_of_a_file_asks_nobody(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_another_document_is_refused() -> None:
     """By name, not with a traceback."""
     with pytest.raises(Malformed, match="not the plan"):
-        plan_document.parse(b'{"boot": 1}')
-    assert msgspec.json.decode(plan_document.encode(plan_document.PlanView({}))) == {"channels": {}}
+        plan_document.parse_plan(b'{"boot": 1}')
+    assert msgspec.json.decode(plan_document.encode_plan(plan_document.PlanView({}))) == {"channels": {}}

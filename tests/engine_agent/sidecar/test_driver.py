@@ -26,12 +26,12 @@ import torch
 from structlog.testing import capture_logs
 
 from weightbus.control import protocol as m
-from weightbus.control.cli.deployment_keys import KeyOwner, provision
+from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.protocol.enums import EngineHealth, Role
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Version
 from weightbus.control.protocol.message_fields import HeldVersion
-from weightbus.control.security.allow_list import TRUST_FILE, edited
+from weightbus.control.security.allow_list import ALLOW_LIST_FILE, edit_allow_list
 from weightbus.dataplane.transports.interface import JOIN_S
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.errors import ServerInUse
@@ -155,12 +155,12 @@ def coordinator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int,
     """A real one, with ports that were free; its port, and the folder of everybody's keys."""
     folder, port, http = tmp_path_factory.mktemp("coordinator"), free_port(), free_port()
     everywhere = (Channel("*"),)
-    provision(
+    make_deployment_keys(
         folder / "keys",
         [
-            KeyOwner(AgentId("e0"), Role.ENGINE, everywhere),
-            KeyOwner(AgentId("e1"), Role.ENGINE, everywhere),
-            KeyOwner(AgentId("trainer"), Role.TRAINER, everywhere),
+            AgentKeys(AgentId("e0"), Role.ENGINE, everywhere),
+            AgentKeys(AgentId("e1"), Role.ENGINE, everywhere),
+            AgentKeys(AgentId("trainer"), Role.TRAINER, everywhere),
         ],
     )
     argv = [sys.executable, "-m", "weightbus.control.cli.entry_point", "coordinator", f"--router-port={port}"]
@@ -351,7 +351,7 @@ def test_an_engine_takes_only_what_a_trainer_it_trusts_has_signed(deployment: De
     deployment.stop()
     deployment.engine_keys = deployment.folder / "engine-keys"
     shutil.copytree(deployment.keys, deployment.engine_keys)
-    with edited(deployment.engine_keys / TRUST_FILE) as agents:
+    with edit_allow_list(deployment.engine_keys / ALLOW_LIST_FILE) as agents:
         trainer = agents.pop("trainer")
     deployment.start()
     until("the engine", lambda: deployment.view.health is EngineHealth.CLEAN)
@@ -361,11 +361,11 @@ def test_an_engine_takes_only_what_a_trainer_it_trusts_has_signed(deployment: De
     assert not [call for call in deployment.fake.calls[calls:] if "pause" in call or "weights_from" in call]
     assert deployment.view.held.version == 1
     assert deployment.agent is not None
-    counted = deployment.agent.meters.registry.get_sample_value(
+    counted = deployment.agent.metrics.registry.get_sample_value(
         "weightbus_sidecar_publications_refused_total", {"cause": "unknown_signer"}
     )
     assert counted == 1
-    with edited(deployment.engine_keys / TRUST_FILE) as agents:
+    with edit_allow_list(deployment.engine_keys / ALLOW_LIST_FILE) as agents:
         agents["trainer"] = trainer
     deployment.publish(2)
     until("the engine", lambda: deployment.view.held is not None and deployment.view.held.version == 2)

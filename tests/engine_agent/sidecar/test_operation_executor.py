@@ -11,16 +11,16 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.control.cli.deployment_keys import KeyOwner, provision
+from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.protocol.enums import Role, TransportKind
-from weightbus.control.protocol.errors import NotWanted
+from weightbus.control.protocol.errors import BlobCancelled
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.protocol.message_fields import Endpoint, Policy, PublicationSignature
 from weightbus.control.protocol.messages import Prepare, Publish, Transfer
-from weightbus.control.security.allow_list import TRUST_FILE, TrustList
-from weightbus.control.security.curve_keys import read_secret
-from weightbus.control.security.signed_publications import seal_offer, seal_publication, seal_table
-from weightbus.control.server.metrics import Metrics, Side
+from weightbus.control.security.allow_list import ALLOW_LIST_FILE, AllowList
+from weightbus.control.security.curve_keys import read_secret_key
+from weightbus.control.security.signed_publications import sign_digest_table, sign_endpoint, sign_publication
+from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed, WorkerDied
 from weightbus.dataplane.tensors.manifest import DigestTable
 from weightbus.dataplane.transports.interface import Receipt, Tabled, TransferSession
@@ -69,7 +69,7 @@ def worker(**server_info: Any) -> OperationExecutor:
     """The worker of a server that says so of itself."""
     told = {"version": "0.5.23", "tp_size": 2, "device": "cpu"} | server_info
     server = SimpleNamespace(facts=facts_of(told, {}, "http://nowhere:1"), dialect=dialect_of(str(told["version"])))
-    return OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(Side.ENGINE))
+    return OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(MetricSource.ENGINE))
 
 
 @pytest.mark.parametrize(
@@ -97,18 +97,20 @@ def test_live_digests_are_promised_where_they_can_be_predicted(server_info: dict
 
 def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     """Neither manifest nor server is looked at; the cause is counted, and the reason says what to do."""
-    provision(tmp_path, [KeyOwner(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
-    meters = Metrics(Side.ENGINE)
+    make_deployment_keys(tmp_path, [AgentKeys(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
+    metrics = Metrics(MetricSource.ENGINE)
     server = cast("Any", SimpleNamespace(expect=lambda _identity: None, untouched=lambda: None, touched=False))
-    made = OperationExecutor("e0", server, cast("Any", None), None, meters, trust=TrustList(tmp_path / TRUST_FILE))
+    made = OperationExecutor(
+        "e0", server, cast("Any", None), None, metrics, trust=AllowList(tmp_path / ALLOW_LIST_FILE)
+    )
     prepare = PREPARE
     result = made.perform(Validate(prepare, ""))
     assert isinstance(result, OperationFailed)
     assert "version 5 is not believed (unsigned)" in result.reason
-    counted = meters.registry.get_sample_value("weightbus_sidecar_publications_refused_total", {"cause": "unsigned"})
+    counted = metrics.registry.get_sample_value("weightbus_sidecar_publications_refused_total", {"cause": "unsigned"})
     assert counted == 1
-    seal = PublicationSignature(signer=AgentId("t0"), previous=None, signature="0" * 128)
-    result = made.perform(Validate(msgspec.structs.replace(prepare, seal=seal), ""))
+    signed = PublicationSignature(signer=AgentId("t0"), previous=None, signature="0" * 128)
+    result = made.perform(Validate(msgspec.structs.replace(prepare, publication_signature=signed), ""))
     assert isinstance(result, OperationFailed)
     assert "(forged)" in result.reason
     offer = Endpoint(transport=TransportKind.LOCAL, address="/run/x")
@@ -125,8 +127,8 @@ def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path
     result = made.perform(Receive(transfer, ""))
     assert result == OperationFailed(result.reason, touched=False)
     assert "(unknown_signer)" in result.reason
-    (tmp_path / TRUST_FILE).unlink()
-    result = made.perform(Validate(msgspec.structs.replace(prepare, seal=seal), ""))
+    (tmp_path / ALLOW_LIST_FILE).unlink()
+    result = made.perform(Validate(msgspec.structs.replace(prepare, publication_signature=signed), ""))
     assert isinstance(result, OperationFailed)
     assert "(unknown_signer)" in result.reason
 
@@ -138,7 +140,7 @@ def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
     def receiver(kind: str) -> Any:
         made.append(kind)
 
-    gone = OperationExecutor("e0", SGLangServer("http://127.0.0.1:9"), receiver, None, Metrics(Side.ENGINE))
+    gone = OperationExecutor("e0", SGLangServer("http://127.0.0.1:9"), receiver, None, Metrics(MetricSource.ENGINE))
     result = gone.perform(Receive(TRANSFER, ""))
     assert isinstance(result, OperationFailed)
     assert "/model_info" in result.reason
@@ -155,7 +157,7 @@ def test_a_server_is_looked_at_ahead_of_its_pause_and_of_nothing_else() -> None:
         raise ServerError("/model_info", "gone")
 
     server = cast("Any", SimpleNamespace(look_ahead=look))
-    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(Side.ENGINE))
+    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(MetricSource.ENGINE))
 
     made.look_ahead(Validate(PREPARE, ""), OperationFailed("it does not fit"))
     made.look_ahead(PauseServer("in_place", 5.0), OperationDone())
@@ -168,7 +170,7 @@ def test_what_fits_is_remembered_of_one_launch(monkeypatch: pytest.MonkeyPatch) 
     """A server that lends its memory is another one with every version, for months: nothing is kept of those before."""
     facts = SimpleNamespace(identity="")
     server = cast("Any", SimpleNamespace(facts=facts, dialect="d"))
-    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(Side.ENGINE))
+    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(MetricSource.ENGINE))
     checks: list[str] = []
     monkeypatch.setattr(worker_module.checkpoint, "expected", lambda _folder: None)
     monkeypatch.setattr(worker_module.validate, "check", lambda _layout, of, *_: checks.append(of.identity))
@@ -191,7 +193,7 @@ def test_the_cache_is_flushed_where_it_is_asked_for_and_before_anything_is_gener
 
     names = ("expect", "set_label", "take_rest_back", "flush", "resume")
     server = cast("Any", SimpleNamespace(**{name: noting(name) for name in names}))
-    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(Side.ENGINE))
+    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(MetricSource.ENGINE))
 
     made.perform(ReleaseServer(7, flush=flush, deadline_s=5.0))
 
@@ -228,7 +230,9 @@ def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
         take_weights_back=lambda _deadline_s: None,
         end_update=end_update,
     )
-    agent = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: Full()), None, Metrics(Side.ENGINE))
+    agent = OperationExecutor(
+        "e0", cast("Any", server), cast("Any", lambda _kind: Full()), None, Metrics(MetricSource.ENGINE)
+    )
     monkeypatch.setattr(agent, "_fit", lambda *_: (None, None))
     local = Endpoint(transport=TransportKind.LOCAL, address="/run/x")
     result = agent.perform(Receive(msgspec.structs.replace(TRANSFER, offer=local), ""))
@@ -283,7 +287,7 @@ class Returns:
         return self.worker.perform(operation, launch), list(self.calls)
 
 
-METERS = Metrics(Side.ENGINE)
+METERS = Metrics(MetricSource.ENGINE)
 RELEASE = ReleaseServer(7, flush=False, deadline_s=5.0, labeled=True)
 
 
@@ -333,7 +337,7 @@ def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:
             fetching.set()
             assert go_on.wait(60.0)
             if unwanted():
-                raise NotWanted(digest, 0)
+                raise BlobCancelled(digest, 0)
             return b""
 
     def receiver(kind: str) -> Any:
@@ -345,7 +349,7 @@ def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:
             expect=lambda _identity: None, untouched=lambda: None, touched=False, label=lambda _deadline_s: "default"
         ),
     )
-    busy = OperationExecutor("e0", server, receiver, None, Metrics(Side.ENGINE))
+    busy = OperationExecutor("e0", server, receiver, None, Metrics(MetricSource.ENGINE))
     busy.blobs = SlowBlobs()
     with ThreadPoolExecutor(1) as thread:
         ended = thread.submit(busy.perform, Receive(TRANSFER, ""), "", 7)
@@ -371,7 +375,7 @@ def test_an_operation_that_was_called_off_before_it_began_asks_nothing() -> None
             label=lambda _deadline_s: asked.append("label"),
         ),
     )
-    late = OperationExecutor("e0", server, cast("Any", None), None, Metrics(Side.ENGINE))
+    late = OperationExecutor("e0", server, cast("Any", None), None, Metrics(MetricSource.ENGINE))
     late.cancel(3)
     result = late.perform(Receive(TRANSFER, ""), "", 3)
     assert isinstance(result, OperationFailed)
@@ -501,8 +505,8 @@ class Following:
 
 def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *, signed: str, version: int = 5) -> tuple[object, Following]:
     """What comes of a version whose table followed, `signed` by its trainer, by nobody, or not needing to be."""
-    provision(folder, [KeyOwner(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
-    secret = read_secret(folder / "agents" / "t0.key")
+    make_deployment_keys(folder, [AgentKeys(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
+    secret = read_secret_key(folder / "agents" / "t0.key")
     table = DigestTable(manifest=PREPARE.manifest, version=version, algorithm="mix64x2", tensors=b"")
     publish = Publish(
         request=RequestId("k"),
@@ -513,18 +517,18 @@ def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *, signed: str, version
         bytes=1,
         buckets=1,
     )
-    publish = seal_publication(publish, AgentId("t0"), secret, None)
-    signature = seal_table(publish, Digest(table.digest()), secret)
+    publish = sign_publication(publish, AgentId("t0"), secret, None)
+    signature = sign_digest_table(publish, Digest(table.digest()), secret)
     seal = {"by its trainer": signature.encode(), "by nobody": b"0" * 128, "as no text": b"\xff\xfe"}.get(signed, b"")
     receiver = Following(None if signed == "never" else Tabled(table, seal))
     quiet = {name: lambda *_: None for name in ("expect", "untouched", "take_weights_back", "end_update", "answers")}
     server = SimpleNamespace(touched=False, updating=False, **quiet)
-    trust = None if signed == "without keys" else TrustList(folder / TRUST_FILE)
+    trust = None if signed == "without keys" else AllowList(folder / ALLOW_LIST_FILE)
     made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS, trust=trust)
     monkeypatch.setattr(made, "_fit", lambda *_: (None, None))
-    prepare = msgspec.structs.replace(PREPARE, table=Digest(""), seal=publish.seal)
+    prepare = msgspec.structs.replace(PREPARE, table=Digest(""), publication_signature=publish.publication_signature)
     assert isinstance(made.perform(Validate(prepare, "")), OperationDone)
-    offer = seal_offer(
+    offer = sign_endpoint(
         Endpoint(transport=TransportKind.DIRECT, address="/run/x"), publish.channel, publish.epoch, secret
     )
     transfer = msgspec.structs.replace(

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from weightbus.control.bus.client import BusClient
-from weightbus.control.protocol.enums import Code
+from weightbus.control.protocol.enums import RefusalCode
 from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
 from weightbus.control.protocol.ids import Channel, Epoch, RequestId
 from weightbus.control.protocol.messages import Ack, Paused, ToAgent
@@ -86,7 +86,7 @@ def test_the_same_words_are_said_once_at_a_time(speaker: ReplySender, line: Line
 def test_what_was_not_heard_is_said_again(speaker: ReplySender, line: Line) -> None:
     """Until it is; what was refused is not, and what was heard is not either."""
     unheard = CoordinatorUnreachable("tcp://nowhere", 1.0, "Paused", "nothing was heard")
-    line.errors = [unheard, RequestRefused(Code.STALE_EPOCH, "too late", 0.0)]
+    line.errors = [unheard, RequestRefused(RefusalCode.STALE_EPOCH, "too late", 0.0)]
     line.answer.set()
     for key in ("a", "b", "c"):
         speaker.say(said(key))

@@ -27,7 +27,7 @@ import httpx
 import pytest
 import torch
 
-from weightbus.control.cli.deployment_keys import KeyOwner, provision
+from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.protocol.enums import Outcome, Role
 from weightbus.control.protocol.ids import AgentId, Channel
 from weightbus.control.server.coordinator_process import CoordinatorProcess
@@ -124,9 +124,9 @@ class Deployment:
     def __init__(self, folder: Path, ends: Ends, *, hands_on: bool = True) -> None:
         self.folder, self._ends, self._hands_on = folder, ends, hands_on
         self.keys = folder / "keys"
-        engines = [KeyOwner(AgentId(name), Role.ENGINE, (CHANNEL,)) for name in NAMES]
-        trainers = [KeyOwner(AgentId(name), Role.TRAINER, (CHANNEL,)) for name in ("trainer", "other")]
-        provision(self.keys, [*engines, *trainers])
+        engines = [AgentKeys(AgentId(name), Role.ENGINE, (CHANNEL,)) for name in NAMES]
+        trainers = [AgentKeys(AgentId(name), Role.TRAINER, (CHANNEL,)) for name in ("trainer", "other")]
+        make_deployment_keys(self.keys, [*engines, *trainers])
         self.run = tempfile.TemporaryDirectory(prefix="wb-")  # a socket's path must be short
         self._service = CoordinatorProcess(
             CoordinatorSettings(

@@ -12,7 +12,7 @@ import pytest
 from tests.kit.waiting import until
 from weightbus.control.machine.routing import PREFERRED
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import Reach, TransportKind
+from weightbus.control.protocol.enums import PeerAccess, TransportKind
 from weightbus.control.protocol.ids import RequestId
 from weightbus.control.protocol.message_fields import ProcessLocation
 from weightbus.dataplane.memory.gpu_topology import GpuSurveyFailed, VisibleGpu, gpus_visible_to
@@ -56,8 +56,8 @@ def test_workers_lie_on_the_gpus_that_sglang_numbers(driver: list[dict[str, str]
         found = places_of(msgspec.structs.replace(given, process=(server.pid, 1)))
         server.kill()
     assert [(each.rank, each.device, each.reach) for each in found] == [
-        (0, "gpu-a", {"gpu-b": Reach.NVLINK, "gpu-c": Reach.NONE}),
-        (1, "gpu-c", {"gpu-a": Reach.NONE, "gpu-b": Reach.NONE}),
+        (0, "gpu-a", {"gpu-b": PeerAccess.NVLINK, "gpu-c": PeerAccess.NONE}),
+        (1, "gpu-c", {"gpu-a": PeerAccess.NONE, "gpu-b": PeerAccess.NONE}),
     ]
     assert driver[0]["OF"] == "the server", "asked in the environment of that process"
 
@@ -174,7 +174,7 @@ def test_a_survey_sees_what_the_environment_lets_it_or_says_why_not() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_workers_open_what_lies_where_the_first_of_them_is(device: str) -> None:
     """A server of this host that shares our folders, and our IPC namespace."""
-    places = placed("cpu", "cpu") if device == "cpu" else placed("gpu-a", "gpu-b", reach={"gpu-a": Reach.P2P})
+    places = placed("cpu", "cpu") if device == "cpu" else placed("gpu-a", "gpu-b", reach={"gpu-a": PeerAccess.P2P})
     found = facts(device=device, process=(os.getpid(), 1))
     assert opened_by(found, places) == places[0].device
     assert opened_by(found, ()) == "", "where they are is not known"
@@ -183,9 +183,9 @@ def test_workers_open_what_lies_where_the_first_of_them_is(device: str) -> None:
     assert opened_by(msgspec.structs.replace(found, pp=2), places) == ""
 
 
-def placed(*devices: str, reach: dict[str, Reach] | None = None) -> tuple[ProcessLocation, ...]:
+def placed(*devices: str, reach: dict[str, PeerAccess] | None = None) -> tuple[ProcessLocation, ...]:
     """Workers; `reach` is the last one's, all others reach the first one's GPU over NVLink."""
-    ways: list[dict[str, Reach] | None] = [{devices[0]: Reach.NVLINK}] * (len(devices) - 1) + [reach]
+    ways: list[dict[str, PeerAccess] | None] = [{devices[0]: PeerAccess.NVLINK}] * (len(devices) - 1) + [reach]
     workers = enumerate(zip(devices, ways, strict=True))
     return tuple(
         ProcessLocation(rank=rank, host=host_identity(), device=each, reach=way) for rank, (each, way) in workers
@@ -196,16 +196,16 @@ def placed(*devices: str, reach: dict[str, Reach] | None = None) -> tuple[Proces
     ("devices", "reach", "opens"),
     [
         (("gpu-a",), {}, "gpu-a"),
-        (("gpu-a", "gpu-b"), {"gpu-a": Reach.NVLINK}, "gpu-a"),
-        (("gpu-a", "gpu-b"), {"gpu-a": Reach.NONE}, ""),
-        (("gpu-a", "gpu-b", "gpu-c"), {"gpu-a": Reach.NONE, "gpu-b": Reach.NVLINK}, ""),
+        (("gpu-a", "gpu-b"), {"gpu-a": PeerAccess.NVLINK}, "gpu-a"),
+        (("gpu-a", "gpu-b"), {"gpu-a": PeerAccess.NONE}, ""),
+        (("gpu-a", "gpu-b", "gpu-c"), {"gpu-a": PeerAccess.NONE, "gpu-b": PeerAccess.NVLINK}, ""),
         (("gpu-a", "gpu-b"), {}, ""),
         (("gpu-a", "gpu-b"), None, ""),
     ],
     ids=["one", "linked", "not peers", "not the last", "sees its own alone", "unknown"],
 )
 def test_a_worker_that_does_not_reach_the_first_one_s_gpu_is_given_nothing_there(
-    devices: tuple[str, ...], reach: dict[str, Reach] | None, opens: str
+    devices: tuple[str, ...], reach: dict[str, PeerAccess] | None, opens: str
 ) -> None:
     """It would raise in SGLang's scheduler, which ends the server."""
     found = facts(device="cuda", process=(os.getpid(), 1), tp=len(devices))

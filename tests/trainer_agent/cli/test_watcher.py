@@ -100,7 +100,7 @@ class Scene:
 
     def count(self, outcome: str) -> float:
         labels = {"outcome": outcome}
-        return self.watcher.meters.registry.get_sample_value("weightbus_watch_checkpoints_total", labels) or 0.0
+        return self.watcher.metrics.registry.get_sample_value("weightbus_watch_checkpoints_total", labels) or 0.0
 
     def close(self) -> None:
         for watcher in self.watchers:
@@ -262,7 +262,7 @@ def test_a_marker_that_says_nothing_pauses_the_watch_which_is_counted_and_said_o
 
     def paused() -> float:
         labels = {"cause": "marker"}
-        return scene.watcher.meters.registry.get_sample_value("weightbus_watch_looks_failed_total", labels) or 0.0
+        return scene.watcher.metrics.registry.get_sample_value("weightbus_watch_looks_failed_total", labels) or 0.0
 
     scene.until(lambda: paused() >= 3)
     assert said == ["watch_paused"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import Reach, TransportKind
+from weightbus.control.protocol.enums import PeerAccess, TransportKind
 from weightbus.control.protocol.ids import RequestId
 from weightbus.control.protocol.message_fields import ProcessLocation
 from weightbus.dataplane.memory.device_identity import NCCL_HOSTID
@@ -47,7 +47,7 @@ def test_a_rank_tells_which_gpus_it_reaches() -> None:
         rank=3,
         host=host_identity(),
         device="gpu-a",
-        reach={"gpu-b": Reach.NVLINK, "gpu-c": Reach.P2P, "gpu-d": Reach.NONE},
+        reach={"gpu-b": PeerAccess.NVLINK, "gpu-c": PeerAccess.P2P, "gpu-d": PeerAccess.NONE},
     )
 
 

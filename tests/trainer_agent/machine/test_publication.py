@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from weightbus.control.protocol.enums import Code, Outcome, TransportKind
+from weightbus.control.protocol.enums import Outcome, RefusalCode, TransportKind
 from weightbus.control.protocol.errors import IllegalMove
 from weightbus.control.protocol.ids import AgentId, Digest, Version
 from weightbus.control.protocol.message_fields import HeldVersion, ReceivingEngine
@@ -130,11 +130,11 @@ def test_what_is_said_of_another_round_changes_nothing(state: PublicationState, 
 def test_a_busy_lease_is_asked_for_again_until_the_deadline() -> None:
     """The coordinator's own pause is kept; at the deadline the publication ends, holding nothing."""
     machine = brought_to(PublicationState.ACQUIRING)
-    assert machine.handle(ev.RequestRefusal(Code.LEASE_HELD, "other", 2.0), 1.0) == ()
+    assert machine.handle(ev.RequestRefusal(RefusalCode.LEASE_HELD, "other", 2.0), 1.0) == ()
     assert machine.deadline == 3.0
     assert machine.handle(ev.Tick(), 2.9) == ()
     assert machine.handle(ev.Tick(), 3.0) == (ev.AskLease(),)
-    machine.handle(ev.RequestRefusal(Code.LEASE_HELD, "other", 2.0), 9.0)
+    machine.handle(ev.RequestRefusal(RefusalCode.LEASE_HELD, "other", 2.0), 9.0)
     assert machine.deadline == 10.0
     assert machine.handle(ev.Tick(), 10.0) == ()
     assert machine.verdict is not None
@@ -144,7 +144,7 @@ def test_a_busy_lease_is_asked_for_again_until_the_deadline() -> None:
 def test_a_coordinator_that_never_answers_is_not_taken_for_a_busy_one() -> None:
     """The same deadline, and the reason that fits."""
     machine = brought_to(PublicationState.ACQUIRING)
-    machine.handle(ev.RequestRefusal(Code.LEASE_HELD, "other", 2.0), 1.0)
+    machine.handle(ev.RequestRefusal(RefusalCode.LEASE_HELD, "other", 2.0), 1.0)
     machine.handle(ev.Tick(), 3.0)
     machine.handle(ev.Unreachable("no answer from there"), 9.0)
     machine.handle(ev.Tick(), 10.0)
@@ -154,8 +154,10 @@ def test_a_coordinator_that_never_answers_is_not_taken_for_a_busy_one() -> None:
 def test_a_version_that_is_not_newer_is_refused_at_once() -> None:
     """What would be refused again is not asked again."""
     machine = brought_to(PublicationState.ACQUIRING)
-    assert machine.handle(ev.RequestRefusal(Code.VERSION_NOT_NEWER, "7 is committed"), 1.0) == ()
-    assert machine.verdict == publication.RoundResult(EndReason.REFUSED, "7 is committed", Code.VERSION_NOT_NEWER)
+    assert machine.handle(ev.RequestRefusal(RefusalCode.VERSION_NOT_NEWER, "7 is committed"), 1.0) == ()
+    assert machine.verdict == publication.RoundResult(
+        EndReason.REFUSED, "7 is committed", RefusalCode.VERSION_NOT_NEWER
+    )
 
 
 def test_a_source_that_fails_gives_the_lease_back_unused() -> None:
@@ -198,7 +200,7 @@ def test_a_restarted_coordinator_is_asked_again_and_the_round_begun_again(state:
     machine = brought_to(state)
     stop: ev.Effects = (ev.StopDelivery(),) if state is PublicationState.SENDING else ()
     assert machine.handle(ev.Reconnected(None, restarted=True), 1.0) == (*stop, ev.Announce(3))
-    assert machine.handle(ev.RequestRefusal(Code.STALE_EPOCH, "epoch 4 is highest"), 1.1) == (ev.AskLease(),)
+    assert machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "epoch 4 is highest"), 1.1) == (ev.AskLease(),)
     assert machine.handle(ev.GotLease(5), 1.2) == (ev.AssembleBuckets(),)
     assert machine.handle(ev.Digested(TABLE), 1.3) == (ev.Announce(5),)
     machine.handle(ev.Accepted(), 1.4)
@@ -210,12 +212,12 @@ def test_rounds_are_not_begun_for_ever() -> None:
     machine = brought_to(PublicationState.WAITING)
     for _ in range(LIMITS.attempts - 1):
         machine.handle(ev.Reconnected(None, restarted=True), 1.0)
-        machine.handle(ev.RequestRefusal(Code.STALE_EPOCH, "gone"), 1.1)
+        machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "gone"), 1.1)
         machine.handle(ev.GotLease(machine.lease + 1), 1.2)
         machine.handle(ev.Digested(TABLE), 1.3)
         machine.handle(ev.Accepted(), 1.4)
     machine.handle(ev.Reconnected(None, restarted=True), 2.0)
-    assert machine.handle(ev.RequestRefusal(Code.STALE_EPOCH, "gone"), 2.1) == ()
+    assert machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "gone"), 2.1) == ()
     assert machine.verdict == publication.RoundResult(EndReason.ABORTED, "after 2 attempts: gone")
 
 
@@ -241,8 +243,8 @@ def test_other_bits_under_our_version_are_not_ours() -> None:
     """Another trainer's version 7 does not count as this one."""
     machine = brought_to(PublicationState.WAITING)
     assert machine.handle(ev.Reconnected(held(7, "00" * 32), restarted=True), 1.0) == (ev.Announce(3),)
-    machine.handle(ev.RequestRefusal(Code.STALE_EPOCH, "gone"), 1.1)
-    machine.handle(ev.RequestRefusal(Code.VERSION_NOT_NEWER, "7 is committed"), 1.2)
+    machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "gone"), 1.1)
+    machine.handle(ev.RequestRefusal(RefusalCode.VERSION_NOT_NEWER, "7 is committed"), 1.2)
     assert machine.verdict is not None
     assert machine.verdict.ending is EndReason.REFUSED
 
@@ -276,7 +278,9 @@ def test_an_offer_that_was_not_heard_is_made_again() -> None:
     assert machine.handle(ev.Unreachable("silence"), 1.0) == (ev.StopDelivery(),)
     assert machine.handle(ev.Tick(), 1.5) == (ev.Announce(3),)
     assert machine.handle(ev.Accepted(), 1.6) == (broken_off(),)
-    assert machine.handle(ev.RequestRefusal(Code.NOT_ALLOWED, "nothing was offered yet"), 1.7) == (ev.Announce(3),)
+    assert machine.handle(ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "nothing was offered yet"), 1.7) == (
+        ev.Announce(3),
+    )
     assert machine.handle(ev.Accepted(), 1.8) == ()
     assert machine.handle(send(3), 1.9) == (ev.DeliverBuckets(3, RECEIVERS, 60.0),)
     assert machine.handle(ev.Delivered(3, {}), 2.0) == (ev.ReportSent(3, {}),)
@@ -304,7 +308,7 @@ def test_a_refused_report_asks_how_the_round_stands() -> None:
     """The coordinator moved on to another epoch; it says so, or that it is over, when asked."""
     machine = brought_to(PublicationState.SENDING)
     machine.handle(ev.Delivered(3, {}), 1.0)
-    assert machine.handle(ev.RequestRefusal(Code.STALE_EPOCH, "epoch 4"), 1.1) == (ev.Announce(3),)
+    assert machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "epoch 4"), 1.1) == (ev.Announce(3),)
     machine.handle(ev.Accepted(), 1.2)
     assert machine.handle(send(4), 1.3) == (ev.DeliverBuckets(4, RECEIVERS, 60.0),)
 
@@ -318,7 +322,7 @@ def test_a_refused_report_asks_how_the_round_stands() -> None:
         (PublicationState.SENDING, ev.Accepted()),
         (PublicationState.WAITING, ev.Delivered(3, {})),
         (PublicationState.DIGESTING, ev.Unreachable("silence")),
-        (PublicationState.ABANDONING, ev.RequestRefusal(Code.STALE_EPOCH, "no")),
+        (PublicationState.ABANDONING, ev.RequestRefusal(RefusalCode.STALE_EPOCH, "no")),
     ],
 )
 def test_an_answer_to_what_was_not_asked_raises_and_changes_nothing(
@@ -333,7 +337,7 @@ def test_an_answer_to_what_was_not_asked_raises_and_changes_nothing(
 
 
 NO = st.one_of(
-    st.builds(ev.RequestRefusal, st.sampled_from(list(Code)), st.just("no"), st.sampled_from([0.0, 1.0])),
+    st.builds(ev.RequestRefusal, st.sampled_from(list(RefusalCode)), st.just("no"), st.sampled_from([0.0, 1.0])),
     st.just(ev.Unreachable("silence")),
 )
 NEWS = st.one_of(
@@ -473,7 +477,7 @@ def test_a_coordinator_that_forgot_an_open_round_is_asked_with_the_table() -> No
     machine.handle(ev.Digested(TABLE), 1.0)
     machine.handle(ev.Delivered(3, {}), 1.1)
     assert machine.handle(ev.Reconnected(None, restarted=True), 1.2) == (ev.Announce(3, open=True),)
-    assert machine.handle(ev.RequestRefusal(Code.STALE_EPOCH, "restarted"), 1.3) == (ev.AskLease(),)
+    assert machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "restarted"), 1.3) == (ev.AskLease(),)
     machine.handle(ev.GotLease(5, held(7), open=True), 1.4)
     assert machine.handle(ev.Digested(TABLE), 1.5) == (ev.Announce(5),)
 
@@ -521,9 +525,9 @@ def reported(machine: Publication) -> Publication:
 @pytest.mark.parametrize(
     ("refusal", "wait_s"),
     [
-        (ev.RequestRefusal(Code.UNKNOWN_BLOB, "put it first"), LIMITS.retry_s),
-        (ev.RequestRefusal(Code.NOT_ALLOWED, "the store is full", 5.0), 5.0),
-        (ev.RequestRefusal(Code.READ_ONLY, "disk full", 2.0), 2.0),
+        (ev.RequestRefusal(RefusalCode.UNKNOWN_BLOB, "put it first"), LIMITS.retry_s),
+        (ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "the store is full", 5.0), 5.0),
+        (ev.RequestRefusal(RefusalCode.READ_ONLY, "disk full", 2.0), 2.0),
     ],
     ids=lambda each: each.code.value if isinstance(each, ev.RequestRefusal) else "",
 )
@@ -543,8 +547,8 @@ def test_the_only_word_on_a_table_is_said_until_it_is_taken(refusal: ev.RequestR
     assert machine.verdict == publication.RoundResult(EndReason.COMMITTED, "because")
 
 
-@pytest.mark.parametrize("code", [Code.NOT_ALLOWED, Code.BAD_BLOB])
-def test_a_table_that_is_not_taken_ends_its_round_at_once(code: Code) -> None:
+@pytest.mark.parametrize("code", [RefusalCode.NOT_ALLOWED, RefusalCode.BAD_BLOB])
+def test_a_table_that_is_not_taken_ends_its_round_at_once(code: RefusalCode) -> None:
     """Nobody can commit it any more: engines go on, and the version is announced again with its table."""
     machine = reported(left_open(PublicationState.SENDING))
     assert machine.handle(ev.RequestRefusal(code, "no"), 2.0) == (ev.AbandonLease(3, "no"), ev.AskLease())
@@ -553,24 +557,24 @@ def test_a_table_that_is_not_taken_ends_its_round_at_once(code: Code) -> None:
 
 def test_a_report_of_an_attempt_that_is_over_is_not_insisted_on() -> None:
     """The round has gone on; how it stands is learned by announcing it once more, also without an open table."""
-    refused = ev.RequestRefusal(Code.STALE_EPOCH, "late")
+    refused = ev.RequestRefusal(RefusalCode.STALE_EPOCH, "late")
     assert reported(left_open(PublicationState.SENDING)).handle(refused, 2.0) == (ev.Announce(3, open=True),)
     machine = brought_to(PublicationState.SENDING)
     machine.handle(ev.Delivered(3, {}), 1.0)
-    assert machine.handle(ev.RequestRefusal(Code.NOT_ALLOWED, "no"), 2.0) == (ev.Announce(3),)
+    assert machine.handle(ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "no"), 2.0) == (ev.Announce(3),)
 
 
 def test_an_open_attempt_takes_none_of_the_others_away() -> None:
     """What only an open table can be refused for does not end a publication that would have gone well without."""
     once = publication.PublishLimits(acquire_s=10.0, round_s=100.0, abandon_s=5.0, attempts=1, retry_s=0.5)
-    for refused in (ev.RequestRefusal(Code.NOT_ALLOWED, "no engine is here"), ev.Undigested("two ranks")):
+    for refused in (ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "no engine is here"), ev.Undigested("two ranks")):
         machine = Publication(7, once)
         machine.handle(ev.PublishAsked(), 0.0)
         machine.handle(ev.GotLease(3, open=True), 0.1)
         assert machine.handle(refused, 0.2)[-1] == ev.AskLease()
         assert machine.handle(ev.GotLease(5, open=True), 0.3) == (ev.AssembleBuckets(),)
         machine.handle(ev.Digested(TABLE), 0.4)
-        machine.handle(ev.RequestRefusal(Code.NOT_ALLOWED, "still"), 0.5)
+        machine.handle(ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "still"), 0.5)
         assert machine.verdict == publication.RoundResult(EndReason.ABORTED, "after 2 attempts: still")
 
 
@@ -578,7 +582,7 @@ def test_a_farewell_that_was_not_heard_is_said_again() -> None:
     """The channel is not free before it was; whoever gave up nothing is refused for good."""
     machine = left_open(PublicationState.WAITING)
     machine.handle(ev.Undigested("two ranks"), 1.0)
-    running = ev.RequestRefusal(Code.NOT_ALLOWED, "your round at epoch 3 is running")
+    running = ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "your round at epoch 3 is running")
     assert machine.handle(running, 1.5) == (ev.AbandonLease(3, "two ranks"),)
     assert machine.deadline == 2.0
     assert machine.handle(ev.Tick(), 2.0) == (ev.AskLease(),)

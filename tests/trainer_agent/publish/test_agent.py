@@ -249,16 +249,16 @@ def test_a_round_in_which_no_engine_is_left_is_aborted_on_every_rank(rig: Build)
 def test_a_refused_version_is_refused_on_every_rank(rig: Build) -> None:
     """The coordinator's code reaches the training loop, typed, and nothing was assembled."""
     one = rig(2)
-    one.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.Code.VERSION_NOT_NEWER, "9 is committed")])
+    one.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.RefusalCode.VERSION_NOT_NEWER, "9 is committed")])
     found = one.failure(1, errors.PublishRefused)
-    assert {each.code for each in found} == {m.Code.VERSION_NOT_NEWER}
+    assert {each.code for each in found} == {m.RefusalCode.VERSION_NOT_NEWER}
     assert one.sources[1].assembled == []
 
 
 def test_a_busy_channel_is_waited_for(rig: Build) -> None:
     """The lease is asked for again after the pause that the coordinator names; ranks hear beats meanwhile."""
     one = rig(2, beat_s=0.01)
-    busy = RequestRefused(m.Code.LEASE_HELD, "other has it", 0.5)
+    busy = RequestRefused(m.RefusalCode.LEASE_HELD, "other has it", 0.5)
     one.coordinator.refusals[m.Acquire] = deque([busy, busy])
     assert one.report(1).committed
     assert len(one.coordinator.said(m.Acquire)) == 3
@@ -268,7 +268,7 @@ def test_a_busy_channel_is_waited_for(rig: Build) -> None:
 def test_a_channel_that_stays_busy_ends_the_publication_on_every_rank(rig: Build) -> None:
     """The deadline is the trainer's own."""
     one = rig(2, acquire_timeout_s=0.3)
-    one.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.Code.LEASE_HELD, "other", 0.05)] * 100)
+    one.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.RefusalCode.LEASE_HELD, "other", 0.05)] * 100)
     one.failure(1, errors.LeaseBusy)
 
 

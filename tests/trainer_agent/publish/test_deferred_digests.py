@@ -215,7 +215,7 @@ def test_a_source_that_fails_meanwhile_ends_the_round(rig: Rig, monkeypatch: pyt
 
 def test_what_reads_the_weights_has_ended_when_a_round_that_was_refused_is_over(rig: Rig) -> None:
     """They may be stepped then, whatever became of the version."""
-    rig.coordinator.refusals[m.Publish] = deque([RequestRefused(m.Code.VERSION_NOT_NEWER, "it is not")])
+    rig.coordinator.refusals[m.Publish] = deque([RequestRefused(m.RefusalCode.VERSION_NOT_NEWER, "it is not")])
 
     refused, _ = rig.publish(2)
 

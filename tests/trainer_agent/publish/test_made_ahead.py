@@ -394,7 +394,7 @@ def test_digests_of_a_publication_that_ended_are_of_no_other_one(fixture: str, r
     """Nothing was read ahead for a version that follows one of buckets, or a lease that was refused."""
     rig: Rig = request.getfixturevalue(fixture)
     rig.publish(1)
-    rig.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.Code.VERSION_NOT_NEWER, "it is not")])
+    rig.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.RefusalCode.VERSION_NOT_NEWER, "it is not")])
     _, refused = rig.publish(2)
     rig.trainer.step()
     rig.coordinator.engines = {"e0": Coordinator.info(m.TransportKind.LOCAL)}
@@ -466,7 +466,7 @@ def test_what_was_moved_since_is_digested_where_it_is(plain: Rig) -> None:
 def test_what_was_made_for_nothing_is_made_anew(rig: Rig) -> None:
     """A lease that is refused ends a publication; the next one is of other weights."""
     rig.publish(1)
-    rig.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.Code.VERSION_NOT_NEWER, "it is not")])
+    rig.coordinator.refusals[m.Acquire] = deque([RequestRefused(m.RefusalCode.VERSION_NOT_NEWER, "it is not")])
 
     refused, happened = rig.publish(2)
     rig.trainer.step()
@@ -477,7 +477,7 @@ def test_what_was_made_for_nothing_is_made_anew(rig: Rig) -> None:
     assert rig.table().tensors == rig.trainer.digests()
 
 
-REFUSED = RequestRefused(m.Code.VERSION_NOT_NEWER, "it is not")
+REFUSED = RequestRefused(m.RefusalCode.VERSION_NOT_NEWER, "it is not")
 
 
 @pytest.mark.parametrize("fixture", ["rig", "plain"])

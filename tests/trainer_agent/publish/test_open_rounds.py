@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from weightbus.control.machine.events import MessageReceived
-from weightbus.control.protocol.enums import Code, TransportKind
+from weightbus.control.protocol.enums import RefusalCode, TransportKind
 from weightbus.control.protocol.ids import Digest, Epoch, RequestId, Version
 from weightbus.control.protocol.message_fields import Endpoint, Message
 from weightbus.control.protocol.messages import (
@@ -176,7 +176,11 @@ def test_a_table_that_does_not_follow_comes_first_in_another_round(world: World,
 
 @pytest.mark.parametrize(
     "refusal",
-    [ev.RequestRefusal(Code.NOT_ALLOWED, "the store is full", 5.0), ev.RequestRefusal(Code.UNKNOWN_BLOB, "gone"), None],
+    [
+        ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "the store is full", 5.0),
+        ev.RequestRefusal(RefusalCode.UNKNOWN_BLOB, "gone"),
+        None,
+    ],
     ids=lambda each: each.code.value if each else "another",
 )
 def test_engines_do_not_stand_for_a_report_that_was_refused(
@@ -185,7 +189,7 @@ def test_engines_do_not_stand_for_a_report_that_was_refused(
     """It is said again, or the round is given up, long before the time of the transfer is over."""
     trainer.begin()
     world.settle()
-    trainer.reports_refused = [refusal or ev.RequestRefusal(Code.NOT_ALLOWED, "another table than before")]
+    trainer.reports_refused = [refusal or ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "another table than before")]
     trainer.feed(ev.Digested(TABLE))
     trainer.feed(ev.Delivered(trainer.machine.epoch, {}))
     world.settle()

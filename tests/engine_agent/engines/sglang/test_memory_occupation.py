@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from weightbus.control.server.http_server import HttpPort, Readiness
-from weightbus.control.server.metrics import Metrics, Side
+from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.engine_agent.engines.sglang.memory_occupation import TAGS, WEIGHTS, MemoryOccupation
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import NothingToGive, ServerError, StateUnreadable
@@ -142,7 +142,7 @@ def test_orders_are_taken_by_post_alone() -> None:
         return Readiness(len(asked) == 1, "so")
 
     common: dict[str, Any] = {"readiness": lambda: Readiness(True), "status": lambda: b"{}"}
-    registry = Metrics(Side.ENGINE).registry
+    registry = Metrics(MetricSource.ENGINE).registry
     with_orders = HttpPort("127.0.0.1", 0, registry=registry, orders={"/give-back": order}, **common)
     without = HttpPort("127.0.0.1", 0, registry=registry, **common)
     for port in (with_orders, without):

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from weightbus.control.server.metrics import Metrics, Side
+from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.errors import DeadlineExceeded
 from weightbus.engine_agent.engines.sglang import worker_health as module
 from weightbus.engine_agent.engines.sglang.worker_health import VERIFY_S, WorkerHealth, proof_s
@@ -41,7 +41,7 @@ class Server:
 def test_a_server_that_was_silent_has_to_answer_before_it_is_paused() -> None:
     """A pause has a deadline of half a minute, in which all engines of a round would wait for this one."""
     server = Server()
-    worker = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(Side.ENGINE))
+    worker = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(MetricSource.ENGINE))
     pause = PauseServer("retract", 60.0)
     assert isinstance(worker.perform(pause, "launch"), OperationFailed)
     assert isinstance(worker.perform(pause, "launch"), OperationFailed)
@@ -55,7 +55,7 @@ def test_a_server_that_was_silent_has_to_answer_before_it_is_paused() -> None:
 def test_a_server_that_was_silent_is_refused_before_anybody_stands_still() -> None:
     """In its pause the engines that move would stand still for it, in every version."""
     server = Server()
-    worker = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(Side.ENGINE))
+    worker = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(MetricSource.ENGINE))
     validate = Validate(cast("Any", None), "", None)
     assert isinstance(worker.perform(PauseServer("retract", 60.0), "launch"), OperationFailed)
     assert worker.perform(validate, "launch") == OperationFailed("answers: no answer", touched=False)
