@@ -172,14 +172,14 @@ def trace(transport: str, root: Path) -> dict[str, list[str]]:
     """Run three rounds; returns what each program called in the last, by program."""
     import model
 
-    from weightbus.control.cli.deployment_keys import KeyOwner, provision
+    from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
     from weightbus.control.protocol.enums import Role
     from weightbus.control.protocol.ids import AgentId, Channel
 
     model.write_checkpoint(root / "checkpoint")
     channels = (Channel(CHANNEL),)
-    owners = [KeyOwner(AgentId("e0"), Role.ENGINE, channels), KeyOwner(AgentId("trainer"), Role.TRAINER, channels)]
-    provision(root / "keys", owners)
+    owners = [AgentKeys(AgentId("e0"), Role.ENGINE, channels), AgentKeys(AgentId("trainer"), Role.TRAINER, channels)]
+    make_deployment_keys(root / "keys", owners)
     ports = {name: free_port() for name in ("bus", "port", "status")}
     running = []
     try:
