@@ -13,7 +13,7 @@ import pytest
 from weightbus.control import protocol as messages
 from weightbus.control.machine import effects
 from weightbus.dataplane.processes.wire_message import WireMessage
-from weightbus.dataplane.transports import worker_messages as worker_wire
+from weightbus.dataplane.transports import interface, worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import messages as direct_wire
 from weightbus.dataplane.transports.local import messages as local_wire
 from weightbus.dataplane.transports.sends import messages as sends_wire
@@ -35,8 +35,8 @@ WIRES: dict[str, list[type[msgspec.Struct]]] = {
     "rank_commands": list(orders.RankCommand.__subclasses__()),
     "worker": of_module(worker_wire),
     "local": of_module(local_wire),
-    "sends": of_module(sends_wire),
-    "direct": of_module(direct_wire),
+    "sends": [*of_module(sends_wire), interface.Group],
+    "direct": [*of_module(direct_wire), interface.Exporting],
     "engine_operations": list(get_args(events.Operation)),
 }
 

@@ -117,7 +117,7 @@ def serve(checkpoint: Path, version: str, hop_s: float) -> None:
         try:
             return obey(state, message, called_off)
         finally:
-            note(type(message).__name__, came)
+            note(message.kind, came)
 
     worker_loader._obey = noting
     server = NotingServer(checkpoint, version, hop_s).start()

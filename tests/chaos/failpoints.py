@@ -40,16 +40,16 @@ class Point:
 
 
 def _kind(at: int, *names: str) -> Only:
-    """The argument at that place is of a class of one of these names."""
-    return lambda arguments: type(arguments[at]).__name__ in names
+    """The argument at that place has one of these tags, which do not change."""
+    return lambda arguments: arguments[at].__struct_config__.tag in names
 
 
 _JOURNAL = ("weightbus.control.journal.sqlite_journal:SqliteJournal.write",)
 _SENDS = ("weightbus.control.bus.router:RouterBus.send", "weightbus.control.bus.router:RouterBus.send_to_all")
-_WORK = ("weightbus.engine_agent.sidecar.operation_executor:Worker.perform",)
-_RECORD = ("weightbus.engine_agent.sidecar.state_file:RecordFile.write",)
-_CALL = ("weightbus.engine_agent.engines.sglang.http_client:Wire._request",)
-_DRIVE = "weightbus.trainer_agent.publish.driver:Drive."
+_WORK = ("weightbus.engine_agent.sidecar.operation_executor:OperationExecutor.perform",)
+_RECORD = ("weightbus.engine_agent.sidecar.state_file:StateFile.write",)
+_CALL = ("weightbus.engine_agent.engines.sglang.http_client:HttpClient._request",)
+_DRIVE = "weightbus.trainer_agent.publish.driver:PublicationDriver."
 
 
 def _call(path: str) -> Only:
@@ -114,12 +114,12 @@ POINTS: dict[str, Point] = {
     "rank_assembles": Point("trainer-1", ("weightbus.trainer_agent.sources.fsdp:FSDPSource.assemble",), _always),
     "rank_waits": Point("trainer-1", ("weightbus.trainer_agent.sources.fsdp:FSDPSource.agree",), _always),
     # A sidecar, by its steps and by what it asks of its server.
-    "validated": _works("Validate", after=True),
+    "validated": _works("validate", after=True),
     "dirty_unwritten": Point("sidecar", _RECORD, _dirty),
     "dirty_durable": Point("sidecar", _RECORD, _dirty, after=True),
-    "receives": _works("Receive"),
-    "received": _works("Receive", after=True),
-    "verified": _works("Verify", after=True),
+    "receives": _works("receive"),
+    "received": _works("receive", after=True),
+    "verified": _works("verify", after=True),
     "pauses": _calls("/pause_generation"),
     "first_bucket": _calls("/update_weights_from_tensor"),
     "second_bucket": _calls("/update_weights_from_tensor", skip=1),

@@ -19,9 +19,9 @@ import torch
 
 from tests.chaos.failpoints import POINTS as CHAOS, Gate, Point, arm, install
 
-_PAIR_GROUP = "weightbus.dataplane.transports.sends.p2p_group:PairGroup."
+_PAIR_GROUP = "weightbus.dataplane.transports.sends.p2p_group:P2PGroup."
 _SENDER = "weightbus.dataplane.transports.distributed.sender:DistributedSender."
-_HANDING = "weightbus.dataplane.transports.distributed.sidecar_receiver:HandingReceiver."
+_HANDING = "weightbus.dataplane.transports.distributed.sidecar_receiver:SidecarReceiver."
 _PEERCRED = struct.Struct("3i")
 """Process, user and group id."""
 
@@ -37,20 +37,20 @@ def _asks(path: str, *, skip: int = 0) -> Point:
 POINTS = {
     # A rank of the trainer that sends, and the one that broadcasts.
     "rank_forms": _at("rank", _PAIR_GROUP + "form"),
-    "rank_begins": _at("rank", "weightbus.dataplane.transports.sends.rank_sender:RankSends._mail_of"),
+    "rank_begins": _at("rank", "weightbus.dataplane.transports.sends.rank_sender:RankSender._mail_of"),
     "rank_moves": _at("rank", _PAIR_GROUP + "post", skip=1),
-    "rank_is_through": _at("rank", "weightbus.dataplane.transports.sends.send_queue:Outbox.send", after=True),
+    "rank_is_through": _at("rank", "weightbus.dataplane.transports.sends.send_queue:SendQueue.send", after=True),
     "source_forms": _at("rank", _SENDER + "_form"),
     "source_broadcasts": _at("rank", _SENDER + "send"),
     "source_half": _at("rank", _SENDER + "send", skip=2),
     # The thread of a server's worker that receives.
     "worker_forms": _at("worker", _PAIR_GROUP + "form"),
-    "worker_begins": _at("worker", "weightbus.engine_agent.worker.receive_thread:Taker._take"),
+    "worker_begins": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread._take"),
     "worker_moves": _at("worker", _PAIR_GROUP + "post", skip=1),
-    "worker_flips": _at("worker", "weightbus.engine_agent.worker.receive_thread:Taker.flip"),
-    "worker_flipped": _at("worker", "weightbus.engine_agent.worker.receive_thread:Taker.flip", after=True),
+    "worker_flips": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread.flip"),
+    "worker_flipped": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread.flip", after=True),
     # A sidecar.
-    "sidecar_begins": _at("sidecar", "weightbus.dataplane.transports.sends.worker_receivers:Takers.take"),
+    "sidecar_begins": _at("sidecar", "weightbus.dataplane.transports.sends.worker_receivers:WorkerReceivers.take"),
     "sidecar_flips": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.flip"),
     "sidecar_flipped": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.flip", after=True),
     "sidecar_forms": _at("sidecar", _HANDING + "_form"),

@@ -87,7 +87,7 @@ def _targets() -> tuple[Target, ...]:
     reader = PlanReader(0, "host", "cpu", ("GPU-1",))
     exports = w.Exports(holder=0, address="/run/x", generation=3, regions=(1, 2), made=ArenaRegion(1, 0, (8,), 16))
     prove = w.Prove(proof=b"p", groups=1, odd=b"o", odd_bytes=4, staging_bytes=8)
-    adopt = w.Adopt(
+    adopt = w.InstallPlan(
         plan="p",
         recording="r",
         sources=((0, 1),),
@@ -96,7 +96,7 @@ def _targets() -> tuple[Target, ...]:
         staged=(1,),
         prove=prove,
     )
-    granted = (e.Granted(1, e.HOST, 4096), e.Granted(2, e.CUDA, 4096, UUID, bytes(range(64))))
+    granted = (e.GrantedRegions(1, e.HOST, 4096), e.GrantedRegions(2, e.CUDA, 4096, UUID, bytes(range(64))))
     return (
         _messages(
             "direct, sender to receiver",
@@ -123,10 +123,10 @@ def _targets() -> tuple[Target, ...]:
             "direct, sidecar to worker",
             w,
             "_TO_WORKER",
-            w.Record(layout="l", tensors=SPECS),
+            w.RecordTrace(layout="l", tensors=SPECS),
             prove,
             adopt,
-            w.Replay(epoch=3, version=7, exports=(exports,), rounds=(9,), within_s=1.0),
+            w.ExecutePlan(epoch=3, version=7, exports=(exports,), rounds=(9,), within_s=1.0),
             w.Done(),
         ),
         _messages(
@@ -134,9 +134,9 @@ def _targets() -> tuple[Target, ...]:
             w,
             "_TO_SIDECAR",
             w.Hello(rank=0, device="cpu", peers=("a",), layout="l"),
-            w.Recorded(recording=b"r", seconds=0.5),
-            w.Adopted(seconds=0.5),
-            w.Replayed(lanes=b"l" * 16, odd=b"", copy_s=0.1, verify_s=0.1),
+            w.TraceRecorded(recording=b"r", seconds=0.5),
+            w.PlanInstalled(seconds=0.5),
+            w.PlanExecuted(lanes=b"l" * 16, odd=b"", copy_s=0.1, verify_s=0.1),
             w.Failed(reason="no", touched=True),
         ),
         _messages(

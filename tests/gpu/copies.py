@@ -118,7 +118,7 @@ def export(runtime: str, gpu: str, nbytes: str) -> None:
     held = noise(int(nbytes), torch.device("cuda", int(gpu)))
     exporter = RegionExporter(Path(runtime) / "run", "bench", 0)
     place = exporter.export([held]).places[0]
-    sys.stdout.write(f"{exporter.address().address} {place.offset}\n")
+    sys.stdout.write(f"{exporter.address()} {place.offset}\n")
     sys.stdout.flush()
     sys.stdin.read()
 

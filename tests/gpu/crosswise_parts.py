@@ -91,7 +91,7 @@ class Side:
         """The other's source and target."""
         exported = self.exporter.export([self.source, self.target])
         mine = {
-            "address": self.exporter.address().address,
+            "address": self.exporter.address(),
             "generation": self.exporter.generation,
             "places": [(place.region, place.offset) for place in exported.places],
         }

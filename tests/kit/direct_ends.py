@@ -54,7 +54,7 @@ def workers(job: dict[str, Any]) -> None:
     obey = worker_loader._obey
 
     def watched(state: WorkerState, message: Any, called_off: Any) -> Any:
-        name = type(message).__name__
+        name = message.kind
         if name == "Replay" and point == "copied":
             bound = state._importer
 

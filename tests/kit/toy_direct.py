@@ -87,8 +87,8 @@ class Server:
         self,
         tp: int,
         monkeypatch: pytest.MonkeyPatch,
-        shard: type[Shard] = Shard,
-        drafts: Sequence[type[Shard]] = (),
+        shard: type[ToyShard] = ToyShard,
+        drafts: Sequence[type[ToyShard]] = (),
     ) -> None:
         self.tp = tp
         self.models = [shard(rank, tp) for rank in range(tp)]
@@ -241,8 +241,8 @@ class World:
         tp: int,
         monkeypatch: pytest.MonkeyPatch,
         specs: tuple[TensorSpec, ...] = SPECS,
-        shard: type[Shard] = Shard,
-        drafts: Sequence[type[Shard]] = (),
+        shard: type[ToyShard] = ToyShard,
+        drafts: Sequence[type[ToyShard]] = (),
         trainer: type[Trainer] = Trainer,
     ) -> None:
         self.runtime = runtime

@@ -285,7 +285,7 @@ def to_staged(world: World) -> None:
     world.prepare(2, 8)
     world.end(OperationDone(beside=True))
     assert ran(world.pause(2)) == []
-    assert ran(world.transfer(2, 8)) == ["Stage"]
+    assert ran(world.transfer(2, 8)) == ["ReceiveBeside"]
 
 
 def test_a_version_taken_beside_stops_the_server_for_the_flip() -> None:
@@ -298,7 +298,7 @@ def test_a_version_taken_beside_stops_the_server_for_the_flip() -> None:
     assert isinstance(only(paused), m.Paused)
     assert ran(paused) == []
     assert (world.machine.paused, world.machine.health) == (False, CLEAN)
-    assert ran(world.transfer(2, 8)) == ["Stage"]
+    assert ran(world.transfer(2, 8)) == ["ReceiveBeside"]
     assert (world.machine.paused, world.machine.health) == (False, CLEAN)
     pause, remember = world.end()
     assert ran((pause,)) == ["PauseServer"]
@@ -313,7 +313,7 @@ def test_a_version_taken_beside_stops_the_server_for_the_flip() -> None:
     assert only(world.end()).version == 8
 
 
-@pytest.mark.parametrize("ends", ["Stage", "PauseServer"])
+@pytest.mark.parametrize("ends", ["ReceiveBeside", "PauseServer"])
 def test_a_version_not_taken_beside_costs_nothing(ends: str) -> None:
     """Its transfer failed, and it serves what it served: an abort finds it clean."""
     world = World()
@@ -370,7 +370,7 @@ def test_a_doubt_ends_with_what_it_was_about() -> None:
     assert world.doing == ReleaseServer(None, False, 30.0)
 
 
-@pytest.mark.parametrize("during", ["Stage", "PauseServer"])
+@pytest.mark.parametrize("during", ["ReceiveBeside", "PauseServer"])
 def test_an_abort_keeps_it_from_being_put_into_place(during: str) -> None:
     """Whatever had arrived beside the weights: nothing of it reaches them."""
     world = World()
@@ -455,7 +455,7 @@ def test_an_error_tells_the_story() -> None:
     world = World()
     world.to_loaded()
     world.machine.weights.paused = False
-    with pytest.raises(InvariantBroken, match=r"(?s)weights in state loaded.*told Transfer of epoch 1.*Proved"):
+    with pytest.raises(InvariantBroken, match=r"(?s)state loaded.*told Transfer of epoch 1.*VersionVerified"):
         world.machine.check()
 
 

@@ -175,7 +175,7 @@ def test_a_contradiction_is_told_with_its_story(changes: dict[str, object]) -> N
     machine = weights(WeightState.DIRTY)
     for name, value in {"paused": None, **changes}.items():
         setattr(machine, name, value)
-    with pytest.raises(InvariantBroken, match=r"(?s)weights in state .*recently:.*weights dirty after Touched"):
+    with pytest.raises(InvariantBroken, match=r"(?s)weights in state .*recently:.*weights dirty after WeightsDirtied"):
         machine.check()
 
 

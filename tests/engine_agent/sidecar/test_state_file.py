@@ -7,10 +7,11 @@ import pytest
 from tests.kit.disk_calls import DiskCalls
 from weightbus.control.protocol.enums import EngineHealth
 from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.engine_agent import durable_file
 from weightbus.engine_agent.durable_file import write_durably
 from weightbus.engine_agent.errors import StateInUse, StateUnreadable, StateUnwritable
 from weightbus.engine_agent.machine.events import StateRecord
-from weightbus.engine_agent.sidecar import state_file as record_file
+from weightbus.engine_agent.sidecar import state_file
 from weightbus.engine_agent.sidecar.state_file import StateFile
 
 
@@ -42,7 +43,7 @@ def test_what_is_kept_beside_a_record_is_written_beside_it(tmp_path: Path, monke
     """By another thread, at the same time: neither is taken for the other, and both are kept."""
     record = StateRecord(identity="first", health=EngineHealth.CLEAN, epoch=1)
     records = StateFile(tmp_path, "e0")
-    write_fresh = record_file.write_fresh
+    write_fresh = durable_file.write_fresh
 
     def meanwhile(path: Path, content: bytes) -> Path:
         fresh = write_fresh(path, content)
@@ -50,7 +51,8 @@ def test_what_is_kept_beside_a_record_is_written_beside_it(tmp_path: Path, monke
             write_durably(tmp_path / "e0.manifest", b"a manifest")
         return fresh
 
-    monkeypatch.setattr(record_file, "write_fresh", meanwhile)
+    for module in (durable_file, state_file):
+        monkeypatch.setattr(module, "write_fresh", meanwhile)
     records.write(record)
 
     assert records.read() == record

@@ -154,7 +154,7 @@ def test_a_steady_round_only_copies(world: World, monkeypatch: pytest.MonkeyPatc
     obey = worker_loader._obey
 
     def note(state: object, message: object, called_off: object) -> object:
-        seen.append(type(message).__name__)
+        seen.append(message.kind)
         return obey(state, message, called_off)  # type: ignore[arg-type]
 
     monkeypatch.setattr(worker_loader, "_obey", note)
@@ -212,7 +212,7 @@ def test_tensors_that_lie_otherwise_are_planned_anew(world: World) -> None:
 def test_a_trainer_that_began_anew_is_opened_anew(world: World) -> None:
     """Same process number, address and generation, as containers have them: only the connection tells them apart."""
     world.round()
-    runtime = world.trainer.exporters[0].address().address.rsplit("/", 1)[0]
+    runtime = world.trainer.exporters[0].address().rsplit("/", 1)[0]
     world.trainer.close()
     world.trainer = Trainer(Path(runtime))
     world.trainer.step(9)
@@ -526,7 +526,7 @@ def test_the_layout_is_asked_for_when_it_is_read(world: World, monkeypatch: pyte
     say, gather = direct_wire.say, Workers.gather
 
     def said(frames: Any, message: Any, deadline: Any) -> None:
-        done.append(type(message).__name__)
+        done.append(message.kind)
         say(frames, message, deadline)
 
     def gathered(*arguments: Any) -> bool:

@@ -84,8 +84,8 @@ def test_a_later_model_that_fails_leaves_the_engine_touched(world: World, monkey
     replay = worker_loader.WorkerState.replay
 
     def refuse(
-        state: worker_loader.WorkerState, message: worker_loader.wire.Replay, called_off: Callable[[], bool]
-    ) -> worker_loader.wire.Replayed:
+        state: worker_loader.WorkerState, message: worker_loader.wire.ExecutePlan, called_off: Callable[[], bool]
+    ) -> worker_loader.wire.PlanExecuted:
         if any(state is worker_loader._states.get(model) for model in world.server.models):
             raise PeerLost("out of memory")
         return replay(state, message, called_off)

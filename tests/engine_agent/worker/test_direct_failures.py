@@ -64,7 +64,7 @@ def at(point: str, act: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> 
             act()
 
     def watched(worker: Any, message: Any, called_off: Any) -> Any:
-        name = type(message).__name__
+        name = message.kind
         if name == point:
             once()
         if name == "Replay" and point == "copied":

@@ -90,7 +90,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
     def watched(state: Any, message: Any, called_off: Any) -> Any:
         answer = obey(state, message, called_off)
-        if type(message).__name__ == "Replay" and not next(lacking, False):
+        if message.kind == "Replay" and not next(lacking, False):
             found.set()
         return answer
 

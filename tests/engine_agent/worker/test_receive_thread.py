@@ -125,7 +125,7 @@ class Sidecar:
 
 @pytest.fixture
 def sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sidecar]:
-    monkeypatch.setattr(taker, "Passage", Passage)
+    monkeypatch.setattr(taker, "GroupTransfer", Passage)
     monkeypatch.setattr(taker, "_SOON_S", 0.0)
     made = Sidecar(tmp_path)
     yield made

@@ -132,7 +132,9 @@ def test_where_a_receiver_is_on_the_same_device_the_table_comes_first(
 ) -> None:
     """Its copy would wait there for what is still made, and so would its clients."""
     monkeypatch.setattr(open_table, "first", lambda _staging, receivers: any(each.shares for each in receivers))
-    monkeypatch.setattr(m, "Receiver", lambda **fields: msgspec.structs.replace(_Receiver(**fields), shares=True))
+    monkeypatch.setattr(
+        m, "ReceivingEngine", lambda **fields: msgspec.structs.replace(_Receiver(**fields), shares=True)
+    )
 
     verdict, happened = rig.publish(2)
 

@@ -33,7 +33,7 @@ def test_sends_over_nixl_are_not_offered_without_nixl(monkeypatch: pytest.Monkey
 def test_that_is_found_out_when_the_trainer_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its memory can be given in place."""
     monkeypatch.setattr(nixl_group, "_MODULES", ("nixl_of_no_version",))
-    monkeypatch.setattr(leader, "Ranks", Mock())
+    monkeypatch.setattr(leader, "CommandedRanks", Mock())
     exposure = Mock(MemoryExport, unread="")
     assert leader._tried(exposure, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS}
     exposure.unread = "a rank is on another host"

@@ -167,7 +167,7 @@ def test_what_hangs_up_for_a_source_ends_with_its_group(monkeypatch: pytest.Monk
         def use(self, _used: bool) -> None:
             assert not closed
 
-    monkeypatch.setattr(broadcast_group, "StandIn", StandIn)
+    monkeypatch.setattr(broadcast_group, "SourceWatchdog", StandIn)
     connections = Connections([os.open(os.devnull, os.O_RDONLY)])
     group = BroadcastGroup("g", torch.device("cpu"), 2, Gloo(), connections)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     group.use(True)

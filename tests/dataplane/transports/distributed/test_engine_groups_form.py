@@ -77,7 +77,7 @@ def test_what_hangs_up_for_a_source_ends_with_its_groups(monkeypatch: pytest.Mon
         def abort(self) -> None:
             raise RuntimeError("torch's")
 
-    monkeypatch.setattr(engine_groups, "StandIn", StandIn)
+    monkeypatch.setattr(engine_groups, "SourceWatchdog", StandIn)
     groups = EngineGroups("g", [Connected()])  # type: ignore[list-item]  # pyright: ignore[reportArgumentType]
     groups.use(True)
     with pytest.raises(RuntimeError, match="torch's"):

@@ -93,7 +93,7 @@ def regions() -> tuple[torch.Tensor, ...]:
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[RankSender]:
-    monkeypatch.setattr(rank_sends, "Passage", Passage)
+    monkeypatch.setattr(rank_sends, "GroupTransfer", Passage)
     monkeypatch.setattr(Passage, "made", {})
     made = RankSender("c", RANK)
     yield made
@@ -157,7 +157,7 @@ def test_what_forms_is_called_off_with_an_epoch_that_fails(
             self.discarded += 1
 
     forms = Forms()
-    monkeypatch.setattr(rank_sends, "Forming", lambda *_: forms)
+    monkeypatch.setattr(rank_sends, "GroupForming", lambda *_: forms)
     monkeypatch.setattr(Passage, "reason", "a worker has died")
     leader = led(monkeypatch, wire.Form(group=GROUP), wire.BeginSends(group=GROUP))
     rank.begin(ADDRESS, 1, regions, WAIT_S)

@@ -146,7 +146,7 @@ def test_nothing_arrives_in_memory_before_the_device_has_left_it(
 ) -> None:
     """On a GPU memory is free for the stream that had it, and messages arrive on another one."""
     notes: list[str] = []
-    monkeypatch.setattr(module, "DevicePoint", lambda _device: _Point(notes))
+    monkeypatch.setattr(module, "DeviceFence", lambda _device: _Point(notes))
     box = inbox(part(), notes, beside=beside)
     posts = [f"post {turn}" for turn in range(TURNS)]
     for given in (["given"], ["given"] if beside else []):

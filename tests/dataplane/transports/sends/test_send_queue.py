@@ -66,7 +66,7 @@ class _Point:
 def test_nothing_is_packed_into_memory_before_the_device_has_left_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU memory is free for the stream that had it, and turns are packed on another one."""
     notes: list[str] = []
-    monkeypatch.setattr(module, "DevicePoint", lambda _device: _Point(notes))
+    monkeypatch.setattr(module, "DeviceFence", lambda _device: _Point(notes))
     SendQueue([mail()], [region()], NotedEngine(notes)).send(NotedGroup(notes), TURN_S)
     assert notes[0] == "vacated"
 
