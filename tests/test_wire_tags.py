@@ -15,6 +15,7 @@ from weightbus.control.machine import effects
 from weightbus.dataplane.processes.wire_message import WireMessage
 from weightbus.dataplane.transports import interface, worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import messages as direct_wire
+from weightbus.dataplane.transports.exported_weights import Layout
 from weightbus.dataplane.transports.local import messages as local_wire
 from weightbus.dataplane.transports.sends import messages as sends_wire
 from weightbus.engine_agent.machine import events
@@ -36,7 +37,7 @@ WIRES: dict[str, list[type[msgspec.Struct]]] = {
     "worker": of_module(worker_wire),
     "local": of_module(local_wire),
     "sends": [*of_module(sends_wire), interface.Group],
-    "direct": [*of_module(direct_wire), interface.Exporting],
+    "direct": [*of_module(direct_wire), interface.Exporting, Layout],
     "engine_operations": list(get_args(events.Operation)),
 }
 

@@ -14,6 +14,7 @@ from weightbus.control.machine import PREFERRED
 from weightbus.control.protocol import NAME_PATTERN, PauseMode, Policy, StragglerPolicy, TransportKind
 from weightbus.control.security import InsecureLoopback, KeysFolder, check_endpoints, check_key_settings
 from weightbus.dataplane.tensors import DEFAULT_BUCKET_BYTES
+from weightbus.dataplane.transports import registry as transports
 
 from .machine import Overlap, PublishLimits, SnapshotMemory
 
@@ -139,6 +140,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError("save_every needs save_dir, a folder for the checkpoints")
         if self.host.startswith("["):
             raise ValueError(f"host = {self.host}: give the address without brackets")
+        transports.require_known(self.transport)
         if len(set(self.transport)) != len(self.transport):
             raise ValueError(f"transport names a kind twice: {', '.join(self.transport)}")
 

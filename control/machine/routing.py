@@ -2,6 +2,7 @@
 
 Every transport has a list of objections that may speak against it; the first of the trainer's preferences against which
 none does is taken. What an agent has not said, or could not find out, speaks against nothing: the attempt will show.
+A transport that is not built in has one objection alone: that the engine does not offer it.
 
 One thing does not concern an engine alone: an NCCL group has no two members on one GPU. Of engines that share one the
 first is in the group; the others take a transport within the host if they can, and otherwise turns with it.
@@ -122,7 +123,7 @@ def _route(chosen: TransportKind | None, ends: TransferEnds, objections: Mapping
 
 def objection(kind: TransportKind, ends: TransferEnds) -> Objection | None:
     """Why `kind` cannot serve the engine; None when nothing is known to speak against it."""
-    for rule in _RULES[kind]:
+    for rule in _RULES.get(kind) or (_engine_offers(kind),):
         if found := rule(ends):
             return found
     return None
@@ -131,8 +132,9 @@ def objection(kind: TransportKind, ends: TransferEnds) -> Objection | None:
 def _hurdles(
     chosen: TransportKind | None, ends: TransferEnds, objections: Mapping[TransportKind, Objection]
 ) -> Iterator[tuple[TransportKind, Objection]]:
-    for kind in PREFERRED:
-        if kind is chosen:
+    known = chosen is None or chosen in PREFERRED
+    for kind in (*(PREFERRED if known else ()), *ends.trainer.transports):
+        if kind == chosen:
             return
         if kind in objections:
             yield kind, objections[kind]
@@ -343,18 +345,8 @@ _RULES: Final[Mapping[TransportKind, tuple[_Rule, ...]]] = {
 
 def _merit(kind: TransportKind, ends: TransferEnds) -> str:
     """What speaks for it, in a few words."""
-    match kind:
-        case TransportKind.DIRECT:
-            return f"on the trainer's host, its workers read the ranks' memory{_links(ends)}"
-        case TransportKind.SENDS:
-            where = "elsewhere" if ends.trainer.host != ends.engine.host else "apart from the trainer"
-            return f"{where}, every rank sends each worker what it stores"
-        case TransportKind.LOCAL:
-            return "on the trainer's host, whole buckets through shared memory"
-        case TransportKind.DISTRIBUTED:
-            return "broadcasts in collective groups, whole buckets to every worker"
-        case TransportKind.DISK:
-            return "a checkpoint in a folder that both see"
+    words = _MERITS.get(kind)
+    return words(ends) if words else "a transport that both sides have, and the coordinator does not know"
 
 
 def _shares(ends: TransferEnds) -> bool:
@@ -378,6 +370,18 @@ def _counted(found: list[PeerAccess | Objection | None], own: int) -> Iterator[t
     for reach, words in ((PeerAccess.NVLINK, "over NVLink"), (PeerAccess.P2P, "by peer access")):
         count = found.count(reach) - (own if reach is PeerAccess.NVLINK else 0)
         yield f"{count} pairs {words}", count
+
+
+_MERITS: Final[Mapping[TransportKind, Callable[[TransferEnds], str]]] = {
+    TransportKind.DIRECT: lambda ends: f"on the trainer's host, its workers read the ranks' memory{_links(ends)}",
+    TransportKind.SENDS: lambda ends: (
+        f"{'elsewhere' if ends.trainer.host != ends.engine.host else 'apart from the trainer'},"
+        " every rank sends each worker what it stores"
+    ),
+    TransportKind.LOCAL: lambda _: "on the trainer's host, whole buckets through shared memory",
+    TransportKind.DISTRIBUTED: lambda _: "broadcasts in collective groups, whole buckets to every worker",
+    TransportKind.DISK: lambda _: "a checkpoint in a folder that both see",
+}
 
 
 # -- small things ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from typing import Final
+import re
+from typing import Final, Self
 
 PROTOCOL: Final = 3
 """Raised when an older reader would misread a message. Travels in the first frame and in `Hello`."""
@@ -27,8 +28,15 @@ class Role(enum.StrEnum):
     """Reads status, changes nothing."""
 
 
+_TRANSPORT_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
+
+
 class TransportKind(enum.StrEnum):
-    """How the tensors of one engine travel in a round."""
+    """The name of a transport: how the tensors of one engine travel in a round.
+
+    The members are the built-in ones. Any other name of the pattern is a value too, equal to its string: a trainer and
+    its engines may have a transport that the coordinator does not know.
+    """
 
     __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
 
@@ -42,6 +50,15 @@ class TransportKind(enum.StrEnum):
     """One collective group of the source rank and the engine's ranks: gloo or NCCL."""
     DISK = "disk"
     """A safetensors checkpoint on a file system that both see."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        """Of a transport that is not built in. Not remembered: no peer can fill memory with names."""
+        if not isinstance(value, str) or _TRANSPORT_NAME.fullmatch(value) is None:
+            return None
+        other = str.__new__(cls, value)
+        other._name_ = other._value_ = value
+        return other
 
 
 class PeerAccess(enum.StrEnum):

@@ -6,10 +6,14 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import registry as registry, worker_messages as worker_messages
-    from .broadcast_order import (
-        Sources as Sources,
-        cut as cut,
+    from .broadcast_order import Sources as Sources, cut as cut
+    from .description import (
+        LoadedBy as LoadedBy,
+        ReceiverContext as ReceiverContext,
+        SenderContext as SenderContext,
+        Transport as Transport,
     )
+    from .exported_weights import ExportedWeights as ExportedWeights
     from .interface import (
         Address as Address,
         Dividing as Dividing,
@@ -31,9 +35,6 @@ if TYPE_CHECKING:
     )
     from .prerecorded_traces import PrerecordedTraces as PrerecordedTraces
     from .prerecording import Prerecording as Prerecording
-    from .registry import sender as sender
-    from .worker_exchange import (
-        RETURN_S as RETURN_S,
-    )
+    from .worker_exchange import RETURN_S as RETURN_S
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

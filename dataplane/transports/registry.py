@@ -1,116 +1,74 @@
-"""Picks a transport by its name on the control plane: `KINDS`."""
+"""The transports that this process knows, by name: the built-in ones, installed ones, and those given to `register`.
+
+Another distribution adds a transport by an entry point of the group ``weightbus.transports``, whose name is the
+transport's and whose value is a `Transport`. Trainer and sidecar then take it in their settings; the coordinator needs
+nothing: it routes a name that it does not know in the trainer's order of preference, where both sides offer it.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
-import torch
-
 from ..errors import Unsupported
-from ..processes import default_runtime_dir
-from .direct import DirectReceiver, DirectSender, ExportedWeights
-from .interface import Receiver, Sender
-from .local import LocalReceiver, LocalSender
-from .prerecorded_traces import PrerecordedTraces
+from .description import ReceiverContext, Transport
+from .direct import TRANSPORT as DIRECT
+from .disk import TRANSPORT as DISK
+from .distributed import TRANSPORT as DISTRIBUTED
+from .local import TRANSPORT as LOCAL
+from .sends import TRANSPORT as SENDS
 
-KINDS: Final = ("direct", "local", "sends", "distributed", "disk")
+BUILT_IN: Final = (DIRECT, SENDS, LOCAL, DISTRIBUTED, DISK)
+_GROUP: Final = "weightbus.transports"
 
-
-def sender(
-    kind: str,
-    *,
-    channel: str,
-    runtime_dir: Path | None = None,
-    device: torch.device | str = "cpu",
-    host: str = "127.0.0.1",
-    checkpoint_dir: Path | None = None,
-    hf_config_dir: Path | None = None,
-    expose: Callable[[], ExportedWeights] | None = None,
-    describe: Callable[[], ExportedWeights] | None = None,
-    nixl: bool = False,
-    keep_groups_s: float = 900.0,
-) -> Sender:
-    """The trainer's half of transport `kind`; nothing is opened before `offer`.
-
-    `host` is the address under which engines reach this machine (distributed, sends), `checkpoint_dir` a folder that
-    both sides see, `hf_config_dir` where config.json and the tokenizer of every checkpoint are copied from (disk),
-    `expose` says what can be read in place (direct), `describe` what the ranks send out of (sends), `nixl` whether over
-    NIXL, and `keep_groups_s` how long a group of theirs stays when nobody uses it. Raises `Unsupported` when the kind
-    is unknown or lacks what it needs.
-    """
-    match kind:
-        case "direct":
-            if expose is None:
-                raise Unsupported("this trainer's source cannot expose its memory: choose the local transport")
-            return DirectSender(runtime_dir or default_runtime_dir(), channel, expose)
-        case "local":
-            return LocalSender(runtime_dir or default_runtime_dir(), channel)
-        case "sends":
-            from .sends import SendsSender  # noqa: PLC0415  costs the import of torch.distributed
-
-            if describe is None:
-                raise Unsupported(
-                    "this trainer's source cannot send out of its memory: choose the distributed transport"
-                )
-            return SendsSender(host, channel, torch.device(device), describe, nixl=nixl, keep_s=keep_groups_s)
-        case "distributed":
-            from .distributed import DistributedSender  # noqa: PLC0415  costs the import of torch.distributed
-
-            return DistributedSender(host, channel, torch.device(device))
-        case "disk":
-            from .disk import DiskSender  # noqa: PLC0415  beside its sibling
-
-            if checkpoint_dir is None:
-                raise Unsupported("the disk transport needs checkpoint_dir, a folder that trainer and engines both see")
-            return DiskSender(checkpoint_dir, channel, hf_config_dir)
-        case _:
-            raise Unsupported(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
+_known: dict[str, Transport] = {each.name: each for each in BUILT_IN}
 
 
-def receiver(
-    kind: str,
-    *,
-    runtime_dir: Path | None = None,
-    beside: bool = True,
-    hands_on: bool = True,
-    ahead: PrerecordedTraces | None = None,
-) -> Receiver:
-    """The engine agent's half of transport `kind`; keep it from round to round, it owns what outlives them.
-
-    `beside`: what is sent may be taken while the server generates. `hands_on`: this process may take part in broadcasts
-    itself, and hand on what it takes. `ahead`: what was worked out before it.
-    """
-    match kind:
-        case "direct":
-            return DirectReceiver(runtime_dir or default_runtime_dir(), ahead)
-        case "local":
-            return LocalReceiver(runtime_dir or default_runtime_dir())
-        case "sends":
-            from .sends import SendsReceiver  # noqa: PLC0415  costs the import of torch.distributed
-
-            return SendsReceiver(runtime_dir or default_runtime_dir(), ahead, beside=beside)
-        case "distributed":
-            from ..processes import warm_up_name_resolution  # noqa: PLC0415  the same
-            from .distributed import DistributedReceiver  # noqa: PLC0415  costs the import of torch.distributed
-
-            warm_up_name_resolution()
-            return DistributedReceiver(runtime_dir or default_runtime_dir(), hands_on=hands_on)
-        case "disk":
-            from .disk import DiskReceiver  # noqa: PLC0415  beside its sibling
-
-            return DiskReceiver()
-        case _:
-            raise Unsupported(f"there is no transport {kind!r}; choose one of {', '.join(KINDS)}")
+def register(transport: Transport) -> None:
+    """Make `transport` known in this process. Raises `ValueError` where another one has its name."""
+    if _known.setdefault(transport.name, transport) is not transport:
+        raise ValueError(f"there is a transport {transport.name!r} already")
 
 
-def load(kinds: Iterable[str]) -> None:
-    """Import what receivers of these kinds are made of, so that no server stands still for it.
+def by_name(name: str) -> Transport:
+    """The transport of that name. Raises `Unsupported` where this process knows none."""
+    if name not in _known and name in _installed():
+        try:
+            register(_installed()[name].load())
+        except (ImportError, AttributeError) as error:
+            raise Unsupported(f"the transport {name!r} is installed and cannot be imported: {error}") from error
+    if name not in _known:
+        raise Unsupported(f"there is no transport {name!r}; choose one of {', '.join(names())}")
+    return _known[name]
 
-    What cannot be imported is missed when it is asked for.
+
+def names() -> tuple[str, ...]:
+    """All that can be asked for: the built-in ones first, from the one that moves least to the one that moves most."""
+    return tuple(dict.fromkeys((*_known, *_installed())))
+
+
+def require_known(kinds: Iterable[str]) -> None:
+    """Raise `ValueError`, as settings do, unless this process knows all of `kinds`."""
+    for kind in kinds:
+        try:
+            by_name(kind)
+        except Unsupported as error:
+            raise ValueError(str(error)) from error
+
+
+def preload(kinds: Iterable[str]) -> None:
+    """Import the modules of these transports' receivers, so that no paused server waits for imports.
+
+    A missing module is reported when its transport is asked for.
     """
     for kind in kinds:
         with contextlib.suppress(ImportError, Unsupported):
-            receiver(kind)
+            by_name(kind).receiver(ReceiverContext())
+
+
+@cache
+def _installed() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}

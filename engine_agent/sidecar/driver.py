@@ -55,7 +55,7 @@ from weightbus.control.server import (
 )
 from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.processes import default_runtime_dir, host_identity, open_runtime_dir
-from weightbus.dataplane.transports import Receiver, registry as transports
+from weightbus.dataplane.transports import Receiver, ReceiverContext, registry as transports
 
 from ..engines.sglang import MemoryOccupation, SGLangServer, layout_of, tell, transports_of
 from ..errors import EngineAgentError, ServerInUse
@@ -420,9 +420,11 @@ class EngineAgent:
                 self._events.put(_Stop(error))
 
     def _receiver(self, kind: str) -> Receiver:
-        its, folder = self.settings, self.settings.runtime_dir
-        beside, hands_on, ahead = its.beside, its.hands_on, self._rehearsal.ahead
-        return transports.receiver(kind, runtime_dir=folder, beside=beside, hands_on=hands_on, ahead=ahead)
+        given = self.settings
+        context = ReceiverContext(
+            runtime_dir=given.runtime_dir, beside=given.beside, hands_on=given.hands_on, ahead=self._rehearsal.ahead
+        )
+        return transports.by_name(kind).receiver(context)
 
     # -- what is said of the engine -----------------------------------------------------------------------------------
 

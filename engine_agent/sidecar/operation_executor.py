@@ -44,6 +44,7 @@ from weightbus.dataplane.tensors import DigestTable, Manifest
 from weightbus.dataplane.transports import (
     RETURN_S,
     Address,
+    LoadedBy,
     Receiver,
     Remarking,
     Returning,
@@ -52,6 +53,7 @@ from weightbus.dataplane.transports import (
     Tabled,
     Timed,
     TransferSession,
+    registry as transports,
 )
 from weightbus.dataplane.transports.disk import SavedReceiver, SavedVersion
 
@@ -343,7 +345,8 @@ class OperationExecutor:
         self._active = None
         self._server.untouched()
         self._believe_offer(command)
-        if command.offer.transport is TransportKind.DISTRIBUTED:
+        transport = transports.by_name(command.offer.transport)
+        if transport.loaded_by is LoadedBy.GROUP:
             # One that is gone must be found out before it comes: a collective of which it is a member waits for it.
             self._server.label(min(command.deadline_s, _ALIVE_S))
         self._go_on()
@@ -374,7 +377,7 @@ class OperationExecutor:
             for step, seconds in receiver.seconds.items():
                 self._metrics.observe(STEP_SECONDS, seconds, step=f"transfer_{step}")
         followed = "" if command.table else self._believe_table(command, receipt.tabled)
-        proves_itself = receipt.checked and command.offer.transport in {TransportKind.DIRECT, TransportKind.SENDS}
+        proves_itself = receipt.checked and transport.loaded_by is LoadedBy.LOADER
         self._copied = layout if proves_itself else self._copied
         verified_by = "live-digest" if proves_itself else ""  # by the workers, of what they hold
         return Received(receipt.bytes, receipt.buckets, receipt.checked, verified_by, followed)

@@ -86,7 +86,7 @@ class Prerecorder:
     def carry_out(self) -> None:
         """Never raises."""
         try:
-            transports.load(kind.value for kind in self._settings.transports)
+            transports.preload(kind.value for kind in self._settings.transports)
             if not self._over:
                 self._record()
         except (EngineAgentError, DataplaneError, OSError, ValueError) as error:
@@ -115,20 +115,20 @@ class Prerecorder:
 
     def _record(self) -> None:
         facts, server = self._server.facts, self._server
-        ways = [kind.value for kind in self._settings.transports if kind.value in {"direct", "sends"}]
-        ways = [kind for kind in ways if kind in validate.transports_of(facts)]
+        named = [transports.by_name(kind) for kind in self._settings.transports]
+        ways = [each for each in named if each.in_place and each.name in validate.transports_of(facts)]
         if not ways or self._closed:
             return None
         expected = checkpoint.expected(self._settings.model_path or Path(facts.model_path))
         if objection := _objection(facts, server.dialect, expected, lent=server.lent):
             return _log.info("not_recorded_ahead", reason=objection)
-        tensors = self._remembered(facts, expected, ways[0]) or self._guessed(facts, expected)
+        tensors = self._remembered(facts, expected, ways[0].name) or self._guessed(facts, expected)
         server.expect(facts.identity)
         if not self._view().paused and not self._idle():
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
         folder = self._settings.runtime_dir or default_runtime_dir()
-        rehearsal = Prerecording(folder, sent="sends" in ways, ahead=self.ahead)
+        rehearsal = Prerecording(folder, sent=not all(each.reads_memory for each in ways), ahead=self.ahead)
         if not self._let_close(rehearsal):
             return None
         try:

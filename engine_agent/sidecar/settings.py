@@ -17,6 +17,7 @@ from weightbus.control.security import (
     state_folder,
 )
 from weightbus.control.server import LogFormat, LogLevel
+from weightbus.dataplane.transports import registry as transports
 
 SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
@@ -108,6 +109,7 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         check_url("server", self.server)
         if self.url:
             check_url("url", self.url)
+        transports.require_known(self.transports)
         for name, key, file in (
             ("api_key", self.api_key, self.api_key_file),
             ("admin_api_key", self.admin_api_key, self.admin_api_key_file),

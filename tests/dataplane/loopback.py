@@ -32,6 +32,7 @@ from weightbus.dataplane.processes import process_groups as backends
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.transports import registry as transports
 from weightbus.dataplane.transports.broadcast_order import Sources
+from weightbus.dataplane.transports.description import ReceiverContext, SenderContext
 from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank
 from weightbus.dataplane.transports.interface import Address, Peer, Receiver, Sender, SharedBucket, TransferSession
@@ -212,9 +213,10 @@ class Places:
         kind = kind.removeprefix(HANDED)
         if kind == "stages":
             return StagedSender(self.host, CHANNEL)
-        return transports.sender(
-            kind, channel=CHANNEL, runtime_dir=self.root / "run", host=self.host, checkpoint_dir=self.root / "ckpt"
+        context = SenderContext(
+            channel=CHANNEL, runtime_dir=self.root / "run", host=self.host, checkpoint_dir=self.root / "ckpt"
         )
+        return transports.by_name(kind).sender(context)
 
     def server(self, kind: str, tp: int = 1, on_load: Callable[[int], None] = lambda _: None) -> LoopbackServer:
         """One whose workers open memory of others where `kind` says that these take part for it."""
@@ -224,7 +226,8 @@ class Places:
 
     def receiver(self, kind: str) -> Receiver:
         kind = kind.removeprefix(HANDED)
-        return transports.receiver("distributed" if kind == "stages" else kind, runtime_dir=self.root / "run")
+        context = ReceiverContext(runtime_dir=self.root / "run")
+        return transports.by_name("distributed" if kind == "stages" else kind).receiver(context)
 
 
 def send_all(

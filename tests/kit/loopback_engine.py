@@ -16,6 +16,7 @@ from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
 from weightbus.dataplane.transports import registry as transports
+from weightbus.dataplane.transports.description import ReceiverContext
 from weightbus.dataplane.transports.interface import Address, TransferSession
 
 from ..dataplane.loopback import LoopbackServer
@@ -43,7 +44,7 @@ class LoopbackEngine:
         self.health = m.EngineHealth.CLEAN
         self._heard: set[tuple[type, int]] = set()
         self._name, self._channel, self._transport = AgentId(name), Channel(channel), transport
-        self._receiver = transports.receiver(transport.value, runtime_dir=runtime_dir)
+        self._receiver = transports.by_name(transport).receiver(ReceiverContext(runtime_dir=runtime_dir))
         self._incarnation = Incarnation(f"{name}-{time.monotonic_ns()}")
         self._bus = BusClient(BusSettings(endpoint=coordinator), self._hello, self._heartbeat)
         self._over = threading.Event()

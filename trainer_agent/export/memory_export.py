@@ -24,8 +24,7 @@ from weightbus.dataplane.processes import Deadline
 from weightbus.dataplane.quantize import FusedDigests
 from weightbus.dataplane.reshard import PASS_BYTES, DigestDivision, DigestShare, ShareDigester, divide_digest_work
 from weightbus.dataplane.tensors import Column, Manifest, Shards, TensorSpec
-from weightbus.dataplane.transports import Address, Exporting
-from weightbus.dataplane.transports.direct import ExportedWeights
+from weightbus.dataplane.transports import Address, ExportedWeights, Exporting
 from weightbus.dataplane.transports.sends import RankSender
 
 from .derived_tensors import DerivedTensors

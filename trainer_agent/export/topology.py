@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 import torch
 
-from weightbus.control.machine import IN_PLACE, PREFERRED
+from weightbus.control.machine import PREFERRED
 from weightbus.control.protocol import (
     MissingTransport,
     NetworkInterface,
@@ -26,6 +26,7 @@ from weightbus.dataplane.processes import (
     network_identity,
     network_interfaces,
 )
+from weightbus.dataplane.transports import registry as transports
 
 from ..settings import TrainerSettings
 
@@ -78,7 +79,8 @@ def _lack(kind: TransportKind, settings: TrainerSettings, refusals: dict[Transpo
             found="it has no checkpoint_dir", needed="set checkpoint_dir to a folder that both sides see"
         )
     found = refusals.get(kind, "its memory cannot be given in place")
-    return MissingTransport(found=found[:_TEXT], needed="what the reason names" if kind in IN_PLACE else "")
+    needed = "what the reason names" if transports.by_name(kind).in_place else ""
+    return MissingTransport(found=found[:_TEXT], needed=needed)
 
 
 def _reach(name: str) -> dict[str, PeerAccess] | None:

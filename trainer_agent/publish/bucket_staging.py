@@ -16,7 +16,7 @@ from weightbus.control.protocol import Endpoint, EngineInfo, ReceivingEngine, Tr
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.tensors import DigestTable, Manifest
-from weightbus.dataplane.transports import Address, Slot, Sources
+from weightbus.dataplane.transports import Address, Slot, Sources, registry as transports
 
 from ..checkpoints import Saving
 from ..export import MemoryExport
@@ -78,8 +78,9 @@ class InPlace:
         is made here, of what `Hello` says.
         """
         kinds = self._kinds(engines, routes)
-        reading = [name for name in engines if kinds.get(name) in routing.IN_PLACE]
-        others = {name: engines[name] for name in engines if kinds.get(name) and name not in reading}
+        routed = {name: transports.by_name(kind) for name in engines if (kind := kinds.get(name)) is not None}
+        reading = [name for name, each in routed.items() if each.in_place]
+        others = {name: engines[name] for name, each in routed.items() if not each.in_place}
         self._wanted = bool(reading)
         return len(reading), others
 
@@ -185,9 +186,10 @@ class BucketStaging:
         Collective; returns at once.
         """
         for offer in offers:
-            if offer.transport is TransportKind.SENDS and self._in_place is not None:
+            taken = transports.by_name(offer.transport)
+            if taken.in_place and not taken.reads_memory and self._in_place is not None:
                 self._in_place.join(self._ranks, offer, epoch, deadline_s)
-            elif offer.transport is TransportKind.DISTRIBUTED and not alone:
+            elif taken.divides and not alone:
                 self._ranks.tell(broadcast_order(offer, epoch, deadline_s, whole=self.whole))
 
     @property
@@ -209,8 +211,8 @@ class BucketStaging:
         """
         if self._stages is None or not self._staged:
             return None
-        taking = [each for each in receivers if each.transport not in routing.IN_PLACE]
-        if all(each.transport is TransportKind.DISTRIBUTED and not each.shares for each in taking):
+        taking = [(each, transports.by_name(each.transport)) for each in receivers]
+        if all(way.in_place or (way.divides and not each.shares) for each, way in taking):
             return self._stages.sources
         self._staged = self._filled = False
         return None
@@ -385,4 +387,7 @@ class BucketStaging:
 
 def _broadcast_alone(others: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None) -> bool:
     """Whether all who take buckets take them by broadcast: nobody needs them gathered on one rank."""
-    return routes is not None and {routes.get(name) for name in others} - {None} == {TransportKind.DISTRIBUTED}
+    if routes is None:
+        return False
+    ways = [transports.by_name(kind) for name in others if (kind := routes.get(name)) is not None]
+    return bool(ways) and all(way.divides for way in ways)

@@ -19,7 +19,6 @@ from typing import Final
 import torch
 
 from weightbus.control.log import get_log
-from weightbus.control.machine import IN_PLACE
 from weightbus.control.protocol import Endpoint, TransportKind
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed
 from weightbus.dataplane.transports import (
@@ -32,6 +31,7 @@ from weightbus.dataplane.transports import (
     Tabled,
     Tabling,
     TransferSession,
+    registry as transports,
 )
 
 _OFFER_S: Final = 30.0
@@ -111,7 +111,7 @@ class Delivery:
             if self._filled >= self._buckets:
                 return None
             row = self._sources.row_at(self._filled)
-            alive = [lane for lane in self._lanes if not lane.over and lane.kind not in IN_PLACE]
+            alive = [lane for lane in self._lanes if not lane.over and not lane.in_place]
             taken = self._sources.needed(row, len(self._slots))
             return row if alive and all(lane.reclaimed > taken for lane in alive) else None
 
@@ -189,6 +189,7 @@ class _Lane:
         sources: Sources,
     ) -> None:
         self.kind = kind
+        self.in_place = transports.by_name(kind).in_place
         self.address: Address | None = None
         self.offered = self.told = self.over = self.stopped = False
         self.filled = self.reclaimed = 0
@@ -264,7 +265,7 @@ class _Lane:
             self._turn.wait_for(lambda: self.told or self.stopped, self._left("the offer to be told"))
         self._sender.ready(self._left("the receivers"))
         count, depth = len(self._session.manifest.buckets), len(self._slots)
-        if self.kind in IN_PLACE:
+        if self.in_place:
             return self._sender.finish(self._left("the receivers to finish"))
         for row in self._sources.rows:
             self._reclaim(self._sources.needed(row, depth))

@@ -16,7 +16,6 @@ import msgspec
 
 from weightbus.control import protocol as m
 from weightbus.control.log import get_log
-from weightbus.control.machine import IN_PLACE
 from weightbus.control.protocol import (
     AgentId,
     Channel,
@@ -30,7 +29,7 @@ from weightbus.control.protocol import (
 )
 from weightbus.dataplane.errors import DataplaneError, Unsupported
 from weightbus.dataplane.tensors import DigestTable
-from weightbus.dataplane.transports import Dividing, Peer, Tabled, TransferSession
+from weightbus.dataplane.transports import Dividing, Peer, Tabled, TransferSession, registry as transports
 from weightbus.dataplane.transports.disk import Notes, saved_version
 
 from ..checkpoints import Saving
@@ -376,7 +375,7 @@ class PublicationDriver:
         peers: dict[m.TransportKind, list[Peer]] = {}
         for receiver in effect.receivers:
             peers.setdefault(receiver.transport, []).append(Peer(receiver.engine, receiver.tp))
-        if of.mode is Mode.SNAPSHOT and IN_PLACE & peers.keys():
+        if of.mode is Mode.SNAPSHOT and any(transports.by_name(kind).in_place for kind in peers):
             raise Unsupported("a snapshot was asked for out of memory that is trained on: upgrade the coordinator")
         for kind in peers:
             if kind not in of.senders:

@@ -17,10 +17,10 @@ from typing import Final, NamedTuple, Self, assert_never
 import msgspec
 import torch
 
-from weightbus.control.protocol import Endpoint, ProcessLocation, TransportKind
+from weightbus.control.protocol import Endpoint, ProcessLocation
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.tensors import BucketSpec, LiveDigests, Manifest
-from weightbus.dataplane.transports import Address, Slot, Sources, cut
+from weightbus.dataplane.transports import Address, Slot, Sources, cut, registry as transports
 from weightbus.dataplane.transports.distributed import SourceRank
 
 from ..export import place_of
@@ -44,7 +44,7 @@ class VersionLayout(NamedTuple):
     def of(cls, source: Source, settings: TrainerSettings) -> Self:
         """Buckets of one stage each, where stages may broadcast them; the same on every rank. Collective."""
         tensors = source.tensors()
-        if isinstance(source, Staged) and TransportKind.DISTRIBUTED in settings.preferences():
+        if isinstance(source, Staged) and any(transports.by_name(kind).divides for kind in settings.preferences()):
             roots = source.roots()
             ranks = sorted(set(roots))
             if ranks[0] == 0 and len(ranks) > 1:

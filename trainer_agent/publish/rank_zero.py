@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 
 from weightbus.control.bus import BusClient, BusSettings
 from weightbus.control.log import get_log
-from weightbus.control.machine import IN_PLACE, PastStatus, parse
+from weightbus.control.machine import PastStatus, parse
 from weightbus.control.protocol import (
     AgentId,
     Channel,
@@ -47,7 +47,7 @@ from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory import BucketBuffers
 from weightbus.dataplane.processes import default_runtime_dir, host_identity
 from weightbus.dataplane.tensors import Manifest
-from weightbus.dataplane.transports import Sender, sender
+from weightbus.dataplane.transports import Sender, SenderContext, Transport, registry as transports
 
 from ..checkpoints import Archive, ArchivePolicy, check_configs
 from ..export import Exportable, MemoryExport, place_of, topology_of
@@ -211,7 +211,7 @@ class RankZero:
         self._source.assemble(self._outfit.staging.manifest, index, out)
 
     def _claim(self, version: int) -> SnapshotClaim:
-        if set(self._outfit.settings.transports()) <= IN_PLACE:
+        if all(transports.by_name(kind).in_place for kind in self._outfit.settings.transports()):
             raise ConfigurationError(
                 "transport = direct and sends give the weights that are being trained, and not a snapshot of them:"
                 ' publish with mode="live", or allow local, distributed or disk too'
@@ -329,7 +329,8 @@ def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
 
 def exposure_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> MemoryExport | None:
     """The means to let engines read this rank, where that was asked for and can be. The same answer on every rank."""
-    read, sent = (kind in settings.preferences() for kind in (TransportKind.DIRECT, TransportKind.SENDS))
+    in_place = _in_place(settings.preferences()).values()
+    read, sent = (any(each.reads_memory is wanted for each in in_place) for wanted in (True, False))
     if not (read or sent) or not isinstance(source, Exportable):
         return None
     folder = settings.runtime_dir or default_runtime_dir()
@@ -343,8 +344,8 @@ def _tried(
 
     Returns also which transports are out because of that, and why. That is worth a warning only to who named them.
     """
-    wanted = IN_PLACE & set(settings.preferences())
-    level = _WARNING if IN_PLACE & set(settings.transport) else _INFO
+    wanted = _in_place(settings.preferences())
+    level = _WARNING if _in_place(settings.transport) else _INFO
     if exposure is None:
         reason = f"{type(source).__name__} does not say where its tensors lie"
         if wanted:
@@ -357,10 +358,15 @@ def _tried(
         _log.log(level, "not_in_place", reason=str(error))
         exposure.close()
         return None, dict.fromkeys(wanted, str(error))
-    if exposure.unread and TransportKind.DIRECT in wanted:
+    reading = [kind for kind, each in wanted.items() if each.reads_memory] if exposure.unread else []
+    if reading:
         _log.log(level, "not_direct", reason=exposure.unread)
-        return exposure, {TransportKind.DIRECT: exposure.unread} | _without_nixl(settings)
-    return exposure, _without_nixl(settings)
+    return exposure, dict.fromkeys(reading, exposure.unread) | _without_nixl(settings)
+
+
+def _in_place(kinds: Iterable[TransportKind]) -> dict[TransportKind, Transport]:
+    """Those of `kinds` that give the ranks' memory itself."""
+    return {kind: each for kind in kinds if (each := transports.by_name(kind)).in_place}
 
 
 def _without_nixl(settings: TrainerSettings) -> dict[TransportKind, str]:
@@ -420,22 +426,16 @@ def _trainer_info(source: Source, kinds: tuple[TransportKind, ...]) -> TrainerIn
 def _sender_maker(
     source: Source, settings: TrainerSettings, exposure: MemoryExport | None
 ) -> Callable[[TransportKind], Sender]:
-    expose = None if exposure is None else exposure.standing
-    describe = None if exposure is None else exposure.described
-
-    def make(kind: TransportKind) -> Sender:
-        return sender(
-            kind.value,
-            channel=settings.channel,
-            runtime_dir=settings.runtime_dir,
-            device=source.device,
-            host=settings.host,
-            checkpoint_dir=settings.checkpoint_dir,
-            hf_config_dir=settings.hf_config_dir,
-            expose=expose,
-            describe=describe,
-            nixl=settings.sends_over is SendsOver.NIXL,
-            keep_groups_s=settings.keep_groups_s,
-        )
-
-    return make
+    context = SenderContext(
+        channel=settings.channel,
+        runtime_dir=settings.runtime_dir,
+        device=str(source.device),
+        host=settings.host,
+        checkpoint_dir=settings.checkpoint_dir,
+        hf_config_dir=settings.hf_config_dir,
+        expose=None if exposure is None else exposure.standing,
+        describe=None if exposure is None else exposure.described,
+        nixl=settings.sends_over is SendsOver.NIXL,
+        keep_groups_s=settings.keep_groups_s,
+    )
+    return lambda kind: transports.by_name(kind).sender(context)

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
         Finished as Finished,
         GiveLayout as GiveLayout,
         Hello as Hello,
-        Layout as Layout,
         Propose as Propose,
         Refused as Refused,
         Welcome as Welcome,
@@ -23,6 +22,6 @@ if TYPE_CHECKING:
         ReadLayout as ReadLayout,
         read_layout as read_layout,
     )
-    from .sender import DirectSender as DirectSender, ExportedWeights as ExportedWeights
+    from .transport import TRANSPORT as TRANSPORT
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -22,6 +22,7 @@ import msgspec
 
 from ...processes import Deadline, Frames, WireMessage, decode_message
 from ...reshard import PlanReader
+from ..exported_weights import Layout
 from ..interface import Exporting
 
 
@@ -53,15 +54,6 @@ class Refused(WireMessage, frozen=True, tag="Refused"):
 
 class GiveLayout(WireMessage, frozen=True, tag="GiveLayout"):
     """Receiver: it does not know that layout yet."""
-
-
-class Layout(WireMessage, frozen=True, tag="Layout"):
-    """Sender: what every rank holds and exports."""
-
-    pieces: bytes
-    """`Shards.encode`."""
-    exports: tuple[bytes, ...]
-    """`ExportMap.encode`."""
 
 
 class Proposal(WireMessage, frozen=True, tag="Proposal"):

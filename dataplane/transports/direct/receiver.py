@@ -33,6 +33,7 @@ from ...processes import Deadline, FrameListener, Frames, open_runtime_dir
 from ...reshard import LoadTrace, PlanReader, ReshardPlan, Verification, make_plan
 from ...tensors import DigestTable, Manifest, Shards
 from .. import worker_messages as worker_wire
+from ..exported_weights import Layout
 from ..interface import Address, EngineServer, Receipt, Tabled, TransferSession
 from ..prerecorded_traces import PrerecordedTraces
 from ..worker_exchange import RETURN_S, ReplayFailed, Workers, regions_read
@@ -427,7 +428,7 @@ def _lanes(blob: bytes) -> Lanes:
 def read_layout(connection: Frames, layout: str, manifest: Manifest, deadline: Deadline) -> ReadLayout:
     """What was asked for. Raises `PeerLost`, `DeadlineExceeded`, `ManifestError`."""
     reply = direct_wire.hear_sender(connection, deadline, "the trainer's layout")
-    if not isinstance(reply, direct_wire.Layout):
+    if not isinstance(reply, Layout):
         raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
     exports = tuple(ExportMap.decode(each) for each in reply.exports)
     return ReadLayout(layout, Shards.decode([reply.pieces], manifest.tensors), exports)

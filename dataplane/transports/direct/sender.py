@@ -7,53 +7,22 @@ plans, and keeps the trainer waiting until every reader has finished. The receiv
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 from ...errors import DataplaneError, DeadlineExceeded, TransferFailed
-from ...memory import ExportMap
 from ...processes import ConnectionPool, Deadline, FrameListener, PooledConnection, open_runtime_dir
 from ...reshard import LoadTrace, make_plan
-from ...tensors import Shards
-from ..interface import JOIN_S, Address, Exporting, Peer, Slot, Tabled, TransferSession
+from ..exported_weights import ExportedWeights
+from ..interface import JOIN_S, Address, Peer, Slot, Tabled, TransferSession
 from . import messages as wire
 
 _REMEMBERED: Final = 4096
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
-
-
-@dataclass(frozen=True, eq=False)
-class ExportedWeights:
-    """Everything that the ranks of a trainer let others read."""
-
-    pieces: Shards
-    """Of all ranks, in the tensors of the manifest that is published."""
-    exports: tuple[ExportMap, ...]
-    exporters: tuple[Exporting, ...]
-
-    @cached_property
-    def given(self) -> wire.Layout:
-        """What a receiver keeps from round to round, in whatever generation it lies."""
-        return wire.Layout(pieces=self.pieces.encode(), exports=tuple([export.encode() for export in self.exports]))
-
-    @cached_property
-    def layout(self) -> str:
-        """Names that."""
-        parts = (self.given.pieces, *self.given.exports)
-        return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
-
-    def again(self, exporters: tuple[Exporting, ...]) -> ExportedWeights:
-        """The same layout, in another generation or round."""
-        found = replace(self, exporters=exporters)
-        vars(found).update(given=self.given, layout=self.layout)  # which take as long as the layout is large
-        return found
 
 
 class _Peer(PooledConnection):

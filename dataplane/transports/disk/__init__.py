@@ -7,7 +7,6 @@ from weightbus.lazy_face import lazy_face
 if TYPE_CHECKING:
     from . import saved_version as saved_version
     from .checkpoint_locks import Notes as Notes
-    from .checkpoint_transport import DiskReceiver as DiskReceiver, DiskSender as DiskSender
     from .checkpoint_writer import NOTES as NOTES, CheckpointWriter as CheckpointWriter
     from .safetensors_file import DTYPES as DTYPES
     from .saved_version import (
@@ -16,5 +15,6 @@ if TYPE_CHECKING:
         leaving as leaving,
         place_of as place_of,
     )
+    from .transport import TRANSPORT as TRANSPORT
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

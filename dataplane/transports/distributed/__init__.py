@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .receiver import DistributedReceiver as DistributedReceiver
-    from .sender import DistributedSender as DistributedSender
     from .source_rank import SourceRank as SourceRank
     from .store_proxy import StoreProxy as StoreProxy
+    from .transport import TRANSPORT as TRANSPORT
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from .p2p_group import warm as warm
     from .rank_sender import RankSender as RankSender
     from .receive_queue import ReceiveQueue as ReceiveQueue, beside_bytes as beside_bytes
-    from .receiver import SendsReceiver as SendsReceiver
     from .send_queue import QueuePair as QueuePair
-    from .sender import SendsSender as SendsSender
+    from .transport import TRANSPORT as TRANSPORT
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

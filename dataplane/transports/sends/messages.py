@@ -22,7 +22,8 @@ from typing import Final
 import msgspec
 
 from ...processes import Deadline, Frames, WireMessage, decode_message
-from ..direct import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
+from ..direct import Agreed, Failed, Finished, GiveLayout, Hello, Propose, Refused
+from ..exported_weights import Layout
 from ..interface import Group
 
 

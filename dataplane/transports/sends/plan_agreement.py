@@ -18,7 +18,8 @@ from typing import Final, NamedTuple
 
 from ...errors import ManifestError, TransferFailed
 from ...reshard import LoadTrace, ReshardPlan, SendMessages, SendSchedule, make_plan, make_send_schedule, rank_distances
-from ..direct import ExportedWeights, messages as direct_wire
+from ..direct import messages as direct_wire
+from ..exported_weights import ExportedWeights
 from . import messages as wire
 
 KEPT: Final = 16

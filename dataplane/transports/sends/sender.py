@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from ...errors import DataplaneError, PeerLost, TransferFailed
 from ...processes import ConnectionPool, Deadline, Frames, bracket_ipv6, new_token, process_group_backend, serve_store
 from ...reshard import alone_bytes_for, pair_bytes_for
-from ..direct import ExportedWeights
+from ..exported_weights import ExportedWeights
 from ..interface import JOIN_S, Address, Group, Peer, Slot, TransferSession
 from . import messages as wire
 from .acceptor import Acceptor

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from weightbus.dataplane.tensors import Manifest
+from weightbus.dataplane.transports import LoadedBy, Transport, registry as transports
 
 from ...errors import UnfitManifest
 from .api_versions import Dialect
@@ -18,7 +19,6 @@ from .pickle_payload import LOADER
 from .quantized_reload import objections
 from .server_identity import ServerFacts
 
-_ALL: Final = ("direct", "sends", "local", "distributed", "disk")
 _SHOWN: Final = 4
 """Names of tensors in a message."""
 
@@ -29,16 +29,19 @@ def transports_of(facts: ServerFacts) -> tuple[str, ...]:
     A recording says where experts lay when it was made, and no server says when it has moved them: such servers load by
     themselves, which asks for the places every time.
     """
+    return tuple(name for name in transports.names() if _serves(transports.by_name(name), facts))
+
+
+def _serves(transport: Transport, facts: ServerFacts) -> bool:
+    by, unread = transport.loaded_by, transport.reads_memory and bool(facts.misset)
     if facts.dp > 1:
-        return ("disk",)
-    direct = () if facts.misset else ("direct",)
+        return by is LoadedBy.FILES
     if facts.speculative and LOADER in facts.loaders:
-        return direct
+        return transport.reads_memory and not unread
     if facts.pp > 1:
-        return ("local", "disk")
+        return by in {LoadedBy.SHARED_MEMORY, LoadedBy.FILES}
     recordable = LOADER in facts.loaders and not facts.moves_experts and not facts.unrecordable
-    in_place = (*direct, "sends") if recordable else ()
-    return (*in_place, "local", "distributed", "disk")
+    return by is not LoadedBy.LOADER or (recordable and not unread)
 
 
 def limits(facts: ServerFacts) -> Iterator[tuple[str, str]]:
@@ -73,17 +76,18 @@ def lacking(facts: ServerFacts) -> dict[str, tuple[str, str]]:
     """The transports that cannot serve it: by name, why, and what would change that."""
     able = transports_of(facts)
     stock = "the server was launched without our loader", f"launch it with --custom-weight-loader {LOADER}"
-    lacks = {kind: next(limits(facts), stock) for kind in _ALL if kind not in able}
-    return {**lacks, "direct": _misset(facts)} if _barred(facts) else lacks
+    lacks = {name: next(limits(facts), stock) for name in transports.names() if name not in able}
+    return lacks | dict.fromkeys(_barred(facts), _misset(facts))
 
 
 def _misset(facts: ServerFacts) -> tuple[str, str]:
     return facts.misset, "no other transport needs it"
 
 
-def _barred(facts: ServerFacts) -> bool:
-    """Nothing but the server's environment speaks against direct copies."""
-    return bool(facts.misset) and "direct" in transports_of(msgspec.structs.replace(facts, misset=""))
+def _barred(facts: ServerFacts) -> tuple[str, ...]:
+    """Transports that copy directly, against which nothing but the server's environment speaks."""
+    otherwise = transports_of(msgspec.structs.replace(facts, misset="")) if facts.misset else ()
+    return tuple(name for name in otherwise if transports.by_name(name).reads_memory)
 
 
 def check(manifest: Manifest, facts: ServerFacts, dialect: Dialect, expected: Expected, transport: str) -> None:
@@ -104,7 +108,7 @@ def _server(facts: ServerFacts, dialect: Dialect, transport: str) -> Iterator[st
         layout = f"dp={facts.dp}, pp={facts.pp}"
         why = "".join(f"; {found}: {needed}" for found, needed in limits(facts))
         yield f"transport {transport!r} cannot serve an engine with {layout}; these can: {able}{why}"
-    if facts.speculative and transport != "direct":
+    if facts.speculative and not transports.by_name(transport).reads_memory:
         yield (
             f"the server speculates ({facts.speculative}), and {transport!r} cannot prove what its draft model holds; "
             f"launch it with --custom-weight-loader {LOADER} for the direct transport, or without speculation"

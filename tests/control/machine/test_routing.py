@@ -39,6 +39,10 @@ def told(**more: Any) -> Topology:
     return Topology(request=RequestId("k"), **more)
 
 
+TOY = TransportKind("toy")
+"""No transport that the coordinator knows."""
+
+
 def places(*devices: str, host: str = "h0", **reach: dict[str, PeerAccess]) -> tuple[ProcessLocation, ...]:
     """Processes on these GPUs; `reach` by GPU, null where it is left out."""
     return tuple(
@@ -73,6 +77,18 @@ CASES: list[tuple[str, TransferEnds, TransportKind | None, str]] = [
     ("other device", TransferEnds(trainer(), engine(**ON_GPU)), LOCAL, "trainer on cpu, engine on cuda"),
     ("no GPU for its GPU", TransferEnds(trainer(**ON_GPU), engine()), DISK, "cannot open the trainer's device memory"),
     ("nothing offered", TransferEnds(trainer(transports=()), engine()), None, "the trainer offers none"),
+    (
+        "one that is not built in",
+        TransferEnds(trainer(transports=(LOCAL, TOY, DISK)), engine(transports=(DISK, TOY), **AWAY)),
+        TOY,
+        "local: the engine agent does not offer it",
+    ),
+    (
+        "one that is not built in, and which the engine lacks",
+        TransferEnds(trainer(transports=(TOY, DISK)), engine()),
+        DISK,
+        "toy: the engine agent does not offer it",
+    ),
     ("nothing fits", TransferEnds(trainer(transports=(LOCAL,)), engine(**AWAY)), None, "no transport: local"),
     # the configuration wins over the preference
     ("trainer's order", TransferEnds(trainer(transports=(DISK, DIRECT)), engine()), DISK, "disk: a checkpoint"),

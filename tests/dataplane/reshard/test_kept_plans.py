@@ -14,7 +14,7 @@ from weightbus.dataplane.reshard.load_trace import LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.reshard.send_schedule import SendSchedule
 from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.direct.sender import ExportedWeights
+from weightbus.dataplane.transports.exported_weights import ExportedWeights
 from weightbus.dataplane.transports.sends.plan_agreement import KEPT, PlanAgreement
 
 from ...kit.toy_sends import SendsWorld

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from weightbus.control.machine import routing
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, Unsupported
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports import registry as transports
+from weightbus.dataplane.transports.description import ReceiverContext, SenderContext
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt
 from weightbus.dataplane.transports.sends.sender import SendsSender
 
@@ -77,19 +79,24 @@ class TestDisk(TransportContract):
 def test_unknown_kinds_are_refused() -> None:
     """A wrong name, or a folder that is missing from the settings, is said before anything is opened."""
     with pytest.raises(Unsupported, match="pigeon"):
-        transports.sender("pigeon", channel="c")
-    with pytest.raises(Unsupported, match="pigeon"):
-        transports.receiver("pigeon")
+        transports.by_name("pigeon")
+    with pytest.raises(ValueError, match="pigeon"):
+        transports.require_known(("local", "pigeon"))
     with pytest.raises(Unsupported, match="checkpoint_dir"):
-        transports.sender("disk", channel="c")
+        transports.by_name("disk").sender(SenderContext(channel="c"))
+
+
+def test_routing_and_the_registry_know_the_same_transports() -> None:
+    """The coordinator cannot ask the registry, which would bring tensors to it: its own table says the same."""
+    assert tuple(each.name for each in transports.BUILT_IN) == routing.PREFERRED == tuple(routing._MERITS)
+    assert {each.name for each in transports.BUILT_IN if each.in_place} == routing.IN_PLACE
 
 
 @pytest.mark.parametrize("keep_s", [0.0, 60.0])
 def test_groups_of_sends_stay_as_long_as_they_may(keep_s: float) -> None:
     """They hold memory of the trainer's GPU, which may need it."""
-    made = transports.sender(
-        "sends", channel="c", describe=lambda: pytest.fail("nothing is offered"), keep_groups_s=keep_s
-    )
+    context = SenderContext(channel="c", describe=lambda: pytest.fail("nothing is offered"), keep_groups_s=keep_s)
+    made = transports.by_name("sends").sender(context)
     assert isinstance(made, SendsSender)
     assert made._keep_s == keep_s
 
@@ -221,10 +228,12 @@ def test_what_was_loaded_is_not_imported_again() -> None:
     code = """
 import sys
 from weightbus.dataplane.transports import registry as transports
-transports.load(transports.KINDS)
+assert "torch" not in sys.modules, "settings and routing know transports without tensors"
+from weightbus.dataplane.transports.description import ReceiverContext
+transports.preload(transports.names())
 known = set(sys.modules)
-for kind in transports.KINDS:
-    transports.receiver(kind)
+for name in transports.names():
+    transports.by_name(name).receiver(ReceiverContext())
 assert set(sys.modules) == known, set(sys.modules) - known
 assert "weightbus.dataplane.transports.sends.receiver" in known
 """
@@ -234,6 +243,6 @@ assert "weightbus.dataplane.transports.sends.receiver" in known
 def test_what_cannot_be_imported_is_missed_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are loaded all the same."""
     monkeypatch.setitem(sys.modules, "weightbus.dataplane.transports.sends.receiver", None)
-    transports.load(("sends", "gone", "local"))
+    transports.preload(("sends", "gone", "local"))
     with pytest.raises(ImportError):
-        transports.receiver("sends")
+        transports.by_name("sends").receiver(ReceiverContext())

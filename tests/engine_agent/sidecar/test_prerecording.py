@@ -96,10 +96,10 @@ def test_transports_are_imported_before_anybody_waits(
 ) -> None:
     """All that may be used, recorded or not."""
     loaded: list[str] = []
-    monkeypatch.setattr(transports, "load", loaded.extend)
+    monkeypatch.setattr(transports, "preload", loaded.extend)
     stage.record_ahead = record_ahead
     stage.carry_out()
-    assert sorted(loaded) == sorted(transports.KINDS)
+    assert sorted(loaded) == sorted(transports.names())
 
 
 def test_the_checkpoints_files_say_what_is_recorded(stage: Stage) -> None:

@@ -29,7 +29,7 @@ from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import messages as direct_wire, receiver as direct_receiver, sender as direct
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
-from weightbus.dataplane.transports.direct.sender import ExportedWeights
+from weightbus.dataplane.transports.exported_weights import ExportedWeights
 from weightbus.dataplane.transports.interface import Exporting, Peer, Receipt
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import loader as worker_loader, worker_state

@@ -22,7 +22,8 @@ from weightbus.dataplane.processes.frames import Frames
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports.direct import messages as direct_wire, sender as direct
-from weightbus.dataplane.transports.direct.sender import DirectSender, ExportedWeights
+from weightbus.dataplane.transports.direct.sender import DirectSender
+from weightbus.dataplane.transports.exported_weights import ExportedWeights
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt, Tabled, Tabling, TransferSession
 from weightbus.engine_agent.worker import loader as worker_loader
 

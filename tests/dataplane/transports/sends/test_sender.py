@@ -22,7 +22,7 @@ from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, ma
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.direct.sender import ExportedWeights
+from weightbus.dataplane.transports.exported_weights import ExportedWeights
 from weightbus.dataplane.transports.interface import Peer, TransferSession
 from weightbus.dataplane.transports.sends import messages as wire
 from weightbus.dataplane.transports.sends.chunk_limit import LESS

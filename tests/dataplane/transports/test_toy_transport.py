@@ -1,0 +1,132 @@
+"""A transport is one folder and one line: one of the tests' own is registered, and carries whole rounds."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightbus.control.protocol.enums import Outcome, TransportKind
+from weightbus.control.server.coordinator_process import CoordinatorProcess
+from weightbus.control.server.settings import CoordinatorSettings
+from weightbus.dataplane.errors import Unsupported
+from weightbus.dataplane.transports import registry
+from weightbus.engine_agent.sidecar.driver import EngineAgent
+from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
+from weightbus.trainer_agent.publish.agent import TrainerAgent
+
+from ...kit import tiny_model
+from ...kit.fake_sglang import FakeSGLang
+from ...kit.fake_source import FakeSource
+from ...kit.fake_weights import read
+from ...kit.toy_transport import TOY
+from ...kit.waiting import until
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is forgotten after it."""
+    monkeypatch.setattr(registry, "_known", dict(registry._known))
+    registry._installed.cache_clear()
+    yield
+    registry._installed.cache_clear()
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    """The path of a socket must be short."""
+    with tempfile.TemporaryDirectory(prefix="wb-") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.usefixtures("apart")
+def test_whole_rounds_over_a_transport_of_the_tests(tmp_path: Path, short_dir: Path) -> None:
+    """Coordinator, trainer and sidecar are the product's: both versions are committed, and the server holds the bits.
+
+    The coordinator never hears more of the transport than its name.
+    """
+    registry.register(TOY)
+    coordinator = CoordinatorProcess(
+        CoordinatorSettings(insecure_loopback=True, router_port=0, http_port=0, journal=tmp_path / "j.sqlite")
+    )
+    endpoint = f"tcp://127.0.0.1:{coordinator.router_port}"
+    first, second = tiny_model.write(tmp_path / "a", 1), tiny_model.write(tmp_path / "b", 2)
+    server, source = FakeSGLang(first).start(), FakeSource(read(second))
+    sidecar = EngineAgent(
+        EngineAgentSettings(
+            name="e0",
+            channel="c",
+            server=server.url,
+            coordinator=endpoint,
+            insecure_loopback=True,
+            http_port=0,
+            state_dir=tmp_path / "state",
+            runtime_dir=short_dir,
+            transports=(TransportKind("disk"), TransportKind("toy")),
+            poll_s=0.05,
+        )
+    )
+    threads = [threading.Thread(target=each.run, daemon=True) for each in (coordinator, sidecar)]
+    for thread in threads:
+        thread.start()
+    try:
+        until(lambda: sidecar._bus is not None, "the sidecar")
+        with TrainerAgent.connect(
+            source,
+            channel="c",
+            coordinator=endpoint,
+            insecure_loopback=True,
+            transport=("local", "toy", "disk"),
+            bucket_bytes=50_000,
+            runtime_dir=short_dir,
+            checkpoint_dir=tmp_path / "checkpoints",
+            environ={},
+        ) as trainer:
+            for version in (1, 2):
+                source.weights["model.norm.weight"].add_(1.0)
+                report = trainer.publish(version)
+                (engine,) = report.engines
+                assert (report.committed, engine.outcome, engine.transport) == (True, Outcome.COMMITTED, "toy")
+                assert engine.verified_by == "live-digest"
+                assert server.label == str(version)
+                assert all(torch.equal(server.weights.tensors[name], held) for name, held in source.weights.items())
+            assert len(trainer.manifest.buckets) > 2
+    finally:
+        sidecar.stop()
+        coordinator.stop()
+        for thread in threads:
+            thread.join(60)
+        server.stop()
+
+
+@pytest.mark.usefixtures("apart")
+def test_an_installed_transport_is_found_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another distribution names it in ``weightbus.transports``, and it is known without a call."""
+    with pytest.raises(Unsupported):
+        registry.by_name("toy")
+    registry._installed.cache_clear()
+    installed = tmp_path / "toy_transport-1.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: toy-transport\nVersion: 1\n")
+    entries = "[weightbus.transports]\ntoy = tests.kit.toy_transport:TOY\nbroken = tests.kit.toy_transport:GONE\n"
+    (installed / "entry_points.txt").write_text(entries)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert {"toy", "broken"} <= set(registry.names())
+    assert registry.by_name("toy") is TOY
+    with pytest.raises(Unsupported, match="cannot be imported"):
+        registry.by_name("broken")
+
+
+@pytest.mark.usefixtures("apart")
+def test_a_name_belongs_to_one_transport() -> None:
+    """Registering the same one twice changes nothing; another one of its name is refused."""
+    registry.register(TOY)
+    registry.register(TOY)
+    with pytest.raises(ValueError, match="'local'"):
+        registry.register(type(TOY)(name="local", sender=TOY.sender, receiver=TOY.receiver, loaded_by=TOY.loaded_by))
