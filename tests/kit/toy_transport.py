@@ -15,7 +15,7 @@ import torch
 
 from weightbus.dataplane.digest import tensor_digest
 from weightbus.dataplane.errors import TransferFailed, Unsupported
-from weightbus.dataplane.memory import EngineMemory
+from weightbus.dataplane.memory.torch_shared_memory import TorchSharedBuffers
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.transports.description import LoadedBy, ReceiverContext, SenderContext, Transport
 from weightbus.dataplane.transports.interface import (
@@ -95,7 +95,7 @@ class FolderReceiver:
         if context.runtime_dir is None:
             raise Unsupported("the toy transport needs runtime_dir, a folder that both sides see")
         self.touched = False
-        self._memory = EngineMemory(context.runtime_dir)
+        self._memory = TorchSharedBuffers(context.runtime_dir)
 
     def receive(  # noqa: PLR0917 - as the interface has it
         self,
@@ -117,7 +117,7 @@ class FolderReceiver:
             memory.copy_(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)[: bucket.nbytes])
             tensors = manifest.tensors_of(index)
             wanted = session.known.of_bucket(bucket)
-            tensor_digest.check(memory, manifest.offsets_of(index), wanted, [each.name for each in tensors])
+            tensor_digest.check_digests(memory, manifest.offsets_of(index), wanted, [each.name for each in tensors])
             self.touched = True
             server.load_shared(
                 SharedBucket(index, bucket, tensors, self._memory.lend(0, server.tp)), deadline.check("the server")
