@@ -1,0 +1,292 @@
+"""The pages of the project: every path and name in them exists, every link leads somewhere, every example runs."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import builtins
+import importlib
+import re
+import shlex
+import subprocess
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+import weightbus
+from weightbus.control.cli import entry_point, settings_loader
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("control", "dataplane", "trainer_agent", "engine_agent", "deploy", "tests", "requirements")
+PAGES = sorted(
+    ROOT / name
+    for name in subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+)
+STATED = [page for page in PAGES if page.name != "CHANGELOG.md"]
+"""Pages that speak of the tree as it is."""
+
+NOT_RUN = {
+    '"Qwen3VLForConditionalGeneration": Family(': "an entry of a table, which tests/trainer_agent/sources covers",
+    '"qwen3_vl": Tiny(': "an entry of a table, which tests/trainer_agent/sources covers",
+}
+"""Beginning of a Python example -> reason why it is not executed."""
+
+GIVEN: dict[str, Any] = {
+    "steps": 2,
+    "step": 1,
+    "version": 1,
+    "answer": {"output_ids": [5, 6], "meta_info": {"weight_versions": [{"version": "1", "start": 0, "end": 2}]}},
+}
+"""Names that examples use and a user has: an SGLang response among them. All others are mocks."""
+
+FAKED = ("MegatronSource", "FSDPSource", "HFModuleSource", "FullTensorSource", "ExportedSource", "TrainerAgent")
+"""Public names that need ranks or a coordinator: examples call fakes with the same signatures."""
+
+SETTINGS = {
+    "trainer-agent": ("weightbus.trainer_agent.cli.watch_settings:WatchSettings", "watch"),
+    "rollback": ("weightbus.trainer_agent.cli.rollback_settings:RollbackSettings", "rollback"),
+}
+"""Commands that carry no `kind` and `section` of their own."""
+
+SUFFIXES = "py|md|toml|json|yml|yaml|txt|sh|pml"
+_PATH = re.compile(rf"(?:\.\./)*(?:[\w.-]+/)*[\w.-]+\.(?:{SUFFIXES})|(?:\.\./)*(?:{'|'.join(FOLDERS)})/[\w./-]*")
+_DOTTED = re.compile(r"(?:weightbus\.)?(?:control|dataplane|trainer_agent|engine_agent)(?:\.\w+)+(?::[\w.]+)?")
+_CODE = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+_FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+
+
+class Example(NamedTuple):
+    """A fenced block of a page."""
+
+    page: str
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}: {self.text.splitlines()[0] if self.text else ''}"
+
+
+def examples(*languages: str) -> list[Example]:
+    """Every fenced block in one of these languages."""
+    return [
+        Example(relative(page), language, textwrap.dedent(text))
+        for page in PAGES
+        for _, language, text in _FENCE.findall(page.read_text(encoding="utf-8"))
+        if language in languages
+    ]
+
+
+def relative(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def inline(page: Path) -> Iterator[str]:
+    """What stands in backticks in the prose of a page."""
+    yield from _CODE.findall(_FENCE.sub("", page.read_text(encoding="utf-8")))
+
+
+def commands(block: str) -> Iterator[list[str]]:
+    """The commands of a block: words, with continuation lines joined and comments and variables taken off."""
+    for line in block.replace("\\\n", " ").splitlines():
+        for part in re.split(r"\s(?:&&|&|\|)(?:\s|$)|;\s", line.strip().removeprefix("$ ")):
+            try:
+                words = shlex.split(part, comments=True)
+            except ValueError:
+                continue  # a quotation that goes on in the next line: no command of ours
+            while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                words = words[1:]
+            if words:
+                yield words[: words.index("…")] if "…" in words else words
+
+
+# -- names and links --------------------------------------------------------------------------------------------------
+
+
+def _exists(name: str, page: Path) -> bool:
+    """Whether a path that a page names is there: from the root, from the page, or as the name of one file."""
+    if any((base / name).exists() for base in (ROOT, page.parent, ROOT / "tests")):
+        return True
+    return "/" not in name and any(name == Path(each).name for each in _tracked())
+
+
+def _tracked() -> list[str]:
+    if not _TRACKED:
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+        _TRACKED.extend(listed.stdout.split())
+    return _TRACKED
+
+
+_TRACKED: list[str] = []
+
+WRITTEN = {"trust.toml", "keys/trust.toml", "config.json", "latest_checkpointed_iteration.txt"}
+"""Files that users have, or that programs write: named in pages, in no tree."""
+
+
+@pytest.mark.parametrize("page", STATED, ids=relative)
+def test_every_path_of_a_page_exists(page: Path) -> None:
+    """A page names no file or folder of the project that is not there."""
+    wrong = []
+    for text in inline(page):
+        name = text.partition("::")[0]
+        if _PATH.fullmatch(name) and name not in WRITTEN and not _exists(name, page):
+            wrong.append(name)
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    """Links to files of the project, from the page's own folder."""
+    links = _LINK.findall(page.read_text(encoding="utf-8"))
+    assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("page", STATED, ids=relative)
+def test_every_dotted_name_of_a_page_exists(page: Path) -> None:
+    """Modules, and names in them, are importable as they stand: `weightbus.x.y`, and `x.y:Class.method`."""
+    wrong = [name for name in inline(page) if _DOTTED.fullmatch(name) and not _resolves(name)]
+    assert not wrong
+
+
+def _resolves(name: str) -> bool:
+    module, _, qualified = name.partition(":")
+    module = f"weightbus.{module.removeprefix('weightbus.')}"
+    parts = module.split(".")
+    for length in range(len(parts), 1, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        try:
+            for part in (*parts[length:], *(qualified.split(".") if qualified else ())):
+                found = getattr(found, part)
+        except AttributeError:
+            return False
+        return True
+    return False
+
+
+# -- examples ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("example", examples("python"), ids=str)
+def test_python_examples_run(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every Python example runs against fakes with the signatures of the product; names that a user has are mocks."""
+    if example.text.lstrip().startswith(tuple(NOT_RUN)):
+        return
+    for name in FAKED:
+        monkeypatch.setattr(weightbus, name, _fake(getattr(weightbus, name)))
+    tree = ast.parse(example.text)
+    names: dict[str, Any] = {"__name__": "example", **GIVEN}
+    bound = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    for each in ast.walk(tree):
+        if isinstance(each, ast.Name) and not hasattr(builtins, each.id) and each.id not in bound:
+            names.setdefault(each.id, getattr(weightbus, each.id, mock.MagicMock()))
+    exec(compile(tree, str(example), "exec"), names)
+
+
+def _fake(kind: type) -> Any:
+    """`kind` with its signatures and without its effects; an agent that is connected is one of these, too."""
+    fake = mock.create_autospec(kind)
+    if kind is weightbus.TrainerAgent:
+        connected = mock.create_autospec(kind, instance=True)
+        connected.__enter__.return_value = connected
+        fake.connect.return_value = connected
+    return fake
+
+
+@pytest.mark.parametrize("example", examples("bash", "sh", "console", ""), ids=str)
+def test_command_examples_are_understood(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`weightbus` lines are parsed by the real parser and their settings read; targets, programs and modules exist."""
+    for key in ("WEIGHTBUS_CONFIG",):
+        monkeypatch.delenv(key, raising=False)
+    for words in commands(example.text):
+        match words:
+            case ["weightbus", *arguments]:
+                _read_settings(arguments)
+            case ["docker", "compose", "run", "--rm", service, *arguments]:
+                assert re.search(rf"^  {service}:$", (ROOT / "deploy/compose.yaml").read_text(), re.MULTILINE), service
+                _read_settings([service, *arguments])
+            case ["make", *arguments]:
+                _check_make(arguments)
+            case [python, "-m", module, *_] if re.fullmatch(r"(\.venv/bin/)?python3?", python):
+                if module.startswith("tests."):
+                    assert (ROOT / f"{module.replace('.', '/')}.py").exists() or (
+                        ROOT / module.replace(".", "/") / "__main__.py"
+                    ).exists(), module
+            case [python, path, *_] if re.fullmatch(r"(\.venv/bin/)?python3?", python) and path.endswith(".py"):
+                assert (ROOT / path).exists(), path
+
+
+def _read_settings(arguments: list[str]) -> None:
+    """Parse a command line; read the settings that it gives. Raises where the command would refuse it."""
+    needed = entry_point._needed(arguments)
+    try:
+        args = entry_point.build_parser(needed).parse_args(arguments)
+    except SystemExit as refused:
+        raise AssertionError(f"weightbus {shlex.join(arguments)}: refused by the parser") from refused
+    command: Any = needed[arguments[0]]
+    if arguments[0] in SETTINGS:
+        target, section = SETTINGS[arguments[0]]
+        module, _, name = target.partition(":")
+        kind = getattr(importlib.import_module(module), name)
+    else:
+        kind, section = getattr(command, "kind", None), getattr(command, "section", "")
+    if kind is not None:
+        settings_loader.from_args(kind, section, args)
+
+
+def _check_make(arguments: list[str]) -> None:
+    """Targets have a rule, and variables are read by it."""
+    rules = (ROOT / "Makefile").read_text()
+    for word in arguments:
+        variable = word.partition("=")[0]
+        if "=" in word:
+            assert re.search(rf"\$\({variable}\)|^{variable} \?=", rules, re.MULTILINE), word
+        elif not word.startswith("-"):
+            assert re.search(rf"^{re.escape(word)}:", rules, re.MULTILINE), word
+
+
+@pytest.mark.parametrize("page", STATED, ids=relative)
+def test_commands_in_the_prose_exist(page: Path) -> None:
+    """Targets of make, commands of `weightbus` and their flags, wherever a page names them."""
+    for text in inline(page):
+        words = text.split()
+        if words[:1] == ["make"] and len(words) > 1:
+            _check_make([word for word in words[1:] if re.fullmatch(r"[a-z-]+|[A-Z]+=.*", word)][:1])
+        if words[:1] == ["weightbus"] and len(words) > 1 and re.fullmatch(r"[a-z-]+", words[1]):
+            assert words[1] in entry_point.BUILT_IN, text
+            flags = _flags_of(words[1])
+            assert not [word for word in words if re.fullmatch(r"--[a-z-]+", word) and word not in flags], text
+
+
+def _flags_of(name: str) -> set[str]:
+    parser = argparse.ArgumentParser()
+    entry_point.load_command(name, entry_point.BUILT_IN[name]).configure(parser)
+    return {flag for action in parser._actions for flag in action.option_strings} | {"--debug"}
+
+
+@pytest.mark.parametrize("example", examples("toml"), ids=str)
+def test_settings_examples_are_read(example: Example, tmp_path: Path) -> None:
+    """Each section of a settings file is read by the command that has it."""
+    file = tmp_path / "weightbus.toml"
+    file.write_text(example.text)
+    kinds: dict[str, Any] = {}
+    for name, target in entry_point.BUILT_IN.items():
+        command: Any = entry_point.load_command(name, target)
+        if hasattr(command, "kind"):
+            kinds[command.section] = command.kind
+    for target, section in SETTINGS.values():
+        module, _, name = target.partition(":")
+        kinds[section] = getattr(importlib.import_module(module), name)
+    kinds.setdefault("trainer", weightbus.TrainerSettings)
+    for section in tomllib.loads(example.text):
+        assert section in kinds, f"no command reads [{section}]"
+        settings_loader.load(kinds[section], section, file=file)
