@@ -52,14 +52,14 @@ class AssemblyFailed(SourceError):
     """A collective broke off. Its group may still hold half of a message, so the source cannot be used again."""
 
 
-SERVED: Final = ("bfloat16", "float16", "float32", "float64")
+SERVABLE_DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
 """What parameters may be cast to, by torch's names. Integers lose fractions, eight bits lack a scale."""
 
 
-def check_served(dtype: str, where: str) -> None:
-    """Raise `UnsupportedModel` when parameters are to be served in what is not one of `SERVED`; `where` says so."""
-    if dtype not in SERVED:
-        raise UnsupportedModel(f"{where} asks for {dtype!r}: parameters can be served in {', '.join(SERVED)}")
+def check_dtype(dtype: str, where: str) -> None:
+    """Raise `UnsupportedModel` unless `dtype`, which `where` asks for, is one of `SERVABLE_DTYPES`."""
+    if dtype not in SERVABLE_DTYPES:
+        raise UnsupportedModel(f"{where} asks for {dtype!r}: parameters can be served in {', '.join(SERVABLE_DTYPES)}")
 
 
 def check_manifestable(tensors: Sequence[TensorSpec]) -> None:
@@ -116,7 +116,7 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Staged(Source, Protocol):
+class PipelineSource(Source, Protocol):
     """A source whose ranks are stages of a pipeline, each of which can assemble what it holds without the others."""
 
     @property
@@ -146,7 +146,7 @@ class Staged(Source, Protocol):
 
 
 @runtime_checkable
-class KnowsHeads(Protocol):
+class HasHeadDim(Protocol):
     """A source that can say how wide an attention head is, where shapes do not tell (sglang_layout.py)."""
 
     @property
@@ -157,4 +157,4 @@ class KnowsHeads(Protocol):
 
 def head_dim_of(source: Source) -> int | None:
     """Elements of one attention head, if `source` can say."""
-    return source.head_dim if isinstance(source, KnowsHeads) else None
+    return source.head_dim if isinstance(source, HasHeadDim) else None

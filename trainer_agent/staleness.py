@@ -99,7 +99,7 @@ class Lineage(msgspec.Struct, frozen=True):
         return max((current - version for version in known), default=0)
 
 
-class Mixed(enum.StrEnum):
+class MixedPolicy(enum.StrEnum):
     """What becomes of a response that several versions wrote."""
 
     KEEP = "keep"
@@ -124,14 +124,14 @@ class Staleness(msgspec.Struct, frozen=True):
 
     max_lag: int
     """How much less than that of the one in training a token's version number may be."""
-    mixed: Mixed | Literal["keep", "mask", "drop"] = Mixed.KEEP
+    mixed: MixedPolicy | Literal["keep", "mask", "drop"] = MixedPolicy.KEEP
     launch: bool = False
     """Weights that servers were launched with count as the version before all others, and not as unknown."""
     inexact: bool = True
     """Responses of which only the last version is known count as that version's."""
 
     def __post_init__(self) -> None:
-        Mixed(self.mixed)
+        MixedPolicy(self.mixed)
         if self.max_lag < 0:
             raise ValueError(f"max_lag = {self.max_lag}: 0 or more is expected")
 
@@ -143,8 +143,8 @@ class Staleness(msgspec.Struct, frozen=True):
         size = lineage.spans[-1].end if lineage.spans else 0
         if not lineage.exact and not self.inexact:
             return _dropped(size, "only the version of its last token is known")
-        mixed = Mixed(self.mixed)
-        if lineage.mixed and mixed is Mixed.DROP:
+        mixed = MixedPolicy(self.mixed)
+        if lineage.mixed and mixed is MixedPolicy.DROP:
             return _dropped(size, f"versions {_names(lineage.versions)} wrote it")
         fresh = [self._fresh(span.version, current) for span in lineage.spans]
         if all(fresh):
@@ -152,7 +152,7 @@ class Staleness(msgspec.Struct, frozen=True):
         reason = self._reason(
             [span.version for span, good in zip(lineage.spans, fresh, strict=True) if not good], current
         )
-        if mixed is not Mixed.MASK or not any(fresh):
+        if mixed is not MixedPolicy.MASK or not any(fresh):
             return _dropped(size, reason)
         mask = tuple(good for span, good in zip(lineage.spans, fresh, strict=True) for _ in range(span.start, span.end))
         return StalenessVerdict(keep=True, mask=mask, reason=reason)

@@ -69,9 +69,9 @@ class Trained:
 
     def odd(self) -> list[str]:
         """Where this rank's pieces are not those that gather_model.py lays out by hand."""
-        own = self.source._own
+        own = self.source._local
         names = {param.data.data_ptr(): param.name for param in self.params}
-        found = {_placed(own.pieces.at(row), names, own.parameters) for row in range(len(own.pieces))}
+        found = {_placed(own.shards.at(row), names, own.parameters) for row in range(len(own.shards))}
         tensors = [param.data for param in self.params]
         laid_out = {
             _placed(piece, names, tensors) for piece in pieces(self.params, self._shape, self._rank, self._ranks)

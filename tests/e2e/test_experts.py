@@ -19,7 +19,7 @@ from weightbus import engine_agent
 from weightbus.control.protocol.enums import TransportKind
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
-from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
+from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
 
 from ..kit.loopback_engine import LoopbackEngine
 from ..kit.tiny_families import FAMILIES
@@ -80,7 +80,7 @@ def write(folder: Path) -> Path:
     chance = torch.Generator().manual_seed(0)
     weights = {
         spec.name: torch.randn(spec.shape, generator=chance) * 0.05 + (len(spec.shape) == 1)
-        for spec in served_tensors(Model.parse(config), "float32")
+        for spec in hf_tensors(HFModel.parse(config), "float32")
     }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder

@@ -341,7 +341,7 @@ def write_model(folder: Path, hf: dict[str, Any]) -> None:
     Servers are started with random weights; sidecars want to know which tensors make up a complete version.
     """
     from weightbus.dataplane.quantize.hf_quantization_config import quantized_tensors, read_quantization_config
-    from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
+    from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(hf))
@@ -349,7 +349,7 @@ def write_model(folder: Path, hf: dict[str, Any]) -> None:
     end = 0
     quantization = read_quantization_config(hf)
     specs = []
-    for spec in served_tensors(Model.parse(hf), "bfloat16"):
+    for spec in hf_tensors(HFModel.parse(hf), "bfloat16"):
         scheme = quantization.scheme_of(spec) if quantization else None
         specs += quantized_tensors(spec, scheme) if scheme else [spec]
     for spec in specs:

@@ -18,8 +18,9 @@ from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import Assembler, check_manifest
 from weightbus.trainer_agent.assembly.gather_plan import plan
-from weightbus.trainer_agent.sources.megatron.local_shards import Description, describe
-from weightbus.trainer_agent.sources.rank_layout import RankLayout, check, encode, settle
+from weightbus.trainer_agent.sources.collective_source import RankShards
+from weightbus.trainer_agent.sources.megatron.local_shards import describe_chunks
+from weightbus.trainer_agent.sources.rank_layout import RankLayout, check_layouts, distinct_shards, encode
 
 import rig  # isort: skip
 
@@ -31,11 +32,11 @@ class LayoutShards:
         self._cut = (layout.get("tp") or 1) > 1
         self._routers = (hf.get("num_experts"), hf["hidden_size"])
         self._ranks = [self._describe(hf, device, rank, world, layout) for rank in range(world)]
-        rosters = check([encode(RankLayout(each.facts, each.pieces.encode())) for each in self._ranks])
+        rosters = check_layouts([encode(RankLayout(each.facts(), each.shards.encode())) for each in self._ranks])
         first = np.cumsum([0, *(len(each.parameters) for each in self._ranks)])
         self._first = {rank: int(first[rank]) for rank in range(world)}
-        self._pieces = self._together(settle(rosters, self._ranks[0].tensors))
-        self._held = self._together(Shards.join([each.pieces for each in self._ranks]))
+        self._pieces = self._together(distinct_shards(rosters, self._ranks[0].tensors))
+        self._held = self._together(Shards.join([each.shards for each in self._ranks]))
         self.parameters = [parameter.detach() for each in self._ranks for parameter in each.parameters]
         self._device = device
         self._planned: tuple[Manifest, Assembler] | None = None
@@ -43,13 +44,13 @@ class LayoutShards:
     @staticmethod
     def _describe(
         hf: Mapping[str, Any], device: torch.device, rank: int, world: int, layout: Mapping[str, int | None]
-    ) -> Description:
+    ) -> RankShards:
         import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers the backend "fake"
         from megatron.core import parallel_state
 
         dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
         try:
-            return describe(rig.build(hf, device.type, **layout), hf, None, rank)
+            return describe_chunks(rig.build(hf, device.type, **layout), hf, None, rank)
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
@@ -61,7 +62,7 @@ class LayoutShards:
 
     @property
     def model(self) -> str:
-        return self._ranks[0].model.architecture
+        return self._ranks[0].model
 
     @property
     def root(self) -> bool:
@@ -77,7 +78,7 @@ class LayoutShards:
 
     @property
     def head_dim(self) -> int:
-        return self._ranks[0].model.sizes["head_dim"]
+        return self._ranks[0].head_dim
 
     def tensors(self) -> Sequence[TensorSpec]:
         return self._ranks[0].tensors

@@ -21,7 +21,7 @@ from weightbus.control.protocol.enums import TransportKind
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.sidecar.topology import topology_of
 from weightbus.trainer_agent.demo import child_processes as processes
-from weightbus.trainer_agent.source import Staged
+from weightbus.trainer_agent.source import PipelineSource
 
 from ..control.world import engine_info, trainer_info
 from ..engine_agent.engines.sglang.test_compatibility import facts
@@ -137,8 +137,8 @@ class StagedSource:
 
 def test_a_source_that_is_to_be_gathered_has_no_stages() -> None:
     """Else the two ways of the comparison would be one, and equal."""
-    assert isinstance(StagedSource(), Staged)
-    assert not isinstance(stages.Gathered(StagedSource()), Staged)
+    assert isinstance(StagedSource(), PipelineSource)
+    assert not isinstance(stages.Gathered(StagedSource()), PipelineSource)
 
 
 def test_nobody_shares_a_gpu_with_whom_it_is_in_a_group() -> None:

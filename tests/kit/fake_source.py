@@ -93,7 +93,7 @@ class FakeSource:
 
 
 class StagedSource(FakeSource):
-    """One rank of a pipeline: the layers are divided among the ranks in order. Satisfies `Staged`."""
+    """One rank of a pipeline: the layers are divided among the ranks in order. Satisfies `PipelineSource`."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], group: FakeGroup | None = None, rank: int = 0) -> None:
         super().__init__(tensors, group, rank)

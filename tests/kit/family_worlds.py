@@ -37,10 +37,11 @@ from weightbus.dataplane.transports.broadcast_order import cut  # noqa: E402
 from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler  # noqa: E402
 from weightbus.trainer_agent.assembly.gather_plan import plan  # noqa: E402
 from weightbus.trainer_agent.quantized.quantized_source import quantized  # noqa: E402
+from weightbus.trainer_agent.sources.collective_source import RankShards  # noqa: E402
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
 from weightbus.trainer_agent.sources.megatron.layer_order import check_order, roots_of  # noqa: E402
-from weightbus.trainer_agent.sources.megatron.local_shards import Description, describe  # noqa: E402
-from weightbus.trainer_agent.sources.rank_layout import RankLayout, check, encode, settle  # noqa: E402
+from weightbus.trainer_agent.sources.megatron.local_shards import describe_chunks  # noqa: E402
+from weightbus.trainer_agent.sources.rank_layout import RankLayout, check_layouts, distinct_shards, encode  # noqa: E402
 
 
 class Post:
@@ -69,7 +70,7 @@ KINDS = {
 
 def described(
     case: Case, rank: int, world: int, hf: dict[str, Any], tensors: dict[str, torch.Tensor]
-) -> tuple[Description, set[str]]:
+) -> tuple[RankShards, set[str]]:
     """What `rank` of `world` says it holds, and which of these kinds."""
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     try:
@@ -78,7 +79,7 @@ def described(
         load(case.family, hf, chunks, tensors)
         names = [name for chunk in chunks for name in chunk.state_dict(keep_vars=True)]
         kinds = {kind for kind, pattern in KINDS.items() if any(map(pattern.search, names))}
-        return describe(chunks, hf, None, rank), kinds
+        return describe_chunks(chunks, hf, None, rank), kinds
     finally:
         from megatron.core import parallel_state
 
@@ -95,9 +96,9 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
     expected = {name: tensor for name, tensor in full.items() if not name.startswith("model.visual")}
     found_by = [described(case, rank, world, hf, expected) for rank in range(world)]
     ranks = [description for description, _ in found_by]
-    rosters = check([encode(RankLayout(each.facts, each.pieces.encode(), each.stages)) for each in ranks])
+    rosters = check_layouts([encode(RankLayout(each.facts(), each.shards.encode(), each.stages)) for each in ranks])
     check_order(rosters)
-    pieces = settle(rosters, ranks[0].tensors)
+    pieces = distinct_shards(rosters, ranks[0].tensors)
     chance = random.Random(str(case))
     bucket_bytes = chance.choice([1, 5000, 40_000, 1 << 30])
     manifest = Manifest.of("M", ranks[0].tensors, bucket_bytes)
@@ -140,7 +141,7 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
 
 
 def quantized_otherwise(
-    ranks: Sequence[Description], pieces: Shards, expected: dict[str, torch.Tensor], chance: random.Random
+    ranks: Sequence[RankShards], pieces: Shards, expected: dict[str, torch.Tensor], chance: random.Random
 ) -> list[str]:
     """What is other bits when ranks quantize the blocks that they hold than when whole tensors are quantized."""
     config = quantizing.config(chance.choice([4, 16, 128]))

@@ -40,7 +40,7 @@ from weightbus.trainer_agent.source import SourceError
 from weightbus.trainer_agent.sources.checkpoint_conversion import revert, stored_tensors
 from weightbus.trainer_agent.sources.fsdp import FSDPSource
 from weightbus.trainer_agent.sources.full_tensor import FullTensorSource
-from weightbus.trainer_agent.sources.parameter_identity import local
+from weightbus.trainer_agent.sources.parameter_identity import local_tensor
 
 EVEN = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2, "vocab_size": 64}
 ODD = {"hidden_size": 18, "intermediate_size": 25, "head_dim": 6, "num_key_value_heads": 1, "vocab_size": 67}
@@ -149,7 +149,7 @@ def run_case(build: Make, shard: Shard) -> dict[str, Any]:
     whole = FullTensorSource(module, dtype=torch.bfloat16, timeout_s=60.0)
     assert {spec.name for spec in whole.tensors()} == {spec.name for spec in source.tensors()}
     told["differs from full_tensor"] = differing(stepped, export(whole, 4000))
-    told["empty shards"] = sum(not local(parameter).numel() for parameter in module.parameters())
+    told["empty shards"] = sum(not local_tensor(parameter).numel() for parameter in module.parameters())
     told["extra"] = _extra(source)
     for each in (source, whole):
         each.close()

@@ -25,7 +25,7 @@ from torch import nn
 
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.trainer_agent.assembly.assembler import DTYPES
-from weightbus.trainer_agent.source import AssemblyFailed, KnowsHeads, SourceError
+from weightbus.trainer_agent.source import AssemblyFailed, HasHeadDim, SourceError
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
@@ -52,7 +52,7 @@ def run_case(name: str, case: Case, out: Path) -> None:
     fill(chunks)
     served = [_wrap(chunk) for chunk in chunks] if case.wrapped else chunks
     source = MegatronSource(served, hf_config=hf, dtype=DTYPES[case.dtype] if case.dtype else None, timeout_s=60.0)
-    assert isinstance(source, KnowsHeads), "the leader would not ask it"
+    assert isinstance(source, HasHeadDim), "the leader would not ask it"
     assert source.head_dim == hf["head_dim"]
     tensors = export(source, case.bucket_bytes)
     assert wrongly_exposed(source, tensors) == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from weightbus.trainer_agent.staleness import Lineage, Mixed, Staleness, UnknownLineage, VersionSpan
+from weightbus.trainer_agent.staleness import Lineage, MixedPolicy, Staleness, UnknownLineage, VersionSpan
 
 
 def meta(*runs: tuple[str, int, int]) -> dict[str, Any]:
@@ -69,9 +69,9 @@ def test_what_does_not_add_up_is_refused(said: Any, tokens: int) -> None:
     [
         (Staleness(max_lag=2), True, "1111"),
         (Staleness(max_lag=1), False, "0000"),
-        (Staleness(max_lag=1, mixed=Mixed.MASK), True, "0011"),
-        (Staleness(max_lag=0, mixed=Mixed.MASK), False, "0000"),
-        (Staleness(max_lag=5, mixed=Mixed.DROP), False, "0000"),
+        (Staleness(max_lag=1, mixed=MixedPolicy.MASK), True, "0011"),
+        (Staleness(max_lag=0, mixed=MixedPolicy.MASK), False, "0000"),
+        (Staleness(max_lag=5, mixed=MixedPolicy.DROP), False, "0000"),
     ],
 )
 def test_old_tokens(policy: Staleness, keep: bool, mask: str) -> None:
@@ -114,9 +114,9 @@ def test_weights_of_the_launch() -> None:
 RUNS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=6)
 
 
-@given(RUNS, st.integers(0, 12), st.integers(0, 4), st.sampled_from(Mixed))
+@given(RUNS, st.integers(0, 12), st.integers(0, 4), st.sampled_from(MixedPolicy))
 def test_nothing_too_old_is_ever_learned_from(
-    runs: list[tuple[int, int]], current: int, max_lag: int, mixed: Mixed
+    runs: list[tuple[int, int]], current: int, max_lag: int, mixed: MixedPolicy
 ) -> None:
     """Whatever wrote it: a token that counts is 0 to `max_lag` behind, and without masks a response counts whole."""
     at, spans = 0, []
@@ -128,9 +128,9 @@ def test_nothing_too_old_is_ever_learned_from(
     counted = [version for version, good in zip(lineage.by_token(), verdict.mask, strict=True) if good]
     assert all(version is not None and 0 <= current - version <= max_lag for version in counted)
     assert bool(counted) == verdict.keep
-    if mixed is not Mixed.MASK and verdict.keep:
+    if mixed is not MixedPolicy.MASK and verdict.keep:
         assert all(verdict.mask)
-    if all(0 <= current - version <= max_lag for version, _ in runs) and mixed is not Mixed.DROP:
+    if all(0 <= current - version <= max_lag for version, _ in runs) and mixed is not MixedPolicy.DROP:
         assert verdict.keep
 
 

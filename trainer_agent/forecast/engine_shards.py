@@ -17,7 +17,7 @@ import numpy as np
 
 from weightbus.dataplane.tensors import Box, Boxes, Column, TensorSpec
 
-from ..sources.megatron import Fusion, Heads, MappedShare, MappingRule, Model, Norm, TensorCut
+from ..sources.megatron import Fusion, HeadCounts, HFModel, MappingRule, Norm, ParallelRank, TensorCut
 from .fleet import Engines, FleetError
 from .tensor_blocks import AXES, Block, Tensors
 
@@ -71,20 +71,20 @@ def needs(tensors: Tensors, engines: Engines) -> EngineShards:
     return EngineShards(Boxes(table[:, 0], table[:, 2 : 2 + AXES], table[:, 2 + AXES :]), table[:, 1])
 
 
-def _parts(model: Model, block: Block, workers: int, *, experts: bool) -> Iterator[Part]:
+def _parts(model: HFModel, block: Block, workers: int, *, experts: bool) -> Iterator[Part]:
     position = 0
     for rule in block.rules:
-        if ("{e}" in rule.served[0].name) is not experts:
+        if ("{e}" in rule.targets[0].name) is not experts:
             continue
-        for index, target in enumerate(rule.served):
+        for index, target in enumerate(rule.targets):
             spec = model.spec(target, "", "bfloat16", 0)
             for worker in range(workers):
-                for box in _kept(model, rule, index, spec, MappedShare(worker, workers)):
+                for box in _kept(model, rule, index, spec, ParallelRank(worker, workers)):
                     yield position + index, worker, box
-        position += len(rule.served)
+        position += len(rule.targets)
 
 
-def _kept(model: Model, rule: MappingRule, index: int, spec: TensorSpec, share: MappedShare) -> Iterator[Box]:
+def _kept(model: HFModel, rule: MappingRule, index: int, spec: TensorSpec, share: ParallelRank) -> Iterator[Box]:
     """What one worker keeps of one tensor."""
     heads = model.heads
     if _is_copied(rule, index):
@@ -110,11 +110,11 @@ def _kept(model: Model, rule: MappingRule, index: int, spec: TensorSpec, share: 
 
 def _is_copied(rule: MappingRule, index: int) -> bool:
     """Every worker has all of it. Norms over all heads are cut with them, latent projections down are not."""
-    wide_norm = rule.served[index].norm is not Norm.NOT
+    wide_norm = rule.targets[index].norm is not Norm.NOT
     return rule.cut is TensorCut.NONE or (rule.cut is TensorCut.ROWS_OR_NONE and not wide_norm)
 
 
-def _vocabulary(spec: TensorSpec, share: MappedShare) -> Iterator[Box]:
+def _vocabulary(spec: TensorSpec, share: ParallelRank) -> Iterator[Box]:
     rows = spec.shape[0]
     padded = -(-rows // _PADDED) * _PADDED
     if padded % share.ranks:
@@ -124,12 +124,12 @@ def _vocabulary(spec: TensorSpec, share: MappedShare) -> Iterator[Box]:
         yield _axis(spec, 0, first, last)
 
 
-def _sections(rule: MappingRule, extent: int, heads: Heads) -> tuple[tuple[int, int], ...]:
+def _sections(rule: MappingRule, extent: int, heads: HeadCounts) -> tuple[tuple[int, int], ...]:
     """What is cut by itself: where it begins, and how much it is."""
     if rule.fusion is Fusion.DELTA_CONVOLUTION:
         key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
         return (0, key), (key, key), (2 * key, value)
-    if rule.fusion is Fusion.GATED and len(rule.served) == 1:
+    if rule.fusion is Fusion.GATED and len(rule.targets) == 1:
         return (0, extent // 2), (extent // 2, extent // 2)
     return ((0, extent),)
 

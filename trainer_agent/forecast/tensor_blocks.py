@@ -16,15 +16,15 @@ from weightbus.dataplane.tensors import ITEM_BYTES, Column, TensorSpec
 
 from ..source import LayoutMismatch, UnsupportedModel
 from ..sources.megatron import (
-    LayerPlace,
+    HFModel,
+    LayerMapping,
     MappingRule,
-    Model,
     body,
     decoder_layer,
     head,
+    hf_tensors,
     prediction_layer,
     prediction_parts,
-    served_tensors,
 )
 from .fleet import FleetError
 
@@ -59,7 +59,7 @@ class Block:
 class Tensors:
     """All tensors of a model."""
 
-    model: Model
+    model: HFModel
     specs: tuple[TensorSpec, ...]
     blocks: tuple[Block, ...]
     item: Column
@@ -70,7 +70,7 @@ class Tensors:
     @classmethod
     def parse(cls, config: Mapping[str, object], dtype: str | None = None) -> Tensors:
         """Of a Hugging Face ``config.json``. Raises `UnsupportedModel`, `LayoutMismatch` or `FleetError`."""
-        model = Model.parse(config)
+        model = HFModel.parse(config)
         named = dtype or model.dtype or "bfloat16"
         if named not in ITEM_BYTES:
             raise FleetError(f"dtype {named!r} is none that is known: give one of {', '.join(ITEM_BYTES)}")
@@ -81,7 +81,7 @@ class Tensors:
                 f"its config describes {count} tensors, more than the {MOST_TENSORS} that are looked at one by one:"
                 " look at its numbers of layers and of experts"
             )
-        specs = served_tensors(model, named)
+        specs = hf_tensors(model, named)
         if (total := sum(spec.nbytes for spec in specs)) > MOST_BYTES:
             raise FleetError(
                 f"its config describes {total:.1e} bytes, more than the {MOST_BYTES:.1e} of any model: look at sizes"
@@ -104,10 +104,10 @@ def tensors_of(config: Mapping[str, object], dtype: str | None = None) -> Tensor
         raise FleetError(str(problem)) from problem
 
 
-def _blocks(model: Model) -> Iterator[Block]:
+def _blocks(model: HFModel) -> Iterator[Block]:
     first = 0
     for kind, place, depth, read in _places(model):
-        targets = [target for rule in place.rules for target in rule.served]
+        targets = [target for rule in place.rules for target in rule.targets]
         each = sum("{e}" in target.name for target in targets)
         experts = model.sizes["experts"] if each else 0
         plain = len(targets) - each
@@ -115,14 +115,14 @@ def _blocks(model: Model) -> Iterator[Block]:
         first += plain + each * experts
 
 
-def _places(model: Model) -> Iterator[tuple[str, LayerPlace, int, bool]]:
-    """In the order of `served_tensors`."""
+def _places(model: HFModel) -> Iterator[tuple[str, LayerMapping, int, bool]]:
+    """In the order of `hf_tensors`."""
     embedding, norm = body(model).rules
     last = len(model.layers)
-    yield "embedding", LayerPlace((embedding,), ""), -1, True
+    yield "embedding", LayerMapping((embedding,), ""), -1, True
     for index, layer in enumerate(model.layers):
         yield f"layer {layer.linear} {layer.experts}", decoder_layer(model, index), index, True
-    yield "norm", LayerPlace((norm,), ""), last, True
+    yield "norm", LayerMapping((norm,), ""), last, True
     yield "head", head(model), last, True
     for index in range(model.predictions):
         yield "prediction", prediction_parts(model, index), last, False

@@ -17,7 +17,7 @@ import numpy as np
 
 from weightbus.dataplane.tensors import Box, Boxes, Column, contiguous_strides
 
-from ..sources.megatron import Fusion, LocalParameter, MappedShare, MappingRule, Model, Norm, TensorCut, pieces_of
+from ..sources.megatron import Fusion, HFModel, LocalParameter, MappingRule, Norm, ParallelRank, TensorCut, shards_of
 from .fleet import FleetError, TrainerSpec
 from .tensor_blocks import AXES, Block, Tensors
 
@@ -99,22 +99,22 @@ def _experts(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSp
     return np.column_stack([space, base, stride, np.full(len(rows), trainer.stage // group), rows[:, 2:]])
 
 
-def _parts(model: Model, block: Block, ranks: int, *, experts: bool) -> Iterator[Part]:
+def _parts(model: HFModel, block: Block, ranks: int, *, experts: bool) -> Iterator[Part]:
     """The boxes of all shares, for the rules of experts or for the others."""
     position = 0
     for rule in block.rules:
-        of_expert = "{e}" in rule.served[0].name
+        of_expert = "{e}" in rule.targets[0].name
         if of_expert is not experts:
             continue
         yield from _parts_of(model, rule, position, ranks, experts=experts)
-        position += len(rule.served)
+        position += len(rule.targets)
 
 
-def _parts_of(model: Model, rule: MappingRule, position: int, ranks: int, *, experts: bool) -> Iterator[Part]:
-    served = [model.spec(target, "", "bfloat16", 0) for target in rule.served]
+def _parts_of(model: HFModel, rule: MappingRule, position: int, ranks: int, *, experts: bool) -> Iterator[Part]:
+    served = [model.spec(target, "", "bfloat16", 0) for target in rule.targets]
     number = {spec.name: position + index for index, spec in enumerate(served)}
     # Norms over all heads are cut with them, latent projections down are not.
-    wide_norm = rule.cut is TensorCut.ROWS_OR_NONE and rule.served[0].norm is not Norm.NOT
+    wide_norm = rule.cut is TensorCut.ROWS_OR_NONE and rule.targets[0].norm is not Norm.NOT
     cut = wide_norm or rule.cut in {TensorCut.ROWS, TensorCut.COLUMNS}
     shares = ranks if cut else 1
     rows = sum(spec.shape[0] for spec in served)
@@ -127,14 +127,14 @@ def _parts_of(model: Model, rule: MappingRule, position: int, ranks: int, *, exp
     if uneven:
         name = "etp" if experts else "tp"
         raise FleetError(
-            f"{rule.trained[0]!r} has {full[axis]} {'columns' if axis else 'rows'}, which {name} = {shares} does not"
-            f" divide: choose another {name}"
+            f"{rule.megatron_names[0]!r} has {full[axis]} {'columns' if axis else 'rows'}, which {name} = {shares} does"
+            f" not divide: choose another {name}"
         )
     shape = tuple(size // shares if at == axis else size for at, size in enumerate(full))
     for share in range(shares):
-        local = LocalParameter(rule.trained[0], 0, shape, contiguous_strides(shape), "bfloat16")
-        for piece in pieces_of(
-            rule, local, served, (0,) * len(served), heads=model.heads, share=MappedShare(share, shares)
+        local = LocalParameter(rule.megatron_names[0], 0, shape, contiguous_strides(shape), "bfloat16")
+        for piece in shards_of(
+            rule, local, served, (0,) * len(served), heads=model.heads, share=ParallelRank(share, shares)
         ):
             yield number[piece.tensor], share if cut else -1, piece.box
 

@@ -26,7 +26,7 @@ from weightbus.dataplane.transports.distributed import SourceRank
 from ..export import place_of
 from ..machine import Stopwatch
 from ..settings import TrainerSettings
-from ..source import AssemblyFailed, Source, Staged, head_dim_of
+from ..source import AssemblyFailed, PipelineSource, Source, head_dim_of
 from . import rank_commands as orders
 from .expected_digests import LiveDigester, LivePlan, Want, joined
 
@@ -44,7 +44,7 @@ class VersionLayout(NamedTuple):
     def of(cls, source: Source, settings: TrainerSettings) -> Self:
         """Buckets of one stage each, where stages may broadcast them; the same on every rank. Collective."""
         tensors = source.tensors()
-        if isinstance(source, Staged) and any(transports.by_name(kind).divides for kind in settings.preferences()):
+        if isinstance(source, PipelineSource) and any(transports.by_name(kind).divides for kind in settings.preferences()):
             roots = source.roots()
             ranks = sorted(set(roots))
             if ranks[0] == 0 and len(ranks) > 1:
@@ -85,7 +85,7 @@ class PipelineBroadcast:
 
     def __init__(  # noqa: PLR0917  made in one place
         self,
-        source: Staged,
+        source: PipelineSource,
         manifest: Manifest,
         sources: Sources,
         ranks: Sequence[int],

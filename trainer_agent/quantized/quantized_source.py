@@ -37,7 +37,7 @@ from ..assembly import BucketPlanCache, check_manifest
 from ..checkpoints import checkpoint_folder as folders
 from ..machine import UnfinishedCheckpoint
 from ..settings import TrainerSettings
-from ..source import Source, Staged, UnsupportedModel
+from ..source import PipelineSource, Source, UnsupportedModel
 from .quantization_plan import Weight, WeightDivision
 from .quantized_assembly import Assembly, Described, QuantizationState, ReadableSource
 
@@ -116,7 +116,7 @@ class QuantizedSource:
     def assemble(
         self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
     ) -> None:
-        """Pack bucket `index` of quantized tensors into `out` on its root. Collective; see `Staged.assemble`."""
+        """Pack bucket `index`, quantized, into `out` on its root. Collective; see `PipelineSource.assemble`."""
         if (out is not None) != self._is_root(index, roots):
             raise ValueError("the root of a bucket, and only its root, gives a buffer")
         self._planned.of(manifest, roots, self._assembly).run(index, out)
@@ -167,7 +167,7 @@ class ReadableQuantizedSource(QuantizedSource):
 
     def roots(self) -> Sequence[int]:
         """What a weight becomes is assembled where the other source would assemble the weight."""
-        if not isinstance(self._readable, Staged):
+        if not isinstance(self._readable, PipelineSource):
             return (0,) * len(self._tensors)
         raw = dict(zip(self._raw, self._readable.roots(), strict=True))
         made = {weight.spec: len(weight.outputs) for weight in self.weights}

@@ -1,8 +1,8 @@
-"""Which part of a tensor one rank holds, as DTensor cuts it, and which pieces of checkpoint tensors that is. Pure.
+"""The part of a tensor that one rank holds, as DTensor cuts it, and the shards of checkpoint tensors in it. Pure.
 
 Along each dimension a rank holds runs of consecutive indexes, one after another: one run for a plain shard, several
-where FSDP cut what tensor parallelism had cut before. Cuts are `torch.chunk`'s: equal parts but for the last ones,
-which may be smaller or empty.
+where FSDP cuts shards of tensor parallelism again. Cuts are `torch.chunk`'s: equal parts but for the last ones, which
+may be smaller or empty.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from weightbus.dataplane.tensors import Box, Shard, ShardView
 
 from ..source import UnsupportedModel
 from .checkpoint_conversion import Axis, Slice
-from .row_runs import RowRun, extent, stretch
+from .row_runs import RowRun, slice_runs, total_length
 
 
 class DTensorCut(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class DTensorCut(msgspec.Struct, frozen=True):
 
 
 class LocalShard(msgspec.Struct, frozen=True):
-    """What a rank holds of one tensor: runs for each dimension, and where they lie in its own tensor `storage`."""
+    """One rank's part of a tensor: runs for each dimension, and their strides in its own tensor `storage`."""
 
     runs: tuple[tuple[RowRun, ...], ...]
     strides: tuple[int, ...]
@@ -43,12 +43,12 @@ class LocalShard(msgspec.Struct, frozen=True):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the local tensor."""
-        return tuple(extent(runs) for runs in self.runs)
+        """Shape of the local tensor."""
+        return tuple(total_length(runs) for runs in self.runs)
 
 
 def runs_of(shape: Sequence[int], cuts: Sequence[DTensorCut]) -> tuple[tuple[RowRun, ...], ...]:
-    """What is left of each dimension after `cuts`, in the order of the device mesh. No runs where nothing is left.
+    """Runs of each dimension that remain after `cuts`, in the order of the device mesh. Empty where nothing remains.
 
     Raises `UnsupportedModel` for a split factor that the later cuts do not explain.
     """
@@ -58,13 +58,13 @@ def runs_of(shape: Sequence[int], cuts: Sequence[DTensorCut]) -> tuple[tuple[Row
 def _cut_dim(size: int, cuts: Sequence[DTensorCut], shape: Sequence[int]) -> tuple[RowRun, ...]:
     runs: tuple[RowRun, ...] = (RowRun(0, size),) if size else ()
     for cut in _in_order(cuts, shape):
-        share = -(-extent(runs) // cut.parts)
-        runs = stretch(runs, cut.index * share, share)
+        share = -(-total_length(runs) // cut.parts)
+        runs = slice_runs(runs, cut.index * share, share)
     return runs
 
 
 def _in_order(cuts: Sequence[DTensorCut], shape: Sequence[int]) -> list[DTensorCut]:
-    """The order in which the cuts were made: a strided one after all that stand behind it."""
+    """Cuts in the order in which they were made: a strided one after all that stand behind it."""
     done: list[DTensorCut] = []
     for position, cut in enumerate(reversed(cuts)):
         behind = cuts[len(cuts) - position :]
@@ -80,10 +80,10 @@ def _in_order(cuts: Sequence[DTensorCut], shape: Sequence[int]) -> list[DTensorC
     return done
 
 
-def pieces_of(piece: Slice, local: LocalShard) -> Iterator[Shard]:
-    """The pieces of a checkpoint tensor that a rank holds through `local`, which is of the slice's source."""
-    held = [[_fixed(runs, at)] for runs, at in zip(local.runs, piece.origin, strict=True)]
-    free = {axis.source for axis, size in zip(piece.axes, piece.shape, strict=True) if size > 1}
+def shards_of(cut: Slice, local: LocalShard) -> Iterator[Shard]:
+    """The shards of a checkpoint tensor, slice `cut`, that a rank holds through `local`, its part of the source."""
+    held = [[_fixed(runs, at)] for runs, at in zip(local.runs, cut.origin, strict=True)]
+    free = {axis.source for axis, size in zip(cut.axes, cut.shape, strict=True) if size > 1}
     if any(at == [None] for dim, at in enumerate(held) if dim not in free):
         return
     fixed = sum(
@@ -92,23 +92,23 @@ def pieces_of(piece: Slice, local: LocalShard) -> Iterator[Shard]:
         if dim not in free
     )
     choices = [
-        _along(axis, size, piece, local) if size > 1 else ((0, 1, 0, 0),)
-        for axis, size in zip(piece.axes, piece.shape, strict=True)
+        _along(axis, size, cut, local) if size > 1 else ((0, 1, 0, 0),)
+        for axis, size in zip(cut.axes, cut.shape, strict=True)
     ]
     for chosen in product(*choices):
         box = Box(tuple(each[0] for each in chosen), tuple(each[1] for each in chosen))
         offset = fixed + sum(each[2] for each in chosen)
-        yield Shard(piece.tensor, box, local.dtype, ShardView(local.storage, offset, tuple(each[3] for each in chosen)))
+        yield Shard(cut.tensor, box, local.dtype, ShardView(local.storage, offset, tuple(each[3] for each in chosen)))
 
 
 def _fixed(runs: Sequence[RowRun], index: int) -> int | None:
-    """Where a rank has one index of a dimension."""
+    """Local position of one index of a dimension; None when the rank does not hold it."""
     return next((run.at + index - run.start for run in runs if run.start <= index < run.start + run.length), None)
 
 
-def _along(axis: Axis, size: int, piece: Slice, local: LocalShard) -> tuple[tuple[int, int, int, int], ...]:
+def _along(axis: Axis, size: int, cut: Slice, local: LocalShard) -> tuple[tuple[int, int, int, int], ...]:
     """Intervals of an axis that a rank holds: first and last index, offset of the first in its memory, stride."""
-    origin, step, stride = piece.origin[axis.source], axis.step, local.strides[axis.source]
+    origin, step, stride = cut.origin[axis.source], axis.step, local.strides[axis.source]
     found: list[tuple[int, int, int, int]] = []
     for run in local.runs[axis.source]:
         first = max(0, -(-(run.start - origin) // step))

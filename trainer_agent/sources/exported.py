@@ -1,38 +1,48 @@
-"""A `Source` over whole tensors that something else exports: Megatron-Bridge, for families without a table here.
+"""A `Source` over whole tensors that an exporter yields: Megatron-Bridge, for families without a table here.
 
-An exporter gathers, converts and yields every tensor on every rank, so this is slower than pieces and needs memory for
-whole tensors everywhere; it is for models that model_families.py does not know, and an oracle for those that it does.
+An exporter gathers, converts and yields every tensor on every rank, so this is slower than a source of shards and needs
+memory for whole tensors on every rank. It is for models that model_families.py does not know, and an oracle for those
+that it does.
 
 An exporter must yield the same names, shapes and dtypes in the same order on every call and on every rank; calls are
-collective. The first one, made at construction, says what is served.
+collective. The first pass, made at construction, defines the tensors that are served, and every later pass is compared
+with it: otherwise tensors could be cast, left out or served twice, and engines would verify the wrong result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set as AbstractSet
+from typing import Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec
+from weightbus.dataplane.tensors import ITEM_BYTES, Manifest, Shards, TensorSpec
 
-from ..assembly import DTYPES, check_manifest
-from ..source import SourceError
-from .collective_errors import together
-from .export_passes import ExportPass, Listing, guarded, listed
-from .rank_group import RankGroup
+from ..assembly import DTYPES, check_manifest, objection
+from ..source import (
+    AssemblyFailed,
+    LayoutMismatch,
+    SourceError,
+    UnknownParameter,
+    UnsupportedModel,
+    check_dtype,
+    check_manifestable,
+)
+from .collective_source import CollectiveSource, on_all_ranks
+from .rank_group import DEFAULT_TIMEOUT_S, RankGroup
 from .rank_layout import RankLayout
 
 Exporter = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """Yields (Hugging Face name, whole tensor)."""
 
-DEFAULT_TIMEOUT_S: Final = 1800.0
+_EIGHT_BITS: Final = "float8_"
+_ALIKE: Final = "it must yield the same tensors every time, or the source be built again"
 
 
 class Bridge(Protocol):
-    """What is asked of a Megatron-Bridge `AutoBridge`."""
+    """The method of a Megatron-Bridge `AutoBridge` that is called."""
 
     def export_hf_weights(
         self, model: Sequence[nn.Module], *, cpu: bool, show_progress: bool
@@ -50,8 +60,8 @@ def bridge_exporter(bridge: Bridge, model_chunks: Sequence[nn.Module]) -> Export
     return export
 
 
-class ExportedSource:
-    """The live weights of a model as an exporter gives them. Satisfies `Source`."""
+class ExportedSource(CollectiveSource):
+    """The live weights of a model as an exporter yields them. Satisfies `Source`."""
 
     def __init__(
         self,
@@ -63,44 +73,33 @@ class ExportedSource:
         group: dist.ProcessGroup | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Export once to learn what is served. Collective over `group` (default: all ranks).
+        """Export once to learn the tensors that are served. Collective over `group` (default: all ranks).
 
         Args:
             export: called anew for every pass over the weights.
-            model: architecture as the served checkpoint's config names it.
-            dtype: what is served; as it is exported by default.
-            device: where buckets are; by default where the first tensor is.
+            model: architecture as the checkpoint's config names it.
+            dtype: dtype in which floating-point tensors are served; by default as they are exported.
+            device: device of the buckets; by default that of the first tensor.
             group: as in `MegatronSource`.
-            timeout_s: how long any collective of ours waits.
+            timeout_s: seconds that any collective of the source waits; the exporter's have their own timeout.
 
         Raises:
             SourceError: on every rank when the ranks export different tensors, or one of them fails.
         """
-        self._ranks = RankGroup(group, timeout_s)
+        super().__init__(RankGroup(group, timeout_s))
         self._export = export
         self.model: str = model
-        try:
-            self._listing = self._learn(dtype)
-        except SourceError:
-            self._ranks.close()
-            raise
-        self._device = device or self._listing.device
-        self._pass = ExportPass((), self._listing)
+        """Architecture as the checkpoint's config names it."""
+        with self._closing_when_refused():
+            _, self._listing = on_all_ranks(self._ranks, lambda: self._describe(dtype))
+        self.device: torch.device = device or self._listing.device
+        """Device of the buckets."""
+        self._pass = _Pass((), self._listing)
         self._next = 0
         self._early: dict[str, torch.Tensor] = {}
 
-    @property
-    def root(self) -> bool:
-        """The first rank of the group assembles."""
-        return self._ranks.rank == 0
-
-    @property
-    def device(self) -> torch.device:
-        """Where the buckets are."""
-        return self._device
-
     def tensors(self) -> Sequence[TensorSpec]:
-        """What is served, in the exporter's order."""
+        """Tensors that are served, in the exporter's order."""
         return self._listing.tensors
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
@@ -109,10 +108,9 @@ class ExportedSource:
         Buckets taken in order share one pass of the exporter; any other order starts another.
         """
         check_manifest(manifest, self._listing.tensors)
-        if (out is not None) != self.root:
-            raise ValueError(f"rank {self._ranks.rank}: the root, and only the root, gives a buffer")
+        self._check_root(out)
         if index != self._next or index == 0:
-            self._pass, self._early = ExportPass(guarded(self._export), self._listing), {}
+            self._pass, self._early = _Pass(_guarded(self._export), self._listing), {}
         wanted = dict(zip(manifest.tensors_of(index), manifest.offsets_of(index), strict=False))
         by_name = {spec.name: (spec, at) for spec, at in wanted.items()}
         missing = set(by_name)
@@ -125,35 +123,129 @@ class ExportedSource:
                 missing.remove(name)
                 _place(by_name[name], tensor, out)
             elif out is not None:
-                self._early[name] = tensor  # of the next bucket: a bucket's order is not quite the exporter's
+                self._early[name] = tensor  # of the next bucket: a bucket's order differs a little from the exporter's
         self._next = index + 1
         if self._next == len(manifest.buckets):
             self._pass.finish()
             self._next = 0
 
-    def agree(self, blob: bytes | None) -> bytes:
-        """Hand the root's `blob` to every rank. Collective; see `Source.agree`."""
-        return self._ranks.broadcast(blob)
-
     def close(self) -> None:
-        """Let go of the groups. Collective."""
-        self._pass, self._early = ExportPass((), self._listing), {}
-        self._ranks.close()
+        """Release the groups, and tensors of an unfinished pass. Collective."""
+        self._pass, self._early = _Pass((), self._listing), {}
+        super().close()
 
-    def _learn(self, dtype: torch.dtype | None) -> Listing:
-        """What this rank exports, and that all ranks export the same."""
-
-        def attempt() -> tuple[RankLayout, Listing]:
-            found = listed(self._export(), dtype)
-            layout = Shards.of(found.tensors, []).digest()
-            return RankLayout(
-                {"model": repr(self.model), "tensors": str(len(found.tensors)), "layout": layout}, b""
-            ), found
-
-        return together(self._ranks, attempt)[1]
+    def _describe(self, dtype: torch.dtype | None) -> tuple[RankLayout, _Listing]:
+        found = _listed(self._export(), dtype)
+        layout = Shards.of(found.tensors, []).digest()
+        facts = {"model": repr(self.model), "tensors": str(len(found.tensors)), "layout": layout}
+        return RankLayout(facts, b""), found
 
 
 def _place(where: tuple[TensorSpec, int], tensor: torch.Tensor, out: torch.Tensor | None) -> None:
     spec, at = where
     if out is not None:
         out[at : at + spec.nbytes].view(DTYPES[spec.dtype]).view(spec.shape).copy_(tensor.detach())
+
+
+class _Listing(NamedTuple):
+    """Tensors of the first pass."""
+
+    tensors: tuple[TensorSpec, ...]
+    exported: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    """Shape and dtype of each tensor as exported, before any cast."""
+    device: torch.device
+    """Device of the first tensor."""
+
+
+def _listed(exported: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> _Listing:
+    """Read one pass. Raises a `SourceError` for a tensor that cannot be served."""
+    if dtype is not None:
+        check_dtype(_name(dtype), "dtype=")
+    tensors: list[TensorSpec] = []
+    forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    device = torch.device("cpu")
+    for name, tensor in exported:
+        if name in forms:
+            raise LayoutMismatch(f"{name!r} was exported twice in one pass: a tensor has one name, and goes once")
+        served = _served(name, tensor, dtype)
+        device = device if tensors else tensor.device
+        tensors.append(TensorSpec(name, served, tuple(tensor.shape)))
+        forms[name] = tuple(tensor.shape), tensor.dtype
+    if not tensors:
+        raise UnsupportedModel("the exporter yields no tensors: give it the model of this rank")
+    check_manifestable(tensors)
+    return _Listing(tuple(tensors), forms, device)
+
+
+class _Pass:
+    """One pass over the weights, compared with the first."""
+
+    def __init__(self, exported: Iterable[tuple[str, torch.Tensor]], listing: _Listing) -> None:
+        self._exported = iter(exported)
+        self._listing = listing
+        self._seen: set[str] = set()
+
+    def following(self, missing: AbstractSet[str]) -> tuple[str, torch.Tensor]:
+        """The next tensor. Raises `LayoutMismatch` when there is none although `missing` are still to come."""
+        found = self._next()
+        if found is None:
+            raise LayoutMismatch(
+                f"the exporter ended without {sorted(missing)[:5]}, which it exported before: {_ALIKE}"
+            )
+        return found
+
+    def finish(self) -> None:
+        """Run the exporter to its end, last collectives included, and check that it yields nothing unlisted."""
+        while self._next() is not None:
+            pass
+
+    def _next(self) -> tuple[str, torch.Tensor] | None:
+        found = next(self._exported, None)
+        if found is not None:
+            self._check(*found)
+        return found
+
+    def _check(self, name: str, tensor: torch.Tensor) -> None:
+        if name not in self._listing.exported:
+            raise LayoutMismatch(f"{name!r} was not exported before, and is now: {_ALIKE}")
+        if name in self._seen:
+            raise LayoutMismatch(f"{name!r} was exported twice in one pass: {_ALIKE}")
+        self._seen.add(name)
+        shape, dtype = self._listing.exported[name]
+        if tuple(tensor.shape) != shape:
+            raise LayoutMismatch(
+                f"{name!r} was exported with shape {shape}, and now with {tuple(tensor.shape)}: {_ALIKE}"
+            )
+        if tensor.dtype != dtype:
+            raise LayoutMismatch(f"{name!r} was exported as {dtype}, and now as {tensor.dtype}: {_ALIKE}")
+        if advice := objection(tensor, rounded=False):
+            raise UnknownParameter(name, shape, str(dtype), advice)
+
+
+def _guarded(export: Exporter) -> Iterator[tuple[str, torch.Tensor]]:
+    """One pass of `export`. Its errors become `AssemblyFailed`, because its collectives broke off with it."""
+    try:
+        yield from export()
+    except SourceError:
+        raise
+    except Exception as error:
+        raise AssemblyFailed(
+            f"the exporter failed ({type(error).__name__}: {error}): find the rank that failed first"
+        ) from error
+
+
+def _served(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    exported = _name(tensor.dtype)
+    if advice := objection(tensor, rounded=False):
+        raise UnknownParameter(name, tensor.shape, exported, advice)
+    if exported.startswith(_EIGHT_BITS):
+        advice = "its scale is not part of it: export in 16 bits or more, and let servers quantize"
+        raise UnknownParameter(name, tensor.shape, exported, advice)
+    if exported not in ITEM_BYTES:
+        raise UnsupportedModel(f"{name!r} is exported as {exported}; these can travel: {', '.join(ITEM_BYTES)}")
+    return _name(wanted)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

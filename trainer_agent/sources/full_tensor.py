@@ -1,7 +1,7 @@
 """A `Source` that gathers whole parameters, as RL trainers on FSDP do it: `full_tensor()`, one after another.
 
-Slow, and the root keeps the whole model in host memory while a version is assembled. For models whose checkpoint is
-more than slices of what is in memory, so that `FSDPSource` refuses them; and to compare with.
+It is slow, and the root keeps the whole model in host memory while a version is assembled. It is for models whose
+checkpoint tensors are no slices of the tensors in memory, so that `FSDPSource` refuses them; and to compare with.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch.distributed.tensor import DTensor
 from weightbus.dataplane.tensors import Manifest, TensorSpec
 
 from ..assembly import DTYPES, check_manifest
-from ..source import AssemblyFailed, SourceError, UnsupportedModel, check_manifestable
+from ..source import AssemblyFailed, UnsupportedModel, check_manifestable
 from .checkpoint_conversion import architecture, head_dim, revert, stored_tensors
-from .collective_errors import together
+from .collective_source import CollectiveSource, on_all_ranks
 from .module_shards import device_of, served_dtypes
 from .rank_group import DEFAULT_TIMEOUT_S, RankGroup
 from .rank_layout import RankLayout
 
 
-class FullTensorSource:
+class FullTensorSource(CollectiveSource):
     """The live weights of one sharded Hugging Face module, gathered whole. Satisfies `Source`."""
 
     def __init__(
@@ -37,29 +37,17 @@ class FullTensorSource:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
         """Arguments and errors as those of `FSDPSource`. Collective."""
-        self._ranks = RankGroup(group, timeout_s)
+        super().__init__(RankGroup(group, timeout_s))
         self._module = module
-        self._model = model or architecture(module)
-        try:
-            _, (self._device, self._dtypes, self._tensors) = together(self._ranks, lambda: self._attempt(dtype))
-        except SourceError:
-            self._ranks.close()  # every rank raises, so every rank comes here
-            raise
+        self.model: str = model or architecture(module)
+        """Architecture as the checkpoint's config names it."""
+        with self._closing_when_refused():
+            _, (self._device, self._dtypes, self._tensors) = on_all_ranks(self._ranks, lambda: self._describe(dtype))
         self._whole: dict[str, torch.Tensor] = {}
 
     @property
-    def model(self) -> str:
-        """Architecture as the checkpoint's config names it."""
-        return self._model
-
-    @property
-    def root(self) -> bool:
-        """The first rank of the group assembles."""
-        return self._ranks.rank == 0
-
-    @property
     def device(self) -> torch.device:
-        """Where buckets are."""
+        """Device of the buckets."""
         return self._device
 
     @property
@@ -68,13 +56,12 @@ class FullTensorSource:
         return head_dim(self._module)
 
     def tensors(self) -> Sequence[TensorSpec]:
-        """What is served, by the names of the checkpoint."""
+        """Tensors that are served, by the names of the checkpoint."""
         return self._tensors
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
         """Pack bucket `index` into `out` on the root; with the first bucket, gather everything. Collective."""
-        if (out is not None) != self.root:
-            raise ValueError(f"rank {self._ranks.rank}: the root, and only the root, gives a buffer")
+        self._check_root(out)
         if index == 0:
             check_manifest(manifest, self._tensors)
             self._gather()
@@ -86,18 +73,10 @@ class FullTensorSource:
         if index == len(manifest.buckets) - 1:
             self._whole = {}
 
-    def agree(self, blob: bytes | None) -> bytes:
-        """Hand the root's `blob` to every rank. Collective; see `Source.agree`."""
-        return self._ranks.broadcast(blob)
-
-    def close(self) -> None:
-        """Let go of the groups. Collective."""
-        self._ranks.close()
-
-    def _attempt(
+    def _describe(
         self, dtype: torch.dtype | None
     ) -> tuple[RankLayout, tuple[torch.device, Mapping[str, str], tuple[TensorSpec, ...]]]:
-        """What this rank would serve. All must gather the same, one after another, or wait for each other."""
+        """Tensors that this rank would serve. All ranks must gather the same ones, in the same order."""
         stored = stored_tensors(self._module)
         if not stored:
             raise UnsupportedModel(f"{type(self._module).__name__} has no parameters")
@@ -111,7 +90,7 @@ class FullTensorSource:
             for name, tensor in revert(self._module, blank).items()
         )
         check_manifestable(tensors)
-        facts = {"model": self._model, "tensors": Manifest.of(self._model, tensors).digest()}
+        facts = {"model": self.model, "tensors": Manifest.of(self.model, tensors).digest()}
         return RankLayout(facts, b""), (device_of(list(stored.values())), dtypes, tensors)
 
     @torch.no_grad()

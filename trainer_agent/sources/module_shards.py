@@ -1,9 +1,9 @@
-"""A Hugging Face module in memory, sharded or not, as pieces of its checkpoint's tensors: what this rank holds."""
+"""Describes a Hugging Face module in memory, sharded or not, as this rank's shards of its checkpoint's tensors."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -13,36 +13,21 @@ from torch.distributed.tensor import DTensor, Replicate, Shard as ShardPlacement
 from weightbus.dataplane.tensors import ITEM_BYTES, Shard, Shards, TensorSpec
 
 from ..assembly import objection
-from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_manifestable, check_served
+from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_dtype, check_manifestable
 from .checkpoint_conversion import Slice, architecture, head_dim, slices, stored_tensors, unwrapped
-from .dtensor_shards import DTensorCut, LocalShard, pieces_of, runs_of
-from .parameter_identity import ParameterIdentity, local
+from .collective_source import RankShards
+from .dtensor_shards import DTensorCut, LocalShard, runs_of, shards_of
+from .parameter_identity import ParameterIdentity, local_tensor
 
 # torch leaves parts of DTensor untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 
-class ModuleShard(msgspec.Struct, frozen=True):
-    """What one rank holds of a module."""
-
-    model: str
-    tensors: tuple[TensorSpec, ...]
-    """Of the checkpoint: the same on every rank."""
-    storages: tuple[torch.Tensor, ...]
-    """The module's own tensors, in the order in which `pieces` number them; `local` gives this rank's part."""
-    pieces: Shards
-    head_dim: int | None
-    facts: Callable[[], dict[str, str]]
-    """What must be the same on every rank. Reads what is not sharded."""
-    kept: ParameterIdentity
-    """Whether the module still holds `storages`."""
-
-
-def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str | None = None) -> ModuleShard:
+def describe_module(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str | None = None) -> RankShards:
     """Find every tensor of `module` that its checkpoint holds, and this rank's part of it. Reads no values of shards.
 
-    Parameters are served in `dtype`, if it is given; buffers, and what the model itself keeps in float32, as they are.
-    Raises a `SourceError` for whatever cannot be described.
+    Parameters are served in `dtype`, if it is given; buffers, and modules that the model itself keeps in float32, as
+    they are. Raises a `SourceError` for a tensor that cannot be described.
     """
     stored = stored_tensors(module)
     if not stored:
@@ -52,20 +37,20 @@ def describe(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str
     tensors = tuple(TensorSpec(each.tensor, served[each.source], each.shape) for each in form)
     check_manifestable(tensors)
     locals_ = {name: _local_of(name, tensor, index) for index, (name, tensor) in enumerate(stored.items())}
-    pieces = Shards.of(tensors, _pieces(form, locals_), rank)
-    return ModuleShard(
-        model=model or architecture(module),
+    name = model or architecture(module)
+    return RankShards(
+        model=name,
         tensors=tensors,
-        storages=tuple(stored.values()),
-        pieces=pieces,
+        shards=Shards.of(tensors, _shards(form, locals_), rank),
+        parameters=tuple(stored.values()),
+        facts=lambda: {"model": name, **dict(_facts(stored, tensors))},
+        identity=ParameterIdentity(lambda: stored_tensors(module)),
         head_dim=head_dim(module),
-        facts=lambda: dict(_facts(stored, tensors)),
-        kept=ParameterIdentity(lambda: stored_tensors(module)),
     )
 
 
 def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
-    """Where the ranks exchange these tensors: a GPU also when shards are kept in host memory."""
+    """Device on which the ranks exchange `tensors`: that of the mesh, also where shards are kept in host memory."""
     sharded = next((tensor for tensor in tensors if isinstance(tensor, DTensor)), None)
     if sharded is None:
         return tensors[0].device
@@ -73,16 +58,16 @@ def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
-def _pieces(form: Sequence[Slice], locals_: Mapping[str, LocalShard | None]) -> Iterator[Shard]:
+def _shards(form: Sequence[Slice], locals_: Mapping[str, LocalShard | None]) -> Iterator[Shard]:
     for each in form:
-        held = locals_[each.source]
-        if held is not None:
-            yield from pieces_of(each, held)
+        local = locals_[each.source]
+        if local is not None:
+            yield from shards_of(each, local)
 
 
 def _local_of(name: str, tensor: torch.Tensor, storage: int) -> LocalShard | None:
-    """What this rank holds of one tensor; None for nothing."""
-    mine = local(tensor)
+    """This rank's part of one tensor; None when it has no elements."""
+    mine = local_tensor(tensor)
     dtype = str(mine.dtype).removeprefix("torch.")
     held = LocalShard(runs_of(tuple(tensor.shape), _cuts(name, tensor)), tuple(mine.stride()), storage, dtype)
     if not mine.numel():
@@ -96,7 +81,7 @@ def _local_of(name: str, tensor: torch.Tensor, storage: int) -> LocalShard | Non
 
 
 def _cuts(name: str, tensor: torch.Tensor) -> list[DTensorCut]:
-    """How the ranks of its mesh share a tensor, in the order of the mesh."""
+    """The cuts by which the ranks of its mesh share a tensor, in the order of the mesh."""
     if not isinstance(tensor, DTensor):
         return []
     mesh = tensor.device_mesh
@@ -119,15 +104,15 @@ def _cuts(name: str, tensor: torch.Tensor) -> list[DTensorCut]:
 
 
 def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, str]:
-    """In which dtype each tensor is served, by its name in memory. Raises `UnsupportedModel` for an unfit `dtype`."""
+    """Dtype in which each tensor is served, by its name in memory. Raises `UnsupportedModel` for an unfit `dtype`."""
     if dtype is not None:
-        check_served(str(dtype).removeprefix("torch."), "dtype=")
+        check_dtype(str(dtype).removeprefix("torch."), "dtype=")
     kept = tuple(getattr(unwrapped(module), "_keep_in_fp32_modules_strict", None) or ())
     served: dict[str, str] = {}
     for name, tensor in stored.items():
         cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         wanted = dtype if cast and not any(part in name for part in kept) else tensor.dtype
-        if advice := objection(local(tensor), rounded=wanted != tensor.dtype):
+        if advice := objection(local_tensor(tensor), rounded=wanted != tensor.dtype):
             raise UnknownParameter(name, tensor.shape, str(tensor.dtype), advice)
         served[name] = str(wanted).removeprefix("torch.")
         if served[name] not in ITEM_BYTES:
@@ -137,7 +122,7 @@ def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: 
 
 
 def _facts(stored: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> Iterator[tuple[str, str]]:
-    """What tells two models apart, and a part that a rank has alone from a copy that all have."""
+    """Facts that differ between two models, and between ranks with different values of a tensor that is not sharded."""
     yield "tensors", hashlib.sha256(msgspec.msgpack.encode(tensors)).hexdigest()
     for name, tensor in stored.items():
         if not isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):

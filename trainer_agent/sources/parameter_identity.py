@@ -1,9 +1,9 @@
-"""Whether the parameters that a source was built on are still those of its model: asked once per publication.
+"""Checks, once per publication, that a model still holds the parameters that its source was built on.
 
-Trainers replace parameters: `load_state_dict(assign=True)`, a new `nn.Parameter`, a conversion of the whole module.
-What was described when the source was built is then read from tensors that nobody trains any more, or with the strides
-of others, and no digest can tell. New memory under a parameter of the same form is no such thing, and may be on another
-device: trainers offload between phases. It is read where it is now, if there is any.
+Trainers replace parameters: `load_state_dict(assign=True)`, a new `nn.Parameter`, a conversion of the whole module. A
+source would then read tensors that are no longer trained, or read with the strides of other tensors, and no digest can
+tell. New memory under a parameter of the same form is allowed, also on another device, because trainers offload between
+phases: a parameter is read where its memory is now.
 """
 
 # torch leaves Tensor.stride partly untyped.
@@ -11,7 +11,7 @@ device: trainers offload between phases. It is read where it is now, if there is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from weightbus.dataplane.memory import Driver
 from ..source import LayoutMismatch
 
 Reader = Callable[[], Mapping[str, torch.Tensor]]
-"""The tensors of a model as they are now, by their names in memory. Reads no values, speaks with no other rank."""
+"""Returns the tensors of a model as they are now, by their names in memory. Reads no values, calls no other rank."""
 
 _ADVICE = "build the source again after replacing parameters"
 _OFFLOADED = (
@@ -32,14 +32,20 @@ _OFFLOADED = (
 )
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of `tensor`, not copied: all of it when it is not sharded."""
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `tensor`, not copied: the whole tensor when it is not sharded."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`local_tensor` of each."""
+    with torch.no_grad():
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
 class ParameterIdentity:
-    """The parameters of one rank's model, as they were when its source was built."""
+    """The parameters of one rank's model as they were when its source was built."""
 
     def __init__(self, read: Reader) -> None:
         self._read = read
@@ -47,7 +53,7 @@ class ParameterIdentity:
         self._then = {name: (tensor, _Form.of(tensor)) for name, tensor in read().items()}
 
     def check(self) -> None:
-        """Raise `LayoutMismatch` unless the model holds the same parameters, each in the same form, with values."""
+        """Raise `LayoutMismatch` unless the model holds the same parameters, in the same form, with memory."""
         now = self._read()
         for name, (tensor, form) in self._then.items():
             found = now.get(name)
@@ -61,14 +67,16 @@ class ParameterIdentity:
                     f"{name!r} ({new}) is another tensor now, the source was built on the one before: {_ADVICE}"
                 )
             if not _has_memory(found):
-                raise LayoutMismatch(f"{name!r} ({new} on {local(found).device}) has no memory now: {_OFFLOADED}")
+                raise LayoutMismatch(
+                    f"{name!r} ({new} on {local_tensor(found).device}) has no memory now: {_OFFLOADED}"
+                )
         for name in now.keys() - self._then.keys():
             raise LayoutMismatch(f"{name!r} ({_Form.of(now[name])}) was not in the model before: {_ADVICE}")
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Trainers that offload empty storages under parameters that keep their shapes, or unmap what is under them."""
-    mine = local(tensor)
+    """False for an offloaded parameter: it keeps its shape over an emptied storage or unmapped memory."""
+    mine = local_tensor(tensor)
     if not mine.numel():
         return True
     steps = zip(mine.shape, mine.stride(), strict=True)
@@ -84,18 +92,18 @@ def _driver() -> Driver:
 
 
 class _Form(NamedTuple):
-    """Everything about a tensor that pieces depend on, but where it lies."""
+    """The properties of a tensor that its shards depend on, all but its address."""
 
     whole: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of this rank's part."""
+    """Shape of this rank's part."""
     strides: tuple[int, ...]
     dtype: torch.dtype
     placements: tuple[object, ...]
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Form:
-        mine = local(tensor)
+        mine = local_tensor(tensor)
         placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
         whole, shape, strides = tuple(tensor.shape), tuple(mine.shape), tuple(mine.stride())
         return cls(whole, shape, strides, mine.dtype, placements)

@@ -1,10 +1,10 @@
-"""The ranks of one source, and how they speak to each other: small messages on gloo, whatever the weights are on.
+"""The process group of one source: small messages between its ranks, on gloo, wherever the weights are.
 
-Over the whole world the groups are our own, so that nothing here meets the training loop's collectives, and every wait
-in them ends after the timeout. Over a part of the world they cannot be: torch wants every rank of the world for a new
-group, and what it does without them (`use_local_synchronization`) names the group after how many groups a rank is in
-already, which differs between ranks. There the caller's group is used, with the caller's timeout.
-No pickles: what travels is bytes.
+Over the whole world a source opens groups of its own, so that its collectives cannot interleave with the training
+loop's, and every wait ends after the timeout. Over a part of the world it cannot: torch needs every rank of the world
+for a new group, and without them (`use_local_synchronization`) it names the group after the number of groups a rank is
+in already, which differs between ranks. There the caller's group is used, with the caller's timeout.
+Messages are bytes, not pickles.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ..source import AssemblyFailed
 # pyright: reportUnknownMemberType=false
 
 DEFAULT_TIMEOUT_S: Final = 1800.0
-"""How long a rank waits for another: longer than a round, because the leader answers for the engines meanwhile."""
+"""Seconds that a rank waits for another: longer than a round, in which rank 0 waits for the engines."""
 
 _HEADER_BYTES: Final = 8
 _PAGE_BYTES: Final = 1024
-"""A blob that fits here with its length is broadcast as one message."""
+"""Largest message, header included, that is broadcast in one call."""
 
 
 class RankGroup:
@@ -54,7 +54,7 @@ class RankGroup:
             self._control = self._open(self.global_ranks, "gloo")
 
     def gather(self, blob: bytes) -> list[bytes]:
-        """What every rank passed, by rank. Collective."""
+        """Blobs of all ranks, by rank. Collective."""
         size = torch.tensor([len(blob)])
         sizes = [torch.zeros_like(size) for _ in self.global_ranks]
         try:
@@ -69,7 +69,7 @@ class RankGroup:
         return [_bytes(each[:length]) for each, length in zip(pages, lengths, strict=True)]
 
     def broadcast(self, blob: bytes | None) -> bytes:
-        """The root's `blob`, on every rank. Collective; None everywhere but on the root."""
+        """Return the root's `blob` on every rank; the others pass None. Collective."""
         if (blob is not None) != (self.rank == 0):
             raise ValueError(f"rank {self.rank}: the root, and only the root, gives what is agreed")
         page = torch.zeros(_PAGE_BYTES, dtype=torch.uint8)
@@ -102,13 +102,13 @@ class RankGroup:
         return group if member else None
 
     def close(self) -> None:
-        """Let go of the groups that are our own. Collective."""
+        """Destroy the groups that this one opened. Collective."""
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups.clear()
 
     def _open(self, members: Sequence[int], backend: str) -> dist.ProcessGroup:
-        """A new group, of no use outside `members`. Called by every rank of the world, in the same order."""
+        """Open a group for `members`. Called by every rank of the world, in the same order."""
         group = dist.new_group(list(members), timeout=self._timeout, backend=backend)
         if dist.get_rank() in members:
             self._groups.append(cast("dist.ProcessGroup", group))
@@ -119,6 +119,30 @@ class RankGroup:
             f"rank {self.rank} waited for {waiting_for}, and a peer failed or took more than "
             f"{self._timeout.total_seconds():.0f} s ({error}): find the rank that failed first"
         )
+
+
+class SingleRank:
+    """The group of a source on one process, which needs no process group of torch."""
+
+    rank: Final = 0
+    global_ranks: Final = (0,)
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        """`blob`, as the list of one rank."""
+        return [blob]
+
+    def broadcast(self, blob: bytes | None) -> bytes:
+        """Return `blob`. Raises `ValueError` for None."""
+        if blob is None:
+            raise ValueError("rank 0: the root, and only the root, gives what is agreed")
+        return blob
+
+    def subgroup(self, ranks: Sequence[int], device: torch.device) -> None:
+        """None: no tensors are exchanged."""
+        del ranks, device
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 def _tensor(blob: bytes) -> torch.Tensor:

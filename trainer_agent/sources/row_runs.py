@@ -1,6 +1,6 @@
-"""Runs: consecutive rows of served tensors, one after another in what ranks share. Pure arithmetic.
+"""Row runs: consecutive rows of checkpoint tensors, concatenated in the tensors that ranks share. Pure arithmetic.
 
-Megatron's fused parameters and DTensor's shards are both sequences of runs, of which a rank holds a stretch.
+Megatron's fused parameters and DTensor's shards are both sequences of runs, of which a rank holds a slice.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import msgspec
 
 
 class RowRun(msgspec.Struct, frozen=True):
-    """`length` indexes of a tensor from `start` on, which are those from `at` on in the sequence."""
+    """`length` indexes of a tensor from `start` on, at positions from `at` on of the sequence."""
 
     start: int
     length: int
     at: int = 0
     tensor: int = 0
-    """Which one, where a sequence is of several tensors."""
+    """Index of the tensor, in a sequence of several tensors."""
 
 
-def in_sequence(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
-    """The same runs, each behind the one before it."""
+def concatenate(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
+    """The same runs, each placed behind the one before it."""
     found: list[RowRun] = []
     at = 0
     for run in runs:
@@ -30,13 +30,13 @@ def in_sequence(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
     return tuple(found)
 
 
-def extent(runs: Sequence[RowRun]) -> int:
-    """How many indexes they are."""
+def total_length(runs: Sequence[RowRun]) -> int:
+    """Sum of the runs' lengths."""
     return sum(run.length for run in runs)
 
 
-def stretch(runs: Sequence[RowRun], start: int, length: int) -> tuple[RowRun, ...]:
-    """`length` indexes of a sequence, from the one at `start` on, as a sequence of its own."""
+def slice_runs(runs: Sequence[RowRun], start: int, length: int) -> tuple[RowRun, ...]:
+    """The runs at positions `start` to `start + length` of a sequence, as a sequence of its own."""
     found: list[RowRun] = []
     for run in runs:
         first = max(run.at, start)

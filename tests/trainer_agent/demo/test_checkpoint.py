@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
-from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
+from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
 
 
 def test_a_seed_names_the_bits(tmp_path: Path) -> None:
@@ -24,9 +24,9 @@ def test_it_is_complete_and_bfloat16(shape: checkpoint.ModelShape, tmp_path: Pat
     """Every tensor that the config implies, as the family's table has it, is there, in the dtype that is served."""
     weights = checkpoint.read(checkpoint.write(tmp_path, 1, shape))
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    model = Model.parse(json.loads((tmp_path / "config.json").read_text()))
+    model = HFModel.parse(json.loads((tmp_path / "config.json").read_text()))
     assert found == checkpoint.tensors(shape)
-    assert found == {spec.name: spec.shape for spec in served_tensors(model, "bfloat16")}
+    assert found == {spec.name: spec.shape for spec in hf_tensors(model, "bfloat16")}
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
 
 

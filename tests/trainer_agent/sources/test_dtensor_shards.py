@@ -7,7 +7,7 @@ from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from weightbus.trainer_agent.source import UnsupportedModel
 from weightbus.trainer_agent.sources.checkpoint_conversion import Axis, Slice
-from weightbus.trainer_agent.sources.dtensor_shards import DTensorCut, LocalShard, pieces_of, runs_of
+from weightbus.trainer_agent.sources.dtensor_shards import DTensorCut, LocalShard, runs_of, shards_of
 from weightbus.trainer_agent.sources.row_runs import RowRun
 
 SIZES = st.integers(1, 17)
@@ -87,7 +87,7 @@ def test_pieces_of_all_ranks_are_the_checkpoint_tensor(data: st.DataObject) -> N
             local = whole.index_select(cut_dim, torch.tensor(indexes(runs[cut_dim]), dtype=torch.long))
             held = LocalShard(runs, local.stride(), 5, "int64")
             assert held.shape == tuple(local.shape)
-            for piece in pieces_of(wanted, held):
+            for piece in shards_of(wanted, held):
                 assert (piece.tensor, piece.view.storage, piece.dtype) == ("t", 5, "int64")
                 box = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
                 assert (found[box] == -1).all(), "an element is held twice"

@@ -6,7 +6,13 @@ from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
 from weightbus.trainer_agent.source import RanksDisagree
-from weightbus.trainer_agent.sources.rank_layout import LayoutRefusal, RankLayout, check, encode, settle
+from weightbus.trainer_agent.sources.rank_layout import (
+    LayoutRefusal,
+    RankLayout,
+    check_layouts,
+    distinct_shards,
+    encode,
+)
 
 TENSORS = (TensorSpec("norm", "bfloat16", (4,)), TensorSpec("embedding", "bfloat16", (8, 4)))
 NORM = Shard("norm", Box((0,), (4,)), "bfloat16", ShardView(0, 0, (1,)))
@@ -24,13 +30,13 @@ def roster(rank: int = 0, **facts: str) -> RankLayout:
 def test_rosters_travel_unchanged() -> None:
     """What a rank said is what the others read."""
     rosters = (roster(0), roster(1))
-    assert check([encode(each) for each in rosters]) == rosters
+    assert check_layouts([encode(each) for each in rosters]) == rosters
 
 
 def test_one_refusal_is_everybodys_error() -> None:
     """All ranks learn which rank cannot serve, and why."""
     with pytest.raises(RanksDisagree, match="rank 1 cannot serve its part: UnknownParameter: no rule"):
-        check([encode(roster(0)), encode(LayoutRefusal("UnknownParameter: no rule"))])
+        check_layouts([encode(roster(0)), encode(LayoutRefusal("UnknownParameter: no rule"))])
 
 
 @pytest.mark.parametrize(
@@ -44,12 +50,12 @@ def test_one_refusal_is_everybodys_error() -> None:
 def test_ranks_of_different_models_are_told_apart(other: RankLayout, part: str) -> None:
     """The message names the facts that differ, and nothing else."""
     with pytest.raises(RanksDisagree, match=f"rank 1 has {part}: give"):
-        check([encode(roster(0)), encode(other)])
+        check_layouts([encode(roster(0)), encode(other)])
 
 
 def test_copies_are_read_from_the_lowest_rank() -> None:
     """Norms are on every tensor rank and everything on every replica: each element is read once."""
-    pieces = settle([roster(rank) for rank in range(4)], TENSORS)
+    pieces = distinct_shards([roster(rank) for rank in range(4)], TENSORS)
     read = {(int(pieces.holder[row]), pieces.at(row).tensor) for row in range(len(pieces))}
     assert read == {(0, "norm"), (0, "embedding"), (1, "embedding")}
 
@@ -57,10 +63,10 @@ def test_copies_are_read_from_the_lowest_rank() -> None:
 def test_a_missing_rank_is_noticed() -> None:
     """A stage or tensor rank that did not take part shows as a part of a tensor that nobody holds."""
     with pytest.raises(RanksDisagree, match=r"'embedding'.*held by no rank.*build the source on every rank"):
-        settle([roster(0), roster(2)], TENSORS)
+        distinct_shards([roster(0), roster(2)], TENSORS)
 
 
 def test_ranks_that_describe_other_tensors_are_told() -> None:
     """Pieces are numbers: of other tensors they would mean something else."""
     with pytest.raises(RanksDisagree, match="of other tensors"):
-        settle([roster(0), roster(1)], TENSORS[:1])
+        distinct_shards([roster(0), roster(1)], TENSORS[:1])

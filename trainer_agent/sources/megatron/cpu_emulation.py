@@ -1,6 +1,6 @@
-"""Lets real, unmodified megatron-core train on CPU ranks over gloo: for the demo, tests and laptops.
+"""Lets unmodified megatron-core train on CPU ranks over gloo: for the demo, tests and laptops.
 
-Megatron-core names CUDA in three ways, and each gets one answer. Calls such as ``torch.cuda.current_device()`` become
+Megatron-core uses CUDA in three ways, each of which is replaced. Calls such as ``torch.cuda.current_device()`` become
 their CPU counterparts or do nothing; ``device="cuda"`` in a factory call and ``.cuda()`` mean the CPU, by a torch
 function mode; the random number tracker keeps CPU states. No file of Megatron is touched. Works with megatron-core
 0.16 to 0.19 and its local layer specs (Transformer Engine needs a GPU). No data path depends on this module.
@@ -26,8 +26,8 @@ CONFIG: Final[Mapping[str, object]] = {
     "apply_rope_fusion": False,
     "transformer_impl": "local",
 }
-"""What a TransformerConfig must say on the CPU: the fused kernels are CUDA's. With CPU initialization one seed gives
-every tensor-parallel layout shards of the same weights."""
+"""Fields of a TransformerConfig on the CPU, which has no fused kernels. With CPU initialization one seed gives every
+tensor-parallel layout shards of the same weights."""
 
 _CPU: Final = torch.device("cpu")
 _active: list[TorchFunctionMode] = []

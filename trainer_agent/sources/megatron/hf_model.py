@@ -1,7 +1,7 @@
-"""A served model by its Hugging Face config: its sizes, its layers, and every tensor of its checkpoint. No torch.
+"""A Hugging Face model, parsed from its config: sizes, layers, and every tensor of its checkpoint. No torch.
 
-model_families.py says what a family consists of; this reads one model of it. `Model` is the same on every rank of a
-source.
+model_families.py has the tables of each family; this module parses one model of a family. An `HFModel` is the same on
+every rank of a source.
 """
 
 from __future__ import annotations
@@ -13,42 +13,67 @@ import msgspec
 
 from weightbus.dataplane.tensors import TensorSpec
 
-from ...source import SERVED, LayoutMismatch, UnsupportedModel
-from .hf_compute_settings import Word, words_of
+from ...source import SERVABLE_DTYPES, LayoutMismatch, UnsupportedModel
 from .layer_blocks import EMBEDDING, FINAL_NORM, OUTPUT, Rules
 from .model_families import FAMILIES, Family, Prediction
-from .parameter_mapping import Fusion, Heads, MappingRule, MappingTarget, Norm, TensorCut
+from .parameter_mapping import Fusion, HeadCounts, MappingRule, MappingTarget, Norm, TensorCut
 
 MOST_LAYERS: Final = 4096
-"""That a model may have. Each is looked at, and none that is known has a tenth of it."""
+"""Most layers of a model. Each is looked at; no known model has a tenth of it."""
+
+ConfigValue = bool | int | float | str
+
+_ROUTING: Final = (
+    "num_experts_per_tok",
+    "scoring_func",
+    "norm_topk_prob",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+)
+_INDEXER: Final = ("index_topk", "indexer_rope_interleave", "index_topk_freq", "index_skip_topk_offset")
+_ROTATION: Final = (
+    "rope_theta",
+    "rope_type",
+    "type",
+    "factor",
+    "mscale",
+    "mscale_all_dim",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+)
+_NESTED: Final = ("rope_scaling", "rope_parameters")
+"""Sections with the settings of the rotation: since transformers 5 all of them in the second, before that all but
+``rope_theta`` in the first."""
 
 
-class Layer(msgspec.Struct, frozen=True):
-    """What one layer is made of."""
+class LayerKind(msgspec.Struct, frozen=True):
+    """The kinds of blocks in one layer."""
 
     linear: bool = False
-    """Its attention is a gated delta net."""
+    """True for a gated delta net in place of attention."""
     experts: bool = False
 
 
-class Model(msgspec.Struct, frozen=True):
-    """A served decoder: the sizes and switches of its Hugging Face config that decide names and shapes."""
+class HFModel(msgspec.Struct, frozen=True):
+    """A decoder: the sizes and switches of its Hugging Face config that determine names and shapes."""
 
     architecture: str
     sizes: dict[str, int]
     switches: tuple[str, ...]
-    layers: tuple[Layer, ...]
+    layers: tuple[LayerKind, ...]
     predictions: int
-    """Multi-token prediction layers that are trained, and served."""
+    """Number of multi-token prediction layers."""
     eps: float | None
-    """Of its norms, where the config says it. It decides no name and no shape."""
+    """Epsilon of the norms; None where the config names none."""
     dtype: str | None
-    """In which the config says it is served."""
-    words: dict[str, Word] = {}
-    """What else it says of how the model computes, by its own words."""
+    """dtype that the config names; None where it names none."""
+    compute_settings: dict[str, ConfigValue] = {}
+    """Settings of the config that change the model's computation, but no name and no shape, by the config's keys."""
 
     @classmethod
-    def parse(cls, config: Mapping[str, object]) -> Model:
+    def parse(cls, config: Mapping[str, object]) -> HFModel:
         """Read a Hugging Face ``config.json``. Raises `UnsupportedModel` or `LayoutMismatch`."""
         architecture = _architecture(config)
         family = FAMILIES[architecture]
@@ -68,19 +93,19 @@ class Model(msgspec.Struct, frozen=True):
             predictions=fields.few(predicted, MOST_LAYERS) if family.prediction else 0,
             eps=fields.number("rms_norm_eps"),
             dtype=_dtype(fields),
-            words=fields.words(),
+            compute_settings=fields.compute_settings(),
         )
 
     @property
     def family(self) -> Family:
-        """The table that says what the model consists of."""
+        """The table of the model's family."""
         return FAMILIES[self.architecture]
 
     @property
-    def heads(self) -> Heads:
-        """What fused attention parameters are made of."""
+    def heads(self) -> HeadCounts:
+        """Numbers and sizes of the attention heads."""
         size = self.sizes
-        return Heads(
+        return HeadCounts(
             heads=size["heads"],
             groups=size["groups"],
             head_dim=size["head_dim"],
@@ -90,31 +115,31 @@ class Model(msgspec.Struct, frozen=True):
             value_dim=size.get("delta_value_dim", 1),
         )
 
-    def on(self, when: str | None) -> bool:
-        """A rule with this condition applies."""
+    def applies(self, when: str | None) -> bool:
+        """True when a rule with this condition applies; see `MappingRule.when`."""
         if when is None:
             return True
         return when.removeprefix("not ") not in self.switches if when.startswith("not ") else when in self.switches
 
-    def rules_of(self, layer: Layer) -> tuple[MappingRule, ...]:
-        """The rules of everything in such a layer, that apply."""
+    def rules_of(self, layer: LayerKind) -> tuple[MappingRule, ...]:
+        """The mapping rules that apply to such a layer."""
         family = self.family
         blocks: Sequence[Rules] = (
             family.linear_attention if layer.linear else family.attention,
             family.norms,
             family.experts if layer.experts else family.mlp,
         )
-        return tuple(rule for block in blocks for rule in block if self.on(rule.when))
+        return tuple(rule for block in blocks for rule in block if self.applies(rule.when))
 
     def shift_of(self, target: MappingTarget, *, zero_centred: bool) -> int:
-        """What is added to a trained norm's weight, which is around zero or around one, to serve it."""
+        """Number that is added to Megatron's norm weight, centered at zero or one, to get the checkpoint's."""
         if target.norm is Norm.NOT:
             return 0
         served_at_zero = self.family.zero_centred and target.norm is Norm.FAMILY
         return int(zero_centred) - int(served_at_zero)
 
     def spec(self, target: MappingTarget, prefix: str, dtype: str, expert: int | None = None) -> TensorSpec:
-        """The tensor that `target` is below `prefix`."""
+        """The Hugging Face tensor of `target` below `prefix`."""
         return TensorSpec(
             name=prefix + self.rename(target.name).replace("{e}", str(expert)),
             dtype=target.dtype or dtype,
@@ -122,32 +147,32 @@ class Model(msgspec.Struct, frozen=True):
         )
 
     def rename(self, name: str) -> str:
-        """What the family's checkpoints call what blocks call `name`."""
+        """The family's checkpoint name for the blocks' name `name`."""
         for ours, theirs in self.family.renames:
             name = name.replace(ours, theirs)
         return name
 
 
-class LayerPlace(NamedTuple):
-    """A part of the served model: the layer and its prefix, or one of the parts that a model has once."""
+class LayerMapping(NamedTuple):
+    """The mapping rules of one layer, or of a part that a model has once, with the prefix of its tensors' names."""
 
     rules: tuple[MappingRule, ...]
     prefix: str
 
 
-def decoder_layer(model: Model, index: int) -> LayerPlace:
+def decoder_layer(model: HFModel, index: int) -> LayerMapping:
     """Layer `index` of the decoder."""
-    return LayerPlace(model.rules_of(model.layers[index]), f"{model.family.body}layers.{index}.")
+    return LayerMapping(model.rules_of(model.layers[index]), f"{model.family.body}layers.{index}.")
 
 
-def prediction_layer(model: Model, index: int) -> LayerPlace:
+def prediction_layer(model: HFModel, index: int) -> LayerMapping:
     """The transformer layer of multi-token prediction layer `index`: it is of the kind of the last layer."""
     prediction = _prediction(model)
-    return LayerPlace(model.rules_of(model.layers[-1]), _numbered(prediction.layer, model, index))
+    return LayerMapping(model.rules_of(model.layers[-1]), _numbered(prediction.layer, model, index))
 
 
-def prediction_parts(model: Model, index: int) -> LayerPlace:
-    """What a prediction layer has around its transformer layer, by full names."""
+def prediction_parts(model: HFModel, index: int) -> LayerMapping:
+    """The parts of a prediction layer around its transformer layer, by full names."""
     prediction = _prediction(model)
     names = (prediction.embedding_norm, prediction.hidden_norm, prediction.projection, prediction.norm)
     norm_e, norm_h, projection, norm = (_numbered(name, model, index) for name in names)
@@ -162,38 +187,38 @@ def prediction_parts(model: Model, index: int) -> LayerPlace:
         ),
         MappingRule(("final_layernorm.weight",), (MappingTarget(norm, ("hidden",), Norm.FAMILY),)),
     )
-    return LayerPlace(rules, "")
+    return LayerMapping(rules, "")
 
 
-def body(model: Model) -> LayerPlace:
+def body(model: HFModel) -> LayerMapping:
     """The parts that a model has once, below its prefix."""
-    return LayerPlace((EMBEDDING, FINAL_NORM), model.family.body)
+    return LayerMapping((EMBEDDING, FINAL_NORM), model.family.body)
 
 
-def head(model: Model) -> LayerPlace:
+def head(model: HFModel) -> LayerMapping:
     """The output layer, unless it is the embedding."""
-    return LayerPlace((OUTPUT,) if model.on(OUTPUT.when) else (), "")
+    return LayerMapping((OUTPUT,) if model.applies(OUTPUT.when) else (), "")
 
 
-def served_tensors(model: Model, dtype: str) -> tuple[TensorSpec, ...]:
-    """Every tensor of the served model, layer by layer: what a complete set of pieces must cover."""
+def hf_tensors(model: HFModel, dtype: str) -> tuple[TensorSpec, ...]:
+    """Every tensor of the checkpoint, layer by layer; a complete set of shards covers all of them."""
     return tuple(_tensors(model, dtype))
 
 
-def _tensors(model: Model, dtype: str) -> Iterator[TensorSpec]:
+def _tensors(model: HFModel, dtype: str) -> Iterator[TensorSpec]:
     embedding, norm = body(model).rules
-    yield from _of(model, LayerPlace((embedding,), model.family.body), dtype)
+    yield from _of(model, LayerMapping((embedding,), model.family.body), dtype)
     for index in range(len(model.layers)):
         yield from _of(model, decoder_layer(model, index), dtype)
-    yield from _of(model, LayerPlace((norm,), model.family.body), dtype)
+    yield from _of(model, LayerMapping((norm,), model.family.body), dtype)
     yield from _of(model, head(model), dtype)
     for index in range(model.predictions):
         yield from _of(model, prediction_parts(model, index), dtype)
         yield from _of(model, prediction_layer(model, index), dtype)
 
 
-def _of(model: Model, place: LayerPlace, dtype: str) -> Iterator[TensorSpec]:
-    targets = [target for rule in place.rules for target in rule.served]
+def _of(model: HFModel, place: LayerMapping, dtype: str) -> Iterator[TensorSpec]:
+    targets = [target for rule in place.rules for target in rule.targets]
     for target in targets:
         if "{e}" not in target.name:
             yield model.spec(target, place.prefix, dtype)
@@ -203,14 +228,14 @@ def _of(model: Model, place: LayerPlace, dtype: str) -> Iterator[TensorSpec]:
             yield from (model.spec(target, place.prefix, dtype, expert) for target in each)
 
 
-def _prediction(model: Model) -> Prediction:
+def _prediction(model: HFModel) -> Prediction:
     prediction = model.family.prediction
     if prediction is None:
         raise UnsupportedModel(f"{model.architecture} is not known to have multi-token prediction layers")
     return prediction
 
 
-def _numbered(name: str, model: Model, index: int) -> str:
+def _numbered(name: str, model: HFModel, index: int) -> str:
     return name.replace("{i}", str(index)).replace("{next}", str(len(model.layers) + index))
 
 
@@ -234,14 +259,14 @@ _USUAL_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "delta_value_dim": ("linear_value_head_dim",),
     "delta_kernel": ("linear_conv_kernel_dim",),
 }
-"""Where a size usually is in a config. Of these a model has those that its blocks name."""
+"""Usual config keys of each size. A model needs the sizes that its blocks name."""
 
 _EVERY_MODEL: Final = frozenset({"hidden", "heads", "vocab"})
 _DENSE_LAYERS: Final = frozenset({"ffn"})
 
 
 class _Fields:
-    """A config, read with errors that say what is wrong with it."""
+    """A Hugging Face config, read with errors that name the wrong field."""
 
     def __init__(self, config: Mapping[str, object], family: Family) -> None:
         inner = config if family.section is None else config.get(family.section)
@@ -255,15 +280,15 @@ class _Fields:
         return default if value is None else value
 
     def top(self, key: str, default: object) -> object:
-        """A field that models of several kinds of input have outside of their language model."""
+        """A field that multimodal models keep outside of the config of their language model."""
         value = self._whole.get(key)
         return self.get(key, default) if value is None else value
 
     def switch(self, value: bool | str) -> bool:
         return bool(self.get(value, False)) if isinstance(value, str) else value
 
-    def words(self) -> dict[str, Word]:
-        return words_of(self._inner)
+    def compute_settings(self) -> dict[str, ConfigValue]:
+        return _compute_settings(self._inner)
 
     def size(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
@@ -297,7 +322,7 @@ class _Fields:
 
 
 class _Sizes(dict[str, int]):
-    """Sizes by name. One that a rule needs and the config does not give is the config's fault, not a KeyError."""
+    """Sizes by name. A size that a rule needs and the config lacks raises `LayoutMismatch`, not `KeyError`."""
 
     def __missing__(self, name: str) -> int:
         known = " or ".join(_USUAL_KEYS.get(name, (name,)))
@@ -355,7 +380,7 @@ def _shared_experts(fields: _Fields, size: Mapping[str, int]) -> dict[str, int]:
     return {}
 
 
-def _layers(fields: _Fields, family: Family) -> Iterator[Layer]:
+def _layers(fields: _Fields, family: Family) -> Iterator[LayerKind]:
     kinds = fields.flags("layer_types")
     count, every = fields.size("num_hidden_layers"), fields.size("full_attention_interval", 4)
     if count > MOST_LAYERS:
@@ -375,7 +400,7 @@ def _layers(fields: _Fields, family: Family) -> Iterator[Layer]:
             sparse = bool(frequency[index])
         else:
             sparse = index >= dense_first and index not in dense and step > 0 and (index + 1) % step == 0
-        yield Layer(linear=linear and bool(family.linear_attention), experts=sparse and bool(family.experts))
+        yield LayerKind(linear=linear and bool(family.linear_attention), experts=sparse and bool(family.experts))
 
 
 def _architecture(config: Mapping[str, object]) -> str:
@@ -396,8 +421,23 @@ def _dtype(fields: _Fields) -> str | None:
     value = fields.top("dtype", fields.top("torch_dtype", None))
     if value is None:
         return None
-    if not isinstance(value, str) or value.removeprefix("torch.") not in SERVED:
+    if not isinstance(value, str) or value.removeprefix("torch.") not in SERVABLE_DTYPES:
         raise UnsupportedModel(
-            f"the Hugging Face config says dtype={value!r}: parameters can be served in {', '.join(SERVED)}"
+            f"the Hugging Face config says dtype={value!r}: parameters can be served in {', '.join(SERVABLE_DTYPES)}"
         )
     return value.removeprefix("torch.")
+
+
+def _compute_settings(config: Mapping[str, object]) -> dict[str, ConfigValue]:
+    """Settings in a language model's config that change its computation, by the config's keys."""
+    found = _known_values(config, (*_ROUTING, *_INDEXER, "rope_theta", "use_sliding_window"))
+    for section in _NESTED:
+        inner = config.get(section)
+        if isinstance(inner, Mapping):
+            found |= _known_values(cast("Mapping[str, object]", inner), _ROTATION)
+    return found
+
+
+def _known_values(config: Mapping[str, object], known: tuple[str, ...]) -> dict[str, ConfigValue]:
+    given = ((key, config.get(key)) for key in known)
+    return {key: value for key, value in given if isinstance(value, (bool, int, float, str))}

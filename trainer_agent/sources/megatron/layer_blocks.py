@@ -1,8 +1,8 @@
-"""The rules that families share, by the block of a layer: attention, MLP, experts, norms. Tables, no code.
+"""Mapping rules that families share, by the block of a layer: attention, MLP, experts, norms. Tables, no code.
 
 A row names a Megatron-core parameter below its layer (``decoder.layers.N.``), with local and Transformer Engine names
 side by side, and the Hugging Face tensors below theirs (``model.layers.N.``). Experts have ``{e}`` for their index.
-Shapes are in names of sizes; hf_model.py says where each comes from.
+Shapes are in names of sizes, which hf_model.py reads from the config.
 """
 
 from __future__ import annotations

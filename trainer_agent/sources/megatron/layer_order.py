@@ -1,9 +1,9 @@
-"""Whether layers are where their numbers say: within a chunk, and along the pipeline. Pure, no torch.
+"""Checks that layers are numbered in order: within a chunk, and along the pipeline. Pure, no torch.
 
-A layer's place in the model is known to itself alone, by its `layer_number`; names count from 0 in every chunk. By a
-wrong number a layer would be served as another one of the same shape, and no proof of coverage could tell. But Megatron
-numbers the layers of a chunk one after another, and chunks go along the pipeline in order: first all ranks' first
-chunks, then all their second ones.
+Only a layer's `layer_number` gives its position in the model; names count from 0 in every chunk. A layer with a wrong
+number would be served as another one of the same shape, and no check of coverage could tell. But Megatron numbers the
+layers of a chunk one after another, and chunks follow the pipeline in order: first all ranks' first chunks, then all
+their second ones.
 """
 
 from __future__ import annotations
@@ -37,30 +37,30 @@ def check_part(layer: str, number: int, part: str, found: int) -> None:
         raise LayoutMismatch(f"{layer} has layer_number={number}, its {part} has {found}: {_ADVICE}")
 
 
-def roots_of(rosters: Sequence[RankLayout], pieces: Shards) -> tuple[int, ...]:
-    """By tensor of `pieces`, which hold every element once: the first rank of the stage that it is read from.
+def roots_of(layouts: Sequence[RankLayout], shards: Shards) -> tuple[int, ...]:
+    """First rank of the pipeline stage that each tensor of `shards` is read from; `shards` hold every element once.
 
-    That of its lowest holder: replicas in other stages, such as tied embeddings, are not read.
+    The stage is that of the lowest holder: replicas in other stages, such as tied embeddings, are not read.
     """
     first: dict[int, int] = {}
-    places = [roster.stages[0].place if roster.stages else 0 for roster in rosters]
-    for rank, place in enumerate(places):
-        first.setdefault(place, rank)
-    lowest = np.full(len(pieces.tensors), len(rosters), np.int64)
-    np.minimum.at(lowest, pieces.boxes.space, pieces.holder)
+    stages = [layout.stages[0].pipeline_rank if layout.stages else 0 for layout in layouts]
+    for rank, stage in enumerate(stages):
+        first.setdefault(stage, rank)
+    lowest = np.full(len(shards.tensors), len(layouts), np.int64)
+    np.minimum.at(lowest, shards.boxes.space, shards.holder)
     holders: list[int] = lowest.tolist()
-    return tuple(first[places[holder]] for holder in holders)
+    return tuple(first[stages[holder]] for holder in holders)
 
 
-def check_order(rosters: Sequence[RankLayout]) -> None:
+def check_order(layouts: Sequence[RankLayout]) -> None:
     """Raise `RanksDisagree` unless the stages of all ranks follow each other along the pipeline.
 
-    Ranks at one place of it, which are replicas or shards of each other, must hold the same layers.
+    Ranks of one stage, which are replicas or shards of each other, must hold the same layers.
     """
     holders: dict[tuple[int, int], tuple[int, PipelineStage]] = {}
-    for rank, roster in enumerate(rosters):
-        for stage in roster.stages:
-            first, known = holders.setdefault((stage.chunk, stage.place), (rank, stage))
+    for rank, layout in enumerate(layouts):
+        for stage in layout.stages:
+            first, known = holders.setdefault((stage.chunk, stage.pipeline_rank), (rank, stage))
             if known != stage:
                 raise RanksDisagree(
                     f"{_shown(stage, rank)}; rank {first}, which is in the same place, {_layers(known)}: {_ADVICE}"
@@ -76,7 +76,7 @@ def check_order(rosters: Sequence[RankLayout]) -> None:
 
 
 def _shown(stage: PipelineStage, rank: int) -> str:
-    return f"rank {rank}, at place {stage.place} of the pipeline with its chunk {stage.chunk}, {_layers(stage)}"
+    return f"rank {rank}, at place {stage.pipeline_rank} of the pipeline with its chunk {stage.chunk}, {_layers(stage)}"
 
 
 def _layers(stage: PipelineStage) -> str:

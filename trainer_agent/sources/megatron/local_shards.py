@@ -1,70 +1,53 @@
-"""What one rank of a Megatron-core model holds, as pieces of the served model. Speaks with no other rank."""
+"""Describes one rank's part of a Megatron-core model as shards of Hugging Face tensors. Calls no other rank."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import msgspec
 import torch
 from torch import nn
 
-from weightbus.dataplane.tensors import Shard, Shards, TensorSpec
+from weightbus.dataplane.tensors import Shard, Shards
 
-from ...source import LayoutMismatch, UnsupportedModel, check_served
+from ...source import LayoutMismatch, UnsupportedModel, check_dtype
+from ..collective_source import RankShards
 from ..parameter_identity import ParameterIdentity
-from ..rank_layout import PipelineStage
-from .hf_model import Model, served_tensors
-from .model_chunks import Chunk, chunks_of
-from .parameter_mapping import Fusion, LocalParameter, pieces_of
-from .parameter_names import Found
-from .vocabulary_padding import check_padding
+from .config_checks import check_padding
+from .hf_model import HFModel, hf_tensors
+from .model_chunks import ModelChunk, chunks_of
+from .parameter_mapping import Fusion, LocalParameter, shards_of
+from .parameter_names import ParameterMatch
 
 
-class Description(NamedTuple):
-    """One rank's part of a served model."""
-
-    model: Model
-    tensors: tuple[TensorSpec, ...]
-    """All of the model's, in the order of its layers: the same on every rank."""
-    pieces: Shards
-    """What this rank holds of them; a storage is an index of `parameters`."""
-    parameters: tuple[torch.Tensor, ...]
-    facts: dict[str, str]
-    """What must be the same on every rank."""
-    kept: ParameterIdentity
-    """Whether the chunks still hold `parameters`."""
-    stages: tuple[PipelineStage, ...]
-    """Which layers the rank holds, chunk by chunk."""
-
-
-def describe(
+def describe_chunks(
     model_chunks: nn.Module | Sequence[nn.Module],
     hf_config: Path | str | Mapping[str, object],
     dtype: torch.dtype | None,
     holder: int,
     *,
     vocab_divisible_by: int | None = None,
-) -> Description:
-    """Find and check every parameter of a rank. Raises `SourceError` for whatever cannot be served."""
-    described = Model.parse(_read_config(hf_config))
-    chunks = [Chunk(chunk, described) for chunk in chunks_of(model_chunks)]
+) -> RankShards:
+    """Find and check every parameter of a rank. Raises a `SourceError` for a parameter that cannot be served."""
+    described = HFModel.parse(_read_config(hf_config))
+    chunks = [ModelChunk(chunk, described) for chunk in chunks_of(model_chunks)]
     if not chunks:
         raise UnsupportedModel("no model chunks: pass the model of this rank")
     model = chunks[0].model
-    held = [(chunk, found, parameter) for chunk in chunks for found, parameter in chunk.parameters()]
-    _check_once(held)
-    parameters = tuple(parameter for _, _, parameter in held)
+    matched = [(chunk, found, parameter) for chunk in chunks for found, parameter in chunk.parameters()]
+    _check_once(matched)
+    parameters = tuple(parameter for _, _, parameter in matched)
     served = _served_dtype(dtype, model, parameters)
-    tensors = served_tensors(model, served)
+    tensors = hf_tensors(model, served)
     rows: list[Shard] = []
-    for storage, (chunk, found, parameter) in enumerate(held):
+    for storage, (chunk, found, parameter) in enumerate(matched):
         if found.rule.fusion is Fusion.VOCABULARY:
             rows_of_all = parameter.shape[0] * chunk.groups.tensor.ranks
             check_padding(found.name, rows_of_all, model.sizes["vocab"], chunk.groups.tensor.ranks, vocab_divisible_by)
-        rows.extend(_pieces(chunk, found, _local(found.name, storage, parameter), served))
+        rows.extend(_shards(chunk, found, _local(found.name, storage, parameter), served))
     groups = chunks[0].groups
     facts: dict[str, object] = {
         **msgspec.structs.asdict(model),
@@ -74,23 +57,27 @@ def describe(
         "ep": groups.expert.ranks,
         "pp": groups.pipeline.ranks,
     }
-    described_facts = {key: repr(value) for key, value in facts.items()}
-    pieces = Shards.of(tensors, rows, holder)
-    stages = tuple(chunk.stage(index) for index, chunk in enumerate(chunks))
-    return Description(
-        model, tensors, pieces, parameters, described_facts, ParameterIdentity(lambda: _now(chunks)), stages
+    return RankShards(
+        model=model.architecture,
+        tensors=tensors,
+        shards=Shards.of(tensors, rows, holder),
+        parameters=parameters,
+        facts=lambda: {key: repr(value) for key, value in facts.items()},
+        identity=ParameterIdentity(lambda: _read(chunks)),
+        head_dim=model.sizes["head_dim"],
+        stages=tuple(chunk.stage(index) for index, chunk in enumerate(chunks)),
     )
 
 
-def _check_once(held: Sequence[tuple[Chunk, Found, torch.Tensor]]) -> None:
-    """Raise `LayoutMismatch` for two parameters of this rank that would be one served tensor.
+def _check_once(matched: Sequence[tuple[ModelChunk, ParameterMatch, torch.Tensor]]) -> None:
+    """Raise `LayoutMismatch` for two parameters of this rank that map to one Hugging Face tensor.
 
-    Of replicas one is read, and these are none. A parameter of the same name in another chunk is one: the embedding,
-    where a later chunk of the rank predicts further tokens.
+    Two parameters of the same name in different chunks are allowed, because they are replicas: the embedding, where a
+    later chunk of the rank predicts further tokens.
     """
-    seen: dict[tuple[str, str, int | None], tuple[Chunk, str]] = {}
-    for chunk, found, _ in held:
-        served = found.rule.served[0].name
+    seen: dict[tuple[str, str, int | None], tuple[ModelChunk, str]] = {}
+    for chunk, found, _ in matched:
+        served = found.rule.targets[0].name
         at = (found.prefix, served, found.expert)
         if at in seen and (seen[at][0] is chunk or seen[at][1] != found.name):
             raise LayoutMismatch(
@@ -100,8 +87,8 @@ def _check_once(held: Sequence[tuple[Chunk, Found, torch.Tensor]]) -> None:
         seen[at] = (chunk, found.name)
 
 
-def _now(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
-    """What `Description.parameters` are now, by Megatron's names; chunks of one rank have the same ones."""
+def _read(chunks: Sequence[ModelChunk]) -> dict[str, torch.Tensor]:
+    """The parameters as they are now, by Megatron's names, which chunks of one rank share."""
     several = len(chunks) > 1
     return {
         f"chunk {index}: {name}" if several else name: tensor
@@ -110,14 +97,14 @@ def _now(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
     }
 
 
-def _pieces(chunk: Chunk, place: Found, local: LocalParameter, dtype: str) -> list[Shard]:
-    """What one parameter of a chunk holds of the served tensors."""
+def _shards(chunk: ModelChunk, place: ParameterMatch, local: LocalParameter, dtype: str) -> list[Shard]:
+    """Shards of Hugging Face tensors in one parameter of a chunk."""
     model = chunk.model
-    targets = place.rule.served
+    targets = place.rule.targets
     specs = [model.spec(target, place.prefix, dtype, place.expert) for target in targets]
     shifts = [model.shift_of(target, zero_centred=chunk.zero_centred) for target in targets]
     share = chunk.groups.tensor if place.expert is None else chunk.groups.expert_tensor
-    return list(pieces_of(place.rule, local, specs, shifts, heads=model.heads, share=share))
+    return list(shards_of(place.rule, local, specs, shifts, heads=model.heads, share=share))
 
 
 def _local(name: str, storage: int, parameter: torch.Tensor) -> LocalParameter:
@@ -125,10 +112,10 @@ def _local(name: str, storage: int, parameter: torch.Tensor) -> LocalParameter:
     return LocalParameter(name, storage, tuple(parameter.shape), tuple(parameter.stride()), dtype)
 
 
-def _served_dtype(wanted: torch.dtype | None, model: Model, parameters: Sequence[torch.Tensor]) -> str:
+def _served_dtype(wanted: torch.dtype | None, model: HFModel, parameters: Sequence[torch.Tensor]) -> str:
     if wanted is not None:
         name = str(wanted).removeprefix("torch.")
-        check_served(name, "dtype=")
+        check_dtype(name, "dtype=")
         return name
     if model.dtype is not None:
         return model.dtype
@@ -139,7 +126,7 @@ def _served_dtype(wanted: torch.dtype | None, model: Model, parameters: Sequence
 
 
 def folder_of(config: Path | str) -> Path:
-    """Where the checkpoint of a config is: the folder itself, or that of its ``config.json``."""
+    """Folder of a config's checkpoint: `config` itself, or the folder of its ``config.json``."""
     path = Path(config)
     return path if path.is_dir() else path.parent
 

@@ -1,7 +1,6 @@
-"""The chunks of a Megatron-core model on one rank, read: wrappers, groups, layers, parameters.
+"""Reads the chunks of a Megatron-core model on one rank: wrappers, groups, layers, parameters.
 
-Groups are read from the model itself, so that nothing here depends on megatron's global state (which is asked only when
-a model carries no groups).
+Groups are read from the model itself; Megatron's global state is read only for a model that carries no groups.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from ...assembly import objection
 from ...source import LayoutMismatch, UnknownParameter, UnsupportedModel
 from ..rank_layout import PipelineStage
 from .config_checks import check_axes, check_config, check_tied
-from .hf_model import Model
+from .hf_model import HFModel
 from .layer_order import check_numbers, check_part
-from .parameter_mapping import MappedShare
-from .parameter_names import TRAINING_ONLY, Found, advice_for, place_of
+from .parameter_mapping import ParallelRank
+from .parameter_names import TRAINING_ONLY, ParameterMatch, advice_for, match_parameter
 
 NOT_READ: Final = ("gtp_remat", "expt_gtp_remat")
 """Groups along which weights are cut further, since Megatron-core 0.19."""
@@ -34,20 +33,20 @@ _MLP_SYMBOLS: Final = "-E"
 
 
 class LaggingWrapper(Protocol):
-    """What is asked of a DistributedDataParallel with overlapped parameter gathers."""
+    """The method of a DistributedDataParallel with overlapped parameter gathers that is called."""
 
     def start_param_sync(self, *, force_sync: bool) -> None:
-        """Gather what the optimizer left for later."""
+        """Gather the parameters that the optimizer left for later."""
         ...
 
 
 class ParallelGroups(msgspec.Struct, frozen=True):
-    """Which part of a model this rank holds."""
+    """This rank's place in the parallel groups."""
 
-    tensor: MappedShare
-    expert_tensor: MappedShare
-    expert: MappedShare
-    pipeline: MappedShare
+    tensor: ParallelRank
+    expert_tensor: ParallelRank
+    expert: ParallelRank
+    pipeline: ParallelRank
 
 
 def chunks_of(chunks: nn.Module | Sequence[nn.Module]) -> Sequence[nn.Module]:
@@ -64,13 +63,13 @@ def lagging_wrappers(chunk: nn.Module) -> list[LaggingWrapper]:
     ]
 
 
-class Chunk:
-    """One chunk: its parameters by what they are in the served model."""
+class ModelChunk:
+    """One chunk: its parameters, matched with mapping rules."""
 
-    def __init__(self, wrapped: nn.Module, model: Model) -> None:
+    def __init__(self, wrapped: nn.Module, model: HFModel) -> None:
         """Raises `UnsupportedModel` or `LayoutMismatch` for a model that is not the served one."""
         *_, self._outer = _wrappers(wrapped)
-        inside = model.family.trained.removesuffix(".")
+        inside = model.family.megatron_prefix.removesuffix(".")
         inner = getattr(self._outer, inside, self._outer) if inside else self._outer
         self._module = cast("nn.Module", inner)
         config: object = getattr(self._module, "config", None)
@@ -80,7 +79,7 @@ class Chunk:
                 f"the trained model has mtp_num_layers={predicted}, the Hugging Face config has {model.predictions}: "
                 f"train as many as are served, or none"
             )
-        # What is not trained is not served: engines keep the prediction layers that they have.
+        # Prediction layers that are not trained are not served: engines keep their own.
         self._model = msgspec.structs.replace(model, predictions=predicted)
         check_config(config, model)
         check_tied(bool(getattr(self._module, "share_embeddings_and_output_weights", False)), model)
@@ -92,18 +91,18 @@ class Chunk:
         check_numbers(self._numbers)
 
     @property
-    def model(self) -> Model:
-        """What is served of the model, which is what is trained of it."""
+    def model(self) -> HFModel:
+        """The Hugging Face model, with as many prediction layers as are trained."""
         return self._model
 
     def stage(self, index: int) -> PipelineStage:
-        """Which layers these are. `index` is the chunk's among those of the rank, where the chunk does not say it."""
+        """The chunk's layers. `index` is the chunk's position on its rank, used when the chunk has no `vp_stage`."""
         chunk: object = getattr(self._module, "vp_stage", None)
         first = self._numbers[0] if self._numbers else 0
         at = chunk if isinstance(chunk, int) else index
         return PipelineStage(at, self.groups.pipeline.rank, first, len(self._numbers))
 
-    def parameters(self) -> Iterator[tuple[Found, torch.Tensor]]:
+    def parameters(self) -> Iterator[tuple[ParameterMatch, torch.Tensor]]:
         """Every parameter and buffer that is served, with its rule. Raises `UnknownParameter` for any other."""
         self._check_left_out()
         self._check_output()
@@ -123,7 +122,7 @@ class Chunk:
                 yield self._find(name, buffer, "a persistent buffer"), buffer
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What `parameters` gave when it was asked, as it is now, with any parameter that has come since. No checks."""
+        """The tensors of `parameters` as they are now, with any parameter added since. No checks."""
         yield from self._trained()
         yield from ((name, buffer) for name, buffer in self._module.named_buffers() if name in self._buffers)
 
@@ -134,25 +133,28 @@ class Chunk:
                 continue  # the last stage's duplicate of the embedding, kept equal by megatron's own all-reduce
             yield name, parameter
 
-    def _find(self, name: str, tensor: torch.Tensor, detail: str) -> Found:
-        found = place_of(name, self._model, self._layer, self._expert, self._prediction)
+    def _find(self, name: str, tensor: torch.Tensor, detail: str) -> ParameterMatch:
+        found = match_parameter(name, self._model, self._layer, self._expert, self._prediction)
         if found is None:
             shown = _with_layer(name, self._layer)
             raise UnknownParameter(shown, tensor.shape, detail, advice_for(name, self._model))
         return found
 
     def _check_left_out(self) -> None:
-        """Everything beside the language model must be what the family's table leaves out by name."""
+        """Raise `UnknownParameter` for one beside the language model that the family's table does not leave out."""
         if self._module is self._outer:
             return
         family = self._model.family
         for name, parameter in self._outer.named_parameters():
-            if not name.startswith((family.trained, *family.left_out)):
-                advice = f"neither {family.trained!r} nor left out by name ({', '.join(family.left_out)})"
+            if not name.startswith((family.megatron_prefix, *family.left_out)):
+                advice = f"neither {family.megatron_prefix!r} nor left out by name ({', '.join(family.left_out)})"
                 raise UnknownParameter(name, parameter.shape, _attributes(parameter), advice)
 
     def _check_output(self) -> None:
-        """Beside its first embedding, a tied model has no output layer of its own; of a later stage Megatron sees."""
+        """Raise `LayoutMismatch` when a tied model has another output layer on its first stage.
+
+        Megatron itself keeps the copy of a later stage equal.
+        """
         module = self._module
         if "tied" not in self._model.switches or not getattr(module, "pre_process", True):
             return
@@ -171,16 +173,16 @@ class Chunk:
         return share.rank * (self._model.sizes["experts"] // share.ranks) + local
 
     def _layer(self, local: int) -> int:
-        """Layers are named from 0 in every chunk; only the layer itself knows its place in the model, from 1."""
+        """Global index of a layer: names count from 0 in every chunk, `layer_number` from 1 over the model."""
         return self._served_layers(self._numbers[local] - 1)
 
     def _prediction(self, local: int) -> int:
-        """Prediction layers, too: they may be spread over stages."""
+        """Global index of a prediction layer: these may be spread over stages, too."""
         number: object = getattr(self._module.get_submodule(f"mtp.layers.{local}"), "layer_number", None)
         return number - 1 if isinstance(number, int) else local
 
     def _numbered(self, block: str) -> list[int]:
-        """The numbers that layers say they have, and their attention and MLP with them."""
+        """`layer_number` of each layer, checked against that of its attention and MLP."""
         layers = getattr(getattr(self._module, block, None), "layers", ())
         numbers: list[int] = []
         for local, layer in enumerate(cast("Iterable[nn.Module]", layers)):
@@ -195,7 +197,7 @@ class Chunk:
         return numbers
 
     def _layers(self, config: object) -> Callable[[int], int]:
-        """From Megatron's layers to served ones: the same, but in a HybridModel, where a layer is one block of one."""
+        """The mapping from Megatron's layers to Hugging Face layers; two layers of a HybridModel make one."""
         pattern = getattr(self._module, "hybrid_layer_pattern", None)
         trained, served = getattr(config, "num_layers", None), len(self._model.layers)
         if pattern is None:
@@ -214,7 +216,7 @@ def _check_layers(trained: object, expected: int) -> None:
         )
 
 
-def _check_pattern(pattern: str, model: Model) -> None:
+def _check_pattern(pattern: str, model: HFModel) -> None:
     """A hybrid model must alternate an attention block and an MLP block, of the kinds that the served layers have."""
     blocks = pattern.split("/", maxsplit=1)[0].replace("|", "")
     for number, symbol in enumerate(blocks):
@@ -240,11 +242,11 @@ def _wrappers(module: nn.Module) -> Iterator[nn.Module]:
         yield module
 
 
-def _groups(module: nn.Module, model: Model) -> ParallelGroups:
+def _groups(module: nn.Module, model: HFModel) -> ParallelGroups:
     carried: object = getattr(module, "pg_collection", None)
     check_axes({axis: _size(getattr(carried, axis, None)) for axis in NOT_READ})
     experts = bool(model.family.experts)
-    alone = MappedShare(0, 1)
+    alone = ParallelRank(0, 1)
     return ParallelGroups(
         tensor=_share(carried, "tp", "get_tensor_model_parallel_group"),
         expert_tensor=_share(carried, "expt_tp", "get_expert_tensor_parallel_group") if experts else alone,
@@ -257,7 +259,7 @@ def _size(group: object) -> int:
     return dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 1
 
 
-def _share(carried: object, name: str, accessor: str) -> MappedShare:
+def _share(carried: object, name: str, accessor: str) -> ParallelRank:
     group: object = getattr(carried, name, None)
     if not isinstance(group, dist.ProcessGroup):
         # Imported here: only models built before process group collections need it.
@@ -265,7 +267,7 @@ def _share(carried: object, name: str, accessor: str) -> MappedShare:
 
         ask = cast("Mapping[str, Callable[[], dist.ProcessGroup]]", vars(parallel_state))
         group = ask[accessor]()
-    return MappedShare(dist.get_rank(group), _size(group))
+    return ParallelRank(dist.get_rank(group), _size(group))
 
 
 def _with_layer(name: str, layer_of: Callable[[int], int]) -> str:

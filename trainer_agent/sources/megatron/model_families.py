@@ -1,4 +1,4 @@
-"""The served families, each a table: which blocks its layers have, which switches are on, what it calls things.
+"""The supported families, each a table: the blocks of its layers, its switches, its names.
 
 To add one:
 
@@ -52,7 +52,7 @@ class Prediction(msgspec.Struct, frozen=True):
 
 
 class Family(msgspec.Struct, frozen=True):
-    """What distinguishes one family of decoders."""
+    """The properties that distinguish one family of decoders."""
 
     attention: Rules = ATTENTION
     linear_attention: Rules = ()
@@ -64,24 +64,24 @@ class Family(msgspec.Struct, frozen=True):
     keys: dict[str, str] = {}
     """Size -> config key, where it is not the usual one."""
     renames: tuple[tuple[str, str], ...] = ()
-    """Parts of names below the layer, from what blocks call them to what checkpoints do; in order."""
+    """Replacements in names below the layer, from the blocks' names to the checkpoints'; in order."""
     prediction: Prediction | None = None
     body: str = "model."
     """Prefix of all but the output layer."""
     section: str | None = None
-    """Where the config of the language model is, in that of a model of several kinds of input."""
-    trained: str = ""
-    """Where Megatron's language model is in such a model."""
+    """Key of the language model's config in that of a multimodal model."""
+    megatron_prefix: str = ""
+    """Prefix of Megatron's language model in a multimodal model."""
     left_out: tuple[str, ...] = ()
-    """Prefixes of trained parameters that are not the language model's and are not served."""
+    """Prefixes of Megatron parameters outside the language model, which are not served."""
     zero_centred: bool = False
-    """Norms are served around zero."""
+    """Norm weights are centered at zero in checkpoints."""
     rotates_pairs: bool = False
-    """Rotary embeddings turn neighbors, not halves."""
+    """Rotary embeddings rotate adjacent pairs, not halves."""
     variant: str | None = None
-    """Megatron's name of its attention, where that is experimental."""
+    """Megatron's name of an experimental attention; None for others."""
     scores: str = "softmax"
-    """What makes scores of the router's logits, where the config does not say it (``scoring_func``)."""
+    """Score function of the router, where the config names none (``scoring_func``)."""
 
 
 _BIASED: Final = {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
@@ -174,7 +174,7 @@ FAMILIES: Final[dict[str, Family]] = {
         switches={**_BIASED, "qk_norm": True},
         body="model.language_model.",
         section="text_config",
-        trained="language_model.",
+        megatron_prefix="language_model.",
         left_out=("vision_model.",),
     ),
 }

@@ -1,14 +1,14 @@
-"""What one Megatron-core parameter becomes, as data, and which pieces one shard of it is. Pure arithmetic, no torch.
+"""Mapping rules from Megatron-core parameters to Hugging Face tensors, as data, and their arithmetic. Pure, no torch.
 
-A `MappingRule` says it for a parameter by its name within a layer: the served tensors that it consists of, how their
-rows are fused into its rows, and how tensor parallelism cuts it. `pieces_of` applies a rule to the shard of one rank,
-which never needs more than its own part.
+A `MappingRule` maps a parameter by its name within a layer: the Hugging Face tensors that it consists of, how their
+rows are fused into its rows, and how tensor parallelism cuts it. `shards_of` applies a rule to one rank's part of the
+parameter, without the parts of other ranks.
 
 A parameter's rows are *sections*, one after another. Tensor parallelism cuts each section by itself, so that a rank
 holds its share of the first, then its share of the second: gate and up of a gated MLP are two sections, a fused QKV is
-one. A section consists of runs: rows that follow each other in a served tensor, too.
+one. A section consists of row runs: rows that are consecutive in a Hugging Face tensor, too.
 
-Two facts that this rests on: Megatron interleaves QKV by KV group (``[q .. q, k, v]`` per group) and cuts the result
+The mapping rests on two facts: Megatron interleaves QKV by KV group (``[q .. q, k, v]`` per group) and cuts the result
 into equal rows, inside a group when there are fewer groups than ranks; gate and up are cut separately, so that a rank
 holds ``[gate_r; up_r]``, dense or expert, sequential or grouped. The attribute `partition_stride` says neither.
 """
@@ -24,37 +24,37 @@ import msgspec
 from weightbus.dataplane.tensors import Box, Shard, ShardView, TensorSpec
 
 from ...source import LayoutMismatch
-from ..row_runs import RowRun, extent, in_sequence, stretch
+from ..row_runs import RowRun, concatenate, slice_runs, total_length
 
 
 class Norm(enum.Enum):
-    """Around what a norm's weight is served; the trained one may be around the other number."""
+    """Center of a norm's weight in the checkpoint, zero or one; Megatron's weight may have the other center."""
 
     NOT = enum.auto()
-    """It is no norm's weight."""
+    """The tensor is no norm's weight."""
     FAMILY = enum.auto()
-    """Around what the family says: one, for most."""
+    """The center of the family's norms: one, for most families."""
     ONE = enum.auto()
-    """Around one, whatever the other norms of the family are."""
+    """One, also in families whose other norms are centered at zero."""
 
 
 class MappingTarget(msgspec.Struct, frozen=True):
-    """A served tensor: its name below the layer's prefix, and its shape in names of the model's sizes."""
+    """A Hugging Face tensor: its name below the layer's prefix, and its shape in names of the model's sizes."""
 
     name: str
     shape: tuple[str, ...]
     norm: Norm = Norm.NOT
     dtype: str | None = None
-    """None: as the model is served."""
+    """None for the model's dtype."""
 
 
 class Fusion(enum.Enum):
-    """How the rows of a full parameter consist of the rows of its served tensors."""
+    """How the rows of a full parameter consist of the rows of its Hugging Face tensors."""
 
     PLAIN = enum.auto()
-    """They are one tensor's rows."""
+    """One tensor's rows."""
     VOCABULARY = enum.auto()
-    """They are one tensor's rows, then padding up to a multiple that suits the trainer."""
+    """One tensor's rows, then padding up to the trainer's multiple."""
     QKV = enum.auto()
     """One section: for each KV group the rows of its query heads, of its key head, of its value head."""
     GATED_QKV = enum.auto()
@@ -73,29 +73,29 @@ class TensorCut(enum.Enum):
     """How tensor parallelism cuts the full parameter."""
 
     NONE = enum.auto()
-    """Not at all: every rank holds it."""
+    """No cut: every rank holds the whole parameter."""
     ROWS = enum.auto()
     """Rank r holds the r-th share of the rows of each section."""
     COLUMNS = enum.auto()
     """Rank r holds the r-th share of the columns."""
     ROWS_OR_NONE = enum.auto()
-    """By rows, into fewer shares than ranks, or not at all: its shape tells (MLA's down projections, wide norms)."""
+    """Rows, into fewer shares than ranks, or no cut; decided by shape (MLA's down projections, wide norms)."""
 
 
 class MappingRule(msgspec.Struct, frozen=True):
-    """What one Megatron parameter becomes."""
+    """The Hugging Face tensors of one Megatron parameter."""
 
-    trained: tuple[str, ...]
-    """Names below the layer, one of which it has: norms, for example, are fused into linears or are not."""
-    served: tuple[MappingTarget, ...]
+    megatron_names: tuple[str, ...]
+    """Alternative names below the layer: a norm, for example, may be fused into a linear."""
+    targets: tuple[MappingTarget, ...]
     cut: TensorCut = TensorCut.NONE
     fusion: Fusion = Fusion.PLAIN
     when: str | None = None
-    """The switch of the model that must be on, or with ``not `` before it, off."""
+    """Switch of the model that must be on, or off with the prefix ``not ``; None for a rule that always applies."""
 
 
-class Heads(msgspec.Struct, frozen=True):
-    """What fused attention parameters are made of, in rows."""
+class HeadCounts(msgspec.Struct, frozen=True):
+    """Numbers and sizes of heads, from which the rows of fused attention parameters follow."""
 
     heads: int = 1
     groups: int = 1
@@ -106,18 +106,18 @@ class Heads(msgspec.Struct, frozen=True):
     value_dim: int = 1
 
 
-class MappedShare(msgspec.Struct, frozen=True):
-    """Which of how many tensor-parallel shards."""
+class ParallelRank(msgspec.Struct, frozen=True):
+    """Rank and size of one parallel group."""
 
     rank: int
     ranks: int
 
 
 class LocalParameter(msgspec.Struct, frozen=True):
-    """One local tensor: what is known of it without torch."""
+    """Form of one local tensor, without torch."""
 
     name: str
-    """As the trainer calls it, with global indexes; for messages."""
+    """The trainer's name, with global indexes; for messages."""
     storage: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -126,41 +126,41 @@ class LocalParameter(msgspec.Struct, frozen=True):
 
 _Section = tuple[RowRun, ...]
 _PADDING: Final = -1
-"""The tensor of rows that belong to none."""
+"""Tensor index of padding rows."""
 
 
-def pieces_of(
+def shards_of(
     rule: MappingRule,
     local: LocalParameter,
     served: Sequence[TensorSpec],
     shifts: Sequence[int],
     *,
-    heads: Heads,
-    share: MappedShare,
+    heads: HeadCounts,
+    share: ParallelRank,
 ) -> Iterator[Shard]:
-    """What a shard holds of the tensors `served`, which are those of the rule, in its order.
+    """The shards of Hugging Face tensors in `local`, one rank's part of a parameter.
 
-    `shifts` is what is added to each of them. Raises `LayoutMismatch` unless the shard has the shape that their sizes
-    give.
+    `served` are the rule's tensors, in its order; `shifts` are the numbers added to their values. Raises
+    `LayoutMismatch` unless `local` has the shape that their sizes give.
     """
     rows = [spec.shape[0] for spec in served]
     sections = _sections(rule.fusion, rows, heads)
-    full = sum(map(extent, sections))
+    full = sum(map(total_length, sections))
     if rule.fusion is Fusion.VOCABULARY:
         full = max(full, local.shape[0] * share.ranks)
-        sections = [in_sequence([*sections[0], RowRun(0, full - rows[0], tensor=_PADDING)])]
+        sections = [concatenate([*sections[0], RowRun(0, full - rows[0], tensor=_PADDING)])]
     share = _share_of(rule.cut, local, full, share)
     _check_shape(rule.cut, local, (full, *served[0].shape[1:]), share)
-    by_rows = MappedShare(0, 1) if rule.cut is TensorCut.COLUMNS else share
+    by_rows = ParallelRank(0, 1) if rule.cut is TensorCut.COLUMNS else share
     width = served[0].shape[1] if len(served[0].shape) > 1 else 0
     columns = list(_columns(rule, width, share))
     for at, run in _held(sections, by_rows):
         if run.tensor != _PADDING:
             for column_at, column, count in columns:
-                yield _piece(local, served[run.tensor], (at, run), (column_at, column, count), shifts[run.tensor])
+                yield _shard(local, served[run.tensor], (at, run), (column_at, column, count), shifts[run.tensor])
 
 
-def _piece(
+def _shard(
     local: LocalParameter, spec: TensorSpec, rows: tuple[int, RowRun], columns: tuple[int, int, int], shift: int
 ) -> Shard:
     at, run = rows
@@ -175,8 +175,8 @@ def _piece(
     return Shard(spec.name, box, local.dtype, ShardView(local.storage, offset, local.strides), shift)
 
 
-def _columns(rule: MappingRule, width: int, share: MappedShare) -> Iterator[tuple[int, int, int]]:
-    """Which columns a shard holds: where they begin locally, where they are served, how many."""
+def _columns(rule: MappingRule, width: int, share: ParallelRank) -> Iterator[tuple[int, int, int]]:
+    """Column ranges of a rank's part: first local column, first column of the Hugging Face tensor, number."""
     if rule.fusion is Fusion.SWAPPED_HALVES:
         half = width // 2
         yield half, 0, half
@@ -187,18 +187,18 @@ def _columns(rule: MappingRule, width: int, share: MappedShare) -> Iterator[tupl
         yield 0, 0, width
 
 
-def _share_of(cut: TensorCut, local: LocalParameter, full: int, share: MappedShare) -> MappedShare:
-    """Into how many parts the parameter is really cut, and which of them this is."""
+def _share_of(cut: TensorCut, local: LocalParameter, full: int, share: ParallelRank) -> ParallelRank:
+    """The cut that the local shape shows: number of parts, and index of this part."""
     if cut is TensorCut.NONE:
-        return MappedShare(0, 1)
+        return ParallelRank(0, 1)
     if cut is TensorCut.ROWS_OR_NONE:
         parts = full // local.shape[0] if local.shape[0] and full % local.shape[0] == 0 else share.ranks
         if parts and share.ranks % parts == 0:
-            return MappedShare(share.rank * parts // share.ranks, parts)
+            return ParallelRank(share.rank * parts // share.ranks, parts)
     return share
 
 
-def _check_shape(cut: TensorCut, local: LocalParameter, full: tuple[int, ...], share: MappedShare) -> None:
+def _check_shape(cut: TensorCut, local: LocalParameter, full: tuple[int, ...], share: ParallelRank) -> None:
     axis = 1 if cut is TensorCut.COLUMNS else 0
     found = tuple(size * share.ranks if at == axis else size for at, size in enumerate(local.shape))
     if found != full:
@@ -208,19 +208,19 @@ def _check_shape(cut: TensorCut, local: LocalParameter, full: tuple[int, ...], s
         )
 
 
-def _held(sections: Sequence[_Section], share: MappedShare) -> Iterator[tuple[int, RowRun]]:
-    """The runs of a shard, each with the local row at which it begins."""
+def _held(sections: Sequence[_Section], share: ParallelRank) -> Iterator[tuple[int, RowRun]]:
+    """Row runs of a rank's part, each with its first local row."""
     at = 0
     for section in sections:
-        size = extent(section) // share.ranks
-        for run in stretch(section, share.rank * size, size):
+        size = total_length(section) // share.ranks
+        for run in slice_runs(section, share.rank * size, size):
             yield at + run.at, run
         at += size
 
 
-def _sections(fusion: Fusion, rows: Sequence[int], heads: Heads) -> list[_Section]:
+def _sections(fusion: Fusion, rows: Sequence[int], heads: HeadCounts) -> list[_Section]:
     if fusion in {Fusion.QKV, Fusion.GATED_QKV}:
-        return [in_sequence(_qkv(heads, gated=fusion is Fusion.GATED_QKV))]
+        return [concatenate(_qkv(heads, gated=fusion is Fusion.GATED_QKV))]
     if fusion is Fusion.DELTA_IN:
         return list(_delta_in(heads))
     if fusion is Fusion.DELTA_CONVOLUTION:
@@ -234,7 +234,7 @@ def _sections(fusion: Fusion, rows: Sequence[int], heads: Heads) -> list[_Sectio
     return [(RowRun(0, rows[0]),)]
 
 
-def _qkv(heads: Heads, *, gated: bool) -> Iterator[RowRun]:
+def _qkv(heads: HeadCounts, *, gated: bool) -> Iterator[RowRun]:
     size, each = heads.head_dim, heads.heads // heads.groups
     for group in range(heads.groups):
         if gated:
@@ -248,22 +248,22 @@ def _qkv(heads: Heads, *, gated: bool) -> Iterator[RowRun]:
         yield RowRun(group * size, size, tensor=2)
 
 
-def _delta_in(heads: Heads) -> Iterator[_Section]:
+def _delta_in(heads: HeadCounts) -> Iterator[_Section]:
     values = heads.value_heads // heads.key_heads
     widths: Final = (heads.key_dim, heads.key_dim, values * heads.value_dim, values * heads.value_dim)
     at = 0
     for width in widths:
-        yield in_sequence(RowRun(head * sum(widths) + at, width) for head in range(heads.key_heads))
+        yield concatenate(RowRun(head * sum(widths) + at, width) for head in range(heads.key_heads))
         at += width
     for half in range(2):
-        yield in_sequence(RowRun((2 * head + half) * values, values, tensor=1) for head in range(heads.key_heads))
+        yield concatenate(RowRun((2 * head + half) * values, values, tensor=1) for head in range(heads.key_heads))
 
 
 def by_name(rules: Sequence[MappingRule]) -> Mapping[str, MappingRule]:
-    """Rules by every name that they go by. A name stands for one rule only."""
+    """Rules by each of their Megatron names, which are distinct."""
     named: dict[str, MappingRule] = {}
     for rule in rules:
-        for name in rule.trained:
+        for name in rule.megatron_names:
             assert name not in named, f"two rules for {name!r}"
             named[name] = rule
     return named

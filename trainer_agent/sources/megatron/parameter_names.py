@@ -1,7 +1,7 @@
-"""Where a Megatron-core parameter belongs, from its name on one rank. Pure, no torch.
+"""Finds the mapping rule of a Megatron-core parameter by its name on one rank. Pure, no torch.
 
 Names are local to a rank: layers are counted from 0 in every pipeline chunk, experts from 0 on every expert-parallel
-rank. `place_of` makes them global with what the caller knows of the rank, and finds the rule.
+rank. `match_parameter` converts local indexes to global ones with functions of the caller.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from .hf_model import LayerPlace, Model, body, decoder_layer, head, prediction_layer, prediction_parts
+from .hf_model import HFModel, LayerMapping, body, decoder_layer, head, prediction_layer, prediction_parts
 from .parameter_mapping import MappingRule, by_name
 
 _LAYER: Final = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
@@ -24,7 +24,7 @@ TRAINING_ONLY: Final = (
     "mlp.router.global_tokens_per_expert",
     "mlp.router.ga_steps",
 )
-"""Buffers that count for the trainer's own use. No other persistent buffer is left out."""
+"""Counters of the trainer. No other persistent buffer is left out."""
 
 ADVICE: Final[tuple[tuple[str, str], ...]] = (
     ("experts.weight", "train experts as grouped Transformer Engine linears or sequentially, not as one tensor"),
@@ -40,30 +40,30 @@ ADVICE: Final[tuple[tuple[str, str], ...]] = (
     ("experts", "the served model has no such experts: give the config of the model that is trained"),
     ("router", "the served model has no such router: give the config of the model that is trained"),
 )
-"""What to do about a parameter that no rule names, by a part of its name; the first that fits."""
+"""Advice for a parameter without a rule, by a part of its name; the first match is used."""
 
 
-class Found(NamedTuple):
-    """A parameter's rule, and where its served tensors are."""
+class ParameterMatch(NamedTuple):
+    """A parameter's rule, and the prefix and expert of its Hugging Face tensors."""
 
     rule: MappingRule
     prefix: str
     expert: int | None
-    """Global index; None for what is no expert's."""
+    """Global index of the expert; None for a parameter of no expert."""
     name: str
     """The parameter's name with global indexes."""
 
 
-def place_of(
+def match_parameter(
     name: str,
-    model: Model,
+    model: HFModel,
     layer_of: Callable[[int], int],
     expert_of: Callable[[int], int],
     prediction_of: Callable[[int], int],
-) -> Found | None:
+) -> ParameterMatch | None:
     """The rule for a local parameter name; None when there is none.
 
-    `layer_of` gives a served layer for a local one, `expert_of` a global expert, `prediction_of` a prediction layer.
+    `layer_of`, `expert_of` and `prediction_of` convert local indexes of layers, experts and prediction layers.
     """
     if (match := _LAYER.match(name)) is not None:
         index = layer_of(int(match[1]))
@@ -73,19 +73,21 @@ def place_of(
         return _in_prediction(match, prediction_of(int(match[1])), model, expert_of)
     for part in (body(model), head(model)):
         if (rule := by_name(part.rules).get(name)) is not None:
-            return Found(rule, part.prefix, None, name)
+            return ParameterMatch(rule, part.prefix, None, name)
     return None
 
 
-def advice_for(name: str, model: Model) -> str:
-    """What to do about a parameter that no rule names."""
+def advice_for(name: str, model: HFModel) -> str:
+    """Advice for a parameter that no rule names."""
     for part, advice in ADVICE:
         if part in name:
             return advice
-    return f"remove it, or add it to what {model.architecture} consists of in model_families.py"
+    return f"remove it, or add a rule for it to {model.architecture} in model_families.py"
 
 
-def _in_prediction(match: re.Match[str], index: int, model: Model, expert_of: Callable[[int], int]) -> Found | None:
+def _in_prediction(
+    match: re.Match[str], index: int, model: HFModel, expert_of: Callable[[int], int]
+) -> ParameterMatch | None:
     inner = match[2]
     if not 0 <= index < model.predictions:
         return None
@@ -93,17 +95,17 @@ def _in_prediction(match: re.Match[str], index: int, model: Model, expert_of: Ca
     return _within(place, match[3], f"mtp.layers.{index}." + (f"{inner}." if inner else ""), expert_of)
 
 
-def _within(place: LayerPlace, local: str, prefix: str, expert_of: Callable[[int], int]) -> Found | None:
+def _within(place: LayerMapping, local: str, prefix: str, expert_of: Callable[[int], int]) -> ParameterMatch | None:
     name, expert = _expert(local)
     rule = by_name(place.rules).get(name)
     if rule is None:
         return None
     index = None if expert is None else expert_of(expert)
     # An expert's parameter is named with its index, and nothing else is.
-    if (index is None) != ("{e}" not in rule.served[0].name):
+    if (index is None) != ("{e}" not in rule.targets[0].name):
         return None
     shown = prefix + name if index is None else f"{prefix}{name} of expert {index}"
-    return Found(rule, place.prefix, index, shown)
+    return ParameterMatch(rule, place.prefix, index, shown)
 
 
 def _expert(local: str) -> tuple[str, int | None]:

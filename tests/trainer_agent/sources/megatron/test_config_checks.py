@@ -7,9 +7,14 @@ import torch
 
 from weightbus.trainer_agent.source import LayoutMismatch, UnsupportedModel
 from weightbus.trainer_agent.sources.megatron import config_checks as megatron_checks
-from weightbus.trainer_agent.sources.megatron.compute_checks import settings_of
-from weightbus.trainer_agent.sources.megatron.config_checks import check_axes, check_config, check_tied
-from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
+from weightbus.trainer_agent.sources.megatron.config_checks import (
+    check_axes,
+    check_config,
+    check_padding,
+    check_tied,
+    settings_of,
+)
+from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
 from weightbus.trainer_agent.sources.megatron.local_shards import _served_dtype
 
 HF = {
@@ -25,7 +30,7 @@ HF = {
     "num_experts": 4,
     "moe_intermediate_size": 5,
 }
-MODEL = Model.parse(HF)
+MODEL = HFModel.parse(HF)
 
 
 def config(**changes: object) -> SimpleNamespace:
@@ -53,7 +58,7 @@ def test_the_served_model_passes() -> None:
 
 def test_a_config_that_does_not_say_an_epsilon_is_not_that_of_the_trained_model() -> None:
     """Names and shapes would be the same: what a server assumes then is its own business, and not known here."""
-    unsaid = Model.parse({key: value for key, value in HF.items() if key != "rms_norm_eps"})
+    unsaid = HFModel.parse({key: value for key, value in HF.items() if key != "rms_norm_eps"})
     with pytest.raises(LayoutMismatch, match=r"layernorm_epsilon=1e-06, the Hugging Face config gives None"):
         check_config(config(), unsaid)
 
@@ -126,10 +131,10 @@ DELTA_CONFIG = {
     "attention_output_gate": True,
     "moe_shared_expert_gate": True,
 }
-MODELS: dict[str, tuple[Model, dict[str, object]]] = {
-    "grouped": (Model.parse(HF | WORDS), {"moe_router_topk": 2}),
-    "latent": (Model.parse(LATENT_HF), LATENT_CONFIG),
-    "delta": (Model.parse(DELTA_HF), DELTA_CONFIG),
+MODELS: dict[str, tuple[HFModel, dict[str, object]]] = {
+    "grouped": (HFModel.parse(HF | WORDS), {"moe_router_topk": 2}),
+    "latent": (HFModel.parse(LATENT_HF), LATENT_CONFIG),
+    "delta": (HFModel.parse(DELTA_HF), DELTA_CONFIG),
 }
 
 REFUSED: dict[str, dict[str, object]] = {
@@ -227,8 +232,8 @@ def test_every_row_of_the_tables_has_a_value_that_it_refuses() -> None:
     """A row that comes to a table without one is missed here."""
     rows: set[str] = {"activation_func"}
     for model, _ in MODELS.values():
-        rows |= {row.field for row in (*megatron_checks._ALWAYS, *megatron_checks._meaning(model))}
-        rows |= set(megatron_checks._agreed(model)) | {row.field for row in settings_of(model)}
+        rows |= {row.field for row in (*megatron_checks._ALWAYS, *megatron_checks._expected_structure(model))}
+        rows |= set(megatron_checks._expected_values(model)) | {row.field for row in settings_of(model)}
     assert rows == {field for fields in REFUSED.values() for field in fields}
 
 
@@ -255,12 +260,12 @@ def test_what_amounts_to_the_same_passes(kind: str, change: dict[str, object]) -
 def test_what_the_config_does_not_say_is_not_compared() -> None:
     """Neither how many experts are chosen, nor how scores are normalized, nor a window that servers have."""
     check_config(config(moe_router_topk=7, moe_router_pre_softmax=True), MODEL)
-    check_config(config(window_size=(128, 0)), Model.parse(HF | {"use_sliding_window": True}))
+    check_config(config(window_size=(128, 0)), HFModel.parse(HF | {"use_sliding_window": True}))
 
 
 def test_without_a_longer_context_the_latent_attention_is_not_scaled() -> None:
     """Megatron scales its softmax by `mscale_all_dim` for a plain rotation, too."""
-    model = Model.parse(LATENT_HF | {"rope_scaling": None})
+    model = HFModel.parse(LATENT_HF | {"rope_scaling": None})
     plain = LATENT_CONFIG | {"rope_type": "rope", "mscale_all_dim": 0.0}
     check_config(config(**plain), model)
     with pytest.raises(LayoutMismatch, match=r"mscale_all_dim=1\.0, which amounts to 1\.36.*gives 1\.0"):
@@ -270,7 +275,7 @@ def test_without_a_longer_context_the_latent_attention_is_not_scaled() -> None:
 
 def test_a_dense_model_trained_with_experts_is_refused() -> None:
     """Also where the config of the served model has nothing to say of experts."""
-    dense = Model.parse(HF | {"architectures": ["Qwen3ForCausalLM"]})
+    dense = HFModel.parse(HF | {"architectures": ["Qwen3ForCausalLM"]})
     with pytest.raises(LayoutMismatch, match="num_moe_experts=4"):
         check_config(config(ffn_hidden_size=12), dense)
 
@@ -279,8 +284,8 @@ def test_a_dense_model_trained_with_experts_is_refused() -> None:
 def test_a_config_that_would_be_served_in_nonsense_is_refused(dtype: object) -> None:
     """Fractions would be gone in integers, and in eight bits there would be no scale."""
     with pytest.raises(UnsupportedModel, match=f"dtype={dtype!r}: .* bfloat16, float16, float32, float64"):
-        Model.parse(HF | {"dtype": dtype})
-    assert Model.parse(HF | {"dtype": "torch.float16"}).dtype == "float16"
+        HFModel.parse(HF | {"dtype": dtype})
+    assert HFModel.parse(HF | {"dtype": "torch.float16"}).dtype == "float16"
 
 
 def test_a_dtype_of_the_callers_choice_is_held_to_the_same() -> None:
@@ -298,10 +303,10 @@ def test_a_config_with_a_hole_is_named(lost: str) -> None:
     whole = {**HF, "architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4, "n_shared_experts": 1}
     del whole["num_experts"]
     whole |= {"kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3}
-    assert served_tensors(Model.parse(whole), "bfloat16")
+    assert hf_tensors(HFModel.parse(whole), "bfloat16")
     del whole[lost]
     with pytest.raises(LayoutMismatch, match=f"says nothing of .*{lost}"):
-        served_tensors(Model.parse(whole), "bfloat16")
+        hf_tensors(HFModel.parse(whole), "bfloat16")
 
 
 def test_tying_must_agree() -> None:
@@ -316,3 +321,44 @@ def test_an_axis_that_is_not_read_is_refused() -> None:
     check_axes({"gtp_remat": 1, "expt_gtp_remat": 1})
     with pytest.raises(UnsupportedModel, match="'expt_gtp_remat' has 2 ranks"):
         check_axes({"gtp_remat": 1, "expt_gtp_remat": 2})
+
+
+NAME = "embedding.word_embeddings.weight"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("divisible_by", [1, 2, 7, 100, 128])
+@pytest.mark.parametrize("vocabulary", [250, 50257, 151936, 151669])
+def test_what_megatron_pads_is_padding(vocabulary: int, divisible_by: int, ranks: int) -> None:
+    """By any setting up to its usual one, known or not, on any number of ranks."""
+    multiple = divisible_by * ranks
+    rows = -(-vocabulary // multiple) * multiple
+    check_padding(NAME, rows, vocabulary, ranks, None)
+    check_padding(NAME, rows, vocabulary, ranks, divisible_by)
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "ranks"),
+    [
+        (152064, 151669, 2),  # the config of another model of the family
+        (152064, 128256, 8),
+        (151936, 151936 - 128, 1),
+        (251, 250, 1),  # a prime: no setting gives one row of padding
+    ],
+)
+def test_more_than_megatron_pads_is_refused(rows: int, vocabulary: int, ranks: int) -> None:
+    """Tokens that were trained would not be served. The message says both numbers and what to do."""
+    with pytest.raises(LayoutMismatch, match=f"has {rows} rows on {ranks} .* vocab_size={vocabulary}, .*config of the"):
+        check_padding(NAME, rows, vocabulary, ranks, None)
+
+
+def test_a_trainer_that_pads_further_says_so() -> None:
+    """The padding must then be what its setting gives, to the row."""
+    check_padding(NAME, 2048, 1100, 2, 1024)
+    check_padding(NAME, 1100, 1100, 2, 1024)
+    with pytest.raises(LayoutMismatch, match="vocab_divisible_by=1024 pads that to 2048"):
+        check_padding(NAME, 4096, 1100, 2, 1024)
+    with pytest.raises(LayoutMismatch, match="vocab_divisible_by=64 pads that to 1152"):
+        check_padding(NAME, 1280, 1100, 2, 64)
+    with pytest.raises(UnsupportedModel, match="vocab_divisible_by=0"):
+        check_padding(NAME, 1280, 1100, 2, 0)

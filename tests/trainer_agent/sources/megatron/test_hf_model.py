@@ -4,7 +4,7 @@ import pytest
 
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.trainer_agent.source import LayoutMismatch, UnsupportedModel
-from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
+from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
 
 QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -21,12 +21,12 @@ QWEN3 = {
 
 
 def names(config: dict[str, object]) -> dict[str, tuple[int, ...]]:
-    return {spec.name: spec.shape for spec in served_tensors(Model.parse(config), "bfloat16")}
+    return {spec.name: spec.shape for spec in hf_tensors(HFModel.parse(config), "bfloat16")}
 
 
 def test_a_qwen3_layer_has_the_names_and_shapes_of_its_checkpoint() -> None:
     """Order and shapes are those of a published Qwen3 checkpoint: embedding, layers, norm, head."""
-    assert served_tensors(Model.parse(QWEN3), "bfloat16") == tuple(
+    assert hf_tensors(HFModel.parse(QWEN3), "bfloat16") == tuple(
         TensorSpec(name, "bfloat16", shape)
         for name, shape in (
             ("model.embed_tokens.weight", (10, 8)),
@@ -71,7 +71,7 @@ def test_biases_are_the_familys(architecture: str, switches: dict[str, bool], bi
 def test_sizes_that_a_config_leaves_out_follow_from_the_others() -> None:
     """Old Llama configs name neither head_dim nor the number of key-value heads."""
     config = {key: value for key, value in QWEN3.items() if key not in {"head_dim", "num_key_value_heads"}}
-    model = Model.parse(config)
+    model = HFModel.parse(config)
     assert (model.sizes["head_dim"], model.sizes["groups"]) == (2, 4)
 
 
@@ -93,7 +93,7 @@ def test_sizes_that_a_config_leaves_out_follow_from_the_others() -> None:
 def test_a_config_that_cannot_be_read_says_why(change: dict[str, object], error: type[Exception], part: str) -> None:
     """What is missing or strange is named; nothing is guessed."""
     with pytest.raises(error, match=part):
-        Model.parse(QWEN3 | change)
+        HFModel.parse(QWEN3 | change)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_config_that_cannot_be_read_says_why(change: dict[str, object], error:
 )
 def test_the_dtype_is_read_under_either_name(change: dict[str, object], dtype: str | None) -> None:
     """Transformers 5 writes ``dtype``, older versions ``torch_dtype``."""
-    assert Model.parse(QWEN3 | change).dtype == dtype
+    assert HFModel.parse(QWEN3 | change).dtype == dtype
 
 
 SPARSE = {"num_experts": 2, "moe_intermediate_size": 4, "architectures": ["Qwen3MoeForCausalLM"]}
@@ -135,7 +135,7 @@ DEEPSEEK = {
 )
 def test_a_config_says_which_layers_have_experts(change: dict[str, object], sparse: list[bool]) -> None:
     """Each family has its own field for it."""
-    model = Model.parse(QWEN3 | change | {"num_hidden_layers": 4})
+    model = HFModel.parse(QWEN3 | change | {"num_hidden_layers": 4})
     assert [layer.experts for layer in model.layers] == sparse
 
 
@@ -149,7 +149,7 @@ def test_what_decides_no_name_and_no_shape_need_not_be_said(unused: str) -> None
 def test_a_dense_layer_needs_the_size_of_its_mlp() -> None:
     """Also where all others have experts."""
     with pytest.raises(LayoutMismatch, match="intermediate_size=None"):
-        Model.parse(QWEN3 | SPARSE | {"num_hidden_layers": 2, "mlp_only_layers": [0], "intermediate_size": None})
+        HFModel.parse(QWEN3 | SPARSE | {"num_hidden_layers": 2, "mlp_only_layers": [0], "intermediate_size": None})
 
 
 def test_experts_follow_each_other_whole() -> None:
@@ -174,8 +174,8 @@ def test_a_prediction_layer_is_numbered_after_the_last() -> None:
 
 def test_router_biases_keep_their_precision() -> None:
     """Megatron and engines keep them in single precision, whatever else is served in."""
-    model = Model.parse(QWEN3 | DEEPSEEK)
-    odd = {spec.name: spec.dtype for spec in served_tensors(model, "bfloat16") if spec.dtype != "bfloat16"}
+    model = HFModel.parse(QWEN3 | DEEPSEEK)
+    odd = {spec.name: spec.dtype for spec in hf_tensors(model, "bfloat16") if spec.dtype != "bfloat16"}
     assert odd == {"model.layers.0.mlp.gate.e_score_correction_bias": "float32"}
 
 
@@ -186,4 +186,4 @@ def test_the_text_part_of_a_model_of_several_inputs() -> None:
     assert "model.language_model.layers.0.self_attn.q_norm.weight" in found
     assert "lm_head.weight" not in found
     with pytest.raises(LayoutMismatch, match="text_config"):
-        Model.parse({"architectures": ["Qwen3VLForConditionalGeneration"]})
+        HFModel.parse({"architectures": ["Qwen3VLForConditionalGeneration"]})

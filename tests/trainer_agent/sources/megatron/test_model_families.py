@@ -22,7 +22,7 @@ import pytest
 from safetensors import safe_open
 
 from weightbus import engine_agent
-from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
+from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
 from weightbus.trainer_agent.sources.megatron.model_families import FAMILIES as SERVED
 
 from ....kit.tiny_families import FAMILIES, Case, matrix, parse, slice_of
@@ -130,7 +130,7 @@ def test_tables_name_what_checkpoints_hold(family: str, checkpoints: Path) -> No
     with safe_open(checkpoints / family / "model.safetensors", "pt") as file:
         written = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     text = {name: shape for name, shape in written.items() if not name.startswith("model.visual.")}
-    assert {spec.name: spec.shape for spec in served_tensors(Model.parse(config), "float32")} == text
+    assert {spec.name: spec.shape for spec in hf_tensors(HFModel.parse(config), "float32")} == text
 
 
 def test_layouts_export_what_was_loaded(checkpoints: Path, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from hypothesis import given, strategies as st
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.shards import Shard, contiguous_strides
 from weightbus.trainer_agent.source import LayoutMismatch
-from weightbus.trainer_agent.sources.megatron.hf_model import Model, served_tensors
-from weightbus.trainer_agent.sources.megatron.parameter_mapping import LocalParameter, MappedShare, pieces_of
-from weightbus.trainer_agent.sources.megatron.parameter_names import place_of
+from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
+from weightbus.trainer_agent.sources.megatron.parameter_mapping import LocalParameter, ParallelRank, shards_of
+from weightbus.trainer_agent.sources.megatron.parameter_names import match_parameter
 
 Array = npt.NDArray[np.int64]
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -50,7 +50,7 @@ LATENT = {
 }
 
 
-def model(**changes: object) -> Model:
+def model(**changes: object) -> HFModel:
     sizes = {
         "hidden_size": 6,
         "intermediate_size": 8,
@@ -63,23 +63,23 @@ def model(**changes: object) -> Model:
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": True,
     }
-    return Model.parse(sizes | changes)
+    return HFModel.parse(sizes | changes)
 
 
 def pieces(
-    name: str, shape: Sequence[int], of: Model, share: MappedShare, *, expert: int = 0, zero_centred: bool = False
+    name: str, shape: Sequence[int], of: HFModel, share: ParallelRank, *, expert: int = 0, zero_centred: bool = False
 ) -> Iterator[Shard]:
-    found = place_of(name, of, lambda layer: layer, lambda local: expert + local, lambda index: index)
+    found = match_parameter(name, of, lambda layer: layer, lambda local: expert + local, lambda index: index)
     assert found is not None, name
-    specs = [of.spec(target, found.prefix, "float32", found.expert) for target in found.rule.served]
-    shifts = [of.shift_of(target, zero_centred=zero_centred) for target in found.rule.served]
+    specs = [of.spec(target, found.prefix, "float32", found.expert) for target in found.rule.targets]
+    shifts = [of.shift_of(target, zero_centred=zero_centred) for target in found.rule.targets]
     local = LocalParameter(found.name, 3, tuple(shape), contiguous_strides(shape), "float32")
-    return pieces_of(found.rule, local, specs, shifts, heads=of.heads, share=share)
+    return shards_of(found.rule, local, specs, shifts, heads=of.heads, share=share)
 
 
 def shard(name: str, shape: tuple[int, ...], rank: int, ranks: int, **changes: object) -> list[tuple[str, int, Box]]:
     """What a shard holds: tensor, first element of it in the shard, box."""
-    found = pieces(name, shape, model(**changes), MappedShare(rank, ranks))
+    found = pieces(name, shape, model(**changes), ParallelRank(rank, ranks))
     return [(piece.tensor, piece.view.offset, piece.box) for piece in found]
 
 
@@ -161,12 +161,12 @@ def test_sizes_that_ranks_cannot_share_are_refused() -> None:
         shard(FC1, (8, 6), 0, 2, intermediate_size=7)
 
 
-def collect(name: str, cuts: Sequence[Array], of: Model, *, expert: int = 0) -> dict[str, Array]:
+def collect(name: str, cuts: Sequence[Array], of: HFModel, *, expert: int = 0) -> dict[str, Array]:
     """Put the pieces of all `cuts` together, each element once."""
-    found = {spec.name: np.full(spec.shape, -1, dtype=np.int64) for spec in served_tensors(of, "float32")}
+    found = {spec.name: np.full(spec.shape, -1, dtype=np.int64) for spec in hf_tensors(of, "float32")}
     for rank, cut in enumerate(cuts):
         flat = np.ascontiguousarray(cut).reshape(-1)
-        for piece in pieces(name, cut.shape, of, MappedShare(rank, len(cuts)), expert=expert):
+        for piece in pieces(name, cut.shape, of, ParallelRank(rank, len(cuts)), expert=expert):
             box = tuple(slice(start, stop) for start, stop in zip(piece.box.start, piece.box.stop, strict=True))
             steps = [stride * flat.itemsize for stride in piece.view.strides]
             part = np.lib.stride_tricks.as_strided(flat[piece.view.offset :], piece.box.shape, steps)
@@ -247,14 +247,14 @@ def test_a_down_projection_is_cut_or_not(ranks: int) -> None:
     name = "decoder.layers.0.self_attention.linear_q_down_proj.weight"
     assert (collect(name, np.split(full, ranks), of)[f"{ATTENTION}.q_a_proj.weight"] == full).all()
     for rank in range(ranks):
-        assert [piece.box for piece in pieces(name, (4, 6), of, MappedShare(rank, ranks))] == [Box((0, 0), (4, 6))]
+        assert [piece.box for piece in pieces(name, (4, 6), of, ParallelRank(rank, ranks))] == [Box((0, 0), (4, 6))]
 
 
 def test_wide_norms_of_few_heads_are_shared_by_ranks() -> None:
     """MiniMax: two key heads on four ranks; ranks 0 and 1 hold the first head's norm, ranks 2 and 3 the second's."""
     of = model(architectures=["MiniMaxM2ForCausalLM"], num_local_experts=2, head_dim=3)
     name = "decoder.layers.0.self_attention.k_layernorm.weight"
-    held = [[piece.box for piece in pieces(name, (3,), of, MappedShare(rank, 4))] for rank in range(4)]
+    held = [[piece.box for piece in pieces(name, (3,), of, ParallelRank(rank, 4))] for rank in range(4)]
     assert held == [[Box((0,), (3,))], [Box((0,), (3,))], [Box((3,), (6,))], [Box((3,), (6,))]]
 
 
@@ -283,7 +283,7 @@ def test_norms_are_served_around_what_the_family_says(
     """A norm trained around zero is served around one, unless the family serves it around zero; nothing else moves."""
     of = model(**DELTA | {"architectures": [architecture]})
     shape = {NORM: (6,), FC2: (6, 8)}.get(name, (3,))
-    assert {piece.shift for piece in pieces(name, shape, of, MappedShare(0, 1), zero_centred=zero_centred)} == {shift}
+    assert {piece.shift for piece in pieces(name, shape, of, ParallelRank(0, 1), zero_centred=zero_centred)} == {shift}
 
 
 @given(st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))

@@ -2,9 +2,9 @@
 
 import pytest
 
-from weightbus.trainer_agent.sources.megatron.hf_model import Model
+from weightbus.trainer_agent.sources.megatron.hf_model import HFModel
 from weightbus.trainer_agent.sources.megatron.model_families import FAMILIES
-from weightbus.trainer_agent.sources.megatron.parameter_names import advice_for, place_of
+from weightbus.trainer_agent.sources.megatron.parameter_names import advice_for, match_parameter
 
 CONFIG = {
     "num_hidden_layers": 20,
@@ -18,15 +18,15 @@ CONFIG = {
     "first_k_dense_replace": 1,
     "num_nextn_predict_layers": 1,
 }
-GLM = Model.parse(CONFIG | {"architectures": ["Glm4MoeForCausalLM"]})
-LLAMA = Model.parse(CONFIG | {"architectures": ["LlamaForCausalLM"]})
+GLM = HFModel.parse(CONFIG | {"architectures": ["Glm4MoeForCausalLM"]})
+LLAMA = HFModel.parse(CONFIG | {"architectures": ["LlamaForCausalLM"]})
 DOWN = "mlp.experts.{e}.down_proj.weight"
 
 
-def place(name: str, model: Model = GLM) -> tuple[str, int | None] | None:
+def place(name: str, model: HFModel = GLM) -> tuple[str, int | None] | None:
     """The first served tensor and the expert; on a stage that begins at layer 16, with experts from 4."""
-    found = place_of(name, model, lambda layer: 16 + layer, lambda expert: 4 + expert, lambda index: index)
-    return None if found is None else (found.prefix + found.rule.served[0].name, found.expert)
+    found = match_parameter(name, model, lambda layer: 16 + layer, lambda expert: 4 + expert, lambda index: index)
+    return None if found is None else (found.prefix + found.rule.targets[0].name, found.expert)
 
 
 @pytest.mark.parametrize(
@@ -101,5 +101,5 @@ def test_no_name_stands_for_two_rules() -> None:
         for attention in (family.attention, family.linear_attention):
             for mlp in (family.mlp, family.experts):
                 rules = [rule for block in (family.norms, attention, mlp) for rule in block]
-                names = [(name, rule.when) for rule in rules for name in rule.trained]
+                names = [(name, rule.when) for rule in rules for name in rule.megatron_names]
                 assert len(names) == len(set(names))

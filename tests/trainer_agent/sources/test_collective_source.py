@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from weightbus.trainer_agent.source import LayoutMismatch, RanksDisagree, SourceError
-from weightbus.trainer_agent.sources.collective_errors import together, together_check
+from weightbus.trainer_agent.sources.collective_source import check_on_all_ranks, on_all_ranks
 from weightbus.trainer_agent.sources.rank_group import RankGroup
 from weightbus.trainer_agent.sources.rank_layout import LayoutRefusal, RankLayout, encode
 
@@ -37,7 +37,7 @@ def raises(error: Exception) -> Callable[[], tuple[RankLayout, int]]:
 
 def test_what_all_found_is_returned() -> None:
     """With what is this rank's own."""
-    assert together(cast(RankGroup, Two(FINE)), lambda: (FINE, 7)) == ((FINE, FINE), 7)
+    assert on_all_ranks(cast(RankGroup, Two(FINE)), lambda: (FINE, 7)) == ((FINE, FINE), 7)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_an_error_that_is_nobodys_is_told_to_the_others_before_it_is_raised(erro
     """As a source's error, with what it was: they would wait for their timeout."""
     ranks = Two(FINE)
     with pytest.raises(SourceError, match=type(error).__name__) as told:
-        together(cast(RankGroup, ranks), raises(error))
+        on_all_ranks(cast(RankGroup, ranks), raises(error))
     assert told.value.__cause__ is error
     assert ranks.said == [encode(LayoutRefusal(f"SourceError: {told.value}"))]
 
@@ -56,7 +56,7 @@ def test_a_sources_error_is_raised_as_it_is() -> None:
     """And told by its name."""
     ranks, error = Two(FINE), LayoutMismatch("another model")
     with pytest.raises(LayoutMismatch) as told:
-        together(cast(RankGroup, ranks), raises(error))
+        on_all_ranks(cast(RankGroup, ranks), raises(error))
     assert told.value is error
     assert ranks.said == [encode(LayoutRefusal("LayoutMismatch: another model"))]
 
@@ -65,6 +65,6 @@ def test_what_the_other_rank_could_not_do_is_raised_here() -> None:
     """Whether anything is found or only checked."""
     other = LayoutRefusal("LayoutMismatch: replaced")
     with pytest.raises(RanksDisagree, match="rank 1 cannot serve its part: LayoutMismatch: replaced"):
-        together(cast(RankGroup, Two(other)), lambda: (FINE, 7))
+        on_all_ranks(cast(RankGroup, Two(other)), lambda: (FINE, 7))
     with pytest.raises(RanksDisagree, match="replaced"):
-        together_check(cast(RankGroup, Two(other)), lambda: None)
+        check_on_all_ranks(cast(RankGroup, Two(other)), lambda: None)
