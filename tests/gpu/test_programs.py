@@ -208,7 +208,7 @@ for layout in ({"tp": 2}, {"ep": 2, "etp": 1, "dp": 2}):
     source.refill(1)
     held = []
     for rank in source._ranks:
-        pieces = rank.pieces
+        pieces = rank.shards
         boxes = [*zip(pieces.boxes.space.tolist(), pieces.boxes.start.tolist(), pieces.boxes.stop.tolist())]
         held.append([[box for box, at in zip(boxes, pieces.storage.tolist()) if at == index]
                      for index in range(len(rank.parameters))])

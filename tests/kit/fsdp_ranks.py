@@ -162,7 +162,8 @@ def _extra(source: FSDPSource) -> list[int]:
     peak = 0
     for index, bucket in enumerate(manifest.buckets):
         source.assemble(manifest, index, torch.empty(bucket.nbytes, dtype=torch.uint8) if source.root else None)
-        scratch = source._assembler[1]._scratch if source._assembler else None
+        assembler = source._planned.of(manifest, None, source._plan).assembler
+        scratch = assembler._scratch if assembler else None
         peak = max(peak, 0 if scratch is None else scratch.numel())
     return [manifest.largest_bucket, peak]
 
