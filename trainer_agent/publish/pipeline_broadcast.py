@@ -44,7 +44,9 @@ class VersionLayout(NamedTuple):
     def of(cls, source: Source, settings: TrainerSettings) -> Self:
         """Buckets of one stage each, where stages may broadcast them; the same on every rank. Collective."""
         tensors = source.tensors()
-        if isinstance(source, PipelineSource) and any(transports.by_name(kind).divides for kind in settings.preferences()):
+        if isinstance(source, PipelineSource) and any(
+            transports.by_name(kind).divides for kind in settings.preferences()
+        ):
             roots = source.roots()
             ranks = sorted(set(roots))
             if ranks[0] == 0 and len(ranks) > 1:
