@@ -1,7 +1,7 @@
 """What can go wrong between the engine agent and its server, by whose fault it is.
 
 EngineAgentError
-    UnknownDialect      this SGLang version was never checked: name a dialect by hand, or pin a known version
+    UnknownDialect      (engines/sglang) this SGLang version was never checked: name a dialect, or pin a known version
     Distrusted          nobody whom this engine trusts published that version, or not after the one it serves
     NothingToGive       the server cannot give memory back, or must not now
     CalledOff           nobody wants the result of this operation any more
@@ -28,17 +28,6 @@ from weightbus.dataplane.errors import TransferFailed
 
 class EngineAgentError(Exception):
     """Root of the engine agent's errors."""
-
-
-class UnknownDialect(EngineAgentError):
-    """The server speaks a version of SGLang's HTTP interface that was never checked."""
-
-    def __init__(self, version: str, known: str) -> None:
-        self.version = version
-        super().__init__(
-            f"SGLang {version!r} is not a version this agent knows ({known}): run one of those, or name the nearest "
-            "with --dialect after trying a round on a server that nobody uses"
-        )
 
 
 class NotTrusted(EngineAgentError):

@@ -1,8 +1,8 @@
 """The name under which SGLang's ``--custom-weight-loader`` knows our loader: it stands in users' launch flags.
 
-The loader itself is in the room `worker`.
+The loader itself is engines/sglang/weight_loader.py.
 """
 
-from .worker import load
+from .engines.sglang import load
 
 __all__ = ("load",)

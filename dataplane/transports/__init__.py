@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .interface import (
         Address as Address,
         Dividing as Dividing,
+        EngineServer as EngineServer,
         Exporting as Exporting,
         Minding as Minding,
         Peer as Peer,

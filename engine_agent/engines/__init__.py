@@ -1,1 +1,22 @@
-"""Engines that can be served from: the interface of an engine, and a folder for each kind."""
+"""Engines that can be served from: the interface of one, the registry, what several share, and a folder for each kind.
+
+Other rooms import this face; no module but registry.py names an implementation.
+"""
+
+from typing import TYPE_CHECKING
+
+from weightbus.lazy_face import lazy_face
+
+if TYPE_CHECKING:
+    from .interface import (
+        CALL_S as CALL_S,
+        Engine as Engine,
+        EngineConnection as EngineConnection,
+        EngineFacts as EngineFacts,
+        Keys as Keys,
+        Limitation as Limitation,
+    )
+    from .local_process import environment_of as environment_of, start_time as start_time
+    from .registry import DEFAULT as DEFAULT, open_engine as open_engine
+else:
+    __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from ..engines.sglang import Keys
+from ..engines import Keys
 from ..errors import KeyFileUnusable
 from .settings import EngineAgentSettings
 

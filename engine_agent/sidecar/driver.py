@@ -13,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final, assert_never
 
 import msgspec
@@ -57,7 +58,7 @@ from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.processes import default_runtime_dir, host_identity, open_runtime_dir
 from weightbus.dataplane.transports import Receiver, ReceiverContext, registry as transports
 
-from ..engines.sglang import MemoryOccupation, SGLangServer, layout_of, tell, transports_of
+from ..engines import EngineConnection, open_engine
 from ..errors import EngineAgentError, ServerInUse
 from ..machine import (
     Answer,
@@ -127,8 +128,9 @@ class EngineAgent:
         self._records.claim()
         self._claim = server_claim(settings.runtime_dir or default_runtime_dir(), settings.server, settings.name)
         keys, exposed = read_keys(settings)
-        lending = MemoryOccupation(settings.state_dir / f"{settings.name}.memory.json")
-        self._server = SGLangServer(settings.server, keys, settings.dialect, lending)
+        memory_file = settings.state_dir / f"{settings.name}.memory.json"
+        connection = EngineConnection(settings.server, keys, settings.dialect, memory_file)
+        self._server = open_engine(settings.engine, connection)
         self._worker = OperationExecutor(
             settings.name,
             self._server,
@@ -223,7 +225,7 @@ class EngineAgent:
             self._step(self._next())
             if time.monotonic() >= until and not self._view.up:
                 waited = f"{self.settings.start_timeout_s:g} s"
-                raise EngineAgentError(f"no SGLang server at {self.settings.server} for {waited}: start it first")
+                raise EngineAgentError(f"no server at {self.settings.server} for {waited}: start it first")
 
     def _rehearse(self) -> None:
         self._operations.put(self._rehearsal.carry_out)
@@ -240,11 +242,19 @@ class EngineAgent:
             bus.close()
             raise
         facts = self._server.facts
-        self._bus, self._worker.blobs, self._described = bus, bus, layout_of(facts)
+        self._bus, self._worker.blobs, self._described = bus, bus, self._server.layout
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
-        tell(self._log, facts, self._server.dialect, self.settings.model_path)
+        self._warn_of_limits()
         self._dispatch(Welcomed(welcome))
         threading.Thread(target=self._listen, args=(bus,), name="bus-reader", daemon=True).start()
+
+    def _warn_of_limits(self) -> None:
+        """Warn of transports that cannot serve this engine, and of versions that it will refuse."""
+        server = self._server
+        for found, needed in server.limitations():
+            self._log.warning("transports_limited", reason=f"{found}: {needed}", transports=server.transports())
+        for reason in server.refusals(self.settings.model_path or Path(server.facts.model_path)):
+            self._log.warning("every_version_will_be_refused", reason=reason)
 
     def _bus_settings(self) -> BusSettings:
         given = self.settings
@@ -276,7 +286,7 @@ class EngineAgent:
     def _loop(self) -> None:
         while True:
             self._step(self._next())
-            if self._view.up and layout_of(self._server.facts) != self._described:
+            if self._view.up and self._server.layout != self._described:
                 self._reconnect()
             elif self._look_around() and self._bus is not None:
                 self._bus.locate()
@@ -293,7 +303,7 @@ class EngineAgent:
         facts, before = self._server.facts, self._around
         if self._view.up and facts.identity != self._place[0]:
             self._place = facts.identity, places_of(facts)
-            self._server.found(facts.identity, opened_by(facts, self._place[1]))
+            self._server.set_reachable_memory(facts.identity, opened_by(facts, self._place[1]))
         self._around = self._place, self._worker.takes, self._worker.devices, facts.unrecordable
         return self._around != before
 
@@ -438,8 +448,8 @@ class EngineAgent:
             dp=facts.dp,
             device=facts.device,
             host=host_identity(),
-            transports=tuple(kind for kind in self.settings.transports if kind.value in transports_of(facts)),
-            live_digest=self._worker.live_digest(),
+            transports=tuple(kind for kind in self.settings.transports if kind.value in self._server.transports()),
+            live_digest=self._server.digest_algorithm,
             health=view.health,
             held=view.held,
             lent=view.lent,
@@ -456,7 +466,8 @@ class EngineAgent:
     def _topology(self) -> Topology:
         folder = self.settings.runtime_dir or default_runtime_dir()
         places = self._place[1] or places_on(self._worker.devices)
-        return topology_of(self._server.facts, self.settings.transports, folder, places, self._worker.takes)
+        lacking = self._server.missing_transports()
+        return topology_of(lacking, self.settings.transports, folder, places, self._worker.takes)
 
     def _heartbeat(self) -> Heartbeat:
         view = self._view

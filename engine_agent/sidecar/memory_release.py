@@ -11,7 +11,7 @@ import msgspec
 
 from weightbus.control.server import Readiness
 
-from ..engines.sglang import SGLangServer
+from ..engines import Engine
 from ..errors import EngineAgentError, NothingToGive
 from ..machine import ServerFound, ServerView, StateRecord
 
@@ -31,7 +31,7 @@ class MemoryRelease:
 
     def __init__(
         self,
-        server: SGLangServer,
+        server: Engine,
         post: Callable[[ServerFound | Noticed], None],
         recorded: Callable[[], StateRecord | None],
     ) -> None:
@@ -42,7 +42,7 @@ class MemoryRelease:
     @property
     def lent(self) -> bool:
         """The weights' memory is given back, or about to be: nobody but a new version asks for it."""
-        return self._begun or self._server.lent_weights
+        return self._begun or self._server.weights_released
 
     def ask(self, view: ServerView, queue: Callable[[Callable[[], None]], None]) -> Readiness:
         """Have `queue` bring the order to the worker, and wait for its end. On a thread of the HTTP port."""
@@ -60,9 +60,9 @@ class MemoryRelease:
         """Only when it is written down that this server holds nothing. On the worker's thread."""
         self._begun = True
         try:
-            facts = self._server.give_up()
+            facts = self._server.prepare_release()
             self._write_off(ServerFound(facts.identity, facts.label, facts.model_path, facts.undefined))
-            self._server.give_back()
+            self._server.release_memory()
         except Exception as error:  # noqa: BLE001 - carried to whoever asked
             asked.set_exception(error)
         else:

@@ -57,15 +57,7 @@ from weightbus.dataplane.transports import (
 )
 from weightbus.dataplane.transports.disk import SavedReceiver, SavedVersion
 
-from ..engines.sglang import (
-    CALL_S,
-    VERIFY_S,
-    SGLangServer,
-    WorkerHealth,
-    checkpoint_spec as checkpoint,
-    compatibility as validate,
-    proof_s,
-)
+from ..engines import CALL_S, Engine
 from ..errors import CalledOff, EngineAgentError, NotTrusted, ServerError, UnfitManifest, WrongWeights
 from ..gc_pause import resting
 from ..machine import (
@@ -85,15 +77,12 @@ from ..machine import (
     Verify,
 )
 from .settings import VerificationMode
+from .worker_health import VERIFY_S, WorkerHealth, proof_s
 
 _ALIVE_S: Final = 5.0
 """For a call that is answered without the scheduler."""
 LOOK_S: Final = 10.0
-"""For a server that may be dead or stand still to generate something: SGLang's own check takes one to two seconds."""
-LIVE_ON_CPU: Final = "sglang-sha256-8"
-"""What weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
-LIVE_ON_GPU: Final = "sglang-fmix32-8"
-"""... and for CUDA tensors: SGLang's gpu_tensor_hash (dataplane/digest/sglang_checksum.py predicts it)."""
+"""For a server that may be dead or stand still to generate something: a check of that takes one to two seconds."""
 
 _log = get_log(__name__)
 
@@ -112,7 +101,7 @@ class OperationExecutor:
     def __init__(
         self,
         name: str,
-        server: SGLangServer,
+        server: Engine,
         receivers: Callable[[str], Receiver],
         checkpoint_dir: Path | None,
         metrics: Metrics,
@@ -157,14 +146,14 @@ class OperationExecutor:
     def perform(self, operation: Operation, identity: str = "", number: int = 0) -> Result:
         """Do it to the launch `identity` of the server (empty: to any), and say how it ended. Never raises."""
         self._number, self._launch = number, identity
-        self._server.expect(identity)
+        self._server.pin(identity)
         step, started = operation.name, time.monotonic()
         try:
             with resting():
                 result = self._perform(operation)
         except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
             if isinstance(error, NotTraceable):
-                self._server.unrecordable(str(error))
+                self._server.mark_unrecordable(str(error))
             self._vitals.learn(error, identity)
             result = OperationFailed(str(error) or type(error).__name__, self._touched(operation))
         except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
@@ -216,7 +205,7 @@ class OperationExecutor:
     def _touched(self, operation: Operation) -> bool:
         """Whether weights may have changed: as the receiver or the server saw it, whoever was more afraid."""
         active = self._active
-        return isinstance(operation, Receive) and (self._server.touched or (active is not None and active.touched))
+        return isinstance(operation, Receive) and (self._server.dirty or (active is not None and active.touched))
 
     def _perform(self, operation: Operation) -> Result:
         self._vitals.require(self._launch, self._active if isinstance(operation, PauseServer | ReleaseServer) else None)
@@ -295,8 +284,7 @@ class OperationExecutor:
         facts = self._server.facts
         key = (manifest, facts.identity, transport.value)
         if key not in self._fits:
-            expected = checkpoint.expected(self._checkpoint_dir or Path(folder))
-            validate.check(layout, facts, self._server.dialect, expected, transport.value)
+            self._server.check(layout, transport.value, self._checkpoint_dir or Path(folder))
             self._fits = {key, *(each for each in self._fits if each[1] == facts.identity)}
         return layout, digests
 
@@ -343,7 +331,7 @@ class OperationExecutor:
         started = time.monotonic()
         self._settle_quietly(command.deadline_s)
         self._active = None
-        self._server.untouched()
+        self._server.clear_dirty()
         self._believe_offer(command)
         transport = transports.by_name(command.offer.transport)
         if transport.loaded_by is LoadedBy.GROUP:
@@ -357,7 +345,7 @@ class OperationExecutor:
         self._active = receiver
         session = TransferSession(command.channel, command.epoch, command.version, layout, table)
         left = max(command.deadline_s - (time.monotonic() - started), 0.001)
-        self._server.take_weights_back(min(left, CALL_S))
+        self._server.resume_weights_memory(min(left, CALL_S))
         before = receiver.devices if isinstance(receiver, Sized) else ()
         try:
             receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
@@ -431,10 +419,10 @@ class OperationExecutor:
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
         layout, table = self._read(command.manifest, command.table, VERIFY_S)
         assert table is not None, "whoever is to verify knows the table"
-        wanted = (self.live_digest(), self._server.tp)
+        wanted = (self._server.digest_algorithm, self._server.tp)
         live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)
         if live is not None:
-            compare(live.parameters, self._server.checksums(proof_s(layout.nbytes)))
+            compare(live.parameters, self._server.live_digests(proof_s(layout.nbytes)))
             return Proven("live-digest")
         if checked:
             return Proven("bucket-digest")
@@ -448,20 +436,6 @@ class OperationExecutor:
             " disk transport, or set verify = available to take versions that are not proven",
         )
 
-    def live_digest(self) -> str:
-        """The algorithm by which the server reports its live parameters; empty when it cannot, or nobody predicts it.
-
-        Predictions follow the tensor-parallel size, which does not say how attention data parallelism cuts weights. Of
-        several replicas or stages every rank reports, and predicted are those of one.
-        """
-        dialect, facts = self._server.dialect, self._server.facts
-        if facts.dp_attention or facts.dp > 1 or facts.pp > 1:
-            return ""
-        device = facts.device
-        if device == "cuda" and dialect.checksums:
-            return LIVE_ON_GPU
-        return LIVE_ON_CPU if device == "cpu" and dialect.cpu_checksums else ""
-
     def _release(self, release: ReleaseServer) -> None:
         """Label last but for the flush, flush before anything generates."""
         if isinstance(self._active, Stager):
@@ -470,7 +444,7 @@ class OperationExecutor:
         self._settle(min(release.deadline_s, RETURN_S))
         if release.version is not None and not release.labeled:
             self._server.set_label(str(release.version), min(release.deadline_s, CALL_S))
-        self._server.take_rest_back(min(release.deadline_s, CALL_S))
+        self._server.resume_memory(min(release.deadline_s, CALL_S))
         if release.flush:
             self._server.flush(max(until - time.monotonic(), 0.001))
         self._server.resume(min(release.deadline_s, CALL_S))

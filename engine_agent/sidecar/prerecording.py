@@ -27,14 +27,7 @@ from weightbus.dataplane.tensors import Manifest, TensorSpec
 from weightbus.dataplane.transports import PrerecordedTraces, Prerecording, registry as transports
 
 from ..durable_file import write_durably
-from ..engines.sglang import (
-    Dialect,
-    Expected,
-    ServerFacts,
-    SGLangServer,
-    checkpoint_spec as checkpoint,
-    compatibility as validate,
-)
+from ..engines import Engine
 from ..errors import EngineAgentError, UnfitManifest
 from ..machine import ServerView
 from .memory_release import Noticed
@@ -45,7 +38,6 @@ _RECORD_S: Final = 120.0
 _ASK_S: Final = 5.0
 _AGAIN_S: Final = 0.5
 """Between two looks that have to find no request: one alone may fall between two parts of a prompt."""
-_CPU: Final = Path("/proc/cpuinfo")
 
 _log = get_log(__name__)
 
@@ -56,7 +48,7 @@ class Prerecorder:
     def __init__(
         self,
         settings: EngineAgentSettings,
-        server: SGLangServer,
+        server: Engine,
         view: Callable[[], ServerView],
         post: Callable[[Noticed], None],
         foresee: Callable[[Manifest], None],
@@ -116,14 +108,14 @@ class Prerecorder:
     def _record(self) -> None:
         facts, server = self._server.facts, self._server
         named = [transports.by_name(kind) for kind in self._settings.transports]
-        ways = [each for each in named if each.in_place and each.name in validate.transports_of(facts)]
+        ways = [each for each in named if each.in_place and each.name in server.transports()]
         if not ways or self._closed:
             return None
-        expected = checkpoint.expected(self._settings.model_path or Path(facts.model_path))
-        if objection := _objection(facts, server.dialect, expected, lent=server.lent):
+        checkpoint = self._settings.model_path or Path(facts.model_path)
+        if objection := server.prerecording_objection(checkpoint):
             return _log.info("not_recorded_ahead", reason=objection)
-        tensors = self._remembered(facts, expected, ways[0].name) or self._guessed(facts, expected)
-        server.expect(facts.identity)
+        tensors = self._remembered(checkpoint, ways[0].name) or self._guessed(checkpoint)
+        server.pin(facts.identity)
         if not self._view().paused and not self._idle():
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
@@ -153,46 +145,23 @@ class Prerecorder:
         time.sleep(_AGAIN_S)
         return self._server.idle(_ASK_S)
 
-    def _remembered(self, facts: ServerFacts, expected: Expected, transport: str) -> tuple[TensorSpec, ...]:
+    def _remembered(self, checkpoint: Path, transport: str) -> tuple[TensorSpec, ...]:
         """Of the last version that was copied here, if this server would take it again."""
         try:
             manifest = Manifest.decode(self._path.read_bytes())
-            validate.check(manifest, facts, self._server.dialect, expected, transport)
+            self._server.check(manifest, transport, checkpoint)
         except (OSError, ManifestError, UnfitManifest):
             return ()
         self._kept = manifest.digest()
         self._foresee(manifest)
         return manifest.tensors
 
-    def _guessed(self, facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:
+    def _guessed(self, checkpoint: Path) -> tuple[TensorSpec, ...]:
         """The checkpoint's. A trainer that names them in this order, in buckets of the usual size, has that manifest.
 
         Raises `UnfitManifest` where a dtype is not known.
         """
-        tensors = tensors_of(facts, expected)
+        tensors, facts = self._server.expected_tensors(checkpoint), self._server.facts
         with contextlib.suppress(ManifestError):
             self._foresee(Manifest.of(next(iter(facts.architectures), ""), tensors))
         return tensors
-
-
-def tensors_of(facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:
-    """The checkpoint's tensors as a trainer serves them. Raises `UnfitManifest` where a dtype is not known."""
-    served = validate.served_dtype(facts, expected)
-    found = [TensorSpec(name, expected.dtypes.get(name, served), shape) for name, shape in expected.shapes.items()]
-    if odd := next((spec.name for spec in found if not spec.dtype), ""):
-        raise UnfitManifest(f"nothing says in which dtype {odd!r} is served")
-    return tuple(found)
-
-
-def _objection(facts: ServerFacts, dialect: Dialect, expected: Expected, *, lent: bool) -> str:
-    """Why this server's loader is not called outside of a round; empty when it may be."""
-    if lent or facts.undefined:
-        return "the server has given memory back"
-    plain = not facts.quantization and expected.quantization is None and checkpoint.dense(facts.architectures)
-    packed = facts.device == "cpu" and "amx_tile" in _CPU.read_text(encoding="utf-8")
-    if dialect.sessions and (packed or not plain):
-        return (
-            f"SGLang {facts.version} lays weights out anew after a loader was called, as if all had been loaded: those"
-            " that were not would be laid out twice"
-        )
-    return ""

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from ..engines.sglang import ServerFacts, SGLangServer, start_time, workers_of
+from ..engines import Engine, EngineFacts, start_time
 from ..errors import ServerError, ServerSilent
 from ..machine import ServerFound, ServerGone
 
@@ -28,7 +28,7 @@ class ServerMonitor:
 
     def __init__(
         self,
-        server: SGLangServer,
+        server: Engine,
         report: Callable[[ServerFound | ServerGone], None],
         poll_s: float = 1.0,
         timeout_s: float = 5.0,
@@ -37,7 +37,7 @@ class ServerMonitor:
         self._report = report
         self._poll_s = poll_s
         self._timeout_s = timeout_s
-        self._known: ServerFacts | None = None
+        self._known: EngineFacts | None = None
         self._workers: dict[int, int] = {}
         """Processes of this launch and when they started."""
         self._up = False
@@ -96,17 +96,16 @@ class ServerMonitor:
         if died and self._up:
             self._up = False
             reason = f"its worker has died, process {died[0]}"
-            self._server.give_up_on(reason)
+            self._server.abandon(reason)
             self._report(ServerGone(reason))
         return bool(died)
 
     def _find(self) -> None:
         """Read who it is. A new launch counts only when its start is over: pausing its warm-up would end it."""
-        facts = self._server.connect(self._timeout_s)
+        facts = self._server.identify(self._timeout_s)
         if self._known is None or facts.identity != self._known.identity:
             self._started()
-            # An elastic one lives on without some of its workers.
-            self._workers = workers_of(facts.process[0]) if facts.process and not facts.moves_experts else {}
+            self._workers = dict(self._server.workers())
         self._known, self._up = facts, True
         self._report(ServerFound(facts.identity, facts.label, facts.model_path, facts.undefined))
 

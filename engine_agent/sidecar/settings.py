@@ -19,6 +19,8 @@ from weightbus.control.security import (
 from weightbus.control.server import LogFormat, LogLevel
 from weightbus.dataplane.transports import registry as transports
 
+from ..engines import DEFAULT
+
 SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
 
@@ -41,7 +43,8 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     name: Annotated[Name, Meta(description="name of this engine, kept across restarts of agent and server")]
     channel: Annotated[Name, Meta(description="the model whose weights this engine takes")]
-    server: Annotated[str, Meta(description="where the agent reaches its SGLang server")] = "http://127.0.0.1:30000"
+    server: Annotated[str, Meta(description="where the agent reaches its inference server")] = "http://127.0.0.1:30000"
+    engine: Annotated[str, Meta(description="kind of that server")] = DEFAULT
     url: Annotated[str, Meta(description="where clients reach the server, if that is elsewhere")] = ""
     coordinator: Annotated[str, Meta(description="endpoint of the coordinator; of several, comma-separated")] = (
         "tcp://127.0.0.1:5750"

@@ -33,11 +33,9 @@ from weightbus.dataplane.processes import (
     network_interfaces,
 )
 
-from ..engines.sglang import ServerFacts, environment_of, lacking
+from ..engines import EngineFacts, Limitation, environment_of
 
 _PROC: Final = Path("/proc")
-_ALONE: Final = "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS"
-"""SGLang's own variable."""
 _YES: Final = ("true", "1", "yes", "y")
 _SHARED: Final = ("/dev/shm", tempfile.gettempdir())  # noqa: S108  looked at, nothing is written
 """Folders in which shared memory and the socket of its manager are found (dataplane/memory/torch_shared_memory.py)."""
@@ -46,17 +44,21 @@ _log = get_log(__name__)
 
 
 def topology_of(
-    facts: ServerFacts,
+    lacking: Mapping[str, Limitation],
     allowed: tuple[TransportKind, ...],
     runtime_dir: Path,
     places: tuple[ProcessLocation, ...],
     takes: Mapping[str, int],
 ) -> Topology:
-    """What is told of one launch. `allowed` are the transports of the settings, `takes` counts bytes by transport."""
+    """What the coordinator is told of one process generation.
+
+    `lacking` are the transports that the server cannot take, `allowed` those of the settings, `places` the locations of
+    its workers, and `takes` the bytes of a round that the worker with most of them receives, by transport.
+    """
     left_out = MissingTransport(found="the engine agent's setting transports leaves it out", needed="add it there")
     lacks = {kind: left_out for kind in PREFERRED if kind not in allowed}
     lacks |= {
-        TransportKind(kind): MissingTransport(found=each[0], needed=each[1]) for kind, each in lacking(facts).items()
+        TransportKind(kind): MissingTransport(found=each.found, needed=each.needed) for kind, each in lacking.items()
     }
     return Topology(
         request=_NO_KEY,
@@ -73,7 +75,7 @@ def topology_of(
     )
 
 
-def places_of(facts: ServerFacts) -> tuple[ProcessLocation, ...]:
+def places_of(facts: EngineFacts) -> tuple[ProcessLocation, ...]:
     """One for each worker; none where it cannot be found out. Takes about a second where there are GPUs."""
     if facts.device != "cuda":
         return tuple(ProcessLocation(rank=rank, host=host_identity(), device=facts.device) for rank in range(facts.tp))
@@ -81,14 +83,17 @@ def places_of(facts: ServerFacts) -> tuple[ProcessLocation, ...]:
         return ()
     try:
         environment = environment_of(facts.process[0])
-        alone, nccl_host = environment.get(_ALONE, "").lower() in _YES, environment.get(NCCL_HOSTID, "")
+        alone, nccl_host = (
+            environment.get(facts.ONE_GPU_VARIABLE, "").lower() in _YES,
+            environment.get(NCCL_HOSTID, ""),
+        )
         return tuple(_placed(facts.gpus, gpus_visible_to(environment), nccl_host, alone=alone))
     except (OSError, GpuSurveyFailed, ValueError) as problem:
         _log.info("gpus_not_known", reason=str(problem))
         return ()
 
 
-def opened_by(facts: ServerFacts, places: tuple[ProcessLocation, ...]) -> str:
+def opened_by(facts: EngineFacts, places: tuple[ProcessLocation, ...]) -> str:
     """Where memory of this process has to lie for all workers of a server to open it; empty where one may not.
 
     ``cpu``, or the uuid of the first one's GPU, which the others have to reach. Shared memory is a file of its owner

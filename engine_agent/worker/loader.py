@@ -1,11 +1,11 @@
-"""The part of weightbus that runs inside the engine's workers: SGLang's ``--custom-weight-loader``.
+"""The part of weightbus that runs inside the engine's workers, whichever engine they belong to.
 
-Start the server with ``--custom-weight-loader weightbus.engine_agent.worker_loader.load``. SGLang calls `load` in every
-worker's scheduler thread when the sidecar asks it to; the worker then connects to the sidecar's socket and does what it
-is told until it is let go (dataplane/transports/worker_messages.py). Nothing is generated meanwhile.
+The engine's own loader (engines/sglang/weight_loader.py) calls `serve_sidecar` in every worker, on the thread that
+generates. The worker connects to the sidecar's socket and carries out its messages until the sidecar lets it go
+(dataplane/transports/worker_messages.py). Nothing is generated meanwhile.
 
-An exception here would end the whole server, so none leaves `load`: the sidecar is told, or notices that the connection
-broke, and keeps the server paused. Imports torch and nothing of SGLang.
+An exception here would end the whole server, so none leaves `serve_sidecar`: the sidecar is told, or notices that the
+connection broke, and keeps the server paused. Imports torch and nothing of an engine.
 """
 
 from __future__ import annotations
@@ -13,36 +13,33 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import torch
 
-from weightbus.dataplane.errors import DataplaneError, NotTraceable, PeerLost
+from weightbus.dataplane.errors import DataplaneError, NotTraceable
 from weightbus.dataplane.processes import Deadline, Frames
 from weightbus.dataplane.transports import worker_messages as wire
 
 from ..gc_pause import resting
 from .worker_state import WorkerState
 
-PREFIX: Final = "weightbus:"
-"""Of the name that is loaded; the rest is the path of the sidecar's socket."""
 _PATIENCE_S: Final = 120.0
-"""How long the server is held for a sidecar that says nothing: it may be planning, for the first time."""
-
+"""How long the server is held for a silent sidecar: it may be planning, for the first time."""
 _LOOK_S: Final = 2.0
-"""How soon it is noticed, between rounds, that a trainer is gone."""
+"""Between two looks, between rounds, whether a trainer is gone."""
 
 _log = logging.getLogger(__name__)
 _states: Final[dict[torch.nn.Module, WorkerState]] = {}
 _watch: threading.Thread | None = None
 
 
-def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """What SGLang calls. `named_tensors` is one name, that of the sidecar's socket."""
+def serve_sidecar(model: torch.nn.Module, socket: str) -> None:
+    """Carry out the messages of the sidecar that listens at the path `socket`, for `model`. Never raises."""
     try:
         with resting():
-            _exchange(model, named_tensors)
+            _exchange(model, socket)
     except (DataplaneError, OSError, ValueError) as error:
         _log.error("weightbus: the exchange with the sidecar broke off: %s", error)
     except Exception:  # noqa: BLE001 - see above
@@ -50,7 +47,7 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor
 
 
 def forget() -> None:
-    """Let go of all memory of trainers; what is needed again is opened and recorded again."""
+    """Let go of all memory of trainers; it is opened, and the loader traced, again when needed."""
     for state in _states.values():
         with state.busy:
             state.close()
@@ -58,7 +55,7 @@ def forget() -> None:
 
 
 def _keep_watch() -> None:
-    """Between rounds: nobody else would notice that a trainer's memory need not be held any more."""
+    """Release the memory of trainers that are gone: between rounds no message tells it."""
     while True:
         time.sleep(_LOOK_S)
         for state in tuple(_states.values()):
@@ -71,10 +68,7 @@ def _keep_watch() -> None:
                     state.busy.release()
 
 
-def _exchange(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
-    names = [name for name, _ in named_tensors]
-    if len(names) != 1 or not names[0].startswith(PREFIX):
-        raise PeerLost(f"the loader was called with {names[:2]}, expected one name that begins with {PREFIX!r}")
+def _exchange(model: torch.nn.Module, socket: str) -> None:
     global _watch  # noqa: PLW0603 - one for the process
     if _watch is None:
         _watch = threading.Thread(target=_keep_watch, name="weightbus-leases", daemon=True)
@@ -83,11 +77,11 @@ def _exchange(model: torch.nn.Module, named_tensors: Sequence[tuple[str, torch.T
     if state is None:
         state = _states[model] = WorkerState(model)
     with state.busy:
-        _follow(state, names[0].removeprefix(PREFIX))
+        _follow(state, socket)
 
 
 def _follow(state: WorkerState, path: str) -> None:
-    """Do what the sidecar says until it lets go."""
+    """Carry out the sidecar's messages until it lets go."""
     frames = Frames.connect(path, Deadline(_PATIENCE_S))
     try:
         state.stand(standing=True)
@@ -106,7 +100,7 @@ def _follow(state: WorkerState, path: str) -> None:
 def _obey(  # noqa: PLR0911  one for each message
     state: WorkerState, message: wire.ToWorker, called_off: Callable[[], bool]
 ) -> wire.ToSidecar:
-    """Do one thing; whatever goes wrong is the sidecar's to judge. It says nothing meanwhile, but to call that off."""
+    """Carry out one message and return the reply, failures too. `called_off` tells that the sidecar has cancelled."""
     began = time.perf_counter()
     try:
         match message:

@@ -79,12 +79,12 @@ class NotingServer(FakeSGLang):
         import base64
         import re
 
-        from weightbus.engine_agent.worker import loader as worker_loader
+        from weightbus.engine_agent.worker_loader import load
 
         (payload,) = body["serialized_named_tensors"]
         found = re.search(rb"weightbus:[\x20-\x7e]+?\.sock", base64.b64decode(payload))
         assert found
-        worker_loader.load(self.model, [(found[0].decode(), torch.empty(0))])
+        load(self.model, [(found[0].decode(), torch.empty(0))])
         return {"success": True, "message": "Success."}
 
     def answer(self, method: str, path: str, body: dict[str, Any]) -> Any:

@@ -62,7 +62,7 @@ def test_it_rests_in_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("no sidecar")
 
     monkeypatch.setattr(worker_loader, "_exchange", exchange)
-    worker_loader.load(torch.nn.Module(), [])
+    worker_loader.serve_sidecar(torch.nn.Module(), "")
     assert seen == [False]
     assert gc.isenabled()
 
@@ -77,7 +77,7 @@ def test_it_rests_in_the_sidecar_while_an_operation_is_carried_out(*, fails: boo
         if fails:
             raise ServerError("/pause_generation", "not now")
 
-    server = cast("Any", SimpleNamespace(expect=lambda _: None, pause=pause))
+    server = cast("Any", SimpleNamespace(pin=lambda _: None, pause=pause))
     worker = OperationExecutor("e0", server, cast("Any", None), None, Metrics(MetricSource.ENGINE))
     assert isinstance(worker.perform(PauseServer(PauseMode.IN_PLACE, 1.0)), OperationFailed) is fails
     assert seen == [False]

@@ -34,7 +34,7 @@ class StockPath:
     def __init__(self, url: str, device: torch.device) -> None:
         self._device = device
         self._server = SGLangServer(url)
-        self._server.connect()
+        self._server.identify()
         self._store = serve_store("127.0.0.1")
         self._name = f"stock-{time.time_ns()}"
         self._thread = ThreadPoolExecutor(1)

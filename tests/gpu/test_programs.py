@@ -18,6 +18,7 @@ from tests.gpu import engines, int4, nccl, quantized_rounds, stages, stock
 from weightbus.control.machine.route import TransferEnds
 from weightbus.control.machine.routing import PREFERRED, choose
 from weightbus.control.protocol.enums import TransportKind
+from weightbus.engine_agent.engines.sglang.compatibility import missing
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.sidecar.topology import topology_of
 from weightbus.trainer_agent.demo import child_processes as processes
@@ -88,7 +89,7 @@ def test_kernels_are_compiled_while_other_servers_are_asked(monkeypatch: pytest.
 def test_a_speculating_server_is_refused_in_the_words_that_its_case_asks_for(tmp_path: Path) -> None:
     """From what its sidecar tells, through what the coordinator makes of it."""
     speculates = facts(speculative="EAGLE", loaders=(LOADER,))
-    told = topology_of(speculates, PREFERRED, tmp_path, (), {})
+    told = topology_of(missing(speculates), PREFERRED, tmp_path, (), {})
     route = choose(TransferEnds(trainer_info(transports=(TransportKind.LOCAL,)), engine_info(), None, told))
     assert route.transport is None
     assert engines.CASES["draft"].refused in route.reason

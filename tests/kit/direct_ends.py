@@ -80,7 +80,7 @@ def workers(job: dict[str, Any]) -> None:
 
     def run(rank: int) -> None:
         rank_of.rank = rank
-        worker_loader.load(ToyShard(rank, job["tp"]), [(f"weightbus:{job['socket']}", torch.empty(0))])
+        worker_loader.serve_sidecar(ToyShard(rank, job["tp"]), job["socket"])
 
     ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(job["tp"])]
     for each in ranks:

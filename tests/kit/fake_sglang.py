@@ -2,7 +2,7 @@
 
 It speaks the dialect of the version it is given, holds weights, generates tokens that depend on every one of them, and
 fails on demand: ``fake.inject("/update_weights_from_tensor", "die", after=2)``. That it behaves like the real server is
-proven by running one contract on both (tests/engine_agent/server_contract.py).
+proven by running one contract on both (tests/engine_agent/engines/engine_contract.py).
 """
 
 from __future__ import annotations

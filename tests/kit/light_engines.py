@@ -48,8 +48,8 @@ from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.sidecar.driver import EngineAgent
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
-from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
+from weightbus.engine_agent.worker_loader import load
 
 LONGEST_S = 120.0
 """Nobody is held for longer."""
@@ -192,7 +192,7 @@ class LoadedServer(FakeSGLang):
         (payload,) = body["serialized_named_tensors"]
         found = re.search(rb"weightbus:[\x20-\x7e]+?\.sock", base64.b64decode(payload))
         assert found
-        worker_loader.load(self.model, [(found[0].decode(), torch.empty(0))])
+        load(self.model, [(found[0].decode(), torch.empty(0))])
         self.weights.changed()
         return {"success": True, "message": "Success."}
 

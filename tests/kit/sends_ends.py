@@ -111,7 +111,7 @@ def server(job: dict[str, Any]) -> None:
         caller, _ = listener.accept()
         with caller:
             path = caller.recv(4096).decode()
-            worker_loader.load(model, [(f"weightbus:{path}", torch.empty(0))])
+            worker_loader.serve_sidecar(model, path)
             caller.sendall(b"returned")
 
 

@@ -111,7 +111,7 @@ class Server:
     def _work(self, rank: int, socket: str) -> None:
         _HERE.rank = rank
         for model in (*self.draft_models[rank], self.models[rank]):  # the order of SGLang 0.5.17
-            worker_loader.load(model, [(f"weightbus:{socket}", torch.empty(0))])
+            worker_loader.serve_sidecar(model, socket)
 
 
 class Offering(DirectSender):

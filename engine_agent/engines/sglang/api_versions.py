@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from ...errors import UnknownDialect
+from ...errors import EngineAgentError
 
 Release = tuple[int, int, int]
 
@@ -24,7 +24,7 @@ class Dialect(msgspec.Struct, frozen=True):
     sessions: bool
     """begin_weight_update must come before tensors and end_weight_update after; without a session they get 400."""
     exact_unpickler: bool
-    """Payload classes are allowed by exact name. Before, by prefix: whoever reaches the endpoint can run code."""
+    """Payload classes are allowed by exact name. Before, by prefix: any client of the endpoint could run code."""
     checksums: bool
     """weights_checker knows the action ``checksum``."""
     cpu_checksums: bool
@@ -93,6 +93,18 @@ DIALECTS: Final = (
     ),
 )
 KNOWN: Final = "0.5.11 to 0.5.23"
+
+
+class UnknownDialect(EngineAgentError):
+    """The server speaks a version of SGLang's HTTP interface that was never checked."""
+
+    def __init__(self, version: str, known: str) -> None:
+        self.version = version
+        super().__init__(
+            f"SGLang {version!r} is not a version this agent knows ({known}): run one of those, or name the nearest "
+            "with --dialect after trying a round on a server that nobody uses"
+        )
+
 
 _RELEASE: Final = re.compile(r"^(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?$")
 

@@ -1,7 +1,7 @@
-"""Does this manifest fit this server? Pure; asked before the server hears of a round.
+"""Whether a manifest fits a server, decided before the server hears of a round. Pure.
 
-There is no second chance: SGLang exits on a wrong shape or a misaligned bucket, and says "success" to names it does not
-know, to half of a model and to the wrong dtype. So whatever is not known to be right is refused here.
+There is no second chance: SGLang exits on a wrong shape or a misaligned bucket, and answers "success" to unknown names,
+to half of a model and to the wrong dtype. So a manifest that is not known to be right is refused here.
 """
 
 from collections.abc import Iterable, Iterator
@@ -9,12 +9,13 @@ from typing import Final
 
 import msgspec
 
-from weightbus.dataplane.tensors import Manifest
+from weightbus.dataplane.tensors import Manifest, TensorSpec
 from weightbus.dataplane.transports import LoadedBy, Transport, registry as transports
 
 from ...errors import UnfitManifest
+from ..checkpoint_spec import Expected
+from ..interface import Limitation
 from .api_versions import Dialect
-from .checkpoint_spec import Expected
 from .pickle_payload import LOADER
 from .quantized_reload import objections
 from .server_identity import ServerFacts
@@ -26,8 +27,8 @@ _SHOWN: Final = 4
 def transports_of(facts: ServerFacts) -> tuple[str, ...]:
     """Transports that can serve this layout. Replicas (dp) answer tensors with 500; stages (pp) share ranks.
 
-    A recording says where experts lay when it was made, and no server says when it has moved them: such servers load by
-    themselves, which asks for the places every time.
+    A load trace holds the places of experts at the time of tracing, and no server tells when it has moved them: such
+    servers load through their own loader, which looks the places up every time.
     """
     return tuple(name for name in transports.names() if _serves(transports.by_name(name), facts))
 
@@ -44,48 +45,50 @@ def _serves(transport: Transport, facts: ServerFacts) -> bool:
     return by is not LoadedBy.LOADER or (recordable and not unread)
 
 
-def limits(facts: ServerFacts) -> Iterator[tuple[str, str]]:
+def limits(facts: ServerFacts) -> Iterator[Limitation]:
     """Why `transports_of` has fewer than it might have, and what would help."""
     if facts.dp > 1:
-        yield (
+        yield Limitation(
             f"its {facts.dp} plain replicas (--dp-size) load files alone",
             "for others launch a server for each, with a sidecar each, or share their experts (--enable-dp-attention)",
         )
     elif facts.speculative:
-        yield (
+        yield Limitation(
             f"it speculates ({facts.speculative}), and only direct copies reach and prove its draft models",
             f"they need --custom-weight-loader {LOADER} and the trainer's host",
         )
     elif facts.pp > 1:
-        yield (
+        yield Limitation(
             f"its {facts.pp} pipeline stages (--pp-size) claim the same ranks of a group, and no plan spans them",
             "local and disk need neither",
         )
     if facts.moves_experts and LOADER in facts.loaders:
-        yield (
+        yield Limitation(
             f"it moves experts while it serves ({facts.moves_experts}), and what was recorded of them would not hold",
             "launch it without that flag, with fixed places (--init-expert-location), or take local or distributed",
         )
     elif facts.unrecordable:
-        yield facts.unrecordable, "local, distributed and disk go through its own loader; a new launch is tried again"
+        yield Limitation(
+            facts.unrecordable, "local, distributed and disk go through its own loader; a new launch is tried again"
+        )
     if _barred(facts):
         yield _misset(facts)
 
 
-def lacking(facts: ServerFacts) -> dict[str, tuple[str, str]]:
+def missing(facts: ServerFacts) -> dict[str, Limitation]:
     """The transports that cannot serve it: by name, why, and what would change that."""
     able = transports_of(facts)
-    stock = "the server was launched without our loader", f"launch it with --custom-weight-loader {LOADER}"
+    stock = Limitation("the server was launched without our loader", f"launch it with --custom-weight-loader {LOADER}")
     lacks = {name: next(limits(facts), stock) for name in transports.names() if name not in able}
     return lacks | dict.fromkeys(_barred(facts), _misset(facts))
 
 
-def _misset(facts: ServerFacts) -> tuple[str, str]:
-    return facts.misset, "no other transport needs it"
+def _misset(facts: ServerFacts) -> Limitation:
+    return Limitation(facts.misset, "no other transport needs it")
 
 
 def _barred(facts: ServerFacts) -> tuple[str, ...]:
-    """Transports that copy directly, against which nothing but the server's environment speaks."""
+    """Transports that copy directly, and that the server's environment alone rules out."""
     otherwise = transports_of(msgspec.structs.replace(facts, misset="")) if facts.misset else ()
     return tuple(name for name in otherwise if transports.by_name(name).reads_memory)
 
@@ -123,7 +126,7 @@ def _model(manifest: Manifest, facts: ServerFacts) -> Iterator[str]:
 
 
 def _layout(manifest: Manifest, facts: ServerFacts, expected: Expected) -> Iterator[str]:
-    """What is wrong with its tensors. Looked for only where they are not just those of the checkpoint."""
+    """Faults of its tensors. Looked for only where they are not just those of the checkpoint."""
     shapes = {tensor.name: tensor.shape for tensor in manifest.tensors}
     dtypes = {tensor.name: tensor.dtype for tensor in manifest.tensors}
     if shapes != expected.shapes or dtypes != expected.dtypes:
@@ -166,6 +169,15 @@ def served_dtype(facts: ServerFacts, expected: Expected) -> str:
     """The dtype asked for at launch, in torch's words, or the checkpoint's."""
     words = {"auto": expected.dtype, "half": "float16", "float": "float32"}
     return words.get(facts.dtype, facts.dtype)
+
+
+def tensors_of(facts: ServerFacts, expected: Expected) -> tuple[TensorSpec, ...]:
+    """The checkpoint's tensors as a trainer serves them. Raises `UnfitManifest` where a dtype is not known."""
+    served = served_dtype(facts, expected)
+    found = [TensorSpec(name, expected.dtypes.get(name, served), shape) for name, shape in expected.shapes.items()]
+    if odd := next((spec.name for spec in found if not spec.dtype), ""):
+        raise UnfitManifest(f"nothing says in which dtype {odd!r} is served")
+    return tuple(found)
 
 
 def _some(names: Iterable[str]) -> str:

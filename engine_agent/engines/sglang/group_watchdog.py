@@ -20,7 +20,8 @@ from typing import Final
 from weightbus.control.log import get_log
 from weightbus.control.machine import STAND_IN_S
 
-from .http_client import Keys
+from ..interface import Keys
+from .http_client import authorization
 
 SILENCE_S: Final = STAND_IN_S
 """Less than the coordinator's ``silence_s``: when that ends an attempt nobody waits in the group any more."""
@@ -37,7 +38,7 @@ class GroupWatchdog:
 
     def __init__(self, url: str, keys: Keys, silence_s: float = SILENCE_S) -> None:
         """Who is silent for `silence_s` stands still. The keys are in no argument and no environment, but in a pipe."""
-        self._first = f"{url}\n{keys.header(admin=True).get('Authorization', '')}\n"
+        self._first = f"{url}\n{authorization(keys, admin=True).get('Authorization', '')}\n"
         self._command = (sys.executable, "-I", "-S", str(_PROGRAM), str(silence_s))
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None

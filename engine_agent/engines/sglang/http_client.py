@@ -6,12 +6,13 @@ import socket
 import time
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Final, Protocol
+from typing import Final
 
 import httpcore
 import msgspec
 
 from ...errors import ServerRefused, ServerSilent, ServerUnreachable
+from ..interface import Keys, Observer
 from .bounded_http import TimedNetwork, TooLong
 
 MAX_REASON: Final = 400
@@ -22,27 +23,17 @@ MAX_ANSWER: Final = 256 << 20
 
 _CONNECT_S: Final = 5.0
 _IDLE_S: Final = 5.0
-"""A connection that nobody used for so long is not used again: servers close theirs by then."""
+"""A connection that was idle for so long is not used again: servers close theirs by then."""
 
 
-class Observer(Protocol):
-    """Hears of every call, on the thread that made it."""
+def authorization(keys: Keys, *, admin: bool) -> dict[str, str]:
+    """The header for one kind of endpoint.
 
-    def __call__(self, call: str, seconds: float, *, failed: bool) -> None:
-        """`call` took so long."""
-        ...
-
-
-class Keys(msgspec.Struct, frozen=True):
-    """What the server asks for. Where it has an admin key, admin endpoints take only that, the others never."""
-
-    api: str = ""
-    admin: str = ""
-
-    def header(self, *, admin: bool) -> dict[str, str]:
-        """The header for one kind of endpoint. A server with only an API key takes it everywhere."""
-        key = (self.admin or self.api) if admin else self.api
-        return {"Authorization": f"Bearer {key}"} if key else {}
+    A server with an admin key takes only that at admin endpoints, and never elsewhere; one with only an API key takes
+    it everywhere.
+    """
+    key = (keys.admin or keys.api) if admin else keys.api
+    return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 class HttpClient:
@@ -52,7 +43,7 @@ class HttpClient:
         self.url = url.rstrip("/")
         self._keys = keys
         # httpx's own transport without httpx, which is half of a call: three calls are made while requests wait.
-        # It takes no proxy from the environment: the server is near, its payloads are nobody else's business.
+        # It takes no proxy from the environment: the server is near, and its payloads must not leave the host.
         self._network = TimedNetwork()
         self._pool = httpcore.ConnectionPool(
             max_connections=100, keepalive_expiry=_IDLE_S, network_backend=self._network
@@ -85,7 +76,7 @@ class HttpClient:
         self._call("POST", path, body, deadline_s, admin=True)
 
     def give_up(self, why: str) -> None:
-        """What needs the server's workers is answered no more: end all calls, and make none by POST until `trust`."""
+        """The server's workers answer no more: end all calls, and make none by POST until `trust`."""
         self._vain = why
         for each in tuple(self._network.sockets):
             with contextlib.suppress(OSError):  # it has ended
@@ -96,7 +87,7 @@ class HttpClient:
         self._vain = ""
 
     def close(self) -> None:
-        """Drop the connections. Calls under way end: whoever waits in one would keep the process until its deadline."""
+        """Drop the connections. Calls under way end: a thread in one would keep the process until its deadline."""
         self.give_up("the agent ends")
         self._pool.close()
 
@@ -121,7 +112,7 @@ class HttpClient:
         if self._vain and method != "GET":
             raise ServerUnreachable(path, f"not made: {self._vain}")
         content = None if method == "GET" else b""
-        headers = list(self._keys.header(admin=admin).items())
+        headers = list(authorization(self._keys, admin=admin).items())
         if body is not None:
             content = msgspec.json.encode(body)
             headers.append(("Content-Type", "application/json"))

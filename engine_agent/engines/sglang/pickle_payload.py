@@ -25,10 +25,10 @@ from weightbus.dataplane.memory import CudaMemory, HostMemory
 from weightbus.dataplane.transports import SharedBucket
 
 LOAD_FORMAT: Final = "flattened_bucket"
-
-
 LOADER: Final = "weightbus.engine_agent.worker_loader.load"
-"""The function that a server must name as ``--custom-weight-loader`` for direct transfers."""
+"""The function that a server must name as ``--custom-weight-loader`` for `direct` and `sends`."""
+PREFIX: Final = "weightbus:"
+"""Of the name that an invitation loads; the rest is the path of the sidecar's socket."""
 
 
 class _Name:
@@ -66,7 +66,7 @@ def serialized(bucket: SharedBucket, ranks: int) -> list[str]:
 
 def invitation(path: str, ranks: int) -> list[str]:
     """``serialized_named_tensors`` that bring every rank's loader the name of a socket."""
-    content: list[_Node] = [(f"weightbus:{path}", _nothing())]
+    content: list[_Node] = [(f"{PREFIX}{path}", _nothing())]
     return [base64.b64encode(_pickle(content)).decode("ascii")] * ranks
 
 

@@ -1,36 +1,38 @@
-"""What a server will not take, said when its sidecar joins: the first round would be late to hear of it."""
+"""Objections to a server that are known when its sidecar joins: the first round would be late to report them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-
-from weightbus.control.log import Log
+from typing import Final
 
 from ...errors import UnfitManifest
-from . import checkpoint_spec as checkpoint
+from .. import checkpoint_spec
+from ..checkpoint_spec import Expected
 from .api_versions import Dialect
-from .compatibility import limits, transports_of
 from .quantized_reload import objections
 from .server_identity import ServerFacts
 
+_CPU: Final = Path("/proc/cpuinfo")
 
-def refusals(facts: ServerFacts, dialect: Dialect, folder: Path) -> Iterator[str]:
-    """Why `Prepare` will refuse every version, as far as the checkpoint in `folder` tells."""
+
+def refusals(facts: ServerFacts, dialect: Dialect, checkpoint: Path) -> Iterator[str]:
+    """Why `Prepare` will refuse every version, as far as the files in `checkpoint` tell."""
     try:
-        expected = checkpoint.expected(folder)
+        expected = checkpoint_spec.expected(checkpoint)
     except (UnfitManifest, OSError, ValueError) as error:
         yield str(error)
         return
     yield from objections(expected.quantization, expected.shapes, facts, dialect)
 
 
-def tell(log: Log, facts: ServerFacts, dialect: Dialect, folder: Path | None) -> None:
-    """Warn of transports that cannot serve it, and of versions that it cannot be given.
-
-    `folder` is that of its checkpoint where the server's own name of it does not do.
-    """
-    for found, needed in limits(facts):
-        log.warning("transports_limited", reason=f"{found}: {needed}", transports=transports_of(facts))
-    for reason in refusals(facts, dialect, folder or Path(facts.model_path)):
-        log.warning("every_version_will_be_refused", reason=reason)
+def prerecording_objection(facts: ServerFacts, dialect: Dialect, expected: Expected) -> str:
+    """Why this server's loader must not be called outside of a round; empty when it may be."""
+    plain = not facts.quantization and expected.quantization is None and checkpoint_spec.dense(facts.architectures)
+    packed = facts.device == "cpu" and "amx_tile" in _CPU.read_text(encoding="utf-8")
+    if dialect.sessions and (packed or not plain):
+        return (
+            f"SGLang {facts.version} lays weights out anew after a loader was called, as if all had been loaded: those"
+            " that were not would be laid out twice"
+        )
+    return ""

@@ -1,132 +1,142 @@
-"""One SGLang server over HTTP: what it is, and everything the agent asks of it.
+"""One SGLang server over HTTP: `Engine` in the dialect of its version.
 
-Nothing here decides: it makes calls in the order in which it is told, each with its own deadline, and keeps the two
-facts that only the caller of the server can know: whether a weight-update session is open, and whether any weight may
-have changed (`touched`).
+Calls are made in the order in which they are asked for, each with its own deadline; nothing is decided here. The server
+reports neither whether a weight-update session is open nor which memory it has released, so both are kept here.
 """
 
 import contextlib
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from weightbus.dataplane.processes import bracket_ipv6, parse_tcp_address
-from weightbus.dataplane.tensors import TensorSpec
+from weightbus.dataplane.tensors import Manifest, TensorSpec
 from weightbus.dataplane.transports import Address, SharedBucket
 from weightbus.dataplane.transports.distributed import StoreProxy
 
 from ...errors import AnotherGeneration, NothingToGive, ServerError, ServerRefused, ServerSilent
+from .. import checkpoint_spec
+from ..interface import CALL_S, Engine, EngineConnection, Keys, Limitation, Observer
+from ..local_process import loopback_of, start_time
+from . import compatibility, preflight
 from .api_versions import Dialect, dialect_of
 from .group_watchdog import GroupWatchdog
-from .http_client import HttpClient, Keys, Observer
+from .http_client import HttpClient
 from .memory_occupation import TAGS, WEIGHTS, MemoryOccupation
 from .pickle_payload import LOAD_FORMAT, LOADER, invitation, serialized
-from .reachability_probe import reached_at
-from .server_identity import ServerFacts, facts_of, start_time
+from .server_identity import ServerFacts, facts_of, layout_of, workers_of
 
-CALL_S: Final = 30.0
-"""For calls that only change a flag. The server answers them at once unless its scheduler is stuck."""
+LIVE_ON_CPU: Final = "sglang-sha256-8"
+"""Digests that weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
+LIVE_ON_GPU: Final = "sglang-fmix32-8"
+"""... and for CUDA tensors: SGLang's gpu_tensor_hash (dataplane/digest/sglang_checksum.py predicts it)."""
 _JOIN: Final = "/init_weights_update_group"
 _REQUESTS: Final = ("num_running_reqs", "num_waiting_reqs")
 _TOKENS: Final = "num_used_tokens"
-"""In use, and not only cached. Also of a request that is being prefilled, which is no running and no waiting one."""
+"""In use, and not only cached. Also of a request in its prefill, which counts neither as running nor as waiting."""
 _FLUSH_STEP_S: Final = 0.1
 _LEFT: Final = 256
 """More than a session has groups: one for each stage of a pipeline."""
 _LOOK_S: Final = 0.5
-"""How long a look at the launch holds good. A server needs seconds from its start to its first answer."""
+"""How long a look at the process generation holds good. A server needs seconds from its start to its first answer."""
 
 
 class SGLangServer:
-    """Implements `weightbus.dataplane.transports.interface.EngineServer`, and the rest of what a round needs.
+    """Implements `Engine`. `identify` must come first.
 
-    `connect` must come first. One thread makes the calls; `alive` and `label` may come from another.
+    One thread makes the calls; `alive`, `label`, `identify` and `abandon` may come from another.
     """
 
     def __init__(
-        self, url: str, keys: Keys | None = None, dialect: str = "", lending: MemoryOccupation | None = None
+        self, url: str, keys: Keys | None = None, dialect: str = "", memory: MemoryOccupation | None = None
     ) -> None:
-        """`lending` knows what memory the server has given back."""
+        """`memory` knows what the server has released; without one nothing outlives this object."""
         self.url = url
-        self._lending = lending or MemoryOccupation()
+        self._memory = memory or MemoryOccupation()
         self._wire = HttpClient(url, keys or Keys())
-        self._stand_in = GroupWatchdog(url, keys or Keys())
+        self._watchdog = GroupWatchdog(url, keys or Keys())
         self._override = dialect
         self._facts: ServerFacts | None = None
         self._unrecordable = ("", "")
-        """Of which launch nothing can be copied straight into its parameters, and why."""
+        """Identity of the process generation whose loader cannot be traced, and the reason."""
         self._dialect: Dialect | None = None
         self._session = False
-        self._touched = False
+        self._dirty = False
         self._relay: StoreProxy | None = None
         self._left: deque[str] = deque(maxlen=_LEFT)
-        """Groups that are not to be joined any more: who joins waits on another thread than who leaves."""
+        """Groups that must not be joined any more: the thread that joins waits while another one leaves."""
         self._opens = ("", "")
-        """Of which launch it is known, and where memory lies that its workers open."""
-        self._launch = ""
+        """Identity of a process generation, and where memory lies that its workers open."""
+        self._pinned = ""
         self._looked_at = float("-inf")
-        """When the server was last found to be the launch that is meant."""
+        """When the server was last found to be the process generation that is pinned."""
         self.last_label = ""
-        """As last read by `connect` or set by us: any other is the work of somebody else, or of a new launch."""
+        """The label as `identify` read it or `set_label` set it."""
 
-    # -- what it is
+    # -- identity
 
-    def connect(self, deadline_s: float = CALL_S) -> ServerFacts:
+    def identify(self, deadline_s: float = CALL_S) -> ServerFacts:
         """Read what the server is, and choose the dialect. Raises `UnknownDialect` or `ServerError`."""
         facts = facts_of(
             self._wire.get("/server_info", deadline_s), self._wire.get("/model_info", deadline_s), self.url
         )
-        identity = self._lending.named(facts.identity)
-        launch, reason = self._unrecordable
+        identity = self._memory.identity_of(facts.identity)
+        generation, reason = self._unrecordable
         facts = msgspec.structs.replace(
             facts,
             identity=identity,
-            undefined=self._lending.undefined,
-            unrecordable=reason if launch == identity else "",
+            undefined=self._memory.undefined,
+            unrecordable=reason if generation == identity else "",
         )
         self._dialect = dialect_of(facts.version, self._override)
         if self._facts is not None and self._facts.identity != facts.identity:
-            self._session, self._touched = False, False
+            self._session, self._dirty = False, False
             self._cut()
             self._wire.trust()
         self._facts = facts
         self.last_label = facts.label
         return facts
 
-    def give_up_on(self, reason: str) -> None:
-        """A worker of this launch has died: who waits for an answer waits in vain, and nothing more is asked of it."""
+    def abandon(self, reason: str) -> None:
+        """A worker of this process generation has died: calls under way end, and no more are made."""
         self._wire.give_up(reason)
 
-    def expect(self, identity: str) -> None:
-        """From now on change this launch of the server and no other; an empty `identity` means any."""
-        if identity != self._launch:
-            self._launch, self._looked_at = identity, float("-inf")
+    def pin(self, identity: str) -> None:
+        """Change this process generation and no other from now on; an empty `identity` means any."""
+        if identity != self._pinned:
+            self._pinned, self._looked_at = identity, float("-inf")
 
     def observe(self, observer: Observer) -> None:
         """Tell `observer` of every call."""
         self._wire.observer = observer
 
-    def unrecordable(self, reason: str) -> None:
-        """Remember for this launch that its loader cannot be recorded."""
+    def mark_unrecordable(self, reason: str) -> None:
+        """Note that the loader of this process generation cannot be traced."""
         self._unrecordable = self.facts.identity, reason
         self._facts = msgspec.structs.replace(self.facts, unrecordable=reason)
 
     @property
     def facts(self) -> ServerFacts:
-        """What `connect` read last."""
+        """What `identify` read last."""
         if self._facts is None:
-            raise ServerError("/server_info", "not read yet: connect first")
+            raise ServerError("/server_info", "not read yet: identify first")
         return self._facts
 
     @property
     def dialect(self) -> Dialect:
         """How this server's version speaks."""
         if self._dialect is None:
-            raise ServerError("/server_info", "not read yet: connect first")
+            raise ServerError("/server_info", "not read yet: identify first")
         return self._dialect
+
+    @property
+    def layout(self) -> tuple[str, ...]:
+        """The part of the facts that the coordinator is told once."""
+        return layout_of(self.facts)
 
     @property
     def tp(self) -> int:
@@ -135,12 +145,12 @@ class SGLangServer:
 
     @property
     def drafts(self) -> bool:
-        """It speculates: calls of a loader are for its draft models too."""
+        """True with speculative decoding: calls of a loader are for the draft models too."""
         return bool(self.facts.speculative)
 
     @property
     def launch(self) -> str:
-        """Tells this launch of the server from every other one."""
+        """Identity of this process generation."""
         return self.facts.identity
 
     @property
@@ -149,23 +159,48 @@ class SGLangServer:
         identity, where = self._opens
         return where if identity == self.facts.identity else ""
 
-    def found(self, identity: str, opens: str) -> None:
-        """What has been found out about a launch: where memory has to lie for its workers to open it."""
-        self._opens = identity, opens
+    def set_reachable_memory(self, identity: str, where: str) -> None:
+        """Note where memory has to lie for the workers of one process generation to open it."""
+        self._opens = identity, where
 
-    @property
-    def updating(self) -> bool:
-        """A session is open, which `end_update` has to close before anything generates."""
-        return self._session
+    def workers(self) -> Mapping[int, int]:
+        """Start time of each worker by its process id; none of a server that lives on without some of its workers."""
+        facts = self.facts
+        return workers_of(facts.process[0]) if facts.process and not facts.moves_experts else {}
 
-    @property
-    def touched(self) -> bool:
-        """A call that changes weights has been made since `untouched`."""
-        return self._touched
+    # -- what fits it
 
-    def untouched(self) -> None:
-        """Forget earlier updates: a new transfer begins."""
-        self._touched = False
+    def transports(self) -> tuple[str, ...]:
+        """Transports that can serve it, best first."""
+        return compatibility.transports_of(self.facts)
+
+    def missing_transports(self) -> Mapping[str, Limitation]:
+        """The other transports, each with the reason."""
+        return compatibility.missing(self.facts)
+
+    def limitations(self) -> Iterable[Limitation]:
+        """Reasons why `transports` has fewer than it might have."""
+        return compatibility.limits(self.facts)
+
+    def refusals(self, checkpoint: Path) -> Iterable[str]:
+        """Reasons why every version will be refused, as far as the served checkpoint tells."""
+        return preflight.refusals(self.facts, self.dialect, checkpoint)
+
+    def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> None:
+        """Raise `UnfitManifest` with everything that speaks against loading `manifest`."""
+        compatibility.check(manifest, self.facts, self.dialect, checkpoint_spec.expected(checkpoint), transport)
+
+    def expected_tensors(self, checkpoint: Path) -> tuple[TensorSpec, ...]:
+        """The checkpoint's tensors in the dtypes that are served. Raises `UnfitManifest` if one is not known."""
+        return compatibility.tensors_of(self.facts, checkpoint_spec.expected(checkpoint))
+
+    def prerecording_objection(self, checkpoint: Path) -> str:
+        """Why the loader must not be called outside of a round; empty when it may be."""
+        if self.memory_released or self.facts.undefined:
+            return "the server has released its memory"
+        return preflight.prerecording_objection(self.facts, self.dialect, checkpoint_spec.expected(checkpoint))
+
+    # -- health
 
     def label(self, deadline_s: float = CALL_S) -> str:
         """The server's ``weight_version``. Answered without its scheduler, so it does not prove that it generates."""
@@ -184,59 +219,41 @@ class SGLangServer:
         self._wire.alive("/health_generate", deadline_s)
 
     def idle(self, deadline_s: float = CALL_S) -> bool:
-        """Whether it has no request now. Raises `ServerError` where it does not say.
+        """Whether it has no request now. Raises `ServerError` where the answer does not tell.
 
-        It says how it was when it last ended a batch: a first batch of a long prompt does not show before its end.
+        The answer is of the end of the last batch: a first batch of a long prompt does not show before its end.
         """
         loads = self._wire.get("/v1/loads", deadline_s).get("loads")
         if not isinstance(loads, list) or not loads:
             raise ServerRefused("/v1/loads", 200, "no list of loads in the answer")
         return not any(map(_requests_of, loads))  # pyright: ignore[reportUnknownArgumentType]
 
-    @property
-    def lent(self) -> bool:
-        """It has given memory back."""
-        return bool(self._lending.tags)
-
-    @property
-    def lent_weights(self) -> bool:
-        """That of its weights is among it."""
-        return WEIGHTS in self._lending.tags
-
-    def checksums(self, deadline_s: float = CALL_S) -> list[dict[str, str]]:
-        """By rank: the digest of every live parameter under SGLang's own names."""
-        answer = self._wire.admin("/weights_checker", {"action": "checksum"}, deadline_s)
-        ranks = answer.get("ranks")
-        if not isinstance(ranks, list):
-            raise ServerRefused("/weights_checker", 200, "no list of ranks in the answer")
-        return [_checksums_of(rank) for rank in ranks]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-
     # -- pausing and labeling
 
-    def pause(self, mode: str, deadline_s: float = CALL_S) -> None:
-        """pause_generation: when it returns, whatever is asked next finds the server paused.
+    def look_ahead(self, deadline_s: float = CALL_S) -> None:
+        """Look now whether this is the process generation that is pinned: a pause may follow, and no request waits yet.
 
-        Any launch may be paused. It is looked at while it still generates, unless it was a moment ago (`look_ahead`):
-        the calls which follow at once, and are for one launch only, need not do it then while requests wait. A look
-        that fails keeps no server from its pause: those calls look for themselves then.
+        A look that fails changes nothing, but that `pause` has to look itself.
+        """
+        if self._pinned:
+            with contextlib.suppress(ServerError):
+                self._look(min(deadline_s, _LOOK_S))
+
+    def pause(self, mode: str, deadline_s: float = CALL_S) -> None:
+        """pause_generation: when it returns, any further call finds the server paused.
+
+        Any process generation may be paused. The look at it is made while the server still generates, unless
+        `look_ahead` made one a moment ago: the calls which follow at once, and are for one generation only, need not
+        look then while requests wait. A look that fails keeps no server from its pause: those calls look themselves.
         """
         if time.monotonic() >= self._looked_at + _LOOK_S / 2:  # the other half is for the calls that follow
             self.look_ahead(deadline_s)
         self._wire.admin("/pause_generation", {"mode": mode}, deadline_s)
 
-    def look_ahead(self, deadline_s: float = CALL_S) -> None:
-        """Look now whether this is the launch that is meant: a pause may follow, and nobody waits yet.
-
-        Nothing is made of what is found, but that `pause` need not look when it was this launch.
-        """
-        if self._launch:
-            with contextlib.suppress(ServerError):
-                self._look(min(deadline_s, _LOOK_S))
-
     def resume(self, deadline_s: float = CALL_S) -> None:
         """continue_generation, with all memory. Harmless when nothing is paused."""
-        self._check_launch("/continue_generation", deadline_s)
-        self.take_rest_back(deadline_s)
+        self._check_generation("/continue_generation", deadline_s)
+        self.resume_memory(deadline_s)
         self._wire.admin("/continue_generation", {"torch_empty_cache": False}, deadline_s)
 
     def flush(self, deadline_s: float = CALL_S) -> None:
@@ -257,55 +274,101 @@ class SGLangServer:
 
     def set_label(self, label: str, deadline_s: float = CALL_S) -> None:
         """update_weight_version, without aborting requests (its default would)."""
-        self._check_launch("/update_weight_version", deadline_s)
+        self._check_generation("/update_weight_version", deadline_s)
         body = {"new_version": label, "abort_all_requests": False}
         self._wire.admin("/update_weight_version", body, deadline_s)
         self.last_label = label
 
     # -- memory
 
-    def give_up(self, deadline_s: float = CALL_S) -> ServerFacts:
-        """End every request and name the server anew: its weights are about to be given back.
+    @property
+    def memory_released(self) -> bool:
+        """True while the server has released some memory."""
+        return bool(self._memory.released)
 
-        Raises `NothingToGive` for a server that cannot, or has nothing left to give.
+    @property
+    def weights_released(self) -> bool:
+        """True while the memory of the weights is among it."""
+        return WEIGHTS in self._memory.released
+
+    def prepare_release(self, deadline_s: float = CALL_S) -> ServerFacts:
+        """End every request and take another identity: the weights are about to be released.
+
+        Raises `NothingToGive` for a server that cannot release memory, or has none left to release.
         """
         if not self.facts.gives_back:
             raise NothingToGive(
                 "this server keeps its memory whatever it is asked: launch it with --enable-memory-saver"
             )
-        if self._lending.tags:
-            raise NothingToGive(f"the server has given {', '.join(self._lending.tags)} back already")
+        if self._memory.released:
+            raise NothingToGive(f"the server has given {', '.join(self._memory.released)} back already")
         self._wire.admin("/pause_generation", {"mode": "abort"}, deadline_s)
-        self._lending.begin()
-        return self.connect(deadline_s)
+        self._memory.begin_release()
+        return self.identify(deadline_s)
 
-    def give_back(self, deadline_s: float = CALL_S) -> None:
-        """release_memory_occupation, of everything. After `give_up`: a server that is not idle would end by it."""
-        self._lending.give()
+    def release_memory(self, deadline_s: float = CALL_S) -> None:
+        """release_memory_occupation, of everything. After `prepare_release`: a server that is not idle ends by it."""
+        self._memory.note_released()
         try:
             self._wire.order("/release_memory_occupation", {"tags": list(TAGS)}, deadline_s)
         except ServerRefused:
             for tag in TAGS:
-                self._lending.took(tag)
+                self._memory.note_resumed(tag)
             raise
 
-    def take_weights_back(self, deadline_s: float = CALL_S) -> None:
-        """resume_memory_occupation of the weights, if they were given back. What they are then is undefined."""
-        self._take_back((WEIGHTS,), deadline_s)
+    def resume_weights_memory(self, deadline_s: float = CALL_S) -> None:
+        """resume_memory_occupation of the weights, if they were released. Their content is undefined then."""
+        self._resume_memory((WEIGHTS,), deadline_s)
 
-    def take_rest_back(self, deadline_s: float = CALL_S) -> None:
-        """... and of all the rest. Raises `ServerError` where the weights are still given back."""
-        if WEIGHTS in self._lending.tags:
+    def resume_memory(self, deadline_s: float = CALL_S) -> None:
+        """... and of all the rest. Raises `ServerError` while the weights are still released."""
+        if self.weights_released:
             raise ServerError("/resume_memory_occupation", "not made: the server has given its weights back")
-        self._take_back(TAGS, deadline_s)
+        self._resume_memory(TAGS, deadline_s)
 
-    def _take_back(self, tags: Sequence[str], deadline_s: float) -> None:
-        for tag in self._lending.tags:
+    def _resume_memory(self, tags: Sequence[str], deadline_s: float) -> None:
+        for tag in self._memory.released:
             if tag in tags:
                 self._wire.order("/resume_memory_occupation", {"tags": [tag]}, deadline_s)
-                self._lending.took(tag)
+                self._memory.note_resumed(tag)
 
     # -- weights
+
+    @property
+    def updating(self) -> bool:
+        """True while a session is open, which `end_update` has to close before anything generates."""
+        return self._session
+
+    @property
+    def dirty(self) -> bool:
+        """True once a call that changes weights has been made since `clear_dirty`."""
+        return self._dirty
+
+    def clear_dirty(self) -> None:
+        """Forget earlier updates: a new transfer begins."""
+        self._dirty = False
+
+    @property
+    def digest_algorithm(self) -> str:
+        """Algorithm of `live_digests`; empty when the server cannot report them, or the trainer not predict them.
+
+        Predictions follow the tensor-parallel size, which does not tell how attention data parallelism cuts weights. Of
+        several replicas or stages every rank reports, and predicted are those of one.
+        """
+        dialect, facts = self.dialect, self.facts
+        if facts.dp_attention or facts.dp > 1 or facts.pp > 1:
+            return ""
+        if facts.device == "cuda" and dialect.checksums:
+            return LIVE_ON_GPU
+        return LIVE_ON_CPU if facts.device == "cpu" and dialect.cpu_checksums else ""
+
+    def live_digests(self, deadline_s: float = CALL_S) -> list[dict[str, str]]:
+        """By rank: the digest of every live parameter under SGLang's own names."""
+        answer = self._wire.admin("/weights_checker", {"action": "checksum"}, deadline_s)
+        ranks = answer.get("ranks")
+        if not isinstance(ranks, list):
+            raise ServerRefused("/weights_checker", 200, "no list of ranks in the answer")
+        return [_checksums_of(rank) for rank in ranks]  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
 
     def load_shared(self, bucket: SharedBucket, deadline_s: float) -> None:
         """update_weights_from_tensor with a bucket that every rank maps by itself."""
@@ -317,14 +380,14 @@ class SGLangServer:
         self._update("/update_weights_from_tensor", body, deadline_s)
 
     def load_direct(self, socket: str, deadline_s: float) -> None:
-        """update_weights_from_tensor with our loader: each worker connects to `socket`, and returns when it is let go.
+        """update_weights_from_tensor with our loader: each worker connects to `socket` until it is let go.
 
-        By itself it changes nothing, so `touched` is left to whoever leads the workers. The server must have been
-        started with ``--custom-weight-loader`` and this loader: an unknown one ends it.
+        By itself it changes nothing, so the receiver that leads the workers tells whether weights are dirty. The server
+        must have been started with ``--custom-weight-loader`` and this loader: an unknown one ends it.
         """
         started = time.monotonic()
         path = "/update_weights_from_tensor"
-        self._check_launch(path, deadline_s)
+        self._check_generation(path, deadline_s)
         self._begin_update(deadline_s)
         body: dict[str, object] = {
             "serialized_named_tensors": invitation(socket, self.tp),
@@ -350,8 +413,8 @@ class SGLangServer:
 
         The load format is named, because a server that was started with ``--load-format dummy`` refuses its own.
         """
-        self._check_launch("/update_weights_from_disk", deadline_s)
-        self._touched = True
+        self._check_generation("/update_weights_from_disk", deadline_s)
+        self._dirty = True
         body = {"model_path": path, "load_format": "auto", "flush_cache": False}
         self._wire.admin("/update_weights_from_disk", body, deadline_s)
 
@@ -371,9 +434,9 @@ class SGLangServer:
     def leave_group(self, group: str, deadline_s: float) -> None:
         """destroy_weights_update_group; no error when the server is not in it (an agent before us may have left it).
 
-        One that forms does not form any more, which frees the server to do as it is told.
+        A group that is still forming does not form any more, which frees the server for other calls.
         """
-        self._left.append(group)  # first: whoever looks for a way to it at this moment finds one of the two
+        self._left.append(group)  # first: a `join_group` on another thread finds this or the cut relay
         self._cut()
         try:
             self._wire.admin("/destroy_weights_update_group", {"group_name": group}, deadline_s)
@@ -382,14 +445,14 @@ class SGLangServer:
                 raise
 
     def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
-        """Another process leaves these groups if this one ends or, while they are `used`, stands still.
+        """Have the watchdog leave these groups if this process ends or, while they are `used`, stands still.
 
-        False where it may have left those that were named before.
+        False where it may have left the groups that were named before.
         """
-        return self._stand_in.entrust(groups, used=used)
+        return self._watchdog.entrust(groups, used=used)
 
     def end_update(self, deadline_s: float = CALL_S) -> None:
-        """Close the session, if one is open. Says nothing about whether the updates in it worked."""
+        """Close the session, if one is open. Does not tell whether the updates in it worked."""
         if self._session:
             self._session = False
             self._wire.admin("/end_weight_update", {}, deadline_s)
@@ -397,11 +460,11 @@ class SGLangServer:
     def close(self) -> None:
         """Drop the connections."""
         self._cut()
-        self._stand_in.close()
+        self._watchdog.close()
         self._wire.close()
 
     def _met_at(self, address: Address) -> tuple[str, int]:
-        """Where the server finds the store of a group; all groups of a session are met in one.
+        """Host and port where the server finds the store of a group; all groups of a session share one store.
 
         Raises `ServerError` for a group that was left meanwhile: nothing would end the server's wait in it.
         """
@@ -410,7 +473,7 @@ class SGLangServer:
         if relay is None or relay.to != to:
             self._cut()
             relay = None
-            if at := reached_at(self.url):
+            if at := loopback_of(self.url):
                 with contextlib.suppress(OSError):  # then it is met as it was before there were relays
                     relay = self._relay = StoreProxy(*to, at)
         if address.group in self._left:
@@ -425,26 +488,26 @@ class SGLangServer:
 
     def _update(self, path: str, body: dict[str, object], deadline_s: float) -> None:
         started = time.monotonic()
-        self._check_launch(path, deadline_s)
+        self._check_generation(path, deadline_s)
         self._begin_update(deadline_s)
-        self._touched = True
+        self._dirty = True
         self._wire.admin(path, body, max(deadline_s - (time.monotonic() - started), 0.001))
 
-    def _check_launch(self, path: str, deadline_s: float) -> None:
-        """Raise `AnotherGeneration` unless the server is still the one that was meant.
+    def _check_generation(self, path: str, deadline_s: float) -> None:
+        """Raise `AnotherGeneration` unless the server is still the process generation that is pinned.
 
-        A server that was launched anew generates, from weights of its own: a bucket or a label would make them lie.
-        The agent may have been stopped while that happened, so this is asked right before the call, unless it was a
-        moment ago, in which no server can have been started.
+        A server that was launched anew generates from weights of its own: a bucket or a label would make them lie. The
+        sidecar may have been stopped while that happened, so the look comes right before the call, unless the last one
+        was a moment ago, in which no server can have been started.
         """
-        if self._launch and time.monotonic() >= self._looked_at + _LOOK_S and not self._look(deadline_s):
+        if self._pinned and time.monotonic() >= self._looked_at + _LOOK_S and not self._look(deadline_s):
             raise AnotherGeneration(path)
 
     def _look(self, deadline_s: float) -> bool:
-        """Is this the launch that is meant? Another shows by its process, where that can be seen, and by its label."""
+        """Whether it is. Another generation shows by its process, where that can be seen, and by its label."""
         process, now = self.facts.process, time.monotonic()
         ended = process is not None and start_time(process[0]) != process[1]
-        if ended or self.facts.identity != self._launch or self.label(min(deadline_s, CALL_S)) != self.last_label:
+        if ended or self.facts.identity != self._pinned or self.label(min(deadline_s, CALL_S)) != self.last_label:
             return False
         self._looked_at = now
         return True
@@ -459,6 +522,12 @@ class SGLangServer:
             self._wire.admin("/end_weight_update", {}, min(deadline_s, CALL_S))
             self._wire.admin("/begin_weight_update", {}, min(deadline_s, CALL_S))
         self._session = True
+
+
+def open_engine(connection: EngineConnection) -> Engine:
+    """The server behind `connection`. Raises `StateUnreadable` for a memory file that cannot be read."""
+    memory = MemoryOccupation(connection.memory_file)
+    return SGLangServer(connection.url, connection.keys, connection.dialect, memory)
 
 
 def _requests_of(load: object) -> int:

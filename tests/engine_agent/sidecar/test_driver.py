@@ -42,6 +42,7 @@ from weightbus.engine_agent.sidecar.driver import EngineAgent
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
 from weightbus.engine_agent.sidecar.state_file import StateFile
 from weightbus.engine_agent.worker import loader as worker_loader
+from weightbus.engine_agent.worker_loader import load
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.machine.errors import PublishFailed, RoundAborted
 from weightbus.trainer_agent.source import Source
@@ -526,7 +527,7 @@ class Unfollowed(FakeSGLang):
         (payload,) = body["serialized_named_tensors"]
         found = re.search(rb"weightbus:[\x20-\x7e]+?\.sock", base64.b64decode(payload))
         assert found
-        worker_loader.load(self.model, [(found[0].decode(), torch.empty(0))])
+        load(self.model, [(found[0].decode(), torch.empty(0))])
         return {"success": True, "message": "Success."}
 
 

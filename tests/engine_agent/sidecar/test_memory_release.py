@@ -41,19 +41,19 @@ class Sidecar:
         self.done: list[str] = []
         self.writes, self.refuses = writes, refuses
         self.record: StateRecord | None = HELD
-        self.lent_weights = False
+        self.weights_released = False
         self.seen: list[bool] = []
         self.giving = MemoryRelease(cast("Any", self), self.post, lambda: self.record)
 
-    def give_up(self) -> SimpleNamespace:
+    def prepare_release(self) -> SimpleNamespace:
         self.done.append("given up")
         return SimpleNamespace(identity="launch+1", label="7", model_path="m", undefined=True)
 
-    def give_back(self) -> None:
+    def release_memory(self) -> None:
         if self.refuses:
             raise ServerUnreachable("/release_memory_occupation", "no answer")
         self.done.append("given back")
-        self.lent_weights = True
+        self.weights_released = True
 
     def post(self, event: ServerFound | Noticed) -> None:
         if isinstance(event, Noticed):
@@ -94,7 +94,7 @@ def test_its_memory_counts_as_lent_from_the_moment_that_it_holds_nothing(refuses
     sidecar.order()
     assert sidecar.seen == [True]
     assert sidecar.giving.lent is not refuses
-    sidecar.lent_weights = False
+    sidecar.weights_released = False
     assert not sidecar.giving.lent
 
 
@@ -120,4 +120,4 @@ def test_between_two_rounds_it_is() -> None:
     """On the worker's thread, which does nothing else meanwhile."""
     sidecar = Sidecar()
     assert sidecar.giving.ask(VIEW, lambda order: order()).ready
-    assert sidecar.lent_weights
+    assert sidecar.weights_released

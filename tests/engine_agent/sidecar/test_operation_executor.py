@@ -25,8 +25,6 @@ from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed, Worker
 from weightbus.dataplane.tensors.manifest import DigestTable
 from weightbus.dataplane.transports.interface import Receipt, Tabled, TransferSession
 from weightbus.dataplane.transports.sends.worker_receivers import WorkerStalled
-from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
-from weightbus.engine_agent.engines.sglang.server_identity import facts_of
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError
 from weightbus.engine_agent.machine.events import (
@@ -39,7 +37,6 @@ from weightbus.engine_agent.machine.events import (
     ReleaseServer,
     Validate,
 )
-from weightbus.engine_agent.sidecar import operation_executor as worker_module
 from weightbus.engine_agent.sidecar.operation_executor import OperationExecutor
 from weightbus.engine_agent.sidecar.topology import places_on
 
@@ -65,41 +62,11 @@ PREPARE = Prepare(
 )
 
 
-def worker(**server_info: Any) -> OperationExecutor:
-    """The worker of a server that says so of itself."""
-    told = {"version": "0.5.23", "tp_size": 2, "device": "cpu"} | server_info
-    server = SimpleNamespace(facts=facts_of(told, {}, "http://nowhere:1"), dialect=dialect_of(str(told["version"])))
-    return OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(MetricSource.ENGINE))
-
-
-@pytest.mark.parametrize(
-    ("server_info", "algorithm"),
-    [
-        ({}, "sglang-sha256-8"),
-        ({"enable_dp_attention": False, "attn_dp_size": 1}, "sglang-sha256-8"),
-        ({"device": "cuda"}, "sglang-fmix32-8"),
-        ({"version": "0.5.22"}, ""),
-        ({"enable_dp_attention": True, "dp_size": 2}, ""),
-        ({"device": "cuda", "enable_dp_attention": True, "dp_size": 2}, ""),
-        ({"attn_dp_size": 2}, ""),
-        ({"dp_size": 2}, ""),
-        ({"pp_size": 2}, ""),
-        ({"device": "cuda", "tp_size": 1, "dp_size": 2}, ""),
-    ],
-)
-def test_live_digests_are_promised_where_they_can_be_predicted(server_info: dict[str, Any], algorithm: str) -> None:
-    """Not under attention data parallelism: the ranks hold other parts than the tensor-parallel size says.
-
-    Nor of replicas and stages, of which more ranks report than the tensor-parallel size says.
-    """
-    assert worker(**server_info).live_digest() == algorithm
-
-
 def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     """Neither manifest nor server is looked at; the cause is counted, and the reason says what to do."""
     make_deployment_keys(tmp_path, [AgentKeys(AgentId("t0"), Role.TRAINER, (Channel("c"),))])
     metrics = Metrics(MetricSource.ENGINE)
-    server = cast("Any", SimpleNamespace(expect=lambda _identity: None, untouched=lambda: None, touched=False))
+    server = cast("Any", SimpleNamespace(pin=lambda _identity: None, clear_dirty=lambda: None, dirty=False))
     made = OperationExecutor(
         "e0", server, cast("Any", None), None, metrics, trust=AllowList(tmp_path / ALLOW_LIST_FILE)
     )
@@ -169,11 +136,9 @@ def test_a_server_is_looked_at_ahead_of_its_pause_and_of_nothing_else() -> None:
 def test_what_fits_is_remembered_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that lends its memory is another one with every version, for months: nothing is kept of those before."""
     facts = SimpleNamespace(identity="")
-    server = cast("Any", SimpleNamespace(facts=facts, dialect="d"))
-    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(MetricSource.ENGINE))
     checks: list[str] = []
-    monkeypatch.setattr(worker_module.checkpoint, "expected", lambda _folder: None)
-    monkeypatch.setattr(worker_module.validate, "check", lambda _layout, of, *_: checks.append(of.identity))
+    server = cast("Any", SimpleNamespace(facts=facts, check=lambda *_: checks.append(facts.identity)))
+    made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(MetricSource.ENGINE))
     monkeypatch.setattr(made, "_read", lambda *_: ("layout", None))
     for launch in range(1000):
         facts.identity = str(launch)
@@ -191,13 +156,13 @@ def test_the_cache_is_flushed_where_it_is_asked_for_and_before_anything_is_gener
     def noting(call: str) -> Callable[..., None]:
         return lambda *_: calls.append(call)
 
-    names = ("expect", "set_label", "take_rest_back", "flush", "resume")
+    names = ("pin", "set_label", "resume_memory", "flush", "resume")
     server = cast("Any", SimpleNamespace(**{name: noting(name) for name in names}))
     made = OperationExecutor("e0", server, cast("Any", None), None, Metrics(MetricSource.ENGINE))
 
     made.perform(ReleaseServer(7, flush=flush, deadline_s=5.0))
 
-    assert calls[1:] == ["set_label", "take_rest_back", *(["flush"] if flush else []), "resume"]
+    assert calls[1:] == ["set_label", "resume_memory", *(["flush"] if flush else []), "resume"]
 
 
 @pytest.mark.parametrize(
@@ -224,10 +189,10 @@ def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
             raise problem
 
     server = SimpleNamespace(
-        touched=False,
-        expect=lambda _identity: None,
-        untouched=lambda: None,
-        take_weights_back=lambda _deadline_s: None,
+        dirty=False,
+        pin=lambda _identity: None,
+        clear_dirty=lambda: None,
+        resume_weights_memory=lambda _deadline_s: None,
         end_update=end_update,
     )
     agent = OperationExecutor(
@@ -265,9 +230,9 @@ class Returns:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, session: bool) -> None:
         self.calls: list[str] = []
         self.receiver = Early(self.calls)
-        names = ("expect", "untouched", "take_weights_back", "set_label", "take_rest_back", "resume", "end_update")
+        names = ("pin", "clear_dirty", "resume_weights_memory", "set_label", "resume_memory", "resume", "end_update")
         quiet = {name: self.noting(name) for name in names}
-        server = SimpleNamespace(touched=False, updating=session, pause=self.noting("pause"), **quiet)
+        server = SimpleNamespace(dirty=False, updating=session, pause=self.noting("pause"), **quiet)
         self.worker = OperationExecutor(
             "e0", cast("Any", server), cast("Any", lambda _kind: self.receiver), None, METERS
         )
@@ -275,7 +240,9 @@ class Returns:
         self.take()
 
     def noting(self, call: str) -> Callable[..., None]:
-        return lambda *_: self.calls.append(call) if call not in {"expect", "untouched", "take_weights_back"} else None
+        return lambda *_: (
+            self.calls.append(call) if call not in {"pin", "clear_dirty", "resume_weights_memory"} else None
+        )
 
     def take(self, launch: str = "one") -> object:
         direct = Endpoint(transport=TransportKind.DIRECT, address="/run/x")
@@ -296,8 +263,8 @@ def test_what_comes_after_the_call_waits_for_its_return(monkeypatch: pytest.Monk
     made = Returns(monkeypatch, session=False)
     assert made.calls == ["receive"]
     assert made.did(Label(7, 5.0))[1] == ["set_label"]
-    assert made.did(RELEASE)[1] == ["returned", "end_update", "take_rest_back", "resume"]
-    assert made.did(RELEASE)[1] == ["take_rest_back", "resume"]
+    assert made.did(RELEASE)[1] == ["returned", "end_update", "resume_memory", "resume"]
+    assert made.did(RELEASE)[1] == ["resume_memory", "resume"]
 
 
 def test_where_there_are_sessions_the_label_comes_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,7 +282,7 @@ def test_a_server_that_returned_badly_is_not_resumed(monkeypatch: pytest.MonkeyP
         assert isinstance(result, OperationFailed)
         assert "it said no" in result.reason
         assert calls == ["returned"]
-    assert made.did(RELEASE, "another")[1] == ["take_rest_back", "resume"]
+    assert made.did(RELEASE, "another")[1] == ["resume_memory", "resume"]
 
     made = Returns(monkeypatch, session=False)
     made.receiver.wrong = "it said no"
@@ -323,7 +290,7 @@ def test_a_server_that_returned_badly_is_not_resumed(monkeypatch: pytest.MonkeyP
     made.take()
     assert made.calls == ["returned", "end_update", "receive"]
     made.receiver.wrong = ""
-    assert made.did(RELEASE)[1] == ["returned", "end_update", "take_rest_back", "resume"]
+    assert made.did(RELEASE)[1] == ["returned", "end_update", "resume_memory", "resume"]
 
 
 def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:
@@ -346,7 +313,7 @@ def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:
     server = cast(
         "Any",
         SimpleNamespace(
-            expect=lambda _identity: None, untouched=lambda: None, touched=False, label=lambda _deadline_s: "default"
+            pin=lambda _identity: None, clear_dirty=lambda: None, dirty=False, label=lambda _deadline_s: "default"
         ),
     )
     busy = OperationExecutor("e0", server, receiver, None, Metrics(MetricSource.ENGINE))
@@ -369,9 +336,9 @@ def test_an_operation_that_was_called_off_before_it_began_asks_nothing() -> None
     server = cast(
         "Any",
         SimpleNamespace(
-            expect=lambda _identity: None,
-            untouched=lambda: None,
-            touched=False,
+            pin=lambda _identity: None,
+            clear_dirty=lambda: None,
+            dirty=False,
             label=lambda _deadline_s: asked.append("label"),
         ),
     )
@@ -397,7 +364,7 @@ def test_a_server_of_which_a_worker_has_died_is_asked_nothing_more(
     assert not calls
     for operation in (PauseServer("retract", 60.0), RELEASE, Label(7, 5.0)):
         assert made.did(operation, "two") == (OperationFailed("worker 1 of the server has died"), [])
-    assert made.did(RELEASE, "three")[1] == ["take_rest_back", "resume"]
+    assert made.did(RELEASE, "three")[1] == ["resume_memory", "resume"]
 
 
 class Minds(Early):
@@ -453,7 +420,7 @@ def test_a_server_of_which_a_worker_stands_still_is_asked_nothing_before_that_go
     still.stands = False
     assert made.did(PauseServer("retract", 60.0), "two") == (OperationDone(), ["pause"])
     closed = ["close"] if kind is Still else []
-    assert made.did(RELEASE, "two")[1] == [*closed, "take_rest_back", "resume"]
+    assert made.did(RELEASE, "two")[1] == [*closed, "resume_memory", "resume"]
 
 
 class Placed:
@@ -473,8 +440,8 @@ class Placed:
 def test_where_workers_are_is_known_of_the_launch_that_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when nothing came of it; of another launch nothing is known until its own workers have come."""
     receiver = Placed()
-    quiet = {name: lambda *_: None for name in ("expect", "untouched", "take_weights_back", "end_update")}
-    server = SimpleNamespace(touched=False, updating=False, facts=SimpleNamespace(identity="one"), **quiet)
+    quiet = {name: lambda *_: None for name in ("pin", "clear_dirty", "resume_weights_memory", "end_update")}
+    server = SimpleNamespace(dirty=False, updating=False, facts=SimpleNamespace(identity="one"), **quiet)
     made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS)
     monkeypatch.setattr(made, "_fit", lambda *_: (None, None))
     offer = Endpoint(transport=TransportKind.SENDS, address="/run/x")
@@ -521,8 +488,8 @@ def taken(folder: Path, monkeypatch: pytest.MonkeyPatch, *, signed: str, version
     signature = sign_digest_table(publish, Digest(table.digest()), secret)
     seal = {"by its trainer": signature.encode(), "by nobody": b"0" * 128, "as no text": b"\xff\xfe"}.get(signed, b"")
     receiver = Following(None if signed == "never" else Tabled(table, seal))
-    quiet = {name: lambda *_: None for name in ("expect", "untouched", "take_weights_back", "end_update", "answers")}
-    server = SimpleNamespace(touched=False, updating=False, **quiet)
+    quiet = {name: lambda *_: None for name in ("pin", "clear_dirty", "resume_weights_memory", "end_update", "answers")}
+    server = SimpleNamespace(dirty=False, updating=False, **quiet)
     trust = None if signed == "without keys" else AllowList(folder / ALLOW_LIST_FILE)
     made = OperationExecutor("e0", cast("Any", server), cast("Any", lambda _kind: receiver), None, METERS, trust=trust)
     monkeypatch.setattr(made, "_fit", lambda *_: (None, None))

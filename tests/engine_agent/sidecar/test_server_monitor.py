@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from weightbus.engine_agent.engines.local_process import start_time
 from weightbus.engine_agent.engines.sglang import server_identity as identity
-from weightbus.engine_agent.engines.sglang.server_identity import start_time, workers_of
+from weightbus.engine_agent.engines.sglang.server_identity import workers_of
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerUnreachable
 from weightbus.engine_agent.machine.events import ServerFound, ServerGone
@@ -98,7 +99,7 @@ def test_who_waits_for_a_server_of_which_a_worker_has_died_is_told_at_once(
 
     def ask() -> None:
         try:
-            server.checksums(60.0)
+            server.live_digests(60.0)
         except ServerUnreachable as error:
             errors.put(error)
 
@@ -122,6 +123,6 @@ def test_who_waits_for_a_server_of_which_a_worker_has_died_is_told_at_once(
     launches[0].close()
     fake.restart()
     assert isinstance(told.get(timeout=AT_ONCE_S), ServerFound)
-    assert server.checksums(60.0)
+    assert server.live_digests(60.0)
     watch.stop()
     server.close()

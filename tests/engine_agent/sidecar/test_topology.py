@@ -17,7 +17,8 @@ from weightbus.control.protocol.ids import RequestId
 from weightbus.control.protocol.message_fields import ProcessLocation
 from weightbus.dataplane.memory.gpu_topology import GpuSurveyFailed, VisibleGpu, gpus_visible_to
 from weightbus.dataplane.processes.host_facts import host_identity, network_interfaces
-from weightbus.engine_agent.engines.sglang import server_identity as identity
+from weightbus.engine_agent.engines import local_process
+from weightbus.engine_agent.engines.sglang.compatibility import missing
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.server_identity import facts_of
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
@@ -101,7 +102,7 @@ def test_a_process_without_an_environment_is_not_asked_about(tmp_path: Path, mon
     """It is about to begin, or to end: with another environment than its own it would see other GPUs."""
     (tmp_path / "7").mkdir()
     environ = tmp_path / "7" / "environ"
-    monkeypatch.setattr(identity, "_PROC", tmp_path)
+    monkeypatch.setattr(local_process, "_PROC", tmp_path)
     environ.write_bytes(b"PATH=/bin\0")
     assert places_of(facts(device="cuda", gpus=(0,), process=(7, 1)))
     environ.write_bytes(b"")
@@ -137,7 +138,7 @@ def test_what_a_server_cannot_take_is_said_with_advice(
     tmp_path: Path, changes: dict[str, object], lacking: set[str], words: str
 ) -> None:
     """For `plan --explain`; and the whole can travel."""
-    told = topology_of(facts(**changes), PREFERRED, tmp_path, (), {"direct": 7})
+    told = topology_of(missing(facts(**changes)), PREFERRED, tmp_path, (), {"direct": 7})
     assert {kind.value for kind in told.lacking} == lacking
     assert all(words in each.needed for each in told.lacking.values())
     assert told.takes == {TransportKind.DIRECT: 7}
@@ -150,7 +151,7 @@ def test_what_a_server_cannot_take_is_said_with_advice(
 
 def test_what_the_sidecar_may_not_use_is_its_own_setting(tmp_path: Path) -> None:
     """And not the server's fault."""
-    told = topology_of(facts(loaders=(LOADER,)), (TransportKind.DISK,), tmp_path, (), {})
+    told = topology_of(missing(facts(loaders=(LOADER,))), (TransportKind.DISK,), tmp_path, (), {})
     assert "setting transports" in told.lacking[TransportKind.DIRECT].found
 
 
@@ -262,7 +263,7 @@ def test_what_was_found_of_one_launch_says_nothing_of_the_next() -> None:
     server = SGLangServer("http://127.0.0.1:1")
     server._facts = facts(identity="first")
     assert server.opens == ""
-    server.found("first", "gpu-a")
+    server.set_reachable_memory("first", "gpu-a")
     assert server.opens == "gpu-a"
     server._facts = facts(identity="second")
     assert server.opens == ""

@@ -36,6 +36,7 @@ from weightbus.engine_agent.worker import loader as worker_loader, worker_state
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
 from weightbus.engine_agent.worker.worker_state import WorkerState
+from weightbus.engine_agent.worker_loader import load
 
 from ...kit.toy_direct import SPECS, WAIT_S, Server, ToyShard, Trainer, World, holds
 
@@ -405,7 +406,7 @@ def test_a_sidecar_that_hangs_up_sets_the_worker_free(tmp_path: Path) -> None:
     for heard in range(2):
         model = ToyShard(0, 1)
         listener = FrameListener(tmp_path / f"w{heard}.sock")
-        worker = threading.Thread(target=worker_loader.load, args=(model, [(f"weightbus:{listener.path}", None)]))
+        worker = threading.Thread(target=worker_loader.serve_sidecar, args=(model, listener.path))
         worker.start()
         sidecar = listener.accept(Deadline(WAIT_S), "the worker")
         if heard:
@@ -425,7 +426,7 @@ def test_what_is_no_message_ends_the_exchange(tmp_path: Path) -> None:
     """Bytes that nobody of ours sends, or a plan before a recording: refused, and the worker says why."""
     listener = FrameListener(tmp_path / "w.sock")
     model = ToyShard(0, 1)
-    worker = threading.Thread(target=worker_loader.load, args=(model, [(f"weightbus:{listener.path}", None)]))
+    worker = threading.Thread(target=worker_loader.serve_sidecar, args=(model, listener.path))
     worker.start()
     sidecar = listener.accept(Deadline(WAIT_S), "the worker")
     worker_wire.hear_worker(sidecar, Deadline(WAIT_S), "hello")
@@ -448,8 +449,8 @@ def test_loaders_are_called_with_what_they_know() -> None:
     """A call that is none of ours changes nothing and raises nothing: SGLang would end the server."""
     model = ToyShard(0, 1)
 
-    worker_loader.load(model, [("lm_head.weight", torch.ones(2))])
-    worker_loader.load(model, [("weightbus:/nowhere/socket", torch.ones(2))])
+    load(model, [("lm_head.weight", torch.ones(2))])
+    load(model, [("weightbus:/nowhere/socket", torch.ones(2))])
 
     assert not np.any([bool(tensor.any()) for tensor in ModelTensors(model).tensors])
 

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from weightbus.dataplane.quantize import hf_quantization_config as quantization_config
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.engine_agent.engines.sglang import checkpoint_spec as checkpoint, compatibility as validate
+from weightbus.engine_agent.engines import checkpoint_spec as checkpoint
+from weightbus.engine_agent.engines.sglang import compatibility as validate
 from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.server_identity import ServerFacts, facts_of
@@ -149,11 +150,11 @@ def test_a_server_whose_environment_is_wrong_is_not_paused_for_direct_copies(fol
     with pytest.raises(UnfitManifest, match=r"can: sends, local, distributed, disk; WEIGHTBUS_WORKER_BRANCHES.*'many'"):
         check(specs(folder), folder, "direct", **wrong)
     check(specs(folder), folder, "sends", **wrong)
-    assert {kind: why for kind, (why, _) in validate.lacking(facts(**wrong)).items()} == {"direct": wrong["misset"]}
+    assert {kind: why for kind, (why, _) in validate.missing(facts(**wrong)).items()} == {"direct": wrong["misset"]}
     speculates = facts(**wrong, speculative="EAGLE")
     assert validate.transports_of(speculates) == ()
-    assert validate.lacking(speculates)["direct"][0] == wrong["misset"]
-    assert not any("'many'" in why for why, _ in validate.lacking(facts(**wrong, pp=2)).values()), (
+    assert validate.missing(speculates)["direct"][0] == wrong["misset"]
+    assert not any("'many'" in why for why, _ in validate.missing(facts(**wrong, pp=2)).values()), (
         "it is not that alone"
     )
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from weightbus.engine_agent.engines.interface import Keys
 from weightbus.engine_agent.engines.sglang import sglang_server as sglang
-from weightbus.engine_agent.engines.sglang.http_client import Keys
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import AnotherGeneration, ServerRefused, ServerSilent, ServerUnreachable
 
 from ....kit import tiny_model
 from ....kit.fake_sglang import FakeSGLang
-from ...server_contract import Bench, ServerContract
+from ..engine_contract import Bench, ServerContract
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +62,9 @@ class TestFakeServer(ServerContract):
 def test_a_restart_is_another_identity(fake: FakeSGLang) -> None:
     """Launch weights under the old address are never taken for the old server."""
     server = SGLangServer(fake.url)
-    first = server.connect(5)
+    first = server.identify(5)
     fake.restart()
-    assert server.connect(5).identity != first.identity
+    assert server.identify(5).identity != first.identity
     server.close()
 
 
@@ -74,7 +74,7 @@ def test_nothing_is_done_to_another_launch(
     """A server that was launched anew while nobody looked gets no label, no weights and no resume meant for the old."""
     monkeypatch.setattr(sglang, "_LOOK_S", 0.0)  # this launch takes no time
     server = SGLangServer(fake.url)
-    server.expect(server.connect(5).identity)
+    server.pin(server.identify(5).identity)
     server.set_label("7", 5)
     fake.restart()
     for call in (
@@ -85,8 +85,8 @@ def test_nothing_is_done_to_another_launch(
         with pytest.raises(AnotherGeneration):
             call()
     assert fake.label == "default"
-    assert not server.touched
-    server.expect(server.connect(5).identity)
+    assert not server.dirty
+    server.pin(server.identify(5).identity)
     server.set_label("8", 5)
     assert fake.label == "8"
     server.close()
@@ -97,7 +97,7 @@ def test_a_launch_is_looked_at_before_the_pause_and_not_again_at_once(
 ) -> None:
     """While requests wait, nothing is asked that was answered a moment ago; later it is asked again."""
     server = SGLangServer(fake.url)
-    server.expect(server.connect(5).identity)
+    server.pin(server.identify(5).identity)
     server.pause("in_place", 5)
     calls: list[str] = []
 
@@ -119,12 +119,12 @@ def test_a_launch_is_looked_at_before_the_pause_and_not_again_at_once(
 def test_a_launch_that_was_looked_at_ahead_is_paused_at_once(fake: FakeSGLang, *, other: bool) -> None:
     """Another launch is paused all the same, but gets nothing that was meant for this one."""
     server = SGLangServer(fake.url)
-    server.expect(server.connect(5).identity)
+    server.pin(server.identify(5).identity)
     server.set_label("7", 5)
     if other:
         fake.restart()
-    server.expect("")
-    server.expect(server.facts.identity)
+    server.pin("")
+    server.pin(server.facts.identity)
     calls = calls_of(server)
 
     server.look_ahead(5)
@@ -140,7 +140,7 @@ def test_a_launch_that_was_looked_at_ahead_is_paused_at_once(fake: FakeSGLang, *
 def test_a_look_of_long_ago_is_repeated_before_the_pause(fake: FakeSGLang, monkeypatch: pytest.MonkeyPatch) -> None:
     """A round may be long prepared before it pauses anybody; what follows the pause must not have to look."""
     server = SGLangServer(fake.url)
-    server.expect(server.connect(5).identity)
+    server.pin(server.identify(5).identity)
     calls = calls_of(server)
     server.look_ahead(5)
     looked_at = server._looked_at
@@ -157,7 +157,7 @@ def test_a_look_of_long_ago_is_repeated_before_the_pause(fake: FakeSGLang, monke
 def test_a_pause_is_of_the_kind_that_was_asked_for(fake: FakeSGLang, mode: str) -> None:
     """Requests that run are kept, computed again or ended: that is the channel's policy, and nobody else's."""
     server = SGLangServer(fake.url)
-    server.connect(5)
+    server.identify(5)
 
     server.pause(mode, 5)
 
@@ -169,7 +169,7 @@ def test_a_pause_is_of_the_kind_that_was_asked_for(fake: FakeSGLang, mode: str) 
 def test_a_server_that_cannot_be_looked_at_is_paused_all_the_same(fake: FakeSGLang) -> None:
     """It may be one that must not generate; what changes it afterwards looks again."""
     server = SGLangServer(fake.url)
-    server.expect(server.connect(5).identity)
+    server.pin(server.identify(5).identity)
     calls = calls_of(server)
     fake.inject("/model_info", "refuse")
     server.pause("in_place", 5)
@@ -198,11 +198,11 @@ def test_an_update_never_goes_on_in_the_session_of_another_agent(
 def test_death_in_a_call_is_unreachable(fake: FakeSGLang) -> None:
     """A connection that breaks before the answer: the weights count as touched."""
     server = SGLangServer(fake.url)
-    server.connect(5)
+    server.identify(5)
     fake.inject("/update_weights_from_disk", "die")
     with pytest.raises(ServerUnreachable):
         server.load_checkpoint("/x", 5)
-    assert server.touched
+    assert server.dirty
     with pytest.raises(ServerUnreachable):
         server.label(5)
     server.close()
@@ -211,7 +211,7 @@ def test_death_in_a_call_is_unreachable(fake: FakeSGLang) -> None:
 def test_a_server_that_hangs_is_left_at_the_deadline(fake: FakeSGLang) -> None:
     """No call outlives its own deadline."""
     server = SGLangServer(fake.url)
-    server.connect(5)
+    server.identify(5)
     fake.inject("/pause_generation", "hang")
     with pytest.raises(ServerSilent, match=r"1\.0 s"):
         server.pause("retract", 1.0)
@@ -222,10 +222,10 @@ def test_both_keys_are_used_where_they_belong(checkpoints: tuple[Path, Path]) ->
     """With an admin key set, each kind of endpoint takes only its own key."""
     fake = FakeSGLang(checkpoints[0], api_key="a", admin_key="b").start()
     both, api_only = SGLangServer(fake.url, Keys("a", "b")), SGLangServer(fake.url, Keys("a"))
-    both.connect(5)
+    both.identify(5)
     both.pause("retract", 5)
     both.resume(5)
-    api_only.connect(5)
+    api_only.identify(5)
     with pytest.raises(ServerRefused) as caught:
         api_only.pause("retract", 5)
     assert caught.value.status == 401
@@ -237,7 +237,7 @@ def test_both_keys_are_used_where_they_belong(checkpoints: tuple[Path, Path]) ->
 def test_flush_is_tried_again_until_requests_are_gone(fake: FakeSGLang) -> None:
     """A refused flush is normal just after a pause; one that stays refused ends at the deadline."""
     server = SGLangServer(fake.url)
-    server.connect(5)
+    server.identify(5)
     fake.inject("/flush_cache", "refuse")
     server.flush(5)
     assert fake.calls.count("/flush_cache") == 2

@@ -13,8 +13,9 @@ import httpcore
 import pytest
 
 from tests.kit.trickle import trickling
+from weightbus.engine_agent.engines.interface import Keys
 from weightbus.engine_agent.engines.sglang import http_client as wire
-from weightbus.engine_agent.engines.sglang.http_client import HttpClient, Keys, _object
+from weightbus.engine_agent.engines.sglang.http_client import HttpClient, _object
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent, ServerUnreachable
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000\r\n\r\n"

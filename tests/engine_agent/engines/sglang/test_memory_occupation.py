@@ -35,8 +35,8 @@ def connected(fake: FakeSGLang) -> Iterator[Connect]:
     made: list[SGLangServer] = []
 
     def connect(file: Path | None = None) -> SGLangServer:
-        made.append(SGLangServer(fake.url, lending=MemoryOccupation(file)))
-        made[-1].connect()
+        made.append(SGLangServer(fake.url, memory=MemoryOccupation(file)))
+        made[-1].identify()
         return made[-1]
 
     yield connect
@@ -51,16 +51,16 @@ def orders(fake: FakeSGLang) -> list[str]:
 def test_memory_comes_back_weights_first_and_before_anything_generates(fake: FakeSGLang, connected: Connect) -> None:
     """Requests are ended before it goes; the weights come when a version comes, the rest when the server goes on."""
     server = connected()
-    server.give_up()
-    server.give_back()
+    server.prepare_release()
+    server.release_memory()
     assert fake.lent == set(TAGS)
 
     with pytest.raises(ServerError, match="given its weights back"):
         server.resume()
     assert fake.mode == "abort"
-    server.take_weights_back()
+    server.resume_weights_memory()
     assert fake.lent == set(TAGS) - {WEIGHTS}
-    server.take_weights_back()
+    server.resume_weights_memory()
     server.resume()
 
     assert orders(fake) == [
@@ -79,13 +79,13 @@ def test_another_agent_knows_what_was_given_back(fake: FakeSGLang, connected: Co
     file = tmp_path / "e0.memory.json"
     before = connected(file)
     name = before.facts.identity
-    given_up = before.give_up().identity
-    before.give_back()
+    given_up = before.prepare_release().identity
+    before.release_memory()
 
     after = connected(file)
     assert after.facts.identity == given_up != name
     assert after.facts.undefined
-    after.take_weights_back()
+    after.resume_weights_memory()
     after.resume()
     assert not fake.lent
     fake.restart()
@@ -100,31 +100,31 @@ def test_what_was_refused_is_not_asked_back(fake: FakeSGLang, connected: Connect
     """A server that said no has everything; of one that died over it nobody knows, and the file says given."""
     server = connected()
     fake.inject("/release_memory_occupation", "refuse")
-    server.give_up()
+    server.prepare_release()
     with pytest.raises(ServerError, match="injected"):
-        server.give_back()
+        server.release_memory()
     server.resume()
     assert "/resume_memory_occupation" not in fake.calls
 
     fake.inject("/release_memory_occupation", "die")
-    server.give_up()
+    server.prepare_release()
     with pytest.raises(ServerError):
-        server.give_back()
+        server.release_memory()
     with pytest.raises(ServerError, match="given its weights back"):
-        server.take_rest_back()
+        server.resume_memory()
 
 
 def test_what_cannot_be_given_is_not_asked_for(fake: FakeSGLang, connected: Connect, tmp_path: Path) -> None:
     """A server without the memory saver answers 200 and keeps everything; one that gave it all has nothing left."""
     server = connected()
-    server.give_up()
-    server.give_back()
+    server.prepare_release()
+    server.release_memory()
     with pytest.raises(NothingToGive, match="already"):
-        server.give_up()
+        server.prepare_release()
     fake.memory_saver = False
     fake.restart()
     with pytest.raises(NothingToGive, match="--enable-memory-saver"):
-        connected().give_up()
+        connected().prepare_release()
     assert fake.calls.count("/pause_generation") == 1
 
     for bad in (b"{", b'{"tags":["\xff"]}'):

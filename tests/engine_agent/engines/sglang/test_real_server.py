@@ -21,7 +21,7 @@ from weightbus.engine_agent.engines.sglang import cpu_server
 
 from ....kit import tiny_model
 from ....kit.ports import free_port
-from ...server_contract import PROMPT, Bench, ServerContract
+from ..engine_contract import PROMPT, Bench, ServerContract
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 START_S = 480.0

@@ -19,8 +19,8 @@ from weightbus.dataplane.processes.rendezvous_store import serve_store
 from weightbus.dataplane.transports.distributed import store_proxy as relay_module
 from weightbus.dataplane.transports.distributed.store_proxy import StoreProxy
 from weightbus.dataplane.transports.interface import Address
+from weightbus.engine_agent.engines.local_process import loopback_of
 from weightbus.engine_agent.engines.sglang import sglang_server as sglang
-from weightbus.engine_agent.engines.sglang.reachability_probe import reached_at
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError
 
@@ -177,7 +177,7 @@ def test_a_group_that_is_left_while_a_way_to_it_is_looked_for_is_not_joined(
         except ServerError as error:
             errors.append(error)
 
-    monkeypatch.setattr(sglang, "reached_at", slow)
+    monkeypatch.setattr(sglang, "loopback_of", slow)
     joins = threading.Thread(target=join, daemon=True)
     joins.start()
     assert looks.wait(AT_ONCE_S)
@@ -209,7 +209,7 @@ def test_a_store_that_ends_ends_its_clients() -> None:
 def test_only_a_server_on_the_loopback_reaches_a_relay(host: str, at: str) -> None:
     """Others may be on other machines: they meet in the store itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert reached_at(f"http://{host}:{server.getsockname()[1]}") == at
+        assert loopback_of(f"http://{host}:{server.getsockname()[1]}") == at
 
 
 @pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
@@ -217,7 +217,7 @@ def test_only_a_server_on_the_loopback_reaches_a_relay(host: str, at: str) -> No
 def test_a_server_that_listens_on_all_addresses_of_ipv6_is_seen(*, dual: bool) -> None:
     """As ``--host ::`` has it: it is in another table of the kernel's."""
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=dual) as server:
-        assert reached_at(f"http://[::1]:{server.getsockname()[1]}") == "::1"
+        assert loopback_of(f"http://[::1]:{server.getsockname()[1]}") == "::1"
 
 
 FORWARDER = """
@@ -234,6 +234,6 @@ def test_a_server_behind_a_forwarded_port_meets_in_the_store_itself() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forwarder:
         assert forwarder.stdout is not None
         port = int(forwarder.stdout.readline())
-        assert not reached_at(f"http://127.0.0.1:{port}")
+        assert not loopback_of(f"http://127.0.0.1:{port}")
         forwarder.communicate()
-    assert not reached_at(f"http://127.0.0.1:{port}")
+    assert not loopback_of(f"http://127.0.0.1:{port}")

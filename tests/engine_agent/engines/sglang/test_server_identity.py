@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from weightbus.engine_agent.engines.sglang.server_identity import facts_of, listener, start_time
+from weightbus.engine_agent.engines.local_process import listener, start_time
+from weightbus.engine_agent.engines.sglang.server_identity import facts_of
 
 BUSY = """
 import os, socket, threading

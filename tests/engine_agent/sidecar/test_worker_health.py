@@ -8,11 +8,11 @@ import pytest
 
 from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.errors import DeadlineExceeded
-from weightbus.engine_agent.engines.sglang import worker_health as module
-from weightbus.engine_agent.engines.sglang.worker_health import VERIFY_S, WorkerHealth, proof_s
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent
 from weightbus.engine_agent.machine.events import OperationDone, OperationFailed, PauseServer, Validate
+from weightbus.engine_agent.sidecar import worker_health as module
 from weightbus.engine_agent.sidecar.operation_executor import OperationExecutor
+from weightbus.engine_agent.sidecar.worker_health import VERIFY_S, WorkerHealth, proof_s
 
 
 class Server:
@@ -23,7 +23,7 @@ class Server:
         self.patience_s = 2.0
         self.asked: list[str] = []
 
-    def expect(self, _identity: str) -> None: ...
+    def pin(self, _identity: str) -> None: ...
 
     def pause(self, _mode: str, _deadline_s: float) -> None:
         self._asked("pause")

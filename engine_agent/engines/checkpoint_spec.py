@@ -16,7 +16,7 @@ import msgspec
 
 from weightbus.dataplane.quantize import Quantization, UnknownScheme, hf_quantization_config as quantization_config
 
-from ...errors import UnfitManifest
+from ..errors import UnfitManifest
 
 _HEADER_LIMIT: Final = 256 * 1024 * 1024
 _DTYPES: Final = {

@@ -19,8 +19,8 @@ from weightbus.engine_agent.engines.sglang.http_client import HttpClient
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError, ServerRefused
 
-from ..kit.fake_weights import FakeWeights, read
-from ..kit.waiting import until
+from ...kit.fake_weights import FakeWeights, read
+from ...kit.waiting import until
 
 PROMPT = [5, 6, 7]
 CALL_S = 120.0
@@ -32,7 +32,7 @@ class Bench:
     def __init__(self, url: str, first: Path, second: Path, runtime_dir: Path) -> None:
         self.url, self.first, self.second = url, first, second
         self.server = SGLangServer(url)
-        self.server.connect(CALL_S)
+        self.server.identify(CALL_S)
         self.memory = TorchSharedBuffers(runtime_dir)
 
     def generate(self, tokens: int = 8) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class ServerContract:
     def test_facts_do_not_change_while_it_lives(self, bench: Bench) -> None:
         """The same launch is recognized again, and it says what validation needs."""
         facts = bench.server.facts
-        again = bench.server.connect(CALL_S)
+        again = bench.server.identify(CALL_S)
         assert again.identity == facts.identity
         assert (facts.pp, facts.dp, facts.device) == (1, 1, "cpu")
         assert facts.architectures == ("Qwen3ForCausalLM",)
@@ -86,7 +86,7 @@ class ServerContract:
         server = bench.server
         server.pause("retract", CALL_S)
         server.load_checkpoint(str(bench.second), CALL_S)
-        by_disk = server.checksums(CALL_S) if server.dialect.cpu_checksums else []
+        by_disk = server.live_digests(CALL_S) if server.dialect.cpu_checksums else []
         server.flush(CALL_S)
         server.resume(CALL_S)
         tokens = bench.generate()["output_ids"]
@@ -98,7 +98,7 @@ class ServerContract:
         server.pause("retract", CALL_S)
         bench.load(bench.second)
         if server.dialect.cpu_checksums:
-            assert server.checksums(CALL_S) == by_disk
+            assert server.live_digests(CALL_S) == by_disk
         server.flush(CALL_S)
         server.resume(CALL_S)
         assert bench.generate()["output_ids"] == tokens
@@ -110,7 +110,7 @@ class ServerContract:
         bench.server.load_checkpoint(str(bench.first), CALL_S)
         weights = FakeWeights(bench.first, bench.server.tp)
         expected = [weights.checksums(rank) for rank in range(bench.server.tp)]
-        assert bench.server.checksums(CALL_S) == expected
+        assert bench.server.live_digests(CALL_S) == expected
 
     def test_a_paused_server_answers_after_it_was_resumed(self, bench: Bench) -> None:
         """Requests wait while it is paused, and none is lost."""
@@ -157,7 +157,7 @@ class ServerContract:
         server = bench.server
         if not server.dialect.cpu_checksums:
             with pytest.raises(ServerError):
-                server.checksums(CALL_S)
+                server.live_digests(CALL_S)
         if not server.dialect.sessions:
             with pytest.raises(ServerRefused) as refused:
                 server._wire.admin("/begin_weight_update", {}, CALL_S)

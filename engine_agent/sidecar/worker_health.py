@@ -10,8 +10,8 @@ from typing import Final
 from weightbus.dataplane.errors import DeadlineExceeded, TransferFailed, WorkerDied
 from weightbus.dataplane.transports import Minding, Receiver
 
-from ...errors import ServerError, ServerSilent
-from .sglang_server import SGLangServer
+from ..engines import Engine
+from ..errors import ServerError, ServerSilent
 
 VERIFY_S: Final = 240.0
 """Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
@@ -28,7 +28,7 @@ _LOOK_S: Final = 10.0
 class WorkerHealth:
     """Of one server, from launch to launch. Used from one thread."""
 
-    def __init__(self, server: SGLangServer) -> None:
+    def __init__(self, server: Engine) -> None:
         self._server = server
         self._silent: str | None = None
         """A launch that did not answer a call in time."""

@@ -1,0 +1,121 @@
+"""Processes of a server on this host, as the kernel shows them: which listens on a port, whether it lives, its workers.
+
+What cannot be seen from here (another host, another container, another user) is reported as unknown, never guessed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+_PROC: Final = Path("/proc")
+_LISTEN: Final = "0A"
+"""TCP_LISTEN, as /proc/net/tcp has it."""
+_START_FIELD: Final = 19
+"""``starttime`` in /proc/PID/stat, counted after the command's closing parenthesis."""
+
+
+def listener(url: str) -> tuple[int, int] | None:
+    """Process id and start time of the process that listens on `url`'s port on this machine; None if not seen."""
+    parts = urlsplit(url)
+    if parts.hostname not in {"127.0.0.1", "localhost", "::1"} or parts.port is None:
+        return None
+    sockets = _listening(parts.port)
+    if not sockets:
+        return None
+    for folder in _PROC.iterdir():
+        if folder.name.isdigit() and _holds(folder, sockets):
+            started = start_time(int(folder.name))
+            return None if started is None else (int(folder.name), started)
+    return None
+
+
+def loopback_of(url: str) -> str:
+    """The address of the loopback at which the server of `url` reaches this process; empty if it may be elsewhere.
+
+    Behind a forwarded port (of a container, by ssh) stands a server whose loopback is another one. So the listening
+    process has to be a Python of this host that can be seen from here: no port is forwarded with that.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    at = "127.0.0.1" if host == "localhost" or host.startswith("127.") else host if host == "::1" else ""
+    return at if at and _a_python_listens(parts.port or 80) else ""
+
+
+def workers_of(pid: int, name: bytes) -> dict[int, int]:
+    """Start times of the processes below `pid` whose command begins with `name`, as far as they can be seen here."""
+    parents: dict[int, int] = {}
+    workers: list[int] = []
+    for folder in _PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            each = int(folder.name)
+            parents[each] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if (folder / "cmdline").read_bytes().startswith(name):
+                workers.append(each)
+    found = {each: start_time(each) for each in workers if pid in _above(each, parents)}
+    return {each: started for each, started in found.items() if started is not None}
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """What a process was started with. Raises `OSError` where it may not be read, and while it begins or ends."""
+    entries = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    if not any(entries):
+        raise ProcessLookupError(f"process {pid} has no environment: it is about to begin, or has ended")
+    pairs = (entry.decode(errors="replace").partition("=") for entry in entries if entry)
+    return {name: value for name, _, value in pairs}
+
+
+def start_time(pid: int) -> int | None:
+    """When process `pid` started, in clock ticks since boot; None when it has ended, reaped or not."""
+    try:
+        stat = (_PROC / str(pid) / "stat").read_text()
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in {"Z", "X"} else int(fields[_START_FIELD])
+
+
+def _above(pid: int, parents: Mapping[int, int]) -> Iterator[int]:
+    while (pid := parents.get(pid, 0)) > 1:
+        yield pid
+
+
+def _listening(port: int) -> set[str]:
+    """Inodes of the sockets that listen on `port`, in this network namespace."""
+    found: set[str] = set()
+    for table in ("net/tcp", "net/tcp6"):
+        with contextlib.suppress(OSError):  # a kernel without IPv6
+            for line in (_PROC / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                    found.add(fields[9])
+    return found
+
+
+def _a_python_listens(port: int) -> bool:
+    sockets = _listening(port)
+    for folder in _PROC.glob("[0-9]*") if sockets else ():
+        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+            if _holds(folder, sockets) and "python" in (folder / "exe").readlink().name:
+                return True
+    return False
+
+
+def _holds(folder: Path, sockets: set[str]) -> bool:
+    try:
+        return any(_socket(link) in sockets for link in (folder / "fd").iterdir())
+    except OSError:  # it ended meanwhile, or belongs to another user
+        return False
+
+
+def _socket(link: Path) -> str | None:
+    """Inode of the socket behind one open file. A server closes some while they are looked at: that is not its end."""
+    try:
+        found = re.match(r"socket:\[(\d+)\]$", str(link.readlink()))
+    except FileNotFoundError:
+        return None
+    return found[1] if found else None
