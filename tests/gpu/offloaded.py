@@ -30,11 +30,11 @@ from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, GatherReach
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, MemoryAccess
 from weightbus.trainer_agent.assembly.gather_plan import plan
-from weightbus.trainer_agent.assembly.host_uploads import HostLane
+from weightbus.trainer_agent.assembly.host_uploads import HostUploadStream
 from weightbus.trainer_agent.machine.snapshot_queue import SnapshotMemory
-from weightbus.trainer_agent.publish.snapshot import Store
+from weightbus.trainer_agent.publish.snapshot import SnapshotBuffer
 from weightbus.trainer_agent.quantized.quantized_source import quantized
 
 PASSES = 4
@@ -63,7 +63,9 @@ class Trainer:
         self._specs: list[TensorSpec] = []
         self._dtype, self._pin = dtype, pin and device.type == "cuda"
         self.reach = (
-            GatherReach() if device.type == "cuda" else GatherReach(lambda *_: pin, lambda _: pin, lambda _: HostLane())
+            MemoryAccess()
+            if device.type == "cuda"
+            else MemoryAccess(lambda *_: pin, lambda _: pin, lambda _: HostUploadStream())
         )
         for layer in range(layers):
             self._layer(f"model.layers.{layer}.", sizes)
@@ -156,7 +158,7 @@ def equal_quantized(device: torch.device) -> bool:
     far = Trainer(SMALL, 2, torch.float32, device, pin=True)
     near = Trainer(SMALL, 2, torch.float32, device, pin=False)
     near.storages[:] = [each.to(device) for each in far.storages]
-    near.reach = GatherReach()
+    near.reach = MemoryAccess()
     manifest, found = None, []
     for trainer in (far, near):
         source = quantized(trainer, CONFIG)
@@ -236,7 +238,7 @@ def measure(device: torch.device, sizes: Sequence[int], nbytes: int, bucket: int
 
 def snapshot(trainer: Trainer, bucket: int, manifest: Manifest, copied: float) -> dict[str, object]:
     """Taken into the host's memory from the device, then read from it."""
-    store = Store(manifest, trainer.device, SnapshotMemory.HOST)
+    store = SnapshotBuffer(manifest, trainer.device, SnapshotMemory.HOST)
     settle(trainer.device)
     store.take(lambda index, out: trainer.assemble(manifest, index, out))
     settle(trainer.device)

@@ -5,7 +5,7 @@ import torch
 
 from weightbus.dataplane.tensors.manifest import BucketSpec, Manifest, TensorSpec
 from weightbus.trainer_agent.machine.snapshot_queue import SnapshotMemory
-from weightbus.trainer_agent.publish.snapshot import Store
+from weightbus.trainer_agent.publish.snapshot import SnapshotBuffer
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ def test_training_goes_on_over_the_parameters(memory: SnapshotMemory) -> None:
     """Kernels that are queued behind `take` change the parameters; the snapshot, read on another stream, does not."""
     device = torch.device("cuda", 0)
     live = [torch.full((bucket.nbytes,), index, dtype=torch.uint8, device=device) for index, bucket in _buckets()]
-    store = Store(MANIFEST, device, memory)
+    store = SnapshotBuffer(MANIFEST, device, memory)
     for turn in range(2):
         store.take(lambda index, out: out.copy_(live[index]))
         for tensor in live:

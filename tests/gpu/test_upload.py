@@ -91,7 +91,7 @@ def test_another_rank_sends_from_the_gpu(*, pin: bool) -> None:
     manifest = Manifest.of("M", specs, 100_000)
     device = torch.device("cuda", 0)
     post = Sent()
-    plans = plan(manifest, Shards.of(specs, rows, 1), rank=1, straight_bytes=1)
+    plans = plan(manifest, Shards.of(specs, rows, 1), rank=1, zero_copy_bytes=1)
     assembler = Assembler(plans, storages, 1, None, post)  # type: ignore[arg-type]  # all that is asked of an exchange here
     for index, bucket in enumerate(plans):
         assembler.run(index, None, device)

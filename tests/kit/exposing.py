@@ -25,23 +25,23 @@ def exposed_digests_and_tensors(source: Source) -> tuple[list[bytes], dict[str, 
     assert isinstance(source, Exportable)
     manifest = Manifest.of(source.model, source.tensors())
     with tempfile.TemporaryDirectory(prefix="wb-x") as folder:
-        exposure = MemoryExport(source, manifest, Path(folder), "x")
-        exposure.expose()
-        digests = exposure.digests()
-        assert digests is not None, exposure.unsummed
-        found = read(exposure.current, manifest) if source.root else {}
+        memory_export = MemoryExport(source, manifest, Path(folder), "x")
+        memory_export.expose()
+        digests = memory_export.digests()
+        assert digests is not None, memory_export.undigestible
+        found = read(memory_export.current, manifest) if source.root else {}
         source.collect(b"read")  # until then nobody closes
-        exposure.close()
+        memory_export.close()
     return [digests[at : at + 16] for at in range(0, len(digests), 16)], found
 
 
-def read(exposed: ExportedWeights, manifest: Manifest) -> dict[str, torch.Tensor]:
+def read(exported: ExportedWeights, manifest: Manifest) -> dict[str, torch.Tensor]:
     """Every tensor, packed, by a plan over what is exposed."""
     everything = tuple(StagedTensor(index, NotCopiedCause.COMPUTED) for index in range(len(manifest.tensors)))
     recording = LoadTrace(0, (), Shards.of(manifest.tensors, []), loaded=everything)
-    plan = make_plan(exposed.pieces, exposed.exports, recording, PlanReader(0, host_identity(), "cpu"))
+    plan = make_plan(exported.pieces, exported.exports, recording, PlanReader(0, host_identity(), "cpu"))
     importer = RegionImporter()
-    for each in exposed.exporters:
+    for each in exported.exporters:
         regions = [source.region for source in plan.sources if source.holder == each.holder]
         if regions:
             importer.open(each.address, each.holder, each.generation, regions, 30.0)

@@ -108,11 +108,11 @@ def run_case(case: Case, world: int, checkpoints: Path) -> dict[str, Any]:
         sources = sorted(set(owners))
         manifest, shares = cut("M", ranks[0].tensors, [sources.index(owner) for owner in owners], bucket_bytes)
         roots = [sources[source] for source in shares.of]
-    straight = chance.choice([1, 2000, 1 << 20])
+    zero_copy = chance.choice([1, 2000, 1 << 20])
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     assemblers = [
         Assembler(
-            plan(manifest, pieces, rank=rank, roots=roots, straight_bytes=straight),
+            plan(manifest, pieces, rank=rank, roots=roots, zero_copy_bytes=zero_copy),
             each.parameters,
             rank,
             roots,

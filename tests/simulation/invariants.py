@@ -47,7 +47,7 @@ from weightbus.control.protocol.messages import (
     Welcome,
 )
 from weightbus.trainer_agent.machine.events import EndReason
-from weightbus.trainer_agent.machine.publication import RoundResult
+from weightbus.trainer_agent.machine.publication import PublicationResult
 
 from .server_model import LAUNCH
 
@@ -354,10 +354,10 @@ class Judge:
         if ending is EndReason.ABORTED and durable and not self._ghosts:
             self.broken("nothing-lost", f"{trainer} takes its version {version} for aborted; it was committed")
 
-    def begun_anew(self, trainer: str, version: int, verdict: RoundResult) -> None:
+    def begun_anew(self, trainer: str, version: int, result: PublicationResult) -> None:
         """How a publication ended whose table did not follow after all."""
-        if verdict.code is RefusalCode.NOT_ALLOWED:
-            self.broken("begun-anew", f"{trainer}'s version {version} is refused: {verdict.reason}")
+        if result.code is RefusalCode.NOT_ALLOWED:
+            self.broken("begun-anew", f"{trainer}'s version {version} is refused: {result.reason}")
 
     def _same(self, agent: str, message: Ack | Granted | Refused) -> None:
         key = (agent, message.request)

@@ -262,7 +262,7 @@ MUTATIONS: Final = (
         "    if False:\n",
         (
             PUBLICATION,
-            "event.code is RefusalCode.NOT_ALLOWED\n            and self._given_up is not None\n",
+            "event.code is RefusalCode.NOT_ALLOWED\n            and self._unheard_abandon is not None\n",
             "False\n",
         ),
     ),
@@ -532,15 +532,15 @@ MUTATIONS: Final = (
         "trainer-never-reports-what-it-sent",
         "heard-out",
         PUBLICATION,
-        "                return (self._unsaid,)\n            case Noted():",
-        "                return ()\n            case Noted():",
+        "                return (self._pending_report,)\n            case ReportAcknowledged():",
+        "                return ()\n            case ReportAcknowledged():",
     ),
     _m(  # found by a review in our own code
         "trainer-says-nothing-of-an-offer-whose-answer-was-lost",
         "heard-out",
         PUBLICATION,
-        '            self._unsaid = ReportSent(self.epoch, failed, table=self.table if self.open else "")\n',
-        "            self._unsaid = None\n",
+        "            self._pending_report = ReportDelivery(self.epoch, failed, table=table)\n",
+        "            self._pending_report = None\n",
     ),
     _m(
         "agent-stays-a-stranger",

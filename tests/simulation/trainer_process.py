@@ -40,7 +40,7 @@ class TrainerProcess(Process):
         self.client: Client | None = None
         self.checkpoint = 0
         self.busy = False
-        self.verdicts: list[tuple[int, publication.RoundResult]] = []
+        self.results: list[tuple[int, publication.PublicationResult]] = []
 
     def born(self) -> None:
         """A new process, from its checkpoint."""
@@ -82,19 +82,19 @@ class TrainerProcess(Process):
                 yield 1.0
             self.busy = True
             self._going_back, back = back, False
-            verdict = yield from self._publish(client, version)
+            result = yield from self._publish(client, version)
             self.busy = False
             table = hashlib.sha256(self._blob(version)).hexdigest()
             lease, hello = self._machine.lease, self._hello_answered
-            self._world.judge.publication_over(self.name, version, table, verdict.ending, lease=lease, hello=hello)
+            self._world.judge.publication_over(self.name, version, table, result.ending, lease=lease, hello=hello)
             if self._undigested:
-                self._world.judge.begun_anew(self.name, version, verdict)
-            self.verdicts.append((version, verdict))
-            self.loop.note(self.name, f"publication of {version}: {verdict.ending} {verdict.reason}")
-            if verdict.ending is ev.EndReason.COMMITTED:
+                self._world.judge.begun_anew(self.name, version, result)
+            self.results.append((version, result))
+            self.loop.note(self.name, f"publication of {version}: {result.ending} {result.reason}")
+            if result.ending is ev.EndReason.COMMITTED:
                 self.checkpoint = max(self.checkpoint, version - self._rng.randrange(3))
                 version += 1
-            elif verdict.code is m.RefusalCode.VERSION_NOT_NEWER:
+            elif result.code is m.RefusalCode.VERSION_NOT_NEWER:
                 back = self._rng.random() < self._world.scenario.rollback
                 version = version if back else self._world.committed_version() + 1 + self._rng.randrange(2)
             elif self._rng.random() < 0.3:
@@ -114,18 +114,18 @@ class TrainerProcess(Process):
         self._undigested = False
         self._keys: dict[int, RequestId] = {}
         self._delivery: _Delivery | None = None
-        effects = deque(self._handle(ev.PublishAsked()))
-        while effects or machine.verdict is None:
+        effects = deque(self._handle(ev.PublishRequested()))
+        while effects or machine.result is None:
             if effects:
                 event = yield from self._perform(client, version, effects.popleft())
             else:
                 event = yield from self._wait(client)
             if event is not None:
                 effects.extend(self._handle(event))
-        return machine.verdict
+        return machine.result
 
     def _handle(self, event: ev.AnyEvent) -> ev.Effects:
-        self._undigested = self._undigested or isinstance(event, ev.Undigested)
+        self._undigested = self._undigested or isinstance(event, ev.DigestsUnavailable)
         effects = self._machine.handle(event, self.clock())
         self._machine.check()
         return effects
@@ -140,11 +140,11 @@ class TrainerProcess(Process):
             return self._event(message)
         delivery = self._delivery
         if delivery is not None:
-            if self._machine.open and not self._machine.table:
-                return (yield from self._close_table())
+            if self._machine.digests_deferred and not self._machine.table:
+                return (yield from self._await_digests())
             if delivery.over(now):
                 self._delivery = None
-                return ev.Delivered(delivery.epoch, delivery.failed(), delivery.spared())
+                return ev.DeliveryEnded(delivery.epoch, delivery.failed(), delivery.spared())
             yield 0.2, client.bell
             return None
         yield min(5.0, deadline - now if deadline is not None else 5.0), client.bell
@@ -153,9 +153,9 @@ class TrainerProcess(Process):
     def _event(self, message: m.ToAgent) -> ev.AnyEvent | None:
         match message:
             case m.Send():
-                return ev.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
+                return ev.SendRequested(message.epoch, message.version, message.receivers, message.deadline_s)
             case m.Withdraw():
-                return ev.Withdrawn(message.epoch, message.engines)
+                return ev.EnginesWithdrawn(message.epoch, message.engines)
             case m.RoundDone():
                 return ev.RoundEnded(
                     message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
@@ -169,25 +169,25 @@ class TrainerProcess(Process):
 
     def _perform(self, client: Client, version: int, effect: ev.AnyEffect) -> Thread:  # noqa: C901, PLR0911
         match effect:
-            case ev.AskLease():
+            case ev.RequestLease():
                 return (yield from self._asking(self._acquire(client, version)))
             case ev.AssembleBuckets():
                 yield 0.05 + 0.5 * self._rng.random()
-                return ev.Digested(hashlib.sha256(self._blob(version)).hexdigest())
-            case ev.Announce():
+                return ev.DigestsReady(hashlib.sha256(self._blob(version)).hexdigest())
+            case ev.AnnounceRound():
                 return (yield from self._asking(self._announce(client, version, effect)))
-            case ev.DeliverBuckets():
+            case ev.StartDelivery():
                 return (yield from self._asking(self._deliver(client, version, effect)))
-            case ev.CloseTable():
-                return (yield from self._close_table())
-            case ev.ReportSent():
+            case ev.AwaitDigests():
+                return (yield from self._await_digests())
+            case ev.ReportDelivery():
                 return (yield from self._asking(self._report(client, version, effect)))
             case ev.DropReceivers():
                 if self._delivery is not None:
                     self._delivery.withdraw(effect.engines)
             case ev.StopDelivery():
                 self._stop_delivery()
-            case ev.AbandonLease():
+            case ev.AbandonRound():
                 reason = effect.reason[:200]
                 yield from self._farewell(client, m.Abandon, epoch=Epoch(effect.epoch), reason=reason)
             case ev.ReleaseLease():
@@ -198,9 +198,9 @@ class TrainerProcess(Process):
         try:
             return (yield from step)
         except RequestRefused as refused:
-            return ev.RequestRefusal(refused.code, refused.reason, refused.retry_after_s)
+            return ev.RequestDenied(refused.code, refused.reason, refused.retry_after_s)
         except CoordinatorUnreachable as silence:
-            return ev.Unreachable(str(silence))
+            return ev.RequestTimedOut(str(silence))
 
     def _acquire(self, client: Client, version: int) -> Thread:
         message = m.Acquire(
@@ -213,9 +213,9 @@ class TrainerProcess(Process):
         assert isinstance(answer, m.Granted)
         self._committed = answer.committed
         newer = answer.committed is None or version > answer.committed.version
-        return ev.GotLease(answer.epoch, answer.committed, answer.may_leave_open and newer)
+        return ev.LeaseObtained(answer.epoch, answer.committed, answer.may_leave_open and newer)
 
-    def _announce(self, client: Client, version: int, effect: ev.Announce) -> Thread:
+    def _announce(self, client: Client, version: int, effect: ev.AnnounceRound) -> Thread:
         epoch, blobs = effect.epoch, (b"the layout", self._blob(version))
         manifest, table = (Digest(hashlib.sha256(blob).hexdigest()) for blob in blobs)
         scenario = self._world.scenario
@@ -225,7 +225,7 @@ class TrainerProcess(Process):
             epoch=Epoch(epoch),
             version=Version(version),
             manifest=manifest,
-            table=Digest("") if effect.open else table,
+            table=Digest("") if effect.digests_deferred else table,
             bytes=scenario.buckets,
             buckets=scenario.buckets,
             policy=self._world.policy(),
@@ -235,17 +235,19 @@ class TrainerProcess(Process):
             message = sign_publication(message, AgentId(self.name), secret_of(self.name), self._committed)
         self._world.publishes(self.name, epoch, message.request, table, self._blob_tags(version)[0])
         self._announced = message
-        yield from client.asking_with(message, blobs[:1] if effect.open else blobs, REQUEST_S, 6 * REQUEST_S)
-        return ev.Accepted()
+        yield from client.asking_with(
+            message, blobs[:1] if effect.digests_deferred else blobs, REQUEST_S, 6 * REQUEST_S
+        )
+        return ev.RoundAccepted()
 
-    def _close_table(self) -> Thread:
+    def _await_digests(self) -> Thread:
         """What is left of digesting, then the table for whoever takes the version; seldom there is none after all."""
         version = self._machine.version
         yield self._world.scenario.digest_s * self._rng.random()
         if self._rng.random() < 0.05:
-            return ev.Undigested("the ranks cannot digest what they expose any more")
+            return ev.DigestsUnavailable("the ranks cannot digest what they expose any more")
         self._give_table(version)
-        return ev.Digested(hashlib.sha256(self._blob(version)).hexdigest())
+        return ev.DigestsReady(hashlib.sha256(self._blob(version)).hexdigest())
 
     def _give_table(self, version: int) -> None:
         blob, signature = self._blob(version), ""
@@ -255,9 +257,9 @@ class TrainerProcess(Process):
         for outlet in self._delivery.outlets if self._delivery is not None else ():
             outlet.table = blob, signature
 
-    def _deliver(self, client: Client, version: int, effect: ev.DeliverBuckets) -> Thread:
+    def _deliver(self, client: Client, version: int, effect: ev.StartDelivery) -> Thread:
         yield 0.01 + 0.05 * self._rng.random()
-        is_open = self._machine.open
+        is_open = self._machine.digests_deferred
         unable = [each for each in effect.receivers if is_open and each.transport is not m.TransportKind.DIRECT]
         able = msgspec.structs.replace(effect, receivers=tuple(each for each in effect.receivers if each not in unable))
         self._delivery = delivery = _Delivery(self, able, self._blob_tags(version))
@@ -269,8 +271,8 @@ class TrainerProcess(Process):
         if is_open and self._machine.table:
             self._give_table(version)
         elif is_open and self._rng.random() < 0.3:  # a receiver is on the same device
-            tabled = yield from self._close_table()
-            if isinstance(tabled, ev.Undigested):
+            tabled = yield from self._await_digests()
+            if isinstance(tabled, ev.DigestsUnavailable):
                 return tabled
         offers = tuple(m.Endpoint(transport=each.kind, address=self._world.address(each)) for each in delivery.outlets)
         if self._world.trust is not None:
@@ -289,7 +291,7 @@ class TrainerProcess(Process):
             delivery.told(self.clock())
         return tabled
 
-    def _report(self, client: Client, version: int, effect: ev.ReportSent) -> Thread:
+    def _report(self, client: Client, version: int, effect: ev.ReportDelivery) -> Thread:
         message = m.Sent(
             request=client.new_request(),
             channel=self._world.channel,
@@ -302,7 +304,7 @@ class TrainerProcess(Process):
             yield from client.asking_with(message, (self._blob(version),), REQUEST_S, 6 * REQUEST_S)
         else:
             yield from client.asking(message, deadline_s=REQUEST_S)
-        return ev.Noted(effect.epoch)
+        return ev.ReportAcknowledged(effect.epoch)
 
     def _farewell(self, client: Client, kind: Callable[..., m.ToCoordinator], **fields: object) -> Thread:
         message = kind(request=client.new_request(), channel=self._world.channel, **fields)
@@ -345,7 +347,7 @@ class TrainerProcess(Process):
 class _Delivery:
     """`delivery.Delivery`: one outlet for each transport."""
 
-    def __init__(self, trainer: TrainerProcess, effect: ev.DeliverBuckets, tags: tuple[str, ...]) -> None:
+    def __init__(self, trainer: TrainerProcess, effect: ev.StartDelivery, tags: tuple[str, ...]) -> None:
         self.epoch = effect.epoch
         self._deadline = trainer.clock() + effect.deadline_s
         kinds = tuple(dict.fromkeys(receiver.transport for receiver in effect.receivers))

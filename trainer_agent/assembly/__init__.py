@@ -9,12 +9,17 @@ if TYPE_CHECKING:
         DTYPES as DTYPES,
         Assembler as Assembler,
         GatherExchange as GatherExchange,
-        GatherReach as GatherReach,
+        MemoryAccess as MemoryAccess,
         check_manifest as check_manifest,
-        objection as objection,
+        unreadable_reason as unreadable_reason,
     )
     from .bucket_plan_cache import BucketPlanCache as BucketPlanCache
     from .gather_plan import BucketPlan as BucketPlan, Placement as Placement, plan as plan
-    from .host_uploads import UploadParts as UploadParts, Uploads as Uploads, cargo_of as cargo_of, pinned as pinned
+    from .host_uploads import (
+        Uploads as Uploads,
+        UploadSpans as UploadSpans,
+        is_pinned as is_pinned,
+        upload_spans_of as upload_spans_of,
+    )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

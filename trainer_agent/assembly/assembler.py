@@ -24,8 +24,8 @@ from weightbus.dataplane.memory import addresses_of
 from weightbus.dataplane.tensors import ITEM_BYTES, Manifest, TensorSpec
 
 from ..source import AssemblyFailed, LayoutMismatch
-from .gather_plan import BucketPlan, GatherMessage, GatherParcel, Placement
-from .host_uploads import Lane, UploadParts, Uploads, cargo_of, lane_for, pinned
+from .gather_plan import BucketPlan, GatherContribution, GatherMessage, Placement
+from .host_uploads import Uploads, UploadSpans, UploadStream, is_pinned, upload_spans_of, upload_stream_for
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
 """The dtypes that may travel, by the names that manifests use."""
@@ -34,7 +34,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in 
 _ROUNDED: Final = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
 
 
-def objection(tensor: torch.Tensor, *, rounded: bool) -> str:
+def unreadable_reason(tensor: torch.Tensor, *, rounded: bool) -> str:
     """What to do about a tensor whose memory is not its values; nothing for one that can be read.
 
     `rounded`: it is served in another dtype, perhaps. Values that have a scale beside them would lose it.
@@ -57,7 +57,7 @@ def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:
     )
 
 
-def elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
+def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
     """The tensor is not on `device`, which stands for any GPU when it has no index."""
     return tensor.device.type != device.type or device not in {torch.device(device.type), tensor.device}
 
@@ -95,12 +95,12 @@ class GatherExchange:
             ) from error
 
 
-class GatherReach(NamedTuple):
+class MemoryAccess(NamedTuple):
     """How memory is told apart, and how it is uploaded. Another one stands in for a GPU in tests."""
 
-    elsewhere: Callable[[torch.Tensor, torch.device], bool] = elsewhere
-    pinned: Callable[[torch.Tensor], bool] = pinned
-    lane: Callable[[torch.device], Lane] = lane_for
+    is_elsewhere: Callable[[torch.Tensor, torch.device], bool] = is_elsewhere
+    is_pinned: Callable[[torch.Tensor], bool] = is_pinned
+    upload_stream: Callable[[torch.device], UploadStream] = upload_stream_for
 
 
 class Assembler:
@@ -113,7 +113,7 @@ class Assembler:
         rank: int,
         roots: Sequence[int] | None,
         exchange: GatherExchange | None,
-        reach: GatherReach = GatherReach(),  # noqa: B008  immutable
+        memory_access: MemoryAccess = MemoryAccess(),  # noqa: B008  immutable
     ) -> None:
         """`storages` are what pieces number; `exchange` may be None where this rank neither sends nor receives.
 
@@ -124,13 +124,13 @@ class Assembler:
         self._rank = rank
         self._roots = tuple(roots) if roots is not None else (0,) * len(self._buckets)
         self._exchange = exchange
-        self._reach = reach
+        self._memory_access = memory_access
         self._scratch: torch.Tensor | None = None
-        self._pinned: Pinned | None = None
+        self._pinned: PinnedStaging | None = None
         self._uploads: Uploads | None = None
-        self._cargoes: list[UploadParts | None] = []
+        self._spans_by_bucket: list[UploadSpans | None] = []
         """By bucket, what of this rank's parcel is uploaded as it lies; empty before the first pass."""
-        self._far: dict[int, int] = {}
+        self._pinned_storages: dict[int, int] = {}
         """Storages in pinned host memory as the cargoes were made: number and bytes of an element."""
         self._places: list[int] = []
         """Where all storages were then: each may be put elsewhere, on another device too."""
@@ -159,79 +159,85 @@ class Assembler:
         far = {
             number: storage.element_size()
             for number, storage in enumerate(self._storages)
-            if self._reach.elsewhere(storage, device) and self._reach.pinned(storage)
+            if self._memory_access.is_elsewhere(storage, device) and self._memory_access.is_pinned(storage)
         }
-        self._uploads, self._far = None, far
+        self._uploads, self._pinned_storages = None, far
         mine = (bucket.get(self._rank) for bucket in self._buckets)
-        self._cargoes = [self._cargo(parcel, device) if parcel and far else None for parcel in mine]
+        self._spans_by_bucket = [
+            self._upload_spans(contribution, device) if contribution and far else None for contribution in mine
+        ]
 
-    def _cargo(self, parcel: GatherParcel, device: torch.device) -> UploadParts | None:
+    def _upload_spans(self, contribution: GatherContribution, device: torch.device) -> UploadSpans | None:
         """What is uploaded as it lies; None where nothing is, or something else has to be packed on the host."""
-        storages = {place.storage for place in _placements(parcel.messages)}
-        hidden = {each for each in storages - self._far.keys() if self._reach.elsewhere(self._storages[each], device)}
-        if hidden or not storages & self._far.keys():
+        storages = {place.storage for place in _placements(contribution.messages)}
+        hidden = {
+            each
+            for each in storages - self._pinned_storages.keys()
+            if self._memory_access.is_elsewhere(self._storages[each], device)
+        }
+        if hidden or not storages & self._pinned_storages.keys():
             return None
-        return cargo_of(_placements(parcel.messages), self._far)
+        return upload_spans_of(_placements(contribution.messages), self._pinned_storages)
 
     def _uploaded(self, index: int, device: torch.device) -> Callable[[Placement], torch.Tensor] | None:
         """Where the parcel's pieces are on the device, if they are uploaded as they lie."""
-        cargo = self._cargoes[index] if self._cargoes else None
-        if cargo is None:
+        wanted = self._spans_by_bucket[index] if self._spans_by_bucket else None
+        if wanted is None:
             return None
         if self._uploads is None:
-            largest = max(each.nbytes for each in self._cargoes if each is not None)
-            self._uploads = Uploads(self._storages, device, self._reach.lane(device), largest)
-        taken = self._uploads.take(index, cargo)
-        return lambda place: taken(place) if place.storage in cargo.spans else self._source(place)
+            largest = max(each.nbytes for each in self._spans_by_bucket if each is not None)
+            self._uploads = Uploads(self._storages, device, self._memory_access.upload_stream(device), largest)
+        taken = self._uploads.take(index, wanted)
+        return lambda place: taken(place) if place.storage in wanted.spans else self._source(place)
 
     def _upload_next(self, index: int) -> None:
         """The buffer of bucket `index` was read, in stream order: begin with the next one."""
         assert self._uploads is not None
         self._uploads.used()
         for later in range(index + 1, len(self._buckets)):
-            cargo = self._cargoes[later]
-            if cargo is not None:
-                return self._uploads.begin(later, cargo)
+            wanted = self._spans_by_bucket[later]
+            if wanted is not None:
+                return self._uploads.begin(later, wanted)
         return None
 
     def _contribute(self, index: int, device: torch.device) -> None:
-        parcel = self._buckets[index][self._rank]
-        away = self._away(parcel, device)
-        packed = [message for message in parcel.messages if message.packed or away]
-        memory = self._memory(parcel.nbytes if away else parcel.packed_bytes, device, away=away)
+        contribution = self._buckets[index][self._rank]
+        away = self._away(contribution, device)
+        packed = [message for message in contribution.messages if message.staged or away]
+        memory = self._memory(contribution.nbytes if away else contribution.staged_bytes, device, away=away)
         near = self._uploaded(index, device)
         if near is not None:
             self._pack(packed, memory, near)
             self._upload_next(index)
         elif away and device.type == "cuda":
-            self._upload(parcel, memory)
+            self._upload(contribution, memory)
         else:
             self._pack(packed, memory, self._source)
         sent: list[torch.Tensor] = []
-        for message in parcel.messages:
-            if message.packed or away:
+        for message in contribution.messages:
+            if message.staged or away:
                 sent.append(memory[message.offset : message.offset + message.nbytes])
             else:
                 (place,) = message.placements
                 sent.append(self._source(place).contiguous().view(-1).view(torch.uint8))
-        self._link().send(sent, self._roots[index])
+        self._connected_exchange().send(sent, self._roots[index])
 
     def _gather(self, index: int, out: torch.Tensor) -> None:
         bucket = self._buckets[index]
-        peers = {rank: parcel for rank, parcel in bucket.items() if rank != self._rank}
-        memory = self._memory(sum(parcel.loose_bytes for parcel in peers.values()), out.device, away=False)
-        starts = accumulate((parcel.loose_bytes for parcel in peers.values()), initial=0)
+        peers = {rank: contribution for rank, contribution in bucket.items() if rank != self._rank}
+        memory = self._memory(sum(contribution.packed_bytes for contribution in peers.values()), out.device, away=False)
+        starts = accumulate((contribution.packed_bytes for contribution in peers.values()), initial=0)
         received: list[tuple[int, torch.Tensor]] = []
         copies = _Copies()
-        for (rank, parcel), start in zip(peers.items(), starts, strict=False):
-            for message in parcel.messages:
+        for (rank, contribution), start in zip(peers.items(), starts, strict=False):
+            for message in contribution.messages:
                 if message.bucket_offset is not None:
                     received.append((rank, out[message.bucket_offset : message.bucket_offset + message.nbytes]))
                     continue
-                loose = memory[start : start + message.nbytes]
-                received.append((rank, loose))
+                packed = memory[start : start + message.nbytes]
+                received.append((rank, packed))
                 for place in message.placements:
-                    copies.add(_in_bucket(out, place), _in_parcel(loose, place))
+                    copies.add(_in_bucket(out, place), _in_contribution(packed, place))
         own = bucket.get(self._rank)
 
         def fill() -> None:
@@ -239,28 +245,28 @@ class Assembler:
                 self._fill(index, own, out)
 
         if received:
-            self._link().receive(received, fill)
+            self._connected_exchange().receive(received, fill)
         else:
             fill()
         copies.run()
 
-    def _fill(self, index: int, parcel: GatherParcel, out: torch.Tensor) -> None:
+    def _fill(self, index: int, contribution: GatherContribution, out: torch.Tensor) -> None:
         """The root's own pieces into the bucket."""
         copies = _Copies()
         near = self._uploaded(index, out.device)
         if near is not None:
-            for place in _placements(parcel.messages):
+            for place in _placements(contribution.messages):
                 copies.add(_in_bucket(out, place), near(place), place.shift)
             copies.run()
             return self._upload_next(index)
-        if out.device.type != "cuda" or not self._away(parcel, out.device):
-            for place in _placements(parcel.messages):
+        if out.device.type != "cuda" or not self._away(contribution, out.device):
+            for place in _placements(contribution.messages):
                 copies.add(_in_bucket(out, place), self._source(place), place.shift)
         else:
-            uploaded = torch.empty(parcel.nbytes, dtype=torch.uint8, device=out.device)
-            self._upload(parcel, uploaded)
-            for place in _placements(parcel.messages):
-                copies.add(_in_bucket(out, place), _in_parcel(uploaded, place))
+            uploaded = torch.empty(contribution.nbytes, dtype=torch.uint8, device=out.device)
+            self._upload(contribution, uploaded)
+            for place in _placements(contribution.messages):
+                copies.add(_in_bucket(out, place), _in_contribution(uploaded, place))
         copies.run()
         return None
 
@@ -270,30 +276,31 @@ class Assembler:
         """The pieces of `messages`, one after another, in `memory`."""
         copies = _Copies()
         for place in _placements(messages):
-            copies.add(_in_parcel(memory, place), source(place), place.shift)
+            copies.add(_in_contribution(memory, place), source(place), place.shift)
         copies.run()
 
-    def _upload(self, parcel: GatherParcel, memory: torch.Tensor) -> None:
+    def _upload(self, contribution: GatherContribution, memory: torch.Tensor) -> None:
         """The whole parcel, packed in pinned host memory, then in `memory` on a GPU: one copy, in stream order."""
         if self._pinned is None:
             largest = max(bucket[self._rank].nbytes for bucket in self._buckets if self._rank in bucket)
-            self._pinned = Pinned(largest)
-        near = self._pinned.take(parcel.nbytes)
-        self._pack(parcel.messages, near, self._source)
-        memory[: parcel.nbytes].copy_(near, non_blocking=True)
+            self._pinned = PinnedStaging(largest)
+        near = self._pinned.take(contribution.nbytes)
+        self._pack(contribution.messages, near, self._source)
+        memory[: contribution.nbytes].copy_(near, non_blocking=True)
         self._pinned.sent(memory.device)
 
     def _source(self, place: Placement) -> torch.Tensor:
         storage = self._storages[place.storage]
         return storage.as_strided(place.shape, place.strides, storage.storage_offset() + place.offset)
 
-    def _away(self, parcel: GatherParcel, device: torch.device) -> bool:
+    def _away(self, contribution: GatherContribution, device: torch.device) -> bool:
         """Some of the parameters are not where the buckets are: on a GPU and in host memory, or the other way."""
         return any(
-            self._reach.elsewhere(self._storages[place.storage], device) for place in _placements(parcel.messages)
+            self._memory_access.is_elsewhere(self._storages[place.storage], device)
+            for place in _placements(contribution.messages)
         )
 
-    def _link(self) -> GatherExchange:
+    def _connected_exchange(self) -> GatherExchange:
         assert self._exchange is not None, "the plan gives parcels to a rank outside the exchange"
         return self._exchange
 
@@ -306,14 +313,14 @@ class Assembler:
     def _scratch_bytes(self, index: int, *, away: bool) -> int:
         bucket = self._buckets[index]
         if self._rank == self._roots[index]:
-            return sum(parcel.loose_bytes for rank, parcel in bucket.items() if rank != self._rank)
-        parcel = bucket.get(self._rank)
-        if parcel is None:
+            return sum(contribution.packed_bytes for rank, contribution in bucket.items() if rank != self._rank)
+        contribution = bucket.get(self._rank)
+        if contribution is None:
             return 0
-        return parcel.nbytes if away else parcel.packed_bytes
+        return contribution.nbytes if away else contribution.staged_bytes
 
 
-class Pinned:
+class PinnedStaging:
     """Two pieces of pinned memory, taken in turn: one is packed while the other is on its way to a GPU."""
 
     def __init__(self, nbytes: int) -> None:
@@ -358,9 +365,9 @@ def _placements(messages: Sequence[GatherMessage]) -> Iterable[Placement]:
     return (place for message in messages for place in message.placements)
 
 
-def _in_parcel(parcel: torch.Tensor, place: Placement) -> torch.Tensor:
+def _in_contribution(contribution: torch.Tensor, place: Placement) -> torch.Tensor:
     """The piece within the parcel, contiguous."""
-    typed = parcel[place.parcel_offset : place.parcel_offset + place.nbytes].view(DTYPES[place.dtype])
+    typed = contribution[place.contribution_offset : place.contribution_offset + place.nbytes].view(DTYPES[place.dtype])
     return typed.view(place.shape)
 
 

@@ -29,7 +29,7 @@ from weightbus.dataplane.tensors import (
     coverage as cover,
 )
 
-STRAIGHT_BYTES: Final = 1 << 20
+ZERO_COPY_BYTES: Final = 1 << 20
 """Shorter runs go loose: a message of its own costs more than copying so little."""
 
 _ALIGNMENT: Final = 16
@@ -45,7 +45,7 @@ class Placement(msgspec.Struct, frozen=True):
     offset: int
     """Elements from the first of the local tensor; so `strides`."""
     strides: tuple[int, ...]
-    parcel_offset: int
+    contribution_offset: int
     """Bytes; so `bucket_offset`."""
     bucket_offset: int
     bucket_strides: tuple[int, ...]
@@ -70,11 +70,11 @@ class GatherMessage(msgspec.Struct, frozen=True):
     placements: tuple[Placement, ...]
     bucket_offset: int | None
     """Where all of it lies in the bucket; None for loose pieces."""
-    packed: bool
+    staged: bool
     """False for what can be sent from where it is."""
 
 
-class GatherParcel(msgspec.Struct, frozen=True):
+class GatherContribution(msgspec.Struct, frozen=True):
     """What one rank contributes to one bucket."""
 
     messages: tuple[GatherMessage, ...]
@@ -82,17 +82,17 @@ class GatherParcel(msgspec.Struct, frozen=True):
     nbytes: int
 
     @property
-    def packed_bytes(self) -> int:
+    def staged_bytes(self) -> int:
         """Bytes that a rank needs beyond its parameters, if those are where the bucket is."""
-        return max((message.offset + message.nbytes for message in self.messages if message.packed), default=0)
+        return max((message.offset + message.nbytes for message in self.messages if message.staged), default=0)
 
     @property
-    def loose_bytes(self) -> int:
+    def packed_bytes(self) -> int:
         """Bytes that the root needs beyond the bucket."""
         return sum(_padded(message.nbytes) for message in self.messages if message.bucket_offset is None)
 
 
-BucketPlan = dict[int, GatherParcel]
+BucketPlan = dict[int, GatherContribution]
 """By rank, ascending; ranks that contribute nothing are absent."""
 
 
@@ -102,7 +102,7 @@ def plan(
     *,
     rank: int,
     roots: Sequence[int] | None = None,
-    straight_bytes: int = STRAIGHT_BYTES,
+    zero_copy_bytes: int = ZERO_COPY_BYTES,
 ) -> tuple[BucketPlan, ...]:
     """The parcels of every bucket: all of them on its root, its own on another rank.
 
@@ -117,7 +117,7 @@ def plan(
     rows = _rows(manifest, mine)
     plans: list[BucketPlan] = [{} for _ in manifest.buckets]
     for (bucket, holder), group in groupby(rows, key=lambda row: (row.bucket, row.holder)):
-        plans[bucket][holder] = _parcel(list(group), straight_bytes)
+        plans[bucket][holder] = _contribution(list(group), zero_copy_bytes)
     return tuple(plans)
 
 
@@ -127,7 +127,7 @@ class _Row(msgspec.Struct):
     bucket: int
     holder: int
     tensor: int
-    straight: bool
+    zero_copy: bool
     """Its bytes follow each other in the bucket."""
     as_served: bool
     """They do so in memory, too, and nothing is cast or added."""
@@ -145,7 +145,7 @@ def _rows(manifest: Manifest, pieces: Shards) -> list[_Row]:
     space = pieces.boxes.space
     begin = offset_of[space] + np.sum(pieces.boxes.start * strides[space], axis=1) * item[space]
     last = np.sum((pieces.boxes.extents - 1) * strides[space], axis=1) + 1
-    straight = last == pieces.boxes.sizes
+    zero_copy = last == pieces.boxes.sizes
     order = np.lexsort((begin, row_of[space], pieces.holder, bucket_of[space]))
     rows: list[_Row] = []
     for index in order.tolist():
@@ -157,7 +157,7 @@ def _rows(manifest: Manifest, pieces: Shards) -> list[_Row]:
             shape=piece.box.shape,
             offset=piece.view.offset,
             strides=piece.view.strides,
-            parcel_offset=0,
+            contribution_offset=0,
             bucket_offset=int(begin[index]),
             bucket_strides=packed[tensor],
             shift=piece.shift,
@@ -167,7 +167,7 @@ def _rows(manifest: Manifest, pieces: Shards) -> list[_Row]:
                 int(bucket_of[tensor]),
                 int(pieces.holder[index]),
                 tensor,
-                straight=bool(straight[index]),
+                zero_copy=bool(zero_copy[index]),
                 as_served=_as_served(piece, placement.dtype),
                 placement=placement,
             )
@@ -193,10 +193,10 @@ def _places(manifest: Manifest, pieces: Shards) -> tuple[Column, Column, Column]
     return bucket_of, offset_of, row_of
 
 
-def _parcel(rows: Sequence[_Row], straight_bytes: int) -> GatherParcel:
-    runs, loose = _runs(rows, straight_bytes)
+def _contribution(rows: Sequence[_Row], zero_copy_bytes: int) -> GatherContribution:
+    runs, packed = _runs(rows, zero_copy_bytes)
     # What needs no packing comes last, so that no memory is set aside for it.
-    drafts: list[tuple[list[_Row], int | None]] = [(loose, None)] if loose else []
+    drafts: list[tuple[list[_Row], int | None]] = [(packed, None)] if packed else []
     drafts += sorted(((run, run[0].placement.bucket_offset) for run in runs), key=lambda draft: _in_place(draft[0]))
     messages: list[GatherMessage] = []
     at = 0
@@ -204,25 +204,25 @@ def _parcel(rows: Sequence[_Row], straight_bytes: int) -> GatherParcel:
         placements: list[Placement] = []
         size = 0
         for placement in _progressions(members):
-            placements.append(msgspec.structs.replace(placement, parcel_offset=at + size))
+            placements.append(msgspec.structs.replace(placement, contribution_offset=at + size))
             size += placement.nbytes
-        packed = bucket_offset is None or not _in_place(members)
-        messages.append(GatherMessage(at, size, tuple(placements), bucket_offset, packed))
+        staged = bucket_offset is None or not _in_place(members)
+        messages.append(GatherMessage(at, size, tuple(placements), bucket_offset, staged))
         at += _padded(size)
-    return GatherParcel(tuple(messages), at)
+    return GatherContribution(tuple(messages), at)
 
 
-def _runs(rows: Sequence[_Row], straight_bytes: int) -> tuple[list[list[_Row]], list[_Row]]:
+def _runs(rows: Sequence[_Row], zero_copy_bytes: int) -> tuple[list[list[_Row]], list[_Row]]:
     """Runs of bytes that follow each other in the bucket and are long enough, and all other pieces."""
     runs: list[list[_Row]] = []
     end = -1
     for row in rows:
-        if row.straight and row.placement.bucket_offset == end:
+        if row.zero_copy and row.placement.bucket_offset == end:
             runs[-1].append(row)
         else:
             runs.append([row])
-        end = row.placement.bucket_offset + row.placement.nbytes if row.straight else -1
-    long = [run for run in runs if run[0].straight and sum(row.placement.nbytes for row in run) >= straight_bytes]
+        end = row.placement.bucket_offset + row.placement.nbytes if row.zero_copy else -1
+    long = [run for run in runs if run[0].zero_copy and sum(row.placement.nbytes for row in run) >= zero_copy_bytes]
     taken = {id(row) for run in long for row in run}
     return long, [row for row in rows if id(row) not in taken]
 

@@ -36,7 +36,7 @@ class UploadSpan(NamedTuple):
     """Bytes in the buffer."""
 
 
-class UploadParts(NamedTuple):
+class UploadSpans(NamedTuple):
     """What one bucket needs of the parameters in host memory."""
 
     spans: Mapping[int, UploadSpan]
@@ -44,7 +44,7 @@ class UploadParts(NamedTuple):
     nbytes: int
 
 
-def cargo_of(placements: Iterable[Placement], item_bytes: Mapping[int, int]) -> UploadParts | None:
+def upload_spans_of(placements: Iterable[Placement], item_bytes: Mapping[int, int]) -> UploadSpans | None:
     """The spans of `placements`, those of the storages in `item_bytes`; None if they would be mostly waste.
 
     `item_bytes` holds the bytes of an element of every storage that has to be uploaded.
@@ -66,10 +66,10 @@ def cargo_of(placements: Iterable[Placement], item_bytes: Mapping[int, int]) -> 
         storage: UploadSpan(storage, begin, end - begin, at)
         for (storage, (begin, end)), at in zip(ends.items(), starts, strict=False)
     }
-    return UploadParts(spans, starts[-1])
+    return UploadSpans(spans, starts[-1])
 
 
-class Lane(Protocol):
+class UploadStream(Protocol):
     """Copies from host memory into one of two buffers, behind the caller's back. Used by one thread."""
 
     def copy(self, turn: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -96,47 +96,49 @@ class Uploads:
     one, so that it is uploaded anew before it is taken: the weights may have changed.
     """
 
-    def __init__(self, storages: Sequence[torch.Tensor], device: torch.device, lane: Lane, nbytes: int) -> None:
+    def __init__(
+        self, storages: Sequence[torch.Tensor], device: torch.device, upload_stream: UploadStream, nbytes: int
+    ) -> None:
         """`nbytes` are those of the largest cargo."""
         self._storages = storages
-        self._lane = lane
+        self._upload_stream = upload_stream
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
         for turn in range(2):
-            lane.used(turn)  # by whoever had this memory before
+            upload_stream.used(turn)  # by whoever had this memory before
         self._turn = 0
-        self._begun: tuple[int, UploadParts] | None = None
+        self._begun: tuple[int, UploadSpans] | None = None
         """Bucket and cargo that are on their way into the buffer whose turn it is."""
 
-    def begin(self, bucket: int, cargo: UploadParts) -> None:
-        """Upload `cargo` into the buffer whose turn is next."""
-        targets = [self._in_buffer(span) for span in cargo.spans.values()]
-        sources = [self._flat(span) for span in cargo.spans.values()]
-        self._lane.copy(self._turn, targets, sources)
-        self._begun = bucket, cargo
+    def begin(self, bucket: int, wanted: UploadSpans) -> None:
+        """Upload `wanted` into the buffer whose turn is next."""
+        targets = [self._in_buffer(span) for span in wanted.spans.values()]
+        sources = [self._flat(span) for span in wanted.spans.values()]
+        self._upload_stream.copy(self._turn, targets, sources)
+        self._begun = bucket, wanted
 
-    def take(self, bucket: int, cargo: UploadParts) -> Callable[[Placement], torch.Tensor]:
-        """Where placements of `cargo` lie on the device; begun already, or now. Ends with `used`."""
+    def take(self, bucket: int, wanted: UploadSpans) -> Callable[[Placement], torch.Tensor]:
+        """Where placements of `wanted` lie on the device; begun already, or now. Ends with `used`."""
         if self._begun is None or self._begun[0] != bucket:
-            self.begin(bucket, cargo)
+            self.begin(bucket, wanted)
         self._begun = None
-        self._lane.arrived(self._turn)
-        near = {span.storage: self._in_buffer(span) for span in cargo.spans.values()}
+        self._upload_stream.arrived(self._turn)
+        near = {span.storage: self._in_buffer(span) for span in wanted.spans.values()}
 
         def view(place: Placement) -> torch.Tensor:
             run = near[place.storage]
-            start = run.storage_offset() + place.offset - cargo.spans[place.storage].begin
+            start = run.storage_offset() + place.offset - wanted.spans[place.storage].begin
             return run.as_strided(place.shape, place.strides, start)
 
         return view
 
     def used(self) -> None:
         """What was taken has been read, in the caller's order: its buffer is free after that."""
-        self._lane.used(self._turn)
+        self._upload_stream.used(self._turn)
         self._turn = 1 - self._turn
 
     def settle(self) -> None:
         """Return when the parameters may be changed."""
-        self._lane.settle()
+        self._upload_stream.settle()
 
     def _in_buffer(self, span: UploadSpan) -> torch.Tensor:
         storage = self._storages[span.storage]
@@ -148,8 +150,8 @@ class Uploads:
         return storage.as_strided((span.size,), (1,), storage.storage_offset() + span.begin)
 
 
-class CudaLane:
-    """Implements `Lane`: a stream of its own, and events between it and the caller's."""
+class CudaUploadStream:
+    """Implements `UploadStream`: a stream of its own, and events between it and the caller's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -179,8 +181,8 @@ class CudaLane:
         self._stream.synchronize()
 
 
-class HostLane:
-    """Implements `Lane` without a GPU: every copy is over when it was asked for."""
+class HostUploadStream:
+    """Implements `UploadStream` without a GPU: every copy is over when it was asked for."""
 
     def copy(self, turn: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy."""
@@ -197,9 +199,9 @@ class HostLane:
         """Nothing is on its way."""
 
 
-def lane_for(device: torch.device) -> Lane:
+def upload_stream_for(device: torch.device) -> UploadStream:
     """What uploads to `device`."""
-    return CudaLane(device) if device.type == "cuda" else HostLane()
+    return CudaUploadStream(device) if device.type == "cuda" else HostUploadStream()
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -208,7 +210,7 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
-def pinned(tensor: torch.Tensor) -> bool:
+def is_pinned(tensor: torch.Tensor) -> bool:
     """A GPU can read it by itself, while the CPU does something else."""
     return tensor.device.type == "cpu" and tensor.is_pinned()
 

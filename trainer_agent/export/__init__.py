@@ -6,6 +6,6 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from .memory_export import Exportable as Exportable, MemoryExport as MemoryExport
-    from .topology import place_of as place_of, topology_of as topology_of
+    from .topology import location_of as location_of, topology_of as topology_of
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -28,7 +28,7 @@ from weightbus.dataplane.transports import Address, ExportedWeights, Exporting
 from weightbus.dataplane.transports.sends import RankSender
 
 from .derived_tensors import DerivedTensors
-from .topology import place_of
+from .topology import location_of
 
 
 @runtime_checkable
@@ -54,7 +54,7 @@ class Exportable(Protocol):
 
 
 @runtime_checkable
-class Making(Exportable, Protocol):
+class PreparingSource(Exportable, Protocol):
     """A source that makes what is read of its weights: that takes a while, and can be begun before it is waited for."""
 
     def make(self) -> None:
@@ -70,7 +70,7 @@ class Making(Exportable, Protocol):
 
 
 @runtime_checkable
-class Summing(Making, Protocol):
+class SummingSource(PreparingSource, Protocol):
     """A source that sums up what it makes while it makes it, so that the digests need not read all of it again."""
 
     def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
@@ -83,7 +83,7 @@ class Summing(Making, Protocol):
 
 
 @runtime_checkable
-class Marking(Making, Protocol):
+class FlaggingSource(PreparingSource, Protocol):
     """A source that marks in its memory how far it has come with what it makes: readers need not wait for all of it."""
 
     def parts(self) -> ArenaParts | None:
@@ -105,7 +105,7 @@ class _Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     refusal: str = ""
     """Why nothing of it can be had."""
-    unread: str = ""
+    unreadable: str = ""
     """Why nobody can read its memory, which it can send."""
     layout: str = ""
     """Digest of its `_Layout`."""
@@ -180,7 +180,7 @@ class MemoryExport:
         self._exporter = RegionExporter(runtime_dir, channel, source.rank) if read else None
         self._own = LocalMemory(source.rank) if sent else None
         self._sends = RankSender(channel, source.rank)
-        self.unread = "" if read else "it was not asked for"
+        self.unreadable = "" if read else "it was not asked for"
         """Why the memory cannot be read; empty when it can."""
         self.places: tuple[ProcessLocation, ...] = ()
         """Where the ranks are, once something was exposed."""
@@ -189,9 +189,9 @@ class MemoryExport:
         self._local: _Local | None = None
         self._tensors: list[torch.Tensor] = []
         self._layouts: tuple[str, ...] = ()
-        self._exposed: ExportedWeights | None = None
+        self._exported_weights: ExportedWeights | None = None
         self._division: DigestDivision | None = None
-        self._unsummed = ""
+        self._undigestible = ""
         self._share: ShareDigester | None = None
         self._begun = False
         """`_share` reads the memory already, as it is in this publication."""
@@ -213,9 +213,9 @@ class MemoryExport:
     @property
     def current(self) -> ExportedWeights:
         """What was exposed last. Raises `NotExportable` before there is anything."""
-        if self._exposed is None:
+        if self._exported_weights is None:
             raise NotExportable("nothing is exposed yet")
-        return self._exposed
+        return self._exported_weights
 
     def standing(self) -> ExportedWeights:
         """`current`, to be asked for at each offer."""
@@ -242,7 +242,7 @@ class MemoryExport:
         cannot be exported is found by `expose`. `expose` and `digests` may follow in any order, and `digests` any time
         later.
         """
-        if isinstance(self._source, Making):
+        if isinstance(self._source, PreparingSource):
             self._source.make()
         self._ahead, self._begun = self._exported(made=True, parts=parts), False
         self._marked = self._marks(parts)
@@ -279,7 +279,7 @@ class MemoryExport:
         refusals = [f"rank {rank}: {each.refusal}" for rank, each in enumerate(found) if each.refusal]
         if refusals:
             raise NotExportable("; ".join(refusals[:_SHOWN]))
-        self._give_up_reading([f"rank {rank}: {each.unread}" for rank, each in enumerate(found) if each.unread])
+        self._give_up_reading([f"rank {rank}: {each.unreadable}" for rank, each in enumerate(found) if each.unreadable])
         layouts = tuple(each.layout for each in found)
         exporters = tuple(
             Exporting(holder=rank, address=each.address, generation=each.generation, round=each.round)
@@ -288,8 +288,8 @@ class MemoryExport:
         if layouts != self._layouts or self._pieces is None:
             self._learn(self._source.collect(_encode(self._layout())), exporters)
             self._layouts = layouts
-        elif self._exposed is not None and exporters != self._exposed.exporters:
-            self._exposed = self._exposed.again(exporters)
+        elif self._exported_weights is not None and exporters != self._exported_weights.exporters:
+            self._exported_weights = self._exported_weights.again(exporters)
 
     def digests(self) -> bytes | None:
         """Of every tensor, one after another, as the memory is now, on the root; empty elsewhere.
@@ -305,7 +305,7 @@ class MemoryExport:
             self._begin(share)
         lanes, odd = share.result()
         self._begun, self._behind = False, None
-        if self._known is not None and isinstance(self._source, Summing):
+        if self._known is not None and isinstance(self._source, SummingSource):
             lanes[:, self._known[1]] += self._source.sums()[:, self._known[0]]
         sums = [_SUMS.decode(each) for each in self._source.collect(_encode(_Sums(_raw(lanes), odd)))]
         if self._source.rank:
@@ -319,9 +319,9 @@ class MemoryExport:
             self.digests()
 
     @property
-    def unsummed(self) -> str:
+    def undigestible(self) -> str:
         """Why there are no `digests`; empty when there are."""
-        return self._unsummed
+        return self._undigestible
 
     def close(self) -> None:
         """Share no more. Engines notice before they read again."""
@@ -329,7 +329,7 @@ class MemoryExport:
         self._sends.close()
         if self._exporter is not None:
             self._exporter.close()
-        self._exposed, self._described, self._pieces, self._layouts = None, None, None, ()
+        self._exported_weights, self._described, self._pieces, self._layouts = None, None, None, ()
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
@@ -340,7 +340,7 @@ class MemoryExport:
 
     def _exported(self, *, made: bool, parts: bool) -> _Standing:
         source = self._source
-        memory = source.memory(made=made) if isinstance(source, Making) else source.memory()
+        memory = source.memory(made=made) if isinstance(source, PreparingSource) else source.memory()
         try:
             return self._export(memory, parts=parts)
         except (NotExportable, Unsupported, ManifestError, OSError) as error:
@@ -349,12 +349,12 @@ class MemoryExport:
     def _export(self, memory: Sequence[torch.Tensor], *, parts: bool) -> _Standing:
         local = self._local
         if local is None:
-            marked = self._source.parts() if isinstance(self._source, Marking) else None
+            marked = self._source.parts() if isinstance(self._source, FlaggingSource) else None
             local = self._local = _Local.of(self._source.held(self._manifest.tensors), memory, marked)
         used = local.here(memory)
         local.mirror.refresh(used)
         self._tensors = [*used, *local.mirror.tensors]
-        exports, unread = self._read(parts=parts)
+        exports, unreadable = self._read(parts=parts)
         # After that: exporting moves storages of the host.
         own = None if self._own is None else self._own.describe(self._tensors)
         if exports is not self._maps[0] or own is not self._maps[1]:  # both are the same while nothing has moved
@@ -363,11 +363,11 @@ class MemoryExport:
             self._drop_share()
         exporter = self._exporter if exports is not None else None
         return _Standing(
-            unread=unread,
+            unreadable=unreadable,
             layout=self._name,
             address=exporter.address() if exporter else "",
             generation=exporter.generation if exporter else 0,
-            round=self._source.round if exports and exports.parts and isinstance(self._source, Marking) else 0,
+            round=self._source.round if exports and exports.parts and isinstance(self._source, FlaggingSource) else 0,
         )
 
     def _read(self, *, parts: bool) -> tuple[ExportMap | None, str]:
@@ -387,7 +387,7 @@ class MemoryExport:
         """What this rank's standing named."""
         assert self._local is not None
         exports, own = (b"" if each is None else each.encode() for each in self._maps)
-        return _Layout(self._local.pieces.encode(), exports, own, place_of(self._source.rank, self._device))
+        return _Layout(self._local.pieces.encode(), exports, own, location_of(self._source.rank, self._device))
 
     @property
     def _device(self) -> torch.device:
@@ -409,20 +409,20 @@ class MemoryExport:
         """What `expose` has to wait for, in front of what digests."""
         self._unmarked = None
         self._await_step()
-        makes = self._device.type == "cuda" and isinstance(self._source, Making)
+        makes = self._device.type == "cuda" and isinstance(self._source, PreparingSource)
         if makes and (self._local is None or not self._marked or self._local.mirror.tensors):
             self._unmarked = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._unmarked.record(torch.cuda.current_stream(self._device))
 
     def _await_step(self) -> None:
         """A training step may write on any stream what is exposed as it is."""
-        if self._device.type == "cuda" and not isinstance(self._source, Making):
+        if self._device.type == "cuda" and not isinstance(self._source, PreparingSource):
             torch.cuda.synchronize(self._device)
 
     def _share_of(self, division: DigestDivision) -> DigestShare:
         """Without what the source sums up anyhow."""
         rank, self._known = self._source.rank, None
-        if not isinstance(self._source, Summing):
+        if not isinstance(self._source, SummingSource):
             return division.share(rank, PASS_BYTES)
         summed = self._source.summed(self._manifest.tensors)
         known = division.known(rank, summed.pieces)
@@ -446,31 +446,31 @@ class MemoryExport:
         self.places = tuple(each.place for each in layouts)
         pieces = Shards.decode([each.pieces for each in layouts], self._manifest.tensors)
         self._pieces = pieces
-        self._exposed = self._described = None
-        if not self.unread:
-            self._exposed = ExportedWeights(
+        self._exported_weights = self._described = None
+        if not self.unreadable:
+            self._exported_weights = ExportedWeights(
                 pieces, tuple(ExportMap.decode(each.exports) for each in layouts), exporters
             )
         if self._own is not None:
             self._described = ExportedWeights(pieces, tuple(ExportMap.decode(each.own) for each in layouts), ())
-        self._division, self._unsummed = None, ""
+        self._division, self._undigestible = None, ""
         self._drop_share()
 
     def _give_up_reading(self, refusals: Sequence[str]) -> None:
         """One rank that cannot be read is enough; all of them know, and go on by sending."""
         if not refusals or self._exporter is None:
             return
-        self.unread = "; ".join(refusals[:_SHOWN])
+        self.unreadable = "; ".join(refusals[:_SHOWN])
         self._exporter.close()
-        self._exporter, self._exposed, self._pieces = None, None, None
+        self._exporter, self._exported_weights, self._pieces = None, None, None
 
     def _divided(self) -> DigestDivision | None:
-        if self._division is None and not self._unsummed:
+        if self._division is None and not self._undigestible:
             assert self._pieces is not None
             try:
                 self._division = divide_digest_work(self._pieces)
             except (Unsupported, CoverageError) as error:
-                self._unsummed = str(error)
+                self._undigestible = str(error)
         return self._division
 
 

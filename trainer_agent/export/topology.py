@@ -33,7 +33,7 @@ from ..settings import TrainerSettings
 _NO_KEY: Final = RequestId("filled-in-by-the-client")
 
 
-def place_of(rank: int, device: torch.device) -> ProcessLocation:
+def location_of(rank: int, device: torch.device) -> ProcessLocation:
     """Where this process is, whose weights lie on `device`."""
     name = device_name(device)
     reach = None if device.type != "cuda" else _reach(name)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         raise_for as raise_for,
     )
     from .events import EndReason as EndReason
-    from .publication import PublishLimits as PublishLimits, RoundResult as RoundResult
+    from .publication import PublicationResult as PublicationResult, PublishLimits as PublishLimits
     from .publish_handle import PublishHandle as PublishHandle
     from .publish_report import Mode as Mode, PublishReport as PublishReport, Stopwatch as Stopwatch
     from .snapshot_queue import (

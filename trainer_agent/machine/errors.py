@@ -1,33 +1,33 @@
-"""What `TrainerAgent` raises, by what the training loop can do about it. Raised on every rank of the group alike.
+"""Errors of `TrainerAgent`, by what the training loop can do about them. Raised on every rank of the group alike.
 
     TrainerError
         ConnectFailed           the agent could not be started: the message says what to check
-        PublishFailed           the version did not get through; `report` says how far it came
-            PublishRefused      asking again does not help: `code` says why (version not newer, not allowed)
+        PublishFailed           the version was not committed; `report` says how far it came
+            PublishRefused      a retry does not help: `code` says why (version not newer, not allowed)
             LeaseBusy           another trainer held the channel until the deadline: publish again later
-            RoundAborted        the round was called off, engines serve what they served: publish again
-            CoordinatorLost     no answer: publish again; a version that was committed after all is then recognized
+            RoundAborted        the round was aborted, engines serve what they served: publish again
+            CoordinatorLost     no answer: publish again; a version that was committed after all is recognized then
             SourceFailed        the weights could not be read: build the source anew, and connect again
-            WeightsChanged      they were stepped while `publish` ran: publish again, and do not
+            WeightsChanged      the weights changed while `publish` ran: publish again without stepping them
             Superseded          a newer snapshot took this one's place, as the setting `overlap` allows: nothing to do
-        TooFarAhead             engines do not keep up as `max_lag` wants: `handle` is of the version that was taken
+        TooFarAhead             engines do not keep up as `max_lag` requires: `handle` is of the version's publication
         AgentClosed             the agent was closed, or its source broke: connect a new one
         RollbackRefused         the channel never had that version, or has none above it: nothing was changed
-        BadCheckpoint           a folder is no checkpoint that can be published: the watcher goes on with the next
-            UnfinishedCheckpoint    something of it is missing, and may still come
+        BadCheckpoint           a folder is not a publishable checkpoint: the watcher goes on with the next
+            UnfinishedCheckpoint    a part of it is missing, and may still come
 
-What a source itself raises on this rank (source.py) is the `__cause__` of `SourceFailed`, where it happened here.
+An exception that a source raises on this rank (source.py) is the `__cause__` of `SourceFailed`.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from weightbus.control.protocol import RefusalCode, WeightbusError
 
 from .events import EndReason
-from .publication import RoundResult
+from .publication import PublicationResult
 from .publish_report import PublishReport
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class TrainerError(WeightbusError):
-    """Root of the trainer agent's errors."""
+    """Base class of the trainer agent's errors."""
 
 
 class ConnectFailed(TrainerError):
@@ -43,14 +43,14 @@ class ConnectFailed(TrainerError):
 
 
 class AgentClosed(TrainerError):
-    """This agent publishes nothing any more."""
+    """The agent is closed and publishes no more versions."""
 
 
 class TooFarAhead(TrainerError):
     """Training from this version would be further ahead of what engines serve than `max_lag` allows.
 
-    Its snapshot is taken and its publication goes on: `handle` awaits it. The agent is well; mend what keeps engines
-    from taking versions (`weightbus status` says what), then publish again.
+    Its snapshot is taken and its publication goes on: `handle` awaits it. The agent stays usable; find what keeps
+    engines from loading versions (`weightbus status`), then publish again.
     """
 
     def __init__(self, reason: str, handle: PublishHandle) -> None:
@@ -68,7 +68,7 @@ class RollbackRefused(TrainerError):
 
 
 class BadCheckpoint(TrainerError):
-    """A folder on disk is no checkpoint that can be published."""
+    """A folder on disk is not a publishable checkpoint."""
 
     def __init__(self, path: Path, reason: str) -> None:
         self.path = path
@@ -77,25 +77,25 @@ class BadCheckpoint(TrainerError):
 
 
 class UnfinishedCheckpoint(BadCheckpoint):
-    """Something of it is missing, and may still come."""
+    """A part of the checkpoint is missing, and may still come."""
 
 
 class PublishFailed(TrainerError):
-    """The version did not get through."""
+    """The version was not committed."""
 
-    def __init__(self, verdict: RoundResult, report: PublishReport) -> None:
-        self.verdict = verdict
+    def __init__(self, result: PublicationResult, report: PublishReport) -> None:
+        self.result = result
         self.report = report
-        super().__init__(f"version {report.version} was not published ({verdict.ending.value}): {verdict.reason}")
+        super().__init__(f"version {report.version} was not published ({result.ending.value}): {result.reason}")
 
     @property
     def code(self) -> RefusalCode | None:
-        """The coordinator's reason, where it gave one."""
-        return self.verdict.code
+        """The coordinator's refusal code, if it gave one."""
+        return self.result.code
 
 
 class PublishRefused(PublishFailed):
-    """The coordinator does not allow it, and would not if asked again."""
+    """The coordinator does not allow the version, and a retry would be refused too."""
 
 
 class LeaseBusy(PublishFailed):
@@ -103,7 +103,7 @@ class LeaseBusy(PublishFailed):
 
 
 class RoundAborted(PublishFailed):
-    """The round was called off. Engines serve what they served, or are quarantined: `report.engines` says which."""
+    """The round was aborted. Engines serve what they served, or are quarantined: `report.engines` says which."""
 
 
 class CoordinatorLost(PublishFailed):
@@ -111,11 +111,11 @@ class CoordinatorLost(PublishFailed):
 
 
 class SourceFailed(PublishFailed):
-    """The weights could not be read. Who had all of the version before may serve it: `weightbus status` says so."""
+    """The weights could not be read. Engines that hold all of the previous version may serve it."""
 
 
 class WeightsChanged(PublishFailed):
-    """The weights were not the same when they were read for the second time."""
+    """The weights changed between the first and the second time they were read."""
 
 
 class Superseded(PublishFailed):
@@ -134,7 +134,16 @@ _BY_ENDING: Final[dict[EndReason, type[PublishFailed]]] = {
 }
 
 
-def raise_for(verdict: RoundResult, report: PublishReport, cause: BaseException | None = None) -> None:
-    """Raise what `verdict` stands for; return if it stands for success."""
-    if verdict.ending is not EndReason.COMMITTED:
-        raise _BY_ENDING[verdict.ending](verdict, report) from cause
+def raise_for(result: PublicationResult, report: PublishReport, cause: BaseException | None = None) -> None:
+    """Raise the error that `result` stands for; return if it stands for success."""
+    if result.ending is not EndReason.COMMITTED:
+        raise _BY_ENDING[result.ending](result, report) from cause
+
+
+class PublicationEnd(NamedTuple):
+    """How a publication ended, as the training loop is told."""
+
+    result: PublicationResult
+    report: PublishReport
+    cause: BaseException | None
+    """The exception behind the result where it was raised on this rank."""

@@ -1,6 +1,6 @@
-"""What can happen to a publication (events), how it can end, and what its driver is asked to do (effects).
+"""Events that a publication takes, effects that it asks for, and the reasons for which it ends.
 
-Plain values. publication.py decides which effects follow which event; driver.py carries them out.
+Plain values. publication.py decides which effects follow which event; driver.py carries the effects out.
 """
 
 from __future__ import annotations
@@ -16,84 +16,88 @@ class EndReason(enum.StrEnum):
     """How a publication ended, by what the caller can do about it."""
 
     COMMITTED = "committed"
-    """The version is durable and at least the required engines serve it."""
+    """The version is durable, and at least the required engines serve it."""
     ABORTED = "aborted"
-    """The round was called off; engines serve what they served. The version may be published again."""
+    """The round was aborted; engines serve what they served. The version may be published again."""
     REFUSED = "refused"
-    """The coordinator does not allow it; asking again does not help."""
+    """The coordinator does not allow the version; a retry does not help."""
     LEASE_BUSY = "lease_busy"
     """Another trainer held the channel until the deadline."""
     COORDINATOR_LOST = "coordinator_lost"
-    """No answer. Whether the version was committed is not known here."""
+    """The coordinator did not answer. Whether the version was committed is unknown here."""
     SOURCE_FAILED = "source_failed"
-    """The weights could not be read; the round was given up."""
+    """The weights could not be read; the round was abandoned."""
     WEIGHTS_CHANGED = "weights_changed"
-    """They were stepped while they were read; the round was given up. The source is well."""
+    """The weights changed while they were read; the round was abandoned. The source is intact."""
     SUPERSEDED = "superseded"
-    """A newer snapshot took its place before its round began."""
+    """A newer snapshot took this one's place before its round began."""
     INTERNAL = "internal"
-    """A step failed in a way that nobody foresaw; the round was given up."""
+    """A step failed with an unexpected exception; the round was abandoned."""
 
 
 # -- events ------------------------------------------------------------------------------------------------------------
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Root of what can happen."""
+    """Base class of events."""
 
 
-class PublishAsked(Event, frozen=True):
-    """A caller wants the version published."""
+class PublishRequested(Event, frozen=True):
+    """The caller asked for the version to be published."""
 
 
-class GotLease(Event, frozen=True):
-    """The lease is ours under `epoch`."""
+class LeaseObtained(Event, frozen=True):
+    """The coordinator granted the lease under `epoch`."""
 
     epoch: int
     committed: HeldVersion | None = None
-    open: bool = False
-    """Every engine can wait for the digest table: the version may be announced before it is known."""
+    may_defer_digests: bool = False
+    """True if every engine can wait for the digest table, so that the round may be announced before the table is known.
+    """
 
 
-class RequestRefusal(Event, frozen=True):
-    """The last question was answered with no."""
+class RequestDenied(Event, frozen=True):
+    """The coordinator refused the last request."""
 
     code: RefusalCode
     reason: str
     retry_after_s: float = 0.0
 
 
-class Unreachable(Event, frozen=True):
-    """The last question was not answered in time."""
+class RequestTimedOut(Event, frozen=True):
+    """The last request was not answered in time."""
 
     reason: str
 
 
-class Digested(Event, frozen=True):
-    """Everything was digested; `table` names the digest table. Of an open one, once for all attempts, at any time."""
+class DigestsReady(Event, frozen=True):
+    """The weights are digested; `table` is the digest of the digest table.
+
+    Deferred digests become ready once for all attempts, in any state of the round.
+    """
 
     table: str
 
 
-class Undigested(Event, frozen=True):
-    """The table that was left open will not come: only buckets can be digested. The round has to begin anew."""
+class DigestsUnavailable(Event, frozen=True):
+    """Deferred digests cannot be computed in place any more. The round begins anew, with digests of buckets."""
 
     reason: str
 
 
 class AttemptFailed(Event, frozen=True):
-    """A step on this side failed for good."""
+    """A step on the trainer's side failed for good."""
 
     ending: EndReason
     reason: str
 
 
-class Accepted(Event, frozen=True):
-    """The coordinator runs the round, or repeats that it does."""
+class RoundAccepted(Event, frozen=True):
+    """The coordinator runs the round, or confirms again that it does."""
 
 
-class SendAsked(Event, frozen=True):
-    """The coordinator wants `receivers` served under `epoch`."""
+class SendRequested(Event, frozen=True):
+    """The coordinator asks for the buckets to be delivered to `receivers` under `epoch`."""
 
     epoch: int
     version: int
@@ -101,17 +105,17 @@ class SendAsked(Event, frozen=True):
     deadline_s: float
 
 
-class Withdrawn(Event, frozen=True):
-    """The coordinator knows that `engines` are out of the transfer of `epoch`, and why."""
+class EnginesWithdrawn(Event, frozen=True):
+    """The coordinator excluded `engines` from the transfer of `epoch`. Values are reasons."""
 
     epoch: int
     engines: dict[str, str]
 
 
-class Delivered(Event, frozen=True):
-    """Every sender of `epoch` is through; `failed` names the engines that did not get everything.
+class DeliveryEnded(Event, frozen=True):
+    """All senders of `epoch` have ended. `failed` names the engines that did not receive everything.
 
-    `spared` are those of them that were only kept from it by others, before anything was sent to them.
+    `spared` are those of them to which nothing was sent because another engine failed first.
     """
 
     epoch: int
@@ -119,14 +123,14 @@ class Delivered(Event, frozen=True):
     spared: tuple[str, ...] = ()
 
 
-class Noted(Event, frozen=True):
-    """The coordinator has taken the report of `epoch`."""
+class ReportAcknowledged(Event, frozen=True):
+    """The coordinator has acknowledged the delivery report of `epoch`."""
 
     epoch: int
 
 
 class RoundEnded(Event, frozen=True):
-    """The coordinator says that a round is over."""
+    """The coordinator reports the end of a round."""
 
     epoch: int
     version: int
@@ -137,30 +141,30 @@ class RoundEnded(Event, frozen=True):
 
 
 class Reconnected(Event, frozen=True):
-    """The coordinator was greeted anew: it, or the connection, was gone for a while."""
+    """The session with the coordinator was established anew after a restart or a lost connection."""
 
     committed: HeldVersion | None
     restarted: bool
-    """It is another life of the coordinator: it may have forgotten the round."""
+    """True if the coordinator runs in another process generation: it may have forgotten the round."""
 
 
 class Tick(Event, frozen=True):
-    """Time passed."""
+    """The machine's deadline has passed."""
 
 
 AnyEvent = (
-    PublishAsked
-    | GotLease
-    | RequestRefusal
-    | Unreachable
-    | Digested
-    | Undigested
+    PublishRequested
+    | LeaseObtained
+    | RequestDenied
+    | RequestTimedOut
+    | DigestsReady
+    | DigestsUnavailable
     | AttemptFailed
-    | Accepted
-    | SendAsked
-    | Withdrawn
-    | Delivered
-    | Noted
+    | RoundAccepted
+    | SendRequested
+    | EnginesWithdrawn
+    | DeliveryEnded
+    | ReportAcknowledged
     | RoundEnded
     | Reconnected
     | Tick
@@ -171,32 +175,34 @@ AnyEvent = (
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """Root of what the driver is asked to do."""
+    """Base class of effects."""
 
 
-class AskLease(Effect, frozen=True):
-    """Ask for the lease. Answered by LeaseGranted, Refusal or Unreachable."""
+class RequestLease(Effect, frozen=True):
+    """Request the lease. Answered by `LeaseObtained`, `RequestDenied` or `RequestTimedOut`."""
 
 
 class AssembleBuckets(Effect, frozen=True):
-    """Assemble and digest on all ranks. Answered by Digested or Broken."""
+    """Assemble and digest the weights on all ranks. Answered by `DigestsReady` or `AttemptFailed`."""
 
 
-class Announce(Effect, frozen=True):
-    """Put what the coordinator lacks and ask for the round of `epoch`; asked again, it is the same request.
+class AnnounceRound(Effect, frozen=True):
+    """Upload the blobs that the coordinator lacks and request the round of `epoch`. A retry is the same request.
 
-    Answered by Accepted, Refusal, Unreachable or Broken.
+    Answered by `RoundAccepted`, `RequestDenied`, `RequestTimedOut` or `AttemptFailed`.
     """
 
     epoch: int
-    open: bool = False
-    """Without a table, which follows: `Digested` or `Undigested` has to come before `Delivered`."""
+    digests_deferred: bool = False
+    """True if the round is announced without its digest table: `DigestsReady` or `DigestsUnavailable` precedes
+    `DeliveryEnded`."""
 
 
-class DeliverBuckets(Effect, frozen=True):
-    """Open the senders, offer them and send everything.
+class StartDelivery(Effect, frozen=True):
+    """Open the senders, offer them to the coordinator and deliver all buckets.
 
-    Answered by Refusal or Unreachable when the offer is not taken, else at last by Delivered or Broken.
+    Answered by `RequestDenied` or `RequestTimedOut` when the offer is not taken, otherwise by `DeliveryEnded` or
+    `AttemptFailed`.
     """
 
     epoch: int
@@ -205,33 +211,36 @@ class DeliverBuckets(Effect, frozen=True):
 
 
 class DropReceivers(Effect, frozen=True):
-    """Do not wait for `engines` any longer. Not answered; changes nothing for those who have everything."""
+    """Stop waiting for `engines`. Not answered. Engines that have received everything are not affected."""
 
     engines: dict[str, str]
 
 
 class StopDelivery(Effect, frozen=True):
-    """Close the senders, whatever they are doing."""
+    """Close the senders at once."""
 
 
-class CloseTable(Effect, frozen=True):
-    """Wait for the table that was left open, though nobody is sent to. Answered by Digested, Undigested or Broken."""
+class AwaitDigests(Effect, frozen=True):
+    """Wait for deferred digests without a delivery.
+
+    Answered by `DigestsReady`, `DigestsUnavailable` or `AttemptFailed`.
+    """
 
 
-class ReportSent(Effect, frozen=True):
-    """Tell the coordinator that the transfer of `epoch` is over on this side.
+class ReportDelivery(Effect, frozen=True):
+    """Report to the coordinator that the transfer of `epoch` has ended on the trainer's side.
 
-    Answered by Noted, Refusal or Unreachable.
+    Answered by `ReportAcknowledged`, `RequestDenied` or `RequestTimedOut`.
     """
 
     epoch: int
     failed: dict[str, str]
     spared: tuple[str, ...] = ()
     table: str = ""
-    """Names the digest table, and is to be put, where the version was announced without."""
+    """Digest of the digest table, which is uploaded with the report; empty where the announcement already named it."""
 
 
-class AbandonLease(Effect, frozen=True):
+class AbandonRound(Effect, frozen=True):
     """Tell the coordinator that the round of `epoch` cannot go on. Not answered."""
 
     epoch: int
@@ -245,15 +254,15 @@ class ReleaseLease(Effect, frozen=True):
 
 
 AnyEffect = (
-    AskLease
+    RequestLease
     | AssembleBuckets
-    | Announce
-    | DeliverBuckets
+    | AnnounceRound
+    | StartDelivery
     | DropReceivers
     | StopDelivery
-    | CloseTable
-    | ReportSent
-    | AbandonLease
+    | AwaitDigests
+    | ReportDelivery
+    | AbandonRound
     | ReleaseLease
 )
 Effects = tuple[AnyEffect, ...]

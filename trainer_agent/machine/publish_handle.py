@@ -1,4 +1,4 @@
-"""A publication that goes on behind the training loop's back, as the loop holds it."""
+"""Handle of a publication that runs in the background of the training loop."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .publish_report import PublishReport
 
 
 class PublishHandle:
-    """The publication of one snapshot. Made by `TrainerAgent.publish`; it may be dropped, and goes on all the same."""
+    """Publication of one snapshot, made by `TrainerAgent.publish`. Dropping the handle does not stop it."""
 
     def __init__(
         self,
@@ -20,19 +20,19 @@ class PublishHandle:
     ) -> None:
         self.version = version
         self.stood_s = stood_s
-        """How long `publish` kept training waiting: for engines to catch up (`max_lag`), or for a free buffer."""
+        """Seconds for which `publish` blocked training: for engines to catch up (`max_lag`), or for a free buffer."""
         self._conclude = conclude
         self._over = over
         self._end: PublishReport | PublishFailed | None = None
 
     def over(self) -> bool:
-        """`wait` would return at once. Not collective, so only the root rank knows before it waited."""
+        """True if `wait` would return at once. Not collective: before `wait`, only rank 0 knows."""
         return self._end is not None or (self._over is not None and self._over())
 
     def wait(self) -> PublishReport:
-        """Block until the publication ended; return its report or raise its `PublishFailed`. Collective, once.
+        """Block until the publication has ended; return its report or raise its `PublishFailed`. Collective, once.
 
-        Further calls, on whatever rank, give the same again at once.
+        Further calls return or raise the same at once, on any rank.
         """
         if self._end is None:
             try:

@@ -1,4 +1,4 @@
-"""What `publish` returns: how one version got to the engines, the same on every rank of the trainer."""
+"""Report of one publication, returned by `publish`; the same on every rank of the trainer."""
 
 from __future__ import annotations
 
@@ -30,25 +30,28 @@ PHASES: Final = (
     "save",
     "total",
 )
-"""Keys of `PublishReport.seconds`, in the order of the round. Up to ``announce`` and ``total`` the trainer's clock,
-the others the coordinator's; ``snapshot`` is how long a training loop stood still for one, ``save`` how long files were
-waited for, ``send`` the trainer's half of ``transfer``. ``make`` is how long it took to begin with what engines read of
-quantized weights, and with the digests of what they read in place: a GPU goes on with both meanwhile, and ``digest`` is
-how long they were waited for after ``acquire``; a CPU has made them by then. Of a version that was announced before it
-was digested, ``digest`` lies beside ``prepare`` and ``transfer``. A phase that was not reached is absent."""
+"""Keys of `PublishReport.seconds`, in the order of the round. A phase that was not reached is absent.
+
+The trainer's clock measures ``snapshot`` to ``announce``, ``save``, ``send`` and ``total``; the coordinator's the
+others. ``snapshot``: the training loop was blocked to copy the weights. ``make``: launching the preparation of what
+engines read of quantized weights and the digests of memory that engines read in place; a GPU works on both afterwards,
+and ``digest`` is the time spent waiting for them after ``acquire``, while a CPU has done both when ``make`` ends. With
+deferred digests ``digest`` overlaps ``prepare`` and ``transfer``. ``save``: waiting for checkpoint files. ``send``: the
+trainer's half of ``transfer``.
+"""
 
 
 class Mode(enum.StrEnum):
-    """From where a version is published."""
+    """Memory from which a version is published."""
 
     LIVE = "live"
-    """From the parameters: they must not change until the engines have them, and `publish` returns then."""
+    """The parameters: they must not change until `publish` returns, when engines have them."""
     SNAPSHOT = "snapshot"
-    """From a copy: `publish` returns when it is taken, and the rest happens behind."""
+    """A copy: `publish` returns when the copy is taken, and the round runs in the background."""
 
 
 class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One publication, after it ended."""
+    """One publication, after it has ended."""
 
     channel: str
     version: int
@@ -57,37 +60,37 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     mode: Mode = Mode.LIVE
     attempts: int = 1
-    """Rounds begun; more than one when a coordinator was restarted meanwhile."""
+    """Number of rounds begun; more than one if the coordinator restarted meanwhile."""
     tensors: int = 0
     buckets: int = 0
     bytes: int = 0
-    """Of one copy of the version. What each engine took is in its own report."""
+    """Bytes of one copy of the version. The bytes that each engine received are in its own report."""
     seconds: dict[str, float] = {}
     engines: tuple[EngineReport, ...] = ()
     manifest: str = ""
     table: str = ""
-    """Digest of the digest table: names exactly these bits."""
+    """Digest of the digest table: identifies the bits of the version."""
     saved: str = ""
-    """Folder of the version's checkpoint, where it was kept as files."""
+    """Folder of the version's checkpoint if one was kept, else empty."""
     save_error: str = ""
-    """Why it was not, though it should have been. The version is none the worse."""
+    """Why no checkpoint was kept although one was due. The publication is not affected."""
 
     @classmethod
     def unpublished(cls, channel: str, version: int, mode: Mode, reason: str) -> Self:
-        """Of a version whose round never began."""
+        """Report of a version whose round never began."""
         return cls(channel=channel, version=version, epoch=0, outcome=Outcome.ABORTED, mode=mode, reason=reason)
 
     @property
     def committed(self) -> bool:
-        """The version is durable, and at least the engines that were required serve it."""
+        """True if the version is durable and at least the required engines serve it."""
         return self.outcome is Outcome.COMMITTED
 
     def engines_by(self, outcome: Outcome) -> tuple[str, ...]:
-        """Names of the engines that ended like that."""
+        """Names of the engines with that outcome."""
         return tuple(engine.engine for engine in self.engines if engine.outcome is outcome)
 
     def line(self) -> str:
-        """One line for a training log."""
+        """The report as one line for a training log."""
         serving = len(self.engines_by(Outcome.COMMITTED))
         phases = " ".join(f"{phase}={self.seconds[phase]:.3f}s" for phase in PHASES if phase in self.seconds)
         size = f"{self.bytes / 1e6:.1f} MB in {self.buckets} buckets"
@@ -109,7 +112,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Generator[None, None, None]:
-        """Add the time inside to `name`."""
+        """Add the time spent in the block to phase `name`."""
         started = time.monotonic()
         try:
             yield
@@ -117,5 +120,5 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
     def total(self) -> float:
-        """Seconds since this stopwatch was made."""
+        """Seconds since the stopwatch was created."""
         return time.monotonic() - self._started

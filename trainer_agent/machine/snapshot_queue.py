@@ -1,12 +1,12 @@
-"""Which snapshot is published when, and what a new one waits for or replaces. Pure: no thread, no tensor, no clock.
+"""Order in which snapshots are published, and which a new one waits for or replaces. Pure: no thread, tensor or clock.
 
-A snapshot lies in one of a few buffers from the moment it is taken until its publication ended. One is published at a
-time, in the order in which they were taken; rounds never interleave.
+A snapshot occupies one of a few buffers from the moment it is taken until its publication has ended. Publications run
+one at a time, in the order in which their snapshots were taken.
 
-    claim -> filled -> begin -> over
-         (the buffer is being written) (it waits) (it is published) (it is free again)
+    claim -> filled -> begin -> finish
+         being written   waiting   publishing   free again
 
-When all buffers are taken, a new snapshot waits for one, or takes the place of the newest that has not begun.
+When no buffer is free, a new snapshot waits for one, or replaces the newest snapshot that has not begun.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from weightbus.control.protocol import InvariantBroken
 
 
 class Overlap(enum.StrEnum):
-    """What a snapshot does that finds earlier ones not published yet."""
+    """What happens to earlier snapshots that are not published yet when a new one is taken."""
 
     WAIT = "wait"
-    """Every version is published; taking a snapshot waits until a buffer is free."""
+    """Every version is published; a new snapshot waits until a buffer is free."""
     SUPERSEDE = "supersede"
-    """Those that have not begun are dropped; what has begun is carried to its end."""
+    """Snapshots whose publication has not begun are dropped; a publication that has begun goes on to its end."""
 
 
 class SnapshotMemory(enum.StrEnum):
-    """Where snapshots lie. Each takes as many bytes as one version, on the root rank."""
+    """Memory in which snapshots are kept on rank 0. Each takes as many bytes as one version."""
 
     HOST = "host"
-    """Pinned where the weights are on a GPU; two buckets of GPU memory are borrowed while it is taken."""
+    """Host memory, pinned where the weights are on a GPU; two buckets of GPU memory are borrowed while it is taken."""
     DEVICE = "device"
-    """Beside the weights: the fastest, if there is room."""
+    """Memory of the device that holds the weights: fastest, if there is room."""
 
 
 class SnapshotClaim(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class SnapshotClaim(msgspec.Struct, frozen=True):
 
 
 class SnapshotQueue:
-    """The snapshots of one trainer. Calls may come from several threads; the owner holds a lock around them."""
+    """Snapshots of one trainer. Not thread-safe: the owner holds a lock around each call."""
 
     def __init__(self, buffers: int, overlap: Overlap) -> None:
         self._overlap = overlap
@@ -53,21 +53,21 @@ class SnapshotQueue:
         self._buffers = buffers
         self._writing: int | None = None
         self._waiting: deque[tuple[int, int]] = deque()
-        """Version and buffer, the oldest first."""
+        """(version, buffer) of each waiting snapshot, oldest first."""
         self._running: tuple[int, int] | None = None
 
     @property
     def idle(self) -> bool:
-        """Nothing is being published, and nothing waits for it."""
+        """True if no publication runs and no snapshot waits."""
         return self._running is None and not self._waiting
 
     @property
-    def ahead(self) -> int:
-        """Publications that have not ended."""
+    def pending(self) -> int:
+        """Number of publications that have not ended."""
         return len(self._waiting) + (self._running is not None)
 
     def claim(self) -> SnapshotClaim | None:
-        """Where the next snapshot may be written; None: ask again when a publication is over."""
+        """Claim a buffer for the next snapshot. Returns None if none is free: retry when a publication has ended."""
         if self._writing is not None:
             raise InvariantBroken("a snapshot is taken while another one is: publish from one thread")
         superseded: tuple[int, ...] = ()
@@ -81,39 +81,39 @@ class SnapshotQueue:
         return SnapshotClaim(self._writing, superseded)
 
     def filled(self, version: int) -> None:
-        """The claimed buffer holds `version`: it is next in line."""
+        """Mark the claimed buffer as holding `version`, and append it to the queue."""
         self._waiting.append((version, self._claimed()))
         self._writing = None
 
     def discard(self) -> None:
-        """The claimed buffer could not be filled."""
+        """Return the claimed buffer unused."""
         self._free.append(self._claimed())
         self._writing = None
 
     def begin(self) -> tuple[int, int] | None:
-        """The version to publish now and its buffer; None while one runs, or when none waits."""
+        """Start the next publication. Returns its version and buffer; None while one runs, or if none waits."""
         if self._running is not None or not self._waiting:
             return None
         self._running = self._waiting.popleft()
         return self._running
 
-    def again(self, buffer: int) -> bool:
-        """Publish once more from a buffer that was not written since; False while that cannot be."""
+    def reuse(self, buffer: int) -> bool:
+        """Publish again from an unchanged buffer. Returns False if the buffer is taken or the queue is not idle."""
         if not self.idle or buffer not in self._free:
             return False
         self._free.remove(buffer)
         self._running = (0, buffer)
         return True
 
-    def over(self) -> None:
-        """The publication that ran came to its end."""
+    def finish(self) -> None:
+        """Mark the running publication as ended; its buffer is free."""
         if self._running is None:
             raise InvariantBroken("a publication ended that did not begin")
         self._free.append(self._running[1])
         self._running = None
 
-    def drop(self) -> tuple[int, ...]:
-        """Give up what has not begun; returns its versions."""
+    def cancel_waiting(self) -> tuple[int, ...]:
+        """Drop all snapshots whose publication has not begun; returns their versions."""
         dropped = tuple(version for version, _ in self._waiting)
         self._free.extend(buffer for _, buffer in self._waiting)
         self._waiting.clear()

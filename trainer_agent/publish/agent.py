@@ -32,37 +32,37 @@ from ..machine import (
     ConnectFailed,
     EndReason,
     Mode,
+    PublicationResult,
     PublishHandle,
     PublishReport,
-    RoundResult,
     TooFarAhead,
     raise_for,
 )
+from ..machine.errors import PublicationEnd
 from ..quantized import as_served
 from ..settings import SECTION, TrainerSettings
 from ..source import Source, SourceError
-from .background_publisher import End
 from .deferred_digests import settled
 from .pipeline_broadcast import PipelineBroadcast, VersionLayout
 from .publisher_context import Progress
 from .rank_commands import (
     AssembleBucket,
-    Broadcast,
-    BucketTaken,
     CommandedRanks,
     DigestExported,
     ExportMemory,
     Finish,
     JoinBroadcast,
+    JoinSends,
     KeepWaiting,
-    MakeDerived,
+    PrepareExport,
     RankZeroFailed,
+    RankZeroReady,
     ReadStage,
-    Ready,
-    Refill,
-    unexpected,
+    RefillStage,
+    SnapshotTaken,
+    unexpected_command,
 )
-from .rank_zero import RankZero, exposure_of, lead
+from .rank_zero import RankZero, memory_export_of, start_rank_zero
 
 _log = get_log(__name__)
 
@@ -75,16 +75,16 @@ class TrainerAgent:
         source: Source,
         settings: TrainerSettings,
         manifest: Manifest,
-        leader: RankZero | None,
-        exposure: MemoryExport | None = None,
+        rank_zero: RankZero | None,
+        memory_export: MemoryExport | None = None,
         stages: PipelineBroadcast | None = None,
     ) -> None:
         self.settings = settings
         self.manifest = manifest
         """What every version consists of."""
         self._source = source
-        self._leader = leader
-        self._exposure = exposure
+        self._rank_zero = rank_zero
+        self._memory_export = memory_export
         self._stages = stages
         self._ranks = CommandedRanks(source)
         self._unusable = ""
@@ -136,20 +136,20 @@ class TrainerAgent:
         return cls(source, settings, layout.manifest, *_start(source, settings, layout, progress), layout.stages)
 
     @property
-    def leading(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """This rank speaks for the group."""
-        return self._leader is not None
+        return self._rank_zero is not None
 
     @property
     def committed(self) -> int | None:
         """The channel's committed version, as the coordinator said it last; None for none, and on other ranks."""
-        return self._leader.committed if self._leader else None
+        return self._rank_zero.committed if self._rank_zero else None
 
     def history(self) -> tuple[PastStatus, ...]:
         """What was committed in the channel, oldest first, as far as the coordinator remembers. Root rank only."""
-        if self._leader is None:
+        if self._rank_zero is None:
             raise AgentClosed("only the leading rank of an open agent can ask the coordinator")
-        return self._leader.history()
+        return self._rank_zero.history()
 
     @overload
     def publish(self, version: int, mode: Literal["live"] = "live", *, rollback: bool = False) -> PublishReport: ...
@@ -178,14 +178,14 @@ class TrainerAgent:
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
         if Mode(mode) is Mode.LIVE:
-            led = self._leader.publish(version, rollback=rollback) if self._leader else self._heard_end(version)
+            led = self._rank_zero.publish(version, rollback=rollback) if self._rank_zero else self._heard_end(version)
             return self._conclude(led)
         if rollback:
             raise ValueError("a channel goes back live: publish with mode = live")
-        taken, future = self._leader.snapshot(version) if self._leader else (self._follow(version), None)
-        if not isinstance(taken, BucketTaken):
+        taken, future = self._rank_zero.snapshot(version) if self._rank_zero else (self._follow(version), None)
+        if not isinstance(taken, SnapshotTaken):
             self._conclude(taken)
-            raise unexpected(Finish(*taken[:2]), "to fail, or to take a snapshot")
+            raise unexpected_command(Finish(*taken[:2]), "to fail, or to take a snapshot")
         over = future.done if future else None
         handle = PublishHandle(version, lambda: self._await_end(version, future), over, taken.stood_s)
         if taken.ahead:
@@ -203,20 +203,20 @@ class TrainerAgent:
         _check_version(version)
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
-        return self._conclude(self._leader.catch_up(version) if self._leader else self._heard_end(version))
+        return self._conclude(self._rank_zero.catch_up(version) if self._rank_zero else self._heard_end(version))
 
     def close(self) -> None:
         """Leave the channel and free the staging memory. Not collective; may be called twice. The source stays."""
         self._unusable = self._unusable or "was closed"
-        leader, self._leader = self._leader, None
-        exposure, self._exposure = self._exposure, None
+        rank_zero, self._rank_zero = self._rank_zero, None
+        memory_export, self._memory_export = self._memory_export, None
         stages, self._stages = self._stages, None
         if stages is not None:
             stages.close()
-        if leader is not None:
-            leader.close()
-        if exposure is not None:
-            exposure.close()
+        if rank_zero is not None:
+            rank_zero.close()
+        if memory_export is not None:
+            memory_export.close()
 
     def __enter__(self) -> Self:
         return self
@@ -226,69 +226,71 @@ class TrainerAgent:
     ) -> None:
         self.close()
 
-    def _conclude(self, end: End) -> PublishReport:
+    def _conclude(self, end: PublicationEnd) -> PublishReport:
         """Return the report, or raise what the verdict stands for."""
-        verdict, report, cause = end
-        if verdict.ending is EndReason.SOURCE_FAILED:
-            self._unusable = f"lost its source ({verdict.reason})"
-        raise_for(verdict, report, cause)
+        result, report, cause = end
+        if result.ending is EndReason.SOURCE_FAILED:
+            self._unusable = f"lost its source ({result.reason})"
+        raise_for(result, report, cause)
         return report
 
-    def _await_end(self, version: int, future: Future[End] | None) -> PublishReport:
+    def _await_end(self, version: int, future: Future[PublicationEnd] | None) -> PublishReport:
         """How a snapshot's publication ended. Collective."""
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable} before the publication of version {version} was waited for")
-        if self._leader and future:
-            return self._conclude(self._leader.follow(version, future))
+        if self._rank_zero and future:
+            return self._conclude(self._rank_zero.follow(version, future))
         return self._conclude(self._heard_end(version))
 
-    def _heard_end(self, version: int) -> End:
+    def _heard_end(self, version: int) -> PublicationEnd:
         end = self._follow(version)
-        if isinstance(end, BucketTaken):
-            return self._alone(version, unexpected(end, "the end of its publication"))
+        if isinstance(end, SnapshotTaken):
+            return self._alone(version, unexpected_command(end, "the end of its publication"))
         return end
 
-    def _follow(self, version: int) -> End | BucketTaken:  # noqa: C901, PLR0912  one line for each order
+    def _follow(self, version: int) -> PublicationEnd | SnapshotTaken:  # noqa: C901, PLR0912  one line for each order
         """Do what the leader says until the publication is over, or a snapshot is taken and training may go on."""
         cause: BaseException | None = None
         while True:
             try:
-                order = self._ranks.hear()
-                match order:
+                command = self._ranks.hear()
+                match command:
                     case AssembleBucket() if cause is None:
-                        self._source.assemble(self.manifest, order.index, None)
-                    case ExportMemory() if cause is None and self._exposure is not None:
-                        self._exposure.take_part(digests=order.digests, made=order.made, parts=order.parts)
-                    case DigestExported() if cause is None and self._exposure is not None:
-                        self._exposure.digests()
-                    case MakeDerived() if cause is None and self._exposure is not None:
-                        self._exposure.make(digests=order.digests, parts=order.parts)
-                    case JoinBroadcast() if cause is None and self._exposure is not None:
-                        self._exposure.join(Address(order.address, token=order.token), order.epoch, order.deadline_s)
-                    case ReadStage() | Refill() | Broadcast() if cause is None and self._stages is not None:
-                        self._stages.obey(order)
+                        self._source.assemble(self.manifest, command.index, None)
+                    case ExportMemory() if cause is None and self._memory_export is not None:
+                        self._memory_export.take_part(digests=command.digests, made=command.made, parts=command.parts)
+                    case DigestExported() if cause is None and self._memory_export is not None:
+                        self._memory_export.digests()
+                    case PrepareExport() if cause is None and self._memory_export is not None:
+                        self._memory_export.make(digests=command.digests, parts=command.parts)
+                    case JoinSends() if cause is None and self._memory_export is not None:
+                        self._memory_export.join(
+                            Address(command.address, token=command.token), command.epoch, command.deadline_s
+                        )
+                    case ReadStage() | RefillStage() | JoinBroadcast() if cause is None and self._stages is not None:
+                        self._stages.obey(command)
                     case KeepWaiting():
                         pass
-                    case BucketTaken() if order.version == version and cause is None:
-                        return order
-                    case Finish() if order.report.version == version:
-                        return self._settled(order.verdict), order.report, cause
+                    case SnapshotTaken() if command.version == version and cause is None:
+                        return command
+                    case Finish() if command.report.version == version:
+                        return PublicationEnd(self._settled(command.result), command.report, cause)
                     case (
                         AssembleBucket()
-                        | MakeDerived()
+                        | PrepareExport()
                         | ExportMemory()
                         | DigestExported()
-                        | JoinBroadcast()
-                        | BucketTaken()
+                        | JoinSends()
+                        | SnapshotTaken()
                     ) if cause is not None:
                         # The leader did not notice that this rank failed; its collective will run out of time.
                         return self._alone(version, cause)
-                    case Refill() | Broadcast() if cause is not None:
+                    case RefillStage() | JoinBroadcast() if cause is not None:
                         pass  # the leader has heard, or will hear, that this source gave up
                     case ReadStage() if cause is not None:
                         return self._alone(version, cause)
                     case _:
-                        return self._alone(version, unexpected(order, f"an order for version {version}"))
+                        return self._alone(version, unexpected_command(command, f"an order for version {version}"))
             except Exception as error:  # noqa: BLE001  logged, and raised in the end as this rank's cause
                 if cause is not None:
                     return self._alone(version, cause)
@@ -296,24 +298,24 @@ class TrainerAgent:
                 _log.exception("rank_failed", version=version)
                 cause = error
 
-    def _settled(self, verdict: RoundResult) -> RoundResult:
+    def _settled(self, result: PublicationResult) -> PublicationResult:
         """The end, once nothing reads this rank's weights any more."""
-        return verdict if self._exposure is None else settled(verdict, self._exposure.settle)
+        return result if self._memory_export is None else settled(result, self._memory_export.settle)
 
-    def _alone(self, version: int, cause: BaseException | None) -> End:
+    def _alone(self, version: int, cause: BaseException | None) -> PublicationEnd:
         """The end as this rank sees it, when the leader cannot be heard any more."""
-        verdict = RoundResult(EndReason.SOURCE_FAILED, f"{cause}")
+        result = PublicationResult(EndReason.SOURCE_FAILED, f"{cause}")
         report = PublishReport(
             channel=self.settings.channel,
             version=version,
             epoch=0,
             outcome=Outcome.ABORTED,
-            reason=verdict.reason,
+            reason=result.reason,
             tensors=len(self.manifest.tensors),
             buckets=len(self.manifest.buckets),
             bytes=self.manifest.nbytes,
         )
-        return verdict, report, cause
+        return PublicationEnd(result, report, cause)
 
 
 def _check_version(version: object) -> None:
@@ -331,9 +333,9 @@ def _start(
     """The leader on the root, and each other rank's exposure; or `ConnectFailed` on every rank."""
     ranks = CommandedRanks(source)
     if not source.root:
-        return None, _await_leader(ranks, exposure_of(source, settings, layout.manifest))
+        return None, _await_leader(ranks, memory_export_of(source, settings, layout.manifest))
     try:
-        leader = lead(source, settings, layout, progress)
+        rank_zero = start_rank_zero(source, settings, layout, progress)
     except BaseException as error:
         reason = f"{type(error).__name__}: {error}"
         try:
@@ -343,25 +345,25 @@ def _start(
         if isinstance(error, Exception):
             raise ConnectFailed(reason) from error
         raise
-    ranks.tell(Ready())
-    return leader, None
+    ranks.tell(RankZeroReady())
+    return rank_zero, None
 
 
-def _await_leader(ranks: CommandedRanks, exposure: MemoryExport | None) -> MemoryExport | None:
+def _await_leader(ranks: CommandedRanks, memory_export: MemoryExport | None) -> MemoryExport | None:
     """Do what the leader says until it stands. None where the ranks' memory cannot be exposed."""
     while True:
         match ranks.hear():
-            case Ready():
-                return exposure
-            case ExportMemory() if exposure is not None:
+            case RankZeroReady():
+                return memory_export
+            case ExportMemory() if memory_export is not None:
                 try:
-                    exposure.expose()
+                    memory_export.expose()
                 except NotExportable:  # the leader heard the same, says it, and goes on without
-                    exposure.close()
-                    exposure = None
+                    memory_export.close()
+                    memory_export = None
             case RankZeroFailed(reason):
-                if exposure is not None:
-                    exposure.close()
+                if memory_export is not None:
+                    memory_export.close()
                 raise ConnectFailed(reason)
-            case order:
-                raise unexpected(order, "the leader to stand")
+            case command:
+                raise unexpected_command(command, "the leader to stand")

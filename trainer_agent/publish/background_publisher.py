@@ -16,15 +16,14 @@ import torch
 
 from weightbus.control.log import get_log
 
-from ..machine import EndReason, Mode, Overlap, PublishReport, RoundResult, SnapshotClaim, SnapshotQueue
-from .snapshot import Store
+from ..machine import EndReason, Mode, Overlap, PublicationResult, PublishReport, SnapshotClaim, SnapshotQueue
+from ..machine.errors import PublicationEnd
+from .snapshot import SnapshotBuffer
 
 _log = get_log(__name__)
 
-End = tuple[RoundResult, PublishReport, BaseException | None]
-"""How a publication ended: verdict, report, and the exception behind it where it happened on this rank."""
 
-Publish = Callable[[int, int], End]
+Publish = Callable[[int, int], PublicationEnd]
 """Drives a version, from the buffer of the second argument, to its end. Does not raise."""
 
 
@@ -51,34 +50,34 @@ class BackgroundPublisher:
 
     def __init__(  # noqa: PLR0917  made in one place
         self,
-        stores: list[Store],
+        stores: list[SnapshotBuffer],
         overlap: Overlap,
         publish: Publish,
-        latecomers: EngineResyncs,
+        resyncs: EngineResyncs,
         channel: str,
         device: torch.device,
     ) -> None:
         self._stores = stores
         self._publish = publish
-        self._latecomers = latecomers
+        self._resyncs = resyncs
         self._kept: tuple[int, int] | None = None
         """The version that was committed last, and its buffer, while nothing else is in it."""
         self._channel = channel
         self._device = device
         self._turn = threading.Condition()
-        self._backlog = SnapshotQueue(len(stores), overlap)
-        self._ends: dict[int, Future[End]] = {}
+        self._queue = SnapshotQueue(len(stores), overlap)
+        self._ends: dict[int, Future[PublicationEnd]] = {}
         self._ended = 0
         self._closing = False
         self._thread: threading.Thread | None = None
 
     @property
-    def ahead(self) -> int:
+    def pending(self) -> int:
         """Publications that have not ended."""
         with self._turn:
-            return self._backlog.ahead
+            return self._queue.pending
 
-    def knows(self, version: int) -> bool:
+    def is_pending(self, version: int) -> bool:
         """A publication of this version has not ended."""
         with self._turn:
             return version in self._ends
@@ -86,7 +85,7 @@ class BackgroundPublisher:
     def idle(self, timeout_s: float) -> bool:
         """Wait until nothing is being published; False when that took longer."""
         with self._turn:
-            return self._turn.wait_for(lambda: self._backlog.idle, timeout_s)
+            return self._turn.wait_for(lambda: self._queue.idle, timeout_s)
 
     @property
     def ended(self) -> int:
@@ -94,7 +93,7 @@ class BackgroundPublisher:
         with self._turn:
             return self._ended
 
-    def wait_for_an_end(self, after: int, timeout_s: float) -> None:
+    def wait_for_end(self, after: int, timeout_s: float) -> None:
         """Return when more than `after` publications have ended, at the latest after `timeout_s`."""
         with self._turn:
             self._turn.wait_for(lambda: self._ended > after, timeout_s)
@@ -102,25 +101,25 @@ class BackgroundPublisher:
     def claim(self, timeout_s: float) -> SnapshotClaim | None:
         """A buffer for the next snapshot; None when none became free in time. Superseded versions end here."""
         with self._turn:
-            claim = self._backlog.claim()
+            claim = self._queue.claim()
             if claim is None:
                 self._turn.wait(timeout_s)
-                claim = self._backlog.claim()
+                claim = self._queue.claim()
             if claim and self._kept and self._kept[1] == claim.buffer:
                 self._kept = None
             for version in claim.superseded if claim else ():
                 self._end(version, EndReason.SUPERSEDED, "a newer snapshot took its place before its round began")
             return claim
 
-    def store_of(self, claim: SnapshotClaim) -> Store:
+    def buffer_of(self, claim: SnapshotClaim) -> SnapshotBuffer:
         """Where the snapshot goes."""
         return self._stores[claim.buffer]
 
-    def hand_over(self, version: int) -> Future[End]:
+    def enqueue(self, version: int) -> Future[PublicationEnd]:
         """The claimed buffer holds `version`: publish it. The future never raises."""
-        future: Future[End] = Future()
+        future: Future[PublicationEnd] = Future()
         with self._turn:
-            self._backlog.filled(version)
+            self._queue.filled(version)
             self._ends[version] = future
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weightbus-snapshots", daemon=True)
@@ -131,14 +130,14 @@ class BackgroundPublisher:
     def discard(self) -> None:
         """The claimed buffer could not be filled."""
         with self._turn:
-            self._backlog.discard()
+            self._queue.discard()
             self._turn.notify_all()
 
     def close(self, patience_s: float) -> None:
         """Drop what has not begun, let what has begun end, free the memory."""
         with self._turn:
             self._closing = True
-            for version in self._backlog.drop():
+            for version in self._queue.cancel_waiting():
                 self._end(version, EndReason.ABORTED, "the agent was closed before its round began")
             self._turn.notify_all()
         if self._thread is not None:
@@ -153,9 +152,9 @@ class BackgroundPublisher:
         with self._on_own_stream():
             while True:
                 with self._turn:
-                    look_s = self._latecomers.look_s if self._kept else 0.0
-                    self._turn.wait_for(lambda: not self._backlog.idle or self._closing, look_s or None)
-                    begun, kept = self._backlog.begin(), self._kept
+                    look_s = self._resyncs.look_s if self._kept else 0.0
+                    self._turn.wait_for(lambda: not self._queue.idle or self._closing, look_s or None)
+                    begun, kept = self._queue.begin(), self._kept
                     if begun is None and self._closing:
                         return
                 if begun is not None:
@@ -164,21 +163,21 @@ class BackgroundPublisher:
                     self._catch_up(*kept)
 
     def _catch_up(self, version: int, buffer: int) -> None:
-        if not self._latecomers.behind(version):
+        if not self._resyncs.behind(version):
             return
         with self._turn:
-            if self._closing or self._kept != (version, buffer) or not self._backlog.again(buffer):
+            if self._closing or self._kept != (version, buffer) or not self._queue.reuse(buffer):
                 return
-        self._latecomers.bring(version, buffer)
+        self._resyncs.bring(version, buffer)
         with self._turn:
-            self._backlog.over()
+            self._queue.finish()
             self._turn.notify_all()
 
     def _carry(self, version: int, buffer: int) -> None:
         self._stores[buffer].wait()
         end = self._publish(version, buffer)
         with self._turn:
-            self._backlog.over()
+            self._queue.finish()
             self._kept = (version, buffer) if end[0].ending is EndReason.COMMITTED else None
             self._ended += 1
             self._ends.pop(version).set_result(end)
@@ -186,7 +185,7 @@ class BackgroundPublisher:
 
     def _end(self, version: int, ending: EndReason, reason: str) -> None:
         report = PublishReport.unpublished(self._channel, version, Mode.SNAPSHOT, reason)
-        self._ends.pop(version).set_result((RoundResult(ending, reason), report, None))
+        self._ends.pop(version).set_result(PublicationEnd(PublicationResult(ending, reason), report, None))
         _log.info("snapshot_dropped", channel=self._channel, version=version, reason=reason)
 
     @contextlib.contextmanager

@@ -22,9 +22,9 @@ from ..checkpoints import Saving
 from ..export import MemoryExport
 from ..machine import Stopwatch
 from ..source import Source, SourceError
-from . import rank_commands as orders
-from .expected_digests import LiveDigester, LivePlan, Want, layouts_wanted
-from .pipeline_broadcast import PipelineBroadcast, broadcast_order, differing
+from . import rank_commands as commands
+from .expected_sglang_digests import EngineKind, SglangDigester, SglangDigestPlan, engine_kinds
+from .pipeline_broadcast import PipelineBroadcast, broadcast_command, differing_tensors
 from .progress_bar import ProgressBar
 
 _log = get_log(__name__)
@@ -43,31 +43,31 @@ class StagingPool(Protocol):
         ...
 
 
-class InPlace:
+class InPlaceExport:
     """The way without buckets: engines get what the ranks expose or send, and the ranks digest it where it lies."""
 
-    def __init__(self, exposure: MemoryExport, trainer: TrainerInfo) -> None:
-        self.exposure = exposure
+    def __init__(self, memory_export: MemoryExport, trainer: TrainerInfo) -> None:
+        self.memory_export = memory_export
         self._trainer = trainer
         self._said = ""
         self._wanted = False
         """By some engine, in the last publication."""
         self._digested = False
         """By the ranks, in the last publication."""
-        self._made = False
+        self._prepared = False
         self.parts = False
         """Whoever reads the memory may be told of parts that are still made: it knows how to wait for them."""
 
     def begin(self) -> None:
         """A new publication: nothing was made for it yet."""
-        self._made = False
+        self._prepared = False
 
-    def make(self, ranks: orders.CommandedRanks) -> None:
+    def make(self, ranks: commands.CommandedRanks) -> None:
         """Begin with what takes a while, where it can be begun and was wanted the last time. Collective."""
         if self._wanted:
-            ranks.tell(orders.MakeDerived(self._digested, self.parts))
-            self.exposure.make(digests=self._digested, parts=self.parts)
-            self._made = True
+            ranks.tell(commands.PrepareExport(self._digested, self.parts))
+            self.memory_export.make(digests=self._digested, parts=self.parts)
+            self._prepared = True
 
     def sort(
         self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None
@@ -87,7 +87,7 @@ class InPlace:
     @property
     def may_leave_open(self) -> bool:
         """Whether the digests have begun already, so that they may be waited for later."""
-        return self._made and self._digested
+        return self._prepared and self._digested
 
     def _kinds(
         self, engines: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None
@@ -98,29 +98,29 @@ class InPlace:
 
     def settle(self, deadline_s: float) -> None:
         """Wait for what `make` began on this rank, where nobody has. Raises `DeadlineExceeded`, RuntimeError."""
-        self.exposure.settle(deadline_s)
+        self.memory_export.settle(deadline_s)
 
-    def join(self, ranks: orders.CommandedRanks, offer: Endpoint, epoch: int, deadline_s: float) -> None:
+    def join(self, ranks: commands.CommandedRanks, offer: Endpoint, epoch: int, deadline_s: float) -> None:
         """Have every rank send to whoever comes to `offer`. Collective; returns at once."""
-        ranks.tell(orders.JoinBroadcast(offer.address, offer.token, epoch, deadline_s))
-        self.exposure.join(Address(offer.address, token=offer.token), epoch, deadline_s)
+        ranks.tell(commands.JoinSends(offer.address, offer.token, epoch, deadline_s))
+        self.memory_export.join(Address(offer.address, token=offer.token), epoch, deadline_s)
 
-    def digests(self, ranks: orders.CommandedRanks, *, wanted: bool) -> bytes | None:
+    def digests(self, ranks: commands.CommandedRanks, *, wanted: bool) -> bytes | None:
         """Expose the memory as it is now, and digest it if that is `wanted` and possible. Collective."""
         self.expose(ranks, digests=wanted)
-        return self._found(self.exposure.digests() if wanted else None, wanted=wanted)
+        return self._found(self.memory_export.digests() if wanted else None, wanted=wanted)
 
-    def digests_later(self, ranks: orders.CommandedRanks) -> bytes | None:
+    def digests_later(self, ranks: commands.CommandedRanks) -> bytes | None:
         """Those of what was exposed before, if that is possible after all. Collective."""
-        ranks.tell(orders.DigestExported())
-        return self._found(self.exposure.digests(), wanted=True)
+        ranks.tell(commands.DigestExported())
+        return self._found(self.memory_export.digests(), wanted=True)
 
-    def expose(self, ranks: orders.CommandedRanks, *, digests: bool = False) -> None:
+    def expose(self, ranks: commands.CommandedRanks, *, digests: bool = False) -> None:
         """Make the memory readable as it is now; with `digests` the other ranks go on to those. Collective."""
-        made, self._made = self._made, False
-        ranks.tell(orders.ExportMemory(digests=digests, made=made, parts=self.parts))
+        made, self._prepared = self._prepared, False
+        ranks.tell(commands.ExportMemory(digests=digests, made=made, parts=self.parts))
         try:
-            self.exposure.expose(made=made, parts=self.parts)
+            self.memory_export.expose(made=made, parts=self.parts)
         except NotExportable as error:
             raise SourceError(
                 f"the memory could be exported before, and now cannot: {error}; what engines read where it is must be "
@@ -129,8 +129,8 @@ class InPlace:
 
     def _found(self, found: bytes | None, *, wanted: bool) -> bytes | None:
         self._digested = found is not None
-        if wanted and found is None and self._said != self.exposure.unsummed:
-            self._said = self.exposure.unsummed
+        if wanted and found is None and self._said != self.memory_export.undigestible:
+            self._said = self.memory_export.undigestible
             _log.warning("digested_by_buckets", reason=self._said)
         return found
 
@@ -155,9 +155,9 @@ class BucketStaging:
         source: Source,
         manifest: Manifest,
         pool: StagingPool,
-        ranks: orders.CommandedRanks,
+        ranks: commands.CommandedRanks,
         head_dim: int | None = None,
-        in_place: InPlace | None = None,
+        in_place: InPlaceExport | None = None,
         stages: PipelineBroadcast | None = None,
     ) -> None:
         """`stages`: the ranks that can read and send buckets of their own, this one among them."""
@@ -165,7 +165,7 @@ class BucketStaging:
         self.name = manifest.digest()
         self.blob = manifest.encode()
         self._source, self._pool, self._ranks = source, pool, ranks
-        self._plan = LivePlan(manifest, (), head_dim)
+        self._plan = SglangDigestPlan(manifest, (), head_dim)
         self.head_dim = head_dim
         self._in_place = in_place
         self._stages = stages
@@ -178,7 +178,7 @@ class BucketStaging:
         """The digests of the publication that runs have begun, and are not waited for yet."""
         self._filled = False
         self._saving: Saving | None = None
-        self._wanted: frozenset[Want] = frozenset()
+        self._wanted: frozenset[EngineKind] = frozenset()
 
     def have_sent(self, offers: Sequence[Endpoint], epoch: int, deadline_s: float, *, alone: bool) -> None:
         """Have the other ranks take part in what they send, too; `alone`: all buckets are the leader's.
@@ -190,7 +190,7 @@ class BucketStaging:
             if taken.in_place and not taken.reads_memory and self._in_place is not None:
                 self._in_place.join(self._ranks, offer, epoch, deadline_s)
             elif taken.divides and not alone:
-                self._ranks.tell(broadcast_order(offer, epoch, deadline_s, whole=self.whole))
+                self._ranks.tell(broadcast_command(offer, epoch, deadline_s, whole=self.whole))
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -276,7 +276,7 @@ class BucketStaging:
             with watch.phase("digest"):
                 digests = self._in_place.digests_later(self._ranks)
             if digests is not None:
-                self._wanted = frozenset[Want]()
+                self._wanted = frozenset[EngineKind]()
                 self._table = DigestTable(self.name, version, integrity.ALGORITHM, digests)
         return self._table
 
@@ -297,14 +297,14 @@ class BucketStaging:
         """
         self.close_table(version, watch)
         reading, others = (0, engines) if self._in_place is None else self._in_place.sort(engines, routes)
-        wanted = layouts_wanted(others)
+        wanted = engine_kinds(others)
         if self._table is not None and wanted <= self._wanted:
             return self._table
         if self._in_place is not None and reading:
             with watch.phase("digest"):
                 digests = self._in_place.digests(self._ranks, wanted=not others and saving is None)
             if digests is not None:
-                self._wanted = frozenset[Want]()
+                self._wanted = frozenset[EngineKind]()
                 self._table = DigestTable(self.name, version, integrity.ALGORITHM, digests)
                 return self._table
         self._wanted = wanted
@@ -315,10 +315,10 @@ class BucketStaging:
         return self._read(version, wanted, watch)
 
     def _read_staged(
-        self, stages: PipelineBroadcast, version: int, wanted: frozenset[Want], watch: Stopwatch
+        self, stages: PipelineBroadcast, version: int, wanted: frozenset[EngineKind], watch: Stopwatch
     ) -> DigestTable:
         """As `_read`, every stage what it holds."""
-        self._ranks.tell(orders.ReadStage(tuple(sorted(wanted))))
+        self._ranks.tell(commands.ReadStage(tuple(sorted(wanted))))
         found = stages.read(wanted, watch)
         self._filled = self._staged = True
         self._table = DigestTable(self.name, version, integrity.ALGORITHM, found.tensors, found.live)
@@ -333,14 +333,14 @@ class BucketStaging:
             raise ValueError("the table is of other weights")
         self._table = table
 
-    def _read(self, version: int, wanted: frozenset[Want], watch: Stopwatch) -> DigestTable:
+    def _read(self, version: int, wanted: frozenset[EngineKind], watch: Stopwatch) -> DigestTable:
         """Assemble every bucket, digest it, and have it saved."""
         saving = self._saving
         if saving is not None:
             saving.begin()
         if self._plan.wanted != wanted:
-            self._plan = LivePlan(self.manifest, wanted, self.head_dim)
-        live = LiveDigester(self._plan)
+            self._plan = SglangDigestPlan(self.manifest, wanted, self.head_dim)
+        live = SglangDigester(self._plan)
         digests: list[bytes] = []
         with ProgressBar(f"reading version {version}", self.manifest.nbytes) as bar:
             for index, bucket in enumerate(self.manifest.buckets):
@@ -363,7 +363,7 @@ class BucketStaging:
         if self._saving is not None:
             self._saving.settle()
         if self._stages is not None and self._staged:
-            self._ranks.tell(orders.Refill(buckets.start, buckets.stop))
+            self._ranks.tell(commands.RefillStage(buckets.start, buckets.stop))
             odd = [*self._stages.refill(buckets.start, buckets.stop, watch)]
         else:
             odd = list[str]()
@@ -372,13 +372,13 @@ class BucketStaging:
                     self._gather(index, self.slots[index % len(self.slots)], watch),
                     self.manifest.buckets[index],
                 )
-                odd += differing(self.manifest, bucket, found, self.table.of_bucket(bucket))
+                odd += differing_tensors(self.manifest, bucket, found, self.table.of_bucket(bucket))
         if odd:
             raise WeightsDiffer(odd)
 
     def _gather(self, index: int, slot: Slot, watch: Stopwatch) -> bytes:
         with watch.phase("assemble"):
-            self._ranks.tell(orders.AssembleBucket(index))
+            self._ranks.tell(commands.AssembleBucket(index))
             self._source.assemble(self.manifest, index, slot.memory)
         with watch.phase("digest"):
             memory = slot.memory[: self.manifest.buckets[index].nbytes]

@@ -16,7 +16,7 @@ from weightbus.dataplane.errors import DeadlineExceeded
 from weightbus.dataplane.tensors import DigestTable
 from weightbus.dataplane.transports import Peer, Sender, Tabling
 
-from ..machine import EndReason, Mode, RoundResult, Stopwatch
+from ..machine import EndReason, Mode, PublicationResult, Stopwatch
 from .bucket_staging import BucketStaging
 from .publisher_context import Bus, PublisherContext
 
@@ -67,10 +67,10 @@ def first(staging: BucketStaging, receivers: Sequence[ReceivingEngine]) -> bool:
     return any(each.shares for each in receivers) or staging.slots[0].memory.device.type == "cpu"
 
 
-def settle(staging: BucketStaging, version: int, watch: Stopwatch, verdict: RoundResult) -> RoundResult:
+def settle(staging: BucketStaging, version: int, watch: Stopwatch, result: PublicationResult) -> PublicationResult:
     """The publication is over, however it ended: what still reads the weights ends before they are stepped.
 
-    Where a device does not come to that end, the weights are lost to us, whatever `verdict` says of the version; one
+    Where a device does not come to that end, the weights are lost to us, whatever `result` says of the version; one
     that is committed stays so.
     """
     if staging.open:
@@ -78,17 +78,19 @@ def settle(staging: BucketStaging, version: int, watch: Stopwatch, verdict: Roun
             staging.close_table(version, watch)
         except Exception as error:  # noqa: BLE001  the next publication finds what is wrong
             _log.warning("digests_not_settled", error=f"{type(error).__name__}: {error}")
-    return settled(verdict, staging.settle)
+    return settled(result, staging.settle)
 
 
-def settled(verdict: RoundResult, settle: Callable[[float], None]) -> RoundResult:
-    """`verdict`, once `settle` has waited for this rank's device; or that it waited in vain."""
+def settled(result: PublicationResult, settle: Callable[[float], None]) -> PublicationResult:
+    """`result`, once `settle` has waited for this rank's device; or that it waited in vain."""
     try:
         settle(SETTLE_S)
     except RuntimeError as error:  # torch's: the device has failed, and reads nothing any more
         _log.warning("device_failed", error=str(error))
     except DeadlineExceeded as error:
-        _log.exception("device_not_settled", ending=verdict.ending.value)
-        if verdict.ending is not EndReason.COMMITTED:
-            return RoundResult(EndReason.SOURCE_FAILED, f"{error}, and may still read the weights ({verdict.reason})")
-    return verdict
+        _log.exception("device_not_settled", ending=result.ending.value)
+        if result.ending is not EndReason.COMMITTED:
+            return PublicationResult(
+                EndReason.SOURCE_FAILED, f"{error}, and may still read the weights ({result.reason})"
+            )
+    return result

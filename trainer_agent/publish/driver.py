@@ -35,7 +35,7 @@ from weightbus.dataplane.transports.disk import Notes, saved_version
 from ..checkpoints import Saving
 from ..machine import Mode, PublishReport, Stopwatch, events as ev, publication
 from ..source import SourceError
-from . import deferred_digests as open_table, rank_commands as orders
+from . import deferred_digests as open_table, rank_commands as commands
 from .bucket_staging import WeightsDiffer
 from .delivery import Delivery
 from .publisher_context import Progress, PublisherContext
@@ -55,7 +55,7 @@ class PublicationDriver:
 
     def __init__(
         self,
-        outfit: PublisherContext,
+        context: PublisherContext,
         version: int,
         *,
         rollback: bool = False,
@@ -65,39 +65,39 @@ class PublicationDriver:
         self.version = version
         self._rollback, self._catch_up = rollback, catch_up
         self._stood_s = stood_s
-        self.machine = publication.Publication(version, outfit.settings.limits(), catch_up=catch_up)
+        self.machine = publication.Publication(version, context.settings.limits(), catch_up=catch_up)
         self.cause: BaseException | None = None
-        self._of = outfit
+        self._of = context
         self._watch = Stopwatch()
-        self._beat_at = time.monotonic()
+        self._keep_alive_at = time.monotonic()
         self._engines: dict[str, m.EngineInfo] = {}
         self._routes: Mapping[str, m.TransportKind] | None = None
         self._committed: m.HeldVersion | None = None
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
         self._silent = False
-        self._giving: threading.Thread | None = None
+        self._table_upload: threading.Thread | None = None
         """Gives the coordinator the table that was closed."""
         self._saving: Saving | None = None
         self._announced: m.Publish | None = None
         self._saved = self._save_error = ""
-        self._log = _log.bind(channel=outfit.settings.channel, version=version)
-        outfit.staging.begin()
+        self._log = _log.bind(channel=context.settings.channel, version=version)
+        context.staging.begin()
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def run(self) -> publication.RoundResult:
+    def run(self) -> publication.PublicationResult:
         """Until the machine is done. Effects are carried out in order, each before the next event is taken."""
-        effects: deque[ev.AnyEffect] = deque(self._handle(self._made() or ev.PublishAsked()))
-        while effects or self.machine.verdict is None:
+        effects: deque[ev.AnyEffect] = deque(self._handle(self._prepare_ahead() or ev.PublishRequested()))
+        while effects or self.machine.result is None:
             event = self._perform(effects.popleft()) if effects else self._wait()
             if event is not None:
                 effects.extend(self._handle(event))
-        verdict = open_table.settle(self._of.staging, self.version, self._watch, self.machine.verdict)
-        self._conclude_saving(verdict)
-        return verdict
+        result = open_table.settle(self._of.staging, self.version, self._watch, self.machine.result)
+        self._conclude_saving(result)
+        return result
 
-    def fail(self, error: BaseException) -> publication.RoundResult:
+    def fail(self, error: BaseException) -> publication.PublicationResult:
         """A step raised what nobody foresaw: give the round up, as far as that still works."""
         ending = ev.EndReason.SOURCE_FAILED if isinstance(error, SourceError) else ev.EndReason.INTERNAL
         self.cause = error
@@ -105,10 +105,10 @@ class PublicationDriver:
         for effect in self._handle(ev.AttemptFailed(ending, f"{type(error).__name__}: {error}")):
             self._perform(effect)
         self._stop_delivery()
-        verdict = self.machine.verdict or publication.RoundResult(ending, str(error))
-        verdict = open_table.settle(self._of.staging, self.version, self._watch, verdict)
-        self._conclude_saving(verdict)
-        return verdict
+        result = self.machine.result or publication.PublicationResult(ending, str(error))
+        result = open_table.settle(self._of.staging, self.version, self._watch, result)
+        self._conclude_saving(result)
+        return result
 
     def _handle(self, event: ev.AnyEvent) -> ev.Effects:
         before = self.machine.state
@@ -124,12 +124,12 @@ class PublicationDriver:
         deadline = self.machine.deadline
         if deadline is not None and now >= deadline:
             return ev.Tick()
-        self._beat(now)
+        self._keep_ranks_waiting(now)
         if self._delivery is None:
-            until = min(self._beat_at, deadline if deadline is not None else self._beat_at)
+            until = min(self._keep_alive_at, deadline if deadline is not None else self._keep_alive_at)
             return self._event(self._of.bus.next(max(0.0, until - now)))
-        if self.machine.open and not self.machine.table:
-            return self._close_table()
+        if self.machine.digests_deferred and not self.machine.table:
+            return self._await_digests()
         return self._event(self._of.bus.next(0.0)) or self._watch_over(self._delivery)
 
     def _watch_over(self, delivery: Delivery) -> ev.AnyEvent | None:
@@ -138,7 +138,7 @@ class PublicationDriver:
             self._log.info("sent", epoch=delivery.epoch, failed=len(delivery.failed))
             if delivery.differing:
                 return self._source_failed(WeightsDiffer(delivery.differing))
-            return ev.Delivered(delivery.epoch, delivery.failed, delivery.spared)
+            return ev.DeliveryEnded(delivery.epoch, delivery.failed, delivery.spared)
         row = delivery.wanted()
         if row is None:
             delivery.wait(_POLL_S)
@@ -153,18 +153,18 @@ class PublicationDriver:
         self._show(row.stop)
         return None
 
-    def _beat(self, now: float) -> None:
-        if now >= self._beat_at:
-            self._of.ranks.tell(orders.KeepWaiting())
-            self._beat_at = now + self._of.settings.beat_s
+    def _keep_ranks_waiting(self, now: float) -> None:
+        if now >= self._keep_alive_at:
+            self._of.ranks.tell(commands.KeepWaiting())
+            self._keep_alive_at = now + self._of.settings.beat_s
 
     def _event(self, message: m.ToAgent | None) -> ev.AnyEvent | None:
         """What a message of the coordinator means to the machine; None for what does not concern it."""
         match message:
             case m.Send():
-                return ev.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s)
+                return ev.SendRequested(message.epoch, message.version, message.receivers, message.deadline_s)
             case m.Withdraw():
-                return ev.Withdrawn(message.epoch, message.engines)
+                return ev.EnginesWithdrawn(message.epoch, message.engines)
             case m.RoundDone():
                 return ev.RoundEnded(
                     message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
@@ -180,43 +180,43 @@ class PublicationDriver:
 
     def _perform(self, effect: ev.AnyEffect) -> ev.AnyEvent | None:  # noqa: C901, PLR0911  one line for each effect
         match effect:
-            case ev.AskLease():
-                return self._asking(self._acquire)
+            case ev.RequestLease():
+                return self._ask(self._acquire)
             case ev.AssembleBuckets():
                 return self._assemble()
-            case ev.Announce():
-                return self._asking(lambda: self._announce(effect))
-            case ev.DeliverBuckets():
-                return self._asking(lambda: self._deliver(effect))
-            case ev.CloseTable():
-                return self._close_table()
-            case ev.ReportSent():
-                return self._asking(lambda: self._report_sent(effect))
+            case ev.AnnounceRound():
+                return self._ask(lambda: self._announce(effect))
+            case ev.StartDelivery():
+                return self._ask(lambda: self._deliver(effect))
+            case ev.AwaitDigests():
+                return self._await_digests()
+            case ev.ReportDelivery():
+                return self._ask(lambda: self._report_sent(effect))
             case ev.DropReceivers():
                 if self._delivery is not None:
                     self._delivery.withdraw(effect.engines)
             case ev.StopDelivery():
                 self._stop_delivery()
-            case ev.AbandonLease():
+            case ev.AbandonRound():
                 self._give_up(effect)
             case ev.ReleaseLease():
-                self._farewell(m.Release(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch)))
+                self._send_farewell(m.Release(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch)))
             case _:  # pragma: no cover
                 assert_never(effect)
         return None
 
-    def _asking(self, step: Callable[[], ev.AnyEvent | None]) -> ev.AnyEvent | None:
+    def _ask(self, step: Callable[[], ev.AnyEvent | None]) -> ev.AnyEvent | None:
         """Do a step that asks the coordinator; a refusal or silence is an event like any other."""
         try:
             event = step()
         except RequestRefused as refused:
             self._log.debug("refused", code=refused.code.value, reason=refused.reason)
-            return ev.RequestRefusal(refused.code, refused.reason, refused.retry_after_s)
+            return ev.RequestDenied(refused.code, refused.reason, refused.retry_after_s)
         except CoordinatorUnreachable as silence:
             if not self._silent:
                 self._log.warning("coordinator_silent", error=str(silence))
             self._silent = True
-            return ev.Unreachable(str(silence))
+            return ev.RequestTimedOut(str(silence))
         self._silent = False
         return event
 
@@ -233,9 +233,9 @@ class PublicationDriver:
         self._of.staging.granted(awaited=answer.may_leave_open)
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         may_leave_open = not self._catch_up and open_table.allowed(self._of, self.version, answer)
-        return ev.GotLease(answer.epoch, answer.committed, may_leave_open)
+        return ev.LeaseObtained(answer.epoch, answer.committed, may_leave_open)
 
-    def _made(self) -> ev.AnyEvent | None:
+    def _prepare_ahead(self) -> ev.AnyEvent | None:
         """Have what engines will read be made while the lease is asked for. What is wrong if that fails."""
         try:
             self._of.staging.make(self._watch)
@@ -252,16 +252,16 @@ class PublicationDriver:
         except SourceError as error:
             return self._source_failed(error)
         if self._catch_up and self._committed is not None and self._committed.table != table.digest():
-            table = self._committed_table(table, self._committed)
+            table = self._adopt_committed_table(table, self._committed)
         return self._digested(table)
 
-    def _digested(self, table: DigestTable) -> ev.Digested:
+    def _digested(self, table: DigestTable) -> ev.DigestsReady:
         manifest = self._of.staging.manifest
         seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
         self._log.info("digested", bytes=manifest.nbytes, buckets=len(manifest.buckets), **seconds)
-        return ev.Digested(table.digest())
+        return ev.DigestsReady(table.digest())
 
-    def _close_table(self) -> ev.AnyEvent:
+    def _await_digests(self) -> ev.AnyEvent:
         """Wait for the table of a version that was announced without, and give it to whoever takes the version."""
         staging = self._of.staging
         try:
@@ -269,20 +269,20 @@ class PublicationDriver:
         except SourceError as error:
             return self._source_failed(error)
         if table is None:
-            return ev.Undigested(
+            return ev.DigestsUnavailable(
                 "the ranks cannot digest what they expose any more: the table has to be made of buckets"
             )
-        self._give_table(table)
-        self._giving = open_table.give(self._of.bus, table, 6 * self._of.settings.request_timeout_s)
+        self._send_table_to_receivers(table)
+        self._table_upload = open_table.give(self._of.bus, table, 6 * self._of.settings.request_timeout_s)
         return self._digested(table)
 
-    def _give_table(self, table: DigestTable) -> None:
+    def _send_table_to_receivers(self, table: DigestTable) -> None:
         """To the receivers of the delivery that runs."""
         if self._delivery is not None and self._announced is not None:
-            seal = self._of.seal.table(self._announced, Digest(table.digest())) if self._of.seal else b""
-            self._delivery.tabled(Tabled(table, seal))
+            signer = self._of.signer.table(self._announced, Digest(table.digest())) if self._of.signer else b""
+            self._delivery.tabled(Tabled(table, signer))
 
-    def _committed_table(self, ours: DigestTable, held: m.HeldVersion) -> DigestTable:
+    def _adopt_committed_table(self, ours: DigestTable, held: m.HeldVersion) -> DigestTable:
         """The committed table where it is of these weights: ours differs when it was made for other engines."""
         staging = self._of.staging
         try:
@@ -293,11 +293,11 @@ class PublicationDriver:
             return ours
         return staging.table
 
-    def _announce(self, effect: ev.Announce) -> ev.AnyEvent:
+    def _announce(self, effect: ev.AnnounceRound) -> ev.AnyEvent:
         staging, patience_s = self._of.staging, self._of.settings.request_timeout_s
         with self._watch.phase("announce"):
             manifest = Digest(staging.name)
-            table = Digest("") if effect.open else Digest(staging.table.digest())
+            table = Digest("") if effect.digests_deferred else Digest(staging.table.digest())
             message = m.Publish(
                 request=self._publish_keys.setdefault(effect.epoch, self._key()),
                 channel=self._channel,
@@ -313,36 +313,38 @@ class PublicationDriver:
                 catch_up=self._catch_up,
                 stood_s=self._stood_s,
             )
-            if self._of.seal:
-                message = self._of.seal.publication(message, self._committed)
+            if self._of.signer:
+                message = self._of.signer.publication(message, self._committed)
             self._announced = message
             blobs = {manifest: staging.blob}
-            if not effect.open:
+            if not effect.digests_deferred:
                 blobs[table] = staging.table.encode()
             self._of.bus.request_with(message, blobs, patience_s, 6 * patience_s)
         self._log.info("announced", epoch=effect.epoch, manifest=manifest[:12], table=table[:12])
-        return (self._left_open() if effect.open else None) or ev.Accepted()  # engines prepare meanwhile
+        return (
+            self._export_before_digests() if effect.digests_deferred else None
+        ) or ev.RoundAccepted()  # engines prepare meanwhile
 
-    def _left_open(self) -> ev.AnyEvent | None:
+    def _export_before_digests(self) -> ev.AnyEvent | None:
         """What engines read is exposed where a table follows, also where the answer to the announcement got lost."""
-        if self.machine.open and not self.machine.table:
+        if self.machine.digests_deferred and not self.machine.table:
             try:
                 self._of.staging.leave_open(self._watch)
             except SourceError as error:
                 return self._source_failed(error)
         return None
 
-    def _deliver(self, effect: ev.DeliverBuckets) -> ev.AnyEvent | None:
+    def _deliver(self, effect: ev.StartDelivery) -> ev.AnyEvent | None:
         """Open the lanes and say where they are; from then on `_wait` watches them.
 
         Where a receiver would wait on a device for what the ranks still make there, that is waited for first.
         """
         of, staging = self._of, self._of.staging
-        if failed_early := self._left_open():
+        if failed_early := self._export_before_digests():
             return failed_early
         peers = self._peers(effect)
-        unable = open_table.unable(peers, of.senders) if self.machine.open else {}
-        table = None if self.machine.open else staging.table
+        unable = open_table.unable(peers, of.senders) if self.machine.digests_deferred else {}
+        table = None if self.machine.digests_deferred else staging.table
         session = TransferSession(of.settings.channel, effect.epoch, self.version, staging.manifest, table)
         sources = staging.sources(effect.receivers)
         for kind in peers:
@@ -354,12 +356,12 @@ class PublicationDriver:
         if staging.whole:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
-        tabled = self._table_first(effect) if self.machine.open else None
-        if isinstance(tabled, ev.AttemptFailed | ev.Undigested):
+        tabled = self._table_first(effect) if self.machine.digests_deferred else None
+        if isinstance(tabled, ev.AttemptFailed | ev.DigestsUnavailable):
             return tabled
-        epoch, failed = Epoch(effect.epoch), _told({**delivery.unopened, **unable})
-        if of.seal:
-            offers = tuple(of.seal.offer(offer, epoch) for offer in offers)
+        epoch, failed = Epoch(effect.epoch), _bounded({**delivery.unopened, **unable})
+        if of.signer:
+            offers = tuple(of.signer.offer(offer, epoch) for offer in offers)
         if failed:
             self._log.warning("engines_not_offered", epoch=effect.epoch, failed=failed)
         offered = m.Offered(request=self._key(), channel=self._channel, epoch=epoch, offers=offers, failed=failed)
@@ -369,7 +371,7 @@ class PublicationDriver:
             delivery.told()  # an answer may be lost where the offer was not
         return tabled if not self.machine.table else None
 
-    def _peers(self, effect: ev.DeliverBuckets) -> dict[m.TransportKind, list[Peer]]:
+    def _peers(self, effect: ev.StartDelivery) -> dict[m.TransportKind, list[Peer]]:
         """By transport, for each of which there is a sender."""
         of = self._of
         peers: dict[m.TransportKind, list[Peer]] = {}
@@ -382,13 +384,13 @@ class PublicationDriver:
                 of.senders[kind] = of.make_sender(kind)
         return peers
 
-    def _table_first(self, effect: ev.DeliverBuckets) -> ev.AnyEvent | None:
+    def _table_first(self, effect: ev.StartDelivery) -> ev.AnyEvent | None:
         """What has to be known of an open table before the delivery that was just opened is offered."""
         staging = self._of.staging
         if staging.known is not None:
-            self._give_table(staging.known)
+            self._send_table_to_receivers(staging.known)
         elif open_table.first(staging, effect.receivers):
-            return self._close_table()
+            return self._await_digests()
         return None
 
     def _stop_delivery(self) -> None:
@@ -400,8 +402,8 @@ class PublicationDriver:
             self._log.warning("sender_stuck", transport=kind.value, epoch=delivery.epoch)
             self._of.senders.pop(kind, None)
 
-    def _report_sent(self, effect: ev.ReportSent) -> ev.AnyEvent:
-        failed = _told(effect.failed)
+    def _report_sent(self, effect: ev.ReportDelivery) -> ev.AnyEvent:
+        failed = _bounded(effect.failed)
         if failed:
             self._log.warning("engines_not_served", epoch=effect.epoch, failed=failed)
         spared = tuple(AgentId(engine) for engine in effect.spared)
@@ -416,31 +418,33 @@ class PublicationDriver:
         )
         if table:
             patience_s = self._of.settings.request_timeout_s
-            if self._giving is not None:
-                self._giving.join(patience_s)
+            if self._table_upload is not None:
+                self._table_upload.join(patience_s)
             self._of.bus.request_with(message, {table: self._of.staging.table.encode()}, patience_s, 6 * patience_s)
         else:
             self._request(message)
-        return ev.Noted(effect.epoch)
+        return ev.ReportAcknowledged(effect.epoch)
 
-    def _give_up(self, effect: ev.AbandonLease) -> None:
+    def _give_up(self, effect: ev.AbandonRound) -> None:
         self._log.warning("giving_up", epoch=effect.epoch, reason=effect.reason)
         reason = effect.reason[:_TEXT]
-        self._farewell(m.Abandon(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), reason=reason))
+        self._send_farewell(
+            m.Abandon(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), reason=reason)
+        )
 
-    def _farewell(self, message: m.Release | m.Abandon) -> None:
+    def _send_farewell(self, message: m.Release | m.Abandon) -> None:
         try:
             self._of.bus.request(message, deadline_s=_FAREWELL_S)
         except (RequestRefused, CoordinatorUnreachable, ClientClosed) as error:
             # The lease runs out by itself; this only makes it quicker.
             self._log.debug("farewell_unheard", message=message.kind, error=str(error))
 
-    def _conclude_saving(self, verdict: publication.RoundResult) -> None:
+    def _conclude_saving(self, result: publication.PublicationResult) -> None:
         """Keep the version's files if it was committed, and nothing otherwise."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
-        if verdict.ending is not ev.EndReason.COMMITTED:
+        if result.ending is not ev.EndReason.COMMITTED:
             return saving.discard()
         staging = self._of.staging
         notes = Notes(
@@ -461,7 +465,7 @@ class PublicationDriver:
 
     # -- the report ----------------------------------------------------------------------------------------------------
 
-    def report(self, verdict: publication.RoundResult) -> PublishReport:
+    def report(self, result: publication.PublicationResult) -> PublishReport:
         """What is known now."""
         ended, manifest = self.machine.ended, self._of.staging.manifest
         theirs = {name: each for name, each in ended.seconds.items() if name != "total"} if ended else {}
@@ -469,8 +473,8 @@ class PublicationDriver:
             channel=self._of.settings.channel,
             version=self.version,
             epoch=self.machine.epoch,
-            outcome=m.Outcome.COMMITTED if verdict.ending is ev.EndReason.COMMITTED else m.Outcome.ABORTED,
-            reason=verdict.reason,
+            outcome=m.Outcome.COMMITTED if result.ending is ev.EndReason.COMMITTED else m.Outcome.ABORTED,
+            reason=result.reason,
             mode=self._of.mode,
             attempts=max(1, self.machine.attempt),
             tensors=len(manifest.tensors),
@@ -506,6 +510,6 @@ class PublicationDriver:
             self._of.progress(Progress(self.version, self.machine.state.value, buckets_sent, buckets))
 
 
-def _told(failed: Mapping[str, str]) -> dict[str, str]:
+def _bounded(failed: Mapping[str, str]) -> dict[str, str]:
     """Reasons as they may travel."""
     return {engine: reason[:_TEXT] for engine, reason in failed.items()}

@@ -28,7 +28,7 @@ _SILENT: Final = frozenset({"lost", "dirty", "pending", LENT, "quarantined"})
 """States of engines, as the status names them, that answer no request."""
 
 
-class LagPolicy(enum.Enum):
+class LagDecision(enum.Enum):
     """What a training loop does now."""
 
     GO = "go"
@@ -70,19 +70,19 @@ def oldest_served(channel: ChannelView | None, max_lag: int) -> int:
     return min((committed, *(each for each in versions if each is not None and 0 <= committed - each <= max_lag)))
 
 
-def pace(version: int, serving: int | None, max_lag: int, *, coming: bool, expired: bool) -> LagPolicy:
+def decide(version: int, serving: int | None, max_lag: int, *, coming: bool, expired: bool) -> LagDecision:
     """Whether to train from `version`, when `serving` is the oldest version served, or None if that is not known.
 
     `coming`: a publication has not ended. `expired`: there is no time left to wait.
     """
     if serving is not None and version - serving <= max_lag:
-        return LagPolicy.GO
+        return LagDecision.GO
     if expired or (serving is not None and not coming):
-        return LagPolicy.TOO_FAR
-    return LagPolicy.WAIT
+        return LagDecision.TOO_FAR
+    return LagDecision.WAIT
 
 
-class LagCoordinator(Protocol):
+class StatusClient(Protocol):
     """What is asked of control's `BusClient`."""
 
     def status(self, deadline_s: float = 10.0) -> bytes:
@@ -93,7 +93,7 @@ class LagCoordinator(Protocol):
 class LagLimit:
     """Holds one training loop back. All methods are called on its thread, on the root rank."""
 
-    def __init__(self, settings: TrainerSettings, coordinator: LagCoordinator, background: BackgroundPublisher) -> None:
+    def __init__(self, settings: TrainerSettings, coordinator: StatusClient, background: BackgroundPublisher) -> None:
         self._settings = settings
         self._coordinator = coordinator
         self._background = background
@@ -106,23 +106,23 @@ class LagLimit:
         deadline = time.monotonic() + self._settings.lag_timeout_s
         while True:
             # Asked first: what a publication brought is in the answer that follows its end.
-            ended, coming = self._background.ended, self._background.ahead > 0
+            ended, coming = self._background.ended, self._background.pending > 0
             serving, silence = self._serving(max_lag)
             expired = time.monotonic() >= deadline
-            match pace(version, serving, max_lag, coming=coming, expired=expired):
-                case LagPolicy.GO:
+            match decide(version, serving, max_lag, coming=coming, expired=expired):
+                case LagDecision.GO:
                     return None
-                case LagPolicy.TOO_FAR:
+                case LagDecision.TOO_FAR:
                     waited = f"after {self._settings.lag_timeout_s:.0f} s (lag_timeout_s)"
                     ahead = LagStatus(
                         version, serving, max_lag, silence or (waited if expired else "and nothing is coming")
                     )
                     _log.error("too_far_ahead", channel=self._settings.channel, reason=str(ahead))
                     return ahead
-                case LagPolicy.WAIT:
+                case LagDecision.WAIT:
                     ranks.tell(KeepWaiting())
                     left = max(0.0, deadline - time.monotonic())
-                    self._background.wait_for_an_end(ended, min(self._settings.beat_s, left))
+                    self._background.wait_for_end(ended, min(self._settings.beat_s, left))
 
     def _serving(self, max_lag: int) -> tuple[int | None, str]:
         try:

@@ -23,12 +23,12 @@ from weightbus.dataplane.tensors import BucketSpec, LiveDigests, Manifest
 from weightbus.dataplane.transports import Address, Slot, Sources, cut, registry as transports
 from weightbus.dataplane.transports.distributed import SourceRank
 
-from ..export import place_of
+from ..export import location_of
 from ..machine import Stopwatch
 from ..settings import TrainerSettings
 from ..source import AssemblyFailed, PipelineSource, Source, head_dim_of
-from . import rank_commands as orders
-from .expected_digests import LiveDigester, LivePlan, Want, joined
+from . import rank_commands as commands
+from .expected_sglang_digests import EngineKind, SglangDigester, SglangDigestPlan, merge_live_digests
 
 
 class VersionLayout(NamedTuple):
@@ -53,7 +53,7 @@ class VersionLayout(NamedTuple):
                 owners = [ranks.index(root) for root in roots]
                 manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes)
                 stages = PipelineBroadcast(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
-                told = source.collect(msgspec.msgpack.encode(place_of(source.rank, source.device)))
+                told = source.collect(msgspec.msgpack.encode(location_of(source.rank, source.device)))
                 return cls(manifest, stages, tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in told))
         return cls(Manifest.of(source.model, tensors, settings.bucket_bytes), None)
 
@@ -102,7 +102,7 @@ class PipelineBroadcast:
         self._own = sources.own(self._number) if self._number is not None else ()
         self._depth = slots
         self._slots: Sequence[Slot] = ()
-        self._plan = LivePlan(manifest, (), head_dim)
+        self._plan = SglangDigestPlan(manifest, (), head_dim)
         self._head_dim = head_dim
         self._digests: dict[int, bytes] = {}
         self._part = SourceRank(self._number, source.device) if self._number else None
@@ -111,7 +111,7 @@ class PipelineBroadcast:
         """On the leader: where its buckets go."""
         self._slots = slots
 
-    def read(self, wanted: Collection[Want], watch: Stopwatch) -> StageDigests:
+    def read(self, wanted: Collection[EngineKind], watch: Stopwatch) -> StageDigests:
         """Every stage reads and digests its buckets. Raises `SourceError` on every rank when one cannot."""
         failure: Exception | None = None
         try:
@@ -127,7 +127,8 @@ class PipelineBroadcast:
             raise AssemblyFailed("; ".join(errors))
         digests = {bucket: digest for each in all_found for bucket, digest in each.digests.items()}
         return StageDigests(
-            b"".join(digests[index] for index in range(len(digests))), joined([each.live for each in all_found])
+            b"".join(digests[index] for index in range(len(digests))),
+            merge_live_digests([each.live for each in all_found]),
         )
 
     def refill(self, first: int, last: int, watch: Stopwatch) -> Sequence[str]:
@@ -135,7 +136,7 @@ class PipelineBroadcast:
 
         A source that does not lead sends what it has read, or tells the leader that it must not.
         """
-        differing: list[str] = []
+        differing_tensors: list[str] = []
         for index in range(first, last):
             mine = self._mine(index)
             if mine and self._part is not None:
@@ -144,12 +145,12 @@ class PipelineBroadcast:
             if not mine:
                 continue
             odd = self._odd(index, found)
-            differing += odd
+            differing_tensors += odd
             if self._part is not None and odd:
                 self._part.spoil(odd)
             elif self._part is not None:
                 self._part.filled(self.sources.place(index) + 1)
-        return differing
+        return differing_tensors
 
     def broadcast(self, address: Address, epoch: int, deadline_s: float, *, whole: bool) -> None:
         """Have this rank take part in `epoch`, by a thread of its own; `whole`: all its buckets are there."""
@@ -159,28 +160,28 @@ class PipelineBroadcast:
         filled = len(buckets) if whole else 0
         self._part.begin(address, epoch, self.sources, buckets, deadline_s, filled)
 
-    def obey(self, order: orders.OfStages) -> None:
+    def obey(self, command: commands.PipelineCommand) -> None:
         """Do what the leader says; it does the same by its own calls. What fails here ends the session for all."""
         try:
-            self._obey(order, Stopwatch())
+            self._obey(command, Stopwatch())
         except BaseException:
             if self._part is not None:
                 self._part.stop()
             raise
 
-    def _obey(self, order: orders.OfStages, watch: Stopwatch) -> None:
-        match order:
-            case orders.ReadStage():
-                self.read(order.wanted, watch)
-            case orders.Refill():
-                self.refill(order.first, order.last, watch)
-            case orders.Broadcast():
+    def _obey(self, command: commands.PipelineCommand, watch: Stopwatch) -> None:
+        match command:
+            case commands.ReadStage():
+                self.read(command.wanted, watch)
+            case commands.RefillStage():
+                self.refill(command.first, command.last, watch)
+            case commands.JoinBroadcast():
                 address = Address(
-                    order.address, order.group, order.backend, world_size=order.world_size, token=order.token
+                    command.address, command.group, command.backend, world_size=command.world_size, token=command.token
                 )
-                self.broadcast(address, order.epoch, order.deadline_s, whole=order.whole)
+                self.broadcast(address, command.epoch, command.deadline_s, whole=command.whole)
             case _:  # pragma: no cover
-                assert_never(order)
+                assert_never(command)
 
     def close(self) -> None:
         """Leave the group, and let go of the slots."""
@@ -202,12 +203,12 @@ class PipelineBroadcast:
             self._slots = [_Memory(torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(count)]
         return self._slots[self.sources.place(index) % len(self._slots)].memory
 
-    def _read(self, wanted: frozenset[Want], watch: Stopwatch) -> _Found:
+    def _read(self, wanted: frozenset[EngineKind], watch: Stopwatch) -> _Found:
         if self._part is not None:
             self._part.stop()  # an earlier session would send from the slots
         if self._plan.wanted != wanted:
-            self._plan = LivePlan(self._manifest, wanted if self._number is not None else (), self._head_dim)
-        live = LiveDigester(self._plan)
+            self._plan = SglangDigestPlan(self._manifest, wanted if self._number is not None else (), self._head_dim)
+        live = SglangDigester(self._plan)
         self._digests = {}
         for index in range(len(self._manifest.buckets)):
             found = self._gather(index, watch)
@@ -229,10 +230,10 @@ class PipelineBroadcast:
             return integrity.digest_tensors(memory[:nbytes], self._manifest.offsets_of(index))
 
     def _odd(self, index: int, found: bytes) -> list[str]:
-        return differing(self._manifest, self._manifest.buckets[index], found, self._digests[index])
+        return differing_tensors(self._manifest, self._manifest.buckets[index], found, self._digests[index])
 
 
-def differing(manifest: Manifest, bucket: BucketSpec, found: bytes, expected: bytes) -> list[str]:
+def differing_tensors(manifest: Manifest, bucket: BucketSpec, found: bytes, expected: bytes) -> list[str]:
     """The tensors of a bucket whose digests differ."""
     if found == expected:
         return []
@@ -244,9 +245,9 @@ def differing(manifest: Manifest, bucket: BucketSpec, found: bytes, expected: by
     ]
 
 
-def broadcast_order(offer: Endpoint, epoch: int, deadline_s: float, *, whole: bool) -> orders.Broadcast:
+def broadcast_command(offer: Endpoint, epoch: int, deadline_s: float, *, whole: bool) -> commands.JoinBroadcast:
     """What the other sources have to know of an offer."""
-    return orders.Broadcast(
+    return commands.JoinBroadcast(
         address=offer.address,
         group=offer.group,
         backend=offer.backend,

@@ -14,7 +14,7 @@ from weightbus.dataplane.transports import Sender
 from ..checkpoints import Archive
 from ..machine import Mode
 from ..settings import TrainerSettings
-from . import rank_commands as orders
+from . import rank_commands as commands
 from .bucket_staging import BucketStaging
 
 
@@ -91,7 +91,7 @@ class PublisherContext(msgspec.Struct):
 
     settings: TrainerSettings
     bus: Bus
-    ranks: orders.CommandedRanks
+    ranks: commands.CommandedRanks
     staging: BucketStaging
     make_sender: Callable[[m.TransportKind], Sender]
     senders: MutableMapping[m.TransportKind, Sender]
@@ -99,7 +99,7 @@ class PublisherContext(msgspec.Struct):
     """The life of the coordinator that was last heard of."""
     progress: Callable[[Progress], None] | None = None
     mode: Mode = Mode.LIVE
-    seal: PublicationSigner | None = None
+    signer: PublicationSigner | None = None
     """Null where no keys are used."""
     archive: Archive | None = None
     """Keeps versions as files; null where none are kept."""

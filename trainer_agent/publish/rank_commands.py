@@ -11,7 +11,7 @@ from typing import Final, assert_never
 
 import msgspec
 
-from ..machine import PublishReport, RoundResult
+from ..machine import PublicationResult, PublishReport
 from ..source import Source
 
 
@@ -19,7 +19,7 @@ class RankCommand(msgspec.Struct, frozen=True, tag=True):
     """Root of what the leader says."""
 
 
-class Ready(RankCommand, frozen=True, tag="Ready"):
+class RankZeroReady(RankCommand, frozen=True, tag="Ready"):
     """The leader stands; `publish` may be called."""
 
 
@@ -35,7 +35,7 @@ class AssembleBucket(RankCommand, frozen=True, tag="Assemble"):
     index: int
 
 
-class MakeDerived(RankCommand, frozen=True, tag="Make"):
+class PrepareExport(RankCommand, frozen=True, tag="Make"):
     """Begin to make what this rank lets others read, from its weights as they are now; with `digests`, to digest it."""
 
     digests: bool
@@ -48,16 +48,16 @@ class ExportMemory(RankCommand, frozen=True, tag="Expose"):
 
     digests: bool
     made: bool = False
-    """`MakeDerived` was said in this publication: nothing is begun anew."""
+    """`PrepareExport` was said in this publication: nothing is begun anew."""
     parts: bool = False
-    """As of `MakeDerived`."""
+    """As of `PrepareExport`."""
 
 
 class DigestExported(RankCommand, frozen=True, tag="Digest"):
     """Digest this rank's share of what it has exposed."""
 
 
-class JoinBroadcast(RankCommand, frozen=True, tag="Join"):
+class JoinSends(RankCommand, frozen=True, tag="Join"):
     """Take part in sending `epoch`, by a thread of this rank's own, to whoever comes to `address`."""
 
     address: str
@@ -72,14 +72,14 @@ class ReadStage(RankCommand, frozen=True, tag="Read"):
     wanted: tuple[tuple[str, int], ...]
 
 
-class Refill(RankCommand, frozen=True, tag="Refill"):
+class RefillStage(RankCommand, frozen=True, tag="Refill"):
     """Read buckets `first` to `last`, exclusive, once more; each on its stage, which sends it."""
 
     first: int
     last: int
 
 
-class Broadcast(RankCommand, frozen=True, tag="Broadcast"):
+class JoinBroadcast(RankCommand, frozen=True, tag="Broadcast"):
     """Where this rank is a source, have it meet the engines of `epoch`."""
 
     address: str
@@ -97,7 +97,7 @@ class KeepWaiting(RankCommand, frozen=True, tag="Beat"):
     """Nothing to do; the leader is alive."""
 
 
-class BucketTaken(RankCommand, frozen=True, tag="Taken"):
+class SnapshotTaken(RankCommand, frozen=True, tag="Taken"):
     """The snapshot of `version` is taken; nobody is needed for the rest."""
 
     version: int
@@ -110,27 +110,27 @@ class BucketTaken(RankCommand, frozen=True, tag="Taken"):
 class Finish(RankCommand, frozen=True, tag="Finish"):
     """The publication is over."""
 
-    verdict: RoundResult
+    result: PublicationResult = msgspec.field(name="verdict")
     report: PublishReport
 
 
-OfStages = ReadStage | Refill | Broadcast
+PipelineCommand = ReadStage | RefillStage | JoinBroadcast
 """What `stages.Stages` carries out."""
-AnyOrder = (
-    Ready
+AnyRankCommand = (
+    RankZeroReady
     | RankZeroFailed
     | AssembleBucket
-    | MakeDerived
+    | PrepareExport
     | ExportMemory
     | DigestExported
-    | JoinBroadcast
-    | OfStages
+    | JoinSends
+    | PipelineCommand
     | KeepWaiting
-    | BucketTaken
+    | SnapshotTaken
     | Finish
 )
 
-_DECODER: Final[msgspec.msgpack.Decoder[AnyOrder]] = msgspec.msgpack.Decoder(AnyOrder)
+_DECODER: Final[msgspec.msgpack.Decoder[AnyRankCommand]] = msgspec.msgpack.Decoder(AnyRankCommand)
 
 
 class CommandedRanks:
@@ -139,38 +139,38 @@ class CommandedRanks:
     def __init__(self, source: Source) -> None:
         self._source = source
 
-    def tell(self, order: AnyOrder) -> None:
-        """Root only: give `order` to every rank. Collective."""
-        self._source.agree(msgspec.msgpack.encode(order))
+    def tell(self, command: AnyRankCommand) -> None:
+        """Root only: give `command` to every rank. Collective."""
+        self._source.agree(msgspec.msgpack.encode(command))
 
-    def hear(self) -> AnyOrder:
+    def hear(self) -> AnyRankCommand:
         """Others only: the leader's next order. Collective."""
         return _DECODER.decode(self._source.agree(None))
 
 
-def unexpected(order: AnyOrder, expected: str) -> RuntimeError:  # noqa: C901  one line for each order
+def unexpected_command(command: AnyRankCommand, expected: str) -> RuntimeError:  # noqa: C901  one line for each order
     """The error of a rank that is not where the leader believes it to be."""
-    match order:
-        case Ready() | RankZeroFailed():
+    match command:
+        case RankZeroReady() | RankZeroFailed():
             told = "that the leader stands"
         case AssembleBucket():
-            told = f"to assemble bucket {order.index}"
-        case MakeDerived():
+            told = f"to assemble bucket {command.index}"
+        case PrepareExport():
             told = "to make what it exposes"
         case ExportMemory():
             told = "to expose its memory"
         case DigestExported():
             told = "to digest its share"
-        case JoinBroadcast():
-            told = f"to send epoch {order.epoch}"
-        case ReadStage() | Refill() | Broadcast():
+        case JoinSends():
+            told = f"to send epoch {command.epoch}"
+        case ReadStage() | RefillStage() | JoinBroadcast():
             told = "to read or broadcast its stage"
         case KeepWaiting():
             told = "to wait"
-        case BucketTaken():
-            told = f"that the snapshot of version {order.version} is taken"
+        case SnapshotTaken():
+            told = f"that the snapshot of version {command.version} is taken"
         case Finish():
-            told = f"that version {order.report.version} is over"
+            told = f"that version {command.report.version} is over"
         case _:  # pragma: no cover
-            assert_never(order)
+            assert_never(command)
     return RuntimeError(f"this rank was told {told}, expected {expected}: call connect and publish on all ranks alike")

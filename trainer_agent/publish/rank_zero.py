@@ -50,19 +50,20 @@ from weightbus.dataplane.tensors import Manifest
 from weightbus.dataplane.transports import Sender, SenderContext, Transport, registry as transports
 
 from ..checkpoints import Archive, ArchivePolicy, check_configs
-from ..export import Exportable, MemoryExport, place_of, topology_of
-from ..machine import EndReason, Mode, PublishReport, RoundResult, SnapshotClaim, Stopwatch
+from ..export import Exportable, MemoryExport, location_of, topology_of
+from ..machine import EndReason, Mode, PublicationResult, PublishReport, SnapshotClaim, Stopwatch
+from ..machine.errors import PublicationEnd
 from ..quantized import KnowsServed
 from ..settings import SendsOver, TrainerSettings
 from ..source import Source, SourceError, head_dim_of
-from .background_publisher import BackgroundPublisher, End
-from .bucket_staging import BucketStaging, InPlace, StagingPool
+from .background_publisher import BackgroundPublisher
+from .bucket_staging import BucketStaging, InPlaceExport, StagingPool
 from .driver import PublicationDriver
 from .lag_limit import LagLimit
 from .pipeline_broadcast import VersionLayout
 from .publisher_context import Progress, PublisherContext
-from .rank_commands import AssembleBucket, BucketTaken, CommandedRanks, ExportMemory, Finish, KeepWaiting
-from .snapshot_rounds import SnapshotRounds, Times, behind_in, log_end
+from .rank_commands import AssembleBucket, CommandedRanks, ExportMemory, Finish, KeepWaiting, SnapshotTaken
+from .snapshot import SnapshotPublisher, SnapshotTimes, engines_behind, log_publication_end
 
 _log = get_log(__name__)
 
@@ -71,82 +72,82 @@ class RankZero:
     """Publishes version after version. Not for several threads at once."""
 
     def __init__(
-        self, outfit: PublisherContext, pool: StagingPool, source: Source, exposure: MemoryExport | None = None
+        self, context: PublisherContext, pool: StagingPool, source: Source, memory_export: MemoryExport | None = None
     ) -> None:
-        self._outfit = outfit
+        self._context = context
         self._pool = pool
         self._source = source
-        self._exposure = exposure
-        self._times: dict[int, Times] = {}
-        snapshots = SnapshotRounds(outfit, pool, source, self._times)
+        self._memory_export = memory_export
+        self._times: dict[int, SnapshotTimes] = {}
+        snapshots = SnapshotPublisher(context, pool, source, self._times)
         self._background = BackgroundPublisher(
             snapshots.stores,
-            outfit.settings.overlap,
+            context.settings.overlap,
             snapshots.publish,
             snapshots,
-            outfit.settings.channel,
+            context.settings.channel,
             source.device,
         )
-        if doubt := outfit.settings.doubt():
-            _log.warning("settings_doubted", channel=outfit.settings.channel, reason=doubt)
-        self._pacer = LagLimit(outfit.settings, outfit.bus, self._background)
+        if doubt := context.settings.doubt():
+            _log.warning("settings_doubted", channel=context.settings.channel, reason=doubt)
+        self._lag_limit = LagLimit(context.settings, context.bus, self._background)
         self._stood_s = 0.0
         """Since the last snapshot was handed over."""
 
     @property
     def committed(self) -> int | None:
         """The channel's committed version, as the coordinator said it last."""
-        return self._outfit.bus.committed
+        return self._context.bus.committed
 
     def history(self) -> tuple[PastStatus, ...]:
         """What was committed in the channel, oldest first, as far as the coordinator remembers."""
-        settings = self._outfit.settings
-        document = self._outfit.bus.status(settings.request_timeout_s)
+        settings = self._context.settings
+        document = self._context.bus.status(settings.request_timeout_s)
         known = parse(document).channels.get(settings.channel)
         return known.history if known else ()
 
     def behind(self, version: int) -> tuple[str, ...]:
         """The engines that are here without `version`, which is committed; none where another one is."""
-        settings = self._outfit.settings
-        known = parse(self._outfit.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
-        return behind_in(known, version)
+        settings = self._context.settings
+        known = parse(self._context.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
+        return engines_behind(known, version)
 
-    def catch_up(self, version: int) -> End:
+    def catch_up(self, version: int) -> PublicationEnd:
         """Bring `version`, which is committed, to the engines that lack it, and tell every rank how that ended."""
         try:
             lacking = self.behind(version)
         except WeightbusError as error:
-            end = _unpublished(self._outfit.settings.channel, version, error, Mode.LIVE)
+            end = _unpublished(self._context.settings.channel, version, error, Mode.LIVE)
             self._tell(end[0], end[1])
             return end
         if lacking:
             return self.publish(version, catch_up=True)
         reason = "no engine is behind"
         report = PublishReport(
-            channel=self._outfit.settings.channel, version=version, epoch=0, outcome=Outcome.COMMITTED, reason=reason
+            channel=self._context.settings.channel, version=version, epoch=0, outcome=Outcome.COMMITTED, reason=reason
         )
-        end = RoundResult(EndReason.COMMITTED, reason), report, None
+        end = PublicationEnd(PublicationResult(EndReason.COMMITTED, reason), report, None)
         self._tell(end[0], end[1])
         return end
 
-    def publish(self, version: int, *, rollback: bool = False, catch_up: bool = False) -> End:
+    def publish(self, version: int, *, rollback: bool = False, catch_up: bool = False) -> PublicationEnd:
         """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""
-        drive = PublicationDriver(self._outfit, version, rollback=rollback, catch_up=catch_up)
+        drive = PublicationDriver(self._context, version, rollback=rollback, catch_up=catch_up)
         try:
             self._wait_for_snapshots()
-            verdict = drive.run()
+            result = drive.run()
         except BaseException as error:
             # The other ranks wait for an order, whatever happened here.
-            verdict = drive.fail(error)
+            result = drive.fail(error)
             if not isinstance(error, Exception):
-                self._tell(verdict, drive.report(verdict))
+                self._tell(result, drive.report(result))
                 raise
-        report = drive.report(verdict)
-        log_end(verdict, report)
-        self._tell(verdict, report)
-        return verdict, report, drive.cause
+        report = drive.report(result)
+        log_publication_end(result, report)
+        self._tell(result, report)
+        return PublicationEnd(result, report, drive.cause)
 
-    def snapshot(self, version: int) -> tuple[BucketTaken, Future[End]] | tuple[End, None]:
+    def snapshot(self, version: int) -> tuple[SnapshotTaken, Future[PublicationEnd]] | tuple[PublicationEnd, None]:
         """Copy the weights and tell every rank to go on; the future says how the publication ended, and never raises.
 
         Of a snapshot that could not be taken the end is returned, and every rank told. With `max_lag` returns when
@@ -159,37 +160,39 @@ class RankZero:
                 claim = self._claim(version)
             claimed = True
             with watch.phase("snapshot"):
-                self._background.store_of(claim).take(self._assemble)
+                self._background.buffer_of(claim).take(self._assemble)
         except BaseException as error:
             if claimed:
                 self._background.discard()
-            end = _unpublished(self._outfit.settings.channel, version, error)
-            log_end(end[0], end[1])
+            end = _unpublished(self._context.settings.channel, version, error)
+            log_publication_end(end[0], end[1])
             self._tell(end[0], end[1])
             if not isinstance(error, Exception):
                 raise
             return end, None
-        self._times[version] = Times(watch.seconds["snapshot"], self._stood_s + watch.seconds["claim"])
-        future = self._background.hand_over(version)
+        self._times[version] = SnapshotTimes(watch.seconds["snapshot"], self._stood_s + watch.seconds["claim"])
+        future = self._background.enqueue(version)
         future.add_done_callback(lambda _: self._times.pop(version, None))  # nobody drives what is superseded
         with watch.phase("hold"):
-            ahead = self._pacer.hold(version, self._outfit.ranks)
+            ahead = self._lag_limit.hold(version, self._context.ranks)
         self._stood_s = watch.seconds["hold"]
-        taken = BucketTaken(version, watch.seconds["claim"] + self._stood_s, str(ahead) if ahead else "")
-        self._outfit.ranks.tell(taken)
-        _log.info("snapshot_taken", channel=self._outfit.settings.channel, version=version, **watch.seconds)
+        taken = SnapshotTaken(version, watch.seconds["claim"] + self._stood_s, str(ahead) if ahead else "")
+        self._context.ranks.tell(taken)
+        _log.info("snapshot_taken", channel=self._context.settings.channel, version=version, **watch.seconds)
         return taken, future
 
-    def follow(self, version: int, future: Future[End]) -> End:
+    def follow(self, version: int, future: Future[PublicationEnd]) -> PublicationEnd:
         """Wait for a snapshot's publication and tell every rank how it ended."""
-        deadline = time.monotonic() + self._patience_s()
+        deadline = time.monotonic() + self._longest_wait_s()
         while not future.done():
             if time.monotonic() >= deadline:  # it has deadlines of its own, so this is an error of ours
-                error = TimeoutError(f"the publication of version {version} did not end in {self._patience_s():.0f} s")
-                end = _unpublished(self._outfit.settings.channel, version, error)
+                error = TimeoutError(
+                    f"the publication of version {version} did not end in {self._longest_wait_s():.0f} s"
+                )
+                end = _unpublished(self._context.settings.channel, version, error)
                 break
-            futures.wait([future], self._outfit.settings.beat_s)
-            self._outfit.ranks.tell(KeepWaiting())
+            futures.wait([future], self._context.settings.beat_s)
+            self._context.ranks.tell(KeepWaiting())
         else:
             end = future.result()
         self._tell(end[0], end[1])
@@ -198,72 +201,75 @@ class RankZero:
     def close(self) -> None:
         """Let go of senders, memory and the coordinator; each of them, whatever the others do."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._outfit.bus.close)
+            stack.callback(self._context.bus.close)
             stack.callback(self._pool.close)
-            if self._exposure is not None:
-                stack.callback(self._exposure.close)
-            for each in self._outfit.senders.values():
+            if self._memory_export is not None:
+                stack.callback(self._memory_export.close)
+            for each in self._context.senders.values():
                 stack.callback(each.close)
-            stack.callback(lambda: self._background.close(self._patience_s()))
+            stack.callback(lambda: self._background.close(self._longest_wait_s()))
 
     def _assemble(self, index: int, out: torch.Tensor) -> None:
-        self._outfit.ranks.tell(AssembleBucket(index))
-        self._source.assemble(self._outfit.staging.manifest, index, out)
+        self._context.ranks.tell(AssembleBucket(index))
+        self._source.assemble(self._context.staging.manifest, index, out)
 
     def _claim(self, version: int) -> SnapshotClaim:
-        if all(transports.by_name(kind).in_place for kind in self._outfit.settings.transports()):
+        if all(transports.by_name(kind).in_place for kind in self._context.settings.transports()):
             raise ConfigurationError(
                 "transport = direct and sends give the weights that are being trained, and not a snapshot of them:"
                 ' publish with mode="live", or allow local, distributed or disk too'
             )
-        if self._background.knows(version):
+        if self._background.is_pending(version):
             raise ValueError(f"version {version} is being published already: publish a higher one, or wait for it")
-        deadline = time.monotonic() + self._patience_s()
-        while (claim := self._background.claim(self._outfit.settings.beat_s)) is None:
-            self._beat_until(deadline)
+        deadline = time.monotonic() + self._longest_wait_s()
+        while (claim := self._background.claim(self._context.settings.beat_s)) is None:
+            self._keep_waiting_until(deadline)
         return claim
 
     def _wait_for_snapshots(self) -> None:
-        deadline = time.monotonic() + self._patience_s()
-        while not self._background.idle(self._outfit.settings.beat_s):
-            self._beat_until(deadline)
+        deadline = time.monotonic() + self._longest_wait_s()
+        while not self._background.idle(self._context.settings.beat_s):
+            self._keep_waiting_until(deadline)
 
-    def _beat_until(self, deadline: float) -> None:
+    def _keep_waiting_until(self, deadline: float) -> None:
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"earlier snapshots were not published in {self._patience_s():.0f} s")
-        self._outfit.ranks.tell(KeepWaiting())
+            raise TimeoutError(f"earlier snapshots were not published in {self._longest_wait_s():.0f} s")
+        self._context.ranks.tell(KeepWaiting())
 
-    def _patience_s(self) -> float:
+    def _longest_wait_s(self) -> float:
         """How long all publications that are ahead can take, by their own deadlines."""
-        limits = self._outfit.settings.limits()
-        return self._background.ahead * (limits.attempts * (limits.acquire_s + limits.round_s) + limits.abandon_s) + 1.0
+        limits = self._context.settings.limits()
+        return (
+            self._background.pending * (limits.attempts * (limits.acquire_s + limits.round_s) + limits.abandon_s) + 1.0
+        )
 
-    def _tell(self, verdict: RoundResult, report: PublishReport) -> None:
+    def _tell(self, result: PublicationResult, report: PublishReport) -> None:
         try:
-            self._outfit.ranks.tell(Finish(verdict, report))
+            self._context.ranks.tell(Finish(result, report))
         except SourceError as error:
             # The group is broken: every rank notices by itself, at the latest after the source's timeout.
             _log.warning("ranks_not_told", version=report.version, error=str(error))
 
 
-def _unpublished(channel: str, version: int, error: BaseException, mode: Mode = Mode.SNAPSHOT) -> End:
+def _unpublished(channel: str, version: int, error: BaseException, mode: Mode = Mode.SNAPSHOT) -> PublicationEnd:
     ending = EndReason.SOURCE_FAILED if isinstance(error, SourceError) else EndReason.INTERNAL
     reason = f"{type(error).__name__}: {error}"
-    return RoundResult(ending, reason), PublishReport.unpublished(channel, version, mode, reason), error
+    report = PublishReport.unpublished(channel, version, mode, reason)
+    return PublicationEnd(PublicationResult(ending, reason), report, error)
 
 
 _INFO: Final = 20
 _WARNING: Final = 30
 
 
-def lead(
+def start_rank_zero(
     source: Source, settings: TrainerSettings, layout: VersionLayout, progress: Callable[[Progress], None] | None = None
 ) -> RankZero:
     """Connect to the coordinator and make the staging memory. Root only."""
     manifest = layout.manifest
     check_configs(settings.served, settings.hf_config_dir)
     archive = _archive(source, settings)
-    exposure, refusals = _tried(exposure_of(source, settings, manifest), source, settings)
+    memory_export, refusals = _tried(memory_export_of(source, settings, manifest), source, settings)
     kinds = tuple(kind for kind in settings.transports() if kind not in refusals)
     if not kinds:
         raise ConfigurationError(
@@ -276,13 +282,13 @@ def lead(
     )
     with contextlib.ExitStack() as undo:
         undo.callback(pool.close)
-        if exposure is not None:
-            undo.callback(exposure.close)
+        if memory_export is not None:
+            undo.callback(memory_export.close)
         curve = agent_key_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
         told = topology_of(
             settings,
             kinds,
-            exposure.places if exposure else layout.places or (place_of(0, source.device),),
+            memory_export.places if memory_export else layout.places or (location_of(0, source.device),),
             runtime_dir=settings.runtime_dir or default_runtime_dir(),
             refusals=refusals,
         )
@@ -293,7 +299,7 @@ def lead(
         )
         undo.callback(bus.close)
         ranks = CommandedRanks(source)
-        outfit = PublisherContext(
+        context = PublisherContext(
             settings=settings,
             bus=bus,
             ranks=ranks,
@@ -303,18 +309,18 @@ def lead(
                 pool,
                 ranks,
                 head_dim_of(source),
-                None if exposure is None else InPlace(exposure, _trainer_info(source, kinds)),
+                None if memory_export is None else InPlaceExport(memory_export, _trainer_info(source, kinds)),
                 layout.stages,
             ),
-            make_sender=_sender_maker(source, settings, exposure),
+            make_sender=_sender_maker(source, settings, memory_export),
             senders={},
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
-            seal=_Seal(settings, curve) if curve else None,
+            signer=_Seal(settings, curve) if curve else None,
             archive=archive,
         )
         undo.pop_all()
-    return RankZero(outfit, pool, source, exposure)
+    return RankZero(context, pool, source, memory_export)
 
 
 def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
@@ -327,7 +333,7 @@ def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
     return Archive(settings.save_dir, settings.channel, policy, config_dir)
 
 
-def exposure_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> MemoryExport | None:
+def memory_export_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> MemoryExport | None:
     """The means to let engines read this rank, where that was asked for and can be. The same answer on every rank."""
     in_place = _in_place(settings.preferences()).values()
     read, sent = (any(each.reads_memory is wanted for each in in_place) for wanted in (True, False))
@@ -338,7 +344,7 @@ def exposure_of(source: Source, settings: TrainerSettings, manifest: Manifest) -
 
 
 def _tried(
-    exposure: MemoryExport | None, source: Source, settings: TrainerSettings
+    memory_export: MemoryExport | None, source: Source, settings: TrainerSettings
 ) -> tuple[MemoryExport | None, dict[TransportKind, str]]:
     """Expose once, at the start: what cannot be exported goes through staging buckets, by the next transport.
 
@@ -346,22 +352,22 @@ def _tried(
     """
     wanted = _in_place(settings.preferences())
     level = _WARNING if _in_place(settings.transport) else _INFO
-    if exposure is None:
+    if memory_export is None:
         reason = f"{type(source).__name__} does not say where its tensors lie"
         if wanted:
             _log.log(level, "not_in_place", reason=reason)
         return None, dict.fromkeys(wanted, reason)
     CommandedRanks(source).tell(ExportMemory(digests=False))
     try:
-        exposure.expose()
+        memory_export.expose()
     except NotExportable as error:
         _log.log(level, "not_in_place", reason=str(error))
-        exposure.close()
+        memory_export.close()
         return None, dict.fromkeys(wanted, str(error))
-    reading = [kind for kind, each in wanted.items() if each.reads_memory] if exposure.unread else []
+    reading = [kind for kind, each in wanted.items() if each.reads_memory] if memory_export.unreadable else []
     if reading:
-        _log.log(level, "not_direct", reason=exposure.unread)
-    return exposure, dict.fromkeys(reading, exposure.unread) | _without_nixl(settings)
+        _log.log(level, "not_direct", reason=memory_export.unreadable)
+    return memory_export, dict.fromkeys(reading, memory_export.unreadable) | _without_nixl(settings)
 
 
 def _in_place(kinds: Iterable[TransportKind]) -> dict[TransportKind, Transport]:
@@ -424,7 +430,7 @@ def _trainer_info(source: Source, kinds: tuple[TransportKind, ...]) -> TrainerIn
 
 
 def _sender_maker(
-    source: Source, settings: TrainerSettings, exposure: MemoryExport | None
+    source: Source, settings: TrainerSettings, memory_export: MemoryExport | None
 ) -> Callable[[TransportKind], Sender]:
     context = SenderContext(
         channel=settings.channel,
@@ -433,8 +439,8 @@ def _sender_maker(
         host=settings.host,
         checkpoint_dir=settings.checkpoint_dir,
         hf_config_dir=settings.hf_config_dir,
-        expose=None if exposure is None else exposure.standing,
-        describe=None if exposure is None else exposure.described,
+        expose=None if memory_export is None else memory_export.standing,
+        describe=None if memory_export is None else memory_export.described,
         nixl=settings.sends_over is SendsOver.NIXL,
         keep_groups_s=settings.keep_groups_s,
     )

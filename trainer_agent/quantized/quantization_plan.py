@@ -40,7 +40,7 @@ from weightbus.dataplane.tensors import (
 _ALIGNMENT: Final = 16
 
 
-class Weight(msgspec.Struct, frozen=True):
+class QuantizedWeight(msgspec.Struct, frozen=True):
     """A weight that is quantized, and what it becomes."""
 
     spec: TensorSpec
@@ -66,7 +66,7 @@ class WeightPlace(msgspec.Struct, frozen=True):
     strides: tuple[int, ...]
 
 
-class Job(msgspec.Struct, frozen=True):
+class QuantizeJob(msgspec.Struct, frozen=True):
     """One quantization on one rank."""
 
     weight: int
@@ -81,7 +81,7 @@ class Job(msgspec.Struct, frozen=True):
     """The number of the sums that its elements are added to, and where they lie in their tensor."""
 
 
-class Copy(msgspec.Struct, frozen=True):
+class CopyJob(msgspec.Struct, frozen=True):
     """A gathered tensor that stays as it is: from a raw bucket into the bucket. Root only."""
 
     raw: tuple[int, int]
@@ -100,12 +100,12 @@ class BucketWork(msgspec.Struct, frozen=True):
 
     raws: tuple[int, ...]
     """The raw buckets that it needs, on every rank alike."""
-    jobs: tuple[Job, ...]
-    copies: tuple[Copy, ...]
+    jobs: tuple[QuantizeJob, ...]
+    copies: tuple[CopyJob, ...]
     shapes: tuple[WeightShape, ...]
 
 
-class Work(msgspec.Struct, frozen=True):
+class RankWork(msgspec.Struct, frozen=True):
     """One rank's part in every bucket of a manifest."""
 
     buckets: tuple[BucketWork, ...]
@@ -116,10 +116,10 @@ class Work(msgspec.Struct, frozen=True):
     """The number of the arena's first storage: that of dtype `d` is ``base + DTYPES.index(d)``."""
 
 
-class UnquantizedTensor(msgspec.Struct, frozen=True):
+class ResidentWork(msgspec.Struct, frozen=True):
     """One rank's part in all buckets at once, for memory that stays."""
 
-    work: Work
+    work: RankWork
     results: tuple[Shard, ...]
     """What lies in the arena then."""
     summed: tuple[Shard, ...]
@@ -134,7 +134,7 @@ class WeightDivision:
 
     manifest: Manifest
     """Of what the weights become."""
-    weights: tuple[Weight, ...]
+    weights: tuple[QuantizedWeight, ...]
     pieces: Shards | None
     """Every raw element once; None when it is not known where they lie."""
     rows: Mapping[str, Sequence[int]]
@@ -159,7 +159,7 @@ class WeightDivision:
     def of(
         cls,
         manifest: Manifest,
-        weights: Sequence[Weight],
+        weights: Sequence[QuantizedWeight],
         pieces: Shards | None,
         roots: Sequence[int] | None = None,
     ) -> WeightDivision:
@@ -210,14 +210,14 @@ class WeightDivision:
         """The raw buckets with weights that end up, or in part, in `bucket`."""
         return tuple(number for number, buckets in enumerate(self.serves) if bucket in buckets)
 
-    def work(self, rank: int) -> Work:
+    def work(self, rank: int) -> RankWork:
         """What `rank` does."""
         return _Draft(self, rank).work()
 
-    def kept(self, rank: int, base: int) -> UnquantizedTensor:
+    def kept(self, rank: int, base: int) -> ResidentWork:
         """What `rank` does where its results stay where it makes them; `base` numbers the arena's first storage."""
         draft = _Draft(self, rank, base)
-        return UnquantizedTensor(draft.work(), tuple(draft.results), tuple(draft.summed), tuple(draft.sums))
+        return ResidentWork(draft.work(), tuple(draft.results), tuple(draft.summed), tuple(draft.sums))
 
     def traveling(self) -> Shards:
         """Pieces of the manifest's tensors: what is quantized elsewhere than on its root, and what is not quantized."""
@@ -240,7 +240,7 @@ class _Draft:
         self._of = division
         self._rank = rank
         self._keeps = keeps is not None
-        self._jobs: list[list[Job]] = [[] for _ in division.manifest.buckets]
+        self._jobs: list[list[QuantizeJob]] = [[] for _ in division.manifest.buckets]
         self.results: list[Shard] = []
         """What it makes for others, in its arena."""
         self.summed: list[Shard] = []
@@ -250,7 +250,7 @@ class _Draft:
         mine = None if division.pieces is None else division.pieces.held_by(rank)
         first = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
         self._base = first if keeps is None else keeps
-        self._copies: list[list[Copy]] = [[] for _ in self._jobs]
+        self._copies: list[list[CopyJob]] = [[] for _ in self._jobs]
         self._shapes: list[list[WeightShape]] = [[] for _ in self._jobs]
         for index, row in division.local.get(rank, ()):
             assert division.pieces is not None
@@ -259,7 +259,7 @@ class _Draft:
         if rank in division.roots:
             self._take_gathered()
 
-    def work(self) -> Work:
+    def work(self) -> RankWork:
         of = self._of
         buckets = [
             BucketWork(
@@ -270,9 +270,9 @@ class _Draft:
             )
             for index, jobs in enumerate(self._jobs)
         ]
-        return Work(tuple(buckets), of.raw, max(self._ends, default=0), self._base)
+        return RankWork(tuple(buckets), of.raw, max(self._ends, default=0), self._base)
 
-    def _job(self, index: int, weight: Weight, box: Box, held: Shard | None, raw: tuple[int, int]) -> None:
+    def _job(self, index: int, weight: QuantizedWeight, box: Box, held: Shard | None, raw: tuple[int, int]) -> None:
         """Once for each bucket that a part of the weight is in: nearly always one."""
         made = weight.computed
         buckets = sorted({self._of.places[spec.name][0] for _, spec in made})
@@ -283,9 +283,11 @@ class _Draft:
         for bucket in buckets:
             targets = tuple(self._target(bucket, part, spec, part.box(box)) for part, spec in made)
             sums = self._summed(weight, box, held, len(made)) if self._keeps else None
-            self._jobs[bucket].append(Job(index, box.shape, held, raw, targets, sums))
+            self._jobs[bucket].append(QuantizeJob(index, box.shape, held, raw, targets, sums))
 
-    def _summed(self, weight: Weight, box: Box, held: Shard | None, parts: int) -> tuple[int, WordLayout] | None:
+    def _summed(
+        self, weight: QuantizedWeight, box: Box, held: Shard | None, parts: int
+    ) -> tuple[int, WordLayout] | None:
         """Whether the elements of the job whose `parts` were placed last are summed up as they are made."""
         words = word_layout(weight.scheme, box, weight.spec.shape)
         if words is None or (held is not None and held.view.strides[-1] != 1):
@@ -321,7 +323,9 @@ class _Draft:
             raw = self._of.raw_places[weight.spec.name]
             self._job(index, weight, Box.whole(weight.spec.shape), None, raw)
         for spec in self._of.plain:
-            self._copies[self._of.places[spec.name][0]].append(Copy(self._of.raw_places[spec.name], self._whole(spec)))
+            self._copies[self._of.places[spec.name][0]].append(
+                CopyJob(self._of.raw_places[spec.name], self._whole(spec))
+            )
         for weight in self._of.weights:
             for part, spec in zip(weight.parts, weight.outputs, strict=True):
                 if not part.cell[0]:
@@ -347,7 +351,7 @@ def _places(manifest: Manifest) -> dict[str, tuple[int, int]]:
     }
 
 
-def _plain(manifest: Manifest, weights: Sequence[Weight]) -> tuple[TensorSpec, ...]:
+def _plain(manifest: Manifest, weights: Sequence[QuantizedWeight]) -> tuple[TensorSpec, ...]:
     """The manifest's tensors that no weight becomes."""
     made = {spec.name for weight in weights for spec in weight.outputs}
     return tuple(spec for spec in manifest.tensors if spec.name not in made)
@@ -362,7 +366,7 @@ def _rows_by_tensor(pieces: Shards | None) -> Mapping[str, list[int]]:
     return found
 
 
-def _divides(weight: Weight, pieces: Shards | None, rows: Mapping[str, Sequence[int]]) -> bool:
+def _divides(weight: QuantizedWeight, pieces: Shards | None, rows: Mapping[str, Sequence[int]]) -> bool:
     """Every holder of a part can quantize it alone."""
     if pieces is None:
         return False
@@ -371,7 +375,10 @@ def _divides(weight: Weight, pieces: Shards | None, rows: Mapping[str, Sequence[
 
 
 def _local(
-    weights: Sequence[Weight], gathered: frozenset[int], pieces: Shards | None, rows: Mapping[str, Sequence[int]]
+    weights: Sequence[QuantizedWeight],
+    gathered: frozenset[int],
+    pieces: Shards | None,
+    rows: Mapping[str, Sequence[int]],
 ) -> Mapping[int, Sequence[tuple[int, int]]]:
     """By rank: the pieces that it quantizes for itself."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)

@@ -21,19 +21,19 @@ from weightbus.dataplane.memory import ArenaParts, addresses_of
 from weightbus.dataplane.quantize import DigestSums, PreparedTasks, QuantizeTask, prepare_tasks
 from weightbus.dataplane.tensors import DTYPES as DTYPE_NAMES, ITEM_BYTES, Manifest, Shards
 
-from ..assembly import DTYPES, Assembler, GatherExchange, GatherReach, pinned, plan
+from ..assembly import DTYPES, Assembler, GatherExchange, MemoryAccess, is_pinned, plan
 from ..export import Exportable
 from ..source import Source
-from .quantization_plan import Job, Weight, WeightDivision, WeightPlace, Work
+from .quantization_plan import QuantizedWeight, QuantizeJob, RankWork, WeightDivision, WeightPlace
 from .quantized_uploads import WeightUploads
-from .ready_parts import bytes_with_marks, marks_at, parts_of
+from .ready_flags import bytes_with_marks, marks_at, ready_parts_of
 
 _ELSEWHERE: Final = -1
 """The rank of all but the root, where only the root has anything to do."""
 
 
 @runtime_checkable
-class Described(Protocol):
+class ShardedSource(Protocol):
     """A source that says where what it serves lies, on every rank."""
 
     @property
@@ -57,7 +57,7 @@ class Described(Protocol):
 
 
 @runtime_checkable
-class ReadableSource(Source, Described, Exportable, Protocol):
+class ReadableSource(Source, ShardedSource, Exportable, Protocol):
     """A source that says where what it serves lies, and whose memory engines can read."""
 
 
@@ -76,20 +76,20 @@ class _Bound:
         return any(each.keeps for each in self.tasks)
 
 
-class Assembly:
+class QuantizedAssembly:
     """Carries out one rank's work for one manifest: quantizes its part of a bucket, and has it travel to the root."""
 
     def __init__(
         self,
         division: WeightDivision,
         source: Source,
-        described: Described | None,
-        work: Work | None = None,
-        reach: GatherReach = GatherReach(),  # noqa: B008  immutable
+        described: ShardedSource | None,
+        work: RankWork | None = None,
+        memory_access: MemoryAccess = MemoryAccess(),  # noqa: B008  immutable
     ) -> None:
-        """`work` is what this rank does, if it is not what `division` says of it. `reach` only differs in tests."""
+        """`work` overrides the work that `division` gives this rank. `memory_access` differs in tests only."""
         self._source = source
-        self._reach = reach
+        self._memory_access = memory_access
         self._uploads: WeightUploads | None = None
         self._described = described
         self._manifest = division.manifest
@@ -189,7 +189,7 @@ class Assembly:
     def _near(self) -> WeightUploads:
         """What uploads parameters from where they are now."""
         if self._uploads is None:
-            self._uploads = WeightUploads(self._work, self._storages or (), self._source.device, self._reach)
+            self._uploads = WeightUploads(self._work, self._storages or (), self._source.device, self._memory_access)
         return self._uploads
 
     def _take_memory(self) -> None:
@@ -205,14 +205,14 @@ class Assembly:
         self._assembler = Assembler(self._traveling, [*self._storages, *views], self._rank, self._roots, exchange)
         self._gatherer = Assembler(self._raw_plan, self._storages, self._rank, self._raw_roots, exchange)
 
-    def _task(self, job: Job, out: torch.Tensor | None, near: torch.Tensor | None) -> QuantizeTask:
+    def _task(self, job: QuantizeJob, out: torch.Tensor | None, near: torch.Tensor | None) -> QuantizeTask:
         weight = self._weights[job.weight]
         outs = tuple(_view(self._arena if each.arena else _given(out), each) for each in job.targets)
         source = self._source_of(job, weight) if near is None else near
         sums = None if job.sums is None else DigestSums(self._lanes, job.sums[0], *job.sums[1])
         return QuantizeTask(weight.scheme, source, DTYPES[weight.spec.dtype], outs, sums)
 
-    def _source_of(self, job: Job, weight: Weight) -> torch.Tensor:
+    def _source_of(self, job: QuantizeJob, weight: QuantizedWeight) -> torch.Tensor:
         if job.held is None:
             number, at = job.raw
             nbytes = weight.spec.nbytes
@@ -220,7 +220,7 @@ class Assembly:
         assert self._storages is not None
         storage, view = self._storages[job.held.view.storage], job.held.view
         part = storage.as_strided(job.shape, view.strides, storage.storage_offset() + view.offset)
-        return part.to(self._source.device, non_blocking=pinned(part))
+        return part.to(self._source.device, non_blocking=is_pinned(part))
 
     def _numbers(self, numbers: tuple[int, ...]) -> torch.Tensor:
         """On the device of the buckets; models have few different shapes."""
@@ -231,7 +231,7 @@ class Assembly:
     @property
     def _away(self) -> bool:
         """Parameters are in host memory and buckets are not: what was uploaded for a task was of another version."""
-        return any(self._reach.elsewhere(each, self._source.device) for each in (self._storages or ())[:1])
+        return any(self._memory_access.is_elsewhere(each, self._source.device) for each in (self._storages or ())[:1])
 
     def _gather(self, number: int) -> torch.Tensor | None:
         """A raw bucket in memory of its root; None on the other ranks, which give their parts of it."""
@@ -272,7 +272,7 @@ class Assembly:
             self._assembler = self._gatherer = None
 
 
-class QuantizationState(Assembly):
+class ResidentQuantization(QuantizedAssembly):
     """All that one rank quantizes, in an arena that stays where it is, so that others can read it.
 
     Engines may read a part of the arena once its mark, which lies behind everything in the arena, shows the number of
@@ -285,7 +285,7 @@ class QuantizationState(Assembly):
         held = source.held(source.tensors())
         base = int(held.storage.max()) + 1 if len(held) else 0
         kept = division.kept(source.rank, base)
-        self._parts = parts_of(kept.work)
+        self._parts = ready_parts_of(kept.work)
         self._marks_at = marks_at(kept.work)
         work = msgspec.structs.replace(kept.work, arena_bytes=bytes_with_marks(kept.work, self._parts))
         super().__init__(division, source, source, work)

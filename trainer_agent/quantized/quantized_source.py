@@ -38,8 +38,8 @@ from ..checkpoints import checkpoint_folder as folders
 from ..machine import UnfinishedCheckpoint
 from ..settings import TrainerSettings
 from ..source import PipelineSource, Source, UnsupportedModel
-from .quantization_plan import Weight, WeightDivision
-from .quantized_assembly import Assembly, Described, QuantizationState, ReadableSource
+from .quantization_plan import QuantizedWeight, WeightDivision
+from .quantized_assembly import QuantizedAssembly, ReadableSource, ResidentQuantization, ShardedSource
 
 _log = get_log(__name__)
 
@@ -64,7 +64,7 @@ class QuantizedSource:
         self._raw = tuple(source.tensors())
         schemes = [(spec, quantization.scheme_of(spec, stored)) for spec in self._raw]
         self.weights = tuple(
-            Weight(spec, scheme, scheme.parts(spec), quantized_tensors(spec, scheme))
+            QuantizedWeight(spec, scheme, scheme.parts(spec), quantized_tensors(spec, scheme))
             for spec, scheme in schemes
             if scheme
         )
@@ -79,8 +79,8 @@ class QuantizedSource:
             self._tell_what_is_slow()
         made = {weight.spec.name: weight.outputs for weight in self.weights}
         self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
-        self._described = source if isinstance(source, Described) else None
-        self._planned = BucketPlanCache[Assembly]()
+        self._described = source if isinstance(source, ShardedSource) else None
+        self._planned = BucketPlanCache[QuantizedAssembly]()
 
     def _tell_what_is_slow(self) -> None:
         slow = [each for each in self.weights if tile_shape(each.scheme, each.spec.shape) is None]
@@ -130,16 +130,16 @@ class QuantizedSource:
             return self.root
         return self._described.rank == roots[index]
 
-    def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> Assembly:
+    def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> QuantizedAssembly:
         check_manifest(manifest, self._tensors)
         if self._described is None:
             division = WeightDivision.of(manifest, self.weights, None)
-            return Assembly(division, self._source, None)
+            return QuantizedAssembly(division, self._source, None)
         division = WeightDivision.of(manifest, self.weights, self._described.pieces, roots)
         if division.gathered:
             names = sorted(division.weights[index].spec.name for index in division.gathered)
             _log.info("gathered_to_quantize", weights=len(names), of=len(self.weights), first=names[0])
-        return Assembly(division, self._source, self._described)
+        return QuantizedAssembly(division, self._source, self._described)
 
 
 class ReadableQuantizedSource(QuantizedSource):
@@ -158,7 +158,7 @@ class ReadableQuantizedSource(QuantizedSource):
         """As `QuantizedSource`."""
         super().__init__(source, quantization, stored, served)
         self._readable = source
-        self._standing: QuantizationState | None = None
+        self._standing: ResidentQuantization | None = None
 
     @property
     def rank(self) -> int:
@@ -215,10 +215,10 @@ class ReadableQuantizedSource(QuantizedSource):
         """What every rank passed, by rank. Collective."""
         return self._readable.collect(blob)
 
-    def _standing_now(self) -> QuantizationState:
+    def _standing_now(self) -> ResidentQuantization:
         if self._standing is None:
             manifest = Manifest.of(self.model, self.tensors())
-            self._standing = QuantizationState(
+            self._standing = ResidentQuantization(
                 WeightDivision.of(manifest, self.weights, self._readable.pieces), self._readable
             )
         return self._standing

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from ..assembly import GatherReach, Placement, UploadParts, Uploads, cargo_of
-from .quantization_plan import Job, Work
+from ..assembly import MemoryAccess, Placement, Uploads, UploadSpans, upload_spans_of
+from .quantization_plan import QuantizeJob, RankWork
 
 
-class Near(NamedTuple):
+class UploadedWeights(NamedTuple):
     """The weights of one bucket on the device."""
 
     at: int
@@ -26,37 +26,41 @@ class Near(NamedTuple):
 class WeightUploads:
     """For one pass over the buckets of `work` after another, as long as all storages stay where they are."""
 
-    def __init__(self, work: Work, storages: Sequence[torch.Tensor], device: torch.device, reach: GatherReach) -> None:
-        self._work, self._storages, self._device, self._reach = work, storages, device, reach
+    def __init__(
+        self, work: RankWork, storages: Sequence[torch.Tensor], device: torch.device, memory_access: MemoryAccess
+    ) -> None:
+        self._work, self._storages, self._device, self._memory_access = work, storages, device, memory_access
         far = {
             number: storage.element_size()
             for number, storage in enumerate(storages)
-            if reach.elsewhere(storage, device) and reach.pinned(storage)
+            if memory_access.is_elsewhere(storage, device) and memory_access.is_pinned(storage)
         }
-        self._cargoes = [_cargo(each.jobs, far) for each in work.buckets]
+        self._spans_by_bucket = [_upload_spans(each.jobs, far) for each in work.buckets]
         self._uploads: Uploads | None = None
 
-    def take(self, index: int) -> Near | None:
+    def take(self, index: int) -> UploadedWeights | None:
         """What bucket `index` needs, begun already or now; None where nothing is uploaded. Ends with `used`."""
-        cargo = self._cargoes[index]
-        if cargo is None:
+        wanted = self._spans_by_bucket[index]
+        if wanted is None:
             return None
         if self._uploads is None:
-            largest = max(each.nbytes for each in self._cargoes if each is not None)
-            self._uploads = Uploads(self._storages, self._device, self._reach.lane(self._device), largest)
-        view = self._uploads.take(index, cargo)
+            largest = max(each.nbytes for each in self._spans_by_bucket if each is not None)
+            self._uploads = Uploads(
+                self._storages, self._device, self._memory_access.upload_stream(self._device), largest
+            )
+        view = self._uploads.take(index, wanted)
         jobs = enumerate(self._work.buckets[index].jobs)
-        views = {at: view(place) for at, job in jobs if (place := _place(job)) and place.storage in cargo.spans}
-        return Near(next(iter(views.values())).untyped_storage().data_ptr(), views)
+        views = {at: view(place) for at, job in jobs if (place := _place(job)) and place.storage in wanted.spans}
+        return UploadedWeights(next(iter(views.values())).untyped_storage().data_ptr(), views)
 
     def used(self, index: int) -> None:
         """What was taken for bucket `index` was read, in stream order: the next upload begins."""
         assert self._uploads is not None
         self._uploads.used()
-        for later in range(index + 1, len(self._cargoes)):
-            cargo = self._cargoes[later]
-            if cargo is not None:
-                return self._uploads.begin(later, cargo)
+        for later in range(index + 1, len(self._spans_by_bucket)):
+            wanted = self._spans_by_bucket[later]
+            if wanted is not None:
+                return self._uploads.begin(later, wanted)
         return None
 
     def settle(self) -> None:
@@ -66,12 +70,12 @@ class WeightUploads:
             self._uploads = None
 
 
-def _cargo(jobs: Sequence[Job], far: dict[int, int]) -> UploadParts | None:
+def _upload_spans(jobs: Sequence[QuantizeJob], far: dict[int, int]) -> UploadSpans | None:
     places = [place for job in jobs if (place := _place(job)) and place.storage in far]
-    return cargo_of(places, far) if places else None
+    return upload_spans_of(places, far) if places else None
 
 
-def _place(job: Job) -> Placement | None:
+def _place(job: QuantizeJob) -> Placement | None:
     """Where a job reads; None for what was gathered."""
     if job.held is None:
         return None
@@ -82,7 +86,7 @@ def _place(job: Job) -> Placement | None:
         shape=job.shape,
         offset=view.offset,
         strides=view.strides,
-        parcel_offset=0,
+        contribution_offset=0,
         bucket_offset=0,
         bucket_strides=(),
     )

@@ -20,7 +20,7 @@ from torch import nn
 
 from weightbus.dataplane.tensors import ITEM_BYTES, Manifest, Shards, TensorSpec
 
-from ..assembly import DTYPES, check_manifest, objection
+from ..assembly import DTYPES, check_manifest, unreadable_reason
 from ..source import (
     AssemblyFailed,
     LayoutMismatch,
@@ -218,7 +218,7 @@ class _Pass:
             )
         if tensor.dtype != dtype:
             raise LayoutMismatch(f"{name!r} was exported as {dtype}, and now as {tensor.dtype}: {_ALIKE}")
-        if advice := objection(tensor, rounded=False):
+        if advice := unreadable_reason(tensor, rounded=False):
             raise UnknownParameter(name, shape, str(dtype), advice)
 
 
@@ -237,7 +237,7 @@ def _guarded(export: Exporter) -> Iterator[tuple[str, torch.Tensor]]:
 def _served(name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> str:
     wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     exported = _name(tensor.dtype)
-    if advice := objection(tensor, rounded=False):
+    if advice := unreadable_reason(tensor, rounded=False):
         raise UnknownParameter(name, tensor.shape, exported, advice)
     if exported.startswith(_EIGHT_BITS):
         advice = "its scale is not part of it: export in 16 bits or more, and let servers quantize"

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard as ShardPlacement
 
 from weightbus.dataplane.tensors import ITEM_BYTES, Shard, Shards, TensorSpec
 
-from ..assembly import objection
+from ..assembly import unreadable_reason
 from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_dtype, check_manifestable
 from .checkpoint_conversion import Slice, architecture, head_dim, slices, stored_tensors, unwrapped
 from .collective_source import RankShards
@@ -112,7 +112,7 @@ def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: 
     for name, tensor in stored.items():
         cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         wanted = dtype if cast and not any(part in name for part in kept) else tensor.dtype
-        if advice := objection(local_tensor(tensor), rounded=wanted != tensor.dtype):
+        if advice := unreadable_reason(local_tensor(tensor), rounded=wanted != tensor.dtype):
             raise UnknownParameter(name, tensor.shape, str(tensor.dtype), advice)
         served[name] = str(wanted).removeprefix("torch.")
         if served[name] not in ITEM_BYTES:

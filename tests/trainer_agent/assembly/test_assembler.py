@@ -12,12 +12,12 @@ from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
 from weightbus.trainer_agent.assembly import assembler as assembly
-from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, GatherReach, check_manifest
+from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, MemoryAccess, check_manifest
 from weightbus.trainer_agent.assembly.gather_plan import BucketPlan, plan
 from weightbus.trainer_agent.source import LayoutMismatch
 
 CPU = torch.device("cpu")
-HERE = GatherReach()
+HERE = MemoryAccess()
 SHAPES: dict[str, tuple[int, ...]] = {"a": (12, 6), "b": (7,), "c": (4, 3, 2), "d": (6, 12), "e": (16, 3), "f": (1,)}
 
 
@@ -78,13 +78,14 @@ class World:
         self,
         manifest: Manifest,
         plans: dict[int, tuple[BucketPlan, ...]],
-        reach: GatherReach = HERE,
+        memory_access: MemoryAccess = HERE,
         roots: Sequence[int] | None = None,
     ) -> dict[int, Assembler]:
         """Assemble every bucket and compare it with the tensors that were cut."""
         letters: dict[int, list[torch.Tensor]] = defaultdict(list)
         assemblers = {
-            rank: Assembler(plans[rank], self.storages[rank], rank, roots, Post(rank, letters), reach) for rank in plans
+            rank: Assembler(plans[rank], self.storages[rank], rank, roots, Post(rank, letters), memory_access)
+            for rank in plans
         }
         self.run(manifest, assemblers, letters, roots)
         return assemblers
@@ -124,7 +125,7 @@ def cut(box: Box, random: "st.DataObject") -> list[Box]:
 @settings(deadline=None, max_examples=80)
 @given(st.data(), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 1200), st.sampled_from([1, 40, 1 << 20]))
 def test_any_pieces_and_any_buckets_give_the_same_bytes(
-    data: st.DataObject, dtype: str, bucket_bytes: int, straight_bytes: int
+    data: st.DataObject, dtype: str, bucket_bytes: int, zero_copy_bytes: int
 ) -> None:
     """However tensors are cut and spread, whatever goes straight, buckets hold the tensors and nothing beyond them."""
     world = World(dtype, data.draw(st.sampled_from(["float32", "bfloat16"])))
@@ -136,7 +137,7 @@ def test_any_pieces_and_any_buckets_give_the_same_bytes(
     manifest = Manifest.of("M", world.tensors, bucket_bytes)
     ranks = range(4)
     roots = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=(n := len(manifest.buckets)), max_size=n))
-    plans = {r: plan(manifest, pieces, rank=r, roots=roots, straight_bytes=straight_bytes) for r in ranks}
+    plans = {r: plan(manifest, pieces, rank=r, roots=roots, zero_copy_bytes=zero_copy_bytes) for r in ranks}
     world.check(manifest, plans, roots=roots)
 
 
@@ -165,7 +166,7 @@ def test_parameters_that_were_moved_to_another_device_are_read_there(
     for index, (name, shape) in enumerate(SHAPES.items()):
         world.give(index % 3, name, Box.whole(shape))
     manifest = Manifest.of("M", world.tensors, bucket_bytes)
-    plans = {rank: plan(manifest, world.pieces(), rank=rank, straight_bytes=1) for rank in range(3)}
+    plans = {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=1) for rank in range(3)}
     moved: set[int] = set()
     asked: set[int] = set()
 
@@ -174,7 +175,7 @@ def test_parameters_that_were_moved_to_another_device_are_read_there(
         asked.add(id(tensor))
         return id(tensor) in moved
 
-    reach = GatherReach(elsewhere=elsewhere)
+    memory_access = MemoryAccess(is_elsewhere=elsewhere)
     copied: list[int] = []
     usual = Assembler._pack
     monkeypatch.setattr(
@@ -182,19 +183,19 @@ def test_parameters_that_were_moved_to_another_device_are_read_there(
         "_pack",
         lambda self, messages, *rest: (copied.append(len(messages)), usual(self, messages, *rest))[1],
     )
-    world.check(manifest, plans, reach)
+    world.check(manifest, plans, memory_access)
     assert not any(copied), "what lies as it is served was packed before it was sent"
     moved |= {id(world.storages[1][1])}
-    world.check(manifest, plans, reach)
+    world.check(manifest, plans, memory_access)
     assert any(copied), "what is elsewhere was sent from there"
     moved |= asked
-    world.check(manifest, plans, reach)
+    world.check(manifest, plans, memory_access)
 
 
 @pytest.mark.parametrize(("device", "there"), [("cpu", False), ("cuda", True), ("cuda:1", True), ("meta", True)])
 def test_any_gpu_is_meant_by_a_device_without_an_index(device: str, there: bool) -> None:
     """What is on the host is elsewhere for every GPU, and at home on the host."""
-    assert assembly.elsewhere(torch.zeros(1), torch.device(device)) is there
+    assert assembly.is_elsewhere(torch.zeros(1), torch.device(device)) is there
 
 
 def groups(world: World, places: Sequence[int]) -> None:
@@ -243,17 +244,17 @@ def test_long_runs_are_received_where_they_belong() -> None:
     world.give(2, "d", Box((0, 0), (6, 6)))
     world.give(2, "d", Box((0, 6), (6, 12)))
     manifest = Manifest.of("M", world.tensors)
-    plans = {rank: plan(manifest, world.pieces(), rank=rank, straight_bytes=24) for rank in range(3)}
+    plans = {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=24) for rank in range(3)}
     (bucket,) = plans[0]
-    assert bucket[1].loose_bytes == 0
+    assert bucket[1].packed_bytes == 0
     assert [message.bucket_offset for message in bucket[1].messages] == [144, 700]
-    assert bucket[2].loose_bytes == 6 * 12 * 4, "columns are taken apart"
+    assert bucket[2].packed_bytes == 6 * 12 * 4, "columns are taken apart"
     world.check(manifest, plans)
     alone = World("float32")
     everything_else(alone)
     alone.give(1, "e", Box.whole(SHAPES["e"]))
-    (bucket,) = plan(manifest, alone.pieces(), rank=1, straight_bytes=24)
-    assert bucket[1].packed_bytes == 0
+    (bucket,) = plan(manifest, alone.pieces(), rank=1, zero_copy_bytes=24)
+    assert bucket[1].staged_bytes == 0
 
 
 def test_what_is_added_is_added_before_the_cast() -> None:
@@ -264,7 +265,7 @@ def test_what_is_added_is_added_before_the_cast() -> None:
         world.give(1, name, Box.whole(SHAPES[name]), shift=1)
     world.full = {name: (tensor - 1) + 1 for name, tensor in world.full.items()}
     manifest = Manifest.of("M", world.tensors, 300)
-    world.check(manifest, {rank: plan(manifest, world.pieces(), rank=rank, straight_bytes=24) for rank in range(2)})
+    world.check(manifest, {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=24) for rank in range(2)})
 
 
 def test_parameters_are_read_at_the_moment_of_the_call() -> None:
@@ -289,9 +290,9 @@ def test_memory_is_bounded_and_given_back() -> None:
             world.give(rank, name, box)
     pieces = world.pieces()
     manifest = Manifest.of("M", world.tensors, 400)
-    plans = {rank: plan(manifest, pieces, rank=rank, straight_bytes=24) for rank in range(2)}
+    plans = {rank: plan(manifest, pieces, rank=rank, zero_copy_bytes=24) for rank in range(2)}
     for bucket, spec in zip(plans[0], manifest.buckets, strict=True):
-        assert spec.nbytes <= sum(parcel.nbytes for parcel in bucket.values()) <= spec.nbytes + 16 * 12
+        assert spec.nbytes <= sum(contribution.nbytes for contribution in bucket.values()) <= spec.nbytes + 16 * 12
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     sender = Assembler(plans[1], world.storages[1], 1, None, Post(1, letters))
     for index in range(len(manifest.buckets)):
@@ -318,8 +319,8 @@ def test_every_rank_plans_the_same() -> None:
         for rank, box in enumerate(_halves(shape)):
             world.give(rank, name, box)
     manifest = Manifest.of("M", world.tensors, 200)
-    everybody = plan(manifest, world.pieces(), rank=0, straight_bytes=24)
-    own = plan(manifest, world.pieces(), rank=1, straight_bytes=24)
+    everybody = plan(manifest, world.pieces(), rank=0, zero_copy_bytes=24)
+    own = plan(manifest, world.pieces(), rank=1, zero_copy_bytes=24)
     assert [bucket.get(1) for bucket in everybody] == [bucket.get(1) for bucket in own]
 
 

@@ -16,9 +16,16 @@ from hypothesis import given, settings, strategies as st
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
-from weightbus.trainer_agent.assembly.assembler import Assembler, GatherReach
+from weightbus.trainer_agent.assembly.assembler import Assembler, MemoryAccess
 from weightbus.trainer_agent.assembly.gather_plan import plan
-from weightbus.trainer_agent.assembly.host_uploads import HostLane, Lane, UploadParts, UploadSpan, cargo_of, copy_each
+from weightbus.trainer_agent.assembly.host_uploads import (
+    HostUploadStream,
+    UploadSpan,
+    UploadSpans,
+    UploadStream,
+    copy_each,
+    upload_spans_of,
+)
 
 from .test_assembler import CPU, SHAPES, Post, World, cut
 
@@ -58,19 +65,21 @@ class LateLane:
         self.settled = True
 
 
-def far(lane: Lane, storages: set[int] | None = None) -> GatherReach:
+def far(upload_stream: UploadStream, storages: set[int] | None = None) -> MemoryAccess:
     """As if parameters lay in pinned host memory, and buckets did not; `storages` by the address of their memory."""
 
     def away(tensor: torch.Tensor, _device: torch.device) -> bool:
         return storages is None or tensor.data_ptr() in storages
 
-    return GatherReach(elsewhere=away, pinned=lambda tensor: away(tensor, CPU), lane=lambda _device: lane)
+    return MemoryAccess(
+        is_elsewhere=away, is_pinned=lambda tensor: away(tensor, CPU), upload_stream=lambda _device: upload_stream
+    )
 
 
 @settings(deadline=None, max_examples=80)
 @given(st.data(), st.sampled_from(["float32", "bfloat16"]), st.integers(1, 1200), st.sampled_from([1, 40, 1 << 20]))
 def test_uploaded_pieces_give_the_same_bytes(
-    data: st.DataObject, dtype: str, bucket_bytes: int, straight_bytes: int
+    data: st.DataObject, dtype: str, bucket_bytes: int, zero_copy_bytes: int
 ) -> None:
     """However tensors are cut and cast, whatever of them is on the device already, on every rank."""
     world = World(dtype, data.draw(st.sampled_from(["float32", "bfloat16"])))
@@ -81,18 +90,18 @@ def test_uploaded_pieces_give_the_same_bytes(
     if 0 not in world.rows:
         world.rows[0] = []
     manifest = Manifest.of("M", world.tensors, bucket_bytes)
-    plans = {rank: plan(manifest, world.pieces(), rank=rank, straight_bytes=straight_bytes) for rank in world.rows}
+    plans = {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=zero_copy_bytes) for rank in world.rows}
     memory = {each.data_ptr() for storages in world.storages.values() for each in storages}
     away = memory if data.draw(st.booleans()) else data.draw(st.sets(st.sampled_from(sorted(memory))))
-    lanes: list[LateLane] = []
+    streams: list[LateLane] = []
 
-    def lane(_device: torch.device) -> Lane:
-        lanes.append(LateLane())
-        return lanes[-1]
+    def upload_stream(_device: torch.device) -> UploadStream:
+        streams.append(LateLane())
+        return streams[-1]
 
-    world.check(manifest, plans, far(HostLane(), away)._replace(lane=lane))
-    assert not any(lane.pending or lane.reading for lane in lanes), "somebody still reads a buffer"
-    assert all(lane.settled for lane in lanes), "the device may still read the parameters"
+    world.check(manifest, plans, far(HostUploadStream(), away)._replace(upload_stream=upload_stream))
+    assert not any(each.pending or each.reading for each in streams), "somebody still reads a buffer"
+    assert all(each.settled for each in streams), "the device may still read the parameters"
 
 
 def offloaded(count: int = 5) -> tuple[Manifest, list[torch.Tensor], Shards]:
@@ -117,26 +126,28 @@ def contents(assembler: Assembler, index: int) -> float:
 def test_the_next_bucket_is_on_its_way_while_one_is_used() -> None:
     """One ahead and no further: two buffers. What travels is float32, as it lies; what arrives is bfloat16."""
     manifest, storages, pieces = offloaded()
-    lane = LateLane()
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(lane))
+    upload_stream = LateLane()
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(upload_stream))
     for index in range(5):
         assert contents(assembler, index) == index
-        assert lane.begun == [2048] * min(index + 2, 5)
-    assert len(set(lane.places)) == 2
-    assert all(one != other for one, other in pairwise(lane.places)), "it has to wait until the one before was read"
+        assert upload_stream.begun == [2048] * min(index + 2, 5)
+    assert len(set(upload_stream.places)) == 2
+    assert all(one != other for one, other in pairwise(upload_stream.places)), (
+        "it has to wait until the one before was read"
+    )
 
 
 def test_when_the_last_bucket_is_there_nobody_reads_the_parameters() -> None:
     """Training goes on then."""
     manifest, storages, pieces = offloaded()
-    lane = LateLane()
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(lane))
+    upload_stream = LateLane()
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(upload_stream))
     for index in range(4):
         contents(assembler, index)
-    assert lane.pending
-    assert not lane.settled
+    assert upload_stream.pending
+    assert not upload_stream.settled
     contents(assembler, 4)
-    assert lane.settled
+    assert upload_stream.settled
 
 
 @pytest.mark.parametrize("stopped_after", [0, 1, 3])
@@ -155,17 +166,17 @@ def test_what_was_uploaded_for_a_pass_that_was_given_up_is_not_used(stopped_afte
 def test_parameters_that_come_back_are_not_uploaded() -> None:
     """Where they are is asked for every pass: trainers offload between phases."""
     manifest, storages, pieces = offloaded()
-    lane = LateLane()
+    upload_stream = LateLane()
     there = {storage.data_ptr() for storage in storages}
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(lane, there))
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(upload_stream, there))
     for _ in range(2):
         assert [contents(assembler, index) for index in range(5)] == [0, 1, 2, 3, 4]
-    assert len(lane.begun) == 10
+    assert len(upload_stream.begun) == 10
     away = [storage.data for storage in storages]  # kept, so that nothing else comes to lie there
     for storage, was in zip(storages, away, strict=True):
         storage.data = was.clone()  # as a trainer does that loads them back
     assert [contents(assembler, index) for index in range(5)] == [0, 1, 2, 3, 4]
-    assert len(lane.begun) == 10
+    assert len(upload_stream.begun) == 10
 
 
 def test_another_rank_sends_what_it_uploaded() -> None:
@@ -174,15 +185,15 @@ def test_another_rank_sends_what_it_uploaded() -> None:
     for index, (name, shape) in enumerate(SHAPES.items()):
         world.give(index % 2, name, Box.whole(shape))
     manifest = Manifest.of("M", world.tensors, 100)
-    plans = {rank: plan(manifest, world.pieces(), rank=rank, straight_bytes=1) for rank in (0, 1)}
-    lane = LateLane()
+    plans = {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=1) for rank in (0, 1)}
+    upload_stream = LateLane()
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     assemblers = {
-        rank: Assembler(plans[rank], world.storages[rank], rank, None, Post(rank, letters), reach)
-        for rank, reach in ((0, GatherReach()), (1, far(lane)))
+        rank: Assembler(plans[rank], world.storages[rank], rank, None, Post(rank, letters), memory_access)
+        for rank, memory_access in ((0, MemoryAccess()), (1, far(upload_stream)))
     }
     world.run(manifest, assemblers, letters)
-    assert len(lane.begun) == 3
+    assert len(upload_stream.begun) == 3
 
 
 def test_a_run_that_would_be_mostly_waste_is_packed_on_the_host() -> None:
@@ -190,11 +201,11 @@ def test_a_run_that_would_be_mostly_waste_is_packed_on_the_host() -> None:
     spec = TensorSpec("w", "float32", (64, 4))
     manifest = Manifest.of("M", [spec], 1 << 20)
     wide = Shards.of([spec], [Shard("w", Box.whole(spec.shape), "float32", ShardView(0, 8, (32, 1)))])
-    ((parcel,),) = ([bucket[0]] for bucket in plan(manifest, wide, rank=0))
-    places = [place for message in parcel.messages for place in message.placements]
-    assert cargo_of(places, {0: 4}) is None
-    assert cargo_of(places, {}) == UploadParts({}, 0)
+    ((contribution,),) = ([bucket[0]] for bucket in plan(manifest, wide, rank=0))
+    places = [place for message in contribution.messages for place in message.placements]
+    assert upload_spans_of(places, {0: 4}) is None
+    assert upload_spans_of(places, {}) == UploadSpans({}, 0)
     close = Shards.of([spec], [Shard("w", Box.whole(spec.shape), "float32", ShardView(0, 8, (5, 1)))])
     (bucket,) = plan(manifest, close, rank=0)
     places = [place for message in bucket[0].messages for place in message.placements]
-    assert cargo_of(places, {0: 4}) == UploadParts({0: UploadSpan(0, 8, 63 * 5 + 4, 0)}, 1280)
+    assert upload_spans_of(places, {0: 4}) == UploadSpans({0: UploadSpan(0, 8, 63 * 5 + 4, 0)}, 1280)

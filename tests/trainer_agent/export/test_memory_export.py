@@ -23,7 +23,7 @@ from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.publish.pipeline_broadcast import VersionLayout
-from weightbus.trainer_agent.publish.rank_zero import lead
+from weightbus.trainer_agent.publish.rank_zero import start_rank_zero
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
@@ -41,31 +41,31 @@ def source() -> HFModuleSource:
 
 
 @pytest.fixture
-def exposure(source: HFModuleSource, tmp_path: Path) -> Iterator[MemoryExport]:
+def memory_export(source: HFModuleSource, tmp_path: Path) -> Iterator[MemoryExport]:
     made = MemoryExport(source, Manifest.of("toy", source.tensors()), tmp_path / "r", "c")
     yield made
     made.close()
 
 
-def test_the_live_parameters_are_what_is_read(source: HFModuleSource, exposure: MemoryExport) -> None:
+def test_the_live_parameters_are_what_is_read(source: HFModuleSource, memory_export: MemoryExport) -> None:
     """Every tensor once, where it lies and as it lies; readers see later values too."""
-    exposure.expose()
-    exposed = exposure.current
+    memory_export.expose()
+    exported = memory_export.current
     importer = RegionImporter()
-    piece = next(p for p in map(exposed.pieces.at, range(len(exposed.pieces))) if p.tensor == "first")
-    place = exposed.exports[0].places[piece.view.storage]
-    (exporter,) = exposed.exporters
+    piece = next(p for p in map(exported.pieces.at, range(len(exported.pieces))) if p.tensor == "first")
+    place = exported.exports[0].places[piece.view.storage]
+    (exporter,) = exported.exporters
 
     importer.open(exporter.address, 0, exporter.generation, [place.region], 10.0)
     memory = importer.region(0, place.region)[place.offset :].view(torch.float32)
     seen = torch.as_strided(memory, (4, 3), piece.view.strides, piece.view.offset)
     source.memory()[0].data[0, 0] = 99.0
 
-    check_exact_cover(exposed.pieces)
+    check_exact_cover(exported.pieces)
     assert seen[0, 0] == 99.0
     assert torch.equal(seen[1:], torch.arange(12.0).view(3, 4).t()[1:])
-    exposure.expose()
-    assert exposure.current is exposed
+    memory_export.expose()
+    assert memory_export.current is exported
     importer.close()
 
 
@@ -86,7 +86,7 @@ def test_memory_that_cannot_be_exported_is_found_at_the_start(
     )
 
     with pytest.raises(ConfigurationError, match="allow local too"):
-        lead(source, settings, VersionLayout(Manifest.of("toy", source.tensors()), None))
+        start_rank_zero(source, settings, VersionLayout(Manifest.of("toy", source.tensors()), None))
 
 
 class Ranks:
@@ -141,18 +141,18 @@ class Group:
         self.ranks = Ranks()
         self.manifest = Manifest.of("toy", Ranks.TENSORS)
         self.sources = [self.ranks.source(rank) for rank in range(2)]
-        self.exposures = [MemoryExport(source, self.manifest, folder, "c") for source in self.sources]
+        self.memory_exports = [MemoryExport(source, self.manifest, folder, "c") for source in self.sources]
         self._pool = ThreadPoolExecutor(2)
 
     def both(self, call: Callable[[MemoryExport], object]) -> list[object]:
         """What each rank returns; raises what any of them raises, once all have ended."""
-        futures = [self._pool.submit(call, exposure) for exposure in self.exposures]
+        futures = [self._pool.submit(call, memory_export) for memory_export in self.memory_exports]
         wait(futures, 30)
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        for exposure in self.exposures:
-            exposure.close()
+        for memory_export in self.memory_exports:
+            memory_export.close()
         self._pool.shutdown()
 
 
@@ -174,17 +174,17 @@ def test_what_is_served_with_something_added_is_exposed_so(group: Group) -> None
     found = group.both(MemoryExport.digests)
 
     expected = group.ranks.expected()
-    tensors = read(group.exposures[0].current, group.manifest)
+    tensors = read(group.memory_exports[0].current, group.manifest)
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert found == [digest(expected["norm"]) + digest(expected["up"]), b""]
-    assert not group.exposures[0].current.pieces.shift.any()
+    assert not group.memory_exports[0].current.pieces.shift.any()
 
 
 def test_a_step_is_in_what_is_read_and_digested_next(group: Group) -> None:
     """In the same memory: the layout and the generations stay, the mirror of what is shifted follows."""
     group.both(MemoryExport.expose)
     group.both(MemoryExport.digests)
-    before = group.exposures[0].current
+    before = group.memory_exports[0].current
     for value in group.ranks.values.values():
         value.mul_(0.5)
     for source in group.sources:
@@ -195,8 +195,8 @@ def test_a_step_is_in_what_is_read_and_digested_next(group: Group) -> None:
     found = group.both(MemoryExport.digests)
 
     expected = group.ranks.expected()
-    tensors = read(group.exposures[0].current, group.manifest)
-    assert group.exposures[0].current is before
+    tensors = read(group.memory_exports[0].current, group.manifest)
+    assert group.memory_exports[0].current is before
     assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     assert found[0] == digest(expected["norm"]) + digest(expected["up"])
 
@@ -205,7 +205,7 @@ def test_memory_that_was_replaced_is_exposed_and_digested_anew(group: Group) -> 
     """An optimizer that offloads puts other memory under a shard: another generation, the same layout."""
     group.both(MemoryExport.expose)
     group.both(MemoryExport.digests)
-    layout = group.exposures[0].current.layout
+    layout = group.memory_exports[0].current.layout
     group.sources[1].mine[1] = group.sources[1].mine[1].clone()
     group.ranks.values["up"][5] = 7.0
     group.sources[1].mine[1].copy_(group.sources[1].half("up"))
@@ -213,7 +213,7 @@ def test_memory_that_was_replaced_is_exposed_and_digested_anew(group: Group) -> 
     group.both(MemoryExport.expose)
     found = group.both(MemoryExport.digests)
 
-    current = group.exposures[0].current
+    current = group.memory_exports[0].current
     assert [each.generation for each in current.exporters] == [1, 2]
     assert current.layout == layout
     assert found[0] == digest(group.ranks.expected()["norm"]) + digest(group.ranks.expected()["up"])
@@ -231,9 +231,9 @@ def test_what_one_rank_cannot_export_every_rank_hears(group: Group, monkeypatch:
 
     monkeypatch.setattr(RegionExporter, "export", refuse)
 
-    def told(exposure: MemoryExport) -> str:
+    def told(memory_export: MemoryExport) -> str:
         with pytest.raises(NotExportable) as raised:
-            exposure.expose()
+            memory_export.expose()
         return str(raised.value)
 
     assert group.both(told) == ["rank 1: an expandable segment"] * 2

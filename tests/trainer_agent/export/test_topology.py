@@ -16,7 +16,7 @@ from weightbus.dataplane.memory.device_identity import NCCL_HOSTID
 from weightbus.dataplane.memory.gpu_topology import GpuSurveyFailed, VisibleGpu
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.trainer_agent.export import topology as whereabouts
-from weightbus.trainer_agent.export.topology import place_of, topology_of
+from weightbus.trainer_agent.export.topology import location_of, topology_of
 from weightbus.trainer_agent.settings import TrainerSettings
 
 GPU = torch.device("cuda", 0)
@@ -43,7 +43,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.usefixtures("driver")
 def test_a_rank_tells_which_gpus_it_reaches() -> None:
     """Its own row of what the driver says, and nobody else's."""
-    assert place_of(3, GPU) == ProcessLocation(
+    assert location_of(3, GPU) == ProcessLocation(
         rank=3,
         host=host_identity(),
         device="gpu-a",
@@ -53,7 +53,7 @@ def test_a_rank_tells_which_gpus_it_reaches() -> None:
 
 def test_a_rank_without_a_gpu_asks_no_driver(driver: list[int]) -> None:
     """There is nothing that it could reach."""
-    assert place_of(0, torch.device("cpu")) == ProcessLocation(rank=0, host=host_identity(), device="cpu")
+    assert location_of(0, torch.device("cpu")) == ProcessLocation(rank=0, host=host_identity(), device="cpu")
     assert not driver
 
 
@@ -68,21 +68,21 @@ def test_what_the_driver_does_not_say_is_not_told(monkeypatch: pytest.MonkeyPatc
         return SEEN[1:]
 
     monkeypatch.setattr(whereabouts, "gpus_visible_here", seen)
-    assert place_of(0, GPU).reach is None
+    assert location_of(0, GPU).reach is None
 
 
 @pytest.mark.usefixtures("driver")
 def test_a_rank_of_another_host_for_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """By which its GPU is another member's for a group."""
     monkeypatch.setenv(NCCL_HOSTID, "trainer")
-    assert place_of(0, GPU).seat == "trainer/gpu-a"
-    assert not place_of(0, torch.device("cpu")).seat
+    assert location_of(0, GPU).seat == "trainer/gpu-a"
+    assert not location_of(0, torch.device("cpu")).seat
 
 
 @pytest.mark.usefixtures("driver")
 def test_only_ranks_of_the_roots_host_tell_what_they_reach(tmp_path: Path) -> None:
     """Engines read memory of their own host's alone; and what is told can travel."""
-    here = place_of(0, GPU)
+    here = location_of(0, GPU)
     away = msgspec.structs.replace(here, rank=1, host="elsewhere")
     told = topology_of(
         TrainerSettings(channel="c"), (TransportKind.DIRECT,), (here, away), runtime_dir=tmp_path,

@@ -22,8 +22,8 @@ def held(version: int, table: str = TABLE) -> HeldVersion:
     return HeldVersion(version=Version(version), manifest=Digest("cd" * 32), table=Digest(table))
 
 
-def send(epoch: int, version: int = 7) -> ev.SendAsked:
-    return ev.SendAsked(epoch, version, RECEIVERS, 60.0)
+def send(epoch: int, version: int = 7) -> ev.SendRequested:
+    return ev.SendRequested(epoch, version, RECEIVERS, 60.0)
 
 
 def ended(outcome: Outcome = Outcome.COMMITTED, epoch: int = 3, version: int = 7) -> ev.RoundEnded:
@@ -34,12 +34,12 @@ def brought_to(state: PublicationState, limits: publication.PublishLimits = LIMI
     """A publication of version 7 under lease 3, at time 0, in `state`."""
     machine = Publication(7, limits)
     steps: list[tuple[PublicationState, ev.AnyEvent]] = [
-        (PublicationState.DIGESTING, ev.GotLease(3)),
-        (PublicationState.ANNOUNCING, ev.Digested(TABLE)),
-        (PublicationState.WAITING, ev.Accepted()),
+        (PublicationState.DIGESTING, ev.LeaseObtained(3)),
+        (PublicationState.ANNOUNCING, ev.DigestsReady(TABLE)),
+        (PublicationState.WAITING, ev.RoundAccepted()),
         (PublicationState.SENDING, send(3)),
     ]
-    machine.handle(ev.PublishAsked(), 0.0)
+    machine.handle(ev.PublishRequested(), 0.0)
     for reached, event in steps:
         if machine.state is state:
             break
@@ -67,35 +67,35 @@ def _invariants(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plain_round() -> None:
     """Lease, digests, announcement, delivery, report, end: in this order and nothing else."""
     machine = Publication(7, LIMITS)
-    assert machine.handle(ev.PublishAsked(), 0.0) == (ev.AskLease(),)
-    assert machine.handle(ev.GotLease(3), 0.1) == (ev.AssembleBuckets(),)
-    assert machine.handle(ev.Digested(TABLE), 0.2) == (ev.Announce(3),)
-    assert machine.handle(ev.Accepted(), 0.3) == ()
-    assert machine.handle(send(3), 0.4) == (ev.DeliverBuckets(3, RECEIVERS, 60.0),)
-    assert machine.handle(ev.Delivered(3, {}), 0.5) == (ev.ReportSent(3, {}),)
-    assert machine.handle(ev.Noted(3), 0.5) == ()
+    assert machine.handle(ev.PublishRequested(), 0.0) == (ev.RequestLease(),)
+    assert machine.handle(ev.LeaseObtained(3), 0.1) == (ev.AssembleBuckets(),)
+    assert machine.handle(ev.DigestsReady(TABLE), 0.2) == (ev.AnnounceRound(3),)
+    assert machine.handle(ev.RoundAccepted(), 0.3) == ()
+    assert machine.handle(send(3), 0.4) == (ev.StartDelivery(3, RECEIVERS, 60.0),)
+    assert machine.handle(ev.DeliveryEnded(3, {}), 0.5) == (ev.ReportDelivery(3, {}),)
+    assert machine.handle(ev.ReportAcknowledged(3), 0.5) == ()
     assert machine.handle(ended(), 0.6) == ()
-    assert machine.verdict == publication.RoundResult(EndReason.COMMITTED, "because")
+    assert machine.result == publication.PublicationResult(EndReason.COMMITTED, "because")
 
 
 def test_a_channel_without_engines_ends_without_a_delivery() -> None:
     """A round may end before anything was asked for."""
     machine = brought_to(PublicationState.WAITING)
     assert machine.handle(ended(), 1.0) == ()
-    assert machine.verdict is not None
-    assert machine.verdict.ending is EndReason.COMMITTED
+    assert machine.result is not None
+    assert machine.result.ending is EndReason.COMMITTED
 
 
 def test_a_redrive_sends_everything_again_under_its_epoch() -> None:
     """A second `Send` is served like the first; a repeated one is not served twice."""
     machine = brought_to(PublicationState.SENDING)
-    machine.handle(ev.Delivered(3, {"e0": "died"}), 1.0)
+    machine.handle(ev.DeliveryEnded(3, {"e0": "died"}), 1.0)
     assert machine.handle(send(3), 1.1) == ()
-    assert machine.handle(send(4), 1.2) == (ev.DeliverBuckets(4, RECEIVERS, 60.0),)
-    assert machine.handle(ev.Delivered(4, {}), 1.3) == (ev.ReportSent(4, {}),)
+    assert machine.handle(send(4), 1.2) == (ev.StartDelivery(4, RECEIVERS, 60.0),)
+    assert machine.handle(ev.DeliveryEnded(4, {}), 1.3) == (ev.ReportDelivery(4, {}),)
     machine.handle(ended(epoch=3), 1.4)
-    assert machine.verdict is not None
-    assert machine.verdict.ending is EndReason.COMMITTED
+    assert machine.result is not None
+    assert machine.result.ending is EndReason.COMMITTED
 
 
 def test_receivers_that_are_out_are_dropped_from_the_running_delivery_only() -> None:
@@ -103,19 +103,19 @@ def test_receivers_that_are_out_are_dropped_from_the_running_delivery_only() -> 
     out = {"e0": "its connection is gone"}
     machine = brought_to(PublicationState.SENDING)
     machine.handle(send(4), 0.5)
-    assert machine.handle(ev.Withdrawn(3, out), 0.6) == ()
-    assert machine.handle(ev.Withdrawn(4, out), 0.7) == (ev.DropReceivers(out),)
-    assert machine.handle(ev.Withdrawn(4, out), 0.8) == (ev.DropReceivers(out),)
-    assert machine.handle(ev.Delivered(4, out, ("e1",)), 0.9) == (ev.ReportSent(4, out, ("e1",)),)
+    assert machine.handle(ev.EnginesWithdrawn(3, out), 0.6) == ()
+    assert machine.handle(ev.EnginesWithdrawn(4, out), 0.7) == (ev.DropReceivers(out),)
+    assert machine.handle(ev.EnginesWithdrawn(4, out), 0.8) == (ev.DropReceivers(out),)
+    assert machine.handle(ev.DeliveryEnded(4, out, ("e1",)), 0.9) == (ev.ReportDelivery(4, out, ("e1",)),)
     for state in PublicationState:
         if state not in {PublicationState.ACQUIRING, PublicationState.SENDING, PublicationState.DONE}:
-            assert brought_to(state).handle(ev.Withdrawn(3, out), 1.0) == ()
+            assert brought_to(state).handle(ev.EnginesWithdrawn(3, out), 1.0) == ()
 
 
 def test_a_newer_send_breaks_off_the_older_delivery() -> None:
     """Nobody waits for the epoch that was given up: stop, then deliver."""
     machine = brought_to(PublicationState.SENDING)
-    assert machine.handle(send(4), 1.0) == (ev.StopDelivery(), ev.DeliverBuckets(4, RECEIVERS, 60.0))
+    assert machine.handle(send(4), 1.0) == (ev.StopDelivery(), ev.StartDelivery(4, RECEIVERS, 60.0))
 
 
 @pytest.mark.parametrize("event", [send(2), send(3, version=6), ended(epoch=2), ended(epoch=4), ended(version=6)])
@@ -130,32 +130,32 @@ def test_what_is_said_of_another_round_changes_nothing(state: PublicationState, 
 def test_a_busy_lease_is_asked_for_again_until_the_deadline() -> None:
     """The coordinator's own pause is kept; at the deadline the publication ends, holding nothing."""
     machine = brought_to(PublicationState.ACQUIRING)
-    assert machine.handle(ev.RequestRefusal(RefusalCode.LEASE_HELD, "other", 2.0), 1.0) == ()
+    assert machine.handle(ev.RequestDenied(RefusalCode.LEASE_HELD, "other", 2.0), 1.0) == ()
     assert machine.deadline == 3.0
     assert machine.handle(ev.Tick(), 2.9) == ()
-    assert machine.handle(ev.Tick(), 3.0) == (ev.AskLease(),)
-    machine.handle(ev.RequestRefusal(RefusalCode.LEASE_HELD, "other", 2.0), 9.0)
+    assert machine.handle(ev.Tick(), 3.0) == (ev.RequestLease(),)
+    machine.handle(ev.RequestDenied(RefusalCode.LEASE_HELD, "other", 2.0), 9.0)
     assert machine.deadline == 10.0
     assert machine.handle(ev.Tick(), 10.0) == ()
-    assert machine.verdict is not None
-    assert machine.verdict.ending is EndReason.LEASE_BUSY
+    assert machine.result is not None
+    assert machine.result.ending is EndReason.LEASE_BUSY
 
 
 def test_a_coordinator_that_never_answers_is_not_taken_for_a_busy_one() -> None:
     """The same deadline, and the reason that fits."""
     machine = brought_to(PublicationState.ACQUIRING)
-    machine.handle(ev.RequestRefusal(RefusalCode.LEASE_HELD, "other", 2.0), 1.0)
+    machine.handle(ev.RequestDenied(RefusalCode.LEASE_HELD, "other", 2.0), 1.0)
     machine.handle(ev.Tick(), 3.0)
-    machine.handle(ev.Unreachable("no answer from there"), 9.0)
+    machine.handle(ev.RequestTimedOut("no answer from there"), 9.0)
     machine.handle(ev.Tick(), 10.0)
-    assert machine.verdict == publication.RoundResult(EndReason.COORDINATOR_LOST, "no answer from there")
+    assert machine.result == publication.PublicationResult(EndReason.COORDINATOR_LOST, "no answer from there")
 
 
 def test_a_version_that_is_not_newer_is_refused_at_once() -> None:
     """What would be refused again is not asked again."""
     machine = brought_to(PublicationState.ACQUIRING)
-    assert machine.handle(ev.RequestRefusal(RefusalCode.VERSION_NOT_NEWER, "7 is committed"), 1.0) == ()
-    assert machine.verdict == publication.RoundResult(
+    assert machine.handle(ev.RequestDenied(RefusalCode.VERSION_NOT_NEWER, "7 is committed"), 1.0) == ()
+    assert machine.result == publication.PublicationResult(
         EndReason.REFUSED, "7 is committed", RefusalCode.VERSION_NOT_NEWER
     )
 
@@ -164,7 +164,7 @@ def test_a_source_that_fails_gives_the_lease_back_unused() -> None:
     """Nothing was announced, so nothing is to be aborted."""
     machine = brought_to(PublicationState.DIGESTING)
     assert machine.handle(ev.AttemptFailed(EndReason.SOURCE_FAILED, "gone"), 1.0) == (ev.ReleaseLease(3),)
-    assert machine.verdict == publication.RoundResult(EndReason.SOURCE_FAILED, "gone")
+    assert machine.result == publication.PublicationResult(EndReason.SOURCE_FAILED, "gone")
 
 
 def test_a_source_that_fails_while_sending_gives_the_round_up() -> None:
@@ -172,7 +172,7 @@ def test_a_source_that_fails_while_sending_gives_the_round_up() -> None:
     machine = brought_to(PublicationState.SENDING)
     assert machine.handle(ev.AttemptFailed(EndReason.SOURCE_FAILED, "gone"), 1.0) == (
         ev.StopDelivery(),
-        ev.AbandonLease(3, "gone"),
+        ev.AbandonRound(3, "gone"),
     )
 
 
@@ -180,18 +180,18 @@ def test_a_round_that_takes_too_long_is_given_up_and_its_end_awaited() -> None:
     """The report tells how it really ended, even if that was a commit."""
     machine = brought_to(PublicationState.SENDING)
     effects = machine.handle(ev.Tick(), 100.0)
-    assert effects == (ev.StopDelivery(), ev.AbandonLease(3, "the round took more than 100 s"))
+    assert effects == (ev.StopDelivery(), ev.AbandonRound(3, "the round took more than 100 s"))
     assert machine.deadline == 105.0
     machine.handle(ended(Outcome.ABORTED), 101.0)
-    assert machine.verdict == publication.RoundResult(EndReason.ABORTED, "because")
+    assert machine.result == publication.PublicationResult(EndReason.ABORTED, "because")
 
 
 def test_a_coordinator_that_says_nothing_at_the_end_is_lost() -> None:
     """Every wait ends, the last one too."""
     machine = brought_to(PublicationState.ABANDONING)
     machine.handle(ev.Tick(), 105.0)
-    assert machine.verdict is not None
-    assert machine.verdict.ending is EndReason.COORDINATOR_LOST
+    assert machine.result is not None
+    assert machine.result.ending is EndReason.COORDINATOR_LOST
 
 
 @pytest.mark.parametrize("state", [PublicationState.WAITING, PublicationState.SENDING])
@@ -199,12 +199,12 @@ def test_a_restarted_coordinator_is_asked_again_and_the_round_begun_again(state:
     """It forgot the round: the same request is refused, and a new lease is taken. Digests are asked for anew."""
     machine = brought_to(state)
     stop: ev.Effects = (ev.StopDelivery(),) if state is PublicationState.SENDING else ()
-    assert machine.handle(ev.Reconnected(None, restarted=True), 1.0) == (*stop, ev.Announce(3))
-    assert machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "epoch 4 is highest"), 1.1) == (ev.AskLease(),)
-    assert machine.handle(ev.GotLease(5), 1.2) == (ev.AssembleBuckets(),)
-    assert machine.handle(ev.Digested(TABLE), 1.3) == (ev.Announce(5),)
-    machine.handle(ev.Accepted(), 1.4)
-    assert machine.handle(send(5), 1.5) == (ev.DeliverBuckets(5, RECEIVERS, 60.0),)
+    assert machine.handle(ev.Reconnected(None, restarted=True), 1.0) == (*stop, ev.AnnounceRound(3))
+    assert machine.handle(ev.RequestDenied(RefusalCode.STALE_EPOCH, "epoch 4 is highest"), 1.1) == (ev.RequestLease(),)
+    assert machine.handle(ev.LeaseObtained(5), 1.2) == (ev.AssembleBuckets(),)
+    assert machine.handle(ev.DigestsReady(TABLE), 1.3) == (ev.AnnounceRound(5),)
+    machine.handle(ev.RoundAccepted(), 1.4)
+    assert machine.handle(send(5), 1.5) == (ev.StartDelivery(5, RECEIVERS, 60.0),)
 
 
 def test_rounds_are_not_begun_for_ever() -> None:
@@ -212,13 +212,13 @@ def test_rounds_are_not_begun_for_ever() -> None:
     machine = brought_to(PublicationState.WAITING)
     for _ in range(LIMITS.attempts - 1):
         machine.handle(ev.Reconnected(None, restarted=True), 1.0)
-        machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "gone"), 1.1)
-        machine.handle(ev.GotLease(machine.lease + 1), 1.2)
-        machine.handle(ev.Digested(TABLE), 1.3)
-        machine.handle(ev.Accepted(), 1.4)
+        machine.handle(ev.RequestDenied(RefusalCode.STALE_EPOCH, "gone"), 1.1)
+        machine.handle(ev.LeaseObtained(machine.lease + 1), 1.2)
+        machine.handle(ev.DigestsReady(TABLE), 1.3)
+        machine.handle(ev.RoundAccepted(), 1.4)
     machine.handle(ev.Reconnected(None, restarted=True), 2.0)
-    assert machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "gone"), 2.1) == ()
-    assert machine.verdict == publication.RoundResult(EndReason.ABORTED, "after 2 attempts: gone")
+    assert machine.handle(ev.RequestDenied(RefusalCode.STALE_EPOCH, "gone"), 2.1) == ()
+    assert machine.result == publication.PublicationResult(EndReason.ABORTED, "after 2 attempts: gone")
 
 
 @pytest.mark.parametrize("state", [PublicationState.ANNOUNCING, PublicationState.WAITING, PublicationState.SENDING])
@@ -227,8 +227,8 @@ def test_a_commit_that_a_restart_hid_is_recognized(state: PublicationState) -> N
     machine = brought_to(state)
     effects = machine.handle(ev.Reconnected(held(7), restarted=True), 1.0)
     assert effects == ((ev.StopDelivery(),) if state is PublicationState.SENDING else ())
-    assert machine.verdict is not None
-    assert machine.verdict.ending is EndReason.COMMITTED
+    assert machine.result is not None
+    assert machine.result.ending is EndReason.COMMITTED
 
 
 def test_a_commit_that_went_with_its_journal_is_none() -> None:
@@ -236,93 +236,93 @@ def test_a_commit_that_went_with_its_journal_is_none() -> None:
     machine = brought_to(PublicationState.WAITING)
     machine.handle(ev.Reconnected(held(7), restarted=False), 1.0)
     machine.handle(ev.Reconnected(None, restarted=True), 2.0)
-    assert machine.verdict is None
+    assert machine.result is None
 
 
 def test_other_bits_under_our_version_are_not_ours() -> None:
     """Another trainer's version 7 does not count as this one."""
     machine = brought_to(PublicationState.WAITING)
-    assert machine.handle(ev.Reconnected(held(7, "00" * 32), restarted=True), 1.0) == (ev.Announce(3),)
-    machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "gone"), 1.1)
-    machine.handle(ev.RequestRefusal(RefusalCode.VERSION_NOT_NEWER, "7 is committed"), 1.2)
-    assert machine.verdict is not None
-    assert machine.verdict.ending is EndReason.REFUSED
+    assert machine.handle(ev.Reconnected(held(7, "00" * 32), restarted=True), 1.0) == (ev.AnnounceRound(3),)
+    machine.handle(ev.RequestDenied(RefusalCode.STALE_EPOCH, "gone"), 1.1)
+    machine.handle(ev.RequestDenied(RefusalCode.VERSION_NOT_NEWER, "7 is committed"), 1.2)
+    assert machine.result is not None
+    assert machine.result.ending is EndReason.REFUSED
 
 
 def test_a_lost_connection_does_not_stop_a_transfer() -> None:
     """The same life of the coordinator, greeted again: bytes go on, the report follows."""
     machine = brought_to(PublicationState.SENDING)
     assert machine.handle(ev.Reconnected(None, restarted=False), 1.0) == ()
-    assert machine.handle(ev.Delivered(3, {}), 2.0) == (ev.ReportSent(3, {}),)
+    assert machine.handle(ev.DeliveryEnded(3, {}), 2.0) == (ev.ReportDelivery(3, {}),)
 
 
 def test_a_report_that_was_not_heard_is_made_again() -> None:
     """Silence after `Sent`: ask how the round stands, then say it again, until it is noted."""
     machine = brought_to(PublicationState.SENDING)
-    machine.handle(ev.Delivered(3, {"e0": "x"}), 1.0)
-    assert machine.handle(ev.Unreachable("silence"), 2.0) == ()
-    assert machine.handle(ev.Tick(), 2.5) == (ev.Announce(3),)
-    assert machine.handle(ev.Accepted(), 2.6) == (ev.ReportSent(3, {"e0": "x"}),)
-    machine.handle(ev.Noted(3), 2.7)
+    machine.handle(ev.DeliveryEnded(3, {"e0": "x"}), 1.0)
+    assert machine.handle(ev.RequestTimedOut("silence"), 2.0) == ()
+    assert machine.handle(ev.Tick(), 2.5) == (ev.AnnounceRound(3),)
+    assert machine.handle(ev.RoundAccepted(), 2.6) == (ev.ReportDelivery(3, {"e0": "x"}),)
+    machine.handle(ev.ReportAcknowledged(3), 2.7)
     machine.handle(ev.Reconnected(None, restarted=False), 3.0)
-    assert machine.handle(ev.Accepted(), 3.1) == ()
+    assert machine.handle(ev.RoundAccepted(), 3.1) == ()
 
 
-def broken_off(epoch: int = 3, table: str = "") -> ev.ReportSent:
-    return ev.ReportSent(epoch, {"e0": publication._BROKEN_OFF}, table=table)
+def broken_off(epoch: int = 3, table: str = "") -> ev.ReportDelivery:
+    return ev.ReportDelivery(epoch, {"e0": publication._BROKEN_OFF}, table=table)
 
 
 def test_an_offer_that_was_not_heard_is_made_again() -> None:
     """The lanes are closed, and the coordinator's repeated `Send` of the same epoch is served."""
     machine = brought_to(PublicationState.SENDING)
-    assert machine.handle(ev.Unreachable("silence"), 1.0) == (ev.StopDelivery(),)
-    assert machine.handle(ev.Tick(), 1.5) == (ev.Announce(3),)
-    assert machine.handle(ev.Accepted(), 1.6) == (broken_off(),)
-    assert machine.handle(ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "nothing was offered yet"), 1.7) == (
-        ev.Announce(3),
+    assert machine.handle(ev.RequestTimedOut("silence"), 1.0) == (ev.StopDelivery(),)
+    assert machine.handle(ev.Tick(), 1.5) == (ev.AnnounceRound(3),)
+    assert machine.handle(ev.RoundAccepted(), 1.6) == (broken_off(),)
+    assert machine.handle(ev.RequestDenied(RefusalCode.NOT_ALLOWED, "nothing was offered yet"), 1.7) == (
+        ev.AnnounceRound(3),
     )
-    assert machine.handle(ev.Accepted(), 1.8) == ()
-    assert machine.handle(send(3), 1.9) == (ev.DeliverBuckets(3, RECEIVERS, 60.0),)
-    assert machine.handle(ev.Delivered(3, {}), 2.0) == (ev.ReportSent(3, {}),)
+    assert machine.handle(ev.RoundAccepted(), 1.8) == ()
+    assert machine.handle(send(3), 1.9) == (ev.StartDelivery(3, RECEIVERS, 60.0),)
+    assert machine.handle(ev.DeliveryEnded(3, {}), 2.0) == (ev.ReportDelivery(3, {}),)
 
 
 def test_an_offer_whose_answer_was_lost_is_reported_as_broken_off() -> None:
     """It may have been heard: then the coordinator asks for nothing any more, and engines stand still for a report."""
     machine = brought_to(PublicationState.SENDING)
-    machine.handle(ev.Unreachable("silence"), 1.0)
+    machine.handle(ev.RequestTimedOut("silence"), 1.0)
     machine.handle(ev.Tick(), 1.5)
-    assert machine.handle(ev.Accepted(), 1.6) == (broken_off(),)
-    machine.handle(ev.Noted(3), 1.7)
-    assert machine.handle(send(4), 1.8) == (ev.DeliverBuckets(4, RECEIVERS, 60.0),)
+    assert machine.handle(ev.RoundAccepted(), 1.6) == (broken_off(),)
+    machine.handle(ev.ReportAcknowledged(3), 1.7)
+    assert machine.handle(send(4), 1.8) == (ev.StartDelivery(4, RECEIVERS, 60.0),)
 
 
 def test_a_repeated_send_goes_before_the_report_of_what_was_broken_off() -> None:
     """The coordinator still waits for an offer: nothing is to be said of the one that it did not hear."""
     machine = brought_to(PublicationState.SENDING)
-    machine.handle(ev.Unreachable("silence"), 1.0)
-    assert machine.handle(send(3), 1.1) == (ev.DeliverBuckets(3, RECEIVERS, 60.0),)
-    assert machine.handle(ev.Delivered(3, {}), 1.2) == (ev.ReportSent(3, {}),)
+    machine.handle(ev.RequestTimedOut("silence"), 1.0)
+    assert machine.handle(send(3), 1.1) == (ev.StartDelivery(3, RECEIVERS, 60.0),)
+    assert machine.handle(ev.DeliveryEnded(3, {}), 1.2) == (ev.ReportDelivery(3, {}),)
 
 
 def test_a_refused_report_asks_how_the_round_stands() -> None:
     """The coordinator moved on to another epoch; it says so, or that it is over, when asked."""
     machine = brought_to(PublicationState.SENDING)
-    machine.handle(ev.Delivered(3, {}), 1.0)
-    assert machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "epoch 4"), 1.1) == (ev.Announce(3),)
-    machine.handle(ev.Accepted(), 1.2)
-    assert machine.handle(send(4), 1.3) == (ev.DeliverBuckets(4, RECEIVERS, 60.0),)
+    machine.handle(ev.DeliveryEnded(3, {}), 1.0)
+    assert machine.handle(ev.RequestDenied(RefusalCode.STALE_EPOCH, "epoch 4"), 1.1) == (ev.AnnounceRound(3),)
+    machine.handle(ev.RoundAccepted(), 1.2)
+    assert machine.handle(send(4), 1.3) == (ev.StartDelivery(4, RECEIVERS, 60.0),)
 
 
 @pytest.mark.parametrize(
     ("state", "event"),
     [
-        (PublicationState.WAITING, ev.PublishAsked()),
-        (PublicationState.WAITING, ev.GotLease(9)),
-        (PublicationState.SENDING, ev.Digested(TABLE)),
-        (PublicationState.SENDING, ev.Accepted()),
-        (PublicationState.WAITING, ev.Delivered(3, {})),
-        (PublicationState.DIGESTING, ev.Unreachable("silence")),
-        (PublicationState.ABANDONING, ev.RequestRefusal(RefusalCode.STALE_EPOCH, "no")),
+        (PublicationState.WAITING, ev.PublishRequested()),
+        (PublicationState.WAITING, ev.LeaseObtained(9)),
+        (PublicationState.SENDING, ev.DigestsReady(TABLE)),
+        (PublicationState.SENDING, ev.RoundAccepted()),
+        (PublicationState.WAITING, ev.DeliveryEnded(3, {})),
+        (PublicationState.DIGESTING, ev.RequestTimedOut("silence")),
+        (PublicationState.ABANDONING, ev.RequestDenied(RefusalCode.STALE_EPOCH, "no")),
     ],
 )
 def test_an_answer_to_what_was_not_asked_raises_and_changes_nothing(
@@ -337,15 +337,15 @@ def test_an_answer_to_what_was_not_asked_raises_and_changes_nothing(
 
 
 NO = st.one_of(
-    st.builds(ev.RequestRefusal, st.sampled_from(list(RefusalCode)), st.just("no"), st.sampled_from([0.0, 1.0])),
-    st.just(ev.Unreachable("silence")),
+    st.builds(ev.RequestDenied, st.sampled_from(list(RefusalCode)), st.just("no"), st.sampled_from([0.0, 1.0])),
+    st.just(ev.RequestTimedOut("silence")),
 )
 NEWS = st.one_of(
     st.builds(send, st.integers(1, 9), st.sampled_from([6, 7])),
     st.builds(ended, st.sampled_from([Outcome.COMMITTED, Outcome.ABORTED]), st.integers(1, 9), st.sampled_from([6, 7])),
     st.builds(ev.Reconnected, st.sampled_from([None, held(6), held(7)]), st.booleans()),
     st.just(ev.AttemptFailed(EndReason.SOURCE_FAILED, "gone")),
-    st.builds(ev.Withdrawn, st.integers(1, 9), st.just({"e0": "gone"})),
+    st.builds(ev.EnginesWithdrawn, st.integers(1, 9), st.just({"e0": "gone"})),
 )
 
 
@@ -360,13 +360,13 @@ def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(  # noqa: C9
     """Any order of news and refusals: at most one delivery is open, and deadlines alone end every publication."""
     machine = Publication(7, LIMITS)
     now, epoch, open_delivery = 0.0, 0, False
-    effects = list(machine.handle(ev.PublishAsked(), now))
+    effects = list(machine.handle(ev.PublishRequested(), now))
     for _ in range(1000):
         if effects:
             effect = effects.pop(0)
             answer: ev.AnyEvent | None = None
             match effect:
-                case ev.DeliverBuckets():
+                case ev.StartDelivery():
                     assert not open_delivery
                     open_delivery = True
                     answer = answers.pop() if answers else None
@@ -375,20 +375,20 @@ def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(  # noqa: C9
                 case ev.StopDelivery():
                     assert open_delivery
                     open_delivery = False
-                case ev.AskLease():
+                case ev.RequestLease():
                     epoch = max(epoch, machine.epoch) + 1
-                    answer = (answers.pop() if answers else None) or ev.GotLease(epoch)
-                case ev.AssembleBuckets() | ev.CloseTable():
-                    answer = ev.Digested(TABLE)
-                case ev.Announce():
-                    answer = (answers.pop() if answers else None) or ev.Accepted()
-                case ev.ReportSent():
-                    answer = (answers.pop() if answers else None) or ev.Noted(effect.epoch)
+                    answer = (answers.pop() if answers else None) or ev.LeaseObtained(epoch)
+                case ev.AssembleBuckets() | ev.AwaitDigests():
+                    answer = ev.DigestsReady(TABLE)
+                case ev.AnnounceRound():
+                    answer = (answers.pop() if answers else None) or ev.RoundAccepted()
+                case ev.ReportDelivery():
+                    answer = (answers.pop() if answers else None) or ev.ReportAcknowledged(effect.epoch)
                 case _:
                     pass
             if answer is not None:
                 effects.extend(machine.handle(answer, now))
-        elif machine.verdict is not None:
+        elif machine.result is not None:
             break
         elif news:
             event, later = news.pop(0)
@@ -398,7 +398,7 @@ def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(  # noqa: C9
             assert machine.deadline is not None
             now = max(now, machine.deadline)
             effects.extend(machine.handle(ev.Tick(), now))
-    assert machine.verdict is not None
+    assert machine.result is not None
     assert not open_delivery
 
 
@@ -408,8 +408,8 @@ def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(  # noqa: C9
 def left_open(state: PublicationState) -> Publication:
     """One that was announced without its table, which is not known yet, in `state`."""
     machine = Publication(7, LIMITS)
-    machine.handle(ev.PublishAsked(), 0.0)
-    for event in (ev.GotLease(3, open=True), ev.Accepted(), send(3)):
+    machine.handle(ev.PublishRequested(), 0.0)
+    for event in (ev.LeaseObtained(3, may_defer_digests=True), ev.RoundAccepted(), send(3)):
         if machine.state is state:
             break
         machine.handle(event, 0.0)
@@ -422,31 +422,33 @@ def left_open(state: PublicationState) -> Publication:
 def test_a_round_whose_table_follows() -> None:
     """Nothing is assembled before the announcement; the table is said with the report, and with no other message."""
     machine = Publication(7, LIMITS)
-    machine.handle(ev.PublishAsked(), 0.0)
-    assert machine.handle(ev.GotLease(3, open=True), 0.1) == (ev.Announce(3, open=True),)
-    machine.handle(ev.Accepted(), 0.2)
+    machine.handle(ev.PublishRequested(), 0.0)
+    assert machine.handle(ev.LeaseObtained(3, may_defer_digests=True), 0.1) == (
+        ev.AnnounceRound(3, digests_deferred=True),
+    )
+    machine.handle(ev.RoundAccepted(), 0.2)
     machine.handle(send(3), 0.3)
-    assert machine.handle(ev.Digested(TABLE), 0.4) == ()
-    assert machine.handle(ev.Delivered(3, {}), 0.5) == (ev.ReportSent(3, {}, (), TABLE),)
-    machine.handle(ev.Noted(3), 0.6)
+    assert machine.handle(ev.DigestsReady(TABLE), 0.4) == ()
+    assert machine.handle(ev.DeliveryEnded(3, {}), 0.5) == (ev.ReportDelivery(3, {}, (), TABLE),)
+    machine.handle(ev.ReportAcknowledged(3), 0.6)
     machine.handle(send(4), 0.7)
-    assert machine.handle(ev.Delivered(4, {}), 0.8) == (ev.ReportSent(4, {}, (), TABLE),)
+    assert machine.handle(ev.DeliveryEnded(4, {}), 0.8) == (ev.ReportDelivery(4, {}, (), TABLE),)
     machine.handle(ended(), 0.9)
-    assert machine.verdict == publication.RoundResult(EndReason.COMMITTED, "because")
+    assert machine.result == publication.PublicationResult(EndReason.COMMITTED, "because")
 
 
 def test_an_open_table_comes_once_and_before_the_end_of_a_delivery() -> None:
     """A driver that says otherwise is broken, and changes nothing."""
     machine = left_open(PublicationState.SENDING)
     with pytest.raises(IllegalMove):
-        machine.handle(ev.Delivered(3, {}), 1.0)
-    machine.handle(ev.Digested(TABLE), 1.0)
-    for again in (ev.Digested(TABLE), ev.Undigested("no")):
+        machine.handle(ev.DeliveryEnded(3, {}), 1.0)
+    machine.handle(ev.DigestsReady(TABLE), 1.0)
+    for again in (ev.DigestsReady(TABLE), ev.DigestsUnavailable("no")):
         with pytest.raises(IllegalMove):
             machine.handle(again, 1.0)
     for state in (PublicationState.ANNOUNCING, PublicationState.WAITING, PublicationState.SENDING):
         with pytest.raises(IllegalMove):
-            brought_to(state).handle(ev.Digested(TABLE), 1.0)
+            brought_to(state).handle(ev.DigestsReady(TABLE), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -456,7 +458,7 @@ def test_an_open_table_comes_once_and_before_the_end_of_a_delivery() -> None:
 def test_a_table_may_become_known_in_any_state_of_the_round(state: PublicationState) -> None:
     """It is kept for the report, and nothing else follows from it."""
     machine = left_open(state)
-    assert machine.handle(ev.Digested(TABLE), 100.5 if state is PublicationState.ABANDONING else 1.0) == ()
+    assert machine.handle(ev.DigestsReady(TABLE), 100.5 if state is PublicationState.ABANDONING else 1.0) == ()
     assert (machine.state, machine.table) == (state, TABLE)
 
 
@@ -465,130 +467,138 @@ def test_a_table_that_does_not_come_begins_the_round_anew(state: PublicationStat
     """With the table first, whatever the next grant says: what follows cannot fail in that way twice."""
     machine = left_open(state)
     stop = (ev.StopDelivery(),) if state is PublicationState.SENDING else ()
-    assert machine.handle(ev.Undigested("two ranks"), 1.0) == (*stop, ev.AbandonLease(3, "two ranks"), ev.AskLease())
+    assert machine.handle(ev.DigestsUnavailable("two ranks"), 1.0) == (
+        *stop,
+        ev.AbandonRound(3, "two ranks"),
+        ev.RequestLease(),
+    )
     assert machine.handle(ended(Outcome.ABORTED), 1.1) == ()
-    assert machine.handle(ev.GotLease(5, open=True), 1.2) == (ev.AssembleBuckets(),)
-    assert machine.handle(ev.Digested(TABLE), 1.3) == (ev.Announce(5),)
+    assert machine.handle(ev.LeaseObtained(5, may_defer_digests=True), 1.2) == (ev.AssembleBuckets(),)
+    assert machine.handle(ev.DigestsReady(TABLE), 1.3) == (ev.AnnounceRound(5),)
 
 
 def test_a_coordinator_that_forgot_an_open_round_is_asked_with_the_table() -> None:
     """Whether the version was committed meanwhile is found out by it."""
     machine = left_open(PublicationState.SENDING)
-    machine.handle(ev.Digested(TABLE), 1.0)
-    machine.handle(ev.Delivered(3, {}), 1.1)
-    assert machine.handle(ev.Reconnected(None, restarted=True), 1.2) == (ev.Announce(3, open=True),)
-    assert machine.handle(ev.RequestRefusal(RefusalCode.STALE_EPOCH, "restarted"), 1.3) == (ev.AskLease(),)
-    machine.handle(ev.GotLease(5, held(7), open=True), 1.4)
-    assert machine.handle(ev.Digested(TABLE), 1.5) == (ev.Announce(5),)
+    machine.handle(ev.DigestsReady(TABLE), 1.0)
+    machine.handle(ev.DeliveryEnded(3, {}), 1.1)
+    assert machine.handle(ev.Reconnected(None, restarted=True), 1.2) == (ev.AnnounceRound(3, digests_deferred=True),)
+    assert machine.handle(ev.RequestDenied(RefusalCode.STALE_EPOCH, "restarted"), 1.3) == (ev.RequestLease(),)
+    machine.handle(ev.LeaseObtained(5, held(7), may_defer_digests=True), 1.4)
+    assert machine.handle(ev.DigestsReady(TABLE), 1.5) == (ev.AnnounceRound(5),)
 
 
 def test_an_open_table_is_waited_for_where_the_answer_to_the_offer_was_lost() -> None:
     """The report needs it, and nobody is being sent to; without one the round is given up."""
     machine = left_open(PublicationState.SENDING)
-    assert machine.handle(ev.Unreachable("silence"), 1.0) == (ev.StopDelivery(), ev.CloseTable())
-    assert machine.handle(ev.Digested(TABLE), 1.2) == ()
-    assert machine.handle(ev.Tick(), 1.5) == (ev.Announce(3, open=True),)
-    assert machine.handle(ev.Accepted(), 1.6) == (broken_off(table=TABLE),)
+    assert machine.handle(ev.RequestTimedOut("silence"), 1.0) == (ev.StopDelivery(), ev.AwaitDigests())
+    assert machine.handle(ev.DigestsReady(TABLE), 1.2) == ()
+    assert machine.handle(ev.Tick(), 1.5) == (ev.AnnounceRound(3, digests_deferred=True),)
+    assert machine.handle(ev.RoundAccepted(), 1.6) == (broken_off(table=TABLE),)
 
     machine = left_open(PublicationState.SENDING)
-    machine.handle(ev.Unreachable("silence"), 1.0)
-    assert machine.handle(ev.Undigested("no table"), 1.2) == (ev.AbandonLease(3, "no table"), ev.AskLease())
+    machine.handle(ev.RequestTimedOut("silence"), 1.0)
+    assert machine.handle(ev.DigestsUnavailable("no table"), 1.2) == (ev.AbandonRound(3, "no table"), ev.RequestLease())
 
 
 def test_an_open_version_that_was_committed_unheard_is_committed() -> None:
     """By version and table, once the table is known; before that nothing can have been committed."""
     machine = left_open(PublicationState.SENDING)
-    machine.handle(ev.Digested(TABLE), 1.0)
-    machine.handle(ev.Delivered(3, {}), 1.1)
+    machine.handle(ev.DigestsReady(TABLE), 1.0)
+    machine.handle(ev.DeliveryEnded(3, {}), 1.1)
     machine.handle(ev.Reconnected(held(7), restarted=True), 1.2)
-    assert machine.verdict is not None
-    assert machine.verdict.ending is EndReason.COMMITTED
+    assert machine.result is not None
+    assert machine.result.ending is EndReason.COMMITTED
     unknown = left_open(PublicationState.SENDING)
-    assert unknown.handle(ev.Reconnected(held(7), restarted=True), 1.2)[-1] == ev.Announce(3, open=True)
-    assert unknown.verdict is None
+    assert unknown.handle(ev.Reconnected(held(7), restarted=True), 1.2)[-1] == ev.AnnounceRound(
+        3, digests_deferred=True
+    )
+    assert unknown.result is None
 
 
 def test_a_catch_up_is_never_left_open() -> None:
     """That it is of the committed weights is found out by the table."""
     machine = Publication(7, LIMITS, catch_up=True)
-    machine.handle(ev.PublishAsked(), 0.0)
-    assert machine.handle(ev.GotLease(3, held(7), open=True), 0.1) == (ev.AssembleBuckets(),)
+    machine.handle(ev.PublishRequested(), 0.0)
+    assert machine.handle(ev.LeaseObtained(3, held(7), may_defer_digests=True), 0.1) == (ev.AssembleBuckets(),)
 
 
 def reported(machine: Publication) -> Publication:
     """`machine`, sending, with its report just said."""
-    machine.handle(ev.Digested(TABLE), 1.0)
-    assert machine.handle(ev.Delivered(3, {}), 1.1) == (ev.ReportSent(3, {}, (), TABLE),)
+    machine.handle(ev.DigestsReady(TABLE), 1.0)
+    assert machine.handle(ev.DeliveryEnded(3, {}), 1.1) == (ev.ReportDelivery(3, {}, (), TABLE),)
     return machine
 
 
 @pytest.mark.parametrize(
     ("refusal", "wait_s"),
     [
-        (ev.RequestRefusal(RefusalCode.UNKNOWN_BLOB, "put it first"), LIMITS.retry_s),
-        (ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "the store is full", 5.0), 5.0),
-        (ev.RequestRefusal(RefusalCode.READ_ONLY, "disk full", 2.0), 2.0),
+        (ev.RequestDenied(RefusalCode.UNKNOWN_BLOB, "put it first"), LIMITS.retry_s),
+        (ev.RequestDenied(RefusalCode.NOT_ALLOWED, "the store is full", 5.0), 5.0),
+        (ev.RequestDenied(RefusalCode.READ_ONLY, "disk full", 2.0), 2.0),
     ],
-    ids=lambda each: each.code.value if isinstance(each, ev.RequestRefusal) else "",
+    ids=lambda each: each.code.value if isinstance(each, ev.RequestDenied) else "",
 )
-def test_the_only_word_on_a_table_is_said_until_it_is_taken(refusal: ev.RequestRefusal, wait_s: float) -> None:
+def test_the_only_word_on_a_table_is_said_until_it_is_taken(refusal: ev.RequestDenied, wait_s: float) -> None:
     """Engines stand still until it is. What is in its way may pass."""
     machine = reported(left_open(PublicationState.SENDING))
     assert machine.handle(refusal, 2.0) == ()
     assert machine.deadline == 2.0 + wait_s
     for _ in range(3):
-        assert machine.handle(ev.Tick(), machine.deadline) == (ev.Announce(3, open=True),)
-        assert machine.handle(ev.Accepted(), machine.deadline or 0.0) == (ev.ReportSent(3, {}, (), TABLE),)
+        assert machine.handle(ev.Tick(), machine.deadline) == (ev.AnnounceRound(3, digests_deferred=True),)
+        assert machine.handle(ev.RoundAccepted(), machine.deadline or 0.0) == (ev.ReportDelivery(3, {}, (), TABLE),)
         assert machine.handle(refusal, 9.0) == ()
     machine.handle(ev.Tick(), machine.deadline or 0.0)
-    machine.handle(ev.Accepted(), 20.0)
-    assert machine.handle(ev.Noted(3), 20.1) == ()
+    machine.handle(ev.RoundAccepted(), 20.0)
+    assert machine.handle(ev.ReportAcknowledged(3), 20.1) == ()
     machine.handle(ended(), 20.2)
-    assert machine.verdict == publication.RoundResult(EndReason.COMMITTED, "because")
+    assert machine.result == publication.PublicationResult(EndReason.COMMITTED, "because")
 
 
 @pytest.mark.parametrize("code", [RefusalCode.NOT_ALLOWED, RefusalCode.BAD_BLOB])
 def test_a_table_that_is_not_taken_ends_its_round_at_once(code: RefusalCode) -> None:
     """Nobody can commit it any more: engines go on, and the version is announced again with its table."""
     machine = reported(left_open(PublicationState.SENDING))
-    assert machine.handle(ev.RequestRefusal(code, "no"), 2.0) == (ev.AbandonLease(3, "no"), ev.AskLease())
-    assert machine.handle(ev.GotLease(5, open=True), 2.1) == (ev.AssembleBuckets(),)
+    assert machine.handle(ev.RequestDenied(code, "no"), 2.0) == (ev.AbandonRound(3, "no"), ev.RequestLease())
+    assert machine.handle(ev.LeaseObtained(5, may_defer_digests=True), 2.1) == (ev.AssembleBuckets(),)
 
 
 def test_a_report_of_an_attempt_that_is_over_is_not_insisted_on() -> None:
     """The round has gone on; how it stands is learned by announcing it once more, also without an open table."""
-    refused = ev.RequestRefusal(RefusalCode.STALE_EPOCH, "late")
-    assert reported(left_open(PublicationState.SENDING)).handle(refused, 2.0) == (ev.Announce(3, open=True),)
+    refused = ev.RequestDenied(RefusalCode.STALE_EPOCH, "late")
+    assert reported(left_open(PublicationState.SENDING)).handle(refused, 2.0) == (
+        ev.AnnounceRound(3, digests_deferred=True),
+    )
     machine = brought_to(PublicationState.SENDING)
-    machine.handle(ev.Delivered(3, {}), 1.0)
-    assert machine.handle(ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "no"), 2.0) == (ev.Announce(3),)
+    machine.handle(ev.DeliveryEnded(3, {}), 1.0)
+    assert machine.handle(ev.RequestDenied(RefusalCode.NOT_ALLOWED, "no"), 2.0) == (ev.AnnounceRound(3),)
 
 
 def test_an_open_attempt_takes_none_of_the_others_away() -> None:
     """What only an open table can be refused for does not end a publication that would have gone well without."""
     once = publication.PublishLimits(acquire_s=10.0, round_s=100.0, abandon_s=5.0, attempts=1, retry_s=0.5)
-    for refused in (ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "no engine is here"), ev.Undigested("two ranks")):
+    for refused in (ev.RequestDenied(RefusalCode.NOT_ALLOWED, "no engine is here"), ev.DigestsUnavailable("two ranks")):
         machine = Publication(7, once)
-        machine.handle(ev.PublishAsked(), 0.0)
-        machine.handle(ev.GotLease(3, open=True), 0.1)
-        assert machine.handle(refused, 0.2)[-1] == ev.AskLease()
-        assert machine.handle(ev.GotLease(5, open=True), 0.3) == (ev.AssembleBuckets(),)
-        machine.handle(ev.Digested(TABLE), 0.4)
-        machine.handle(ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "still"), 0.5)
-        assert machine.verdict == publication.RoundResult(EndReason.ABORTED, "after 2 attempts: still")
+        machine.handle(ev.PublishRequested(), 0.0)
+        machine.handle(ev.LeaseObtained(3, may_defer_digests=True), 0.1)
+        assert machine.handle(refused, 0.2)[-1] == ev.RequestLease()
+        assert machine.handle(ev.LeaseObtained(5, may_defer_digests=True), 0.3) == (ev.AssembleBuckets(),)
+        machine.handle(ev.DigestsReady(TABLE), 0.4)
+        machine.handle(ev.RequestDenied(RefusalCode.NOT_ALLOWED, "still"), 0.5)
+        assert machine.result == publication.PublicationResult(EndReason.ABORTED, "after 2 attempts: still")
 
 
 def test_a_farewell_that_was_not_heard_is_said_again() -> None:
     """The channel is not free before it was; whoever gave up nothing is refused for good."""
     machine = left_open(PublicationState.WAITING)
-    machine.handle(ev.Undigested("two ranks"), 1.0)
-    running = ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "your round at epoch 3 is running")
-    assert machine.handle(running, 1.5) == (ev.AbandonLease(3, "two ranks"),)
+    machine.handle(ev.DigestsUnavailable("two ranks"), 1.0)
+    running = ev.RequestDenied(RefusalCode.NOT_ALLOWED, "your round at epoch 3 is running")
+    assert machine.handle(running, 1.5) == (ev.AbandonRound(3, "two ranks"),)
     assert machine.deadline == 2.0
-    assert machine.handle(ev.Tick(), 2.0) == (ev.AskLease(),)
-    assert machine.handle(ev.GotLease(5), 2.5) == (ev.AssembleBuckets(),)
+    assert machine.handle(ev.Tick(), 2.0) == (ev.RequestLease(),)
+    assert machine.handle(ev.LeaseObtained(5), 2.5) == (ev.AssembleBuckets(),)
     plain = Publication(7, LIMITS)
-    plain.handle(ev.PublishAsked(), 0.0)
+    plain.handle(ev.PublishRequested(), 0.0)
     plain.handle(running, 0.1)
-    assert plain.verdict is not None
-    assert plain.verdict.ending is EndReason.REFUSED
+    assert plain.result is not None
+    assert plain.result.ending is EndReason.REFUSED

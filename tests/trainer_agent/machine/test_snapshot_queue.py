@@ -10,31 +10,31 @@ from weightbus.trainer_agent.machine.snapshot_queue import Overlap, SnapshotClai
 
 def test_versions_are_published_in_order_one_at_a_time() -> None:
     """The second begins when the first is over."""
-    backlog = SnapshotQueue(2, Overlap.WAIT)
+    queue = SnapshotQueue(2, Overlap.WAIT)
     for version in (1, 2):
-        assert backlog.claim() is not None
-        backlog.filled(version)
-    assert backlog.claim() is None, "both buffers are taken"
-    assert backlog.begin() == (1, 0)
-    assert backlog.begin() is None
-    assert backlog.ahead == 2
-    backlog.over()
-    assert backlog.begin() == (2, 1)
-    assert backlog.claim() == SnapshotClaim(0)
+        assert queue.claim() is not None
+        queue.filled(version)
+    assert queue.claim() is None, "both buffers are taken"
+    assert queue.begin() == (1, 0)
+    assert queue.begin() is None
+    assert queue.pending == 2
+    queue.finish()
+    assert queue.begin() == (2, 1)
+    assert queue.claim() == SnapshotClaim(0)
 
 
 def test_what_has_not_begun_is_superseded() -> None:
     """What has begun is not: with one buffer the next snapshot waits for it."""
-    backlog = SnapshotQueue(2, Overlap.SUPERSEDE)
+    queue = SnapshotQueue(2, Overlap.SUPERSEDE)
     for version, superseded in ((1, ()), (2, ()), (3, (2,)), (4, (3,))):
-        claim = backlog.claim()
+        claim = queue.claim()
         assert claim is not None
         assert claim.superseded == superseded
-        backlog.filled(version)
+        queue.filled(version)
         if version == 1:
-            backlog.begin()
-    backlog.over()
-    assert backlog.begin() == (4, 1)
+            queue.begin()
+    queue.finish()
+    assert queue.begin() == (4, 1)
 
     single = SnapshotQueue(1, Overlap.SUPERSEDE)
     single.claim()
@@ -45,22 +45,22 @@ def test_what_has_not_begun_is_superseded() -> None:
 
 def test_a_snapshot_that_failed_leaves_its_buffer() -> None:
     """The next one takes it."""
-    backlog = SnapshotQueue(1, Overlap.WAIT)
-    backlog.claim()
-    backlog.discard()
-    assert backlog.claim() == SnapshotClaim(0)
-    assert backlog.idle
+    queue = SnapshotQueue(1, Overlap.WAIT)
+    queue.claim()
+    queue.discard()
+    assert queue.claim() == SnapshotClaim(0)
+    assert queue.idle
 
 
 def test_calls_out_of_turn_are_refused() -> None:
     """A driver that lost its place must not go on."""
-    backlog = SnapshotQueue(2, Overlap.WAIT)
-    for call in (backlog.over, backlog.discard, lambda: backlog.filled(1)):
+    queue = SnapshotQueue(2, Overlap.WAIT)
+    for call in (queue.finish, queue.discard, lambda: queue.filled(1)):
         with pytest.raises(InvariantBroken):
             call()
-    backlog.claim()
+    queue.claim()
     with pytest.raises(InvariantBroken, match="publish from one thread"):
-        backlog.claim()
+        queue.claim()
 
 
 class Anything(RuleBasedStateMachine):
@@ -68,7 +68,7 @@ class Anything(RuleBasedStateMachine):
 
     @initialize(buffers=st.integers(1, 3), overlap=st.sampled_from(Overlap))
     def start(self, buffers: int, overlap: Overlap) -> None:
-        self.backlog = SnapshotQueue(buffers, overlap)
+        self.queue = SnapshotQueue(buffers, overlap)
         self.next = 1
         self.begun: list[int] = []
         self.dropped: set[int] = set()
@@ -77,20 +77,20 @@ class Anything(RuleBasedStateMachine):
     @precondition(lambda self: not self.writing)
     @rule(taken=st.booleans())
     def snapshot(self, taken: bool) -> None:
-        claim = self.backlog.claim()
+        claim = self.queue.claim()
         if claim is None:
-            assert self.running or self.backlog.ahead, "nobody holds a buffer"
+            assert self.running or self.queue.pending, "nobody holds a buffer"
             return
         self.dropped |= set(claim.superseded)
         if taken:
-            self.backlog.filled(self.next)
+            self.queue.filled(self.next)
             self.next += 1
         else:
-            self.backlog.discard()
+            self.queue.discard()
 
     @rule()
     def begin(self) -> None:
-        begun = self.backlog.begin()
+        begun = self.queue.begin()
         assert not (self.running and begun), "two rounds at once"
         if begun:
             self.running = True
@@ -98,21 +98,21 @@ class Anything(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule()
-    def over(self) -> None:
-        self.backlog.over()
+    def finish(self) -> None:
+        self.queue.finish()
         self.running = False
 
     @rule()
-    def drop(self) -> None:
-        self.dropped |= set(self.backlog.drop())
+    def cancel_waiting(self) -> None:
+        self.dropped |= set(self.queue.cancel_waiting())
 
     @invariant()
     def sound(self) -> None:
-        self.backlog.check()
+        self.queue.check()
         assert self.begun == sorted(set(self.begun))
         assert not self.dropped & set(self.begun)
         ended = len(self.begun) - self.running + len(self.dropped)
-        assert ended + self.backlog.ahead == self.next - 1, "a version was lost"
+        assert ended + self.queue.pending == self.next - 1, "a version was lost"
 
 
 TestAnything = Anything.TestCase

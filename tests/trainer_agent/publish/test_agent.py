@@ -90,7 +90,7 @@ class Rig:
         if not source.root:
             return TrainerAgent(source, settings, self.manifest, None)
         ranks = CommandedRanks(source)
-        outfit = PublisherContext(
+        context = PublisherContext(
             settings=settings,
             bus=self.coordinator,
             ranks=ranks,
@@ -100,7 +100,7 @@ class Rig:
             boot=self.coordinator.boot,
             progress=self.progress.append,
         )
-        return TrainerAgent(source, settings, self.manifest, RankZero(outfit, self.pool, source))
+        return TrainerAgent(source, settings, self.manifest, RankZero(context, self.pool, source))
 
 
 Build = Callable[..., Rig]
@@ -314,7 +314,7 @@ def test_weights_that_change_between_the_passes_are_noticed(rig: Build) -> None:
 
     one.sources[0].before_assembly = step
     found = one.failure(1, errors.WeightsChanged)
-    assert all("model.embed_tokens.weight" in each.verdict.reason for each in found)
+    assert all("model.embed_tokens.weight" in each.result.reason for each in found)
     one.sources[0].before_assembly = lambda _done: None
     one.report(2)
 
@@ -369,7 +369,7 @@ def test_an_unforeseen_failure_of_the_leader_reaches_every_rank(rig: Build) -> N
 
     one.senders.clear()
     found = one.failure(1, errors.PublishFailed)
-    assert all("KeyError" in each.verdict.reason for each in found)
+    assert all("KeyError" in each.result.reason for each in found)
     assert isinstance(found[0].__cause__, KeyError)
     assert len(one.coordinator.said(m.Abandon)) == 1
 

@@ -64,7 +64,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made.trainer.step()
     yield made
     made.device.broken = False
-    made.leader.close()
+    made.rank_zero.close()
 
 
 def said(rig: Rig, kind: type[m.Publish | m.Sent]) -> list[str]:
@@ -74,9 +74,9 @@ def said(rig: Rig, kind: type[m.Publish | m.Sent]) -> list[str]:
 
 def test_the_offer_is_out_before_anything_is_digested(rig: Rig) -> None:
     """Receivers copy while the device digests, are given the table when it has, and the coordinator with the report."""
-    verdict, happened = rig.publish(2)
+    result, happened = rig.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     assert [each for each in happened if each != "settled"] == [
         *("digest", "Acquire", "Publish", "Offered", "digested", "Sent")
     ]
@@ -105,9 +105,9 @@ def test_the_table_is_with_the_coordinator_before_it_is_reported(rig: Rig, monke
     monkeypatch.setattr(rig.sender, "finish", compare)
     monkeypatch.setattr(rig.coordinator, "put_blob", slow)
 
-    verdict, happened = rig.publish(2)
+    result, happened = rig.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     assert happened[-4:] == ["digested", "compared", "put", "Sent"]
 
 
@@ -121,9 +121,9 @@ def test_a_table_that_could_not_be_given_early_is_given_with_its_report(
 
     monkeypatch.setattr(rig.coordinator, "put_blob", silent)
 
-    verdict, _ = rig.publish(2)
+    result, _ = rig.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     assert said(rig, m.Sent)[-1] in rig.coordinator.blobs
 
 
@@ -136,9 +136,9 @@ def test_where_a_receiver_is_on_the_same_device_the_table_comes_first(
         m, "ReceivingEngine", lambda **fields: msgspec.structs.replace(_Receiver(**fields), shares=True)
     )
 
-    verdict, happened = rig.publish(2)
+    result, happened = rig.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     assert happened.index("Publish") < happened.index("digested") < happened.index("Offered")
     assert len(rig.sender.gave[2]) == 1
 
@@ -161,7 +161,7 @@ def test_what_is_on_the_device_that_makes_the_table_waits_for_it(*, shares: bool
 
 def test_the_table_that_follows_is_signed(rig: Rig) -> None:
     """For the publication that left it open."""
-    rig.leader._outfit.seal = _Seal()
+    rig.rank_zero._context.signer = _Seal()
 
     rig.publish(2)
 
@@ -174,9 +174,9 @@ def test_a_second_attempt_is_given_the_same_table(rig: Rig) -> None:
     rig.coordinator.redrives = 1
     rig.sender.lose_at_finish = {2: "e0"}
 
-    verdict, happened = rig.publish(2)
+    result, happened = rig.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     assert happened.count("digested") == 1
     first, second = rig.sender.gave[2], rig.sender.gave[3]
     assert first == second
@@ -186,8 +186,8 @@ def test_a_second_attempt_is_given_the_same_table(rig: Rig) -> None:
 def test_what_cannot_be_digested_in_place_any_more_begins_anew(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The round is given up, its successor has a table of buckets, and the next version is not left open either."""
     with monkeypatch.context() as broken:
-        broken.setattr(MemoryExport, "digests", lambda _exposure: None)
-        broken.setattr(MemoryExport, "unsummed", "a word of it lies on two ranks")
+        broken.setattr(MemoryExport, "digests", lambda _memory_export: None)
+        broken.setattr(MemoryExport, "undigestible", "a word of it lies on two ranks")
         rig.source.assemble = lambda _manifest, _index, out: out.zero_() if out is not None else None  # type: ignore[method-assign]
         second, happened = rig.publish(2)
         third, _ = rig.publish(3)
@@ -204,13 +204,13 @@ def test_what_cannot_be_digested_in_place_any_more_begins_anew(rig: Rig, monkeyp
 def test_a_source_that_fails_meanwhile_ends_the_round(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is told a table; receivers are let go."""
 
-    def fail(_exposure: MemoryExport) -> bytes:
+    def fail(_memory_export: MemoryExport) -> bytes:
         raise AssemblyFailed("a rank is gone")
 
     monkeypatch.setattr(MemoryExport, "digests", fail)
-    verdict, happened = rig.publish(2)
+    result, happened = rig.publish(2)
 
-    assert (verdict.ending, verdict.reason) == (EndReason.SOURCE_FAILED, "a rank is gone")
+    assert (result.ending, result.reason) == (EndReason.SOURCE_FAILED, "a rank is gone")
     assert happened[-3:] == ["Offered", "Abandon", "waited for"]
     assert 2 not in rig.sender.gave
 
@@ -231,9 +231,9 @@ def test_an_attempt_that_the_coordinator_forgot_is_repeated_with_its_table(rig: 
     """By then it is known, and a version that was committed meanwhile is known by it."""
     rig.coordinator.after[m.Offered] = deque([rig.coordinator.restart])
 
-    verdict, happened = rig.publish(2)
+    result, happened = rig.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     assert happened.count("digested") == 1
     assert [bool(table) for table in said(rig, m.Publish)][-1]
     assert said(rig, m.Sent)[-1] == ""
@@ -248,19 +248,19 @@ def test_where_the_answer_to_the_announcement_is_lost_engines_read_what_is_of_th
 ) -> None:
     """`Send` comes all the same, and says as much: what is offered was exposed for it, and its table follows."""
     rig.coordinator.after[m.Publish] = deque([_lose])
-    exposed: list[bool] = []
+    exported: list[bool] = []
     plain = Delivery.open
 
     def opening(delivery: Delivery) -> tuple[m.Endpoint, ...]:
-        exposed.append(rig.leader._outfit.staging.open)
+        exported.append(rig.rank_zero._context.staging.open)
         return plain(delivery)
 
     monkeypatch.setattr(Delivery, "open", opening)
 
-    verdict, happened = rig.publish(2)
+    result, happened = rig.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
-    assert exposed == [True]
+    assert result.ending is EndReason.COMMITTED
+    assert exported == [True]
     assert "Abandon" not in happened
     assert rig.table().tensors == rig.trainer.digests(quantized=False)
 
@@ -270,9 +270,9 @@ def test_where_the_answer_to_the_offer_is_lost_the_report_has_the_table(rig: Rig
     rig.coordinator.after[m.Offered] = deque([_lose])
     rig.coordinator.redrives = 1
 
-    verdict, happened = rig.publish(2)
+    result, happened = rig.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     assert happened.count("digested") == 1
     assert set(said(rig, m.Sent)[1:]) == {rig.table().digest()}
     first = [message for message in rig.coordinator.heard if isinstance(message, m.Sent)][1]
@@ -289,12 +289,12 @@ def test_engines_that_came_since_the_lease_and_cannot_wait_are_not_offered_anyth
 
     rig.coordinator.__class__ = Late
     others = FakeSender()
-    make = rig.leader._outfit.make_sender
-    rig.leader._outfit.make_sender = lambda kind: make(kind) if kind is DIRECT else others
+    make = rig.rank_zero._context.make_sender
+    rig.rank_zero._context.make_sender = lambda kind: make(kind) if kind is DIRECT else others
 
-    verdict, _ = rig.publish(2)
+    result, _ = rig.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     offered = [message for message in rig.coordinator.heard if isinstance(message, m.Offered)][-1]
     assert [offer.transport for offer in offered.offers] == [DIRECT]
     assert "local cannot wait for it" in offered.failed["e1"]
@@ -304,21 +304,21 @@ def test_engines_that_came_since_the_lease_and_cannot_wait_are_not_offered_anyth
 @pytest.mark.parametrize("why", ["switched off", "another transport", "committed already", "catch-up", "kept"])
 def test_the_table_comes_first(rig: Rig, why: str, tmp_path: Path) -> None:
     """Where somebody takes buckets, where it decides what is answered, and where that is wanted."""
-    outfit, version = rig.leader._outfit, 2
+    context, version = rig.rank_zero._context, 2
     match why:
         case "switched off":
-            outfit.settings = msgspec.structs.replace(outfit.settings, open_tables=False)
+            context.settings = msgspec.structs.replace(context.settings, open_tables=False)
         case "another transport":
             rig.coordinator.engines["e1"] = Coordinator.info(m.TransportKind.LOCAL)
             rig.source.assemble = lambda _manifest, _index, out: out.zero_() if out is not None else None  # type: ignore[method-assign]
-            outfit.make_sender = lambda kind: rig.sender if kind is DIRECT else FakeSender()
+            context.make_sender = lambda kind: rig.sender if kind is DIRECT else FakeSender()
         case "committed already":
             version = 1
         case "kept":
             rig.source.assemble = lambda _manifest, _index, out: out.zero_() if out is not None else None  # type: ignore[method-assign]
             (tmp_path / "config.json").write_text("{}")
-            outfit.archive = Archive(tmp_path / "kept", "c", ArchivePolicy(1, 1, 0), tmp_path)
-    rig.leader.publish(version, catch_up=why == "catch-up")
+            context.archive = Archive(tmp_path / "kept", "c", ArchivePolicy(1, 1, 0), tmp_path)
+    rig.rank_zero.publish(version, catch_up=why == "catch-up")
 
     assert all(said(rig, m.Publish))
 

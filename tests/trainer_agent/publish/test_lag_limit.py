@@ -17,7 +17,7 @@ from weightbus.control.protocol.enums import TransportKind
 from weightbus.trainer_agent.machine.errors import RoundAborted, TooFarAhead
 from weightbus.trainer_agent.publish import lag_limit as lag
 from weightbus.trainer_agent.publish.agent import TrainerAgent
-from weightbus.trainer_agent.publish.lag_limit import LagLimit, LagPolicy, LagStatus, oldest_served, pace
+from weightbus.trainer_agent.publish.lag_limit import LagDecision, LagLimit, LagStatus, decide, oldest_served
 from weightbus.trainer_agent.settings import TrainerSettings
 
 from .test_snapshots import PATIENCE_S, Gate, Loop
@@ -26,20 +26,20 @@ from .test_snapshots import PATIENCE_S, Gate, Loop
 @pytest.mark.parametrize(
     ("serving", "coming", "expired", "expected"),
     [
-        (4, False, False, LagPolicy.GO),
-        (5, True, True, LagPolicy.GO),
-        (6, False, False, LagPolicy.GO),
-        (3, True, False, LagPolicy.WAIT),
-        (3, False, False, LagPolicy.TOO_FAR),
-        (3, True, True, LagPolicy.TOO_FAR),
-        (None, True, False, LagPolicy.WAIT),
-        (None, False, False, LagPolicy.WAIT),
-        (None, False, True, LagPolicy.TOO_FAR),
+        (4, False, False, LagDecision.GO),
+        (5, True, True, LagDecision.GO),
+        (6, False, False, LagDecision.GO),
+        (3, True, False, LagDecision.WAIT),
+        (3, False, False, LagDecision.TOO_FAR),
+        (3, True, True, LagDecision.TOO_FAR),
+        (None, True, False, LagDecision.WAIT),
+        (None, False, False, LagDecision.WAIT),
+        (None, False, True, LagDecision.TOO_FAR),
     ],
 )
-def test_the_rule(serving: int | None, coming: bool, expired: bool, expected: LagPolicy) -> None:
+def test_the_rule(serving: int | None, coming: bool, expired: bool, expected: LagDecision) -> None:
     """Go on within the bound; wait while something comes or nothing is known; say so when nothing helps any more."""
-    assert pace(5, serving, 1, coming=coming, expired=expired) is expected
+    assert decide(5, serving, 1, coming=coming, expired=expired) is expected
 
 
 def view(committed: int | None, engines: dict[str, tuple[int | None, str]]) -> ChannelView:
@@ -92,12 +92,12 @@ def test_what_is_served_is_the_oldest_version_of_an_engine_that_gets_requests(
 
 def test_a_publication_that_ends_while_the_status_is_asked_for_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answer may be of the moment before: it is asked for again, and nobody is told that nothing is coming."""
-    background = SimpleNamespace(ended=0, ahead=1, wait_for_an_end=lambda after, _: waited.append(after))
+    background = SimpleNamespace(ended=0, pending=1, wait_for_end=lambda after, _: waited.append(after))
     answers = [view(5, {"e0": (5, "serving")}), view(6, {"e0": (6, "serving")})]
     waited: list[int] = []
 
     def status(_: float) -> bytes:
-        background.ended, background.ahead = 1, 0  # while the answer is under way
+        background.ended, background.pending = 1, 0  # while the answer is under way
         return b""
 
     monkeypatch.setattr(lag, "parse", lambda _: SimpleNamespace(channels={"c": answers.pop(0)}))
@@ -125,13 +125,13 @@ def test_training_goes_on_one_version_ahead_and_no_further(loop: Loop) -> None:
     assert not first[0].over()
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(loop.snapshot, 2)
-        leader = loop.agents[0]._leader
-        assert leader is not None
-        background = leader._background
-        loop.until(lambda: background.ahead == 2)
+        rank_zero = loop.agents[0]._rank_zero
+        assert rank_zero is not None
+        background = rank_zero._background
+        loop.until(lambda: background.pending == 2)
         with pytest.raises(TimeoutError):
             second.result(1.5)  # three beats: the other rank heard of it, too
-        assert background.ahead == 2
+        assert background.pending == 2
         gate.opened.set()
         handles = second.result(PATIENCE_S)
     until(lambda: engine.label is not None and engine.label >= 1)  # a moment after the commit

@@ -30,15 +30,15 @@ from weightbus.dataplane.reshard.share_digester import ShareDigester
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView, contiguous_strides
-from weightbus.trainer_agent.export import memory_export as exposure
+from weightbus.trainer_agent.export import memory_export
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.machine.errors import PublishFailed
 from weightbus.trainer_agent.machine.events import EndReason
-from weightbus.trainer_agent.machine.publication import RoundResult
+from weightbus.trainer_agent.machine.publication import PublicationResult
 from weightbus.trainer_agent.machine.publish_report import Mode, PublishReport
-from weightbus.trainer_agent.publish import deferred_digests as open_table, rank_commands as orders
+from weightbus.trainer_agent.publish import deferred_digests as open_table, rank_commands as commands
 from weightbus.trainer_agent.publish.agent import TrainerAgent
-from weightbus.trainer_agent.publish.bucket_staging import BucketStaging, InPlace
+from weightbus.trainer_agent.publish.bucket_staging import BucketStaging, InPlaceExport
 from weightbus.trainer_agent.publish.publisher_context import PublisherContext
 from weightbus.trainer_agent.publish.rank_zero import RankZero
 from weightbus.trainer_agent.quantized import quantized_assembly
@@ -137,7 +137,7 @@ class Device:
         monkeypatch.setattr(quantized_assembly, "prepare_tasks", self._prepare)
         monkeypatch.setattr(quantized_assembly, "_wait_for", lambda _device: self.queue and self._do())
         monkeypatch.setattr(ExportableHostMemory, "settle", lambda _memory: self.settle())
-        monkeypatch.setattr(exposure, "DeviceFence", lambda _device: _Point(self))
+        monkeypatch.setattr(memory_export, "DeviceFence", lambda _device: _Point(self))
         monkeypatch.setattr(ShareDigester, "begin", digest)
         monkeypatch.setattr(ShareDigester, "result", digested)
 
@@ -204,13 +204,13 @@ class Coordinator(FakeCoordinator):
 class Follower:
     """A rank that is told what to do."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, said: Sequence[orders.RankCommand]) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, said: Sequence[commands.RankCommand]) -> None:
         self.device = Device(monkeypatch)
         source = source_of(Trainer(2, [msgspec.msgpack.encode(each) for each in said]))
         manifest = Manifest.of("M", source.tensors())
-        exposed = MemoryExport(source, manifest, folder / "r", "c")
-        self.agent = TrainerAgent(source, TrainerSettings(channel="c"), manifest, None, exposed)
-        exposed.expose()
+        exported = MemoryExport(source, manifest, folder / "r", "c")
+        self.agent = TrainerAgent(source, TrainerSettings(channel="c"), manifest, None, exported)
+        exported.expose()
         self.device.log.clear()
 
 
@@ -225,29 +225,29 @@ class Rig:
         self.sender = FakeTablingSender()
         manifest = Manifest.of("M", self.source.tensors())
         settings = TrainerSettings(channel="c", request_timeout_s=1.0, beat_s=0.2)
-        self.exposure = MemoryExport(self.source, manifest, folder / "r", "c")
-        self.exposure.expose()  # as a leader does at its start
-        ranks, pool = orders.CommandedRanks(self.source), BucketBuffers("cpu", 1, manifest.largest_bucket, "test")
+        self.memory_export = MemoryExport(self.source, manifest, folder / "r", "c")
+        self.memory_export.expose()  # as a leader does at its start
+        ranks, pool = commands.CommandedRanks(self.source), BucketBuffers("cpu", 1, manifest.largest_bucket, "test")
         kinds = (DIRECT, m.TransportKind.LOCAL)
         info = m.TrainerInfo(host=host_identity(), device="cpu", ranks=0, transports=kinds)
-        outfit = PublisherContext(
+        context = PublisherContext(
             settings=settings,
             bus=self.coordinator,
             ranks=ranks,
-            staging=BucketStaging(self.source, manifest, pool, ranks, None, InPlace(self.exposure, info)),
+            staging=BucketStaging(self.source, manifest, pool, ranks, None, InPlaceExport(self.memory_export, info)),
             make_sender=lambda _kind: self.sender,
             senders={},
             boot=self.coordinator.boot,
         )
-        self.leader = RankZero(outfit, pool, self.source, self.exposure)
+        self.rank_zero = RankZero(context, pool, self.source, self.memory_export)
         self.device.log.clear()
 
-    def publish(self, version: int) -> tuple[RoundResult, list[str]]:
+    def publish(self, version: int) -> tuple[PublicationResult, list[str]]:
         """How it ended, and what happened meanwhile."""
-        verdict, *_ = self.leader.publish(version)
+        result, *_ = self.rank_zero.publish(version)
         happened = list(self.device.log)
         self.device.log.clear()
-        return verdict, happened
+        return result, happened
 
     def table(self) -> DigestTable:
         """The last one that the coordinator was given."""
@@ -263,7 +263,7 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made = Rig(tmp_path, monkeypatch)
     yield made
     made.device.broken = False
-    made.leader.close()
+    made.rank_zero.close()
 
 
 @pytest.fixture
@@ -272,7 +272,7 @@ def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     made = Rig(tmp_path, monkeypatch, quantized=False)
     yield made
     made.device.broken = False
-    made.leader.close()
+    made.rank_zero.close()
 
 
 def test_it_is_made_while_the_lease_is_asked_for(rig: Rig) -> None:
@@ -280,9 +280,9 @@ def test_it_is_made_while_the_lease_is_asked_for(rig: Rig) -> None:
     _, first = rig.publish(1)
     rig.trainer.step()
 
-    verdict, second = rig.publish(2)
+    result, second = rig.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     assert first == ["Acquire", "make", "settled", "digest", "digested", "Publish", "Offered", "Sent"]
     assert second == ["make", "digest", "Acquire", "Publish", "digested", "Offered", "Sent"]
     assert rig.table().tensors == rig.trainer.digests()
@@ -295,8 +295,8 @@ def test_what_is_not_quantized_is_there_before_it_is_offered(rig: Rig) -> None:
     norms = [memory for memory in rig.trainer.memories if memory.dim() == 1]
     expected = [norm * 0.5 for norm in norms]
 
-    rig.exposure.make(digests=False, parts=True)
-    rig.exposure.expose(made=True, parts=True)
+    rig.memory_export.make(digests=False, parts=True)
+    rig.memory_export.expose(made=True, parts=True)
 
     assert rig.device.log == ["gather", "make"]
     assert all(torch.equal(norm, wanted) for norm, wanted in zip(norms, expected, strict=True))
@@ -320,17 +320,17 @@ class Event:
 
 def test_what_nobody_is_told_parts_of_is_there_when_it_is_exposed(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, too: who reads it looks at no mark. Nothing waits for what digests it."""
-    rig.exposure.digests()
+    rig.memory_export.digests()
     rig.trainer.step()
     monkeypatch.setattr(torch.cuda, "Event", lambda: Event(rig.device))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
     with monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(MemoryExport, "_device", torch.device("cuda", 0))
-        rig.exposure.make(digests=True)
+        rig.memory_export.make(digests=True)
     *makes, digests = rig.device.queue
     assert makes
 
-    rig.exposure.expose(made=True)
+    rig.memory_export.expose(made=True)
 
     assert rig.device.queue == [digests]
 
@@ -338,12 +338,12 @@ def test_what_nobody_is_told_parts_of_is_there_when_it_is_exposed(rig: Rig, monk
 def test_no_mark_of_what_was_there_before_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken away before a device is waited for: afterwards they show this round, or nothing."""
     rig.publish(1)
-    standing = rig.exposure._source._standing  # type: ignore[attr-defined]
+    standing = rig.memory_export._source._standing  # type: ignore[attr-defined]
     seen: list[list[int]] = []
     monkeypatch.setattr(quantized_assembly, "_wait_for", lambda _device: seen.append(standing._marks.tolist()))
     standing._marks.fill_(2**62)
 
-    rig.exposure.make(digests=False, parts=True)
+    rig.memory_export.make(digests=False, parts=True)
 
     assert seen == [[0] * len(standing._parts)]
 
@@ -354,25 +354,25 @@ def test_only_who_knows_how_to_wait_is_told_of_parts(rig: Rig, switched_off: boo
 
     For it all is there before it is offered anything. That may change from version to version.
     """
-    outfit = rig.leader._outfit
-    outfit.settings = msgspec.structs.replace(outfit.settings, open_tables=not switched_off)
+    context = rig.rank_zero._context
+    context.settings = msgspec.structs.replace(context.settings, open_tables=not switched_off)
     layouts = set()
     for version, all_know in enumerate((True, True, False, False, True, True), 1):
         # Nor is a trainer told so that did not say that it knows how.
         rig.coordinator.awaits_tables = awaits = all_know and not switched_off
         rig.trainer.step()
 
-        verdict, happened = rig.publish(version)
+        result, happened = rig.publish(version)
 
-        assert verdict.ending is EndReason.COMMITTED
+        assert result.ending is EndReason.COMMITTED
         assert rig.table().tensors == rig.trainer.digests()
-        exposed = rig.exposure.current
-        assert [b"parts" in each.encode() for each in exposed.exports] == [awaits]
-        assert [bool(each.round) for each in exposed.exporters] == [awaits]
+        exported = rig.memory_export.current
+        assert [b"parts" in each.encode() for each in exported.exports] == [awaits]
+        assert [bool(each.round) for each in exported.exporters] == [awaits]
         (publish,) = [each for each in rig.coordinator.heard if isinstance(each, m.Publish) and each.version == version]
         assert (publish.table == "") is (awaits and version > 1)
         assert happened.index("digested") < happened.index("Offered")
-        layouts.add(exposed.layout)
+        layouts.add(exported.layout)
     assert len(layouts) == (1 if switched_off else 2)
 
 
@@ -381,9 +381,9 @@ def test_weights_that_are_read_as_they_are_are_digested_while_the_lease_is_asked
     _, first = plain.publish(1)
     plain.trainer.step()
 
-    verdict, second = plain.publish(2)
+    result, second = plain.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     assert first == ["Acquire", "settled", "digest", "digested", "Publish", "Offered", "Sent"]
     assert second == ["digest", "Acquire", "Publish", "digested", "Offered", "Sent"]
     assert plain.table().tensors == plain.trainer.digests(quantized=False)
@@ -430,7 +430,7 @@ def test_ranks_that_learn_of_another_layout_digest_by_it(plain: Rig) -> None:
     """What this rank has begun to read was its share of the layout before."""
     plain.publish(1)
     plain.trainer.step()
-    plain.exposure._layouts = ("another rank's was",)
+    plain.memory_export._layouts = ("another rank's was",)
 
     _, happened = plain.publish(2)
 
@@ -441,12 +441,12 @@ def test_ranks_that_learn_of_another_layout_digest_by_it(plain: Rig) -> None:
 def test_digests_are_of_the_memory_as_it_is_when_they_are_asked_for(plain: Rig) -> None:
     """Those that were begun are used once."""
     plain.publish(1)
-    plain.exposure.make(digests=True)
-    plain.exposure.expose(made=True)
-    before = plain.exposure.digests()
+    plain.memory_export.make(digests=True)
+    plain.memory_export.expose(made=True)
+    before = plain.memory_export.digests()
     plain.trainer.step()
 
-    assert plain.exposure.digests() == plain.trainer.digests(quantized=False) != before
+    assert plain.memory_export.digests() == plain.trainer.digests(quantized=False) != before
 
 
 def test_what_was_moved_since_is_digested_where_it_is(plain: Rig) -> None:
@@ -456,9 +456,9 @@ def test_what_was_moved_since_is_digested_where_it_is(plain: Rig) -> None:
         plain.trainer.memories[number] = memory.clone()
     plain.trainer.step()
 
-    verdict, happened = plain.publish(2)
+    result, happened = plain.publish(2)
 
-    assert verdict.ending is EndReason.COMMITTED
+    assert result.ending is EndReason.COMMITTED
     assert happened.index("Acquire") < happened.index("digest")
     assert plain.table().tensors == plain.trainer.digests(quantized=False)
 
@@ -489,8 +489,8 @@ def test_weights_may_change_when_a_refused_publication_is_over(
     rig: Rig = request.getfixturevalue(fixture)
     rig.publish(1)
     rig.coordinator.refusals[asked] = deque([REFUSED])
-    verdict, happened = rig.publish(2)
-    assert verdict.ending is EndReason.REFUSED
+    result, happened = rig.publish(2)
+    assert result.ending is EndReason.REFUSED
     assert "digest" in happened
     assert not rig.device.queue
     _, committed = rig.publish(3)
@@ -505,10 +505,10 @@ def test_a_device_that_does_not_come_to_an_end_is_not_waited_for_for_ever(
     rig.publish(1)
     rig.coordinator.refusals[m.Acquire] = deque([REFUSED])
     rig.device.stuck = True
-    verdict, _ = rig.publish(2)
-    assert verdict.ending is EndReason.SOURCE_FAILED
-    assert "device to finish" in verdict.reason
-    assert "it is not" in verdict.reason
+    result, _ = rig.publish(2)
+    assert result.ending is EndReason.SOURCE_FAILED
+    assert "device to finish" in result.reason
+    assert "it is not" in result.reason
 
 
 @pytest.mark.parametrize("stuck", [False, True])
@@ -517,9 +517,9 @@ def test_other_ranks_wait_for_their_own_device(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(open_table, "SETTLE_S", 0.1)
     report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
     said = (
-        orders.ExportMemory(digests=True),
-        orders.MakeDerived(digests=True),
-        orders.Finish(RoundResult(EndReason.REFUSED, "it is not"), report),
+        commands.ExportMemory(digests=True),
+        commands.PrepareExport(digests=True),
+        commands.Finish(PublicationResult(EndReason.REFUSED, "it is not"), report),
     )
     follower = Follower(tmp_path, monkeypatch, said)
     follower.device.stuck = stuck
@@ -552,9 +552,9 @@ def test_a_source_that_fails_then_asks_for_no_lease(rig: Rig, monkeypatch: pytes
         raise AssemblyFailed("a rank is gone")
 
     monkeypatch.setattr(ReadableQuantizedSource, "make", fail)
-    verdict, happened = rig.publish(2)
+    result, happened = rig.publish(2)
 
-    assert (verdict.ending, verdict.reason) == (EndReason.SOURCE_FAILED, "a rank is gone")
+    assert (result.ending, result.reason) == (EndReason.SOURCE_FAILED, "a rank is gone")
     assert happened == []
     assert len(rig.coordinator.heard) == told
 
@@ -564,13 +564,13 @@ def test_a_device_that_fails_ends_the_round(rig: Rig) -> None:
     rig.publish(1)
     rig.device.broken = True
 
-    verdict, happened = rig.publish(2)
+    result, happened = rig.publish(2)
     rig.device.broken = False
     rig.trainer.step()
     again, _ = rig.publish(3)
 
-    assert verdict.ending is EndReason.INTERNAL
-    assert "illegal memory access" in verdict.reason
+    assert result.ending is EndReason.INTERNAL
+    assert "illegal memory access" in result.reason
     assert happened == ["make", "digest", "Acquire", "Publish", "Abandon"]
     assert again.ending is EndReason.COMMITTED
     assert rig.table().tensors == rig.trainer.digests()
@@ -580,10 +580,10 @@ def test_other_ranks_make_theirs_once(tmp_path: Path, monkeypatch: pytest.Monkey
     """A rank that follows makes what it lets others read when it is told to, digests it once, and exposes that."""
     report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
     said = (
-        orders.ExportMemory(digests=True),
-        orders.MakeDerived(digests=True),
-        orders.ExportMemory(digests=True, made=True),
-        orders.Finish(RoundResult(EndReason.COMMITTED), report),
+        commands.ExportMemory(digests=True),
+        commands.PrepareExport(digests=True),
+        commands.ExportMemory(digests=True, made=True),
+        commands.Finish(PublicationResult(EndReason.COMMITTED), report),
     )
     follower = Follower(tmp_path, monkeypatch, said)
 
@@ -602,10 +602,10 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
     def calls(layers: int) -> int:
         trainer = Trainer(layers)
         source = source_of(trainer)
-        exposure = MemoryExport(source, Manifest.of("M", source.tensors()), tmp_path / f"r{layers}", "c")
-        exposure.expose()
-        exposure.digests()
-        share = exposure._share
+        memory_export = MemoryExport(source, Manifest.of("M", source.tensors()), tmp_path / f"r{layers}", "c")
+        memory_export.expose()
+        memory_export.digests()
+        share = memory_export._share
         assert share is not None
         found = share.run()
         monkeypatch.setattr(ShareDigester, "begin", lambda _share: None)
@@ -620,14 +620,14 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
             counted, before = 0, sys.getprofile()
             sys.setprofile(count)
             try:
-                exposure.make(digests=True)
-                exposure.expose(made=True)
-                exposure.digests()
+                memory_export.make(digests=True)
+                memory_export.expose(made=True)
+                memory_export.digests()
             finally:
                 sys.setprofile(before)
         monkeypatch.undo()
         monkeypatch.setattr(quantized_assembly, "prepare_tasks", lambda _tasks, _device: _Nothing())
-        exposure.close()
+        memory_export.close()
         return counted
 
     assert calls(16) == calls(64)

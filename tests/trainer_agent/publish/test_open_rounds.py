@@ -43,10 +43,10 @@ class Publisher(Trainer):
         self.machine = publication.Publication(VERSION, limits or publication.PublishLimits())
         self.asked: dict[RequestId, ev.Effect] = {}
         self.keys: dict[int, RequestId] = {}
-        self.reports_refused: list[ev.RequestRefusal] = []
+        self.reports_refused: list[ev.RequestDenied] = []
         """What its next reports come to before they are said: their blob finds no room."""
         self.on_grant: Callable[[], None] = lambda: None
-        self.feed(ev.PublishAsked())
+        self.feed(ev.PublishRequested())
 
     def feed(self, event: ev.AnyEvent) -> None:
         effects = self.machine.handle(event, self.world.now)
@@ -68,12 +68,12 @@ class Publisher(Trainer):
 
     def carry_out(self, effect: ev.AnyEffect) -> None:
         match effect:
-            case ev.AskLease():
+            case ev.RequestLease():
                 self.ask(Acquire(request=self.key(), channel=CHANNEL, version=Version(VERSION)), effect)
             case ev.AssembleBuckets():
-                self.feed(ev.Digested(TABLE))
-            case ev.Announce():
-                for blob in (MANIFEST,) if effect.open else (MANIFEST, table_of(VERSION)):
+                self.feed(ev.DigestsReady(TABLE))
+            case ev.AnnounceRound():
+                for blob in (MANIFEST,) if effect.digests_deferred else (MANIFEST, table_of(VERSION)):
                     self.put(blob)
                 message = Publish(
                     request=self.keys.setdefault(effect.epoch, self.key()),
@@ -81,25 +81,25 @@ class Publisher(Trainer):
                     epoch=Epoch(effect.epoch),
                     version=Version(VERSION),
                     manifest=digest(MANIFEST),
-                    table=Digest("") if effect.open else TABLE,
+                    table=Digest("") if effect.digests_deferred else TABLE,
                     bytes=1,
                     buckets=1,
                 )
                 self.ask(message, effect)
-            case ev.DeliverBuckets():
+            case ev.StartDelivery():
                 kinds = dict.fromkeys(each.transport for each in effect.receivers)
                 offers = tuple(Endpoint(transport=kind, address="a") for kind in kinds)
                 self.ask(Offered(request=self.key(), channel=CHANNEL, epoch=Epoch(effect.epoch), offers=offers), effect)
-            case ev.ReportSent() if self.reports_refused:
+            case ev.ReportDelivery() if self.reports_refused:
                 self.feed(self.reports_refused.pop(0))
-            case ev.ReportSent():
+            case ev.ReportDelivery():
                 if effect.table:
                     self.put(table_of(VERSION))
                 report = Sent(
                     request=self.key(), channel=CHANNEL, epoch=Epoch(effect.epoch), table=Digest(effect.table)
                 )
                 self.ask(report, effect)
-            case ev.AbandonLease():
+            case ev.AbandonRound():
                 self.say(Abandon(request=self.key(), channel=CHANNEL, epoch=Epoch(effect.epoch), reason=effect.reason))
             case _:
                 pass
@@ -109,17 +109,17 @@ class Publisher(Trainer):
         match message:
             case Granted() if effect is not None:
                 self.on_grant()
-                self.feed(ev.GotLease(message.epoch, message.committed, message.may_leave_open))
+                self.feed(ev.LeaseObtained(message.epoch, message.committed, message.may_leave_open))
             case Refused() if effect is not None:
-                self.feed(ev.RequestRefusal(message.code, message.reason, message.retry_after_s))
-            case Ack() if isinstance(effect, ev.Announce):
-                self.feed(ev.Accepted())
-            case Ack() if isinstance(effect, ev.DeliverBuckets) and not self.machine.open:
-                self.feed(ev.Delivered(effect.epoch, {}))
-            case Ack() if isinstance(effect, ev.ReportSent):
-                self.feed(ev.Noted(effect.epoch))
+                self.feed(ev.RequestDenied(message.code, message.reason, message.retry_after_s))
+            case Ack() if isinstance(effect, ev.AnnounceRound):
+                self.feed(ev.RoundAccepted())
+            case Ack() if isinstance(effect, ev.StartDelivery) and not self.machine.digests_deferred:
+                self.feed(ev.DeliveryEnded(effect.epoch, {}))
+            case Ack() if isinstance(effect, ev.ReportDelivery):
+                self.feed(ev.ReportAcknowledged(effect.epoch))
             case Send():
-                self.feed(ev.SendAsked(message.epoch, message.version, message.receivers, message.deadline_s))
+                self.feed(ev.SendRequested(message.epoch, message.version, message.receivers, message.deadline_s))
             case RoundDone():
                 self.feed(
                     ev.RoundEnded(
@@ -155,11 +155,11 @@ def trainer(world: World) -> Publisher:
     return made
 
 
-def over(world: World, trainer: Publisher, within_s: float) -> publication.RoundResult:
+def over(world: World, trainer: Publisher, within_s: float) -> publication.PublicationResult:
     """How it ended, no later than `within_s`."""
-    world.advance_until(lambda: trainer.machine.verdict is not None, within_s)
-    assert trainer.machine.verdict is not None
-    return trainer.machine.verdict
+    world.advance_until(lambda: trainer.machine.result is not None, within_s)
+    assert trainer.machine.result is not None
+    return trainer.machine.result
 
 
 def test_a_table_that_does_not_follow_comes_first_in_another_round(world: World, trainer: Publisher) -> None:
@@ -168,7 +168,7 @@ def test_a_table_that_does_not_follow_comes_first_in_another_round(world: World,
         engine.ignore(Transfer)  # type: ignore[attr-defined]
     trainer.begin()
     world.settle()
-    trainer.feed(ev.Undigested("two ranks"))
+    trainer.feed(ev.DigestsUnavailable("two ranks"))
     world.settle()
     assert over(world, trainer, 10.0).ending is EndReason.COMMITTED
     assert trainer.machine.attempt == 2
@@ -177,21 +177,21 @@ def test_a_table_that_does_not_follow_comes_first_in_another_round(world: World,
 @pytest.mark.parametrize(
     "refusal",
     [
-        ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "the store is full", 5.0),
-        ev.RequestRefusal(RefusalCode.UNKNOWN_BLOB, "gone"),
+        ev.RequestDenied(RefusalCode.NOT_ALLOWED, "the store is full", 5.0),
+        ev.RequestDenied(RefusalCode.UNKNOWN_BLOB, "gone"),
         None,
     ],
     ids=lambda each: each.code.value if each else "another",
 )
 def test_engines_do_not_stand_for_a_report_that_was_refused(
-    world: World, trainer: Publisher, refusal: ev.RequestRefusal | None
+    world: World, trainer: Publisher, refusal: ev.RequestDenied | None
 ) -> None:
     """It is said again, or the round is given up, long before the time of the transfer is over."""
     trainer.begin()
     world.settle()
-    trainer.reports_refused = [refusal or ev.RequestRefusal(RefusalCode.NOT_ALLOWED, "another table than before")]
-    trainer.feed(ev.Digested(TABLE))
-    trainer.feed(ev.Delivered(trainer.machine.epoch, {}))
+    trainer.reports_refused = [refusal or ev.RequestDenied(RefusalCode.NOT_ALLOWED, "another table than before")]
+    trainer.feed(ev.DigestsReady(TABLE))
+    trainer.feed(ev.DeliveryEnded(trainer.machine.epoch, {}))
     world.settle()
     assert over(world, trainer, 20.0).ending is EndReason.COMMITTED
     assert trainer.machine.attempt == (1 if refusal else 2)

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from weightbus.control.protocol.enums import TransportKind
 from weightbus.dataplane.transports.sends import nixl_group
 from weightbus.trainer_agent.export.memory_export import MemoryExport
-from weightbus.trainer_agent.publish import rank_zero as leader
+from weightbus.trainer_agent.publish import rank_zero
 from weightbus.trainer_agent.publish.rank_zero import RankZero, _without_nixl
 from weightbus.trainer_agent.settings import SendsOver, TrainerSettings
 
@@ -33,11 +33,11 @@ def test_sends_over_nixl_are_not_offered_without_nixl(monkeypatch: pytest.Monkey
 def test_that_is_found_out_when_the_trainer_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where its memory can be given in place."""
     monkeypatch.setattr(nixl_group, "_MODULES", ("nixl_of_no_version",))
-    monkeypatch.setattr(leader, "CommandedRanks", Mock())
-    exposure = Mock(MemoryExport, unread="")
-    assert leader._tried(exposure, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS}
-    exposure.unread = "a rank is on another host"
-    assert leader._tried(exposure, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS, TransportKind.DIRECT}
+    monkeypatch.setattr(rank_zero, "CommandedRanks", Mock())
+    memory_export = Mock(MemoryExport, unreadable="")
+    assert rank_zero._tried(memory_export, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS}
+    memory_export.unreadable = "a rank is on another host"
+    assert rank_zero._tried(memory_export, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS, TransportKind.DIRECT}
 
 
 def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:
@@ -48,8 +48,8 @@ def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:
 
 def test_turns_without_a_lag_are_doubted_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is not reached by a version that breaks servers would get no requests."""
-    for part in ("SnapshotRounds", "Background"):
-        monkeypatch.setattr(leader, part, Mock())
+    for part in ("SnapshotPublisher", "BackgroundPublisher"):
+        monkeypatch.setattr(rank_zero, part, Mock())
     rolling = TrainerSettings(channel="policy", insecure_loopback=True, max_paused=1)
     with capture_logs() as lines:
         RankZero(Mock(settings=rolling), Mock(), Mock(), None)

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 
 from weightbus.control.machine.status import ChannelView, LeaseView
 from weightbus.control.protocol.errors import ClientClosed, WeightbusError
-from weightbus.trainer_agent.publish import snapshot_rounds
-from weightbus.trainer_agent.publish.snapshot_rounds import SnapshotRounds, behind_in
+from weightbus.trainer_agent.publish import snapshot
+from weightbus.trainer_agent.publish.snapshot import SnapshotPublisher, engines_behind
 
 from .test_lag_limit import view
 
@@ -35,7 +35,7 @@ BEHIND = view(7, {"e0": (7, "serving"), "e1": (6, "serving"), "e2": (None, "pend
 )
 def test_who_is_behind(channel: ChannelView | None, version: int, names: tuple[str, ...]) -> None:
     """Who is here and lacks what is committed: not who is gone, nor who gave its memory back."""
-    assert behind_in(channel, version) == names
+    assert engines_behind(channel, version) == names
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,17 @@ def test_nothing_is_offered_while_somebody_else_holds_the_lease(
     monkeypatch: pytest.MonkeyPatch, channel: ChannelView, offered: bool
 ) -> None:
     """Its version is newer: a catch-up that waited for the lease would bring what is old by then."""
-    monkeypatch.setattr(snapshot_rounds, "parse", lambda _: SimpleNamespace(channels={"c": channel}))
+    monkeypatch.setattr(snapshot, "parse", lambda _: SimpleNamespace(channels={"c": channel}))
     settings = SimpleNamespace(channel="c", request_timeout_s=1.0)
-    rounds = SnapshotRounds.__new__(SnapshotRounds)
-    rounds._outfit = cast("Any", SimpleNamespace(settings=settings, bus=SimpleNamespace(status=lambda _: b"")))
+    rounds = SnapshotPublisher.__new__(SnapshotPublisher)
+    rounds._context = cast("Any", SimpleNamespace(settings=settings, bus=SimpleNamespace(status=lambda _: b"")))
     assert rounds.behind(7) is offered
 
 
-def bare(**outfit: object) -> SnapshotRounds:
+def bare(**context: object) -> SnapshotPublisher:
     """Without stores."""
-    rounds = SnapshotRounds.__new__(SnapshotRounds)
-    rounds._outfit, rounds._warned = cast("Any", SimpleNamespace(**outfit)), set()
+    rounds = SnapshotPublisher.__new__(SnapshotPublisher)
+    rounds._context, rounds._warned = cast("Any", SimpleNamespace(**context)), set()
     return rounds
 
 
@@ -95,7 +95,7 @@ def test_a_status_that_says_nothing_is_a_reason_too() -> None:
 def test_what_a_round_learns_of_the_coordinator_is_kept(fails: bool) -> None:
     """By the next one too, of live weights or of a snapshot: else each takes the same coordinator for a new one."""
     rounds = bare(boot=1)
-    rounds._outfits = [cast("Any", SimpleNamespace(boot=0)) for _ in range(2)]
+    rounds._contexts = [cast("Any", SimpleNamespace(boot=0)) for _ in range(2)]
     seen: list[int] = []
 
     def drive(buffer: int, learns: int) -> PublicationDriver:
@@ -112,7 +112,7 @@ def test_what_a_round_learns_of_the_coordinator_is_kept(fails: bool) -> None:
         return cast("PublicationDriver", made)
 
     rounds._run(drive(0, 2), 0)
-    assert rounds._outfit.boot == 2
+    assert rounds._context.boot == 2
     rounds._run(drive(1, 3), 1)
     rounds._run(drive(0, 3), 0)
     assert seen == [1, 2, 3]

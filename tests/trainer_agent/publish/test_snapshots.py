@@ -51,17 +51,17 @@ class Loop(Deployment):
 
     def round(self) -> dict[str, object]:
         """The running round as the coordinator's status shows it."""
-        leader = self.agents[0]._leader
-        assert leader is not None
-        status = leader._outfit.bus.status()  # type: ignore[attr-defined]  # a BusClient, which has one
+        rank_zero = self.agents[0]._rank_zero
+        assert rank_zero is not None
+        status = rank_zero._context.bus.status()  # type: ignore[attr-defined]  # a BusClient, which has one
         found: dict[str, object] = json.loads(status)["channels"]["c"]["round"]
         return found
 
     def committed(self) -> int:
         """The version that every later request is answered from, now or when its engine goes on."""
-        leader = self.agents[0]._leader
-        assert leader is not None
-        status = leader._outfit.bus.status()  # type: ignore[attr-defined]  # a BusClient, which has one
+        rank_zero = self.agents[0]._rank_zero
+        assert rank_zero is not None
+        status = rank_zero._context.bus.status()  # type: ignore[attr-defined]  # a BusClient, which has one
         found: int = json.loads(status)["channels"]["c"]["committed"]["version"]
         return found
 
@@ -156,9 +156,9 @@ def test_a_newer_snapshot_supersedes_what_has_not_begun(loop: Loop) -> None:
     assert loop.wait(third).version == 3
     assert engine.label == 3
     assert loop.holds("e0")
-    leader = loop.agents[0]._leader
-    assert leader is not None
-    assert leader._times == {}, "nothing is kept of what was superseded"
+    rank_zero = loop.agents[0]._rank_zero
+    assert rank_zero is not None
+    assert rank_zero._times == {}, "nothing is kept of what was superseded"
 
 
 def test_with_one_buffer_the_second_snapshot_waits(loop: Loop) -> None:
@@ -261,10 +261,12 @@ def test_what_engines_read_themselves_cannot_be_a_snapshot(loop: Loop) -> None:
     """
     loop.engine("e0")
     loop.connect()
-    leader = loop.agents[0]._leader
-    assert leader is not None
-    settings = leader._outfit.settings
-    leader._outfit.settings = msgspec.structs.replace(settings, transport=(TransportKind.DIRECT, TransportKind.SENDS))
+    rank_zero = loop.agents[0]._rank_zero
+    assert rank_zero is not None
+    settings = rank_zero._context.settings
+    rank_zero._context.settings = msgspec.structs.replace(
+        settings, transport=(TransportKind.DIRECT, TransportKind.SENDS)
+    )
     with pytest.raises(Exception, match="allow local, distributed or disk too"):
         loop.snapshot(1)
     assert loop.publish(1).committed

@@ -18,7 +18,7 @@ from weightbus.dataplane.transports.interface import Peer, Tabled, TransferSessi
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.load_tracer import NamedTensors
 from weightbus.trainer_agent.export.memory_export import MemoryExport
-from weightbus.trainer_agent.quantized.quantized_assembly import QuantizationState
+from weightbus.trainer_agent.quantized.quantized_assembly import ResidentQuantization
 from weightbus.trainer_agent.quantized.quantized_source import ReadableQuantizedSource, quantized
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 
@@ -47,27 +47,27 @@ class Served(ToyShard):
 
 
 class Making:
-    """Stands for a GPU: `QuantizationState.make` runs in a thread, which stops at every mark until it may go on."""
+    """Stands for a GPU: `ResidentQuantization.make` runs in a thread, which stops at every mark until it may go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may = threading.Semaphore(0)
         self.ends = 0
         self._begun = threading.Event()
-        make, mark = QuantizationState.make, QuantizationState._mark
+        make, mark = ResidentQuantization.make, ResidentQuantization._mark
 
-        def begin(standing: QuantizationState) -> None:
+        def begin(standing: ResidentQuantization) -> None:
             self._begun.clear()
             self.thread = threading.Thread(target=make, args=(standing,))
             self.thread.start()
             assert self._begun.wait(WAIT_S)
 
-        def stop(standing: QuantizationState, part: int) -> None:
+        def stop(standing: ResidentQuantization, part: int) -> None:
             self._begun.set()
             assert self.may.acquire(timeout=WAIT_S)
             mark(standing, part)
 
-        monkeypatch.setattr(QuantizationState, "make", begin)
-        monkeypatch.setattr(QuantizationState, "_mark", stop)
+        monkeypatch.setattr(ResidentQuantization, "make", begin)
+        monkeypatch.setattr(ResidentQuantization, "_mark", stop)
 
 
 @pytest.fixture
@@ -86,32 +86,32 @@ def source() -> ReadableQuantizedSource:
 
 
 @pytest.fixture
-def exposure(source: ReadableQuantizedSource, tmp_path: Path) -> Iterator[MemoryExport]:
+def memory_export(source: ReadableQuantizedSource, tmp_path: Path) -> Iterator[MemoryExport]:
     made = MemoryExport(source, Manifest.of(source.model, source.tensors()), tmp_path / "r", "c")
     yield made
     made.close()
 
 
 def test_a_round_over_what_is_being_made(
-    source: ReadableQuantizedSource, exposure: MemoryExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: ReadableQuantizedSource, memory_export: MemoryExport, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every part is made only when the engine has the one before, and digested when all are; three times."""
     manifest = Manifest.of(source.model, source.tensors())
-    exposure.expose(parts=True)
-    layout = exposure.current.layout
+    memory_export.expose(parts=True)
+    layout = memory_export.current.layout
     gpu = Making(monkeypatch)
     monkeypatch.setattr(Served, "manifest", manifest, raising=False)
     server, receiver = Server(1, monkeypatch, Served), DirectReceiver(tmp_path / "r")
-    sender = DirectSender(tmp_path / "r", "c", exposure.standing)
+    sender = DirectSender(tmp_path / "r", "c", memory_export.standing)
     with ThreadPoolExecutor(2) as pool:
         for epoch in (1, 2, 3):
             with torch.no_grad():
                 for tensor in source._readable.memory():
                     tensor.mul_(-0.7)
             before = model_bytes(server)
-            exposure.make(digests=False, parts=True)
-            exposure.expose(made=True, parts=True)
-            assert exposure.current.layout == layout
+            memory_export.make(digests=False, parts=True)
+            memory_export.expose(made=True, parts=True)
+            assert memory_export.current.layout == layout
             session = TransferSession("c", epoch, epoch, manifest, None)
             address = sender.offer(session, [Peer("e", 1)])
             taken = pool.submit(receiver.receive, session, address, "e", 1, server, WAIT_S)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_a_round_over_what_is_being_made(
                 until(lambda before=before: not torch.equal(model_bytes(server), before))  # type: ignore[misc]
                 before = model_bytes(server)
             gpu.thread.join(WAIT_S)
-            digests = exposure.digests()
+            digests = memory_export.digests()
             assert digests is not None
             table = DigestTable(manifest.digest(), epoch, integrity.ALGORITHM, digests)
             sender.tabled(Tabled(table, b"seal"))
@@ -151,15 +151,15 @@ def model_bytes(server: Server) -> torch.Tensor:
 def test_nothing_waits_for_marks_where_nothing_is_made(tmp_path: Path) -> None:
     """Weights as they are trained: no parts, no round, and a layout of the name that it had."""
     source = HFModuleSource(torch.nn.Linear(8, 8))
-    exposure = MemoryExport(source, Manifest.of("toy", source.tensors()), tmp_path / "r", "c")
-    exposure.make(digests=True, parts=True)
-    exposure.expose(made=True, parts=True)
+    memory_export = MemoryExport(source, Manifest.of("toy", source.tensors()), tmp_path / "r", "c")
+    memory_export.make(digests=True, parts=True)
+    memory_export.expose(made=True, parts=True)
 
-    exposed = exposure.current
-    assert [each.round for each in exposed.exporters] == [0]
-    assert [each.parts for each in exposed.exports] == [None]
-    exposure.make(digests=True, parts=True)
-    assert exposure.digests() is not None
-    exposure.expose(made=True, parts=True)
-    assert exposure.current is exposed
-    exposure.close()
+    exported = memory_export.current
+    assert [each.round for each in exported.exporters] == [0]
+    assert [each.parts for each in exported.exports] == [None]
+    memory_export.make(digests=True, parts=True)
+    assert memory_export.digests() is not None
+    memory_export.expose(made=True, parts=True)
+    assert memory_export.current is exported
+    memory_export.close()

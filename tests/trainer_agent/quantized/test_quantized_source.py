@@ -18,8 +18,8 @@ from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.machine.errors import BadCheckpoint
-from weightbus.trainer_agent.quantized.quantization_plan import Weight, WeightDivision
-from weightbus.trainer_agent.quantized.quantized_assembly import Described
+from weightbus.trainer_agent.quantized.quantization_plan import QuantizedWeight, WeightDivision
+from weightbus.trainer_agent.quantized.quantized_assembly import ShardedSource
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, as_served, quantized
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source, UnsupportedModel
@@ -93,9 +93,9 @@ def test_what_was_gathered_is_kept_for_no_longer_than_it_is_needed() -> None:
     assert len(source.given) > 2
 
 
-def weights_of(world: World, scheme: Scheme) -> list[Weight]:
+def weights_of(world: World, scheme: Scheme) -> list[QuantizedWeight]:
     return [
-        Weight(spec, scheme, scheme.parts(spec), quantized_tensors(spec, scheme))
+        QuantizedWeight(spec, scheme, scheme.parts(spec), quantized_tensors(spec, scheme))
         for spec in world.tensors
         if spec.name.endswith("_proj.weight")
     ]
@@ -151,7 +151,7 @@ def test_memory_is_asked_for_once_a_pass() -> None:
     """Asking is collective: every rank does it at the first bucket, and at no other."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     sources = [QuantizedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)]
-    assert all(isinstance(Rank(world, rank), Described) for rank in range(RANKS))
+    assert all(isinstance(Rank(world, rank), ShardedSource) for rank in range(RANKS))
     world.check(scheme, sources, 2048, passes=2)
     assert sorted(world.settled) == sorted(2 * list(range(RANKS)))
 

@@ -12,10 +12,10 @@ from weightbus.dataplane.quantize.quantize_tasks import TorchTasks
 from weightbus.dataplane.quantize.schemes import SCHEMES, Scheme, fp8_block
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import Manifest
-from weightbus.trainer_agent.assembly.assembler import GatherReach
-from weightbus.trainer_agent.assembly.host_uploads import Lane
+from weightbus.trainer_agent.assembly.assembler import MemoryAccess
+from weightbus.trainer_agent.assembly.host_uploads import UploadStream
 from weightbus.trainer_agent.quantized.quantization_plan import WeightDivision
-from weightbus.trainer_agent.quantized.quantized_assembly import Assembly
+from weightbus.trainer_agent.quantized.quantized_assembly import QuantizedAssembly
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource
 
 from ...kit.quantized_world import RANKS, SHAPES, Rank, World, cut, of, small
@@ -23,25 +23,25 @@ from ..assembly.test_host_uploads import LateLane, far
 
 
 class Offloaded(QuantizedSource):
-    """Its weights are where `reach` says, which stands in for a GPU."""
+    """Its weights are where `memory_access` says, which stands in for a GPU."""
 
-    reach: GatherReach
+    memory_access: MemoryAccess
 
-    def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> Assembly:
+    def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> QuantizedAssembly:
         assert self._described is not None
         division = WeightDivision.of(manifest, self.weights, self._described.pieces, roots)
-        return Assembly(division, self._source, self._described, reach=self.reach)
+        return QuantizedAssembly(division, self._source, self._described, memory_access=self.memory_access)
 
 
-def sources_of(world: World, scheme: Scheme, lanes: list[LateLane], away: set[int] | None) -> list[QuantizedSource]:
-    def lane(_device: torch.device) -> Lane:
-        lanes.append(LateLane())
-        return lanes[-1]
+def sources_of(world: World, scheme: Scheme, streams: list[LateLane], away: set[int] | None) -> list[QuantizedSource]:
+    def upload_stream(_device: torch.device) -> UploadStream:
+        streams.append(LateLane())
+        return streams[-1]
 
     sources = []
     for rank in range(RANKS):
         source = Offloaded(Rank(world, rank), of(scheme))
-        source.reach = far(LateLane(), away)._replace(lane=lane)
+        source.memory_access = far(LateLane(), away)._replace(upload_stream=upload_stream)
         sources.append(source)
     return list(sources)
 
@@ -57,13 +57,13 @@ def test_what_is_uploaded_is_quantized_to_the_same_bytes(
         for box in cut(Box.whole(shape), data):
             world.give(data.draw(st.integers(0, RANKS - 1)), name, box)
     memory = {each.data_ptr() for storages in world.storages.values() for each in storages}
-    lanes: list[LateLane] = []
+    streams: list[LateLane] = []
     away = None if data.draw(st.booleans()) else data.draw(st.sets(st.sampled_from(sorted(memory))))
 
-    world.check(scheme, sources_of(world, scheme, lanes, away), bucket_bytes)
+    world.check(scheme, sources_of(world, scheme, streams, away), bucket_bytes)
 
-    assert not any(lane.pending or lane.reading for lane in lanes), "somebody still reads a buffer"
-    assert all(lane.settled for lane in lanes), "the device may still read the parameters"
+    assert not any(each.pending or each.reading for each in streams), "somebody still reads a buffer"
+    assert all(each.settled for each in streams), "the device may still read the parameters"
 
 
 def test_the_next_weights_are_on_their_way_while_one_bucket_is_quantized() -> None:
@@ -72,20 +72,20 @@ def test_the_next_weights_are_on_their_way_while_one_bucket_is_quantized() -> No
     names = [name for name in SHAPES if name.endswith("_proj.weight")]
     for name, shape in SHAPES.items():
         world.give(0, name, Box.whole(shape))
-    lanes: list[LateLane] = []
-    root, *_ = sources_of(world, scheme, lanes, None)
+    streams: list[LateLane] = []
+    root, *_ = sources_of(world, scheme, streams, None)
     manifest = Manifest.of("M", root.tensors(), 1)
     sizes = {4 * world.full[name].numel() for name in names}
     work = WeightDivision.of(manifest, root.weights, world.pieces()).work(0)
     needing = [index for index, each in enumerate(work.buckets) if each.jobs]
     for index, bucket in enumerate(manifest.buckets):
         root.assemble(manifest, index, torch.empty(bucket.nbytes, dtype=torch.uint8))
-        begun = [size for lane in lanes for size in lane.begun if size in sizes]
+        begun = [size for upload_stream in streams for size in upload_stream.begun if size in sizes]
         reached = sum(each <= index for each in needing)
         assert len(begun) == (min(reached + 1, len(needing)) if reached else 0)
 
     assert len(needing) > len(names)  # a weight and its scales may lie in two buckets
-    assert all(lane.settled for lane in lanes)
+    assert all(each.settled for each in streams)
 
 
 def test_a_pass_that_is_given_up_leaves_nothing_behind() -> None:

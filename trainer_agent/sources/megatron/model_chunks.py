@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ...assembly import objection
+from ...assembly import unreadable_reason
 from ...source import LayoutMismatch, UnknownParameter, UnsupportedModel
 from ..rank_layout import PipelineStage
 from .config_checks import check_axes, check_config, check_tied
@@ -112,7 +112,7 @@ class ModelChunk:
                 advice = "only plain tensors are read: train without FSDP and without quantized parameters"
                 kind = f"a {type(parameter).__name__}, {_attributes(parameter)}"
                 raise UnknownParameter(found.name, parameter.shape, kind, advice)
-            if advice := objection(parameter, rounded=True):
+            if advice := unreadable_reason(parameter, rounded=True):
                 raise UnknownParameter(found.name, parameter.shape, _attributes(parameter), advice)
             yield found, parameter
         persistent = self._module.state_dict(keep_vars=True)

@@ -22,7 +22,13 @@ from weightbus.control.protocol.message_fields import EngineInfo
 from weightbus.dataplane.digest import sglang_checksum as fmix
 from weightbus.dataplane.tensors.manifest import LiveDigests, Manifest, TensorSpec
 from weightbus.dataplane.transports.broadcast_order import cut
-from weightbus.trainer_agent.publish.expected_digests import SHA256, LiveDigester, LivePlan, joined, layouts_wanted
+from weightbus.trainer_agent.publish.expected_sglang_digests import (
+    SHA256,
+    SglangDigester,
+    SglangDigestPlan,
+    engine_kinds,
+    merge_live_digests,
+)
 
 from ...kit.fake_bus import engine
 from ...kit.fake_source import pack, tiny_qwen3
@@ -41,11 +47,11 @@ def predict(
     manifest: Manifest,
     weights: dict[str, torch.Tensor],
     sizes: tuple[int, ...],
-    order: list[int] | None = None,
+    command: list[int] | None = None,
     algorithm: str = SHA256,
 ) -> tuple[LiveDigests, ...]:
-    live = LiveDigester(LivePlan(manifest, [(algorithm, size) for size in sizes], head_dim=16))
-    for index in order or range(len(manifest.buckets)):
+    live = SglangDigester(SglangDigestPlan(manifest, [(algorithm, size) for size in sizes], head_dim=16))
+    for index in command or range(len(manifest.buckets)):
         live.feed(index, pack(manifest, index, weights))
     return live.result()
 
@@ -92,15 +98,15 @@ def test_buckets_may_come_in_any_order_and_any_cut(bucket_bytes: int, algorithm:
     random.Random(bucket_bytes).shuffle(names)
     shuffled = {name: weights[name] for name in names}
     manifest = manifest_of(shuffled, bucket_bytes)
-    order = list(reversed(range(len(manifest.buckets))))
-    assert predict(manifest, shuffled, (1, 2), order, algorithm) == reference
+    command = list(reversed(range(len(manifest.buckets))))
+    assert predict(manifest, shuffled, (1, 2), command, algorithm) == reference
 
 
 def test_a_bucket_that_was_not_fed_is_an_error() -> None:
     """No digest is made of half a parameter."""
     weights = tiny_qwen3()
     manifest = manifest_of(weights, 2048)
-    live = LiveDigester(LivePlan(manifest, [(SHA256, 1), (fmix.ALGORITHM, 1)]))
+    live = SglangDigester(SglangDigestPlan(manifest, [(SHA256, 1), (fmix.ALGORITHM, 1)]))
     live.feed(0, pack(manifest, 0, weights))
     with pytest.raises(ValueError, match="feed all buckets"):
         live.result()
@@ -114,24 +120,24 @@ def test_stages_that_feed_their_own_buckets_predict_the_whole_together(bucket_by
     reference = predict(manifest_of(weights, bucket_bytes), weights, (1, 2), algorithm=algorithm)
     owners = [int(name.split(".")[2]) // 2 if ".layers." in name else int("embed" not in name) for name in weights]
     manifest, sources = cut("Qwen3ForCausalLM", manifest_of(weights, 2**30).tensors, owners, bucket_bytes)
-    plan = LivePlan(manifest, [(algorithm, size) for size in (1, 2)], head_dim=16)
+    plan = SglangDigestPlan(manifest, [(algorithm, size) for size in (1, 2)], head_dim=16)
     found = []
     for source in range(sources.count):
-        live = LiveDigester(plan)
+        live = SglangDigester(plan)
         for index in sources.own(source):
             live.feed(index, pack(manifest, index, weights))
         found.append(live.result(partial=True))
     names = [{name for each in part for name in each.parameters} for part in found]
     assert not names[0] & names[1]
-    assert LiveDigester(plan).result(partial=True)[0].parameters == {}, "of a rank that is no source"
-    assert joined(found) == reference
+    assert SglangDigester(plan).result(partial=True)[0].parameters == {}, "of a rank that is no source"
+    assert merge_live_digests(found) == reference
 
 
 def test_a_parameter_that_two_stages_hold_in_part_is_an_error() -> None:
     """Its digest could be made by neither."""
     weights = tiny_qwen3()
     manifest = manifest_of(weights, 1)
-    live = LiveDigester(LivePlan(manifest, [(SHA256, 1)]))
+    live = SglangDigester(SglangDigestPlan(manifest, [(SHA256, 1)]))
     index = next(at for at, each in enumerate(manifest.tensors) if each.name.endswith("0.self_attn.q_proj.weight"))
     live.feed(index, pack(manifest, index, weights))
     with pytest.raises(ValueError, match=r"qkv_proj\.weight lacks a part"):
@@ -152,7 +158,7 @@ def test_only_engines_that_report_comparable_digests_are_predicted_for() -> None
         return EngineInfo(**{name: fields.get(name, getattr(plain, name)) for name in plain.__struct_fields__})
 
     engines = {"a": engine(4, SHA256), "b": engine(1, "sglang-gpu"), "c": changed(pp=2), "d": changed(dp=2)}
-    assert layouts_wanted(engines) == {(SHA256, 4)}
+    assert engine_kinds(engines) == {(SHA256, 4)}
 
 
 # -- a real server -----------------------------------------------------------------------------------------------------

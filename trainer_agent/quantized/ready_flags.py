@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from weightbus.dataplane.memory import READY_FLAG_BYTES
 from weightbus.dataplane.tensors import ITEM_BYTES
 
-from .quantization_plan import Job, Work
+from .quantization_plan import QuantizeJob, RankWork
 
 SHARES: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Of the arena, where parts end. It is made about three times as fast as a peer copies it: whoever has copied one part
@@ -25,7 +25,7 @@ class ReadyPart(NamedTuple):
     """Bytes of the arena that are there then, from its beginning."""
 
 
-def parts_of(work: Work, shares: Sequence[float] = SHARES) -> tuple[ReadyPart, ...]:
+def ready_parts_of(work: RankWork, shares: Sequence[float] = SHARES) -> tuple[ReadyPart, ...]:
     """The parts of what stays in one arena. None where nothing is made.
 
     Jobs that need nobody else are the first ones, and lie in the arena in their order; what is gathered first, and what
@@ -49,17 +49,17 @@ def parts_of(work: Work, shares: Sequence[float] = SHARES) -> tuple[ReadyPart, .
     return (*found, ReadyPart(len(jobs), work.arena_bytes))
 
 
-def marks_at(work: Work) -> int:
+def marks_at(work: RankWork) -> int:
     """Where the marks begin: behind everything else in the arena."""
     return -(-work.arena_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def bytes_with_marks(work: Work, parts: Sequence[ReadyPart]) -> int:
+def bytes_with_marks(work: RankWork, parts: Sequence[ReadyPart]) -> int:
     """Of the arena."""
     return marks_at(work) + len(parts) * READY_FLAG_BYTES if parts else work.arena_bytes
 
 
-def _end(job: Job) -> int:
+def _end(job: QuantizeJob) -> int:
     ends = (place.offset + _items(place.shape) * ITEM_BYTES[place.dtype] for place in job.targets if place.arena)
     return max(ends, default=0)
 

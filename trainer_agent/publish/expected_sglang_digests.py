@@ -3,7 +3,7 @@
 SGLang's weights_checker on CPU tensors gives the first 8 bytes of the SHA-256 of each parameter's bytes, per rank. The
 parameter is fused and cut (dataplane/digest/sglang_layout.py), and its parts may come in several buckets: a hash runs
 on as soon as its next part is there, and parts that come too early are kept. On a GPU it gives a checksum of its own,
-whose parts may come in any order (expected_sglang_checksums.py).
+whose parts may come in any order (expected_sglang_digests.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,142 @@ from weightbus.control.protocol import EngineInfo
 from weightbus.dataplane.digest import ParameterBox, ServedParameter, served_layout, sglang_checksum as fmix
 from weightbus.dataplane.tensors import LiveDigests, Manifest, TensorSpec
 
-from .expected_sglang_checksums import FmixDigester, FmixLayout, names_of
+
+class GpuChecksumPlan:
+    """Which run of which bucket goes where in which parameter, for one tensor-parallel size.
+
+    Raises `ValueError` when a part does not begin and end on a word: such a layout has no prediction.
+    """
+
+    def __init__(self, manifest: Manifest, parameters: Sequence[ServedParameter]) -> None:
+        self.manifest = manifest
+        self.parameters = parameters
+        self._places: dict[int, list[tuple[int, ParameterBox, int]]] = defaultdict(list)
+        sizes = [self._place(at, parameter) for at, parameter in enumerate(parameters)]
+        self.lanes = fmix.ChecksumLanes(sizes)
+        self._tables: dict[int, fmix.Table] = {}
+        self._on_device: dict[tuple[int, torch.device], torch.Tensor] = {}
+        for index in range(len(manifest.buckets)):
+            self._tables[index] = self._table(index)
+        self._zeros = self.lanes.zeros()
+        for at, (parameter, size) in enumerate(zip(parameters, sizes, strict=True)):
+            words = parameter.zero_bytes // fmix.WORD_BYTES
+            fmix.accumulate_zeros(words, size // fmix.WORD_BYTES - words, int(self.lanes.first[at]), self._zeros)
+
+    def start(self) -> fmix.Words:
+        """Lanes that hold the padding and nothing else."""
+        return self._zeros.copy()
+
+    def table(self, index: int) -> fmix.Table:
+        """The segments of bucket `index`."""
+        return self._tables[index]
+
+    def table_on(self, index: int, device: torch.device) -> torch.Tensor:
+        """The same, on `device`; copied there once."""
+        found = self._on_device.get((index, device))
+        if found is None:
+            found = self._on_device[index, device] = torch.as_tensor(self._tables[index], device=device)
+        return found
+
+    def _place(self, at: int, parameter: ServedParameter) -> int:
+        """Note where every box of a parameter goes; the parameter's bytes."""
+        offset = 0
+        for box in parameter.boxes:
+            self._places[box.tensor].append((at, box, offset))
+            offset += _box_bytes(self.manifest, box)
+        return offset + parameter.zero_bytes
+
+    def _table(self, index: int) -> fmix.Table:
+        bucket, offsets = self.manifest.buckets[index], self.manifest.offsets_of(index)
+        tables: list[fmix.Table] = []
+        for tensor in range(bucket.first, bucket.last):
+            for at, box, offset in self._places[tensor]:
+                source, row_bytes, stride, rows = _runs(self.manifest, box)
+                source += offsets[tensor - bucket.first]
+                if any(value % fmix.WORD_BYTES for value in (source, row_bytes, stride, offset)):
+                    raise ValueError(f"a part of {self.parameters[at].name} does not begin or end on a word")
+                tile = int(self.lanes.first[at])
+                word = offset // fmix.WORD_BYTES
+                tables.append(fmix.segments(source, row_bytes, stride, rows, word=word, tile=tile))
+        return fmix.join(tables)
+
+
+def parameters_of(parameters: Sequence[ServedParameter], fed: Collection[int] | None) -> frozenset[str]:
+    """The parameters that consist of the tensors `fed`, by their numbers; null: all.
+
+    Raises `ValueError` for one that consists of them in part: a stage holds the whole of a layer, or none of it.
+    """
+    if fed is None:
+        return frozenset(parameter.name for parameter in parameters)
+    parts: dict[str, set[bool]] = defaultdict(set)
+    for parameter in parameters:
+        parts[parameter.name].update(box.tensor in fed for box in parameter.boxes)
+    torn = sorted(name for name, found in parts.items() if len(found) > 1)
+    if torn:
+        raise ValueError(f"{torn[0]} lacks a part that was not fed: feed all of its tensors, or none")
+    return frozenset(name for name, found in parts.items() if True in found)
+
+
+class GpuChecksumDigester:
+    """The checksums of one version. Feed it every bucket once, in any order, then ask for the result."""
+
+    def __init__(self, layout: GpuChecksumPlan) -> None:
+        self._layout = layout
+        self._host = layout.start()
+        self._device: torch.Tensor | None = None
+        self._missing = set(range(len(layout.manifest.buckets)))
+
+    def feed(self, index: int, memory: torch.Tensor) -> None:
+        """Take bucket `index`, packed in the first bytes of `memory`. On a GPU in the order of the current stream."""
+        self._missing.discard(index)
+        if memory.device.type != "cuda":
+            fmix.accumulate(memory.numpy(), self._layout.table(index), self._host)
+            return
+        from weightbus.dataplane.digest import sglang_checksum_triton as fmix_triton  # noqa: PLC0415 - Triton is there where a GPU is
+
+        if self._device is None:
+            self._device = torch.zeros((self._layout.lanes.tiles, 2), dtype=torch.int32, device=memory.device)
+        fmix_triton.accumulate(memory, self._layout.table_on(index, memory.device), self._device)
+
+    def result(self, fed: Collection[int] | None = None) -> dict[str, tuple[str, ...]]:
+        """Checksums by parameter and rank. Raises `ValueError` when a bucket was not fed.
+
+        With `fed`, the numbers of tensors, of those parameters alone that consist of them.
+        """
+        names = parameters_of(self._layout.parameters, fed)
+        if self._missing and fed is None:
+            raise ValueError(f"buckets {sorted(self._missing)} were not fed: feed all buckets")
+        lanes = self._host
+        if self._device is not None:
+            lanes = lanes + self._device.cpu().numpy().view(np.uint32)
+        found: dict[str, list[str]] = defaultdict(list)
+        for parameter, checksum in zip(self._layout.parameters, self._layout.lanes.finish(lanes), strict=True):
+            if parameter.name in names:
+                found[parameter.name].append(checksum)
+        return {name: tuple(checksums) for name, checksums in found.items()}
+
+
+def _box_bytes(manifest: Manifest, box: ParameterBox) -> int:
+    _, row_bytes, _, rows = _runs(manifest, box)
+    return row_bytes * rows
+
+
+def _runs(manifest: Manifest, box: ParameterBox) -> tuple[int, int, int, int]:
+    """A box as (first byte in its tensor, bytes of a run, bytes between runs, runs). Layouts cut dimensions 0 and 1."""
+    spec = manifest.tensors[box.tensor]
+    if not box.start:
+        return 0, spec.nbytes, spec.nbytes, 1
+    stride = spec.nbytes // spec.shape[0]
+    if len(box.start) == 1:
+        return box.start[0] * stride, box.size[0] * stride, box.size[0] * stride, 1
+    column = stride // spec.shape[1]
+    return box.start[0] * stride + box.start[1] * column, box.size[1] * column, stride, box.size[0]
+
 
 SHA256: Final = "sglang-sha256-8"
 """Of `EngineInfo.live_digest`: servers on a CPU."""
 
-Want = tuple[str, int]
+EngineKind = tuple[str, int]
 """An algorithm and a tensor-parallel size."""
 
 _log = get_log(__name__)
@@ -37,7 +167,7 @@ _DIGEST_DIGITS: Final = 16
 _Bytes = npt.NDArray[np.uint8]
 
 
-def layouts_wanted(engines: Mapping[str, EngineInfo]) -> frozenset[Want]:
+def engine_kinds(engines: Mapping[str, EngineInfo]) -> frozenset[EngineKind]:
     """The kinds of engine among `engines` for which a prediction can be compared."""
     return frozenset(
         (info.live_digest, info.tp)
@@ -46,15 +176,15 @@ def layouts_wanted(engines: Mapping[str, EngineInfo]) -> frozenset[Want]:
     )
 
 
-class LivePlan:
+class SglangDigestPlan:
     """Which part of which tensor goes into which hash. Made once for a manifest and a set of kinds of engine."""
 
-    def __init__(self, manifest: Manifest, wanted: Iterable[Want], head_dim: int | None = None) -> None:
+    def __init__(self, manifest: Manifest, wanted: Iterable[EngineKind], head_dim: int | None = None) -> None:
         self.manifest = manifest
         self.wanted = frozenset(wanted)
         """What was asked for. Kinds without a known layout are left out of `layouts` and `on_gpu`."""
         self.layouts: dict[int, tuple[ServedParameter, ...]] = {}
-        self.on_gpu: dict[int, FmixLayout] = {}
+        self.on_gpu: dict[int, GpuChecksumPlan] = {}
         self.uses: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
         """Tensor -> (tensor-parallel size, parameter, position of the box in it), for `layouts`."""
         for algorithm, size in sorted(self.wanted):
@@ -65,7 +195,7 @@ class LivePlan:
                 self._note(size, layout)
                 continue
             try:
-                self.on_gpu[size] = FmixLayout(manifest, layout)
+                self.on_gpu[size] = GpuChecksumPlan(manifest, layout)
             except ValueError as error:
                 _log.warning("no_live_digests", tp=size, reason=str(error))
 
@@ -76,13 +206,13 @@ class LivePlan:
                 self.uses[box.tensor].append((size, at, position))
 
 
-class LiveDigester:
+class SglangDigester:
     """The hashes of one version. Feed it every bucket once, in any order, then ask for the result."""
 
-    def __init__(self, plan: LivePlan) -> None:
+    def __init__(self, plan: SglangDigestPlan) -> None:
         self._plan = plan
         self._running = {size: [_Running(parameter) for parameter in layout] for size, layout in plan.layouts.items()}
-        self._on_gpu = {size: FmixDigester(layout) for size, layout in plan.on_gpu.items()}
+        self._on_gpu = {size: GpuChecksumDigester(layout) for size, layout in plan.on_gpu.items()}
         self._fed: set[int] = set()
 
     def feed(self, index: int, memory: torch.Tensor) -> None:
@@ -125,7 +255,7 @@ class LiveDigester:
         return frozenset(tensor for bucket in buckets for tensor in range(bucket.first, bucket.last))
 
 
-def joined(parts: Sequence[tuple[LiveDigests, ...]]) -> tuple[LiveDigests, ...]:
+def merge_live_digests(parts: Sequence[tuple[LiveDigests, ...]]) -> tuple[LiveDigests, ...]:
     """What stages have predicted, each of its own parameters; kinds in the order in which the first has them."""
     found: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {}
     for each in (each for part in parts for each in part):
@@ -180,7 +310,7 @@ def _part(whole: _Bytes, spec: TensorSpec, box: ParameterBox) -> _Bytes:
 def _touched(
     layout: Sequence[ServedParameter], running: Sequence[_Running], fed: Collection[int] | None
 ) -> Iterable[_Running]:
-    names = names_of(layout, fed)
+    names = parameters_of(layout, fed)
     return (each for each in running if each.parameter.name in names)
 
 

@@ -8,40 +8,40 @@ import torch
 from weightbus.dataplane.quantize.schemes import fp8_block
 from weightbus.dataplane.tensors.manifest import ITEM_BYTES
 from weightbus.dataplane.tensors.shards import DTYPES as DTYPE_NAMES
-from weightbus.trainer_agent.export.memory_export import Marking
-from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, Job, WeightPlace, Work
-from weightbus.trainer_agent.quantized.quantized_assembly import QuantizationState
-from weightbus.trainer_agent.quantized.ready_parts import SHARES, ReadyPart, bytes_with_marks, marks_at, parts_of
+from weightbus.trainer_agent.export.memory_export import FlaggingSource
+from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, QuantizeJob, RankWork, WeightPlace
+from weightbus.trainer_agent.quantized.quantized_assembly import ResidentQuantization
+from weightbus.trainer_agent.quantized.ready_flags import SHARES, ReadyPart, bytes_with_marks, marks_at, ready_parts_of
 
 from ...kit.quantized_world import small, tensor_parallel
 from .test_quantized_memory import sources_of
 
 
-def job(weight: int, at: int, nbytes: int, *, held: bool = True) -> Job:
+def job(weight: int, at: int, nbytes: int, *, held: bool = True) -> QuantizeJob:
     place = WeightPlace(True, at, "uint8", (nbytes,), (1,))
-    return Job(weight, (nbytes,), object() if held else None, (0, 0), (place,))  # type: ignore[arg-type]
+    return QuantizeJob(weight, (nbytes,), object() if held else None, (0, 0), (place,))  # type: ignore[arg-type]
 
 
-def work(*jobs: Job, more: int = 0) -> Work:
+def work(*jobs: QuantizeJob, more: int = 0) -> RankWork:
     """Of jobs that lie one after another, and `more` bytes behind them."""
     end = max((each.targets[0].offset + each.targets[0].shape[0] for each in jobs), default=0)
-    return Work((BucketWork((), jobs, (), ()),), None, end + more, 0)
+    return RankWork((BucketWork((), jobs, (), ()),), None, end + more, 0)
 
 
 def test_parts_grow_with_what_a_reader_has_copied_meanwhile() -> None:
     """Their ends are those of jobs, behind the shares of the bytes; the last one is all there is."""
     many = work(*(job(number, 16 * number, 16) for number in range(64)))
 
-    assert parts_of(many) == (
+    assert ready_parts_of(many) == (
         ReadyPart(4, 64),
         ReadyPart(8, 128),
         ReadyPart(16, 256),
         ReadyPart(32, 512),
         ReadyPart(64, 1024),
     )
-    assert len(parts_of(many)) == len(SHARES) + 1
+    assert len(ready_parts_of(many)) == len(SHARES) + 1
     assert marks_at(many) == 1024
-    assert bytes_with_marks(many, parts_of(many)) == 1024 + 5 * 8
+    assert bytes_with_marks(many, ready_parts_of(many)) == 1024 + 5 * 8
 
 
 @pytest.mark.parametrize(
@@ -56,9 +56,9 @@ def test_parts_grow_with_what_a_reader_has_copied_meanwhile() -> None:
     ],
     ids=["nothing", "one job", "a weight is in one part", "what is gathered is last", "all gathered", "shapes"],
 )
-def test_parts_of(made: Work, parts: tuple[ReadyPart, ...]) -> None:
+def test_parts_of(made: RankWork, parts: tuple[ReadyPart, ...]) -> None:
     """A job that is larger than a share makes a part, and no empty one."""
-    assert parts_of(made) == parts
+    assert ready_parts_of(made) == parts
 
 
 def test_marks_are_set_behind_what_they_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,25 +74,25 @@ def test_marks_are_set_behind_what_they_speak_of(monkeypatch: pytest.MonkeyPatch
                 check_round(monkeypatch, standing)
 
 
-def check_round(monkeypatch: pytest.MonkeyPatch, standing: QuantizationState) -> None:
+def check_round(monkeypatch: pytest.MonkeyPatch, standing: ResidentQuantization) -> None:
     shown: list[tuple[list[int], torch.Tensor]] = []
-    mark = QuantizationState._mark
+    mark = ResidentQuantization._mark
 
-    def watched(self: QuantizationState, part: int) -> None:
+    def watched(self: ResidentQuantization, part: int) -> None:
         shown.append((self._marks.tolist(), self._arena.clone()))
         mark(self, part)
 
     begun: list[list[int]] = []
-    quantize = QuantizationState._quantize
+    quantize = ResidentQuantization._quantize
 
-    def first(self: QuantizationState, index: int, out: torch.Tensor | None) -> None:
+    def first(self: ResidentQuantization, index: int, out: torch.Tensor | None) -> None:
         if not index:
             begun.append(self._marks.tolist())
         quantize(self, index, out)
 
     with monkeypatch.context() as watching:
-        watching.setattr(QuantizationState, "_mark", watched)
-        watching.setattr(QuantizationState, "_quantize", first)
+        watching.setattr(ResidentQuantization, "_mark", watched)
+        watching.setattr(ResidentQuantization, "_quantize", first)
         standing.make()
     parts = standing.parts
     if parts is None:
@@ -111,7 +111,7 @@ def check_round(monkeypatch: pytest.MonkeyPatch, standing: QuantizationState) ->
 def test_every_result_lies_in_a_part() -> None:
     """All that others read of the arena is in front of the last end, and the marks are behind it."""
     for source in sources_of(tensor_parallel(48), small(fp8_block((16, 16)))):
-        assert isinstance(source, Marking)
+        assert isinstance(source, FlaggingSource)
         source.make()
         parts, standing = source.parts(), source._standing_now()
         assert parts is not None
