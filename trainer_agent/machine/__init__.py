@@ -10,6 +10,7 @@ if TYPE_CHECKING:
         AgentClosed as AgentClosed,
         BadCheckpoint as BadCheckpoint,
         ConnectFailed as ConnectFailed,
+        PublicationEnd as PublicationEnd,
         PublishFailed as PublishFailed,
         PublishRefused as PublishRefused,
         RollbackRefused as RollbackRefused,

@@ -32,13 +32,13 @@ from ..machine import (
     ConnectFailed,
     EndReason,
     Mode,
+    PublicationEnd,
     PublicationResult,
     PublishHandle,
     PublishReport,
     TooFarAhead,
     raise_for,
 )
-from ..machine.errors import PublicationEnd
 from ..quantized import as_served
 from ..settings import SECTION, TrainerSettings
 from ..source import Source, SourceError

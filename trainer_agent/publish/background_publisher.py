@@ -16,8 +16,16 @@ import torch
 
 from weightbus.control.log import get_log
 
-from ..machine import EndReason, Mode, Overlap, PublicationResult, PublishReport, SnapshotClaim, SnapshotQueue
-from ..machine.errors import PublicationEnd
+from ..machine import (
+    EndReason,
+    Mode,
+    Overlap,
+    PublicationEnd,
+    PublicationResult,
+    PublishReport,
+    SnapshotClaim,
+    SnapshotQueue,
+)
 from .snapshot import SnapshotBuffer
 
 _log = get_log(__name__)

@@ -51,8 +51,7 @@ from weightbus.dataplane.transports import Sender, SenderContext, Transport, reg
 
 from ..checkpoints import Archive, ArchivePolicy, check_configs
 from ..export import Exportable, MemoryExport, location_of, topology_of
-from ..machine import EndReason, Mode, PublicationResult, PublishReport, SnapshotClaim, Stopwatch
-from ..machine.errors import PublicationEnd
+from ..machine import EndReason, Mode, PublicationEnd, PublicationResult, PublishReport, SnapshotClaim, Stopwatch
 from ..quantized import KnowsServed
 from ..settings import SendsOver, TrainerSettings
 from ..source import Source, SourceError, head_dim_of

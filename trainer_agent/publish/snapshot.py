@@ -17,8 +17,7 @@ from weightbus.control.machine import LENT, ChannelView, parse
 from weightbus.control.protocol import WeightbusError
 from weightbus.dataplane.tensors import Manifest, TensorSpec
 
-from ..machine import EndReason, Mode, PublicationResult, PublishReport, SnapshotMemory
-from ..machine.errors import PublicationEnd
+from ..machine import EndReason, Mode, PublicationEnd, PublicationResult, PublishReport, SnapshotMemory
 from ..source import Source
 from .bucket_staging import BucketStaging, StagingPool
 from .driver import PublicationDriver
