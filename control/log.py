@@ -1,8 +1,8 @@
-"""How we say what happens: through structlog where it was configured, through `logging` where nobody did.
+"""Logging: through structlog where it is configured, through `logging` elsewhere.
 
-Our commands configure structlog (`telemetry.configure_logging`). In a program of somebody else's, which imports the
-trainer's side, a library decides nothing: a host with structlog gets our events in its own pipeline, one with `logging`
-under ``weightbus.…``, and one with neither hears warnings and errors only, as of any library.
+The commands of weightbus configure structlog (`configure_logging`). In a host program that imports the trainer's side a
+library configures nothing: a host with structlog gets the events in its own pipeline, a host with `logging` under
+``weightbus.…``, and a host with neither sees warnings and errors only, as from any library.
 """
 
 from __future__ import annotations
@@ -11,46 +11,46 @@ import logging
 
 import structlog
 
-_OURS = 3
-"""Frames of this file between the caller and `logging`: the line that it names is the caller's."""
+_STACK_LEVEL = 3
+"""Frames of this file between the caller and `logging`, so that records name the caller's line."""
 
 
 class Log:
-    """Events with fields. Decides with every line where it goes, so it may be made before anything is configured."""
+    """Logger of events with fields. The backend is chosen at every line, so logging may be configured later."""
 
     def __init__(self, name: str, bound: dict[str, object] | None = None) -> None:
         self._name = name
         self._bound = bound or {}
 
     def bind(self, **fields: object) -> Log:
-        """The same, with `fields` in every event."""
+        """A logger that adds `fields` to every event."""
         return Log(self._name, {**self._bound, **fields})
 
     def debug(self, event: str, **fields: object) -> None:
-        """For whoever looks for a fault."""
-        self._say(logging.DEBUG, event, fields)
+        """Log detail for finding a fault."""
+        self._write(logging.DEBUG, event, fields)
 
     def info(self, event: str, **fields: object) -> None:
-        """What went as it should."""
-        self._say(logging.INFO, event, fields)
+        """Log normal progress."""
+        self._write(logging.INFO, event, fields)
 
     def warning(self, event: str, **fields: object) -> None:
-        """What somebody should know, though it goes on."""
-        self._say(logging.WARNING, event, fields)
+        """Log a problem that did not stop the work."""
+        self._write(logging.WARNING, event, fields)
 
     def error(self, event: str, **fields: object) -> None:
-        """What did not go on."""
-        self._say(logging.ERROR, event, fields)
+        """Log a failure."""
+        self._write(logging.ERROR, event, fields)
 
     def exception(self, event: str, **fields: object) -> None:
-        """An error, with the traceback of the exception that is being handled."""
-        self._say(logging.ERROR, event, {"exc_info": True, **fields})
+        """Log a failure with the traceback of the exception being handled."""
+        self._write(logging.ERROR, event, {"exc_info": True, **fields})
 
     def log(self, level: int, event: str, **fields: object) -> None:
-        """At one of the levels of `logging`."""
-        self._say(level, event, fields)
+        """Log at one of the levels of `logging`."""
+        self._write(level, event, fields)
 
-    def _say(self, level: int, event: str, fields: dict[str, object]) -> None:
+    def _write(self, level: int, event: str, fields: dict[str, object]) -> None:
         fields = {**self._bound, **fields}
         if structlog.is_configured():
             getattr(structlog.get_logger(self._name), logging.getLevelName(level).lower())(event, **fields)
@@ -60,9 +60,9 @@ class Log:
             problem = fields.pop("exc_info", None)
             text = " ".join([event, *(f"{name}={value!r}" for name, value in fields.items())])
             exc_info = problem if isinstance(problem, bool | BaseException) else None
-            logger.log(level, "%s", text, exc_info=exc_info, stacklevel=_OURS)
+            logger.log(level, "%s", text, exc_info=exc_info, stacklevel=_STACK_LEVEL)
 
 
 def get_log(name: str) -> Log:
-    """The log of a module: pass its ``__name__``."""
+    """The logger of a module: pass its ``__name__``."""
     return Log(name)

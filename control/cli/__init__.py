@@ -1,4 +1,4 @@
-"""The command `weightbus`: its subcommands, and how settings are read. Top of the package."""
+"""The command `weightbus`: its subcommands, and the loading of settings. Top of the package."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The subcommands of the control side that have no file of their own: coordinator, status, version."""
+"""The subcommands coordinator, status and version."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from ..server import (
 )
 from ..terminal_text import terminal_safe
 from . import status_view
-from .settings_command import SettingsCommand
+from .settings_loader import SettingsCommand
 
-_STOOD_IN_FOR: Final = {"silence_s": "a sidecar", "lease_s": "a trainer"}
-"""What ends an attempt of whose."""
-_OF_STORES: Final = ("advertise", "name", "leader_s", "store_login_file")
-"""Settings that are not looked at without `CoordinatorSettings.store`."""
+_WATCHED_BY_SETTING: Final = {"silence_s": "a sidecar", "lease_s": "a trainer"}
+"""Process whose silence ends an attempt over `distributed`, by the setting with the deadline."""
+_STORE_SETTINGS: Final = ("advertise", "name", "leader_s", "store_login_file")
+"""Settings without effect unless `CoordinatorSettings.store` is set."""
 
 
 class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
-    """Decides versions, pauses and locks. Runs until SIGTERM or SIGINT."""
+    """``weightbus coordinator``: runs until SIGTERM or SIGINT."""
 
     help: str = "run the coordinator: versions, pauses and locks; no tensors, no GPU"
     section: str = "coordinator"
     kind = CoordinatorSettings
 
     def check(self, given: CoordinatorSettings) -> None:
-        """Keys that are missing or that others may read, a bad allow-list, and no keys off the loopback; the store."""
+        """Check keys, allow-list, bind address and store as a start would; print warnings."""
         check_bind(given.bind, read_keys(given))
         if given.store:
             parse_url(given.store)
@@ -53,13 +53,13 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
             print(terminal_safe(f"warning: {event}: {'; '.join(told.values())}"), file=sys.stderr)  # noqa: T201
 
     def do(self, given: CoordinatorSettings) -> int:
-        """Serve until told to stop."""
+        """Serve until a signal arrives."""
         configure_logging(given.log_level.value, given.log_format.value)
         raise_open_file_limit()
         tune_garbage_collection()
         service = CoordinatorCandidate(given) if given.store else CoordinatorProcess(given)
         _warn(given)  # before anything is served, or a store is waited for
-        on_signals(service.stop, service.look_again)
+        on_signals(service.stop, service.reload_allow_list)
         service.run()
         return 0
 
@@ -67,19 +67,19 @@ class CoordinatorCommand(SettingsCommand[CoordinatorSettings]):
 def _warn(given: CoordinatorSettings) -> None:
     log = get_log(__name__)
     if given.insecure_loopback:
-        log.warning("insecure", reason="no keys: whoever runs a process on this machine may publish weights")
+        log.warning("insecure", reason="no keys: any process of this machine may publish weights")
     for event, told in _warnings(given):
         log.warning(event, **told)
 
 
 def _warnings(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
-    """What was set and is of no use, or of less than there could be: events, and what is said with each."""
+    """Warnings about settings without effect or with a risk: log event and its fields."""
     found: list[tuple[str, dict[str, str]]] = []
     if given.store and given.journal != default_journal():
         reason = "with a store nothing is read from a file, nor written to it"
         found.append(("journal_not_used", {"journal": str(given.journal), "store": given.store, "reason": reason}))
     usual = {field.name: field.default for field in msgspec.structs.fields(CoordinatorSettings)}
-    idle = [name for name in _OF_STORES if getattr(given, name) != usual[name]]
+    idle = [name for name in _STORE_SETTINGS if getattr(given, name) != usual[name]]
     if idle and not given.store:
         reason = "without --store this is the only coordinator, and these are settings of one of several"
         found.append(("store_not_named", {"settings": ", ".join(idle), "reason": reason}))
@@ -87,15 +87,15 @@ def _warnings(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
 
 
 def _ends_too_soon(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
-    """Attempts end before workers are let go that wait for somebody inside of a collective."""
+    """Warnings for deadlines that end an attempt before a watchdog has released workers blocked in a collective."""
     least_s = STAND_IN_S + given.heartbeat_s  # the last one may have been heard so long before
     found: list[tuple[str, dict[str, str]]] = []
-    for name, whose in _STOOD_IN_FOR.items():
+    for name, watched in _WATCHED_BY_SETTING.items():
         wait_s: float = getattr(given, name)
         if wait_s < least_s:
             reason = (
-                f"over distributed {whose} that stands still is stood in for after {STAND_IN_S:g} s, which is too late:"
-                f" workers of stock servers still wait in the group when the attempt has ended; set {name} to"
+                f"over distributed {watched} that stands still is stood in for after {STAND_IN_S:g} s, which is too"
+                f" late: workers of stock servers still wait in the group when the attempt has ended; set {name} to"
                 f" {least_s:g} ({STAND_IN_S:g} s and heartbeat_s) or more, or use no distributed"
             )
             found.append(("ends_too_soon", {"setting": f"{name} = {wait_s:g}", "reason": reason}))
@@ -103,15 +103,15 @@ def _ends_too_soon(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]
 
 
 def raise_open_file_limit() -> None:
-    """Use all the open files that this process may have: every agent is one, and the usual limit is 1,024."""
+    """Raise the soft limit of open files to the hard one: every agent takes one, and the usual limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def tune_garbage_collection() -> None:
-    """Look for cycles seldom: a step of two thousand engines makes tens of thousands of objects, and all are needed.
+    """Collect cycles seldom, and never scan the program's own objects.
 
-    And not in what the program is made of, each time anew.
+    A step with two thousand engines makes tens of thousands of objects, and all of them are in use.
     """
     gc.collect()
     gc.freeze()
@@ -129,7 +129,7 @@ class StatusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusCommand(SettingsCommand[StatusSettings]):
-    """Shows channels, versions, leases and engines."""
+    """``weightbus status``: prints the coordinator's status."""
 
     help: str = "show channels, versions, leases and engines"
     section: str = "status"
@@ -149,21 +149,21 @@ class StatusCommand(SettingsCommand[StatusSettings]):
 
 
 class VersionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``weightbus version`` has nothing to set."""
+    """Settings of ``weightbus version``: none."""
 
 
 PACKAGES: Final = ("pyzmq", "msgspec", "torch", "sglang", "megatron-core", "megatron-bridge", "transformers")
 
 
 class VersionCommand(SettingsCommand[VersionSettings]):
-    """Says what is installed, without importing it."""
+    """``weightbus version``: prints installed versions without importing the packages."""
 
     help: str = "show the versions of weightbus and of what it stands on"
     section: str = "version"
     kind = VersionSettings
 
     def do(self, given: VersionSettings) -> int:
-        """One line for each."""
+        """Print one line for each package."""
         del given
         rows = [("weightbus", installed("weightbus") or "not installed: running from its tree")]
         rows += [("python", platform.python_version()), ("libzmq", libzmq_version())]
@@ -174,7 +174,7 @@ class VersionCommand(SettingsCommand[VersionSettings]):
 
 
 def installed(distribution: str) -> str | None:
-    """Version of a distribution; None when it is not there."""
+    """Version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

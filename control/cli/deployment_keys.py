@@ -1,4 +1,4 @@
-"""All keys of a deployment on one host, made in one call: what `keygen` and `trust` do by hand."""
+"""Makes all keys and the allow-list of a deployment on one host in one call, as `keygen` and `trust add` do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..security import (
 
 
 class AgentKeys(msgspec.Struct, frozen=True):
-    """One agent, and what it is to be trusted with."""
+    """One agent whose keys are made, with the role and channels that it is trusted with."""
 
     name: AgentId
     role: Role
@@ -30,7 +30,7 @@ class AgentKeys(msgspec.Struct, frozen=True):
 
 
 def make_deployment_keys(folder: Path, members: Iterable[AgentKeys]) -> None:
-    """Make the pairs that are missing in `folder`, and trust `members`. Twice is the same as once."""
+    """Make missing key pairs in `folder` and add `members` to its allow-list. Idempotent."""
     write_key_pair(folder, COORDINATOR_KEYS, new_keypair, public_of)
     with edit_allow_list(folder / ALLOW_LIST_FILE) as agents:
         for member in members:
@@ -39,7 +39,7 @@ def make_deployment_keys(folder: Path, members: Iterable[AgentKeys]) -> None:
 
 
 def allow_list_entry(folder: Path, member: AgentKeys) -> AllowListEntry:
-    """What the allow-list says of `member`, with the key in `folder`. Raises `PeerKeyError`, `ValidationError`."""
+    """Allow-list entry of `member`, with its keys in `folder`. Raises `PeerKeyError`, `ValidationError`."""
     fields = {
         "role": member.role,
         "channels": member.channels,

@@ -1,6 +1,6 @@
 """The console command ``weightbus``: finds its subcommands, parses, runs, and turns errors into one clear line.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or configuration; 130 interrupted, 141 nobody reads, as shells count.
+Exit codes: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted, 141 broken pipe, as shells count.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ EXTRAS: Final[Mapping[str, str]] = {
     "simulate-fleet": "trainer",
     "demo": "demo",
 }
-"""What to install for the commands that the bare distribution has no packages for."""
+"""Extra of the distribution that a command needs, for commands that need one."""
 
 
 @runtime_checkable
@@ -49,26 +49,26 @@ class Command(Protocol):
 
     @property
     def help(self) -> str:
-        """One line."""
+        """One line for the list of commands."""
         ...
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add flags."""
+        """Add flags to `parser`."""
         ...
 
     def run(self, args: argparse.Namespace) -> int:
-        """Do it; returns the exit code."""
+        """Run the command; returns the exit code."""
         ...
 
 
 def command_table() -> dict[str, str]:
-    """Subcommand -> ``module:object``; those of installed distributions, over the built-in ones."""
+    """Subcommand -> ``module:object``. Entry points of installed distributions override the built-in table."""
     installed = {entry.name: entry.value for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     return {**BUILT_IN, **installed}
 
 
 def load_command(name: str, target: str) -> Command:
-    """Import one subcommand. Raises `ConfigurationError` when what it stands on is not installed."""
+    """Import one subcommand. Raises `ConfigurationError` if a package it needs is not installed."""
     module, _, attribute = target.partition(":")
     try:
         command: object = getattr(importlib.import_module(module), attribute)
@@ -82,11 +82,11 @@ def load_command(name: str, target: str) -> Command:
 
 
 def build_parser(commands: Mapping[str, Command | str]) -> argparse.ArgumentParser:
-    """A parser with one sub-parser for each command; a str stands for one that could not be loaded, and says why."""
+    """A parser with one sub-parser for each command. A str is the reason why a command could not be loaded."""
     # No abbreviations: a script that relies on one breaks when a setting is added, and takes another for it until then.
     debug = argparse.ArgumentParser(add_help=False)
     debug.add_argument(
-        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of whatever goes wrong"
+        "--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of any error"
     )
     parser = argparse.ArgumentParser(
         prog="weightbus",
@@ -129,7 +129,7 @@ def _chosen(arguments: Sequence[str]) -> str:
 
 
 def _needed(arguments: Sequence[str]) -> dict[str, Command | str]:
-    """Only the command that was asked for is imported; all of them to show what there is."""
+    """The requested command, so that no other is imported; all of them for the list."""
     known = command_table()
     chosen = _chosen(arguments)
     if chosen in known:
@@ -154,7 +154,7 @@ def _explain(error: Exception, command: str, *, debug: bool) -> int:
 
 
 def _foreseen(error: Exception, command: str) -> str:
-    """What to tell about an error that says enough; empty for one that only its traceback explains."""
+    """Text of an error that explains itself; empty for one that needs its traceback."""
     # Agents have roots of their own, which control must not import: where a class is defined says that it is ours.
     if any(base.__module__.startswith("weightbus.") for base in type(error).__mro__):
         return str(error)

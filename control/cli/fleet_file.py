@@ -1,4 +1,4 @@
-"""A fleet that is described in a file, for a plan without a coordinator. Pure, checked before anything is chosen."""
+"""A trainer and engines described in a JSON file, for a transport plan without a coordinator. Pure."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _WHAT: Final = "this does not describe a trainer and its engines"
 
 
 class AgentDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One agent of an imagined fleet: what it says in `Hello`, and of where it is. What is left out is not known."""
+    """One agent of a described fleet: the facts of its `Hello` and `Topology`. An omitted field is not known."""
 
     info: EngineInfo
     topology: Topology | None = None
 
 
 class FleetDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fleet that need not exist."""
+    """The whole file."""
 
     trainer: TrainerInfo
     engines: dict[str, msgspec.Raw]
-    """`AgentDescription`s, read one by one: what is wrong with one is told with its name."""
+    """`AgentDescription` by engine, decoded one by one so that an error names its engine."""
     topology: Topology | None = None
-    """Of the trainer."""
+    """Topology of the trainer."""
     bytes: Count | None = None
-    """Of a version."""
+    """Size of a version."""
 
 
 Described = TypeVar("Described", FleetDescription, AgentDescription)
 
 
 def plan_described_fleet(document: bytes) -> PlanView:
-    """The plan of a fleet that is described, as a coordinator would make it. Raises `Malformed`."""
+    """Transport plan of the described fleet, as a coordinator would make it. Raises `Malformed`."""
     fleet = _read(document, FleetDescription, "")
     found = {name: _read(bytes(each), AgentDescription, f"engine {name!r}: ") for name, each in fleet.engines.items()}
     wrong = [f"the trainer: {why}" for why in _trainer_problems(fleet)]
@@ -62,7 +62,7 @@ def _read(document: bytes, kind: type[Described], whose: str) -> Described:
 
 
 def _known(kind: type[FleetDescription | AgentDescription]) -> str:
-    """The fields that there are."""
+    """Names of the valid fields, for the error."""
     own: dict[str, type[msgspec.Struct]] = {"": kind}
     own |= {"trainer": TrainerInfo} if kind is FleetDescription else {"info": EngineInfo}
     own |= {"topology": Topology, "places": ProcessLocation}

@@ -1,7 +1,6 @@
-"""``weightbus forget-channel``: takes channels out of the journal that nobody needs any more.
+"""``weightbus forget-channel``: removes unused channels from the journal.
 
-Only while no coordinator runs on it, so that no agent is there that would be cut off: the journal's own lock sees to
-that.
+It needs the journal's lock, so it runs only while no coordinator does, and cuts off no agent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from msgspec import Meta
 from ..journal import Election, Etcd, EtcdJournal, LeaderRecord, SqliteJournal, StoreLogin, Term, parse_url, read_login
 from ..protocol import Channel, ConfigurationError
 from ..server import default_journal
-from .settings_command import SettingsCommand
+from .settings_loader import SettingsCommand
 
 _FOLLOWS = (
     "A channel of that name begins anew: nothing is committed in it, and its epochs begin at a number that each start"
@@ -44,24 +43,24 @@ class ForgetChannelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ForgetChannelCommand(SettingsCommand[ForgetChannelSettings]):
-    """Has the journal forget channels: their versions, epochs and answers. The audit trail keeps that it did."""
+    """Removes versions, epochs and answers of channels from the journal; the audit trail records the removal."""
 
-    help: str = "take channels out of the journal that nobody needs any more; the coordinator has to be stopped"
+    help: str = "remove unused channels from the journal; the coordinator has to be stopped"
     section: str = "forget_channel"
     kind = ForgetChannelSettings
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Names, without flags."""
+        """Channel names are positional."""
         parser.add_argument("names", nargs="+", metavar="CHANNEL", help="what to forget")
         super().configure(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Keep what is no setting."""
+        """Keep the positional arguments, which are no settings."""
         self._names = tuple[str, ...](args.names)
         return super().run(args)
 
     def do(self, given: ForgetChannelSettings) -> int:
-        """Forget them, or none. Exit code 1: one is not known (a typing error, or done)."""
+        """Remove all of the channels, or none. Exit code 1: one is not known (misspelled, or removed before)."""
         with ExitStack() as opened:
             journal = _of_store(given, opened) if given.store else _of_file(given.journal)
             opened.callback(journal.close)

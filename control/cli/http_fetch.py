@@ -1,6 +1,6 @@
-"""One page over HTTP, by a deadline for all of it: names, connection, header and body.
+"""Reads one page over HTTP with a deadline for the whole request: name lookup, connection, header and body.
 
-The timeout that urllib takes is for each read, and whoever sends a byte now and then outlives it.
+The timeout of urllib holds for each read only: a server that sends a byte now and then outlives it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Final
 
 MAX_PAGE_BYTES: Final = 64 << 20
-"""Of a page. The status of 4,096 engines is some 2 MB."""
+"""Largest page. The status of 4,096 engines is some 2 MB."""
 
 
 def read_page(url: str, timeout_s: float) -> bytes:
-    """What is at `url`. Raises `OSError` (`TimeoutError` at the deadline), or `HTTPException`."""
+    """Body of the page at `url`. Raises `OSError` (`TimeoutError` at the deadline) or `HTTPException`."""
     reading = _Reading(url, timeout_s)
     thread = threading.Thread(target=reading.run, name="page", daemon=True)
     thread.start()
@@ -31,7 +31,7 @@ def read_page(url: str, timeout_s: float) -> bytes:
 
 
 class _Reading:
-    """On a thread of its own: nothing else bounds how long a name is looked up. It is left alone at the deadline."""
+    """One request on a thread of its own, because a name lookup has no timeout. Abandoned at the deadline."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         self._url, self._timeout_s = url, timeout_s
@@ -46,20 +46,20 @@ class _Reading:
         try:
             with opener.open(self._url, timeout=self._timeout_s) as answer:
                 self.body = answer.read(MAX_PAGE_BYTES + 1)
-        except Exception as problem:  # noqa: BLE001  raised again by whoever waits
+        except Exception as problem:  # noqa: BLE001  raised again by `read_page`
             self.failure = problem
         if len(self.body) > MAX_PAGE_BYTES:
             self.failure = HTTPException(f"more than {MAX_PAGE_BYTES} bytes came: this is no page of a coordinator")
 
     def end(self) -> None:
-        """Nobody waits for it: wake its thread, if it reads."""
+        """Abandon the request: wake its thread if it is blocked in a read."""
         for each in self._sockets:
             with contextlib.suppress(OSError):  # it has ended
                 each.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
-    """Makes connections whose sockets are known."""
+    """Makes connections and records their sockets."""
 
     def __init__(self, sockets: list[socket.socket]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The subcommands that make keys and say who is trusted: keygen, trust."""
+"""The subcommands keygen, which makes keys, and trust, which edits the allow-list."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ..security import (
     write_key_pair,
 )
 from .deployment_keys import AgentKeys, allow_list_entry
-from .settings_command import SettingsCommand
+from .settings_loader import SettingsCommand
 
 
 class KeygenSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,25 +48,25 @@ class KeygenSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeygenCommand(SettingsCommand[KeygenSettings]):
-    """Makes CURVE keys. What exists is kept."""
+    """``weightbus keygen``: makes missing CURVE keys."""
 
     help: str = "make CURVE keys for the coordinator and for agents; keeps what exists"
     section: str = "keygen"
     kind = KeygenSettings
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Names may be given without a flag."""
+        """Agent names may be positional."""
         parser.add_argument("names", nargs="*", metavar="NAME", help="agents to make keys for")
         super().configure(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Names without a flag are the same as --agents."""
+        """Positional names are the same as --agents."""
         if args.names:
             args.agents = ",".join(args.names)
         return super().run(args)
 
     def do(self, given: KeygenSettings) -> int:
-        """Write the pairs that are missing."""
+        """Write the missing key pairs."""
         check_library()
         folder = keys_folder(given.keys)
         wanted = [(folder, COORDINATOR_KEYS)] if given.coordinator else []
@@ -95,7 +95,7 @@ class TrustSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrustAction(enum.StrEnum):
-    """What ``weightbus trust`` does."""
+    """Action of ``weightbus trust``."""
 
     ADD = "add"
     REMOVE = "remove"
@@ -103,25 +103,25 @@ class TrustAction(enum.StrEnum):
 
 
 class TrustCommand(SettingsCommand[TrustSettings]):
-    """Edits the allow-list. A coordinator that runs follows it at once."""
+    """``weightbus trust``: edits the allow-list. A running coordinator follows it at once."""
 
-    help: str = "say who may connect, as what and where: add, remove, list; needs no restart"
+    help: str = "edit the allow-list: agents that may connect, their role and channels; needs no restart"
     section: str = "trust"
     kind = TrustSettings
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
-        """An action and names, without flags."""
+        """Action and names are positional."""
         parser.add_argument("action", choices=[each.value for each in TrustAction], help="what to do")
         parser.add_argument("names", nargs="*", metavar="NAME", help="agents, by the names their keys were made under")
         super().configure(parser)
 
     def run(self, args: argparse.Namespace) -> int:
-        """Keep what is no setting."""
+        """Keep the positional arguments, which are no settings."""
         self._action, self._names = TrustAction(args.action), tuple[str, ...](args.names)
         return super().run(args)
 
     def do(self, given: TrustSettings) -> int:
-        """Change the list, or show it. Exit code 1: somebody to be removed was not there (a typing error, or done)."""
+        """Edit or print the list. Exit code 1: an agent to be removed was not in it (misspelled, or removed before)."""
         folder = keys_folder(given.keys)
         path = folder / ALLOW_LIST_FILE
         match self._action:
@@ -168,7 +168,7 @@ def _entry(given: TrustSettings, name: str) -> AllowListEntry:
 
 
 def _require_same_roles(before: Mapping[str, AllowListEntry], entries: Mapping[str, AllowListEntry]) -> None:
-    """Who is taken for something else is likely to be a typing error, and would get other rights by it."""
+    """Raise `ConfigurationError` for a changed role: it is probably a misspelled name, and would change rights."""
     for name, entry in entries.items():
         if name in before and before[name].role is not entry.role:
             raise ConfigurationError(

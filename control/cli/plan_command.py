@@ -1,22 +1,28 @@
-"""The subcommand ``plan``: how each engine would take the next version, why so, and what a faster way would need."""
+"""The subcommand ``plan``: the transport of each engine for the next version, why, and what a faster one needs."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ..protocol import ConfigurationError, NoTrainer
-from ..server import PlanView, transport_plan as plan_document
+from ..server import ChannelPlan, EnginePlan, PlanView, TrainerPlan, encode_plan, parse_plan
 from ..terminal_text import terminal_safe
-from . import fleet_file as imagined_fleet, plan_view, status_view
-from .settings_command import SettingsCommand
+from . import status_view
+from .fleet_file import plan_described_fleet
+from .settings_loader import SettingsCommand
 
 _URL: Final = "http://127.0.0.1:5752"
+_UNITS: Final = ("B", "kB", "MB", "GB", "TB")
+_SHOWN: Final = 4
 
 
 class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,29 +39,29 @@ class PlanSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlanCommand(SettingsCommand[PlanSettings]):
-    """Shows the transports that the coordinator has chosen, and its reasons."""
+    """``weightbus plan``: prints the transports that the coordinator would choose, and its reasons."""
 
     help: str = "show by which transport each engine takes versions; --explain: why, and what a faster one needs"
     section: str = "plan"
     kind = PlanSettings
 
     def do(self, given: PlanSettings) -> int:
-        """Read the plan over HTTP, or make it of a file, and print it."""
+        """Read the plan over HTTP, or make it from a file, and print it."""
         view = _read(given)
         if given.channel:
             view = PlanView({given.channel: _channel(view, given.channel)})
         if not any(each.trainer for each in view.channels.values()):
             raise NoTrainer
         if given.json:
-            print(plan_document.encode_plan(view).decode())  # noqa: T201
+            print(encode_plan(view).decode())  # noqa: T201
             return 0
-        Console().print(plan_view.render_plan(view, explain=given.explain))
+        Console().print(render_plan(view, explain=given.explain))
         return 0
 
 
 def _read(given: PlanSettings) -> PlanView:
     if given.file is None:
-        return plan_document.parse_plan(status_view.fetch(given.url, given.timeout_s, "/plan"))
+        return parse_plan(status_view.fetch(given.url, given.timeout_s, "/plan"))
     if given.url != _URL:
         print(f"--url {terminal_safe(given.url)} is not asked: --file describes the fleet", file=sys.stderr)  # noqa: T201
     try:
@@ -63,13 +69,73 @@ def _read(given: PlanSettings) -> PlanView:
     except OSError as problem:
         advice = "give a JSON file with trainer and engines, or leave --file out to ask a coordinator"
         raise ConfigurationError(f"{given.file} cannot be read: {problem.strerror}; {advice}") from problem
-    return imagined_fleet.plan_described_fleet(document)
+    return plan_described_fleet(document)
 
 
-def _channel(view: PlanView, name: str) -> plan_document.ChannelPlan:
+def _channel(view: PlanView, name: str) -> ChannelPlan:
     if name not in view.channels:
         raise ConfigurationError(f"no channel {name!r}; there are: {', '.join(sorted(view.channels)) or 'none'}")
     return view.channels[name]
+
+
+def render_plan(view: PlanView, *, explain: bool) -> RenderableType:
+    """One table for each channel; with `explain` also the reasons, and what a faster transport needs."""
+    return Group(
+        *(part for name, each in sorted(view.channels.items()) for part in _channel_table(name, each, explain))
+    )
+
+
+def _channel_table(name: str, channel: ChannelPlan, explain: bool) -> Iterator[RenderableType]:
+    if channel.trainer is None:
+        yield Text(terminal_safe(f"channel {name}: no trainer has joined or published yet"))
+        return
+    title = Text(terminal_safe(f"channel {name}: {_trainer_line(channel.trainer)}"), style="bold")
+    table = Table(title=title, title_justify="left")
+    for column in ("engine", "transport", "bytes per GPU", "last round"):
+        table.add_column(column, overflow="fold")
+    for engine, each in sorted(channel.engines.items()):
+        last = f"{each.last.value}, {each.last_s:.3f} s" if each.last else "-"
+        way = each.transport.value if each.transport else "none"
+        table.add_row(Text(terminal_safe(engine)), way, _size(each.bytes_per_gpu), last)
+    yield table
+    if not channel.engines:
+        yield Text("no engine is here")
+    if explain:
+        why = (line for engine, each in sorted(channel.engines.items()) for line in _explanation(engine, each))
+        yield Text("\n".join(map(terminal_safe, why)))
+
+
+def _trainer_line(trainer: TrainerPlan) -> str:
+    said = f"trainer {trainer.name}, {trainer.device}"
+    if not trainer.here:
+        said += ", not connected now"
+    if len(trainer.hosts) > 1:
+        said += f", {len(trainer.hosts)} hosts"
+    said += f", offers {', '.join(kind.value for kind in trainer.transports) or 'nothing'}"
+    return said if trainer.version is None else f"{said}; version {trainer.version} has {_size(trainer.bytes)}"
+
+
+def _explanation(engine: str, plan: EnginePlan) -> Iterator[str]:
+    yield f"{engine}: {plan.why}"
+    if plan.transport is not None:
+        yield f"  bytes per GPU: {_size(plan.bytes_per_gpu)}, {plan.bytes_why}"
+    if plan.devices:
+        more = f" and {len(plan.devices) - _SHOWN} more" if len(plan.devices) > _SHOWN else ""
+        yield f"  workers on {', '.join(plan.devices[:_SHOWN])}{more}, host {plan.host}"
+    for each in plan.faster:
+        yield f"  not {each.transport.value}: {each.found}{f'. For that: {each.needed}' if each.needed else ''}"
+    if plan.transport is not None and not plan.faster:
+        yield "  nothing is preferred to it"
+
+
+def _size(count: int | None) -> str:
+    """A number of bytes with its unit."""
+    if count is None:
+        return "not known yet"
+    value, unit = float(count), 0
+    while value >= 1000 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{count} B" if not unit else f"{value:.3g} {_UNITS[unit]}"
 
 
 plan = PlanCommand()

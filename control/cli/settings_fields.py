@@ -1,7 +1,7 @@
-"""One field of a settings Struct: its type, how text becomes a value, how a value is shown, and its flag.
+"""One field of a settings Struct: its type, its parser, its printed form and its flag.
 
-The types understood are bool, int, float, str, Path, enums, tuples of these (comma-separated in text) and Optional
-(``none`` or nothing in text). Bounds of ``msgspec.Meta`` hold wherever the value comes from.
+Supported types: bool, int, float, str, Path, enums, tuples of these (comma-separated in text) and Optional (``none`` or
+empty in text). Bounds of ``msgspec.Meta`` hold for every source.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _STARS: Final = "******"
 
 
 class SettingField(msgspec.Struct, frozen=True):
-    """A setting as people meet it."""
+    """One setting."""
 
     name: str
     annotation: Any
-    """As written, bounds included."""
+    """Type as declared, bounds included."""
     type: Any
-    """Without bounds and without Optional."""
+    """Type without bounds and without Optional."""
     optional: bool
     required: bool
     default: Any
     description: str
     secret: bool
     in_use: Callable[[object], str] | None = None
-    """Of the settings: what is used where this one was left open; empty for nothing."""
+    """Value in effect if this setting is None, computed from the settings; empty for none."""
 
     @property
     def flag(self) -> str:
@@ -47,7 +47,7 @@ class SettingField(msgspec.Struct, frozen=True):
         return "--" + self.name.replace("_", "-")
 
     def parse(self, raw: object, where: str) -> Any:
-        """The value of `raw`, which is text from a flag or a variable, or what TOML made of the file."""
+        """Value of `raw`: text from a flag or a variable, or a TOML value. Raises `ConfigurationError`."""
         try:
             if self.secret and raw == _STARS:
                 raise ValueError("this is what stands for a secret that is not shown: give the secret itself")  # noqa: TRY301
@@ -58,15 +58,15 @@ class SettingField(msgspec.Struct, frozen=True):
             raise ConfigurationError(f"{self.name} = {shown} ({where}): {problem}{self._choices()}") from problem
 
     def show(self, value: object) -> str:
-        """`value` as TOML, or stars for a secret that is set; nothing at all is shown as ``"none"``."""
+        """`value` as TOML; stars for a secret that is set, ``"none"`` for None."""
         if self.secret and value:
             return f'"{_STARS}"'
         return _toml("none" if value is None else value)
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Give `parser` this field's flag. A flag that is not used leaves None, so that other sources count.
+        """Add this setting's flag to `parser`. A flag that is not given is None, so that other sources count.
 
-        A secret gets none: whoever can list processes reads their command lines.
+        A secret has no flag: command lines are visible in the list of processes.
         """
         if self.secret:
             return
@@ -79,7 +79,7 @@ class SettingField(msgspec.Struct, frozen=True):
         parser.add_argument(self.flag, dest=self.name, metavar=choices or _metavar(self.type), help=text)
 
     def _choices(self) -> str:
-        """For whoever wrote another word than those of an enum."""
+        """The valid words of an enum, for an error."""
         kind = get_args(self.type)[0] if get_origin(self.type) is tuple else self.type
         return f"; expected one of {', '.join(str(each.value) for each in kind)}" if _is_enum(kind) else ""
 
@@ -91,7 +91,7 @@ class SettingField(msgspec.Struct, frozen=True):
 
 @cache
 def fields_of(kind: type[msgspec.Struct]) -> tuple[SettingField, ...]:
-    """The settings in `kind`, in the order of the Struct."""
+    """Settings of `kind`, in the order of the Struct."""
     hints = get_type_hints(kind, include_extras=True)
     return tuple(_field(each, hints[each.name]) for each in msgspec.structs.fields(kind))
 
@@ -115,7 +115,7 @@ def _field(info: msgspec.structs.FieldInfo, annotation: Any) -> SettingField:
 
 
 def _metadata(annotation: Any) -> list[Any]:
-    """Of `annotation` and, below it, of the members of an Optional: outermost first."""
+    """Metadata of `annotation` and, below it, of the members of an Optional; outermost first."""
     if get_origin(annotation) is Annotated:
         return [*reversed(annotation.__metadata__), *_metadata(annotation.__origin__)]
     if _is_union(annotation):
@@ -124,7 +124,7 @@ def _metadata(annotation: Any) -> list[Any]:
 
 
 def _strip(annotation: Any) -> tuple[Any, bool]:
-    """The type without bounds, NewTypes and None; and whether None was among its members."""
+    """The type without bounds, NewTypes and None; True if None was among its members."""
     if get_origin(annotation) is Annotated:
         return _strip(annotation.__origin__)
     if hasattr(annotation, "__supertype__"):

@@ -1,17 +1,19 @@
 """Settings: one frozen Struct per process, read once at the edge.
 
-Every value comes from the first of these that has it::
+Each value comes from the first of these sources that has one::
 
     command line flag  >  WEIGHTBUS_<SECTION>_<FIELD>  >  TOML file, [section]  >  the default in the Struct
 
-The file is the one named by ``--config``, else by ``WEIGHTBUS_CONFIG``; there is no other. Unknown keys are errors
-wherever they stand, with the nearest valid name suggested. One file may serve several processes: each reads its own
-section. Describe a field with ``Annotated[int, msgspec.Meta(description="...", ge=0)]``; mark a secret with
-``extra={"secret": True}``, so that it is never printed, and has no flag, which everybody could read in ``ps``; give one
-that may be left open ``extra={"in_use": ...}``, so that what is used instead is printed with it. Where `kind` has a
-``__post_init__`` that raises ValueError, its message becomes a `ConfigurationError`.
+The file is the one named by ``--config``, else by ``WEIGHTBUS_CONFIG``; there is no other. Unknown keys are errors in
+every source, with the nearest valid name suggested. One file may serve several processes: each reads its own section.
 
-A command uses two calls: `configure` gives its parser one flag for each field, `from_args` reads what was given.
+A field is described by ``Annotated[int, msgspec.Meta(description="...", ge=0)]``. ``extra={"secret": True}`` marks a
+secret: it is never printed, and has no flag, because ``ps`` shows flags. ``extra={"in_use": ...}`` computes the value
+that is in effect while the field is None, for ``--check-config``. A ``ValueError`` raised by the Struct's
+``__post_init__`` becomes a `ConfigurationError`.
+
+A command uses two calls: `configure` adds one flag for each field to its parser, `from_args` loads the settings.
+`SettingsCommand` makes both.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ SECTIONS: Final = (
     "demo",
     "simulate_fleet",
 )
-"""Every section a file may hold. No name is the beginning of another, because environment variables start with them."""
+"""Valid sections of a file. No name is a prefix of another, because environment variables start with them."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 
 
 class SettingSource(enum.StrEnum):
-    """Where a value came from."""
+    """Kind of source of a value."""
 
     FLAG = "flag"
     ENVIRONMENT = "environment"
@@ -59,7 +61,7 @@ class SettingSource(enum.StrEnum):
 
 
 class SettingOrigin(msgspec.Struct, frozen=True):
-    """Where one value came from, exactly: the flag, the variable, or the file and key."""
+    """Origin of one value: the flag, the variable, or the file and section."""
 
     source: SettingSource
     where: str = ""
@@ -70,20 +72,20 @@ class SettingOrigin(msgspec.Struct, frozen=True):
 
 
 class ResolvedSettings(msgspec.Struct, Generic[S], frozen=True):
-    """The settings, and where each value came from."""
+    """Loaded settings with the origin of each value."""
 
     section: str
     value: S
     origins: dict[str, SettingOrigin]
 
     def render(self) -> str:
-        """One line for each setting: what ``--check-config`` prints. Valid TOML; secrets are not shown."""
+        """The output of ``--check-config``: valid TOML, one line for each setting; secrets are not shown."""
         lines = [(f"{f.name} = {f.show(getattr(self.value, f.name))}", self._origin(f)) for f in self._fields()]
         width = max((len(text) for text, _ in lines), default=0)
         return "\n".join([f"[{self.section}]", *(f"{text:<{width}}  # {origin}" for text, origin in lines)])
 
     def exposed(self) -> list[str]:
-        """Secrets in a settings file that others than its owner can read: what was found, and what to do."""
+        """Warnings for secrets in a file that other users can read, with advice."""
         found: list[str] = []
         for name in (field.name for field in self._fields() if field.secret and getattr(self.value, field.name)):
             file = self.origins[name].file
@@ -92,7 +94,7 @@ class ResolvedSettings(msgspec.Struct, Generic[S], frozen=True):
         return found
 
     def _origin(self, field: SettingField) -> str:
-        """Where its value came from and, for one that was left open, what is used."""
+        """Origin of the field's value and, if the value is None, the value in effect."""
         left_open = getattr(self.value, field.name) is None
         used = field.in_use(self.value) if field.in_use and left_open else ""
         return f"{self.origins[field.name]}: {used} is used" if used else str(self.origins[field.name])
@@ -109,7 +111,10 @@ def load(
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> ResolvedSettings[S]:
-    """Settings of `kind`. `flags` maps field names to what the command line gave, None where it gave nothing."""
+    """Load settings of `kind`. `flags`: values of the command line by field name, None where not given.
+
+    Raises `ConfigurationError`, which names the value found, its origin and what was expected.
+    """
     environ = environ or {}
     if file is None and environ.get("WEIGHTBUS_CONFIG"):
         file = Path(environ["WEIGHTBUS_CONFIG"])
@@ -131,7 +136,7 @@ def load(
 
 
 def configure(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:
-    """Give `parser` one flag for each setting of `kind`, and ``--config`` and ``--check-config``."""
+    """Add one flag for each setting of `kind` to `parser`, and ``--config`` and ``--check-config``."""
     for field in fields_of(kind):
         field.add_to(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (default: $WEIGHTBUS_CONFIG)")
@@ -141,10 +146,38 @@ def configure(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> No
 
 
 def from_args(kind: type[S], section: str, args: argparse.Namespace) -> ResolvedSettings[S]:
-    """Settings of `kind` from the flags that `configure` made, the process environment and the file."""
+    """Load settings of `kind` from the flags of `configure`, the process environment and the file."""
     given = vars(args)
     flags = {field.name: given.get(field.name) for field in fields_of(kind)}
     return load(kind, section, file=given.get("config"), environ=os.environ, flags=flags)
+
+
+class SettingsCommand(Generic[S]):
+    """Base of a subcommand with one settings Struct. Implements ``--check-config``."""
+
+    help: str
+    section: str
+    kind: type[S]
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add one flag for each setting."""
+        configure(parser, self.kind)
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Load the settings, then print them (``--check-config``) or run the command."""
+        resolved = from_args(self.kind, self.section, args)
+        if args.check_config:
+            print(resolved.render())  # noqa: T201
+            self.check(resolved.value)
+            return 0
+        return self.do(resolved.value)
+
+    def check(self, given: S) -> None:
+        """Raise the `ConfigurationError` that a start would raise, as far as local files tell."""
+
+    def do(self, given: S) -> int:
+        """Run the command; returns the exit code."""
+        raise NotImplementedError
 
 
 _Layer = dict[str, tuple[object, SettingOrigin]]

@@ -1,4 +1,4 @@
-"""The status document for people: fetched over HTTP, shown as tables."""
+"""Fetches the status document over HTTP and renders it as tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ADVICE: Final = "Check that `weightbus coordinator` runs there, and that --url 
 
 
 def fetch(url: str, timeout_s: float, page: str = "/status") -> bytes:
-    """The document as the coordinator sends it, in `timeout_s` seconds altogether."""
+    """Page of the coordinator at `url`. Raises `CoordinatorUnreachable` after `timeout_s` seconds altogether."""
     try:
         check_url("url", url)
     except ValueError as problem:
@@ -35,7 +35,7 @@ def fetch(url: str, timeout_s: float, page: str = "/status") -> bytes:
 
 
 def render(view: StatusView) -> RenderableType:
-    """One table for each channel."""
+    """The status as one table for each channel."""
     state = "stopping" if view.stopping else "READ-ONLY: its journal takes no writes" if view.read_only else "running"
     head = Text(f"coordinator {state}, boot {view.boot}, {view.agents} agents")
     if not view.channels:
@@ -44,7 +44,7 @@ def render(view: StatusView) -> RenderableType:
 
 
 def watch(console: Console, url: str, interval_s: float, timeout_s: float) -> None:
-    """Show it again and again, until interrupted. A coordinator that is away is shown as away."""
+    """Show the status every `interval_s` seconds until interrupted. An unreachable coordinator is shown as such."""
     with Live(console=console, auto_refresh=False) as live:
         while True:
             try:

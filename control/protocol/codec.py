@@ -1,4 +1,4 @@
-"""Messages to frames and back: the only place that knows what a frame looks like.
+"""Encodes messages to frames and decodes them; the only module that knows the layout of a frame.
 
 A message has two parts, or three when its type carries a blob::
 
@@ -6,10 +6,10 @@ A message has two parts, or three when its type carries a blob::
     msgpack map, tagged by "type"
     blob                                                    (`PutBlob`, `BlobPage`, `Status`)
 
-The first two travel in one frame (`pack`): every frame costs an encryption and a call on each side.
+The first two travel in one frame (`pack`), because every frame costs an encryption and a call on each side.
 
-Decoding raises nothing but the `ProtocolError` family, whatever the bytes. Encoding refuses, at the sender, what the
-other side would refuse: a value out of bounds is found where the traceback is useful.
+Decoding raises only `ProtocolError` and its subclasses, for any bytes. Encoding refuses at the sender every message
+that the receiver would refuse, so that a value out of bounds is found where the traceback is useful.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from .messages import Ack, Alive, BlobPage, Offered, PutBlob, Sent, Status, ToAg
 
 MAGIC: Final = b"WB"
 MAX_FRAME_BYTES: Final = 1 << 20
-"""For header and payload together, and for a blob. The sockets are told it too: libzmq cuts larger frames by itself."""
+"""Limit of header and payload together, and of a blob. Also set on the sockets: libzmq drops larger frames itself."""
 
 MAX_ANSWER_BYTES: Final = 4 << 20
-"""The same for what an agent is told: `Granted`, `RoundDone` and the status name every engine of a fleet."""
+"""The same limit towards agents: `Granted`, `RoundDone` and the status name every engine of a fleet."""
 
 MAX_TEXT_CHARACTERS: Final = 2048
-"""Characters of a `Text` field (ids.py). Longer reasons are cut to it, so that no failure is lost for being wordy."""
+"""Characters of a `Text` field (ids.py). Longer reasons are cut, so that a long one does not lose the failure."""
 
 MAX_REASONS_BYTES: Final = 256 * 1024
-"""What the reasons of all engines together may take of one message, which may name thousands."""
+"""Bytes of the reasons of all engines together in one message, which may name thousands."""
 
 MESSAGES_WITH_BLOB: Final[frozenset[type[Message]]] = frozenset({PutBlob, BlobPage, Status})
 
-_PLAIN: Final[frozenset[type[Message]]] = frozenset({Ack, Alive})
-"""Not decoded again by their sender: they hold nothing but what was decoded, or counted, here. Half of all messages."""
+_UNCHECKED: Final[frozenset[type[Message]]] = frozenset({Ack, Alive})
+"""Messages that their sender does not check by decoding: all their fields were checked already. Half of the traffic."""
 
 Frames = list[bytes]
-"""The parts of one message; once packed, what ZeroMQ calls its frames."""
+"""Parts of one message; once packed, its ZeroMQ frames."""
 _HEADER_BYTES: Final = 4
 MessageType = TypeVar("MessageType", bound=Message)
 
 
 class _Tag(msgspec.Struct):
-    """Just enough of a message to name its type, for the error."""
+    """The tag of a message, for an error."""
 
     type: str
 
@@ -59,10 +59,10 @@ _ENCODER: Final = msgspec.msgpack.Encoder()
 
 
 class MessageCodec(Generic[MessageType]):
-    """One direction of the control plane: the union of messages that travel in it, and their frames."""
+    """Codec of one direction of the control plane, for the union of messages that travel in it."""
 
     def __init__(self, mark: bytes, union: object, most: int = MAX_FRAME_BYTES) -> None:
-        """`mark` stands in the header, `most` bytes are in a frame."""
+        """`mark`: direction byte of the header. `most`: largest frame in bytes."""
         members = cast("tuple[type[MessageType], ...]", get_args(union) or (union,))
         self.members: Final = members
         self._header: Final = MAGIC + bytes((PROTOCOL,)) + mark
@@ -74,22 +74,22 @@ class MessageCodec(Generic[MessageType]):
         self._decode: Final = self._decoder.decode
         self._last_frame: bytes | None = None
         self._last_read: MessageType
-        """What came in as one frame, and what it said."""
+        """The last message that came in one frame, decoded."""
 
     def encode(self, message: MessageType, blob: bytes | None = None) -> Frames:
-        """Frames of `message`; raises the `ProtocolError` that the receiver would have raised."""
-        plain = type(message) in _PLAIN
+        """Frames of `message`. Raises the `ProtocolError` that the receiver would raise."""
+        unchecked = type(message) in _UNCHECKED
         try:
-            payload = _ENCODER.encode(message if plain else _cut_prose(message))
+            payload = _ENCODER.encode(message if unchecked else _cut_reasons(message))
         except (ValueError, OverflowError) as problem:  # a lone surrogate; an integer above 64 bits
             raise Malformed(f"{message.kind} cannot be encoded: {problem}") from problem
         frames = [self._header, payload] if blob is None else [self._header, payload, blob]
-        if not plain:
+        if not unchecked:
             self.decode(frames)
         return frames
 
     def decode(self, frames: Sequence[bytes]) -> tuple[MessageType, bytes | None]:
-        """The message in `frames` and its blob, if its type carries one."""
+        """Message in `frames`, and its blob if the type carries one. Raises `ProtocolError`."""
         if not 2 <= len(frames) <= 3:
             raise Malformed(f"{len(frames)} parts, expected a header, a payload and at most one blob")
         if frames[0] != self._header:
@@ -106,14 +106,14 @@ class MessageCodec(Generic[MessageType]):
         return message, blob
 
     def read(self, frames: Frames) -> tuple[MessageType, bytes | None]:
-        """The message that came in as `frames`. As `decode` of `unpack`, and most messages take a shorter way to it.
+        """Message received as `frames`: `decode` of `unpack`, with a faster path for messages in one frame.
 
-        Thousands of agents that serve the same version say the same heartbeat, byte for byte: it is decoded once.
+        Thousands of agents that serve one version send the same heartbeat, byte for byte: it is decoded once.
         """
         return (self.read_one(frames[0]), None) if len(frames) == 1 else self.decode(unpack(frames))
 
     def read_one(self, frame: bytes) -> MessageType:
-        """The same for a message that came in as one frame, as nearly all do: it can carry no blob."""
+        """Message received as one frame, without a blob, as nearly all are. Raises `ProtocolError`."""
         if frame == self._last_frame:
             return self._last_read
         if frame.startswith(self._header) and len(frame) <= self._most:
@@ -152,18 +152,18 @@ class MessageCodec(Generic[MessageType]):
 
 
 def pack(parts: Frames) -> Frames:
-    """What travels of a message: header and payload as one."""
+    """ZeroMQ frames of a message: header and payload joined."""
     return [parts[0] + parts[1], *parts[2:]] if len(parts) > 2 else [parts[0] + parts[1]]
 
 
 def unpack(frames: Frames) -> Frames:
-    """The parts of what came in, whatever it is; to be refused by `decode` if it is no message."""
+    """Parts of received frames, valid or not; `decode` refuses invalid ones."""
     first = frames[0]
     return [first[:_HEADER_BYTES], first[_HEADER_BYTES:], *frames[1:]]
 
 
 def clip(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
-    """`text`, cut in the middle if it is longer than a `Text` field may be: both ends usually tell the most."""
+    """`text`, cut in the middle to `limit` characters: its ends usually say the most."""
     if len(text) <= limit:
         return text
     mark = f" ... ({len(text) - limit} characters cut) ... "
@@ -172,7 +172,7 @@ def clip(text: str, limit: int = MAX_TEXT_CHARACTERS) -> str:
 
 
 def clip_each(text: str, count: int) -> str:
-    """`text`, so short that `count` like it fit into one message."""
+    """`text`, cut so that `count` texts of that length fit into one message."""
     room = MAX_REASONS_BYTES // max(1, count)
     if len(text) <= room // 4 or len(text.encode(errors="replace")) <= room:
         return clip(text)
@@ -180,8 +180,8 @@ def clip_each(text: str, count: int) -> str:
     return clip(text, most) if most > 80 else text[:most]
 
 
-def _cut_prose(message: MessageType) -> MessageType:
-    """`message` with reasons short enough to travel. Nothing but prose meant for people is ever cut."""
+def _cut_reasons(message: MessageType) -> MessageType:
+    """`message` with its reasons cut to the limits. Only text meant for people is ever cut."""
     reason: object = getattr(message, "reason", "")
     changes: dict[str, Any] = {}
     if isinstance(reason, str) and len(reason) > MAX_TEXT_CHARACTERS:
@@ -192,6 +192,6 @@ def _cut_prose(message: MessageType) -> MessageType:
 
 
 TO_COORDINATOR: Final[MessageCodec[ToCoordinator]] = MessageCodec(b">", ToCoordinator)
-"""What agents send."""
+"""Codec of messages from agents."""
 TO_AGENT: Final[MessageCodec[ToAgent]] = MessageCodec(b"<", ToAgent, MAX_ANSWER_BYTES)
-"""What the coordinator sends to one agent."""
+"""Codec of messages to one agent."""

@@ -1,4 +1,4 @@
-"""The words and numbers of the protocol: what agents may be, what engines hold, how things travel, fail and end."""
+"""Enumerations and limits of the protocol: roles, transports, health of engines, refusal codes, outcomes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 from typing import Final, Self
 
 PROTOCOL: Final = 3
-"""Raised when an older reader would misread a message. Travels in the first frame and in `Hello`."""
+"""Protocol number, raised when an older reader would misread a message. Sent in every header and in `Hello`."""
 
 MAX_PAGE_BYTES: Final = 512 * 1024
-"""The largest blob frame. A manifest of 20,000 tensors takes a handful; a round of an unchanged layout none."""
+"""Largest page of a blob. A manifest of 20,000 tensors takes a handful; a round of an unchanged layout none."""
 
 MAX_PAGES: Final = 4096
 
 
 class Role(enum.StrEnum):
-    """What an agent may do."""
+    """Role of an agent."""
 
     __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
 
@@ -32,10 +32,10 @@ _TRANSPORT_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 
 
 class TransportKind(enum.StrEnum):
-    """The name of a transport: how the tensors of one engine travel in a round.
+    """Name of a transport: how the tensors of one engine travel in a round.
 
-    The members are the built-in ones. Any other name of the pattern is a value too, equal to its string: a trainer and
-    its engines may have a transport that the coordinator does not know.
+    The members are the built-in transports. Any other name that matches the pattern is a value too, equal to its
+    string: a trainer and its engines may have a transport that the coordinator does not know.
     """
 
     __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
@@ -53,7 +53,7 @@ class TransportKind(enum.StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
-        """Of a transport that is not built in. Not remembered: no peer can fill memory with names."""
+        """A member for a transport that is not built in. Not cached, so that no peer can fill memory with names."""
         if not isinstance(value, str) or _TRANSPORT_NAME.fullmatch(value) is None:
             return None
         other = str.__new__(cls, value)
@@ -62,54 +62,54 @@ class TransportKind(enum.StrEnum):
 
 
 class PeerAccess(enum.StrEnum):
-    """How one GPU reaches the memory of another, as the driver says."""
+    """Access of one GPU to the memory of another, as reported by the driver."""
 
     NVLINK = "nvlink"
-    """It reads it directly, over NVLink."""
+    """Direct reads over NVLink."""
     P2P = "p2p"
-    """It reads it directly; by which way is not known."""
+    """Direct reads over an unknown link."""
     NONE = "none"
-    """Both are seen, and neither reads the other."""
+    """No direct reads, though both GPUs are visible."""
 
 
 class PauseMode(enum.StrEnum):
-    """What happens to requests that are generating when an engine pauses (SGLang's own words)."""
+    """Treatment of running requests when an engine pauses (SGLang's own words)."""
 
     ABORT = "abort"
-    """They end at once and return what they have."""
+    """Requests end at once and return the tokens they have."""
     RETRACT = "retract"
-    """They go back to the queue and are recomputed under the new weights."""
+    """Requests go back to the queue and are recomputed under the new weights."""
     IN_PLACE = "in_place"
-    """They freeze, keep their KV cache, and go on under the new weights."""
+    """Requests freeze, keep their KV cache, and go on under the new weights."""
 
 
 class StragglerPolicy(enum.StrEnum):
-    """What a round does about engines that are slower than others. control/machine/round.py carries it out."""
+    """Treatment of engines that are slower than others in a round (machine/round.py)."""
 
     WAIT_ALL = "wait-all"
-    """Every engine is waited for, up to the deadline of each step."""
+    """The round waits for every engine, up to the deadline of each step."""
     QUORUM = "quorum"
-    """Once `Policy.quorum` engines are through a step, the others have `Policy.slow_s` left."""
+    """Once `Policy.quorum` engines have finished a step, the others have `Policy.slow_s` left."""
     EVICT_AFTER = "evict-after"
     """An engine that takes longer than `Policy.slow_s` over a step is left out."""
 
 
 class EngineHealth(enum.StrEnum):
-    """What an engine agent says of the weights its server holds."""
+    """State of the weights in an engine's server, as its agent reports it."""
 
     CLEAN = "clean"
-    """All weights are one version, or the ones it was launched with."""
+    """All weights are of one committed version, or of the server's launch."""
     PENDING = "pending"
-    """Restarted or unknown: holds complete weights, but not a version that was verified here."""
+    """Complete weights of no committed version: verified but not committed, or unknown after a relaunch."""
     DIRTY = "dirty"
     """Some weights may be new and some old. Paused, and must not serve before a complete verified load."""
 
 
 class RefusalCode(enum.StrEnum):
-    """Why a request was refused. Each names what the caller can do about it."""
+    """Reason for a refusal, with the caller's remedy."""
 
     STALE_EPOCH = "stale_epoch"
-    """Somebody else has been granted the channel since. Acquire again."""
+    """A later epoch was granted in the channel. Acquire again."""
     LEASE_HELD = "lease_held"
     """Another trainer holds the channel. Retry after `retry_after_s`."""
     VERSION_NOT_NEWER = "version_not_newer"
@@ -133,7 +133,7 @@ class RefusalCode(enum.StrEnum):
     SHUTTING_DOWN = "shutting_down"
     """The coordinator is stopping. Retry after `retry_after_s`."""
     NOT_LEADER = "not_leader"
-    """This coordinator stands by. `Refused.leader` says who leads, if that is known."""
+    """This coordinator stands by. `Refused.leader` is the endpoint of the leader, if known."""
 
 
 class Step(enum.StrEnum):
@@ -148,7 +148,7 @@ class Step(enum.StrEnum):
 
 
 class Outcome(enum.StrEnum):
-    """How a round ended, for the round and for each engine in it."""
+    """Result of a round, for the round and for each engine in it."""
 
     COMMITTED = "committed"
     """The version is durable; the engine serves it, verified."""

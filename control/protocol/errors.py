@@ -1,24 +1,26 @@
-"""What can go wrong on the control side, by whose fault it is and what the caller can do.
+"""Errors of the control side, by origin and by the caller's remedy.
 
     WeightbusError
-        ConfigurationError        ours to fix before starting: the message says which setting and how
-        ProtocolError             the peer's fault: its message is refused, nothing changed
-            WrongProtocol         another protocol number: upgrade the older side
-            Oversize              a frame above its limit
-            UnknownMessage        a message type this side has never heard of, or not in this direction
-            Malformed             not a message at all, or one with values out of bounds
-            BlobMismatch          pages that do not add up to the digest they were asked under
-        RequestRefused            the coordinator answered no: `code` says what can be done
-        CoordinatorUnreachable    no answer in time: names the endpoint, how long was tried, what to check
-        NoTrainer                 a plan was asked for, and no trainer has joined yet
-        ClientClosed              the client was closed, or its thread died: make a new one
-        NotWanted                 whoever asked for a blob said that it is not needed any more
-        PeerKeyError              keys that cannot authenticate (missing, mismatched or readable by others)
-        JournalError              the journal cannot be read or written
-            JournalUnwritable     a write failed (disk full?): read-only until one succeeds
-            JournalCorrupt        what is in the file cannot be trusted: the coordinator does not start
-        InvariantBroken           our own bug: carries the recent story of the machine
-            IllegalMove           an event that this state does not know; the machine did not change
+        ConfigurationError          a setting to be fixed before the start: the message says which and how
+            PeerKeyError            keys that cannot authenticate (missing, mismatched or readable by others)
+        ProtocolError               a fault of the peer: its message is refused, nothing changed
+            WrongProtocol           another protocol number: upgrade the older side
+            Oversize                a frame above its limit
+            UnknownMessage          a message type unknown to this side, or not of this direction
+            Malformed               not a message at all, or one with values out of bounds
+            BlobMismatch            pages that do not hash to the digest under which they were requested
+        RequestRefused              the coordinator refused: `code` says what can be done
+        CoordinatorUnreachable      no answer in time: names the endpoint, the time waited and what to check
+        CoordinatorOnStandby        this coordinator does not lead, and has no channels to show
+        NoTrainer                   a plan was requested, and no trainer has joined yet
+        ClientClosed                the client was closed, or its thread died: make a new one
+        BlobCancelled               the caller cancelled its request for a blob
+        JournalError                the journal cannot be read or written
+            JournalUnwritable       a write failed (disk full?): read-only until one succeeds
+            VersionNotNewer         a shared store holds a version that its writer did not know of
+            JournalCorrupt          the file's content cannot be trusted: the coordinator does not start
+        InvariantBroken             a bug in weightbus: carries the machine's recent events
+            IllegalMove             an event that this state does not know; the machine did not change
 
 Errors carry their fields; messages say what was found, what was expected and what to do.
 """
@@ -37,7 +39,7 @@ class WeightbusError(Exception):
 
 
 class ConfigurationError(WeightbusError):
-    """What was configured cannot work. Nothing was started."""
+    """The configuration cannot work. Nothing was started."""
 
 
 class PeerKeyError(ConfigurationError):
@@ -50,11 +52,11 @@ class PeerKeyError(ConfigurationError):
         super().__init__(f"key file {path}: {problem}; {advice}")
 
 
-# -- the peer's fault ------------------------------------------------------------------------------------------------
+# -- faults of the peer ----------------------------------------------------------------------------------------------
 
 
 class ProtocolError(WeightbusError):
-    """The peer sent something that is not a message of this protocol."""
+    """The peer sent bytes that are not a message of this protocol."""
 
 
 class WrongProtocol(ProtocolError):
@@ -98,7 +100,7 @@ class BlobMismatch(ProtocolError):
         super().__init__(f"pages of blob {expected} hash to {found}: they changed on the way; ask again")
 
 
-# -- the coordinator's answer, or its silence ------------------------------------------------------------------------
+# -- refusals, or no answer ------------------------------------------------------------------------------------------
 
 
 class RequestRefused(WeightbusError):
@@ -119,7 +121,7 @@ _BUS_ADVICE: Final = (
 
 
 class CoordinatorUnreachable(WeightbusError):
-    """Nothing useful came back in time."""
+    """No useful answer came in time."""
 
     def __init__(self, endpoint: str, tried_s: float, waiting_for: str, found: str, advice: str = _BUS_ADVICE) -> None:
         self.endpoint = endpoint
@@ -132,19 +134,19 @@ class CoordinatorUnreachable(WeightbusError):
 
 
 class CoordinatorOnStandby(WeightbusError):
-    """This coordinator knows nothing of the channels: another one leads."""
+    """This coordinator stands by and has no channels: another one leads."""
 
     def __init__(self, leader: str, endpoint: str) -> None:
-        who = (
+        situation = (
             f"{leader!r} leads, with agents at {endpoint}: name its HTTP port with --url"
             if leader
             else "nobody leads yet"
         )
-        super().__init__(f"this coordinator stands by; {who}")
+        super().__init__(f"this coordinator stands by; {situation}")
 
 
 class NoTrainer(WeightbusError):
-    """Nobody has said yet what is to be sent, and from where."""
+    """No trainer has described yet what it sends, and from where."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -158,7 +160,7 @@ class ClientClosed(WeightbusError):
 
 
 class BlobCancelled(WeightbusError):
-    """A blob was given up on before it was there, because whoever asked for it said so."""
+    """The caller cancelled its request for a blob before all pages had arrived."""
 
     def __init__(self, digest: str, pages: int) -> None:
         self.digest = digest
@@ -180,32 +182,32 @@ class JournalError(WeightbusError):
 
 
 class JournalUnwritable(JournalError):
-    """A write failed. What was durable stays readable; nothing new may be promised."""
+    """A write failed. Durable records stay readable; nothing new may be promised."""
 
 
 class VersionNotNewer(JournalError):
-    """The store holds a version that its writer did not know of, and takes none that is not newer: it took nothing."""
+    """The store holds a version that its writer did not know of, and took none that is not newer."""
 
 
 class JournalCorrupt(JournalError):
-    """The file does not hold what was written to it."""
+    """The content of the file is not what was written to it."""
 
 
-# -- our own bugs ----------------------------------------------------------------------------------------------------
+# -- bugs in weightbus -----------------------------------------------------------------------------------------------
 
 
 class InvariantBroken(WeightbusError):
-    """A promise that the code makes to itself does not hold."""
+    """An invariant of the code does not hold."""
 
     def __init__(self, what: str, story: Sequence[object] = ()) -> None:
-        """`story` is what happened lately; its text is made here, where somebody reads it."""
+        """`story`: recent events, rendered only here because most are never read."""
         self.what = what
         self.story = tuple(map(str, story))
         super().__init__("\n  ".join([what, *(("recently:",) if story else ()), *self.story]))
 
 
 class IllegalMove(InvariantBroken):
-    """An event that the machine's state does not allow. It raised and changed nothing."""
+    """An event that the machine's state does not allow. The machine did not change."""
 
     def __init__(self, machine: str, state: str, event: str, story: Sequence[object] = ()) -> None:
         self.machine = machine

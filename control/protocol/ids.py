@@ -1,7 +1,7 @@
-"""The identifiers that travel on the control plane, one name per idea.
+"""Identifiers of the control plane, and the bounds of their values.
 
-They are `NewType`s over plain values so that a `Version` is never passed where an `Epoch` is meant; msgspec
-encodes them as the value below. Bounds are declared once, here, and hold on every message that carries the field.
+They are `NewType`s so that a `Version` is never passed where an `Epoch` is meant; msgspec encodes the value below.
+Bounds are declared once, here, and hold for every message that carries the field.
 """
 
 from typing import Annotated, Final, NewType
@@ -15,40 +15,40 @@ Channel = NewType("Channel", str)
 """One model being synchronized: its lease, its versions and its engines."""
 
 Version = NewType("Version", int)
-"""What the trainer calls a state of the weights. Grows with every commit of a channel; never goes back."""
+"""The trainer's number of a state of the weights. Grows with every commit of a channel, except for a rollback."""
 
 Epoch = NewType("Epoch", int)
-"""The fencing number of a channel. Every grant and every re-drive takes a new one; a lower one is refused."""
+"""Fencing token of a channel. Every grant and every retry takes a new one; receivers refuse a lower one."""
 
 Incarnation = NewType("Incarnation", str)
-"""One life of an agent process. A message of an earlier incarnation changes nothing."""
+"""Process generation of an agent. A message of an earlier one changes nothing."""
 
 RequestId = NewType("RequestId", str)
-"""The idempotency key of one request: the same key always gets the same answer."""
+"""Idempotency key of a request: the same key always gets the same answer."""
 
 Digest = NewType("Digest", str)
 """Lower-case hexadecimal SHA-256 of a blob (a manifest, a digest table)."""
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
-"""What an agent or a channel may be called: safe in file names, metric labels and log lines."""
+"""Names of agents and channels: safe in file names, metric labels and log lines."""
 
 MAX_VERSION: Final = 2**53
-"""Whole numbers up to here are the same in every language that reads our JSON."""
+"""Integers up to here are exact in every language that reads the JSON documents."""
 
 AgentName = Annotated[AgentId, msgspec.Meta(pattern=NAME_PATTERN)]
 ChannelName = Annotated[Channel, msgspec.Meta(pattern=NAME_PATTERN)]
 JoinedChannel = Annotated[Channel, msgspec.Meta(min_length=1, max_length=64)]
-"""The channel that its agent joined. Compared with that one, whose name was looked at: thousands of answers need not
-pass through the pattern again."""
+"""Channel of an engine's answer. Compared with the channel that the agent joined, whose name matched the pattern, so
+that thousands of answers need not pass through the pattern again."""
 VersionNumber = Annotated[Version, msgspec.Meta(ge=0, le=MAX_VERSION)]
 EpochNumber = Annotated[Epoch, msgspec.Meta(ge=0, le=2**53)]
 IncarnationId = Annotated[Incarnation, msgspec.Meta(min_length=1, max_length=64)]
 RequestKey = Annotated[RequestId, msgspec.Meta(min_length=1, max_length=96)]
 BlobDigest = Annotated[Digest, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 TableDigest = Annotated[Digest, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
-"""Of a version's digest table. Empty while the table is open: what it will be follows (messages.py)."""
+"""Digest of a version's digest table. Empty while the digests are deferred (PROTOCOL.md)."""
 Text = Annotated[str, msgspec.Meta(max_length=2048)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 ParallelSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
-"""Of a server. A group of as many engines as there may be still counts its ranks in what can be sent."""
+"""Parallel size of a server, bounded so that the rank numbers of a group of all engines fit into a message."""

@@ -1,4 +1,4 @@
-"""What messages are made of: their two roots, and the structures inside them."""
+"""The base classes of messages, and the structures inside messages."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from .signatures import Signature
 class Message(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="type"
 ):
-    """Root of every message. Each names its tag itself: a class may be renamed, what travels may not."""
+    """Base of every message. Each subclass names its tag, so that renaming a class changes nothing on the wire."""
 
     @property
     def kind(self) -> str:
-        """The tag it travels with; logs and errors name a message by it."""
+        """Tag of the message on the wire, used in logs and errors."""
         return str(self.__struct_config__.tag)
 
 
 class Fragment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Root of structures that travel inside messages."""
+    """Base of structures inside messages."""
 
 
 class HeldVersion(Fragment, frozen=True):
-    """A version an engine holds, complete and verified."""
+    """A version that an engine holds, complete and verified."""
 
     version: VersionNumber
     manifest: BlobDigest
     table: BlobDigest
-    """Digest table of that version: two engines that hold the same table hold the same bits."""
+    """Digest of the version's digest table: engines with the same table hold the same bits."""
 
 
 class EngineInfo(Fragment, frozen=True):
-    """What an engine agent read from its server. Fixed for an incarnation, but for `health`, `held` and `lent`."""
+    """Facts of an engine's server. Fixed for a process generation, except `health`, `held` and `lent`."""
 
     url: Text
-    """Where clients reach the server. Readers of the ready list send their requests there."""
+    """URL at which clients reach the server; readers of the ready list send requests there."""
     server_version: Text
     tp: ParallelSize
     pp: ParallelSize
@@ -53,111 +53,108 @@ class EngineInfo(Fragment, frozen=True):
     device: Text
     """``cpu`` or ``cuda``."""
     host: Text
-    """Identity of the machine (boot id), so that two agents can tell whether they share memory."""
+    """Identity of the host (boot id): equal for agents that can share memory."""
     transports: tuple[TransportKind, ...]
     live_digest: Text = ""
-    """Algorithm by which the server reports the digest of its live parameters; empty when it cannot."""
+    """Algorithm of the server's digest of its live parameters; empty if the server has none."""
     health: EngineHealth = EngineHealth.CLEAN
     held: HeldVersion | None = None
     lent: bool = False
-    """The server has given its weights' memory back."""
+    """True while the server's weight memory is released (SGLang's ``release_memory_occupation``)."""
 
 
 class TrainerInfo(Fragment, frozen=True):
-    """What a trainer's leader says of its group."""
+    """Facts of a trainer, reported by its rank 0."""
 
     host: Text
     device: Text
     ranks: Count
     transports: tuple[TransportKind, ...]
-    """In order of preference."""
+    """Transports in order of preference."""
 
 
 class ProcessLocation(Fragment, frozen=True):
-    """Where one process keeps weights: a rank of a trainer, or a worker of a server."""
+    """Location of one process with weights: a rank of a trainer, or a worker of a server."""
 
     rank: Count
     host: Text
     device: Text
-    """uuid of its GPU; ``cpu`` where it has none."""
+    """UUID of the process's GPU; ``cpu`` without one."""
     reach: dict[str, PeerAccess] | None = None
-    """To the other GPUs that the process sees, by uuid. Null: nobody could ask its driver."""
+    """Access to the other visible GPUs, by UUID. Null: the driver could not be queried."""
     seat: Text = ""
-    """By which a group over NCCL knows its GPU; empty: by its uuid."""
+    """Identity of the GPU within an NCCL group; empty: its UUID."""
 
 
 class NetworkInterface(Fragment, frozen=True):
-    """A network interface by which others may come."""
+    """Network interface of an agent's host."""
 
     name: Text
     addresses: tuple[Text, ...]
     mbps: Count = 0
-    """Megabits a second, as its driver says; 0 where that is not known."""
+    """Speed in megabits a second, as the driver reports it; 0: not known."""
 
 
 class MissingTransport(Fragment, frozen=True):
-    """Why an agent does not offer a transport."""
+    """Reason why an agent does not offer a transport."""
 
     found: Text
     needed: Text = ""
-    """What would change that; empty where nothing would."""
+    """Change that would make the transport possible; empty if there is none."""
 
 
 class PublicationSignature(Fragment, frozen=True):
-    """Who says that a version is to be published, and after which.
-
-    signed_publications.py says what exactly is signed.
-    """
+    """A trainer's signature of a publication (security/signed_publications.py names the signed fields)."""
 
     signer: AgentName
     previous: HeldVersion | None
-    """What was committed when the lease was granted: the link before this one in the channel's chain."""
+    """Version committed when the lease was granted: the previous link of the channel's hash chain."""
     signature: Signature
     """Ed25519, in hexadecimal."""
 
 
 class Policy(Fragment, frozen=True):
-    """How one round treats its engines. The trainer states it; the coordinator carries it out."""
+    """Policy of one round, set by the trainer and carried out by the coordinator."""
 
     pause: PauseMode = PauseMode.RETRACT
     flush: bool = True
-    """Drop the KV and prefix caches before resuming. Must be off with `PauseMode.IN_PLACE`."""
+    """True: drop the KV and prefix caches before resuming. Must be false with `PauseMode.IN_PLACE`."""
     min_engines: Count = 0
-    """Abort unless at least this many engines reach the verified state; 0 means at least one if any joined."""
+    """Least number of verified engines for a commit; 0: one, if any engine joined."""
     redrives: Count = 1
-    """How often each engine that failed in the transfer is sent everything again within the round.
+    """Retries of the transfer for each engine within the round.
 
-    An attempt over a collective transport that another engine's failure ended before anything was sent does not count.
+    An attempt over a collective transport that another engine's failure ended before any byte was sent does not count.
     """
     transfer_timeout_s: Seconds = 600.0
     slow: StragglerPolicy = StragglerPolicy.WAIT_ALL
     quorum: Count = 0
-    """For `StragglerPolicy.QUORUM`; 0 means one."""
+    """Number of engines for `StragglerPolicy.QUORUM`; 0: one."""
     slow_s: Seconds = 30.0
-    """For `StragglerPolicy.QUORUM` and `StragglerPolicy.EVICT_AFTER`."""
+    """Seconds for `StragglerPolicy.QUORUM` and `StragglerPolicy.EVICT_AFTER`."""
     max_paused: Count = 0
-    """At most so many engines stand still at a time: the others take the version after them. 0: all at once.
+    """Most engines paused at a time (rolling round: the others follow in waves). 0: all at once.
 
-    Who does not come back from it counts too: when so many have not, the round stops.
+    An engine that does not serve again counts as paused; when all places are taken by such engines, the round stops.
     """
     max_lag: Count = 0
-    """Versions that an engine which a round left behind may be behind the committed one and still get requests."""
+    """Versions by which a stale engine may be behind the committed one and still be listed as ready."""
 
 
 class ReceivingEngine(Fragment, frozen=True):
-    """One engine that takes part in a transfer, and how its tensors travel."""
+    """One engine of a transfer, and its transport."""
 
     engine: AgentName
     transport: TransportKind
     tp: Count
     url: Text = ""
     shares: bool = False
-    """A worker of it is on a GPU of the trainer's: it would wait there for what is still made, and cannot be in one
-    group with that rank. Said where the table is open, and of those that are broadcast to."""
+    """True if a worker is on a GPU of the trainer: a copy would wait there for digests that are still computed, and the
+    worker cannot be in one NCCL group with that rank. Set for deferred digests and for `distributed`."""
 
 
 class Endpoint(Fragment, frozen=True):
-    """Where one transport's tensors can be had in one epoch. Only the data plane reads `address`."""
+    """Endpoint of one transport in one epoch. Only the data plane reads `address`."""
 
     transport: TransportKind
     address: Text
@@ -171,11 +168,11 @@ class Endpoint(Fragment, frozen=True):
     token: Text = ""
     """Sends, distributed: a secret of this epoch, by which the two sides know each other. Never logged."""
     signature: Signature | None = None
-    """By whoever signed the publication, where keys are used: that nobody sends engines elsewhere for their bytes."""
+    """Signature of the publication's signer, where keys are used: engines cannot be redirected to another source."""
 
 
 class EngineReport(Fragment, frozen=True):
-    """What became of one engine in a round."""
+    """Result of one engine in a round."""
 
     engine: AgentName
     outcome: Outcome
@@ -184,7 +181,7 @@ class EngineReport(Fragment, frozen=True):
     bytes: Count = 0
     buckets: Count = 0
     seconds: dict[str, Seconds] = {}
-    """By phase: prepare, pause, transfer, verify, resume; and ``paused``, from pause to resume."""
+    """Seconds by phase: prepare, pause, transfer, verify, resume; and ``paused``, from pause to resume."""
     verified_by: Text = ""
-    """``live-digest``: read back from the server's parameters. ``bucket-digest``: checked before the load. Or empty."""
+    """``live-digest``: read back from the server's parameters. ``bucket-digest``: checked before the load."""
     reason: Text = ""

@@ -1,15 +1,14 @@
-"""Every message of the control plane: who sends it, what its fields mean, in which units.
+"""Every message of the control plane, with its sender, its answer, and the meaning and unit of its fields.
 
 A message is one frame: a header of four bytes, then msgpack, a map tagged by ``type``; a blob (a page of a manifest or
 of a digest table) is a second frame. Unknown tags, unknown fields and values out of bounds are refused by the codec.
 
-Within one `PROTOCOL` fields are only added, each with a default that means "as before", and a default never changes. A
-field that has its default is not sent. So an older reader understands everything that it could be asked before, and
-refuses what it is asked in a field that it does not know, rather than do the rest of it. Anything else raises
+Within one `PROTOCOL` number fields are only added, each with a default that means "as before", and a default never
+changes. A field with its default is not sent. So an older reader understands every message without new fields, and
+refuses a message with an unknown field as a whole instead of carrying out a part of it. Any other change raises
 `PROTOCOL`.
 
-This is the door: they stand in messages.py and messages.py, the structures inside them in message_fields.py, the
-words in enums.py, and are imported from here.
+The structures inside messages are in message_fields.py, the enumerations in enums.py.
 
 The exchange of one round::
 
@@ -19,12 +18,12 @@ The exchange of one round::
       PutBlob (manifest, digests; only what is not cached) ->
       Publish(epoch, version) -->   PREPARING   Prepare  -------->
                                                 <-----  Prepared / Failed
-      <-------------------  Send    OFFERING    (who takes part, by which transport)
+      <-------------------  Send    OFFERING    (the receiving engines and their transports)
       Offered  ----------------->   PAUSING     Pause, Transfer(offer) ->
                                                 <-----  Paused / Failed
                                     TRANSFERRING
          ... tensors travel on the data plane, never here ...
-      <---------------  Withdraw   (only if an engine drops out: who is not to be waited for)
+      <---------------  Withdraw   (only if an engine drops out: do not wait for it)
       Sent     ----------------->               <-----  Transferred / Failed
                                     VERIFYING   <-----  Verified / Failed
                                     COMMITTING  (journal, fsync)
@@ -32,10 +31,10 @@ The exchange of one round::
                                                 <-----  Serving
       <--------------  RoundDone
 
-**Open tables.** Where every engine takes the ranks' memory by itself (``direct``), a trainer may announce a version
-before it has digested it: `Publish`, `Prepare` and `Transfer` leave their table open (empty), and the table follows, to
-the engines over the transport, to the coordinator (`PutBlob`) at the same time, and `Sent` names it. Nothing is proven
-and nothing committed without it.
+**Deferred digests.** Where every engine reads the ranks' memory itself (``direct``), a trainer may announce a version
+before it has computed its digests: the `table` of `Publish`, `Prepare` and `Transfer` is empty. The digest table
+follows: to the engines over the transport, and at the same time to the coordinator (`PutBlob`); `Sent` names it.
+Without it no version is verified or committed.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ from .message_fields import (
 
 
 class Hello(Message, frozen=True, tag="Hello"):
-    """First message of every connection, sent again after every reconnect. Answered by `Welcome` or `Refused`."""
+    """First message of a connection, repeated after every reconnect. Answered by `Welcome` or `Refused`."""
 
     request: RequestKey
     agent: AgentName
@@ -99,52 +98,52 @@ class Hello(Message, frozen=True, tag="Hello"):
 
 
 class Heartbeat(Message, frozen=True, tag="Heartbeat"):
-    """The application is alive (ZeroMQ's own heartbeats only prove that its I/O thread is). Answered by `Alive`."""
+    """The agent is alive (ZeroMQ's own heartbeats prove only that its I/O thread is). Answered by `Alive`."""
 
     seq: Count
-    """0: no answer is wanted."""
+    """Sequence number; 0: no answer is requested."""
     epoch: EpochNumber = 0  # type: ignore[assignment]  # a plain default for "no epoch seen"
     health: EngineHealth | None = None
     held: HeldVersion | None = None
     lent: bool = False
-    """The server has given its weights' memory back."""
+    """As in `EngineInfo`."""
 
 
 class Topology(Message, frozen=True, tag="Topology"):
-    """Where a trainer or an engine is, and what reaches it there. Said after every `Welcome`, and when it changed.
+    """Location and reachability of a trainer or an engine. Sent after every `Welcome`, and after a change.
 
     Answered by `Ack`. A coordinator that does not know this message refuses it, and decides by `Hello` alone; one that
-    does not know `awaits_tables` is told the rest. What is not known is left out, never guessed.
+    does not know `awaits_tables` gets the message without it. Unknown facts are left out, never guessed.
     """
 
     request: RequestKey
     network: Text = ""
-    """Identity of its network namespace: whoever has the same one shares its loopback."""
+    """Identity of the network namespace: processes with the same one share a loopback."""
     files: Text = ""
-    """Identity of its mount namespace: whoever has the same one finds a socket under the same path."""
+    """Identity of the mount namespace: processes with the same one find a socket under the same path."""
     folder: Text = ""
-    """Identity of the folder in which its sockets lie: other mount namespaces of the host may see it too."""
+    """Identity of the folder of the agent's sockets: other mount namespaces of the host may see it too."""
     address: Text = ""
-    """Where engines are told to come to (trainers)."""
+    """Address at which engines connect (trainers only)."""
     places: tuple[ProcessLocation, ...] = ()
-    """By rank; the first one is the root of a trainer."""
+    """Locations by rank; a trainer's first one is rank 0."""
     nics: tuple[NetworkInterface, ...] = ()
     lacking: dict[TransportKind, MissingTransport] = {}  # noqa: RUF012  # msgspec gives each its own
-    """Transports that it does not offer."""
+    """Transports that the agent does not offer, with the reason."""
     takes: dict[TransportKind, Count] = {}  # noqa: RUF012  # msgspec gives each its own
-    """Bytes of a version that the worker with most of them takes, of transports by which one came (engines)."""
+    """Bytes of a version that the worker with the most received, by transport used so far (engines only)."""
     awaits_tables: bool = False
-    """It knows versions whose digest table follows: it may announce one (trainers), or be told of one (engines)."""
+    """True if the agent supports deferred digests."""
 
 
 class Bye(Message, frozen=True, tag="Bye"):
-    """The agent leaves on purpose. Not answered."""
+    """The agent leaves on purpose. No answer."""
 
     reason: Text = ""
 
 
 class GetBlob(Message, frozen=True, tag="GetBlob"):
-    """Ask for one page of a blob. Answered by `BlobPage` with a blob frame, or `Refused`."""
+    """Request one page of a blob. Answered by `BlobPage` with a blob frame, or `Refused`."""
 
     request: RequestKey
     digest: BlobDigest
@@ -152,7 +151,7 @@ class GetBlob(Message, frozen=True, tag="GetBlob"):
 
 
 class GetStatus(Message, frozen=True, tag="GetStatus"):
-    """Ask for the status document. Answered by `Status` with a JSON blob frame."""
+    """Request the status document. Answered by `Status` with a JSON blob frame."""
 
     request: RequestKey
 
@@ -167,7 +166,7 @@ class Acquire(Message, frozen=True, tag="Acquire"):
     channel: ChannelName
     version: VersionNumber
     rollback: bool = False
-    """The channel is to go back: `version` may be the committed one or below. Without it that is refused."""
+    """True: the channel may go back, to a `version` at or below the committed one. Otherwise that is refused."""
 
 
 class Release(Message, frozen=True, tag="Release"):
@@ -188,7 +187,7 @@ class PutBlob(Message, frozen=True, tag="PutBlob"):
 
 
 class Publish(Message, frozen=True, kw_only=True, tag="Publish"):
-    """Start the round. What it names must have been put. Answered by `Ack` or `Refused`, later by `RoundDone`."""
+    """Start a round. Its blobs must have been put. Answered by `Ack` or `Refused`, later by `RoundDone`."""
 
     request: RequestKey
     channel: ChannelName
@@ -196,51 +195,51 @@ class Publish(Message, frozen=True, kw_only=True, tag="Publish"):
     version: VersionNumber
     manifest: BlobDigest
     table: TableDigest = Digest("")
-    """Left open where the table follows, as `Granted` must allow: the trainer still digests, and says it in `Sent`.
-    Engines get it over the transport, before they have proven anything."""
+    """Empty for deferred digests, which `Granted` must have allowed: `Sent` names the table, and engines get it over
+    the transport, before they have verified the version."""
     bytes: Count
     buckets: Count
     policy: Policy = Policy()
     mode: Text = "live"
-    """``live``: the trainer stands still until the round is over; ``snapshot``: it trains on. Shown in the status."""
+    """``live``: training is stalled until the round is over; ``snapshot``: it continues. Shown in the status."""
     rollback: bool = False
-    """As in the `Acquire` of this lease; without that it is refused."""
+    """As in the `Acquire` of this lease; refused otherwise."""
     catch_up: bool = False
-    """For engines that are behind: `version` and `table` are the committed ones, and only those take part that do not
-    hold them. Everybody else goes on as if nothing was."""
+    """True: a resync of stale engines. `version` and `table` are the committed ones; only engines that do not hold them
+    take part, and all others continue undisturbed."""
     stood_s: Seconds = 0.0
-    """How long training stood still since its last publication, because engines were too far behind. A metric."""
+    """Seconds for which training was stalled since its last publication because engines were too stale. A metric."""
     publication_signature: PublicationSignature | None = msgspec.field(default=None, name="seal")
-    """Null where no keys are used. Carried on in `Prepare`, as it is."""
+    """Null where no keys are used. Copied into `Prepare`."""
 
 
 class Offered(Message, frozen=True, tag="Offered"):
-    """The tensors of `epoch` can be had: the trainer's half of every transport stands. Answered by `Ack`."""
+    """The trainer's half of every transport of `epoch` is open. Answered by `Ack`."""
 
     request: RequestKey
     channel: ChannelName
     epoch: EpochNumber
     offers: tuple[Endpoint, ...]
     failed: dict[str, Text] = {}  # noqa: RUF012  # msgspec gives each its own
-    """Engines whose transport could not be opened, with the reason: nothing is offered to them."""
+    """Engines whose transport could not be opened, with the reason."""
 
 
 class Sent(Message, frozen=True, tag="Sent"):
-    """The trainer's half of the transfer of `epoch` is over. Answered by `Ack`."""
+    """The trainer's half of the transfer of `epoch` has ended. Answered by `Ack`."""
 
     request: RequestKey
     channel: ChannelName
     epoch: EpochNumber
     failed: dict[str, Text] = {}  # noqa: RUF012  # msgspec gives each its own
-    """Engines the trainer could not serve, with the reason. All others took every bucket."""
+    """Engines that the trainer could not serve, with the reason. All others received every bucket."""
     table: TableDigest = Digest("")
-    """Of a version whose `Publish` left it open: must have been put, and is the same in every `Sent` of a round."""
+    """Digest table of a version with deferred digests: must have been put, the same in every `Sent` of a round."""
     spared: tuple[AgentName, ...] = ()
-    """Those of `failed` to which nothing was sent, only because another one failed: they are not at fault."""
+    """Engines of `failed` to which nothing was sent only because another engine failed: not at fault."""
 
 
 class Abandon(Message, frozen=True, tag="Abandon"):
-    """The trainer cannot go on with its round. Answered by `Ack`, then `RoundDone`."""
+    """The trainer gives its round up. Answered by `Ack`, then `RoundDone`."""
 
     request: RequestKey
     channel: ChannelName
@@ -252,7 +251,7 @@ class Abandon(Message, frozen=True, tag="Abandon"):
 
 
 class Prepared(Message, frozen=True, tag="Prepared"):
-    """The manifest fits the server: names, shapes, dtypes, alignment, payload count. Nothing was changed yet."""
+    """The manifest fits the server: names, shapes, dtypes, alignment, payload count. Weights are unchanged."""
 
     request: RequestKey
     channel: JoinedChannel
@@ -281,9 +280,9 @@ class Transferred(Message, frozen=True, tag="Transferred"):
 
 
 class Verified(Message, frozen=True, tag="Verified"):
-    """The server's weights are those of `table`. Still paused, still labeled with the old version.
+    """The server's weights match `table`. The server is still paused and labeled with the old version.
 
-    Where the command left the table open, it is the one that the trainer gave over the transport.
+    With deferred digests `table` is the one that the trainer sent over the transport.
     """
 
     request: RequestKey
@@ -307,7 +306,7 @@ class Serving(Message, frozen=True, tag="Serving"):
 
 
 class Failed(Message, frozen=True, tag="Failed"):
-    """A step went wrong. `health` says what the server holds now: CLEAN engines resume, DIRTY ones are quarantined."""
+    """A step failed. `health` is the state of the weights now: CLEAN engines resume, DIRTY ones are quarantined."""
 
     request: RequestKey
     channel: JoinedChannel
@@ -331,7 +330,7 @@ class Welcome(Message, frozen=True, tag="Welcome"):
     committed: HeldVersion | None
     heartbeat_s: Seconds
     silence_s: Seconds
-    """After this long without a message the other side is taken for dead."""
+    """Seconds without a message after which either side counts as lost."""
 
 
 class Alive(Message, frozen=True, tag="Alive"):
@@ -340,13 +339,13 @@ class Alive(Message, frozen=True, tag="Alive"):
     seq: Count
     boot: Count
     committed: VersionNumber | None = None
-    """Of the agent's channel, now: an engine that a round has left behind learns it from here."""
+    """Committed version of the agent's channel, by which an engine learns that it is stale."""
     max_lag: Count = 0
-    """Versions that an engine may be behind that and still be ready."""
+    """Versions by which an engine may be behind the committed one and still be ready."""
 
 
 class Ack(Message, frozen=True, tag="Ack"):
-    """The request was carried out and, where it had to be, made durable first."""
+    """The request was carried out and, where necessary, made durable before."""
 
     request: RequestKey
 
@@ -357,14 +356,14 @@ class Refused(Message, frozen=True, tag="Refused"):
     request: RequestKey
     code: RefusalCode
     reason: Text
-    """What was found, what was expected, what to do."""
+    """Found, expected, and what to do."""
     retry_after_s: Seconds = 0.0
     leader: Text = ""
-    """Endpoint of the coordinator that leads. An agent goes there only if it was told of it by its own settings too."""
+    """Endpoint of the leader. An agent goes there only if its own settings name that endpoint too."""
 
 
 class BlobPage(Message, frozen=True, tag="BlobPage"):
-    """One page, in the blob frame."""
+    """One page of a blob, in the blob frame."""
 
     request: RequestKey
     digest: BlobDigest
@@ -382,7 +381,7 @@ class Status(Message, frozen=True, tag="Status"):
 
 
 class Granted(Message, frozen=True, tag="Granted"):
-    """The lease is the caller's until it is silent for `lease_s`, the round ends or it releases."""
+    """The caller holds the lease until it is silent for `lease_s`, the round ends, or it releases the lease."""
 
     request: RequestKey
     channel: ChannelName
@@ -391,16 +390,16 @@ class Granted(Message, frozen=True, tag="Granted"):
     committed: HeldVersion | None
     engines: dict[str, EngineInfo]
     routes: dict[str, TransportKind] = {}  # noqa: RUF012  # msgspec gives each its own
-    """By which transport each engine would take a live version now. Only for trainers that told their `Topology`."""
+    """Transport of each engine for a live version now. Empty for trainers that sent no `Topology`."""
     may_leave_open: bool = False
-    """The digest table of a live version may follow: trainer and engines said that they know how (`awaits_tables`),
-    and all of them would take it by `direct`."""
+    """True if a live version may have deferred digests: trainer and engines support them (`awaits_tables`), and all
+    engines would take the version by `direct`."""
 
 
 class Send(Message, frozen=True, tag="Send"):
-    """Open the transports for these receivers, which still serve, under `epoch` and answer `Offered`; then send.
+    """Open the transports for these receivers, which still serve, under `epoch`; answer `Offered`; then send.
 
-    A second `Send` of a round carries a new epoch and the engines that need everything again.
+    A further `Send` of a round has a new epoch, and names the engines of a retry or of the next wave.
     """
 
     channel: ChannelName
@@ -411,16 +410,16 @@ class Send(Message, frozen=True, tag="Send"):
 
 
 class Withdraw(Message, frozen=True, tag="Withdraw"):
-    """These receivers of the `Send` of `epoch` are out of it: wait for them no longer. Answered by `Sent`.
+    """These receivers of the `Send` of `epoch` have dropped out: do not wait for them. Answered by `Sent`.
 
-    Names all that are out so far, so that a later one replaces an earlier one. Those that have confirmed every bucket
-    to the trainer are served, whatever became of them afterwards.
+    Names all that have dropped out so far, so that a later message replaces an earlier one. A receiver that has
+    confirmed every bucket to the trainer counts as served, even if it failed afterwards.
     """
 
     channel: ChannelName
     epoch: EpochNumber
     engines: dict[str, Text]
-    """With the reason."""
+    """Engines with the reason."""
 
 
 class RoundDone(Message, frozen=True, tag="RoundDone"):
@@ -433,7 +432,7 @@ class RoundDone(Message, frozen=True, tag="RoundDone"):
     reason: Text
     engines: tuple[EngineReport, ...]
     seconds: dict[str, Seconds]
-    """By phase: prepare, pause, transfer, verify, commit, resume, total."""
+    """Seconds by phase: prepare, pause, transfer, verify, commit, resume, total."""
 
 
 # -- coordinator -> engine agent (each repeated until its answer arrives) --------------------------------------------
@@ -447,18 +446,18 @@ class Prepare(Message, frozen=True, kw_only=True, tag="Prepare"):
     version: VersionNumber
     manifest: BlobDigest
     table: TableDigest = Digest("")
-    """As in the `Publish`: left open where it follows."""
+    """As in `Publish`: empty for deferred digests."""
     transport: TransportKind
     policy: Policy
     deadline_s: Seconds
     rollback: bool = False
-    """The channel goes back: this version may be at or below the one that is served."""
+    """True: the channel goes back, and this version may be at or below the served one."""
     publication_signature: PublicationSignature | None = msgspec.field(default=None, name="seal")
-    """The trainer's, of the `Publish` that began the round: its epoch, version, manifest and table are signed."""
+    """Copied from the `Publish` that began the round: epoch, version, manifest and table are signed."""
 
 
 class Pause(Message, frozen=True, tag="Pause"):
-    """Stop generating. Answered by `Paused` or `Failed`. Without news for `lease_s` a CLEAN engine resumes."""
+    """Stop generating. Answered by `Paused` or `Failed`. After `lease_s` without a message a CLEAN engine resumes."""
 
     channel: ChannelName
     epoch: EpochNumber
@@ -468,17 +467,17 @@ class Pause(Message, frozen=True, tag="Pause"):
 
 
 class Transfer(Message, frozen=True, kw_only=True, tag="Transfer"):
-    """Take the tensors from `offer`, once paused. Answered by `Transferred` then `Verified`, or `Failed`."""
+    """Load the tensors from `offer`, once paused. Answered by `Transferred` and then `Verified`, or by `Failed`."""
 
     channel: ChannelName
     epoch: EpochNumber
     version: VersionNumber
     manifest: BlobDigest
     table: TableDigest = Digest("")
-    """As in the `Prepare`. Left open, the sender gives it, with the trainer's signature, and it is believed by that."""
+    """As in `Prepare`. Deferred, it comes over the transport and is verified by the trainer's signature."""
     offer: Endpoint
     rank_offset: Count
-    """Distributed: the collective rank of this engine's first worker."""
+    """Rank of this engine's first worker in the collective group (`distributed`)."""
     deadline_s: Seconds
 
 
@@ -494,7 +493,7 @@ class Commit(Message, frozen=True, tag="Commit"):
 
 
 class Abort(Message, frozen=True, tag="Abort"):
-    """Stop what `epoch` began. A CLEAN engine resumes and says `Serving`; a DIRTY one stays paused, says `Failed`."""
+    """Stop the work of `epoch`. A CLEAN engine resumes and answers `Serving`; a DIRTY one stays paused: `Failed`."""
 
     channel: ChannelName
     epoch: EpochNumber
@@ -507,7 +506,7 @@ TrainerMessage = Acquire | Release | PutBlob | Publish | Offered | Sent | Abando
 EngineMessage = Prepared | Paused | Transferred | Verified | Serving | Failed
 ToCoordinator = AnyAgentMessage | TrainerMessage | EngineMessage
 Request = Hello | Topology | GetBlob | GetStatus | TrainerMessage | EngineMessage
-"""What is answered, or acknowledged, under its key."""
+"""Messages with a request key, under which they are answered."""
 
 ToAnyAgent = Welcome | Alive | Ack | Refused | BlobPage | Status
 ToTrainer = Granted | Send | Withdraw | RoundDone

@@ -1,4 +1,4 @@
-"""The allow-list: one file that says who may connect, as what, and in which channels.
+"""The allow-list: one file that names the agents that may connect, in which role, and in which channels.
 
 ``trust.toml`` in the folder of keys, written by ``weightbus trust``, may also be edited by hand::
 
@@ -8,9 +8,10 @@
     key = "..."                 # both keys of e0.pub: with this one it connects,
     signing_key = "..."         # with this one it would sign what it publishes
 
-It holds public keys only, so it may be read by anybody; who can write it decides who may publish, so it is refused
-when others can. The coordinator looks at it four times a second; engine agents, who need it to know the trainers whose
-versions they may load, whenever one is offered. Whatever is wrong with it, nobody is trusted until it is right again.
+The file holds public keys only, so it may be readable by all. Write access to it decides which trainer may publish, so
+a file that other users can write is refused. The coordinator looks at it four times a second; an engine agent, which
+knows by it the trainers whose versions it may load, at every publication. While the file is invalid, no agent is
+trusted.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from ..protocol import (
 
 ALLOW_LIST_FILE: Final = "trust.toml"
 RELOAD_S: Final = 0.25
+"""Seconds between two looks at the file."""
 _Z85: Final = r"^[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}\Z"
 _CHANNEL: Final = r"^(\*|[A-Za-z0-9][A-Za-z0-9._-]{0,63})\Z"
 _HEAD: Final = (
@@ -58,26 +60,26 @@ _MEND: Final = (
 
 
 class AllowListEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one agent is trusted with."""
+    """Role, channels and keys of one trusted agent."""
 
     role: Role
     channels: Annotated[tuple[Annotated[str, Meta(pattern=_CHANNEL)], ...], Meta(min_length=1, max_length=64)]
     key: Annotated[str, Meta(pattern=_Z85)]
-    """Its CURVE key, in Z85."""
+    """Public CURVE key of the agent, in Z85."""
     signing_key: SigningKey
 
     def covers(self, channel: str) -> bool:
-        """Whether it may act in `channel`."""
+        """True if the agent may act in `channel`."""
         return ANY_CHANNEL in self.channels or channel in self.channels
 
 
 class AllowListDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The whole list, as it was read."""
+    """Content of the file."""
 
     agents: dict[AgentName, AllowListEntry] = {}
 
     def principals(self) -> dict[str, Principal]:
-        """Who is behind each key. Raises `ValueError` when two agents share one."""
+        """Principal of each CURVE key. Raises `ValueError` when two agents share a key."""
         found: dict[str, Principal] = {}
         for name, entry in self.agents.items():
             other = found.setdefault(
@@ -89,7 +91,7 @@ class AllowListDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 def read_allow_list(path: Path) -> AllowListDocument:
-    """The list in `path`. Raises `PeerKeyError` when it cannot be read, or cannot be trusted."""
+    """Read and check the file at `path`. Raises `PeerKeyError` if it is unreadable, invalid or writable by others."""
     try:
         with path.open("rb") as file:
             _check_owner(path, os.fstat(file.fileno()))
@@ -113,7 +115,7 @@ _ALLOWED: Final[Mapping[str, str]] = {
 
 
 def explain_invalid_entry(problem: Exception) -> str:
-    """What is wrong with an entry, in the words of people where `problem` has a regular expression, or no choices."""
+    """`problem` with an entry as text: regular expressions become words, and an unknown role lists the valid ones."""
     text = str(problem)
     for pattern, words in _ALLOWED.items():
         text = text.replace(f"Expected `str` matching regex {pattern!r}", words)
@@ -131,10 +133,10 @@ def _check_owner(path: Path, found: os.stat_result) -> None:
 
 @contextmanager
 def edit_allow_list(path: Path) -> Generator[dict[str, AllowListEntry]]:
-    """The entries by name, to be changed inside; written back, at once and whole, if they were.
+    """Context in which the entries, by name, may be changed; the file is replaced atomically if they were.
 
-    Two that edit at the same time wait for each other. Raises `ConfigurationError`, and changes nothing, when the list
-    would be one that trusts nobody.
+    A lock file serializes concurrent edits. Raises `ConfigurationError`, and changes nothing, if the result would be
+    invalid.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -150,12 +152,12 @@ def edit_allow_list(path: Path) -> Generator[dict[str, AllowListEntry]]:
 
 
 def render_allow_list(agents: Mapping[str, AllowListEntry]) -> str:
-    """The file that says so. Nothing in an entry needs escaping: all fields are bounded by patterns."""
+    """The file with these entries. Nothing in an entry needs escaping: patterns bound all fields."""
     return _HEAD + ("".join(_block(name, agents[name]) for name in sorted(agents)) or "\n[agents]\n")
 
 
 def _usable(path: Path, text: str) -> str:
-    """`text`, if it would be read as a list: with a wrong one every session would be cut."""
+    """`text`, if it is valid: an invalid file would end every session."""
     try:
         msgspec.convert(tomllib.loads(text), AllowListDocument).principals()
     except ValueError as problem:
@@ -170,7 +172,7 @@ def _block(name: str, entry: AllowListEntry) -> str:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Whole or not at all: the coordinator may read at any moment, and the machine may stop at any."""
+    """Replace the file atomically: the coordinator may read, and the host may stop, at any moment."""
     fresh = path.with_suffix(".new")
     fresh.unlink(missing_ok=True)
     with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
@@ -186,12 +188,12 @@ def _replace(path: Path, text: str) -> None:
 
 
 class AllowList:
-    """The file as it is now: followed, and asked from any thread. Never raises: what is wrong is `problem`."""
+    """The file as it is now, re-read when it changes. Thread-safe. Raises nothing: an error is in `problem`."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
         self.problem = ""
-        """Why nobody is trusted; empty when all is well."""
+        """Reason for which no agent is trusted; empty while the file is valid."""
         self._clock = clock
         self._lock = threading.Lock()
         self._trust = AllowListDocument()
@@ -201,7 +203,7 @@ class AllowList:
         self._follow()
 
     def principals(self, *, fresh: bool = False) -> Mapping[str, Principal]:
-        """Who is trusted, by key; the same object for as long as nothing changed. `fresh` looks at the file now."""
+        """Trusted principals by CURVE key; the same object until the file changes. `fresh` looks at the file now."""
         with self._lock:
             now = self._clock()
             if fresh or now >= self._looked_at + RELOAD_S:
@@ -210,12 +212,12 @@ class AllowList:
             return self._principals
 
     def agents(self) -> Mapping[AgentId, AllowListEntry]:
-        """What each agent is trusted with, by name, as the file is now."""
+        """Entries by agent name, as the file is now."""
         self.principals(fresh=True)
         return self._trust.agents
 
     def expire(self) -> None:
-        """Look at the file when next asked, however it seems. Takes no lock: safe in a signal handler."""
+        """Read the file at the next query, even if unchanged. Takes no lock: safe in a signal handler."""
         self._looked_at, self._stamp = float("-inf"), None
 
     def _follow(self) -> None:
@@ -229,7 +231,7 @@ class AllowList:
             self._trust, self.problem = AllowListDocument(), str(error)
         known, self._principals = self._principals, self._trust.principals()
         kept = {key: known[key] for key, each in self._principals.items() if known.get(key) == each}
-        self._principals = {**self._principals, **kept}  # who is trusted with the same stays the same object
+        self._principals = {**self._principals, **kept}  # an unchanged principal stays the same object
         if self.problem and self.problem != before:
             get_log(__name__).error("nobody_is_trusted", reason=self.problem)
         elif before and not self.problem:
@@ -237,7 +239,7 @@ class AllowList:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """Changes whenever the file does."""
+    """Identity of the file's content by its metadata; None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -246,5 +248,5 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def allow_list_rows(agents: Mapping[AgentId, AllowListEntry]) -> list[tuple[str, str, str, str]]:
-    """Rows for people: name, role, channels, key."""
+    """Rows for a table: name, role, channels, CURVE key."""
     return [(name, entry.role.value, ", ".join(entry.channels), entry.key) for name, entry in sorted(agents.items())]

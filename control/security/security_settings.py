@@ -1,8 +1,8 @@
-"""Keys, or the explicit word that there are none: what every process is told about its own safety.
+"""Security settings of every process: a folder of keys, or the explicit ``insecure_loopback``.
 
 There is no third way. Keys are looked for in one folder, so that on one host ``weightbus keygen`` and ``weightbus trust
-add`` are all it takes. Without keys a process keeps to the loopback (router.py sees to that), and only when it was told
-to.
+add`` suffice. Without keys a process binds and connects to the loopback only (bus/router.py, bus/dealer.py), and only
+with the explicit setting.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ InsecureLoopback = Annotated[
 
 
 def state_folder() -> Path:
-    """Where this user's programs keep what must survive them, wherever they are started from."""
+    """Folder of this user's persistent state, the same from any working directory."""
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     if given.is_absolute():  # the specification of XDG wants others ignored
         return given / "weightbus"
@@ -34,12 +34,12 @@ def state_folder() -> Path:
 
 
 def keys_folder(keys: Path | None) -> Path:
-    """Where the keys are."""
+    """`keys`, or the default folder of keys for None."""
     return state_folder() / "keys" if keys is None else keys
 
 
 def _keys_in_use(settings: object) -> str:
-    """Where settings that name no folder find their keys; empty for those that do without."""
+    """Folder of keys that `settings` without `keys` use; empty with ``insecure_loopback``."""
     return "" if getattr(settings, "insecure_loopback", False) else str(keys_folder(None))
 
 
@@ -80,16 +80,16 @@ def _port(found: SplitResult) -> int | None:
 
 
 def check_key_settings(keys: Path | None, *, insecure_loopback: bool) -> None:
-    """Raise `ValueError` for settings that say both."""
+    """Raise `ValueError` if both a folder of keys and ``insecure_loopback`` are set."""
     if insecure_loopback and keys is not None:
         raise ValueError(f"insecure_loopback = true, but keys = {keys} as well: choose one")
 
 
 def allow_list_path(keys: Path | None) -> Path:
-    """The allow-list: the coordinator's, and a copy of it at every engine agent."""
+    """Path of the allow-list: the coordinator's, and a copy of it at every engine agent."""
     return keys_folder(keys) / ALLOW_LIST_FILE
 
 
 def agent_key_files(keys: Path | None, agent: str, *, insecure_loopback: bool) -> CurveFiles | None:
-    """The files with which `agent` speaks to its coordinator; None if it was told to do without."""
+    """Key files of `agent`; None with ``insecure_loopback``."""
     return None if insecure_loopback else CurveFiles.of(keys_folder(keys), agent)

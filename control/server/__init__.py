@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from . import transport_plan as transport_plan
     from .candidate import CoordinatorCandidate as CoordinatorCandidate
     from .coordinator_process import CoordinatorProcess as CoordinatorProcess, read_keys as read_keys
     from .event_loop import on_signals as on_signals
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
         EnginePlan as EnginePlan,
         PlanView as PlanView,
         TrainerPlan as TrainerPlan,
+        encode_plan as encode_plan,
+        parse_plan as parse_plan,
         plan_engines as plan_engines,
         trainer_plan as trainer_plan,
     )

@@ -18,19 +18,19 @@ from .reporter import ObservationReporter, TimedJournal
 from .settings import CoordinatorSettings
 
 STALLED_S: Final = 5.0
-"""The loop looks around every second; one that has not for so long is stuck."""
+"""Seconds without a step after which the loop, which steps every second, counts as stuck."""
 
 
 def read_keys(settings: CoordinatorSettings) -> ServerKeys | None:
-    """The coordinator's keys and its allow-list; None where it was told to do without. Raises `PeerKeyError`."""
+    """The coordinator's keys and allow-list; None with ``insecure_loopback``. Raises `PeerKeyError`."""
     return None if settings.insecure_loopback else ServerKeys.read(keys_folder(settings.keys))
 
 
 class CoordinatorProcess:
-    """One coordinator. Everything is bound and open once constructed; `run` serves until `stop`."""
+    """One coordinator. All sockets are bound and the journal is open once constructed; `run` serves until `stop`."""
 
     def __init__(self, settings: CoordinatorSettings, journal: Journal | None = None) -> None:
-        """Without `journal` the one of the settings; what is given is closed here too."""
+        """`journal`: None opens the SQLite journal of the settings. A given journal is closed by this process too."""
         keys = read_keys(settings)
         metrics = Metrics(MetricSource.COORDINATOR)
         reporter = ObservationReporter(metrics)
@@ -68,7 +68,7 @@ class CoordinatorProcess:
         self._keys = keys
 
     def run(self) -> None:
-        """Serve until `stop`, then release everything. Raises what broke the loop."""
+        """Serve until `stop`, then release all resources. Raises the error that broke the loop."""
         with self._undo:
             self.http.start()
             self._log.info(
@@ -84,23 +84,23 @@ class CoordinatorProcess:
             self._log.info("coordinator_stopped")
 
     def close(self) -> None:
-        """Release everything without having run."""
+        """Release all resources without having run."""
         self._undo.close()
 
     def stop(self) -> None:
         """End `run`; from any thread or signal handler."""
         self.server.stop()
 
-    def look_again(self) -> None:
-        """Read the allow-list now; it is followed anyway. Safe in a signal handler."""
+    def reload_allow_list(self) -> None:
+        """Read the allow-list now instead of at its next poll. Safe in a signal handler."""
         if self._keys is not None:
             self._keys.trust.expire()
-        self.server.look_again()
+        self.server.reload_allow_list()
 
     def readiness(self) -> Readiness:
-        """Whether agents are served, and a version could be committed."""
+        """Ready while agents are served and a version could be committed."""
         machine = self.server.machine  # another thread's: single values may be read, nothing may be walked
-        stuck_s = time.monotonic() - self.server.moved_at
+        stuck_s = time.monotonic() - self.server.stepped_at
         if machine.stopping:
             return Readiness(False, "stopping")
         if self._keys is not None and self._keys.trust.problem:

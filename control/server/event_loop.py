@@ -1,7 +1,7 @@
 """The coordinator's loop: receive, decide, carry out, arm the timer. One thread owns bus, journal and machine.
 
-It decides nothing. When the machine finds one of its own invariants broken the loop ends and the process with it: what
-is durable is true, and a restart begins from there.
+The loop decides nothing. A broken invariant of the machine ends the loop and the process: the journal holds the truth,
+and a restart begins from there.
 """
 
 from __future__ import annotations
@@ -56,29 +56,29 @@ from ..machine import (
     status,
 )
 from ..protocol import Alive, JournalCorrupt, JournalUnwritable, ProtocolError, RefusalCode, ToAgent, VersionNotNewer
-from . import transport_plan as plan_document
-from .status_snapshot import LoopSnapshot
+from .loop_snapshot import LoopSnapshot
+from .transport_plan import PlanView, encode_plan, plan_fleet
 
 IDLE_S: Final = 1.0
-"""The loop looks around at least so often; nothing depends on it."""
+"""Longest wait of one step, in seconds; no deadline depends on it."""
 BATCH_S: Final = 0.05
-"""How long messages may gather while no lease is held and no round runs, if they come in a stream."""
+"""Seconds for which messages may collect before a step, while no lease is held, no round runs and they come fast."""
 BATCH_RATE: Final = 64.0
-"""From so many in a second on it is one. Of fewer agents each wakes the loop, and a lease is granted at once."""
+"""Messages a second from which they are collected. A smaller fleet wakes the loop with each, for prompt grants."""
 SETTLE_S: Final = 1.0
-"""So long after a round nothing gathers: its trainer may come with the next one."""
+"""Seconds after a round in which messages are not collected: its trainer may come with the next one."""
 STOP_S: Final = 8.0
-"""How long a round may take to end after a stop was asked for: docker kills after ten seconds."""
+"""Seconds that a round may take to end after a stop was asked for: docker kills after ten seconds."""
 PROBE_S: Final = 0.5
-"""So long after a connection has ended, those who have said nothing since are sent something."""
+"""Seconds between the end of a connection and the probe of all peers that have been silent since."""
 _PROBE: Final = Alive(seq=0, boot=0)
-"""To no agent does it say anything: no coordinator has this number."""
-FAREWELL_S: Final = 0.2
-"""How long strangers are still answered before the sockets close."""
+"""A message without meaning for its reader: no coordinator has boot number 0."""
+CLOSE_S: Final = 0.2
+"""Seconds for which messages are still answered before the sockets close."""
 
 
 class EventLoop:
-    """Drives one `Coordinator`. `run` blocks; `stop` and `status` may be called from anywhere."""
+    """Drives one `Coordinator`. `run` blocks; `stop`, `status_json` and `plan_json` may be called from any thread."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class EventLoop:
         clock: Callable[[], float] = time.monotonic,
         keyed: bool = False,
     ) -> None:
-        """`keyed`: who comes without a key that is trusted is refused."""
+        """`keyed`: agents without a trusted key are refused."""
         self.machine = Coordinator(
             limits, journal.boot, Router(), journal.restore(), stride=journal.stride, keyed=keyed
         )
@@ -99,74 +99,74 @@ class EventLoop:
         self._observe = observe
         self._clock = clock
         self._events: deque[AnyEvent] = deque()
-        self._receipts = AckBatcher()
+        self._acks = AckBatcher()
         self._stop = threading.Event()
         self._stop_by: float | None = None
-        self._desk = LoopSnapshot(self.machine.status, clock)
-        self._plan_desk = LoopSnapshot(self._plan, clock)
-        self._desks = (self._desk, self._plan_desk)
-        self._came_at = clock()
-        """When something last came in."""
-        self._pace = 0.0
-        """How much came within about a second, when something last came."""
-        self._closed = 0
-        self._ended: tuple[float, float] | None = None
-        """When connections have ended, the first and the last of them, of which it is not known yet whose they were."""
+        self._status_snapshot = LoopSnapshot(self.machine.status, clock)
+        self._plan_snapshot = LoopSnapshot(self._plan, clock)
+        self._snapshots = (self._status_snapshot, self._plan_snapshot)
+        self._received_at = clock()
+        """Time of the last message, by `clock`."""
+        self._rate = 0.0
+        """Messages a second at `_received_at`: a count that decays with a time constant of one second."""
+        self._closed_count = 0
+        self._closed_at: tuple[float, float] | None = None
+        """Times at which the first and the last of the ended connections closed whose peers are not known yet."""
         self._busy_at = clock()
-        """When a lease was last seen held, or a round running."""
-        self.moved_at = clock()
-        """When the loop was last seen to move."""
+        """Time at which a lease was last held or a round running."""
+        self.stepped_at = clock()
+        """Time at which the last step ended, for the readiness page."""
 
     @property
     def status(self) -> status.StatusView:
-        """The status as it is now, written by the loop. For other threads than the loop's."""
-        return self._desk.read(self._bus.wake)
+        """Status as of now, written by the loop. Not to be read on the loop's own thread while it runs."""
+        return self._status_snapshot.read(self._bus.wake)
 
     @property
     def status_json(self) -> bytes:
-        """The same as JSON."""
+        """`status` as JSON."""
         return status.encode(self.status)
 
     @property
     def plan_json(self) -> bytes:
-        """By which transport each engine would take a version, as JSON. For other threads than the loop's."""
-        return plan_document.encode_plan(self._plan_desk.read(self._bus.wake))
+        """Transport plan of every channel as JSON. Not to be read on the loop's own thread while it runs."""
+        return encode_plan(self._plan_snapshot.read(self._bus.wake))
 
-    def _plan(self, _now: float) -> plan_document.PlanView:
-        return plan_document.plan_fleet(self.machine.channels.values(), self.machine.members)
+    def _plan(self, _now: float) -> PlanView:
+        return plan_fleet(self.machine.channels.values(), self.machine.members)
 
     def stop(self) -> None:
         """Grant nothing more, end running rounds, then return from `run`. Safe in a signal handler."""
         self._stop.set()
         self._bus.wake()
 
-    def look_again(self) -> None:
-        """End the running wait. Safe in a signal handler."""
+    def reload_allow_list(self) -> None:
+        """Wake the loop, so that the bus compares its sessions with the allow-list. Safe in a signal handler."""
         self._bus.wake()
 
     def run(self) -> None:
         """Serve until `stop`; at most `STOP_S` longer."""
-        for desk in self._desks:
-            desk.open()
+        for snapshot in self._snapshots:
+            snapshot.open()
         try:
             while not self._finished():
                 self.step(self._wait_s())
-            self._say_the_rest(quiet=True, last=True)
-            until = self._clock() + FAREWELL_S
+            self._send_due_acks(quiet=True, last=True)
+            until = self._clock() + CLOSE_S
             while (left := until - self._clock()) > 0:
                 self.step(left)
         finally:
-            for desk in self._desks:
-                desk.close()
+            for snapshot in self._snapshots:
+                snapshot.close()
 
     def step(self, timeout_s: float) -> None:
         """Wait for something to happen, at most `timeout_s`, and carry out everything that follows from it."""
-        received = self._bus.poll(0.0 if self.yields else timeout_s, self._gather_s())
+        received = self._bus.poll(0.0 if self.acks_pending else timeout_s, self._batch_s())
         if received:
             now = self._clock()
-            self._pace = self._pace_at(now) + len(received)
-            self._came_at = now
-        self._say_the_rest(quiet=not received)
+            self._rate = self._rate_at(now) + len(received)
+            self._received_at = now
+        self._send_due_acks(quiet=not received)
         self._journal.confirm()
         if self._stop.is_set() and self._stop_by is None:
             self._stop_by = self._clock() + STOP_S
@@ -180,23 +180,23 @@ class EventLoop:
         deadline = self.machine.next_deadline()
         if deadline is not None and self._clock() >= deadline:
             self._events.append(Tick())
-        self._find_the_lost()
+        self._probe_silent_peers()
         self._drain()
-        for desk in self._desks:
-            desk.serve()
-        self.moved_at = self._clock()
+        for snapshot in self._snapshots:
+            snapshot.serve()
+        self.stepped_at = self._clock()
 
-    def _gather_s(self) -> float:
-        """How long messages may gather, so that a fleet's heartbeats do not wake the loop one by one."""
+    def _batch_s(self) -> float:
+        """Seconds for which messages may collect, so that a fleet's heartbeats do not wake the loop one by one."""
         now = self._clock()
         if not self.machine.calm:
             self._busy_at = now
             return 0.0
-        rested = now - self._busy_at >= SETTLE_S and not self.yields
-        return BATCH_S if rested and self._pace_at(now) >= BATCH_RATE else 0.0
+        rested = now - self._busy_at >= SETTLE_S and not self.acks_pending
+        return BATCH_S if rested and self._rate_at(now) >= BATCH_RATE else 0.0
 
-    def _pace_at(self, now: float) -> float:
-        return self._pace * math.exp(self._came_at - now)
+    def _rate_at(self, now: float) -> float:
+        return self._rate * math.exp(self._received_at - now)
 
     def _take(self, item: Incoming) -> None:
         match item:
@@ -213,7 +213,7 @@ class EventLoop:
                 assert_never(item)
 
     def _drain(self) -> None:
-        """Carry out every effect of an event before the next event; the journal's answers go before the rest."""
+        """Carry out every effect of an event before the next event; the journal's answers go first."""
         while self._events:
             event, now = self._events.popleft(), self._clock()
             for effect in self.machine.handle(event, now):
@@ -222,7 +222,7 @@ class EventLoop:
     def _perform(self, effect: AnyEffect, now: float) -> None:
         match effect:
             case Acknowledge():
-                self._receipts.owe(effect.owed, now)
+                self._acks.owe(effect.owed, now)
             case Observe():
                 self._observe(effect.what)
             case SendTo():
@@ -237,14 +237,17 @@ class EventLoop:
             case _:
                 assert_never(effect)
 
-    def _find_the_lost(self) -> None:
-        """Whose connection has ended is said by a bus when something is sent over it; all may wait for that agent."""
+    def _probe_silent_peers(self) -> None:
+        """Send a probe to every silent peer after a connection has ended.
+
+        ZeroMQ says that a connection ended, and only a send says which one; a round may be waiting for that agent.
+        """
         now = self._clock()
-        if (closed := self._bus.closed) != self._closed:
-            self._closed, self._ended = closed, (self._ended[0] if self._ended else now, now)
-        if self._ended is not None and now >= self._ended[0] + PROBE_S:
-            first, last = self._ended
-            self._ended = (last, last) if last > first else None
+        if (closed := self._bus.closed) != self._closed_count:
+            self._closed_count, self._closed_at = closed, (self._closed_at[0] if self._closed_at else now, now)
+        if self._closed_at is not None and now >= self._closed_at[0] + PROBE_S:
+            first, last = self._closed_at
+            self._closed_at = (last, last) if last > first else None
             silent = self.machine.members.silent_since(first)
             self._events.extend(ConnectionLost(peer=peer) for peer in self._bus.send_to_all(silent, _PROBE))
 
@@ -265,62 +268,62 @@ class EventLoop:
         try:
             gone = self._bus.send_to_all(peers, message)
         except ProtocolError as error:
-            self._unsent(peers, message, error)
+            self._report_unsent(peers, message, error)
         else:
             self._events.extend(ConnectionLost(peer=peer) for peer in gone)
 
     def _acknowledge(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
-        """An `Ack` leaves before whatever else its agent is told, in one packet with it."""
-        if self._receipts:
-            for peer, ack in self._receipts.before(peers, message):
+        """Send the pending `Ack` of each peer right before `message`, so that both leave in one packet."""
+        if self._acks:
+            for peer, ack in self._acks.before(peers, message):
                 self._send(peer, ack)
 
     def _send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
         try:
             delivery = self._bus.send(peer, message, blob)
         except ProtocolError as error:
-            self._unsent((peer,), message, error)
+            self._report_unsent((peer,), message, error)
             return
         if delivery is Delivery.GONE:
             self._events.append(ConnectionLost(peer=peer))
 
-    def _unsent(self, peers: tuple[Peer, ...], message: ToAgent, error: ProtocolError) -> None:
+    def _report_unsent(self, peers: tuple[Peer, ...], message: ToAgent, error: ProtocolError) -> None:
         reason = f"could not be sent: {error}"
         self._events.append(Unsent(peers=peers, message=message, reason=reason))
         self._observe(Refusal(agent="?", message=message.kind, code=RefusalCode.NOT_ALLOWED, reason=reason))
 
     @property
-    def yields(self) -> bool:
-        """Nobody goes on because of an `Ack`: it waits for a moment, until nothing is there to be read."""
-        return self._receipts.pressing
+    def acks_pending(self) -> bool:
+        """True while acknowledgements wait for a moment without input: no agent is blocked by a late `Ack`."""
+        return self._acks.pressing
 
     def next_deadline(self) -> float | None:
-        """When there is something to do though nothing happens."""
-        return earlier(self.machine.next_deadline(), self._receipts.next_deadline())
+        """Time of the next timer of machine or acknowledgements; None without one."""
+        return earlier(self.machine.next_deadline(), self._acks.next_deadline())
 
-    def _say_the_rest(self, *, quiet: bool, last: bool = False) -> None:
-        if self._receipts:
-            for peer, ack in self._receipts.due(math.inf if last else self._clock(), quiet=quiet):
+    def _send_due_acks(self, *, quiet: bool, last: bool = False) -> None:
+        if self._acks:
+            for peer, ack in self._acks.due(math.inf if last else self._clock(), quiet=quiet):
                 self._send(peer, ack)
 
     def _wait_s(self) -> float:
         now = self._clock()
         times = [now + IDLE_S]
-        due = (*(desk.due() for desk in self._desks), self.next_deadline())
+        due = (*(snapshot.due() for snapshot in self._snapshots), self.next_deadline())
         times += [at for at in due if at is not None]
-        times += [self._ended[0] + PROBE_S] if self._ended else []
+        times += [self._closed_at[0] + PROBE_S] if self._closed_at else []
         return max(0.0, min(times) - now)
 
     def _finished(self) -> bool:
         return self._stop_by is not None and (self.machine.stopped or self._clock() >= self._stop_by)
 
 
-def on_signals(stop: Callable[[], None], look_again: Callable[[], None]) -> None:
-    """Let SIGTERM and SIGINT end the service, and SIGHUP have it read its allow-list. Call from the main thread."""
+def on_signals(stop: Callable[[], None], reload_allow_list: Callable[[], None]) -> None:
+    """Have SIGTERM and SIGINT call `stop`, and SIGHUP `reload_allow_list`. To be called on the main thread."""
 
     def call(number: int, frame: FrameType | None) -> None:
         del frame
-        (look_again if number == signal.SIGHUP else stop)()
+        (reload_allow_list if number == signal.SIGHUP else stop)()
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, call)

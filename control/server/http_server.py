@@ -1,9 +1,9 @@
-"""The HTTP port of the coordinator and of the sidecar: metrics, health and a read-only status.
+"""HTTP port of the coordinator, the engine agent and the watcher: metrics, health and a read-only status.
 
-GET and nothing else, unless whoever opens the port has orders to take; those are asked for by POST.
+Pages are read by GET. A process that takes commands over HTTP passes them as `actions`, requested by POST.
 
-It holds no secrets and asks for none, so it listens on the loopback unless told otherwise. What it shows it gets from
-two callables, which run on its threads and must not touch the state of others: hand it snapshots.
+The port has no secrets and no authentication, so it listens on the loopback unless configured otherwise. Its callables
+run on HTTP threads and must return snapshots instead of reading another thread's state.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ..log import get_log
 from ..protocol import ConfigurationError
 
 REQUEST_TIMEOUT_S: Final = 5.0
-"""How long a client may take to say what it wants."""
+"""Seconds that a client may take to send its request."""
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """Whether to send work here, and why not."""
+    """Whether this process can do its work; the reason where it cannot."""
 
     ready: bool
     reason: str = ""
 
 
 class HttpPort:
-    """Serves from `start` to `stop` on threads of its own."""
+    """HTTP server that answers from `start` to `stop` on threads of its own."""
 
     def __init__(
         self,
@@ -47,20 +47,20 @@ class HttpPort:
         status: Callable[[], bytes],
         refresh: Callable[[], None] = lambda: None,
         plan: Callable[[], bytes] | None = None,
-        orders: Mapping[str, Callable[[], Readiness]] | None = None,
+        actions: Mapping[str, Callable[[], Readiness]] | None = None,
     ) -> None:
         """Binds at once; port 0 takes a free one.
 
-        `status` returns the JSON document, and so does `plan`, where there is one; `refresh` is called before the
-        metrics are read. `orders` are carried out by their path, and say whether they were.
+        `status` and `plan` return JSON documents; `refresh` is called before the metrics are read. `actions` maps
+        paths to functions that a POST calls; the result says whether the action was carried out.
         """
         self._plan = plan
         self._refresh = refresh
         self._readiness = readiness
         self._status = status
         self._registry = registry
-        posts = {path: partial(_carried_out, order) for path, order in (orders or {}).items()}
-        handler = type("Handler", (_Handler,), {"routes": self._routes(), "orders": posts})
+        posts = {path: partial(_action_answer, action) for path, action in (actions or {}).items()}
+        handler = type("Handler", (_Handler,), {"routes": self._routes(), "actions": posts})
         try:
             self._server = _Server((bind, port), handler)
         except OSError as problem:
@@ -70,12 +70,12 @@ class HttpPort:
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.1,), name="http", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start to answer requests."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop answering and free the port. May be called at any time, more than once."""
-        if self._thread.is_alive():  # it only looks who comes, every 0.1 s: those who came have threads of their own
+        """Stop answering and free the port. Idempotent."""
+        if self._thread.is_alive():  # it only accepts, every 0.1 s; accepted connections have threads of their own
             self._server.shutdown()
             self._thread.join()
         self._server.server_close()
@@ -96,10 +96,10 @@ class HttpPort:
         return _Answer(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry))
 
     def _ready(self) -> _Answer:
-        verdict = self._readiness()
-        if verdict.ready:
-            return _text(HTTPStatus.OK, verdict.reason or "ready")
-        return _text(HTTPStatus.SERVICE_UNAVAILABLE, verdict.reason)
+        result = self._readiness()
+        if result.ready:
+            return _text(HTTPStatus.OK, result.reason or "ready")
+        return _text(HTTPStatus.SERVICE_UNAVAILABLE, result.reason)
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -108,9 +108,9 @@ class _Answer(msgspec.Struct, frozen=True):
     body: bytes
 
 
-def _carried_out(order: Callable[[], Readiness]) -> _Answer:
-    verdict = order()
-    return _text(HTTPStatus.OK if verdict.ready else HTTPStatus.CONFLICT, verdict.reason or "done")
+def _action_answer(action: Callable[[], Readiness]) -> _Answer:
+    result = action()
+    return _text(HTTPStatus.OK if result.ready else HTTPStatus.CONFLICT, result.reason or "done")
 
 
 def _text(status: HTTPStatus, text: str) -> _Answer:
@@ -123,7 +123,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 32
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away, or never spoke, is its own affair; anything else is logged as the error it is."""
+        """Log a client that went away or sent nothing at debug level, anything else as an error."""
         del request
         log = get_log(__name__)
         problem = sys.exc_info()[1]
@@ -134,34 +134,34 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One connection. Answers GET for the paths in `routes`, and POST for those in `orders`."""
+    """One connection. Answers GET for the paths in `routes`, and POST for those in `actions`."""
 
     routes: ClassVar[dict[str, Callable[[], _Answer]]] = {}
-    orders: ClassVar[dict[str, Callable[[], _Answer]]] = {}
+    actions: ClassVar[dict[str, Callable[[], _Answer]]] = {}
     timeout = REQUEST_TIMEOUT_S
     protocol_version = "HTTP/1.1"
     server_version = "weightbus"
     sys_version = ""
 
     def do_GET(self) -> None:
-        """Answer, or say that there is nothing under this path."""
-        self._take(self.routes)
+        """Send the page, or 404 with the known paths."""
+        self._respond(self.routes)
 
     def do_POST(self) -> None:
-        """Carry out an order, which has no content."""
-        if not self.orders:
+        """Carry out an action; the request has no body."""
+        if not self.actions:
             self.send_error(HTTPStatus.NOT_IMPLEMENTED)
             return
-        self._take(self.orders)
+        self._respond(self.actions)
 
-    def _take(self, routes: Mapping[str, Callable[[], _Answer]]) -> None:
+    def _respond(self, routes: Mapping[str, Callable[[], _Answer]]) -> None:
         route = routes.get(self.path.split("?", 1)[0])
         if route is None:
             self._reply(_text(HTTPStatus.NOT_FOUND, f"known: {', '.join(sorted(routes))}"))
             return
         try:
             answer = route()
-        except Exception:  # noqa: BLE001  # whatever it was, this page is all that it may cost
+        except Exception:  # noqa: BLE001  # an error in one page must not end the server
             get_log(__name__).exception("page_failed", path=self.path)
             answer = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "this page could not be made")
         self._reply(answer)

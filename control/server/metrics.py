@@ -1,7 +1,7 @@
-"""Every metric there is, declared once: name, kind, labels, meaning. And how log lines look.
+"""All metrics, each declared once with name, kind, labels and meaning; and the setup of logging.
 
-`METRICS` is what the table in control/README.md is made of (`markdown_table`). Label values come from names that the
-protocol bounds (channels, agents, enums), never from free text, so that their number stays small.
+The table in control/README.md is generated from `METRICS` (`markdown_table`). Label values are names that the protocol
+bounds (channels, agents, enums), never free text, so that their number stays small.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..terminal_text import terminal_safe
 
 
 class MetricKind(enum.StrEnum):
-    """Prometheus types."""
+    """Prometheus type of a metric."""
 
     GAUGE = "gauge"
     COUNTER = "counter"
@@ -30,7 +30,7 @@ class MetricKind(enum.StrEnum):
 
 
 class MetricSource(enum.StrEnum):
-    """Which process reports a metric."""
+    """Process that reports a metric."""
 
     COORDINATOR = "coordinator"
     ENGINE = "engine agent"
@@ -38,7 +38,7 @@ class MetricSource(enum.StrEnum):
 
 
 class MetricSpec(msgspec.Struct, frozen=True):
-    """One metric, as it is exposed."""
+    """Declaration of one metric, as it is exposed."""
 
     name: str
     kind: MetricKind
@@ -62,34 +62,36 @@ _GAUGE, _COUNTER, _HISTOGRAM = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.
 
 COMMITTED_VERSION = _declare(_C, _GAUGE, "committed_version", "channel", "version that is durable; it never goes back")
 ENGINE_VERSION = _declare(
-    _C, _GAUGE, "engine_version", "channel engine", "committed version that it holds; -1 for none"
+    _C, _GAUGE, "engine_version", "channel engine", "committed version that the engine holds; -1 for none"
 )
 ENGINE_LAG = _declare(
     _C, _GAUGE, "engine_version_lag", "channel engine", "committed version minus the engine's, if it holds one"
 )
-ENGINE_READY = _declare(_C, _GAUGE, "engine_ready", "channel engine", "1 while it is in the ready list")
+ENGINE_READY = _declare(_C, _GAUGE, "engine_ready", "channel engine", "1 while the engine is in the ready list")
 ENGINES_QUARANTINED = _declare(_C, _GAUGE, "engines_quarantined", "channel", "engines that must not serve")
-ENGINES_WAITING = _declare(_C, _GAUGE, "round_engines_waiting", "channel", "engines that wait for their turn")
-AGENTS_CONNECTED = _declare(_C, _GAUGE, "agents_connected", "channel role", "agents that are taken to be alive")
-LEASE_INFO = _declare(_C, _GAUGE, "lease_info", "channel holder", "1 for who may publish now")
+ENGINES_WAITING = _declare(
+    _C, _GAUGE, "round_engines_waiting", "channel", "engines of a rolling round that wait for their wave"
+)
+AGENTS_CONNECTED = _declare(_C, _GAUGE, "agents_connected", "channel role", "agents that count as alive")
+LEASE_INFO = _declare(_C, _GAUGE, "lease_info", "channel holder", "1 for the trainer that holds the lease")
 EPOCH = _declare(_C, _GAUGE, "epoch", "channel", "highest epoch granted; lower ones are refused")
 EPOCHS_RAISED = _declare(
     _C,
     _COUNTER,
     "epochs_raised_total",
     "channel",
-    "an engine had seen more than the journal: an older one was restored",
+    "engines had seen a higher epoch than the journal: an older one was restored",
 )
 ROUNDS = _declare(_C, _COUNTER, "rounds_total", "channel outcome", "rounds by how they ended")
 ENGINE_ROUNDS = _declare(_C, _COUNTER, "engine_rounds_total", "channel engine outcome", "an engine's part in rounds")
 ROUND_SECONDS = _declare(_C, _HISTOGRAM, "round_seconds", "channel phase", "a round's time by phase, and in total")
-PAUSE_SECONDS = _declare(_C, _HISTOGRAM, "pause_seconds", "channel", "how long an engine generated nothing")
+PAUSE_SECONDS = _declare(_C, _HISTOGRAM, "pause_seconds", "channel", "time for which an engine was paused")
 TRAINER_STOOD = _declare(
     _C,
     _HISTOGRAM,
     "trainer_stood_seconds",
     "channel",
-    "how long training stood still for engines to catch up (max_lag)",
+    "time for which training was stalled by stale engines (max_lag)",
 )
 TRANSFER_BYTES = _declare(_C, _COUNTER, "transfer_bytes_total", "channel transport", "bytes loaded into engines")
 TRANSFER_BUCKETS = _declare(_C, _COUNTER, "transfer_buckets_total", "channel transport", "buckets loaded into engines")
@@ -138,15 +140,15 @@ UNWATCHED: Final = frozenset(
         PUBLISH_SECONDS.name,
     }
 )
-"""In no alert and on no panel of `deploy/`: for whoever looks for the cause of what those show."""
+"""Metrics in no alert and on no panel of `deploy/`: for finding the cause of what those show."""
 
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client does not say that it returns nothing
-"""A series more for each counter and histogram, of when it was made, which nobody asked for."""
+"""Otherwise each counter and histogram has a second series with the time of its creation."""
 
 
 class Metrics:
-    """The metrics of one process, in a registry of their own. Safe to use from any thread."""
+    """The metrics of one process, in a registry of their own. Thread-safe."""
 
     def __init__(self, side: MetricSource) -> None:
         self.registry = CollectorRegistry()
@@ -159,32 +161,32 @@ class Metrics:
         }
 
     def set(self, metric: MetricSpec, value: float, **labels: str) -> None:
-        """A gauge's value from now on."""
+        """Set a gauge."""
         gauge = self._gauges.get(metric.name) or self._misused(metric, MetricKind.GAUGE)
         (gauge.labels(**labels) if labels else gauge).set(value)
 
     def live(self, metric: MetricSpec, value: Callable[[], float]) -> None:
-        """A gauge without labels that is asked for whenever somebody reads it, on the reader's thread."""
+        """Have a gauge without labels call `value` at every scrape, on the reader's thread."""
         gauge = self._gauges.get(metric.name) or self._misused(metric, MetricKind.GAUGE)
         gauge.set_function(value)
 
     def add(self, metric: MetricSpec, amount: float = 1.0, **labels: str) -> None:
-        """Raise a counter."""
+        """Increase a counter."""
         counter = self._counters.get(metric.name) or self._misused(metric, MetricKind.COUNTER)
         (counter.labels(**labels) if labels else counter).inc(amount)
 
     def forget(self, metric: MetricSpec, *labels: str) -> None:
-        """Do not show a counter for these label values any more, in the order of `MetricSpec.labels`."""
+        """Remove a counter's series with these label values, in the order of `MetricSpec.labels`."""
         counter = self._counters.get(metric.name) or self._misused(metric, MetricKind.COUNTER)
         counter.remove(*labels)
 
     def observe(self, metric: MetricSpec, value: float, **labels: str) -> None:
-        """One more sample of a histogram."""
+        """Add a sample to a histogram."""
         histogram = self._histograms.get(metric.name) or self._misused(metric, MetricKind.HISTOGRAM)
         (histogram.labels(**labels) if labels else histogram).observe(value)
 
     def replace(self, metric: MetricSpec, values: Mapping[tuple[str, ...], float]) -> None:
-        """Set a gauge for exactly these label values, in the order of `MetricSpec.labels`; forget those of before."""
+        """Set a gauge for exactly these label values, in the order of `MetricSpec.labels`; remove its other series."""
         gauge = self._gauges.get(metric.name) or self._misused(metric, MetricKind.GAUGE)
         for labels, value in values.items():
             gauge.labels(*labels).set(value)
@@ -208,7 +210,7 @@ class Metrics:
 
 
 def markdown_table() -> str:
-    """`METRICS` for control/README.md, one row each, in the order of the file."""
+    """`METRICS` as the table of control/README.md, in the order of this file."""
     rows = [
         "| metric | type | labels | reported by | meaning | in `deploy/` |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -221,7 +223,7 @@ def markdown_table() -> str:
 
 
 def configure_logging(level: str = "info", style: str = "auto") -> None:
-    """Send log lines to standard error: for people on a terminal, JSON elsewhere, or as `style` says."""
+    """Send log lines to standard error. `style`: ``human``, ``json``, or ``auto``: human on a terminal, else JSON."""
     human = style == "human" or (style == "auto" and sys.stderr.isatty())
     numeric = logging.getLevelNamesMapping()[level.upper()]
     structlog.configure(
@@ -241,14 +243,14 @@ def configure_logging(level: str = "info", style: str = "auto") -> None:
 
 
 class _PlainFormatter(logging.Formatter):
-    """Lines of the libraries that we use, which may quote a server as well."""
+    """Formatter for lines of libraries, which may quote a server: control characters are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return terminal_safe(super().format(record), lines=True)
 
 
 class _Shown(str):
-    """A value that is shown as it reads here: the renderer would quote it once more."""
+    """Text whose `repr` is itself, because the renderer would quote it once more."""
 
     __slots__ = ()
 
@@ -267,7 +269,7 @@ def _for_people() -> tuple[structlog.typing.Processor, ...]:
 
 
 def _made_plain(_logger: object, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Values may be what an agent or a server said: no control character of theirs gets to the terminal."""
+    """Escape control characters: values may come from an agent or a server."""
     for name, value in event.items():
         if name == "event":
             event[name] = terminal_safe(str(value))
@@ -277,7 +279,7 @@ def _made_plain(_logger: object, _method: str, event: structlog.typing.EventDict
 
 
 def _plain_traceback(file: TextIO, problem: structlog.typing.ExcInfo) -> None:
-    """What an exception says may be theirs as well."""
+    """A traceback with control characters escaped: an exception's message may quote an agent or a server."""
     text = io.StringIO()
     structlog.dev.plain_traceback(text, problem)
     file.write(terminal_safe(text.getvalue(), lines=True))

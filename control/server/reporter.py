@@ -1,6 +1,6 @@
-"""What the coordinator's observations become: log lines and metrics. Changes nothing of what it is told about.
+"""Turns the coordinator's observations into log lines and metrics; decides nothing.
 
-At INFO a version is told in a few lines: the lease, engines that left or failed, the end of the round.
+At INFO a version takes a few lines: the lease, engines that left or failed, the end of the round.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _ROUTINE: Final = frozenset(
 )
 """Refusals that are part of a healthy exchange."""
 _ANSWERS: Final = frozenset(str(kind.__struct_config__.tag) for kind in get_args(EngineMessage))
-"""What engines say. At an epoch that is over it is late, which is nobody's fault and asks nothing of anybody."""
+"""Tags of engine messages. Those of an epoch that has ended are late, which is normal and needs no action."""
 REFUSALS_LOGGED: Final = 20
-"""Lines a second. Strangers must not fill the disk with our log."""
+"""Lines a second. Unknown senders must not fill the disk with the log."""
 _QUARANTINED: Final = frozenset({"dirty", "pending"})
 
 
 class LogLimiter:
-    """Lets so many pass each second, and counts the rest."""
+    """Limits log lines a second, and counts the suppressed ones."""
 
     def __init__(self, a_second: int) -> None:
         self._a_second = a_second
@@ -61,7 +61,7 @@ class LogLimiter:
         self._withheld = 0
 
     def passes(self, now: float) -> bool:
-        """Whether one more may pass at `now`."""
+        """True if one more line may be written at `now`."""
         if now >= self._until:
             self._until, self._left = now + 1.0, self._a_second
         if self._left == 0:
@@ -71,13 +71,13 @@ class LogLimiter:
         return True
 
     def take_withheld(self) -> int:
-        """How many did not pass since this was asked last."""
+        """Number of lines suppressed since the last call."""
         withheld, self._withheld = self._withheld, 0
         return withheld
 
 
 class ObservationReporter:
-    """One coordinator's. `observe` is called on the thread of its loop, `show` on that of whoever reads the metrics."""
+    """Reporter of one coordinator. `observe` runs on the loop's thread, `show` on an HTTP thread."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
         self._metrics = metrics
@@ -92,7 +92,7 @@ class ObservationReporter:
         metrics.set(declared.JOURNAL_WRITABLE, 1)
 
     def observe(self, what: AnyObservation) -> None:  # noqa: C901  # one case per kind
-        """Something happened."""
+        """Log and count one observation."""
         match what:
             case RoundReadiness():
                 pass  # the end of the round names them all
@@ -123,19 +123,19 @@ class ObservationReporter:
                 assert_never(what)
 
     def count_connections(self, so_far: Mapping[str, int]) -> None:
-        """Bring the counters to what the bus has counted."""
+        """Raise the connection counters to the bus's counts `so_far`, by event."""
         for event, count in so_far.items():
             self._metrics.add(declared.CONNECTIONS, count - self._connections[event], event=event)
             self._connections[event] = count
 
     def count_throttled(self, so_far: Mapping[AgentId, int]) -> None:
-        """Likewise, by agent."""
+        """Raise the counters of throttled messages to the bus's counts `so_far`, by agent."""
         for agent, count in list(so_far.items()):
             self._metrics.add(declared.THROTTLED, count - self._throttled[agent], agent=agent)
             self._throttled[agent] = count
 
     def show(self, view: StatusView) -> None:
-        """Set the gauges to what the status says."""
+        """Set the gauges from the status."""
         channels = view.channels.items()
         committed: dict[tuple[str, ...], float] = {
             (name,): float(c.committed.version) for name, c in channels if c.committed
@@ -159,13 +159,13 @@ class ObservationReporter:
         set_all(declared.AGENTS_CONNECTED, {labels: float(count) for labels, count in counts.items()})
 
     def _forget(self, known: Container[tuple[str, str]]) -> None:
-        """Engines that are shown no more are not counted either: where a fleet changes, names are new for months."""
+        """Drop the counters of engines not in `known`: an elastic fleet brings new names for months."""
         for labels in [each for each in tuple(self._counted) if each[:2] not in known]:
             self._counted.discard(labels)
             self._metrics.forget(declared.ENGINE_ROUNDS, *labels)
 
     def _refused(self, what: Refusal) -> None:
-        """All are counted; of a flood only the first of each second are worth a line."""
+        """Log a refusal, at most `REFUSALS_LOGGED` a second; every one is counted elsewhere."""
         late = what.code is RefusalCode.STALE_EPOCH and what.message in _ANSWERS
         if late or what.code in _ROUTINE:
             self._say("debug", what)
@@ -222,7 +222,7 @@ class ObservationReporter:
 
 
 class TimedJournal:
-    """A journal that notes how long its writes take."""
+    """A journal that measures its write latency."""
 
     def __init__(self, journal: Journal, metrics: Metrics, clock: Callable[[], float] = time.perf_counter) -> None:
         self._journal = journal
@@ -231,16 +231,16 @@ class TimedJournal:
 
     @property
     def boot(self) -> int:
-        """As of the journal underneath."""
+        """The wrapped journal's."""
         return self._journal.boot
 
     @property
     def stride(self) -> int:
-        """As of the journal underneath."""
+        """The wrapped journal's."""
         return self._journal.stride
 
     def confirm(self) -> None:
-        """As the journal underneath."""
+        """Forwarded to the wrapped journal."""
         self._journal.confirm()
 
     def write(self, record: AnyRecord) -> None:
@@ -250,16 +250,16 @@ class TimedJournal:
         self._metrics.observe(declared.JOURNAL_SECONDS, self._clock() - begun)
 
     def restore(self) -> Mapping[Channel, Restored]:
-        """Every channel as it was last written."""
+        """Every channel as last written."""
         return self._journal.restore()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the wrapped journal."""
         self._journal.close()
 
 
 def _waiting(channel: ChannelView) -> int:
-    """Where engines take turns, those that are prepared and have not had theirs."""
+    """Engines of a rolling round that are prepared and wait for their wave."""
     phases = channel.round.engines.values() if channel.round.max_paused else ()
     return sum(phase == EnginePhase.PREPARED for phase in phases)
 

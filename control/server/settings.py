@@ -1,4 +1,4 @@
-"""What the coordinator can be told. `settings_loader.py` reads it; limits.py is what its machine receives of it."""
+"""Settings of the coordinator. cli/settings_loader.py reads them; `Limits` is the machine's part of them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ WaitSeconds = Annotated[float, Meta(gt=0, le=86400)]
 
 
 def default_journal() -> Path:
-    """In the folder where this user's state is kept."""
+    """Path of the journal in the folder of this user's state."""
     return state_folder() / "journal.sqlite"
 
 
 class LogLevel(enum.StrEnum):
-    """What is worth a line."""
+    """Least severity of a log line."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -34,10 +34,10 @@ class LogLevel(enum.StrEnum):
 
 
 class LogFormat(enum.StrEnum):
-    """How a line looks."""
+    """Format of log lines."""
 
     AUTO = "auto"
-    """For people on a terminal, JSON elsewhere."""
+    """`HUMAN` on a terminal, `JSON` elsewhere."""
     HUMAN = "human"
     JSON = "json"
 
@@ -107,7 +107,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
             security.check_endpoint("advertise", self.advertise)
 
     def _check_ports(self) -> None:
-        """Port 0 is whatever is free, so it may stand more than once."""
+        """Raise `ValueError` for a port used twice. Port 0 means any free port, so it may occur twice."""
         taken: dict[int, tuple[str, str]] = {}
         for name, address in (("router_port", self.bind), ("http_port", self.http_bind)):
             port: int = getattr(self, name)
@@ -117,7 +117,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
             taken.setdefault(port, (name, address))
 
     def limits(self) -> Limits:
-        """What of this the machine receives; bounds that are not settings keep their defaults."""
+        """Limits for the machine; bounds that are not settings keep their defaults."""
         names = {field.name for field in msgspec.structs.fields(Limits)}
         return Limits(**{name: value for name, value in msgspec.structs.asdict(self).items() if name in names})
 

@@ -1,6 +1,6 @@
-"""What `weightbus plan` shows: by which transport each engine would take the next version, and why. Pure.
+"""The document behind `weightbus plan`: the transport of each engine for the next version, and the reason. Pure.
 
-It is the coordinator's own choice, made as a round makes it (routing.py), so nobody has to guess it from the facts.
+The choice is the coordinator's own, made by the functions that a round uses (machine/routing.py).
 """
 
 from __future__ import annotations
@@ -30,61 +30,61 @@ _ENCODER: Final = msgspec.json.Encoder()
 
 
 class FasterTransport(msgspec.Struct, frozen=True):
-    """A transport that would be preferred, and is not taken."""
+    """A preferred transport that cannot be taken."""
 
     transport: TransportKind
     found: str
     needed: str
-    """What would change that; empty where nothing would."""
+    """Change that would make it possible; empty if there is none."""
 
 
 class EnginePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine that is here."""
+    """Plan for one connected engine."""
 
     transport: TransportKind | None
-    """Null: none can serve it, and rounds leave it out."""
+    """Null: no transport can serve the engine, and rounds leave it out."""
     why: str
     bytes_per_gpu: int | None
-    """What the worker with most of them takes of a version. Null: not known yet."""
+    """Bytes of a version that the worker with the most receives. Null: not known yet."""
     bytes_why: str
     faster: tuple[FasterTransport, ...]
     host: str
     devices: tuple[str, ...]
-    """One for each worker, as far as known."""
+    """GPU of each worker, as far as known."""
     last: TransportKind | None = None
-    """How it got the last version, in this life of the coordinator."""
+    """Transport of the engine's last version since the coordinator started."""
     last_s: float = 0.0
 
 
 class TrainerPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose versions they are."""
+    """The trainer that publishes in the channel."""
 
     name: str
     here: bool
-    """It is connected."""
+    """True while the trainer is connected."""
     device: str
     hosts: tuple[str, ...]
-    """Of its ranks, the root's first."""
+    """Hosts of the trainer's ranks, rank 0's first."""
     devices: tuple[str, ...]
-    """One for each rank, as far as known."""
+    """GPU of each rank, as far as known."""
     address: str
     transports: tuple[TransportKind, ...]
-    """In order of preference."""
+    """Transports in order of preference."""
     version: int | None = None
-    """The last one that it published in this life of the coordinator."""
+    """Last version published since the coordinator started."""
     bytes: int | None = None
-    """Of that version."""
+    """Size of that version."""
 
 
 class ChannelPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One channel. Without a trainer nothing can be said of its engines."""
+    """One channel. Without a trainer there is no plan for its engines."""
 
     trainer: TrainerPlan | None
     engines: dict[str, EnginePlan]
 
 
 class PlanView(msgspec.Struct, frozen=True):
-    """The whole document."""
+    """The document: one plan for each channel."""
 
     channels: dict[str, ChannelPlan]
 
@@ -93,12 +93,12 @@ _DECODER: Final = msgspec.json.Decoder(PlanView)
 
 
 def encode_plan(view: PlanView) -> bytes:
-    """JSON."""
+    """The document as JSON."""
     return _ENCODER.encode(view)
 
 
 def parse_plan(document: bytes) -> PlanView:
-    """The document, typed. Raises `CoordinatorOnStandby`, or `Malformed`."""
+    """Decode the document. Raises `CoordinatorOnStandby` or `Malformed`."""
     try:
         return _DECODER.decode(document)
     except ValueError as problem:
@@ -107,7 +107,7 @@ def parse_plan(document: bytes) -> PlanView:
 
 
 def plan_fleet(channels: Iterable[Channel], members: Membership) -> PlanView:
-    """Every channel, by name."""
+    """Plan of every channel."""
     return PlanView({channel.name: _channel(channel, members) for channel in channels})
 
 
@@ -128,7 +128,7 @@ def _channel(channel: Channel, members: Membership) -> ChannelPlan:
 
 
 def trainer_plan(name: str, info: TrainerInfo, topology: Topology | None, *, here: bool) -> TrainerPlan:
-    """Of what it says of itself; `here` while it is connected."""
+    """Plan entry of a trainer from its `Hello` and `Topology`; `here`: it is connected."""
     places = topology.places if topology else ()
     return TrainerPlan(
         name=name,
@@ -144,7 +144,7 @@ def trainer_plan(name: str, info: TrainerInfo, topology: Topology | None, *, her
 def _trainer(
     publisher: Publisher | None, present: list[Agent]
 ) -> tuple[str, bool, TrainerInfo, Topology | None] | None:
-    """Who published last, as it is today; before that, who was heard of last."""
+    """The trainer that published last, as it is now; before the first publication, the one that joined last."""
     for agent in reversed(present):
         if agent.trainer and (publisher is None or publisher.name == agent.name):
             return agent.name, True, agent.trainer, agent.topology
@@ -156,7 +156,7 @@ def plan_engines(
     version_bytes: int | None,
     engines: Mapping[str, EngineRecord] = MappingProxyType({}),
 ) -> dict[str, EnginePlan]:
-    """The choice for engines that are served together. `version_bytes` of the model, where that is known."""
+    """Choose a transport for each engine of one round. `version_bytes`: size of a version, None if not known."""
     routes = spread({name: (ends, choose(ends)) for name, ends in fleet.items()})
     return {name: _plan_of(ends, routes[name], version_bytes, engines.get(name)) for name, ends in fleet.items()}
 

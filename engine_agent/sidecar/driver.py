@@ -180,7 +180,7 @@ class EngineAgent:
             registry=self.metrics.registry,
             readiness=self._readiness,
             status=self._status,
-            orders={"/give-back": lambda: self._giving.ask(self._view, self._operations.put)}
+            actions={"/give-back": lambda: self._giving.ask(self._view, self._operations.put)}
             if self.settings.gives_back
             else {},
         )

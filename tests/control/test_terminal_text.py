@@ -14,7 +14,7 @@ import structlog
 from hypothesis import example, given, strategies as st
 from rich.console import Console, RenderableType
 
-from weightbus.control.cli import commands, entry_point as cli, plan_view, status_view
+from weightbus.control.cli import commands, entry_point as cli, plan_command, status_view
 from weightbus.control.log import get_log
 from weightbus.control.machine import status
 from weightbus.control.protocol.enums import Role, TransportKind
@@ -88,7 +88,7 @@ def plan_of(text: str, *, explain: bool) -> RenderableType:
         bytes=1,
     )
     found = ChannelPlan(trainer=trainer, engines={text: engine})
-    return plan_view.render_plan(PlanView({text: found}), explain=explain)
+    return plan_command.render_plan(PlanView({text: found}), explain=explain)
 
 
 class Odd:

@@ -104,7 +104,7 @@ class CoordinatorProcess(Process):
         self._busy_until = self.loop.now + self.lag
         self._world.judge.look_at_ready(fresh=self._away)
         self._away = False
-        if server.yields:  # the loop comes round at once
+        if server.acks_pending:  # the loop comes round at once
             self.soon(self.step)
         deadline = server.next_deadline()
         if deadline is not None:

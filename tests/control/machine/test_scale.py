@@ -38,7 +38,7 @@ from weightbus.control.protocol.messages import (
     Send,
     Sent,
 )
-from weightbus.control.server.status_snapshot import LoopSnapshot
+from weightbus.control.server.loop_snapshot import LoopSnapshot
 
 from ..world import CHANNEL, MANIFEST, World, digest, engine_info, table_of
 
@@ -257,8 +257,8 @@ def test_what_many_answered_is_one_effect() -> None:
     assert kinds == [Acknowledge, SendTo, Acknowledge], "each in its place"
 
 
-def reader(desk: LoopSnapshot[StatusView], wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
-    thread = threading.Thread(target=lambda: found.append(desk.read(wake)))
+def reader(snapshot: LoopSnapshot[StatusView], wake: Callable[[], None], found: list[StatusView]) -> threading.Thread:
+    thread = threading.Thread(target=lambda: found.append(snapshot.read(wake)))
     thread.start()
     return thread
 
@@ -266,21 +266,21 @@ def reader(desk: LoopSnapshot[StatusView], wake: Callable[[], None], found: list
 def test_the_status_is_written_for_readers_only() -> None:
     """A loop that nobody asks writes nothing; who asks gets what is true after the question."""
     written: list[float] = []
-    desk = LoopSnapshot(lambda now: (written.append(now), QUIET)[1])
-    desk.open()
+    snapshot = LoopSnapshot(lambda now: (written.append(now), QUIET)[1])
+    snapshot.open()
     for _ in range(100):
-        desk.serve()
+        snapshot.serve()
     assert len(written) == 1, "once, when it was made"
     asked, found = threading.Event(), []
-    thread = reader(desk, asked.set, found)
+    thread = reader(snapshot, asked.set, found)
     assert asked.wait(30)
-    assert desk.due() is not None
+    assert snapshot.due() is not None
     while not found:
-        desk.serve()
+        snapshot.serve()
         thread.join(0.001)
     assert found == [QUIET]
     assert len(written) == 2
-    assert desk.due() is None
+    assert snapshot.due() is None
 
 
 def test_a_status_that_takes_long_is_written_seldom() -> None:
@@ -291,13 +291,13 @@ def test_a_status_that_takes_long_is_written_seldom() -> None:
         now[0] += 0.03
         return QUIET
 
-    desk = LoopSnapshot(slow, lambda: now[0])
-    desk.open()
+    snapshot = LoopSnapshot(slow, lambda: now[0])
+    snapshot.open()
     writes = 0
     while now[0] < 3.0:
-        desk._asked += 1
+        snapshot._requested += 1
         before = now[0]
-        desk.serve()
+        snapshot.serve()
         writes += now[0] != before
         now[0] += 0.001
     assert 8 <= writes <= 11
@@ -305,12 +305,12 @@ def test_a_status_that_takes_long_is_written_seldom() -> None:
 
 def test_a_loop_that_is_over_keeps_nobody_waiting() -> None:
     """Readers that wait when the loop ends get its last word."""
-    desk = LoopSnapshot(lambda _now: QUIET)
-    desk.open()
+    snapshot = LoopSnapshot(lambda _now: QUIET)
+    snapshot.open()
     asked, found = threading.Event(), []
-    thread = reader(desk, asked.set, found)
+    thread = reader(snapshot, asked.set, found)
     assert asked.wait(30)
-    desk.close()
+    snapshot.close()
     thread.join(30)
     assert found == [QUIET]
-    assert desk.read(lambda: None) is QUIET
+    assert snapshot.read(lambda: None) is QUIET

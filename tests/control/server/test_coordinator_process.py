@@ -264,7 +264,7 @@ def test_readiness_follows_the_loop(running: Running, tmp_path: Path) -> None:
     running.stop()
     assert running.service.readiness().reason == "stopping"
     stuck = CoordinatorProcess(settings(tmp_path / "stuck"))
-    stuck.server.moved_at -= 100.0
+    stuck.server.stepped_at -= 100.0
     assert "not moved" in stuck.readiness().reason
     stuck.close()
 
@@ -280,11 +280,11 @@ def test_a_coordinator_that_trusts_nobody_is_not_ready(tmp_path: Path) -> None:
         trust = keys / ALLOW_LIST_FILE
         good = trust.read_bytes()
         trust.write_text("nonsense")
-        service.look_again()
+        service.reload_allow_list()
         service.server.step(0.0)
         assert "nobody is let in" in service.readiness().reason
         trust.write_bytes(good)
-        service.look_again()
+        service.reload_allow_list()
         service.server.step(0.0)
         assert service.readiness().ready
 
@@ -344,6 +344,6 @@ def test_one_thread_owns_the_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyP
         client.start(DEADLINE_S)
         urllib.request.urlopen(f"http://127.0.0.1:{running.service.http.port}/status", timeout=DEADLINE_S).close()
         client.status()
-        running.service.look_again()
+        running.service.reload_allow_list()
     running.stop()
     assert users[running.service.server._bus] == {running._thread.ident}

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from weightbus.control.cli import fleet_file as imagined_fleet, plan_view
+from weightbus.control.cli import fleet_file, plan_command
 from weightbus.control.cli.entry_point import main
 from weightbus.control.machine.routing import PREFERRED
 from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
@@ -179,7 +179,7 @@ def test_the_plan_names_transports_reasons_and_bytes(world: World) -> None:
     assert not gone.trainer.here, "whose version it is stays known"
     shown = Console(width=200, no_color=True)
     with shown.capture() as text:
-        shown.print(plan_view.render_plan(plan_document.PlanView({"c": gone}), explain=True))
+        shown.print(plan_command.render_plan(plan_document.PlanView({"c": gone}), explain=True))
     assert "not connected now" in text.get()
 
 
@@ -190,9 +190,9 @@ def test_people_see_what_a_faster_one_needs(world: World) -> None:
     view = world.plan
     console = Console(width=200, no_color=True)
     with console.capture() as short:
-        console.print(plan_view.render_plan(view, explain=False))
+        console.print(plan_command.render_plan(view, explain=False))
     with console.capture() as long:
-        console.print(plan_view.render_plan(view, explain=True))
+        console.print(plan_command.render_plan(view, explain=True))
     assert "not direct: no loader. For that: launch it with ours" not in short.get()
     assert "not direct: no loader. For that: launch it with ours" in long.get()
     assert "nothing is preferred to it" in long.get()
@@ -277,9 +277,9 @@ PLACE = {"rank": 0, "host": "a", "device": "gpu-0"}
 )
 def test_a_fleet_that_cannot_be_is_not_planned(path: str, value: object, said: str) -> None:
     """Whose it is, what was found and what is expected."""
-    imagined_fleet.plan_described_fleet(json.dumps(changed("bytes", 5)).encode())
+    fleet_file.plan_described_fleet(json.dumps(changed("bytes", 5)).encode())
     with pytest.raises(Malformed) as refusal:
-        imagined_fleet.plan_described_fleet(json.dumps(changed(path, value)).encode())
+        fleet_file.plan_described_fleet(json.dumps(changed(path, value)).encode())
     assert said in str(refusal.value)
 
 
@@ -288,14 +288,14 @@ def test_an_engine_of_a_file_has_a_name() -> None:
     fleet = changed("bytes", 5)
     fleet["engines"][""] = fleet["engines"].pop("e0")
     with pytest.raises(Malformed, match="engine '': its name is none that an agent may have"):
-        imagined_fleet.plan_described_fleet(json.dumps(fleet).encode())
+        fleet_file.plan_described_fleet(json.dumps(fleet).encode())
 
 
 @pytest.mark.parametrize("document", [b"[" * 200_000, b'{"engines":' + b'{"e":' * 200_000])
 def test_a_file_without_an_end_is_refused(document: bytes) -> None:
     """In words."""
     with pytest.raises(Malformed, match="does not describe a trainer and its engines"):
-        imagined_fleet.plan_described_fleet(document)
+        fleet_file.plan_described_fleet(document)
 
 
 def test_a_plan_of_a_file_asks_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,16 +143,16 @@ def test_orders_are_taken_by_post_alone() -> None:
 
     common: dict[str, Any] = {"readiness": lambda: Readiness(True), "status": lambda: b"{}"}
     registry = Metrics(MetricSource.ENGINE).registry
-    with_orders = HttpPort("127.0.0.1", 0, registry=registry, orders={"/give-back": order}, **common)
+    with_actions = HttpPort("127.0.0.1", 0, registry=registry, actions={"/give-back": order}, **common)
     without = HttpPort("127.0.0.1", 0, registry=registry, **common)
-    for port in (with_orders, without):
+    for port in (with_actions, without):
         port.start()
     try:
-        url = f"http://127.0.0.1:{with_orders.port}/give-back"
+        url = f"http://127.0.0.1:{with_actions.port}/give-back"
         codes = [httpx.request(method, url, trust_env=False).status_code for method in ("GET", "POST", "POST")]
         assert codes == [404, 200, 409]
         assert httpx.post(f"http://127.0.0.1:{without.port}/give-back", trust_env=False).status_code == 501
         assert len(asked) == 2
     finally:
-        for port in (with_orders, without):
+        for port in (with_actions, without):
             port.stop()

@@ -1,7 +1,7 @@
-"""Hands a document, such as the status, from the loop, which alone may look at the machine, to other threads.
+"""A document of the machine, such as the status, written on the loop's thread and read on others.
 
-With thousands of engines it is work, so it is written when somebody asks, and never for nobody. Who asks after
-something happened sees that it did.
+Only the loop may look at the machine. With thousands of engines a document takes work, so it is written on demand, and
+never for no reader. A reader that asks after an event sees that event in the document.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
 View = TypeVar("View")
-PATIENCE_S: Final = 5.0
-"""How long a reader waits for the loop before it takes the last one there was."""
+READ_S: Final = 5.0
+"""Seconds for which a reader waits for the loop; then it gets the last document."""
 REST: Final = 10.0
-"""Times as long as it took to write one, the loop does other things before it writes the next: a tenth of its time."""
+"""Pause between two documents, as a multiple of the time that writing took: at most a tenth of the loop's time."""
 
 
 class LoopSnapshot(Generic[View]):
@@ -26,8 +26,9 @@ class LoopSnapshot(Generic[View]):
         self._write = write
         self._clock = clock
         self._changed = threading.Condition()
-        self._asked = 0
-        self._answered = 0
+        self._requested = 0
+        self._written = 0
+        """Number of the last request that the document answers."""
         self._open = False
         self._rest_until = clock()
         self._view = write(clock())
@@ -35,42 +36,42 @@ class LoopSnapshot(Generic[View]):
     # -- readers -------------------------------------------------------------------------------------------------------
 
     def read(self, wake: Callable[[], None]) -> View:
-        """The document as of now; `wake` makes the loop look. Not to be called on the loop's thread while it runs."""
+        """The document as of now; `wake` wakes the loop. Blocks; not for the loop's thread while the loop runs."""
         with self._changed:
             if self._open:
-                self._asked += 1
-                mine = self._asked
+                self._requested += 1
+                mine = self._requested
                 wake()
-                self._changed.wait_for(lambda: self._answered >= mine or not self._open, PATIENCE_S)
+                self._changed.wait_for(lambda: self._written >= mine or not self._open, READ_S)
             return self._view
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """The loop runs: readers wait for it from now on."""
+        """Begin to serve: readers wait for the loop from now on."""
         with self._changed:
             self._open = True
 
     def close(self) -> None:
-        """The loop is over: what it wrote last stands."""
+        """Write the document for the last time; readers wait no longer."""
         with self._changed:
-            self._lay_out()
+            self._write_view()
             self._open = False
 
     def serve(self) -> None:
-        """Write it if somebody waits for it, unless it was written a moment ago."""
-        if self._asked != self._answered and self._clock() >= self._rest_until:
+        """Write the document if a reader waits, unless it was written a moment ago."""
+        if self._requested != self._written and self._clock() >= self._rest_until:
             with self._changed:
-                self._lay_out()
+                self._write_view()
 
     def due(self) -> float | None:
-        """When `serve` has something to do."""
-        return self._rest_until if self._asked != self._answered else None
+        """Time at which `serve` has work; None without a reader."""
+        return self._rest_until if self._requested != self._written else None
 
-    def _lay_out(self) -> None:
+    def _write_view(self) -> None:
         began = self._clock()
         self._view = self._write(began)
         ended = self._clock()
         self._rest_until = ended + REST * (ended - began)
-        self._answered = self._asked
+        self._written = self._requested
         self._changed.notify_all()
