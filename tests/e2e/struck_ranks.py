@@ -37,7 +37,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, megatron_model as model
+from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, megatron_learner as model
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 RANKS = 2

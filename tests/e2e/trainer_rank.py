@@ -41,7 +41,7 @@ from weightbus.dataplane.transports.distributed.source_rank import SourceSession
 from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, megatron_model as model
+from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, megatron_learner as model
 from weightbus.trainer_agent.publish.publisher_context import Progress
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 

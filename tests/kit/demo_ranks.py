@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron_ranks import export
 
 from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, toy_task as task
-from weightbus.trainer_agent.demo.learner import Learner, join
+from weightbus.trainer_agent.demo.megatron_learner import MegatronLearner
 from weightbus.trainer_agent.demo.settings import TrainerKind
 from weightbus.trainer_agent.sources.megatron.cpu_emulation import install
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
@@ -36,7 +37,7 @@ def rows() -> torch.Tensor:
     )
 
 
-def wanted(learner: Learner, tokens: torch.Tensor) -> float:
+def wanted(learner: MegatronLearner, tokens: torch.Tensor) -> float:
     """The mean probability of a wanted token, everywhere in `tokens`."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
@@ -46,7 +47,7 @@ def wanted(learner: Learner, tokens: torch.Tensor) -> float:
 
 def judge(folder: Path, trainer: TrainerKind) -> dict[str, object]:
     """Load, compare, learn, compare. On the root, the verdict."""
-    learner = Learner(folder, 1, checkpoint.policy_of(trainer))
+    learner = MegatronLearner(folder, 1, checkpoint.policy_of(trainer))
     source = MegatronSource(learner.model, hf_config=folder, timeout_s=60.0)
     before = export(source, 1 << 16)
     tokens = rows()
@@ -66,7 +67,7 @@ def main(folder: Path) -> None:
     """One trainer after another: importing Megatron takes longer than all of them."""
     torch.set_num_threads(1)
     install()
-    join(60.0)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found: dict[str, object] = {}
     for trainer in MEGATRONS:
         found[trainer] = judge(folder / trainer, trainer)

@@ -1,20 +1,14 @@
-"""The demo: a real round trip on one machine without a GPU, as a stranger's first contact and as a whole-system test.
+"""The demo: a round trip on one machine without a GPU, as a user's first contact and as a test of the whole system.
 
-`demo_run.py` starts and stops everything; `training_rank.py` is the training program that runs on each Megatron rank,
-and reads like one: build, connect, then generate, learn, publish. The rest serves these two.
+`demo_run.py` starts, follows, judges and stops everything; `training_rank.py` is the training program that runs on each
+rank, and the code to read first: build, connect, then generate, learn, publish.
 
-    commands.py    the ``weightbus demo`` command
-    settings.py    its flags
-    demo_run.py         start, follow, judge, stop
-    child_processes.py   process groups, their logs and their end
-    progress_view.py        progress and the table
-    round_records.py     what a rank reports of each round, and the verdict over all of them
-    training_rank.py        the training loops, one step after another or overlapped
-    program_arguments.py     what it is told
-    actor.py       rollouts, judged by the versions that wrote them
-    learner.py     one policy-gradient step on Megatron ranks
-    megatron_model.py       the policy as Megatron builds it
-    initial_checkpoint.py  the policy before training, as a Hugging Face folder
-    toy_task.py        prompts, rewards, advantages
-    rollout_client.py     the ready list and the rollouts, over HTTP
+    commands, settings                 the ``weightbus demo`` command and its flags
+    demo_run, child_processes          processes: start, logs, end (process_guard when the demo is killed)
+    ports, network_namespace           their addresses, and a second host for one engine
+    training_rank, actor               training loops, synchronous or overlapped; rollouts and their versions
+    megatron_learner, fsdp_learner     one policy-gradient step in each framework
+    initial_checkpoint, toy_task       the policy before training; prompts, rewards, advantages
+    rollout_client                     the ready list and the rollouts, over HTTP
+    round_records, progress_view       records and verdict of the rounds; progress and table
 """

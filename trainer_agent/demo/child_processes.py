@@ -1,7 +1,7 @@
 """Programs that the demo starts: each in a process group of its own, with a log, and none left behind.
 
 A group is ended as a whole, because servers have workers; first politely, then not. `Programs` is a context manager
-whose exit ends every group, whatever the reason; when not even that can happen, process_guard.py does it.
+whose exit ends every group; after SIGKILL, process_guard.py does it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GUARD: Final = (sys.executable, "-I", "-S", guard.__file__)
 
 
 class ProgramEnded(Exception):
-    """A program ended that should have gone on, or failed. The message names its log; `tail` shows the end of it."""
+    """A program ended early, or failed. The message names its log; `tail` is the end of it."""
 
     def __init__(self, name: str, code: int, log: Path) -> None:
         self.name = name
@@ -47,9 +47,9 @@ class Program:
 
 
 class Programs:
-    """Everything that was started, to be ended in the reverse order.
+    """The running programs, which are ended in reverse order.
 
-    Start programs from a thread that lives as long as they shall: the kernel ends them with it.
+    Start programs from a thread that outlives them: the kernel ends them with it.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -104,7 +104,7 @@ class Programs:
                 raise ProgramEnded(program.name, code, program.log)
 
     def dismiss(self, programs: Sequence[Program]) -> None:
-        """They ended as they should: `check` says nothing of them any more. `end` looks after what they left."""
+        """Leave programs that ended normally out of `check`. `end` still ends their process groups."""
         self._dismissed.extend(programs)
 
     def end(self) -> None:

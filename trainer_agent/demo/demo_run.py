@@ -1,6 +1,6 @@
 """Starts the coordinator, the servers, their sidecars and the trainer; follows the rounds; judges; stops everything.
 
-Programs are started by name, as a person would: the trainer's side imports nothing of the engines'.
+Programs are started by their commands: the trainer's side imports nothing of the engines'.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from weightbus.control.terminal_text import terminal_safe
 from . import initial_checkpoint as checkpoint
 from .child_processes import Program, ProgramEnded, Programs
 from .initial_checkpoint import policy_of
-from .network_namespace import HostPlace, elsewhere
+from .network_namespace import EngineHost, second_host
 from .ports import choose_ports
 from .progress_view import ProgressView
 from .round_records import DemoRound, Follower, RoundVerdict, compare, verdict
-from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, Sync
+from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, RankArguments, Sync
 
 START_S: Final = 300.0
-"""How long the servers may take to start; two of them take 20 to 60 s on two idle cores."""
+"""Seconds that the servers may take to start; two of them take 20 to 60 s on two idle cores."""
 ROUND_S: Final = 120.0
-"""How long a round may take, the trainer's own start included."""
-MIXED: Final = {"e0": "direct", "e1": "sends"}
-"""How the engines of a mixed run get every version."""
+"""Seconds that a round may take, the trainer's own start included."""
+TWO_TRANSPORTS: Final = {"e0": "direct", "e1": "sends"}
+"""Transport of each engine in a run with ``--mixed``."""
 LOADER: Final = "weightbus.engine_agent.worker_loader.load"
-"""What both transports need in the server; the rest of the demo does without."""
+"""Loader that both transports of ``--mixed`` need in the server; other runs do without."""
 SAVED: Final = "saved"
-"""Where checkpoints are kept, of versions that are."""
+"""Subfolder of the checkpoints of ``--save-every``."""
 _POLL_S: Final = 0.1
 _ANSWER_S: Final = 10.0
-"""How long one answer is waited for: a server that starts takes its time for the first token."""
+"""Seconds that one answer may take: a starting server is slow with its first token."""
 
 
 class DemoFailed(Exception):
@@ -62,15 +62,15 @@ class DemoRun:
         self._view = view
         self._ports = choose_ports(settings.port_base)
         self._here = "127.0.0.1"
-        self._places = [HostPlace() for _ in range(ENGINES)]
+        self._hosts = [EngineHost() for _ in range(ENGINES)]
 
     def run(self) -> bool:
-        """Everything from the first process to the last line. True when all went well."""
+        """Run the demo from the first process to the last line. True for success."""
         weights = checkpoint.write(self._folder / "checkpoint", self._settings.seed, policy_of(self._settings.trainer))
         if self._settings.mixed:
-            other = elsewhere(self._programs, self._folder)
-            self._here, self._places[-1] = other.here, other.place
-            self._view.say(f"e0 runs beside the trainer; e{ENGINES - 1} {other.story}")
+            other = second_host(self._programs, self._folder)
+            self._here, self._hosts[-1] = other.here, other.host
+            self._view.say(f"e0 runs beside the trainer; e{ENGINES - 1} {other.description}")
         self._start_services(weights)
         if self._settings.asynchronous:
             judged = f"answers are judged elsewhere for {self._settings.environment_s:g} s a round, in both runs"
@@ -79,7 +79,9 @@ class DemoRun:
             self._view.say("now each round is generated while the one before is judged and trained")
             result, rounds = self._train(weights, base=self._settings.rounds + 2, asynchronous=True)
             trained = f"of {result.train_s:.1f} s of training, {result.overlap_s:.1f} s while engines wrote"
-            self._view.say(f"{trained} the next round's answers; {result.mixed} answers were written by two versions")
+            self._view.say(
+                f"{trained} the next round's answers; {result.spanning_versions} answers were written by two versions"
+            )
             result = compare(before, result)
         else:
             result, rounds = self._train(weights)
@@ -91,14 +93,16 @@ class DemoRun:
     def _train(
         self, weights: Path, *, base: int = 0, asynchronous: bool = False
     ) -> tuple[RoundVerdict, list[DemoRound]]:
-        """All rounds of one training program, from the first weights on, and what is to be said of them."""
+        """All rounds of one training program, from the initial weights on, and their verdict."""
         rounds = self._follow(self._start_ranks(weights, base, asynchronous=asynchronous), _progress(asynchronous))
         published = self._settings.sync is Sync.ON
         max_lag = 1 if asynchronous else 0
-        expected, ways = self._settings.rounds, MIXED if self._settings.mixed and published else None
-        if ways and rounds:
-            self._view.say(f"transports of the last round: {rounds[-1].ways}")
-        judged = verdict(rounds, ENGINES, expected_rounds=expected, published=published, max_lag=max_lag, ways=ways)
+        expected, transports = self._settings.rounds, TWO_TRANSPORTS if self._settings.mixed and published else None
+        if transports and rounds:
+            self._view.say(f"transports of the last round: {rounds[-1].transports}")
+        judged = verdict(
+            rounds, ENGINES, expected_rounds=expected, published=published, max_lag=max_lag, transports=transports
+        )
         return judged, rounds
 
     def _start_services(self, weights: Path) -> None:
@@ -109,32 +113,34 @@ class DemoRun:
             *("--http-port", str(ports.status), "--journal", str(self._folder / "journal.sqlite"), "--keys", keys),
         )
         for index, port in enumerate(ports.servers):
-            module, place = "weightbus.engine_agent.engines.sglang.cpu_server", self._places[index]
+            module, host = "weightbus.engine_agent.engines.sglang.cpu_server", self._hosts[index]
             arguments = ("--model-path", str(weights), "--port", str(port), "--skip-tokenizer-init")
-            loader = ("--custom-weight-loader", LOADER, "--host", place.address) if self._settings.mixed else ()
-            self._programs.start(f"server{index}", [*place.before, sys.executable, "-m", module, *arguments, *loader])
+            loader = ("--custom-weight-loader", LOADER, "--host", host.address) if self._settings.mixed else ()
+            self._programs.start(
+                f"server{index}", [*host.command_prefix, sys.executable, "-m", module, *arguments, *loader]
+            )
         self._view.say(f"logs are in {self._folder / 'logs'}")
         with self._view.awaiting("starting the coordinator"):
             self._wait(f"http://127.0.0.1:{ports.status}/healthz", START_S)
         with self._view.awaiting(f"starting {ENGINES} SGLang servers on the CPU (20 to 60 s)"):
             for index, port in enumerate(ports.servers):
-                self._wait(f"http://{self._places[index].address}:{port}/health_generate", START_S)
+                self._wait(f"http://{self._hosts[index].address}:{port}/health_generate", START_S)
                 self._view.say(f"server{index} generates")
         for index, (server, http) in enumerate(zip(ports.servers, ports.sidecars, strict=True)):
             self._weightbus(
                 f"engine-agent{index}",
                 *("engine-agent", "--name", f"e{index}", "--channel", CHANNEL, "--coordinator", self._coordinator),
-                *("--server", f"http://{self._places[index].address}:{server}", "--http-port", str(http)),
+                *("--server", f"http://{self._hosts[index].address}:{server}", "--http-port", str(http)),
                 *("--keys", keys, "--state-dir", str(self._folder / "state")),
-                *("--runtime-dir", str(self._folder / "run"), *self._places[index].flags),
-                before=self._places[index].before,
+                *("--runtime-dir", str(self._folder / "run"), *self._hosts[index].sidecar_flags),
+                before=self._hosts[index].command_prefix,
             )
         with self._view.awaiting("starting their sidecars"):
-            for place, http in zip(self._places, ports.sidecars, strict=True):
-                self._wait(f"http://{place.address}:{http}/readyz", START_S)
+            for host, http in zip(self._hosts, ports.sidecars, strict=True):
+                self._wait(f"http://{host.address}:{http}/readyz", START_S)
 
     def _make_keys(self) -> Path:
-        """As in earnest: the bus is encrypted, and every agent is who its key says."""
+        """Create keys, as in production: the bus is encrypted, and every agent is authenticated by its key."""
         channels = (Channel(CHANNEL),)
         engines = [AgentKeys(AgentId(f"e{index}"), Role.ENGINE, channels) for index in range(ENGINES)]
         make_deployment_keys(self._folder / "keys", [AgentKeys(AgentId("trainer"), Role.TRAINER, channels), *engines])
@@ -142,28 +148,28 @@ class DemoRun:
 
     def _start_ranks(self, weights: Path, base: int, *, asynchronous: bool) -> list[Program]:
         self._view.say(f"starting {RANKS} ranks of {self._settings.trainer.value}")
-        plan = {
-            "checkpoint": str(weights),
-            "progress": str(self._folder / _progress(asynchronous)),
-            "asynchronous": asynchronous,
-            "environment_s": self._settings.environment_s if self._settings.asynchronous else 0.0,
-            "base": base,
-            "rounds": self._settings.rounds,
-            "trainer": self._settings.trainer.value,
-            "seed": self._settings.seed,
-            "publish": self._settings.sync is Sync.ON,
-            "channel": CHANNEL,
-            "coordinator": self._coordinator,
-            "status_url": f"http://127.0.0.1:{self._ports.status}/status",
-            "engines": ENGINES,
-            "transport": "" if self._settings.mixed else (self._settings.transport or TransportKind.LOCAL).value,
-            "host": self._here,
-            "runtime_dir": str(self._folder / "run"),
-            "keys": str(self._folder / "keys"),
-            "save_every": self._settings.save_every,
-            "save_dir": str(self._folder / SAVED),
-        }
-        argument = msgspec.json.encode(plan).decode()
+        arguments = RankArguments(
+            checkpoint=str(weights),
+            progress=str(self._folder / _progress(asynchronous)),
+            asynchronous=asynchronous,
+            environment_s=self._settings.environment_s if self._settings.asynchronous else 0.0,
+            base=base,
+            rounds=self._settings.rounds,
+            trainer=self._settings.trainer,
+            seed=self._settings.seed,
+            publish=self._settings.sync is Sync.ON,
+            channel=CHANNEL,
+            coordinator=self._coordinator,
+            status_url=f"http://127.0.0.1:{self._ports.status}/status",
+            engines=ENGINES,
+            transport="" if self._settings.mixed else (self._settings.transport or TransportKind.LOCAL).value,
+            host=self._here,
+            runtime_dir=str(self._folder / "run"),
+            keys=str(self._folder / "keys"),
+            save_every=self._settings.save_every,
+            save_dir=str(self._folder / SAVED),
+        )
+        argument = msgspec.json.encode(arguments).decode()
         group = {
             "WORLD_SIZE": str(RANKS),
             "MASTER_ADDR": "127.0.0.1",
@@ -181,7 +187,7 @@ class DemoRun:
 
     @property
     def _coordinator(self) -> str:
-        """Where agents speak to the coordinator."""
+        """Endpoint of the coordinator."""
         return f"tcp://{self._here}:{self._ports.router}"
 
     def _weightbus(self, name: str, *arguments: str, before: Sequence[str] = ()) -> None:

@@ -1,6 +1,6 @@
 """One policy-gradient step on FSDP2 ranks: a transformers model, sharded, with float32 masters and bfloat16 compute.
 
-Every rank learns from its share of the responses; FSDP averages the gradients. What is published is bfloat16, cast
+Every rank learns from its share of the responses; FSDP averages the gradients. Published weights are bfloat16, cast
 from the masters where they are.
 """
 
@@ -43,14 +43,14 @@ class FSDPLearner:
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=LEARNING_RATE)
 
     def source(self, timeout_s: float) -> FSDPSource:
-        """The policy's weights, as they are at any time. Collective."""
+        """Source of the policy's live weights. Collective."""
         return FSDPSource(self.model, dtype=torch.bfloat16, timeout_s=timeout_s)
 
     def learn(self, tokens: torch.Tensor, counts: torch.Tensor) -> float:
         """One step of REINFORCE with a group baseline; returns the norm of the gradient before clipping.
 
-        `tokens` holds a prompt and its response in each row, groups together, the same on every rank; `counts` says of
-        each token of the responses whether it is learned from.
+        `tokens` holds a prompt and its response in each row, groups together, the same on every rank; `counts` is 1
+        for each token of the responses that is learned from, 0 for the others.
         """
         rewards = [reward(response) for response in tokens[:, PROMPT_TOKENS:].tolist()]
         weights = torch.tensor(advantages(rewards)).unsqueeze(1) * counts
@@ -65,7 +65,7 @@ class FSDPLearner:
         return whole
 
     def _loss(self, tokens: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Surprise is minus the log-probability of each token: less of it where a response beat its group."""
+        """REINFORCE: the weighted surprise (minus the log-probability) of the responses' tokens."""
         logits = cast("torch.Tensor", self.model(tokens[:, :-1]).logits).float()
         surprise = functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
         return (weights * surprise[:, PROMPT_TOKENS - 1 :]).mean()

@@ -17,7 +17,7 @@ from .toy_task import PROMPT_TOKENS, RESPONSE_TOKENS, VOCABULARY
 
 
 class ModelShape(msgspec.Struct, frozen=True):
-    """The sizes of the policy, by Megatron's words."""
+    """Sizes of the policy, by Megatron's terms."""
 
     hidden: int = 64
     ffn: int = 128
@@ -30,7 +30,7 @@ class ModelShape(msgspec.Struct, frozen=True):
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-6
     experts: int = 0
-    """None: every layer has an MLP of `ffn`."""
+    """Experts of each layer; 0 for an MLP of `ffn` in every layer."""
     experts_per_token: int = 2
     expert_ffn: int = 64
 
@@ -52,12 +52,12 @@ INITIAL_SPREAD: Final = 0.02
 
 
 def policy_of(trainer: TrainerKind) -> ModelShape:
-    """What `trainer` trains."""
+    """Shape of the policy that `trainer` trains."""
     return TINY_EXPERTS if trainer is TrainerKind.MEGATRON_MOE else TINY
 
 
 def config(shape: ModelShape) -> dict[str, object]:
-    """What ``config.json`` says of a Qwen3 of this shape."""
+    """``config.json`` of a Qwen3 of this shape."""
     kind: dict[str, object] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
     if shape.experts:
         kind = {
@@ -116,7 +116,7 @@ def tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 
 def _mlps(prefix: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """The MLP of a layer, or its experts and what routes tokens to them."""
+    """The MLP of a layer, or its experts and their router."""
     sizes = {f"{prefix}experts.{expert}.": shape.expert_ffn for expert in range(shape.experts)} or {prefix: shape.ffn}
     table: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (shape.experts, shape.hidden)} if shape.experts else {}
     for at, inner in sizes.items():

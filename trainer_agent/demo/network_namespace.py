@@ -1,7 +1,7 @@
-"""A second host for one engine of the demo: a network and a view of the file system of its own, on this machine.
+"""A second host for one engine of the demo: network and mount namespaces of its own, on this machine.
 
-Where that cannot be had (it takes root) the engine stays beside the others, and is told to take what is sent to it.
-The namespaces belong to a program of the demo: they are gone when it is, however the demo ends.
+Without root there are none: the engine then stays on this host, limited to the transport `sends`. The namespaces belong
+to a program of the demo and end with it, however the demo ends.
 """
 
 from __future__ import annotations
@@ -20,49 +20,50 @@ _START_S: Final = 10.0
 _CALL_S: Final = 30.0
 
 
-class HostPlace(NamedTuple):
-    """Where the server and the sidecar of one engine run."""
+class EngineHost(NamedTuple):
+    """The host of one engine's server and sidecar."""
 
     address: str = "127.0.0.1"
-    """At which they are reached from here."""
-    before: tuple[str, ...] = ()
-    """Words before each of their commands."""
-    flags: tuple[str, ...] = ()
-    """Of the sidecar alone."""
+    """Address at which they are reached from this host."""
+    command_prefix: tuple[str, ...] = ()
+    """Prefix of each of their commands."""
+    sidecar_flags: tuple[str, ...] = ()
+    """Further flags of the sidecar."""
 
 
 class NetworkNamespace(NamedTuple):
-    """The other place, and the address at which this one is reached from there."""
+    """A second host."""
 
-    place: HostPlace
+    host: EngineHost
     here: str
-    story: str
-    """Where the engine is, in words."""
+    """Address at which the second host reaches this one."""
+    description: str
+    """Where the engine runs, for the user."""
 
 
 class NoNamespace(Exception):
-    """This machine gives none; the message says why."""
+    """No namespace can be made on this machine; the message says why."""
 
 
-def elsewhere(programs: Programs, folder: Path) -> NetworkNamespace:
-    """A place with a network of its own if there can be one, else this one."""
+def second_host(programs: Programs, folder: Path) -> NetworkNamespace:
+    """A host with a network of its own where one can be made, else this one."""
     try:
-        return _second_host(programs, folder)
+        return _namespace(programs, folder)
     except NoNamespace as reason:
-        place = HostPlace(flags=("--transports", "sends"))
-        story = f"beside the others, told to take what is sent to it over a gloo group (no second network: {reason})"
-        return NetworkNamespace(place, "127.0.0.1", story)
+        host = EngineHost(sidecar_flags=("--transports", "sends"))
+        description = f"beside the others, limited to sends over a gloo group (no second network: {reason})"
+        return NetworkNamespace(host, "127.0.0.1", description)
 
 
 def unavailable() -> str:
-    """Why there can be no second network; empty where nothing is known to speak against it."""
+    """The reason why there can be no second network; empty where none is known."""
     if os.geteuid():
         return "only root may make network namespaces"
     missing = [each for each in ("ip", "unshare", "nsenter") if shutil.which(each) is None]
     return f"{missing[0]} is not installed" if missing else ""
 
 
-def _second_host(programs: Programs, folder: Path) -> NetworkNamespace:
+def _namespace(programs: Programs, folder: Path) -> NetworkNamespace:
     if reason := unavailable():
         raise NoNamespace(reason)
     _run(*_HOLDER[:-2], "true")
@@ -80,8 +81,8 @@ def _second_host(programs: Programs, folder: Path) -> NetworkNamespace:
     _run(*inside, "ip", "link", "set", "lo", "up")
     run = folder / "run-elsewhere"
     run.mkdir(mode=0o700)
-    place = HostPlace(there, inside, ("--runtime-dir", str(run), "--http-bind", there))
-    return NetworkNamespace(place, here, f"in network and mount namespaces of its own, at {there}, as on another host")
+    host = EngineHost(there, inside, ("--runtime-dir", str(run), "--http-bind", there))
+    return NetworkNamespace(host, here, f"in network and mount namespaces of its own, at {there}, as on another host")
 
 
 def _entered(holder: Program) -> int:

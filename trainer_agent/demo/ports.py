@@ -1,4 +1,4 @@
-"""Which ports the demo's programs listen on: chosen before they start, and bound a minute later."""
+"""Chooses the ports of the demo's programs before they start; they are bound up to a minute later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .settings import ENGINES
 COUNT: Final = 3 + 2 * ENGINES
 _LOWEST: Final = 10_000
 _ROOM: Final = 1000
-"""Fewer numbers than that are not worth keeping to."""
+"""Fewest ports below the kernel's range for which the choice is limited to them."""
 _RANGE: Final = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
@@ -66,7 +66,7 @@ def _is_free(port: int) -> bool:
 
 
 def _first_of_connections() -> int:
-    """Where the kernel's range begins; where that is not known, or too low to stay below, nothing is left out."""
+    """First port of the kernel's range for connections; 65,536 where it is unknown or too low to stay below."""
     try:
         first = int(_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):

@@ -5,8 +5,8 @@
       '-------- pipe -------'-------> guard
 
 The guard reads the pipe. A leash writes its process group into it before it becomes the program; the demo writes
-`DONE` once everything was ended in order. When the pipe ends without that, nobody is left who would end the groups, and
-the guard kills them. A leash also asks the kernel to kill it with the demo, in case the guard is gone too.
+`DONE` once everything was ended in order. When the pipe ends without that, the demo was killed, and the guard
+kills the groups. A leash also asks the kernel to kill it with the demo, in case the guard is gone too.
 
 Both run as files, without this package: a start costs 20 ms, and nothing of the project has to work for them to.
 """

@@ -1,6 +1,6 @@
-"""What a person sees of the demo: which step it is at, a line for each round, a table at the end.
+"""Prints the progress of the demo: its current step, a line for each round, a table at the end.
 
-On a terminal a spinner shows what is awaited; elsewhere every step is a line, so that a log of it reads well.
+On a terminal a spinner shows the current step; in a pipe every step is a line.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from weightbus.control.terminal_text import terminal_safe
 from .round_records import DemoRound, RoundVerdict
 
 STEPS: Final = ("generate", "judge", "train", "publish")
-"""Of a round."""
+"""Phases of a round."""
 PHASES: Final = (*STEPS, "assemble", "pause", "transfer", "verify", "resume")
-"""The same, and the phases of a publication."""
+"""Phases of a round and of its publication."""
 
 
 class ProgressView:
-    """Prints to standard output; nothing else of the demo does."""
+    """Prints to standard output, as the only module of the demo."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._json = as_json
@@ -34,7 +34,7 @@ class ProgressView:
         self._started = time.monotonic()
 
     def say(self, text: str, style: str = "") -> None:
-        """A line of the story; `text` may be a program's, of several lines."""
+        """Print a line with the time; `text` may be several lines of a program's output."""
         if not self._json:
             shown = terminal_safe(text, lines=True), style
             since = f"{time.monotonic() - self._started:5.1f} s", "dim"
@@ -53,7 +53,7 @@ class ProgressView:
             yield
 
     def round(self, each: DemoRound, of: int) -> None:
-        """A round is over."""
+        """Print a finished round."""
         if self._json:
             self.last(msgspec.json.encode(each).decode())
             return
@@ -62,7 +62,7 @@ class ProgressView:
         self.say(f"round {each.number:2}/{of}  version {each.version:2}  reward {each.reward:.3f} {bar:30}  {seconds}")
 
     def table(self, rounds: Sequence[DemoRound], verdict: RoundVerdict) -> None:
-        """The whole run."""
+        """Print the table of all rounds."""
         if self._json:
             return
         table = Table(title="Every round: what the engines earned, then what was published", title_justify="left")
@@ -78,12 +78,12 @@ class ProgressView:
         self.say(f"reward first {verdict.reward_first:.3f}, last {verdict.reward_last:.3f}")
 
     def last(self, line: str) -> None:
-        """A line as it is, never wrapped or colored."""
+        """Print a line as it is, never wrapped or colored."""
         self._console.print(line, markup=False, soft_wrap=True, highlight=False)
 
 
 def _cells(each: DemoRound, phases: Sequence[str]) -> list[str]:
     lag = " ".join(f"{name}:{lag}" for name, lag in sorted(each.lag.items()))
     seconds = [f"{each.seconds[name]:.3f}" if name in each.seconds else "-" for name in phases]
-    first = [str(each.number), f"{each.reward:.3f}", str(each.version), lag, str(each.behind)]
+    first = [str(each.number), f"{each.reward:.3f}", str(each.version), lag, str(each.token_lag)]
     return [*first, f"{each.nbytes / 1e3:.0f}", *seconds]

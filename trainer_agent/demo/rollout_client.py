@@ -1,6 +1,6 @@
-"""Where the demo's rollouts come from: the coordinator's ready list, and the engines on it, over plain HTTP.
+"""Requests the demo's rollouts from the engines that the coordinator lists as ready, over plain HTTP.
 
-Only engines that the coordinator lists as ready are asked. Every response says which weights wrote it.
+Every response names the versions that wrote it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .toy_task import RESPONSE_TOKENS
 
 _LOOK_S: Final = 0.02
 LAUNCH_LABEL: Final = "default"
-"""What SGLang calls the weights it was started with."""
+"""SGLang's label of the weights that it was started with."""
 
 
 class NotReady(Exception):
@@ -29,7 +29,7 @@ class BadRollout(Exception):
 
 
 class EngineState(msgspec.Struct, frozen=True):
-    """What the status document says of one engine; more is there, and ignored."""
+    """One engine in the status document; other fields are ignored."""
 
     lag: int | None = None
     ready: bool = False
@@ -37,14 +37,14 @@ class EngineState(msgspec.Struct, frozen=True):
 
 
 class ChannelState(msgspec.Struct, frozen=True):
-    """What the status document says of one channel."""
+    """One channel in the status document."""
 
     engines: dict[str, EngineState] = {}
     ready: tuple[str, ...] = ()
 
 
 class CoordinatorState(msgspec.Struct, frozen=True):
-    """The status document, as far as the demo reads it."""
+    """The fields of the status document that the demo reads."""
 
     channels: dict[str, ChannelState] = {}
 
@@ -54,11 +54,11 @@ class Response(msgspec.Struct, frozen=True):
 
     output_ids: list[int]
     meta_info: dict[str, object]
-    """As SGLang wrote it: `Lineage` reads which versions wrote the response."""
+    """``meta_info`` as SGLang wrote it, for `Lineage.of`."""
 
     @property
     def label(self) -> object:
-        """Of the weights that wrote its last token."""
+        """Label of the weights that wrote its last token."""
         return self.meta_info.get("weight_version")
 
 

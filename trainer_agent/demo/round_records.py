@@ -1,4 +1,4 @@
-"""What the training program reports of each round, and the verdict over a whole run. Plain data, no torch.
+"""Records that the training program writes each round, and the verdict over a whole run. Plain data, no torch.
 
 Rank 0 appends one JSON line a round to a file that the demo follows; a line is complete when it ends in a newline.
 """
@@ -10,44 +10,47 @@ from typing import Final
 import msgspec
 
 RISE: Final = 0.2
-"""How much the reward must have gained at the end of a run that publishes; without new weights it moves by 0.03."""
+"""Least gain of the reward in a run that publishes; without new weights the reward moves by 0.03."""
 ROUNDS_TO_RISE: Final = 15
-"""Shorter runs are not expected to show it."""
+"""Fewest rounds after which the gain is checked."""
 
 
 class DemoRound(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One round: what the engines generated, what was learned from it, and what was published then."""
+    """One round: generation, training, publication."""
 
     number: int
     reward: float
-    """Mean over the responses, which came from the weights that the round before had published."""
+    """Mean over the responses."""
     version: int
-    """Published at the end of the round; 0 while nothing is."""
+    """Version published at the end of the round; 0 for none."""
     responses: int
+    """Number of responses."""
     mismatched: int
-    """Responses whose label is not that of the version published last."""
+    """Responses whose label is not one of the allowed versions."""
     mixed: int
-    """Responses that began under one label and ended under another."""
-    behind: int = 0
-    """Versions between the oldest token that was learned from and the weights in training."""
+    """Responses of several versions, one of which was older than the rounds allow: forbidden."""
+    spanning_versions: int = 0
+    """Responses of several versions, all of which were allowed."""
+    token_lag: int = 0
+    """Versions between the oldest token of a response and the weights in training; the most of any response."""
     dropped: int = 0
     """Responses that were too old to learn from."""
     lag: dict[str, int]
-    """Per engine: committed version minus its own, after the round."""
+    """Committed version minus the engine's own after the round, by engine."""
     seconds: dict[str, float]
-    """By phase: generate, judge, train, publish, and of publish: assemble, pause, transfer, verify, resume."""
+    """Seconds by phase: generate, judge, train, publish; within publish assemble, pause, transfer, verify, resume."""
     wall_s: float = 0.0
-    """Since the end of the round before."""
+    """Seconds since the end of the round before."""
     overlap_s: float = 0.0
-    """Of its training, while engines wrote answers of the next round."""
+    """Seconds of training during which engines generated responses of the next round."""
     nbytes: int = 0
-    """Moved to engines, all of them together."""
-    ways: dict[str, str] = {}
-    """Per engine: the transport by which it got what was published."""
+    """Bytes moved to all engines together."""
+    transports: dict[str, str] = {}
+    """Transport of the published version, by engine."""
 
 
 class RoundVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole run in the numbers of its last line."""
+    """Numbers of a whole run, printed in its last line."""
 
     rounds: int
     engines: int
@@ -55,18 +58,22 @@ class RoundVerdict(msgspec.Struct, frozen=True, kw_only=True):
     reward_last: float
     mismatched: int
     mixed: int
+    """Responses of several versions, one of which was not allowed, as in `DemoRound`."""
+    spanning_versions: int = 0
+    """Responses of several allowed versions; only asynchronous rounds allow more than one."""
     dropped: int = 0
     max_lag: int = 0
+    """Largest `token_lag` of any round."""
     wall_s: float = 0.0
-    """All rounds, from the first rollout to the end of the last publication."""
+    """Seconds of all rounds, from the first rollout to the end of the last publication."""
     train_s: float = 0.0
-    """Of it, training."""
+    """Seconds of training."""
     overlap_s: float = 0.0
-    """Of training, while engines wrote answers of the next round."""
+    """Seconds of training during which engines generated responses of the next round."""
     sync_s: float | None = None
-    """The same of the synchronous run before, where this one was asynchronous."""
+    """`wall_s` of the synchronous run before an asynchronous one; None for a synchronous run."""
     complaint: str
-    """Why the run failed; empty when it did not."""
+    """The reason why the run failed; empty for success."""
 
     @property
     def line(self) -> str:
@@ -77,12 +84,12 @@ class RoundVerdict(msgspec.Struct, frozen=True, kw_only=True):
         )
         if self.sync_s is None:
             return line
-        lag = f"max_lag={self.max_lag} dropped={self.dropped}"
+        lag = f"spanning_versions={self.spanning_versions} max_lag={self.max_lag} dropped={self.dropped}"
         return f"{line} {lag} sync_s={self.sync_s:.1f} async_s={self.wall_s:.1f}"
 
 
 def compare(synchronous: RoundVerdict, asynchronous: RoundVerdict) -> RoundVerdict:
-    """The verdict over a run that did the same twice, one way after the other."""
+    """The verdict over two runs of the same rounds, first synchronous, then asynchronous."""
     complaint = f"synchronous: {synchronous.complaint}" if synchronous.complaint else asynchronous.complaint
     if not complaint and asynchronous.rounds >= ROUNDS_TO_RISE:
         if asynchronous.wall_s >= synchronous.wall_s:
@@ -99,11 +106,11 @@ def verdict(
     expected_rounds: int,
     published: bool,
     max_lag: int = 0,
-    ways: Mapping[str, str] | None = None,
+    transports: Mapping[str, str] | None = None,
 ) -> RoundVerdict:
-    """Judge a run in which answers might be `max_lag` versions old, and every engine was to be served as `ways` says.
+    """Judge a run in which responses may be `max_lag` versions old.
 
-    Null where that is not known beforehand. Raises `ValueError` when there is no round.
+    `transports` are the ones expected, by engine; None when not known beforehand. Raises `ValueError` without a round.
     """
     if not rounds:
         raise ValueError("the trainer ended before its first round: its log says why")
@@ -114,14 +121,14 @@ def verdict(
         complaint = f"{len(rounds)} rounds were done, expected {expected_rounds}"
     elif mismatched:
         complaint = f"{mismatched} responses came from another version than the published one"
-    elif mixed and not max_lag:
-        complaint = f"{mixed} responses came from two versions"
+    elif mixed:
+        complaint = f"{mixed} responses came from two versions, of which one was more than {max_lag} behind"
     elif any(lag > max_lag for each in rounds for lag in each.lag.values()):
         complaint = "an engine lagged behind the committed version"
-    elif any(each.behind > max_lag for each in rounds):
+    elif any(each.token_lag > max_lag for each in rounds):
         complaint = f"answers were more than {max_lag} versions older than the weights in training"
-    elif ways is not None and any(each.ways != ways for each in rounds):
-        complaint = f"versions traveled by {next(each.ways for each in rounds if each.ways != ways)}, expected {ways}"
+    elif transports is not None and (odd := [each.transports for each in rounds if each.transports != transports]):
+        complaint = f"versions traveled by {odd[0]}, expected {transports}"
     elif published and len(rounds) >= ROUNDS_TO_RISE and gain < RISE:
         complaint = f"the reward gained {gain:.3f} with weights published, expected at least {RISE}"
     elif not published and abs(gain) >= RISE:
@@ -135,8 +142,9 @@ def verdict(
         reward_last=rounds[-1].reward,
         mismatched=mismatched,
         mixed=mixed,
+        spanning_versions=sum(each.spanning_versions for each in rounds),
         dropped=sum(each.dropped for each in rounds),
-        max_lag=max(each.behind for each in rounds),
+        max_lag=max(each.token_lag for each in rounds),
         wall_s=sum(each.wall_s for each in rounds),
         train_s=sum(each.seconds.get("train", 0.0) for each in rounds),
         overlap_s=sum(each.overlap_s for each in rounds),
@@ -151,14 +159,14 @@ def append(path: Path, each: DemoRound) -> None:
 
 
 class Follower:
-    """Reads the rounds that were appended since the last look."""
+    """Reads rounds that were appended since the last call."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._at = 0
 
     def new(self) -> Iterator[DemoRound]:
-        """Rounds not seen before; a line still being written is left for the next look."""
+        """Rounds not returned before; a line without its newline is left for the next call."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The flags of ``weightbus demo``."""
+"""Flags of ``weightbus demo``, and the arguments that the demo passes to its training program."""
 
 import enum
 from typing import Annotated, Final
@@ -14,14 +14,14 @@ CHANNEL: Final = "demo"
 
 
 class Sync(enum.StrEnum):
-    """Whether what was learned is published."""
+    """Whether the trained weights are published."""
 
     ON = "on"
     OFF = "off"
 
 
 class TrainerKind(enum.StrEnum):
-    """What trains the policy, on two ranks."""
+    """The framework that trains the policy, on two ranks."""
 
     MEGATRON = "megatron"
     """Megatron-core, tensor parallel."""
@@ -32,7 +32,7 @@ class TrainerKind(enum.StrEnum):
 
 
 class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the demo runs."""
+    """Settings of the demo."""
 
     rounds: Annotated[int, msgspec.Meta(ge=1, le=1000, description="rounds of generate, learn, publish")] = 20
     transport: Annotated[
@@ -71,3 +71,33 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError("mixed shows two ways of what is published: leave sync on")
         if self.asynchronous and self.transport in (TransportKind.DIRECT, TransportKind.SENDS):
             raise ValueError(f"transport = {self.transport} gives the weights in training, and no snapshot: take local")
+
+
+class RankArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """The one argument of training_rank.py, as JSON."""
+
+    checkpoint: str
+    """Folder of the initial policy."""
+    progress: str
+    """File to which rank 0 appends a line a round."""
+    rounds: int
+    trainer: TrainerKind
+    seed: int
+    publish: bool
+    channel: str
+    coordinator: str
+    status_url: str
+    engines: int
+    transport: str
+    """Transport of all engines; empty to let the agent choose for each engine."""
+    host: str
+    """Address at which engines of another host reach the ranks."""
+    runtime_dir: str
+    keys: str
+    asynchronous: bool = False
+    environment_s: float = 0.0
+    """Seconds a round that its answers are judged elsewhere, by a sandbox or another model; nothing is computed."""
+    base: int = 0
+    """Version under which the policy is published before the first round; 0 when engines were launched with it."""
+    save_every: int = 0
+    save_dir: str = ""

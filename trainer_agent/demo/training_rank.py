@@ -27,14 +27,13 @@ from ..source import Source
 from . import toy_task as task
 from .actor import WIDTH, Actor, Batch
 from .initial_checkpoint import policy_of
-from .program_arguments import RankArguments
 from .rollout_client import RolloutClient
-from .settings import TrainerKind
+from .settings import RankArguments, TrainerKind
 
-PATIENCE_S: Final = 120.0
-"""How long any rank waits for anything. A round takes two seconds."""
+TIMEOUT_S: Final = 120.0
+"""Seconds that a rank waits for a peer, an engine or a round. A round takes two seconds."""
 MAX_LAG: Final = 1
-"""Of asynchronous rounds."""
+"""`max_lag` of asynchronous rounds."""
 
 
 class Learner(Protocol):
@@ -45,26 +44,26 @@ class Learner(Protocol):
         ...
 
     def source(self, timeout_s: float) -> Source:
-        """The policy's weights, as they are at any time. Collective."""
+        """Source of the policy's live weights. Collective."""
         ...
 
 
-def start(plan: RankArguments) -> Learner:
-    """The learner of the wanted framework: only that one is imported. Joins the other ranks."""
-    deadline = timedelta(seconds=PATIENCE_S)
-    if plan.trainer is TrainerKind.FSDP2:
+def start(arguments: RankArguments) -> Learner:
+    """Join the other ranks and return the learner of the chosen framework, the only one that is imported."""
+    deadline = timedelta(seconds=TIMEOUT_S)
+    if arguments.trainer is TrainerKind.FSDP2:
         from .fsdp_learner import FSDPLearner  # noqa: PLC0415
 
         dist.init_process_group("gloo", timeout=deadline)
-        return FSDPLearner(Path(plan.checkpoint))
+        return FSDPLearner(Path(arguments.checkpoint))
     from ..sources.megatron import install  # noqa: PLC0415
 
     logging.getLogger("megatron").setLevel(logging.ERROR)  # it warns of every GPU feature that is off
     install()
-    from .learner import Learner as MegatronLearner  # noqa: PLC0415
+    from .megatron_learner import MegatronLearner  # noqa: PLC0415
 
     dist.init_process_group("gloo", timeout=deadline)
-    return MegatronLearner(Path(plan.checkpoint), plan.seed, policy_of(plan.trainer))
+    return MegatronLearner(Path(arguments.checkpoint), arguments.seed, policy_of(arguments.trainer))
 
 
 class RoundStopwatch:
@@ -73,7 +72,7 @@ class RoundStopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.spans: dict[str, tuple[float, float]] = {}
-        """Begin and end of each phase, in seconds of `time.perf_counter`; of the last one where it came again."""
+        """Begin and end of the last run of each phase, in seconds of `time.perf_counter`."""
 
     @contextmanager
     def phase(self, name: str) -> Generator[None]:
@@ -85,54 +84,53 @@ class RoundStopwatch:
         self.seconds[name] = self.seconds.get(name, 0.0) + ended - started
 
 
-def train(plan: RankArguments) -> None:
-    """All rounds, on this rank."""
-    learner = start(plan)
-    fleet = RolloutClient(plan.status_url, plan.channel, PATIENCE_S)
-    actor = Actor(plan, fleet, PATIENCE_S) if dist.get_rank() == 0 else None
-    agent = _connect(plan, learner) if plan.publish else None
-    if agent and plan.base:
-        agent.publish(plan.base)
+def train(arguments: RankArguments) -> None:
+    """Run all rounds on this rank."""
+    learner = start(arguments)
+    fleet = RolloutClient(arguments.status_url, arguments.channel, TIMEOUT_S)
+    actor = Actor(arguments, fleet, TIMEOUT_S) if dist.get_rank() == 0 else None
+    agent = _connect(arguments, learner) if arguments.publish else None
+    if agent and arguments.base:
+        agent.publish(arguments.base)
     if actor:
         actor.begin()
-    if agent and plan.asynchronous:
-        _asynchronously(plan, learner, actor, agent)
+    if agent and arguments.asynchronous:
+        _asynchronously(arguments, learner, actor, agent)
     else:
-        _synchronously(plan, learner, actor, agent)
+        _synchronously(arguments, learner, actor, agent)
     if agent:
         agent.close()
     if actor:
         actor.close()
 
 
-def _synchronously(plan: RankArguments, learner: Learner, actor: Actor | None, agent: TrainerAgent | None) -> None:
-    """Generate, learn, publish, one after another."""
-    for number in range(1, plan.rounds + 1):
+def _synchronously(arguments: RankArguments, learner: Learner, actor: Actor | None, agent: TrainerAgent | None) -> None:
+    """Generate, learn and publish, one after another."""
+    for number in range(1, arguments.rounds + 1):
         watch, batch = RoundStopwatch(), None
-        current = plan.base + number - 1 if agent else 0
+        current = arguments.base + number - 1 if agent else 0
         if actor:
             batch = actor.rollout(number)
         tokens, counts = _share(batch, current, 0)
         with watch.phase("train"):
             learner.learn(tokens, counts)
         with watch.phase("publish"):
-            published = agent.publish(plan.base + number) if agent else None
+            published = agent.publish(arguments.base + number) if agent else None
         if actor and batch:
             actor.report(batch, current, 0, watch.seconds, published)
 
 
-def _asynchronously(plan: RankArguments, learner: Learner, actor: Actor | None, agent: TrainerAgent) -> None:
-    """Learn from one batch while the next one is written and judged, and while engines take what was learned before.
+def _asynchronously(arguments: RankArguments, learner: Learner, actor: Actor | None, agent: TrainerAgent) -> None:
+    """Learn from one batch while the next is generated and judged, and while engines take the version before.
 
-    The rollouts of round n begin when engines serve what round n - 2 published, whether or not those of round n - 1
-    are judged by then. So what they are learned from is one version newer, or they are mixed of that one and the one
-    before.
+    The rollouts of round n begin when engines serve the version that round n - 2 published, whether or not those of
+    round n - 1 are judged by then. So they are one version older than the weights in training, or span two versions.
     """
-    upcoming = actor.ahead(1, plan.base) if actor else None
+    upcoming = actor.ahead(1, arguments.base) if actor else None
     ending: Callable[[Batch | None], None] = lambda _: None  # noqa: E731  nothing was published yet
-    for number in range(1, plan.rounds + 1):
-        watch, current, asked = RoundStopwatch(), plan.base + number - 1, upcoming
-        if actor and number < plan.rounds:
+    for number in range(1, arguments.rounds + 1):
+        watch, current, asked = RoundStopwatch(), arguments.base + number - 1, upcoming
+        if actor and number < arguments.rounds:
             upcoming = actor.ahead(number + 1, current)
         with watch.phase("wait"):
             batch = asked.result(actor.deadline_s) if actor and asked else None
@@ -155,7 +153,7 @@ def _end_round(
     watch: RoundStopwatch,
     handle: PublishHandle,
 ) -> None:
-    """The publication is over, or nearly so: with a lag of one, the one after it could begin."""
+    """Wait for the round's publication and report the round. With a lag of one, the next publication has begun."""
     published = handle.wait()
     if actor and batch:
         overlap_s = following.overlap_s(*watch.spans["train"]) if following else 0.0
@@ -163,7 +161,7 @@ def _end_round(
 
 
 def _share(batch: Batch | None, current: int, max_lag: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank 0's tokens, and which of them count, on every rank."""
+    """Broadcast rank 0's tokens, and the flags of tokens that are learned from, to every rank."""
     if batch is None:
         shared = torch.empty(task.RESPONSES, WIDTH, dtype=torch.int64)
     else:
@@ -173,21 +171,21 @@ def _share(batch: Batch | None, current: int, max_lag: int) -> tuple[torch.Tenso
     return shared[:, :texts], shared[:, texts:].float()
 
 
-def _connect(plan: RankArguments, learner: Learner) -> TrainerAgent:
+def _connect(arguments: RankArguments, learner: Learner) -> TrainerAgent:
     return TrainerAgent.connect(
-        learner.source(PATIENCE_S),
-        channel=plan.channel,
-        coordinator=plan.coordinator,
-        keys=Path(plan.keys),
-        transport=plan.transport or None,
-        host=plan.host,
-        runtime_dir=Path(plan.runtime_dir),
-        checkpoint_dir=Path(plan.runtime_dir) / "checkpoints",
-        hf_config_dir=Path(plan.checkpoint),
-        save_every=plan.save_every,
-        save_dir=Path(plan.save_dir) if plan.save_every else None,
-        round_timeout_s=PATIENCE_S,
-        max_lag=MAX_LAG if plan.asynchronous else None,
+        learner.source(TIMEOUT_S),
+        channel=arguments.channel,
+        coordinator=arguments.coordinator,
+        keys=Path(arguments.keys),
+        transport=arguments.transport or None,
+        host=arguments.host,
+        runtime_dir=Path(arguments.runtime_dir),
+        checkpoint_dir=Path(arguments.runtime_dir) / "checkpoints",
+        hf_config_dir=Path(arguments.checkpoint),
+        save_every=arguments.save_every,
+        save_dir=Path(arguments.save_dir) if arguments.save_every else None,
+        round_timeout_s=TIMEOUT_S,
+        max_lag=MAX_LAG if arguments.asynchronous else None,
     )
 
 

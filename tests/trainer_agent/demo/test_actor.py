@@ -14,10 +14,9 @@ import pytest
 
 from weightbus.trainer_agent.demo import toy_task as task
 from weightbus.trainer_agent.demo.actor import PARTS, WIDTH, Actor, Batch, EpisodePart
-from weightbus.trainer_agent.demo.program_arguments import RankArguments
 from weightbus.trainer_agent.demo.rollout_client import Response, RolloutClient
 from weightbus.trainer_agent.demo.round_records import Follower
-from weightbus.trainer_agent.demo.settings import TrainerKind
+from weightbus.trainer_agent.demo.settings import RankArguments, TrainerKind
 
 
 def response(*versions: str) -> Response:
@@ -55,11 +54,11 @@ class Engines:
         pass
 
 
-def actor_of(folder: Path, environment_s: float, patience_s: float = 10.0) -> Actor:
+def actor_of(folder: Path, environment_s: float, timeout_s: float = 10.0) -> Actor:
     given = dict.fromkeys(
         ("checkpoint", "channel", "coordinator", "status_url", "transport", "host", "runtime_dir", "keys"), ""
     )
-    plan = RankArguments(
+    arguments = RankArguments(
         **given,
         progress=str(folder / "progress"),
         rounds=3,
@@ -69,7 +68,7 @@ def actor_of(folder: Path, environment_s: float, patience_s: float = 10.0) -> Ac
         engines=1,
         environment_s=environment_s,
     )
-    return Actor(plan, cast("RolloutClient", Engines()), patience_s)
+    return Actor(arguments, cast("RolloutClient", Engines()), timeout_s)
 
 
 def engines_of(actor: Actor) -> Engines:
@@ -189,8 +188,9 @@ def test_a_report_says_how_old_answers_were(actor: Actor) -> None:
     """And counts those that no round should have had."""
     actor._fleet.state = lambda: cast("Any", type("S", (), {"engines": {}}))  # type: ignore[method-assign]
     actor.report(batch(response("8"), response("7", "8"), response("5")), 8, 1, {"train": 1.0}, None, overlap_s=0.5)
-    (told,) = Follower(Path(actor._plan.progress)).new()
-    assert (told.number, told.mixed, told.behind, told.dropped, told.mismatched) == (3, 1, 3, 1, 1)
+    (told,) = Follower(Path(actor._arguments.progress)).new()
+    assert (told.number, told.mixed, told.spanning_versions) == (3, 0, 1)
+    assert (told.token_lag, told.dropped, told.mismatched) == (3, 1, 1)
     assert told.seconds == {"generate": 0.25, "train": 1.0}
     assert told.wall_s > 0
     assert told.overlap_s == 0.5

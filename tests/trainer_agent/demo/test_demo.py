@@ -15,7 +15,8 @@ import pytest
 COMMAND = [sys.executable, "-m", "weightbus.control.cli.entry_point", "demo"]
 LAST_LINE = re.compile(
     r"demo: rounds=(\d+) engines=2 reward_first=(\d\.\d{3}) reward_last=(\d\.\d{3}) "
-    r"mismatched_versions=(\d+) mixed=(\d+)( max_lag=(\d+) dropped=(\d+) sync_s=\d+\.\d async_s=\d+\.\d)?"
+    r"mismatched_versions=(\d+) mixed=(\d+)"
+    r"( spanning_versions=(\d+) max_lag=(\d+) dropped=(\d+) sync_s=\d+\.\d async_s=\d+\.\d)?"
 )
 
 
@@ -65,8 +66,9 @@ def test_three_rounds_reach_both_engines_both_ways(tmp_path: Path) -> None:
     assert found, out
     assert found[1] == "3"
     assert found[4] == "0"
-    assert int(found[7]) <= 1
-    assert found[8] == "0"
+    assert found[5] == "0"
+    assert int(found[8]) <= 1
+    assert found[9] == "0"
     assert sum("round " in line and "/3" in line for line in out.splitlines()) == 6
     until_nothing_runs(tmp_path)
     assert list(tmp_path.glob("weightbus-demo-*")) == []
@@ -85,7 +87,7 @@ def test_an_engine_beside_the_trainer_and_one_elsewhere_get_the_same_versions(tm
     told = [json.loads(line) for line in rounds]
     assert [each["version"] for each in told] == [1, 2, 3]
     for each in told:
-        assert each["ways"] == {"e0": "direct", "e1": "sends"}
+        assert each["transports"] == {"e0": "direct", "e1": "sends"}
         assert each["lag"] == {"e0": 0, "e1": 0}
         assert each["responses"] > 0
     assert len({each["nbytes"] for each in told}) == 1

@@ -14,6 +14,7 @@ def round_of(
     *,
     mismatched: int = 0,
     mixed: int = 0,
+    spanning_versions: int = 0,
     lag: int = 0,
     behind: int = 0,
     overlap_s: float = 0.0,
@@ -25,7 +26,8 @@ def round_of(
         responses=64,
         mismatched=mismatched,
         mixed=mixed,
-        behind=behind,
+        spanning_versions=spanning_versions,
+        token_lag=behind,
         lag={"e0": 0, "e1": lag},
         wall_s=1.5,
         overlap_s=overlap_s,
@@ -66,19 +68,19 @@ def test_every_broken_promise_is_a_complaint(
 
 
 def asynchronous(count: int = 20, *, overlap_s: float = 0.125, lag: int = 0, behind: int = 0) -> RoundVerdict:
-    last = round_of(count, 0.95, mixed=40, overlap_s=overlap_s, lag=lag, behind=behind)
+    last = round_of(count, 0.95, spanning_versions=40, overlap_s=overlap_s, lag=lag, behind=behind)
     rounds = [*run_of(count - 1, 0.7), last]
     return verdict(rounds, 2, expected_rounds=count, published=True, max_lag=1)
 
 
-def test_asynchronous_answers_may_be_mixed_and_one_version_old() -> None:
+def test_asynchronous_answers_may_span_versions_and_be_one_version_old() -> None:
     """And no older. The last line says how old they were, and how long both ways took."""
     synchronous = verdict(run_of(20, 0.7), 2, expected_rounds=20, published=True)
     result = compare(msgspec.structs.replace(synchronous, wall_s=40.04), asynchronous(behind=1))
     assert result.complaint == ""
     assert result.line == (
-        "demo: rounds=20 engines=2 reward_first=0.250 reward_last=0.950 mismatched_versions=0 mixed=40"
-        " max_lag=1 dropped=0 sync_s=40.0 async_s=30.0"
+        "demo: rounds=20 engines=2 reward_first=0.250 reward_last=0.950 mismatched_versions=0 mixed=0"
+        " spanning_versions=40 max_lag=1 dropped=0 sync_s=40.0 async_s=30.0"
     )
     assert "more than 1 versions older" in asynchronous(behind=2).complaint
     assert "lagged" in asynchronous(lag=2).complaint

@@ -14,7 +14,7 @@ import pytest
 
 from weightbus.trainer_agent.demo import network_namespace as module
 from weightbus.trainer_agent.demo.child_processes import Programs
-from weightbus.trainer_agent.demo.network_namespace import HostPlace, NoNamespace, elsewhere, unavailable
+from weightbus.trainer_agent.demo.network_namespace import EngineHost, NoNamespace, second_host, unavailable
 
 from ...kit.waiting import until
 
@@ -42,11 +42,11 @@ def test_without_a_second_network_the_engine_is_sent_to_all_the_same(
     monkeypatch.setattr(module, "unavailable", lambda: "only root may" if how == "known before" else "")
     monkeypatch.setattr(module, "_HOLDER", ["false", "sleep", "infinity"])
     with Programs(tmp_path) as programs:
-        found = elsewhere(programs, tmp_path)
-    assert found.place == HostPlace(flags=("--transports", "sends"))
-    assert (found.place.address, found.here) == ("127.0.0.1", "127.0.0.1")
-    assert "told to take what is sent to it over a gloo group (no second network: " in found.story
-    assert ("only root may" if how == "known before" else "`false true`: ") in found.story
+        found = second_host(programs, tmp_path)
+    assert found.host == EngineHost(sidecar_flags=("--transports", "sends"))
+    assert (found.host.address, found.here) == ("127.0.0.1", "127.0.0.1")
+    assert "limited to sends over a gloo group (no second network: " in found.description
+    assert ("only root may" if how == "known before" else "`false true`: ") in found.description
     assert not (tmp_path / "run-elsewhere").exists()
 
 
@@ -60,9 +60,9 @@ def test_a_call_that_does_not_end_or_begin_is_no_second_network(
     monkeypatch.setattr(module, "_HOLDER", [*command, "sleep", "infinity"])
     monkeypatch.setattr(module, "_run", lambda *_, run=module._run: run(*command))
     with Programs(tmp_path) as programs:
-        found = elsewhere(programs, tmp_path)
-    assert found.place == HostPlace(flags=("--transports", "sends"))
-    assert f"`{command[0]}" in found.story
+        found = second_host(programs, tmp_path)
+    assert found.host == EngineHost(sidecar_flags=("--transports", "sends"))
+    assert f"`{command[0]}" in found.description
 
 
 def test_a_holder_that_ends_is_no_second_network(tmp_path: Path) -> None:
@@ -85,23 +85,23 @@ print(json.dumps([each for _, each in socket.if_nameindex()]))
 def test_a_second_network_is_one_and_is_gone_afterwards(tmp_path: Path) -> None:
     """Both sides reach each other at the addresses that are said, and by no loopback; nothing stays of it."""
     with Programs(tmp_path) as programs:
-        found = elsewhere(programs, tmp_path)
-        if not found.place.before:
-            pytest.skip(found.story)
+        found = second_host(programs, tmp_path)
+        if not found.host.command_prefix:
+            pytest.skip(found.description)
         cards = {name for _, name in socket.if_nameindex()}
         with socket.create_server((found.here, 0)) as here:
             port = here.getsockname()[1]
-            talk = [*found.place.before, sys.executable, "-c", TALK, found.here, str(port)]
+            talk = [*found.host.command_prefix, sys.executable, "-c", TALK, found.here, str(port)]
             said = subprocess.run(talk, capture_output=True, text=True, timeout=CALL_S, check=True).stdout
             here.settimeout(CALL_S)
             near, (address, *_) = here.accept()
             with near:
-                assert near.recv(64).decode() == address == found.place.address
+                assert near.recv(64).decode() == address == found.host.address
         assert sorted(json.loads(said)) == ["eth0", "lo"]
-        flags = dict(zip(found.place.flags[::2], found.place.flags[1::2], strict=True))
-        assert flags["--http-bind"] == found.place.address
+        flags = dict(zip(found.host.sidecar_flags[::2], found.host.sidecar_flags[1::2], strict=True))
+        assert flags["--http-bind"] == found.host.address
         assert Path(flags["--runtime-dir"]).stat().st_mode & 0o777 == 0o700
-        assert "10.203." in found.story
+        assert "10.203." in found.description
     card = f"wb{os.getpid()}"
     assert card in cards
     until(lambda: card not in {name for _, name in socket.if_nameindex()}, "the kernel to take the network apart")

@@ -1,23 +1,38 @@
-"""The policy as Megatron-core trains it: built for the groups that are set up, loaded from the Hugging Face folder.
+"""The policy on real Megatron ranks: built, loaded, and trained by one policy-gradient step a round.
 
-The only code of the demo that knows Megatron's model; `learner.py` trains it. Import after `megatron_cpu.install()`.
+Every rank calls the same methods in the same order with the same tokens; Megatron does the rest: forward, backward,
+gradient reduction, clipping, Adam. A dense policy is cut by tensor parallelism. Experts are cut by expert parallelism,
+and all other parameters are the same on every rank, each of which learns from its share of the responses. Import after
+`cpu_emulation.install()`.
 """
 
-# Megatron is typed in part, and generously: what it returns is unknown to a strict reader.
+# Megatron leaves parts untyped, and much of what it returns is Any to a strict type checker.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.transformer.module import Float16Module
 from torch.nn import functional
 
-from ..sources.megatron import CONFIG
-from .initial_checkpoint import ModelShape
+from ..sources.megatron import CONFIG, MegatronSource
+from . import initial_checkpoint as checkpoint
+from .initial_checkpoint import TINY, ModelShape
+from .toy_task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
 
 
 def build(shape: ModelShape) -> GPTModel:
@@ -59,7 +74,7 @@ def build(shape: ModelShape) -> GPTModel:
 
 
 def _experts(shape: ModelShape) -> dict[str, object]:
-    """What a TransformerConfig says of experts, which are modules of their own: grouped ones need a GPU."""
+    """Fields of a TransformerConfig for experts as modules of their own: grouped experts need a GPU."""
     return {
         "num_moe_experts": shape.experts,
         "moe_router_topk": shape.experts_per_token,
@@ -105,14 +120,14 @@ def from_hf(name: str, weights: Mapping[str, torch.Tensor], shape: ModelShape) -
     if local in _IN_LAYER:
         return (weights[layer + _IN_LAYER[local]],)
     mlp, _, kind = local.rpartition(".linear_")
-    prefix = layer + _served_mlp(mlp, shape)
+    prefix = layer + _hf_mlp(mlp, shape)
     if kind == "fc1.weight":
         return weights[prefix + "gate_proj.weight"], weights[prefix + "up_proj.weight"]
     return (weights[{"fc2.weight": prefix + "down_proj.weight"}[kind]],)
 
 
-def _served_mlp(local: str, shape: ModelShape) -> str:
-    """The MLP of a layer, or the expert that this rank counts as its n-th."""
+def _hf_mlp(local: str, shape: ModelShape) -> str:
+    """Name of a layer's MLP, or of the expert with this rank's local number."""
     outer, _, number = local.partition(".local_experts.")
     if not number:
         return "mlp."
@@ -139,3 +154,84 @@ _IN_LAYER = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.router.weight": "mlp.gate.weight",
 }
+
+
+class MegatronLearner:
+    """The policy, its optimizer and this rank's place in the group."""
+
+    def __init__(self, folder: Path, seed: int, shape: ModelShape = TINY) -> None:
+        ranks = dist.get_world_size()
+        if shape.experts:
+            parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
+        else:
+            parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+        model_parallel_cuda_manual_seed(seed)
+        self._folder = folder
+        policy = build(shape)
+        load(policy, checkpoint.read(folder), shape)
+        config = policy.config
+        plan = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+        self.model = DistributedDataParallel(config, plan, Float16Module(config, policy))
+        self._optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=LEARNING_RATE,
+                weight_decay=0.0,
+                clip_grad=1.0,
+                bf16=True,
+                params_dtype=torch.bfloat16,
+            ),
+            [self.model],
+        )
+        config.finalize_model_grads_func = finalize_model_grads
+        self._run = get_forward_backward_func()
+
+    def source(self, timeout_s: float) -> MegatronSource:
+        """Source of the policy's live weights. Collective."""
+        return MegatronSource(self.model, hf_config=self._folder, timeout_s=timeout_s)
+
+    def learn(self, tokens: torch.Tensor, counts: torch.Tensor) -> float:
+        """One step of REINFORCE with a group baseline; returns the norm of the gradient before clipping.
+
+        `tokens` holds a prompt and its response in each row, groups together; `counts` is 1 for each token of
+        the responses that is learned from, 0 for the others.
+        """
+        rewards = [reward(response) for response in tokens[:, PROMPT_TOKENS:].tolist()]
+        share = slice(parallel_state.get_data_parallel_rank(), None, parallel_state.get_data_parallel_world_size())
+        weights = (torch.tensor(advantages(rewards)).unsqueeze(1) * counts)[share]
+        tokens = tokens[share]
+        self.model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        self._run(
+            forward_step_func=partial(_forward, weights),
+            data_iterator=iter([tokens]),
+            model=self.model,
+            num_microbatches=1,
+            seq_length=tokens.shape[1] - 1,
+            micro_batch_size=tokens.shape[0],
+            forward_only=False,
+        )
+        outcome = self._optimizer.step()
+        applied, norm = (outcome[0], outcome[1]) if outcome else (False, 0.0)
+        if not applied:
+            raise ArithmeticError("the optimizer skipped its step: the gradient was not finite")
+        return float(norm)
+
+
+def _forward(
+    weights: torch.Tensor, batches: Iterator[torch.Tensor], model: torch.nn.Module
+) -> tuple[torch.Tensor, Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    tokens = next(batches)
+    positions = torch.arange(tokens.shape[1] - 1).expand(tokens.shape[0], -1)
+    surprise = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+    return surprise, partial(_policy_loss, weights)
+
+
+def _policy_loss(weights: torch.Tensor, surprise: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """REINFORCE: the weighted surprise (minus the log-probability) of the responses' tokens.
+
+    `weights` are by token: positive where a response beat its group.
+    """
+    responses = surprise[:, PROMPT_TOKENS - 1 :].float()
+    loss = (weights * responses).mean()
+    return loss, {"loss": loss.detach()}
