@@ -16,7 +16,7 @@ from rich.console import Console
 from ..bus import check_bind, libzmq_version
 from ..journal import parse_url, read_login
 from ..log import get_log
-from ..machine import STAND_IN_S, status as status_document
+from ..machine import WATCHDOG_S, status as status_document
 from ..server import (
     CoordinatorCandidate,
     CoordinatorProcess,
@@ -88,15 +88,15 @@ def _warnings(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
 
 def _ends_too_soon(given: CoordinatorSettings) -> list[tuple[str, dict[str, str]]]:
     """Warnings for deadlines that end an attempt before a watchdog has released workers blocked in a collective."""
-    least_s = STAND_IN_S + given.heartbeat_s  # the last one may have been heard so long before
+    least_s = WATCHDOG_S + given.heartbeat_s  # the last one may have been heard so long before
     found: list[tuple[str, dict[str, str]]] = []
     for name, watched in _WATCHED_BY_SETTING.items():
         wait_s: float = getattr(given, name)
         if wait_s < least_s:
             reason = (
-                f"over distributed {watched} that stands still is stood in for after {STAND_IN_S:g} s, which is too"
+                f"over distributed {watched} that stands still is stood in for after {WATCHDOG_S:g} s, which is too"
                 f" late: workers of stock servers still wait in the group when the attempt has ended; set {name} to"
-                f" {least_s:g} ({STAND_IN_S:g} s and heartbeat_s) or more, or use no distributed"
+                f" {least_s:g} ({WATCHDOG_S:g} s and heartbeat_s) or more, or use no distributed"
             )
             found.append(("ends_too_soon", {"setting": f"{name} = {wait_s:g}", "reason": reason}))
     return found

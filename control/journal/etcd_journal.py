@@ -18,7 +18,7 @@ from typing import Final, TypeVar
 import msgspec
 
 from ..machine import (
-    ANSWERS,
+    MAX_ROUND_REPLIES,
     AnyRecord,
     ChannelForgotten,
     Committed,
@@ -29,8 +29,8 @@ from ..machine import (
     Restored,
     RoundClosed,
     RoundReply,
-    ending,
-    remembered,
+    history_with,
+    round_reply_of,
 )
 from ..protocol import (
     Channel,
@@ -78,7 +78,7 @@ class _Reply(msgspec.Struct, frozen=True):
     closed: bool = True
 
     @property
-    def ending(self) -> RoundReply:
+    def as_round_reply(self) -> RoundReply:
         return RoundReply(self.done, self.question, self.closed)
 
 
@@ -238,12 +238,12 @@ class EtcdJournal:
             problem = f"version {record.version} of {record.channel!r} at epoch {record.epoch} would go back"
             raise JournalCorrupt(self._where, problem, "this is a bug: keep the store and report it")
         held = HeldVersion(version=record.version, manifest=record.manifest, table=record.table)
-        history = remembered(row.history, record)
+        history = history_with(row.history, record)
         return msgspec.structs.replace(row, committed=held, committed_epoch=record.epoch, history=history)
 
     def _write_reply(self, record: Committed | RoundClosed, conditions: list[Json], others: list[Json]) -> int:
         """Keep the answer to the `Publish` of `record`, together with `others`; returns the revision at which it is."""
-        known = ending(record)
+        known = round_reply_of(record)
         reply = _Reply(self._wall_clock(), known.done, known.question, known.closed)
         old = self._pushed_out(record)
         write = put(self._key("reply", record.request), msgspec.json.encode(reply))
@@ -253,12 +253,12 @@ class EtcdJournal:
 
     def _pushed_out(self, record: Committed | RoundClosed) -> list[str]:
         """The keys of the answers that go when that of `record` is kept."""
-        key, mine = self._key("reply", record.request), self._replies.get(ending(record).done.channel, ())
-        return [each for each in mine if each != key][: max(0, len(mine) + (key not in mine) - ANSWERS)]
+        key, mine = self._key("reply", record.request), self._replies.get(round_reply_of(record).done.channel, ())
+        return [each for each in mine if each != key][: max(0, len(mine) + (key not in mine) - MAX_ROUND_REPLIES)]
 
     def _remember(self, record: Committed | RoundClosed, old: list[str]) -> None:
         """The store has the answer of `record`, and not the `old` ones."""
-        known = ending(record)
+        known = round_reply_of(record)
         key, channel = self._key("reply", record.request), known.done.channel
         mine = self._replies.setdefault(channel, deque())
         answers = self._answers.setdefault(channel, {})
@@ -307,7 +307,9 @@ class EtcdJournal:
                 self._nobodys.append(kv.name)
                 continue
             self._replies.setdefault(reply.done.channel, deque()).append(kv.name)
-            self._answers.setdefault(reply.done.channel, {})[RequestId(kv.name.removeprefix(replies))] = reply.ending
+            self._answers.setdefault(reply.done.channel, {})[RequestId(kv.name.removeprefix(replies))] = (
+                reply.as_round_reply
+            )
 
     def _adopt(self, channel: Channel, found: tuple[KeyValue, ...]) -> None:
         self._doubtful.discard(channel)

@@ -22,8 +22,8 @@ import msgspec
 
 from ..log import get_log
 from ..machine import (
-    ANSWERS,
-    HISTORY,
+    MAX_HISTORY,
+    MAX_ROUND_REPLIES,
     AnyRecord,
     ChannelForgotten,
     Committed,
@@ -34,8 +34,8 @@ from ..machine import (
     Restored,
     RoundClosed,
     RoundReply,
-    ending,
-    remembered,
+    history_with,
+    round_reply_of,
 )
 from ..protocol import (
     Channel,
@@ -323,7 +323,7 @@ class SqliteJournal:
         rows = self._db.execute(
             "SELECT request, channel, answer, question, closed FROM (SELECT *, rowid AS number, row_number() OVER"
             " (PARTITION BY channel ORDER BY rowid DESC) AS place FROM reply) WHERE place <= ? ORDER BY number",
-            (ANSWERS,),
+            (MAX_ROUND_REPLIES,),
         )
         for request, channel, answer, question, closed in rows:
             try:
@@ -350,7 +350,7 @@ class SqliteJournal:
             "SELECT channel, version, epoch, rollback FROM past ORDER BY id"
         ):
             past = PastVersion(Version(version), Epoch(epoch), bool(rollback))
-            found[Channel(channel)] = remembered(found.get(Channel(channel), ()), past)
+            found[Channel(channel)] = history_with(found.get(Channel(channel), ()), past)
         return found
 
     def _audited_commits(self) -> dict[Channel, tuple[PastVersion, ...]]:
@@ -367,7 +367,7 @@ class SqliteJournal:
             with contextlib.suppress(ValueError):
                 commit = _DECODE_COMMIT.decode(line)
                 past = PastVersion(commit.version, commit.epoch, commit.rollback)
-                found[commit.channel] = remembered(found.get(commit.channel, ()), past)
+                found[commit.channel] = history_with(found.get(commit.channel, ()), past)
         return found
 
     def audit(self) -> list[dict[str, object]]:
@@ -394,7 +394,7 @@ class SqliteJournal:
     def _note_past(self, channel: Channel, past: PastVersion) -> None:
         row = (channel, past.version, past.epoch, past.rollback)
         self._db.execute("INSERT INTO past (channel, version, epoch, rollback) VALUES (?, ?, ?, ?)", row)
-        self._keep_newest("past", channel, HISTORY)
+        self._keep_newest("past", channel, MAX_HISTORY)
 
     def _keep_newest(self, table: str, channel: Channel, count: int) -> None:
         self._db.execute(
@@ -404,7 +404,7 @@ class SqliteJournal:
         )
 
     def _remember(self, record: Committed | RoundClosed) -> None:
-        known = ending(record)
+        known = round_reply_of(record)
         self._db.execute(
             "INSERT OR REPLACE INTO reply (request, channel, answer, written_at, question, closed)"
             " VALUES (?, ?, ?, ?, ?, ?)",
@@ -420,7 +420,7 @@ class SqliteJournal:
         self._db.execute(  # by the order in which they came: wall clocks are set back and forth
             "DELETE FROM reply WHERE channel = ?1 AND rowid <= (SELECT rowid FROM reply WHERE channel = ?1"
             " ORDER BY rowid DESC LIMIT 1 OFFSET ?2)",
-            (known.done.channel, ANSWERS),
+            (known.done.channel, MAX_ROUND_REPLIES),
         )
 
     def _audit(self, record: EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotten) -> None:

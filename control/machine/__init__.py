@@ -55,16 +55,16 @@ if TYPE_CHECKING:
         TrustLost as TrustLost,
         Unsent as Unsent,
     )
-    from .limits import STAND_IN_S as STAND_IN_S, Limits as Limits, earlier as earlier
+    from .limits import WATCHDOG_S as WATCHDOG_S, Limits as Limits, earlier as earlier
     from .membership import Agent as Agent, Membership as Membership
     from .reply_cache import (
-        ANSWERS as ANSWERS,
-        HISTORY as HISTORY,
+        MAX_HISTORY as MAX_HISTORY,
+        MAX_ROUND_REPLIES as MAX_ROUND_REPLIES,
         PastVersion as PastVersion,
         Restored as Restored,
         RoundReply as RoundReply,
-        ending as ending,
-        remembered as remembered,
+        history_with as history_with,
+        round_reply_of as round_reply_of,
     )
     from .route import Route as Route, TransferEnds as TransferEnds
     from .routing import (
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
         PREFERRED as PREFERRED,
         Router as Router,
         choose as choose,
-        spread as spread,
+        without_gpu_conflicts as without_gpu_conflicts,
     )
     from .states import EnginePhase as EnginePhase, RoundState as RoundState
     from .status import (

@@ -1,8 +1,11 @@
 """One channel: its committed version, its lease, its round and its engines. Pure.
 
-Takes what agents say, the journal's answers and the time to whom they concern: its `LeaseHolder`, its `Round` or its
-`EngineRegistry`. What it wants sent, written down or noted it leaves in `out`, in order; after a record nothing follows
-until the record is durable.
+`Channel.make_current` is the one place where a version becomes current: it runs once the journal has said that the
+commit is durable.
+
+The channel takes agents' messages, the journal's answers and the time, and passes them to its `LeaseHolder`, its
+`Round` and its `EngineRegistry`. `flush` returns the resulting effects in order. A journal record comes last: no effect
+follows it before it is durable.
 """
 
 from __future__ import annotations
@@ -40,15 +43,14 @@ from ..protocol import (
     TrainerInfo,
     Version,
 )
-from .effect_queue import RECORDS, ChannelRecord, Out, Tell, together
+from .effect_queue import CHANNEL_RECORDS, ChannelEffect, ChannelRecord, SendToAgents, group_by_command
 from .effects import AnyObservation, Committed, EngineAhead, EpochRaised, EpochTaken, RoundClosed, RoundEnded
-from .engine_record import EngineRecord, VersionWindow, readiness
+from .engine_record import AllowedVersions, EngineRecord, readiness
 from .engine_registry import EngineRegistry
-from .event_trace import STORY
 from .lease import Lease, LeaseHolder, may_acquire, may_use
 from .limits import Limits, earlier
 from .membership import Agent
-from .participant import Participant
+from .participants import Participant, wave_order
 from .pending_commands import PendingCommands
 from .reply_cache import (
     YES,
@@ -57,18 +59,39 @@ from .reply_cache import (
     Restored,
     RoundReplies,
     already_committed,
-    ending,
+    history_with,
     never_begun,
-    remembered,
+    round_reply_of,
 )
 from .round import Round
 from .route import Route, Routing, open_routes
-from .states import SETTLED, EnginePhase, RoundState
-from .waves import in_turn
+from .states import FINISHED, EnginePhase, RoundState
+
+TRACE_LENGTH: Final = 64
+"""Events in `Channel.event_trace`, which errors of the machine carry."""
+UNDESCRIBED_TRAINER: Final = TrainerInfo(host="", device="", ranks=0, transports=())
+"""Stands for a trainer whose `Hello` had no description."""
+SNAPSHOT: Final = "snapshot"
+"""`Publish.mode` of a version whose trainer goes on training during the round."""
+MAX_EPOCH_LEAP: Final = 2**24
+"""The most by which one heartbeat raises the epoch: a lying engine needs years to reach the highest one."""
+
+
+class TracedMessage(msgspec.Struct, frozen=True):
+    """A message in an event trace. Formatted only when an error is shown: thousands are kept for each that is read."""
+
+    at: float
+    agent: AgentId
+    message: EngineMessage | Acquire | Release | Publish | Offered | Sent | Abandon
+
+    def __str__(self) -> str:
+        """Time, agent, message and epoch."""
+        epoch = getattr(self.message, "epoch", None)
+        return f"{self.at:.3f} {self.agent} {self.message.kind}{f' epoch {epoch}' if epoch else ''}"
 
 
 class Publisher(msgspec.Struct, frozen=True):
-    """Who published last, in this life of the coordinator, and how much."""
+    """The trainer that published last, since the coordinator started, and the size of its version."""
 
     name: AgentId
     incarnation: Incarnation
@@ -78,65 +101,68 @@ class Publisher(msgspec.Struct, frozen=True):
     bytes: int
 
 
-NOBODY: Final = TrainerInfo(host="", device="", ranks=0, transports=())
-"""Of a trainer that described nothing."""
-SNAPSHOT: Final = "snapshot"
-"""`Publish.mode` of a version whose trainer goes on meanwhile."""
-
-
-class Standing:
-    """How one channel stands."""
+class Channel:
+    """The machine of one channel."""
 
     def __init__(
         self, name: ChannelId, limits: Limits, routing: Routing, restored: Restored, *, stride: int = 1
     ) -> None:
-        """`stride`: by so much an epoch is taken above what another life of the coordinator may have given out."""
+        """`restored` is the journal's account of the channel.
+
+        `stride` is the distance of a new epoch from one that an earlier process of the coordinator may have granted.
+        """
         self.name = name
         self.epoch: Epoch = restored.epoch
-        self.window = VersionWindow(restored.committed)
+        """Highest epoch ever taken."""
+        self.allowed_versions = AllowedVersions(restored.committed)
+        """Versions that engines may serve; its `committed` is the current one. Changed by `make_current` alone."""
         self.committed_epoch: Epoch = restored.committed_epoch
+        """Epoch under which the current version was committed."""
         self.history: tuple[PastVersion, ...] = restored.history
+        """Committed versions, oldest first."""
         self.round: Round | None = None
         self.publisher: Publisher | None = None
-        self.out: list[Out] = []
-        self.story: deque[object] = deque(maxlen=STORY)
+        self.event_trace: deque[object] = deque(maxlen=TRACE_LENGTH)
+        """Recent messages and observations, for errors."""
         self._stride = stride
         self._limits = limits
-        self._duties = PendingCommands(limits.retry_s, limits.retry_max_s)
-        self._answers = RoundReplies(restored.answers)
-        self._tenure = LeaseHolder(name, limits, self.story)
-        self._fleet = EngineRegistry(name, limits, routing, self._duties)
-        self.engines: Mapping[AgentId, EngineRecord] = self._fleet.engines
-        self._raise_at = 0.0
-        """From when on what an engine says may raise the epoch once more."""
-        self._turns: tuple[AgentId, ...] = ()
-        """The order in which engines had their turns last."""
-        self._outlook: tuple[Round | None, VersionWindow] = (None, VersionWindow())
-        """By what all engines were last judged together."""
+        self._effects: list[ChannelEffect] = []
+        """Effects since the last `flush`, in order."""
+        self._pending_commands = PendingCommands(limits.retry_s, limits.retry_max_s)
+        self._round_replies = RoundReplies(restored.answers)
+        self._lease_holder = LeaseHolder(name, limits, self.event_trace)
+        self._registry = EngineRegistry(name, limits, routing, self._pending_commands)
+        self.engines: Mapping[AgentId, EngineRecord] = self._registry.engines
+        self._epoch_raise_at = 0.0
+        """Earliest time at which an engine's heartbeat may raise the epoch again."""
+        self._last_wave_order: tuple[AgentId, ...] = ()
+        """Order of the engines in the waves of the last rolling round."""
+        self._judged_against: tuple[Round | None, AllowedVersions] = (None, AllowedVersions())
+        """Round and versions against which the readiness of all engines was last computed."""
 
     @property
     def committed(self) -> HeldVersion | None:
-        """The version that is durable."""
-        return self.window.committed
+        """The current version; None before the first commit."""
+        return self.allowed_versions.committed
 
     @property
     def lease(self) -> Lease | None:
-        """Who may publish."""
-        return self._tenure.lease
+        """The lease to publish, if a trainer has it."""
+        return self._lease_holder.lease
 
     @property
-    def calm(self) -> bool:
-        """Whether nobody's next step waits for a message."""
-        return self.round is None and self.lease is None and not self._duties
+    def idle(self) -> bool:
+        """True while there is no round, no lease and no unacknowledged command."""
+        return self.round is None and self.lease is None and not self._pending_commands
 
     def next_deadline(self) -> float | None:
-        """When `tick` or `flush` has something to do."""
+        """The time at which `tick` or `flush` is due."""
         of_round = self.round.next_deadline() if self.round else None
-        of_lease = self._tenure.next_deadline(in_round=self.round is not None)
-        return earlier(self._duties.next_deadline(), earlier(of_round, of_lease))
+        of_lease = self._lease_holder.next_deadline(in_round=self.round is not None)
+        return earlier(self._pending_commands.next_deadline(), earlier(of_round, of_lease))
 
     def pinned(self) -> set[str]:
-        """Blobs that are needed."""
+        """Digests of the blobs that the current version and the running round need."""
         needed: set[str] = set()
         if self.committed:
             needed.update((self.committed.manifest, self.committed.table))
@@ -145,20 +171,22 @@ class Standing:
         return needed
 
     def phase(self, name: AgentId) -> EnginePhase | None:
-        """Where an engine stands in the running round."""
-        member = self.round.members.get(name) if self.round else None
-        return member.phase if member else None
+        """The phase of an engine in the running round; None outside of it."""
+        participant = self.round.participants.by_name.get(name) if self.round else None
+        return participant.phase if participant else None
 
-    def window_of(self, name: AgentId) -> VersionWindow:
-        """What an engine may serve."""
-        return self.window_of_waiting if self.phase(name) is EnginePhase.PREPARED else self.window
+    def versions_allowed_to(self, name: AgentId) -> AllowedVersions:
+        """The versions that one engine may serve."""
+        waiting = self.phase(name) is EnginePhase.PREPARED
+        return self.versions_allowed_while_waiting if waiting else self.allowed_versions
 
     @property
-    def window_of_waiting(self) -> VersionWindow:
-        """What who is prepared may serve: also the version before, while it waits for its turn in a round."""
+    def versions_allowed_while_waiting(self) -> AllowedVersions:
+        """The versions that a prepared engine may serve: in a rolling round also the previous one, until its wave."""
         round_ = self.round
-        takes_turns = round_ is not None and round_.durable and not round_.publish.catch_up
-        return self.window.also(round_.replaced) if round_ and takes_turns else self.window
+        in_waves = round_ is not None and round_.durable and not round_.publish.catch_up
+        allowed = self.allowed_versions
+        return allowed.including(round_.previous_version) if round_ and in_waves else allowed
 
     def check(self) -> None:
         """Raise `InvariantBroken` unless the channel's parts agree with each other."""
@@ -170,43 +198,423 @@ class Standing:
         if self.committed_epoch > self.epoch:
             wrong.append(f"committed at epoch {self.committed_epoch}, the highest ever taken is {self.epoch}")
         for engine in self.engines.values():
-            phase = self.phase(engine.name)
-            ready = readiness(engine, phase, self.window_of(engine.name)).ok
-            if ready is not self._fleet.announced(engine.name):
-                wrong.append(f"{engine.name} is {'ready' if ready else 'not ready'}, and nobody was told")
-            if ready and not self.window_of(engine.name).allows(engine.held):
+            phase, allowed = self.phase(engine.name), self.versions_allowed_to(engine.name)
+            ready = readiness(engine, phase, allowed).ok
+            if ready is not self._registry.announced(engine.name):
+                wrong.append(f"{engine.name} is {'ready' if ready else 'not ready'}, and this was not announced")
+            if ready and not allowed.allows(engine.held):
                 wrong.append(f"{engine.name} is ready, but holds {engine.held}")
             if phase is EnginePhase.SERVING and (self.committed is None or self.round is None):
                 wrong.append(f"{engine.name} serves what was never committed")
         if wrong:
-            raise InvariantBroken("; ".join(wrong), tuple(self.story))
+            raise InvariantBroken("; ".join(wrong), tuple(self.event_trace))
 
-    # -- for who decides --------------------------------------------------------------------------------------------
+    # -- trainers ---------------------------------------------------------------------------------------------------
+
+    def acquire(self, agent: Agent, message: Acquire, now: float) -> Decision:
+        """Request the lease. If it is free, the answer follows once the new epoch is durable."""
+        verdict = may_acquire(
+            self.lease,
+            agent.name,
+            agent.incarnation,
+            round_=self.round.state if self.round else None,
+            now=now,
+            lease_s=self._limits.lease_s,
+        )
+        if not verdict.ok:
+            return verdict
+        if self.committed and message.version < self.committed.version and not message.rollback:
+            return self._version_not_newer(message.version)
+        next_epoch = Epoch(self.epoch + (1 if self.epoch else self._stride))
+        self._effects.append(self._lease_holder.request(agent, message, next_epoch))
+        return YES
+
+    def release(self, agent: Agent, message: Release) -> Decision:
+        """End a lease under which nothing was published."""
+        verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
+        if verdict.ok and self.round:
+            return Decision(RefusalCode.NOT_ALLOWED, "a round is running under this lease: send Abandon instead")
+        if verdict.ok:
+            self._end_lease("released")
+        return verdict
+
+    def publish(self, agent: Agent, message: Publish, missing: str, now: float) -> Decision:
+        """Begin the round of a version. `missing` is the digest of a blob that must be put first; empty for none."""
+        engines = self._registry.stale(self.committed) if message.catch_up else self._registry.infos()
+        lacked = message.catch_up and engines and not (self.round and self.round.publish.request == message.request)
+        if other := self._round_replies.contradicts(message):
+            return other
+        if self._round_replies.get(message.request) or (self._is_committed(message) and not lacked):
+            self.repeat_done(agent, message)
+            return YES
+        verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
+        routes = self._routes_of(message, agent, among=engines if message.catch_up else None)
+        if verdict.ok:
+            verdict = self._may_begin(message, missing, routes)
+        if not verdict.ok:
+            return verdict
+        if message.policy.max_paused and not message.catch_up:
+            order = wave_order(self._last_wave_order, [name for name in engines if routes[name].transport])
+            engines = {**{name: engines[name] for name in order}, **engines}
+            self._last_wave_order = order
+        info = agent.trainer or UNDESCRIBED_TRAINER
+        self.publisher = Publisher(agent.name, agent.incarnation, info, agent.topology, message.version, message.bytes)
+        self.round = Round(
+            message,
+            agent.name,
+            routes,
+            engines,
+            self._registry.fleet_at_start(self.committed, engines, routes, message.policy, catch_up=message.catch_up),
+            limits=self._limits,
+            pending_commands=self._pending_commands,
+            event_trace=self.event_trace,
+            observe=self._observe,
+            now=now,
+        )
+        self.round.start(now)
+        for engine in self.engines.values():
+            if engine.seen_epoch > message.epoch:
+                self._exclude_if_ahead(engine, now)
+        return YES
+
+    def repeat_done(self, agent: Agent, message: Publish) -> None:
+        """Send the `RoundDone` of a finished round again, to a trainer that repeats its `Publish`."""
+        known = self._round_replies.get(message.request)
+        done = known.done if known else None
+        newest = self._is_committed(message) or (done is not None and self._is_newest(done))
+        if not (known and known.closed) and newest and self.round is None:
+            done = already_committed(message, self.committed_epoch, self._registry.holders(self.committed))
+            if self._lease_holder.held_by(agent):
+                self._end_lease("the version was committed already")
+        if done:
+            self._effects.append(SendToAgents((agent.name,), done))
+
+    def transfer_reported(self, agent: Agent, message: Offered | Sent, missing: str, now: float) -> Decision:
+        """The trainer opened its half of the transports, or finished sending. `missing`: as for `publish`."""
+        verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
+        if not verdict.ok or self.round is None:
+            return verdict
+        if isinstance(message, Offered):
+            self.round.offered(message.epoch, message.offers, message.failed, now)
+        elif self.round.state in (RoundState.PREPARING, RoundState.OFFERING):
+            return Decision(RefusalCode.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
+        else:
+            verdict = self._may_take_sent(message, missing)
+            if verdict.ok:
+                self.round.sent(message.epoch, message.table, message.failed, message.spared, now)
+        return verdict
+
+    def abandon(self, agent: Agent, message: Abandon, now: float) -> Decision:
+        """The trainer cannot go on. Any epoch of its lease is accepted: it may not know of a retry yet."""
+        lease = self.lease
+        epoch = lease.epoch if lease and lease.first_epoch <= message.epoch <= lease.epoch else message.epoch
+        verdict = may_use(lease, agent.name, agent.incarnation, epoch, self.epoch)
+        if verdict.ok and lease:
+            if self.round:
+                end = self.round.trainer_lost if self.round.transfer_complete else self.round.abandon
+                end(f"abandoned by {agent.name}: {message.reason}", now)
+            else:
+                self._end_lease(f"abandoned: {message.reason}")
+                self._effects.append(SendToAgents((agent.name,), never_begun(lease.version, message)))
+        return verdict
+
+    def trainer_joined(self, agent: Agent, now: float) -> None:
+        """A trainer said `Hello`: send at once what it may have missed."""
+        last = self.publisher
+        if last is None or (last.name, last.incarnation) != (agent.name, agent.incarnation):
+            return
+        if self.round:
+            self._pending_commands.resend_now(agent.name, now)
+        elif self._round_replies.last:
+            self._effects.append(SendToAgents((agent.name,), self._round_replies.last))
+
+    def trainer_heard(self, agent: Agent, now: float) -> None:
+        """A trainer is alive: if it holds the lease, the lease is extended."""
+        self._lease_holder.heard(agent, now)
+
+    def trainer_lost(self, agent: Agent, reason: str, now: float) -> None:
+        """A trainer is gone for good: its lease ends, and its round if that needs it."""
+        if self._lease_holder.held_by(agent):
+            self._end_lease(reason)
+            if self.round:
+                self.round.trainer_lost(f"trainer {agent.name} {reason}", now)
+
+    # -- engines ----------------------------------------------------------------------------------------------------
+
+    def engine_joined(self, agent: Agent, now: float) -> None:
+        """An engine said `Hello`: repeat the command of its round, or settle what it does outside of one."""
+        known = self.engines.get(agent.name)
+        if known and known.incarnation != agent.incarnation and self.round:
+            self.round.lost(agent.name, f"restarted as {agent.incarnation}")
+        engine = self._registry.joined(agent)
+        engine.note_lent(self.committed, lent=engine.info.lent)
+        participant = self.round.participants.by_name.get(agent.name) if self.round else None
+        if participant and participant.phase not in FINISHED:
+            self._pending_commands.resend_now(agent.name, now)
+        else:
+            self._registry.settle(engine, self._settling_epoch(engine), self.committed, now)
+
+    def engine_located(self, name: AgentId, topology: Topology) -> None:
+        """An engine reported its topology: routes use it from the next round on."""
+        self._registry.located(name, topology)
+
+    def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
+        """Take a heartbeat. Returns True if it changed what is known of the engine: its server may have restarted."""
+        engine = self.engines.get(name)
+        if engine is None:
+            return False
+        first, engine.epoch_reported = not engine.epoch_reported, True
+        moved = message.epoch > min(engine.seen_epoch, self.epoch) and self._note_seen_epoch(engine, message.epoch, now)
+        idle = not engine.serving and self._pending_commands.get(name) is None and not self._takes_part(name)
+        if first and engine.never_commanded and idle:
+            self._registry.settle(engine, self._settling_epoch(engine), self.committed, now)
+            moved = True
+        if message.health is None:
+            return moved
+        engine.note_lent(self.committed, lent=message.lent)
+        if (engine.health, engine.held) == (message.health, message.held) and not engine.version_in_doubt:
+            return moved
+        engine.version_in_doubt = False
+        recovered = engine.health is not EngineHealth.CLEAN and message.health is EngineHealth.CLEAN
+        engine.health, engine.held = message.health, message.held
+        self._registry.recheck(name)
+        if engine.health is not EngineHealth.CLEAN:
+            engine.serving = False
+        # An engine that loaded the committed version by itself (a resync) is told to serve it.
+        arrived = engine.health is EngineHealth.PENDING and engine.held is not None and engine.held == self.committed
+        if (recovered or arrived) and not self._takes_part(name) and self._pending_commands.get(name) is None:
+            self._registry.settle(engine, self._settling_epoch(engine), self.committed, now)
+        return True
+
+    def _note_seen_epoch(self, engine: EngineRecord, epoch: Epoch, now: float) -> bool:
+        """Record the highest epoch that the engine has seen. If it is above the channel's, raise that one, durably."""
+        engine.seen_epoch = epoch
+        moved = self._exclude_if_ahead(engine, now)
+        if epoch <= self.epoch or now < self._epoch_raise_at:
+            return moved
+        self._epoch_raise_at = now + self._limits.heartbeat_s
+        above = Epoch(min(epoch + self._stride, self.epoch + MAX_EPOCH_LEAP))
+        self._effects.append(EpochRaised(channel=self.name, epoch=above, engine=engine.name))
+        return True
+
+    def _exclude_if_ahead(self, engine: EngineRecord, now: float) -> bool:
+        """Take an engine out of a round whose epoch it ignores because it has seen a higher one; settle it above that.
+
+        Returns True if either happened.
+        """
+        participant = self.round.participants.by_name.get(engine.name) if self.round else None
+        ignoring = participant is not None and participant.epoch < engine.seen_epoch and self._takes_part(engine.name)
+        if ignoring and participant is not None and self.round:
+            self.round.lost(engine.name, f"it {ahead(engine.seen_epoch, participant.epoch)}")
+        unheard = self.epoch >= engine.seen_epoch > max(engine.last_epoch, engine.settled_epoch)
+        if engine.alive and unheard and not self._takes_part(engine.name):
+            self._registry.settle(engine, self._settling_epoch(engine), self.committed, now)
+            return True
+        return ignoring
+
+    def engine_lost(self, name: AgentId, reason: str, now: float) -> None:
+        """An engine fell silent, said `Bye`, or was replaced by another incarnation."""
+        self._registry.lost(name, reason, now)
+        if self.round:
+            self.round.lost(name, reason)
+        self._pending_commands.drop(name)
+
+    def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Decision:
+        """Take an engine's answer to a command of the same epoch. A repeated answer has no effect."""
+        engine, round_, epoch = self.engines[name], self.round, message.epoch
+        if epoch > self.epoch:
+            return Decision(RefusalCode.NOT_ALLOWED, f"epoch {epoch} was never taken; the highest is {self.epoch}")
+        participant = round_.participants.by_name.get(name) if round_ is not None else None
+        if round_ is None or participant is None or participant.phase in FINISHED:
+            return self._take_late_answer(engine, message)
+        if epoch != participant.epoch:
+            return Decision(RefusalCode.STALE_EPOCH, f"found epoch {epoch}, expected {participant.epoch}")
+        round_.answered(participant, message, now)
+        if engine.absorb(message, participant, self.allowed_versions.committed):
+            self._registry.recheck(name)
+        engine.last_epoch, engine.unacknowledged = epoch, False
+        return YES
+
+    def unsent(self, name: AgentId, message: ToAgent, reason: str, now: float) -> None:
+        """`message` cannot be encoded for the wire: its answer is not awaited."""
+        round_, told = self.round, f"{message.kind} {reason}"
+        if isinstance(message, Send) and round_ is not None and message.epoch == round_.epoch:
+            round_.abandon(told, now)
+        elif isinstance(message, ToEngine) and self._takes_part(name) and round_ is not None:
+            round_.unsent(round_.participants.by_name[name], message.epoch, told, now)
+        elif self._pending_commands.get(name) is message:
+            self._registry.unsent(name, told)
+
+    # -- the journal's answers --------------------------------------------------------------------------------------
+
+    def persisted(self, record: ChannelRecord, now: float) -> None:
+        """The journal has made `record` durable: do what depended on it."""
+        match record:
+            case EpochTaken():
+                self.epoch = record.epoch
+                if record.redrive and self.round:
+                    self._lease_holder.epoch_raised(record.epoch)
+                    self.round.epoch_taken(record.epoch, now)
+                else:
+                    again = self.committed is not None and record.version == self.committed.version
+                    lacking = self._registry.stale(self.committed) if again and not record.rollback else None
+                    routes = partial(self._routes, among=lacking)
+                    self._effects.extend(
+                        self._lease_holder.grant(record, self.committed, self._registry.infos(), routes, now)
+                    )
+            case EpochRaised():
+                observation = EngineAhead(channel=self.name, engine=record.engine, known=self.epoch, epoch=record.epoch)
+                self._effects.append(observation)
+                self.epoch = record.epoch
+                for engine in self.engines.values():
+                    self._exclude_if_ahead(engine, now)
+            case Committed():
+                self.make_current(record, now)
+                if self.round:
+                    self.round.committed(now)
+            case RoundClosed():
+                self._close_round(record, now)
+
+    def make_current(self, record: Committed, now: float) -> None:
+        """Make `record.version` the version that this channel serves: this is where a version becomes current.
+
+        Called by `persisted` alone, once the journal has answered `Persisted` for `record`. Before, no agent hears of
+        the version as committed; from here on, only this version, and earlier ones within `Policy.max_lag`, make an
+        engine ready. Raises `InvariantBroken` if the channel would go back without a rollback.
+        """
+        if self.committed and record.version <= self.committed.version and not record.rollback:
+            found = f"{self.name} goes from {self.committed.version} to {record.version}"
+            raise InvariantBroken(found, self.event_trace)
+        if self.round:
+            self.round.previous_version = self.committed
+        current = HeldVersion(version=record.version, manifest=record.manifest, table=record.table)
+        max_lag = self.round.publish.policy.max_lag if self.round else 0
+        self.allowed_versions = self.allowed_versions.advanced_to(current, max_lag, rollback=record.rollback)
+        self.committed_epoch = record.epoch
+        self.history = history_with(self.history, record)
+        self._registry.superseded(self.epoch, current, now)
+
+    def not_persisted(self, record: ChannelRecord, reason: str, now: float, *, again: bool = True) -> None:
+        """The journal could not write `record`: what depends on it does not happen. `again`: a later try may work."""
+        match record:
+            case EpochTaken():
+                if record.redrive and self.round:
+                    self.round.epoch_refused(reason)
+                else:
+                    self._effects.extend(self._lease_holder.refuse(reason))
+            case EpochRaised():
+                pass  # the next heartbeat reports it again
+            case Committed():
+                if self.round:
+                    self.round.commit_refused(reason, now, again=again)
+            case RoundClosed():
+                self._close_round(record, now)  # the version is safe: only a restart would not know how its round ended
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Apply the deadlines that have passed: of the lease, the round and engines that were lost long ago."""
+        lease = self.lease
+        if lease and (reason := self._lease_holder.overdue(now, in_round=self.round is not None)):
+            self._end_lease(reason)
+            if self.round:
+                self.round.trainer_lost(f"trainer {lease.holder} was {reason}", now)
+        if self.round:
+            self.round.tick(now)
+        self._registry.forget(now)
+
+    def stop(self, now: float) -> None:
+        """End the round because the coordinator stops: forward if its version is durable, back otherwise."""
+        if self.round:
+            self.round.abandon("the coordinator is stopping", now)
+        elif self.lease:
+            self._end_lease("the coordinator is stopping")
+
+    def flush(self, now: float) -> Sequence[ChannelEffect]:
+        """Take the effects that are due: observations and messages, then commands, then at most one journal record."""
+        round_, allowed = self.round, self.allowed_versions
+        writing = any(isinstance(each, CHANNEL_RECORDS) for each in self._effects)  # the round decides after that write
+        record = round_.decide(Epoch(self.epoch + 1), now) if round_ and not writing else None
+        if round_:
+            self._registry.recheck_many(round_.take_phase_changes())
+        before, self._judged_against = self._judged_against, (round_, allowed)
+        if (before[0] is not None and before[0] is not round_) or before[1] is not allowed:
+            self._registry.recheck_all()  # not when a round begins: that alone changes no engine's readiness
+        participants: Mapping[AgentId, Participant] = round_.participants.by_name if round_ else {}
+        self._effects += self._registry.readiness_changes(participants, allowed, self.versions_allowed_while_waiting)
+        due = self._pending_commands.due(now)
+        if not (self._effects or due or record):
+            return ()
+        waiting, self._effects = self._effects, []
+        effects: list[ChannelEffect] = [each for each in waiting if not isinstance(each, CHANNEL_RECORDS)]
+        effects += group_by_command(due)
+        effects += [each for each in waiting if isinstance(each, CHANNEL_RECORDS)]
+        if record:
+            effects.append(record)
+        return effects
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _observe(self, what: AnyObservation) -> None:
+        self._effects.append(what)
+
+    def _end_lease(self, reason: str) -> None:
+        self._effects.extend(self._lease_holder.end(reason))
+
+    def _close_round(self, record: RoundClosed, now: float) -> None:
+        round_ = self.round
+        if round_ is None:
+            raise InvariantBroken("a round was closed while none is running", self.event_trace)
+        of = HeldVersion(version=round_.version, manifest=round_.publish.manifest, table=round_.table)
+        self._registry.round_closed(round_.participants.by_name.values(), of)
+        self.round = None
+        self._round_replies.remember(record.request, round_reply_of(record))
+        stood_s = round_.publish.stood_s
+        self._effects.append(
+            RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done, stood_s=stood_s)
+        )
+        self._end_lease("the round ended")
+        self._effects.append(SendToAgents((round_.holder,), record.done))
+        self._registry.settle_idle(self.epoch, self.committed, now)
+
+    def _take_late_answer(self, engine: EngineRecord, message: EngineMessage) -> Decision:
+        """Take an answer that no round waits for."""
+        if self._registry.answered(engine, message, self.committed):
+            self._registry.recheck(engine.name)
+            engine.last_epoch = message.epoch
+            return YES
+        if message.epoch == engine.last_epoch:
+            return YES  # a repetition of an answer that came in time
+        return Decision(
+            RefusalCode.STALE_EPOCH, f"no round of epoch {message.epoch} is running; the highest was {self.epoch}"
+        )
+
+    # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _settling_epoch(self, engine: EngineRecord) -> Epoch:
-        """Under which an engine outside a round is told what to do: the highest that any engine can have seen.
+        """The epoch of commands to an engine outside a round: the highest that any engine can have seen.
 
-        Not that of a lease under which nothing was published yet: what is answered to it late would be taken for an
-        answer in the round that this lease begins. Nor a higher one then, which would make the engine deaf to that
-        round; unless it is so already.
+        While a lease has no round yet, this is the epoch before that of the lease: a late answer under the lease's own
+        epoch would count as one in the coming round, and a higher epoch would make the engine ignore that round. The
+        exception is an engine that has seen the lease's epoch already.
         """
         if self.lease is None or self.round is not None:
             return self.epoch
-        return self.epoch if engine.seen >= self.lease.epoch else Epoch(self.lease.epoch - 1)
+        return self.epoch if engine.seen_epoch >= self.lease.epoch else Epoch(self.lease.epoch - 1)
 
     def _takes_part(self, name: AgentId) -> bool:
-        return self.phase(name) not in (None, *SETTLED)
+        return self.phase(name) not in (None, *FINISHED)
 
     def _is_committed(self, message: Publish) -> bool:
         held = self.committed
         return held is not None and held.version == message.version and held.table == message.table
 
     def _is_newest(self, done: RoundDone) -> bool:
-        """Whether what the round of `done` has committed is what is committed. Its table may have followed."""
+        """Whether the version that the round of `done` committed is the current one, whatever its digest table."""
         since = [past for past in self.history if past.epoch >= done.epoch]
         return len(since) == 1 and since[0].version == done.version
 
-    def _not_newer(self, version: Version) -> Decision:
+    def _version_not_newer(self, version: Version) -> Decision:
         found = self.committed.version if self.committed else None
         return Decision(
             RefusalCode.VERSION_NOT_NEWER,
@@ -222,26 +630,28 @@ class Standing:
             return Decision(RefusalCode.NOT_ALLOWED, "this lease was acquired without rollback: acquire again, with it")
         older = self.committed and message.version <= self.committed.version
         if older and not (message.rollback or message.catch_up):
-            return self._not_newer(message.version)
+            return self._version_not_newer(message.version)
         if missing:
             return _unknown(missing)
-        if reason := self._all_deaf_to(message.epoch):
+        if reason := self._ignored_by_all(message.epoch):
             return Decision(RefusalCode.STALE_EPOCH, reason)
         if not (message.table or any(each.transport for each in routes.values())):
-            return Decision(RefusalCode.NOT_ALLOWED, "no engine is here to which an open table could be given: name it")
-        reason = _contradicts(message, is_committed=self._is_committed(message))
+            return Decision(
+                RefusalCode.NOT_ALLOWED, "no engine is here that takes a deferred digest table: name the table"
+            )
+        reason = _impossible(message, is_committed=self._is_committed(message))
         return Decision(RefusalCode.NOT_ALLOWED, reason) if reason else YES
 
-    def _all_deaf_to(self, epoch: Epoch) -> str:
-        """Why no engine would hear a round of `epoch`; empty where one may."""
-        seen = [engine.seen for engine in self.engines.values() if engine.alive]
+    def _ignored_by_all(self, epoch: Epoch) -> str:
+        """Why every engine would ignore a round of `epoch`; empty if at least one would not."""
+        seen = [engine.seen_epoch for engine in self.engines.values() if engine.alive]
         return f"{ahead(min(seen), epoch)}: acquire again" if seen and min(seen) > epoch else ""
 
-    def _may_be_sent(self, message: Sent, missing: str) -> Decision:
-        """Whether what `message` says of the table agrees with what was said before."""
+    def _may_take_sent(self, message: Sent, missing: str) -> Decision:
+        """Whether the digest table that `message` names agrees with the one named before."""
         known = self.round.table if self.round else ""
         if not (message.table or known):
-            return Decision(RefusalCode.NOT_ALLOWED, "the table was left open and is not known yet: name it")
+            return Decision(RefusalCode.NOT_ALLOWED, "the digest table was deferred and is not known yet: name it")
         if known and message.table not in ("", known):
             return Decision(
                 RefusalCode.NOT_ALLOWED, f"found table {message.table[:12]}, expected {known[:12]} as said before"
@@ -251,18 +661,20 @@ class Standing:
     def _routes(
         self, trainer: Agent, *, snapshot: bool = False, among: Container[AgentId] | None = None
     ) -> Mapping[AgentId, Route]:
-        return self._fleet.routes(trainer.trainer or NOBODY, trainer.topology, snapshot=snapshot, among=among)
+        return self._registry.routes(
+            trainer.trainer or UNDESCRIBED_TRAINER, trainer.topology, snapshot=snapshot, among=among
+        )
 
     def _routes_of(
         self, message: Publish, trainer: Agent, *, among: Container[AgentId] | None = None
     ) -> Mapping[AgentId, Route]:
-        """By which each engine, or each `among` them, would take what `message` begins."""
+        """The routes by which engines, all or those in `among`, would take the version of `message`."""
         routes = self._routes(trainer, snapshot=message.mode == SNAPSHOT, among=among)
         return routes if message.table else open_routes(routes)
 
 
-def _contradicts(publish: Publish, *, is_committed: bool) -> str:
-    """Why a round cannot be carried out as it is asked for; empty when it can."""
+def _impossible(publish: Publish, *, is_committed: bool) -> str:
+    """Why a round cannot be carried out as requested; empty if it can."""
     policy = publish.policy
     if publish.catch_up and not is_committed:
         return "a catch-up brings what is committed: the version is another one, or the weights have changed since"
@@ -275,383 +687,9 @@ def _contradicts(publish: Publish, *, is_committed: bool) -> str:
 
 
 def ahead(seen: Epoch, epoch: Epoch) -> str:
-    """Why an engine that has seen `seen` does not hear what is said at `epoch`."""
+    """Why an engine that has seen epoch `seen` ignores messages of `epoch`."""
     return f"has seen epoch {seen}, this is {epoch}: an older journal was restored, or one begun anew"
 
 
 def _unknown(blob: str) -> Decision:
     return Decision(RefusalCode.UNKNOWN_BLOB, f"blob {blob} is not here: put it, then ask again")
-
-
-LEAP: Final = 2**24
-"""By so much an engine's word raises the epoch at most, once in a heartbeat: whoever lies is years from the highest."""
-
-
-class Channel(Standing):
-    """The machine of one channel."""
-
-    # -- trainers ---------------------------------------------------------------------------------------------------
-
-    def acquire(self, agent: Agent, message: Acquire, now: float) -> Decision:
-        """Ask for the lease. When nothing speaks against it, the answer follows once the epoch is durable."""
-        verdict = may_acquire(
-            self.lease,
-            agent.name,
-            agent.incarnation,
-            round_=self.round.state if self.round else None,
-            now=now,
-            lease_s=self._limits.lease_s,
-        )
-        if not verdict.ok:
-            return verdict
-        if self.committed and message.version < self.committed.version and not message.rollback:
-            return self._not_newer(message.version)
-        self.out.append(self._tenure.ask(agent, message, Epoch(self.epoch + (1 if self.epoch else self._stride))))
-        return YES
-
-    def release(self, agent: Agent, message: Release) -> Decision:
-        """Give back a lease under which nothing was published."""
-        verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
-        if verdict.ok and self.round:
-            return Decision(RefusalCode.NOT_ALLOWED, "a round is running under this lease: send Abandon instead")
-        if verdict.ok:
-            self._end_lease("released")
-        return verdict
-
-    def publish(self, agent: Agent, message: Publish, missing: str, now: float) -> Decision:
-        """Begin the round. `missing` names a blob that has to be put first."""
-        engines = self._fleet.behind(self.committed) if message.catch_up else self._fleet.infos()
-        lacked = message.catch_up and engines and not (self.round and self.round.publish.request == message.request)
-        if other := self._answers.contradicts(message):
-            return other
-        if self._answers.get(message.request) or (self._is_committed(message) and not lacked):
-            self.repeat_done(agent, message)
-            return YES
-        verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
-        routes = self._routes_of(message, agent, among=engines if message.catch_up else None)
-        if verdict.ok:
-            verdict = self._may_begin(message, missing, routes)
-        if not verdict.ok:
-            return verdict
-        if message.policy.max_paused and not message.catch_up:
-            self._turns = in_turn(self._turns, [name for name in engines if routes[name].transport])
-            engines = {**{name: engines[name] for name in self._turns}, **engines}
-        info = agent.trainer or NOBODY
-        self.publisher = Publisher(agent.name, agent.incarnation, info, agent.topology, message.version, message.bytes)
-        self.round = Round(
-            message,
-            agent.name,
-            routes,
-            engines,
-            self._fleet.capacity(self.committed, engines, routes, message.policy, catch_up=message.catch_up),
-            limits=self._limits,
-            duties=self._duties,
-            story=self.story,
-            note=self._note,
-            now=now,
-        )
-        self.round.start(now)
-        for engine in self.engines.values():
-            if engine.seen > message.epoch:
-                self._heed(engine, now)
-        return YES
-
-    def repeat_done(self, agent: Agent, message: Publish) -> None:
-        """Answer a `Publish` whose round is over."""
-        known = self._answers.get(message.request)
-        done = known.done if known else None
-        newest = self._is_committed(message) or (done is not None and self._is_newest(done))
-        if not (known and known.closed) and newest and self.round is None:
-            done = already_committed(message, self.committed_epoch, self._fleet.holders(self.committed))
-            if self._tenure.held_by(agent):
-                self._end_lease("the version was committed already")
-        if done:
-            self.out.append(Tell((agent.name,), done))
-
-    def transferring(self, agent: Agent, message: Offered | Sent, missing: str, now: float) -> Decision:
-        """The trainer's half of the transports stands, or is over. `missing` names a blob that has to be put first."""
-        verdict = may_use(self.lease, agent.name, agent.incarnation, message.epoch, self.epoch)
-        if not verdict.ok or self.round is None:
-            return verdict
-        if isinstance(message, Offered):
-            self.round.offered(message.epoch, message.offers, message.failed, now)
-        elif self.round.state in (RoundState.PREPARING, RoundState.OFFERING):
-            return Decision(RefusalCode.NOT_ALLOWED, f"nothing was offered under epoch {message.epoch} yet")
-        else:
-            verdict = self._may_be_sent(message, missing)
-            if verdict.ok:
-                self.round.sent(message.epoch, message.table, message.failed, message.spared, now)
-        return verdict
-
-    def abandon(self, agent: Agent, message: Abandon, now: float) -> Decision:
-        """The trainer cannot go on. It may not know of a re-drive yet, so any epoch of its lease will do."""
-        lease = self.lease
-        epoch = lease.epoch if lease and lease.first_epoch <= message.epoch <= lease.epoch else message.epoch
-        verdict = may_use(lease, agent.name, agent.incarnation, epoch, self.epoch)
-        if verdict.ok and lease:
-            if self.round:
-                end = self.round.trainer_lost if self.round.across else self.round.abandon
-                end(f"abandoned by {agent.name}: {message.reason}", now)
-            else:
-                self._end_lease(f"abandoned: {message.reason}")
-                self.out.append(Tell((agent.name,), never_begun(lease.version, message)))
-        return verdict
-
-    def trainer_joined(self, agent: Agent, now: float) -> None:
-        """A trainer said `Hello`: tell it at once what it may have missed."""
-        last = self.publisher
-        if last is None or (last.name, last.incarnation) != (agent.name, agent.incarnation):
-            return
-        if self.round:
-            self._duties.hurry(agent.name, now)
-        elif self._answers.last:
-            self.out.append(Tell((agent.name,), self._answers.last))
-
-    def trainer_heard(self, agent: Agent, now: float) -> None:
-        """A trainer is alive; if it holds the lease, that goes on."""
-        self._tenure.heard(agent, now)
-
-    def trainer_lost(self, agent: Agent, reason: str, now: float) -> None:
-        """A trainer left for good."""
-        if self._tenure.held_by(agent):
-            self._end_lease(reason)
-            if self.round:
-                self.round.trainer_lost(f"trainer {agent.name} {reason}", now)
-
-    # -- engines ----------------------------------------------------------------------------------------------------
-
-    def engine_joined(self, agent: Agent, now: float) -> None:
-        """An engine said `Hello`: go on with its round where it stands, or settle what it is to do."""
-        known = self.engines.get(agent.name)
-        if known and known.incarnation != agent.incarnation and self.round:
-            self.round.lost(agent.name, f"restarted as {agent.incarnation}")
-        engine = self._fleet.joined(agent)
-        engine.lends(self.committed, lent=engine.info.lent)
-        member = self.round.members.get(agent.name) if self.round else None
-        if member and member.phase not in SETTLED:
-            self._duties.hurry(agent.name, now)
-        else:
-            self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
-
-    def engine_located(self, name: AgentId, topology: Topology) -> None:
-        """An engine's agent said where it is: that counts from the next round on."""
-        self._fleet.located(name, topology)
-
-    def engine_heard(self, name: AgentId, message: Heartbeat, now: float) -> bool:
-        """A heartbeat may say that the server changed under the agent. Returns whether it did."""
-        engine = self.engines.get(name)
-        if engine is None:
-            return False
-        first, engine.heard = not engine.heard, True
-        moved = message.epoch > min(engine.seen, self.epoch) and self._saw(engine, message.epoch, now)
-        idle = not engine.serving and self._duties.get(name) is None and not self._takes_part(name)
-        if first and engine.untold and idle:
-            self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
-            moved = True
-        if message.health is None:
-            return moved
-        engine.lends(self.committed, lent=message.lent)
-        if (engine.health, engine.held) == (message.health, message.held) and not engine.strange:
-            return moved
-        engine.strange = False
-        recovered = engine.health is not EngineHealth.CLEAN and message.health is EngineHealth.CLEAN
-        engine.health, engine.held = message.health, message.held
-        self._fleet.touch(name)
-        if engine.health is not EngineHealth.CLEAN:
-            engine.serving = False
-        # Whoever loaded the committed version by itself is told to serve it.
-        arrived = engine.health is EngineHealth.PENDING and engine.held is not None and engine.held == self.committed
-        if (recovered or arrived) and not self._takes_part(name) and self._duties.get(name) is None:
-            self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
-        return True
-
-    def _saw(self, engine: EngineRecord, epoch: Epoch, now: float) -> bool:
-        """It says which epoch it has seen. The channel's is to be far above that, durably, step by step."""
-        engine.seen = epoch
-        moved = self._heed(engine, now)
-        if epoch <= self.epoch or now < self._raise_at:
-            return moved
-        self._raise_at = now + self._limits.heartbeat_s
-        above = Epoch(min(epoch + self._stride, self.epoch + LEAP))
-        self.out.append(EpochRaised(channel=self.name, epoch=above, engine=engine.name))
-        return True
-
-    def _heed(self, engine: EngineRecord, now: float) -> bool:
-        """An engine is deaf to all below the epoch that it has seen: no round waits for it, and it is settled above.
-
-        Returns whether anything came of it.
-        """
-        member = self.round.members.get(engine.name) if self.round else None
-        deaf = member is not None and member.epoch < engine.seen and self._takes_part(engine.name)
-        if deaf and member is not None and self.round:
-            self.round.lost(engine.name, f"it {ahead(engine.seen, member.epoch)}")
-        unheard = self.epoch >= engine.seen > max(engine.last_epoch, engine.settled_at)
-        if engine.alive and unheard and not self._takes_part(engine.name):
-            self._fleet.settle(engine, self._settling_epoch(engine), self.committed, now)
-            return True
-        return deaf
-
-    def engine_lost(self, name: AgentId, reason: str, now: float) -> None:
-        """An engine fell silent or said `Bye`."""
-        self._fleet.lost(name, reason, now)
-        if self.round:
-            self.round.lost(name, reason)
-        self._duties.drop(name)
-
-    def engine_answered(self, name: AgentId, message: EngineMessage, now: float) -> Decision:
-        """Take an engine's answer at the epoch at which it was asked. A repetition finds its phase over: no effect."""
-        engine, round_, epoch = self.engines[name], self.round, message.epoch
-        if epoch > self.epoch:
-            return Decision(RefusalCode.NOT_ALLOWED, f"epoch {epoch} was never taken; the highest is {self.epoch}")
-        member = round_.members.get(name) if round_ is not None else None
-        if round_ is None or member is None or member.phase in SETTLED:
-            return self._take_late(engine, message)
-        if epoch != member.epoch:
-            return Decision(RefusalCode.STALE_EPOCH, f"found epoch {epoch}, expected {member.epoch}")
-        round_.answered(member, message, now)
-        if engine.absorb(message, member, self.window.committed):
-            self._fleet.touch(name)
-        engine.last_epoch, engine.owes = epoch, False
-        return YES
-
-    def unsent(self, name: AgentId, message: ToAgent, reason: str, now: float) -> None:
-        """An agent cannot be told `message`: what it would have answered is not waited for."""
-        round_, told = self.round, f"{message.kind} {reason}"
-        if isinstance(message, Send) and round_ is not None and message.epoch == round_.epoch:
-            round_.abandon(told, now)
-        elif isinstance(message, ToEngine) and self._takes_part(name) and round_ is not None:
-            round_.unsent(round_.members[name], message.epoch, told, now)
-        elif self._duties.get(name) is message:
-            self._fleet.unsent(name, told)
-
-    # -- the journal's answers --------------------------------------------------------------------------------------
-
-    def persisted(self, record: ChannelRecord, now: float) -> None:
-        """`record` is durable: do what depended on it."""
-        match record:
-            case EpochTaken():
-                self.epoch = record.epoch
-                if record.redrive and self.round:
-                    self._tenure.redriven(record.epoch)
-                    self.round.epoch_taken(record.epoch, now)
-                else:
-                    again = self.committed is not None and record.version == self.committed.version
-                    lacking = self._fleet.behind(self.committed) if again and not record.rollback else None
-                    routes = partial(self._routes, among=lacking)
-                    self.out.extend(self._tenure.grant(record, self.committed, self._fleet.infos(), routes, now))
-            case EpochRaised():
-                note = EngineAhead(channel=self.name, engine=record.engine, known=self.epoch, epoch=record.epoch)
-                self.out.append(note)
-                self.epoch = record.epoch
-                for engine in self.engines.values():
-                    self._heed(engine, now)
-            case Committed():
-                if self.committed and record.version <= self.committed.version and not record.rollback:
-                    raise InvariantBroken(
-                        f"{self.name} goes from {self.committed.version} to {record.version}", self.story
-                    )
-                if self.round:
-                    self.round.replaced = self.committed
-                committed = HeldVersion(version=record.version, manifest=record.manifest, table=record.table)
-                max_lag = self.round.publish.policy.max_lag if self.round else 0
-                self.window = self.window.after(committed, max_lag, rollback=record.rollback)
-                self.committed_epoch = record.epoch
-                self.history = remembered(self.history, record)
-                self._fleet.overtaken(self.epoch, committed, now)
-                if self.round:
-                    self.round.committed(now)
-            case RoundClosed():
-                self._close(record, now)
-
-    def not_persisted(self, record: ChannelRecord, reason: str, now: float, *, again: bool = True) -> None:
-        """`record` could not be written: nothing that depends on it happens. `again`: it may be tried later."""
-        match record:
-            case EpochTaken():
-                if record.redrive and self.round:
-                    self.round.epoch_refused(reason)
-                else:
-                    self.out.extend(self._tenure.refuse(reason))
-            case EpochRaised():
-                pass  # the engine says it again
-            case Committed():
-                if self.round:
-                    self.round.commit_refused(reason, now, again=again)
-            case RoundClosed():
-                self._close(record, now)  # only the memory of the answer is at stake, not the version
-
-    # -- time -------------------------------------------------------------------------------------------------------
-
-    def tick(self, now: float) -> None:
-        """Time has passed."""
-        lease = self.lease
-        if lease and (reason := self._tenure.overdue(now, in_round=self.round is not None)):
-            self._end_lease(reason)
-            if self.round:
-                self.round.trainer_lost(f"trainer {lease.holder} was {reason}", now)
-        if self.round:
-            self.round.tick(now)
-        self._fleet.forget(now)
-
-    def stop(self, now: float) -> None:
-        """Bring the round to an end, forward if it is durable, back if not."""
-        if self.round:
-            self.round.abandon("the coordinator is stopping", now)
-        elif self.lease:
-            self._end_lease("the coordinator is stopping")
-
-    def flush(self, now: float) -> Sequence[Out]:
-        """Everything to be sent, noted and written now, in this order; at most one record, and it comes last."""
-        round_, window = self.round, self.window
-        busy = any(isinstance(each, RECORDS) for each in self.out)  # then the round's turn is when that is written
-        wanted = round_.decide(Epoch(self.epoch + 1), now) if round_ and not busy else None
-        if round_:
-            self._fleet.touch_many(round_.take_moved())
-        before, self._outlook = self._outlook, (round_, window)
-        if (before[0] is not None and before[0] is not round_) or before[1] is not window:
-            self._fleet.touch_all()  # a round that begins changes nothing for those who take part
-        members: Mapping[AgentId, Participant] = round_.members if round_ else {}
-        self.out += self._fleet.readiness_changes(members, window, self.window_of_waiting)
-        due = self._duties.due(now)
-        if not (self.out or due or wanted):
-            return ()
-        waiting, self.out = self.out, []
-        out: list[Out] = [each for each in waiting if not isinstance(each, RECORDS)]
-        out += together(due)
-        out += [each for each in waiting if isinstance(each, RECORDS)]
-        if wanted:
-            out.append(wanted)
-        return out
-
-    # -- small things -----------------------------------------------------------------------------------------------
-
-    def _note(self, what: AnyObservation) -> None:
-        self.out.append(what)
-
-    def _end_lease(self, reason: str) -> None:
-        self.out.extend(self._tenure.end(reason))
-
-    def _close(self, record: RoundClosed, now: float) -> None:
-        round_ = self.round
-        if round_ is None:
-            raise InvariantBroken("a round was closed that is not there", self.story)
-        of = HeldVersion(version=round_.version, manifest=round_.publish.manifest, table=round_.table)
-        self._fleet.left_by(round_.members.values(), of)
-        self.round = None
-        self._answers.remember(record.request, ending(record))
-        stood_s = round_.publish.stood_s
-        self.out.append(RoundEnded(channel=self.name, outcome=record.done.outcome, done=record.done, stood_s=stood_s))
-        self._end_lease("the round ended")
-        self.out.append(Tell((round_.holder,), record.done))
-        self._fleet.settle_idle(self.epoch, self.committed, now)
-
-    def _take_late(self, engine: EngineRecord, message: EngineMessage) -> Decision:
-        """The answer of an engine that no round waits for."""
-        if self._fleet.answered(engine, message, self.committed):
-            self._fleet.touch(engine.name)
-            engine.last_epoch = message.epoch
-            return YES
-        if message.epoch == engine.last_epoch:
-            return YES  # a repetition of what was answered in time
-        return Decision(
-            RefusalCode.STALE_EPOCH, f"no round of epoch {message.epoch} is running; the highest was {self.epoch}"
-        )

@@ -53,10 +53,9 @@ from ..protocol import (
 from . import status
 from .authorization import may_say
 from .blob_cache import BlobCache
-from .channel import Channel
-from .effect_queue import RECORDS, EffectQueue, JournalWriter, Tell
+from .channel import Channel, TracedMessage
+from .effect_queue import CHANNEL_RECORDS, EffectQueue, JournalWriter, SendToAgents
 from .effects import AnyEffect, ChannelForgotten, Probe, ReadinessChanged, RoundReadiness, StateEntered
-from .event_trace import TracedMessage
 from .events import (
     AnyEvent,
     Burst,
@@ -74,7 +73,7 @@ from .lease import LateGrant
 from .limits import Limits, earlier
 from .membership import Agent, Membership
 from .registration import Registration
-from .reply_cache import YES, Decision, Keyed, Restored
+from .reply_cache import YES, Decision, KeyedRequest, Restored
 from .route import Routing
 from .states import RoundState
 
@@ -91,8 +90,8 @@ class _ChannelStop(msgspec.Struct, frozen=True):
     channel: ChannelId
 
 
-_WRITTEN: Final = (Persisted, PersistFailed)
-_ENGINES_SAY: Final = (Prepared, Paused, Transferred, Verified, Serving, Failed)
+_JOURNAL_ANSWERS: Final = (Persisted, PersistFailed)
+_ENGINE_ANSWERS: Final = (Prepared, Paused, Transferred, Verified, Serving, Failed)
 """As tuples, made once: a union in the middle of a function is made anew with every message."""
 _Work = AnyEvent | _Silent | _ChannelTick | _ChannelStop
 
@@ -113,46 +112,46 @@ class Coordinator:
         """`stride`: by how much this start has raised the epochs of `restored`; `keyed`: nobody joins without a key."""
         self.boot = boot
         self.limits = limits
-        self.members = Membership(limits)
+        self.membership = Membership(limits)
         self.blobs = BlobCache(limits.blob_bytes)
         self.channels = {
             name: Channel(name, limits, routing, known, stride=stride) for name, known in (restored or {}).items()
         }
         self.stopping = False
-        self._waiting: deque[_Work] = deque()
-        self._stirred: dict[ChannelId, Channel] = {}
+        self._queued_work: deque[_Work] = deque()
+        self._to_flush: dict[ChannelId, Channel] = {}
         """Of which something is to be noted when the event is over."""
-        self._out = EffectQueue(limits.answers)
-        self.replies = self._out.replies
-        self._pen = JournalWriter(self._out, limits.probe_s)
-        self._attendance = Registration(
-            boot, limits, routing, self.channels, self.members, out=self._out, stride=stride, keyed=keyed
+        self._effects = EffectQueue(limits.answers)
+        self.replies = self._effects.replies
+        self._journal_writer = JournalWriter(self._effects, limits.probe_s)
+        self._registration = Registration(
+            boot, limits, routing, self.channels, self.membership, out=self._effects, stride=stride, keyed=keyed
         )
 
     # -- the door ---------------------------------------------------------------------------------------------------
 
     def handle(self, event: AnyEvent, now: float) -> tuple[AnyEffect, ...]:
         """Take `event`, which happened at `now` (monotonic seconds). Raises `IllegalMove` on a token not given out."""
-        if isinstance(event, _WRITTEN):
-            self._written(event, now)
+        if isinstance(event, _JOURNAL_ANSWERS):
+            self._journal_answered(event, now)
         elif isinstance(event, Burst):
             for message in event.messages:
-                if self._waiting or self._pen.writing:
-                    self._waiting.append(message)
+                if self._queued_work or self._journal_writer.writing:
+                    self._queued_work.append(message)
                 else:
                     self._received(message, now)
         else:
-            self._waiting.append(event)
-        while self._pen.writing is None and (self._waiting or self._stirred):
-            if self._waiting:
-                self._work(self._waiting.popleft(), now)
+            self._queued_work.append(event)
+        while self._journal_writer.writing is None and (self._queued_work or self._to_flush):
+            if self._queued_work:
+                self._perform(self._queued_work.popleft(), now)
             else:
-                self._flush(self._stirred.popitem()[1], now)
-        return self._out.take()
+                self._flush(self._to_flush.popitem()[1], now)
+        return self._effects.take()
 
     def next_deadline(self) -> float | None:
         """When a `Tick` is due; None when nothing is waited for."""
-        due = earlier(self.members.next_deadline(), self._pen.probe_at)
+        due = earlier(self.membership.next_deadline(), self._journal_writer.retry_at)
         for channel in self.channels.values():
             due = earlier(due, channel.next_deadline())
         return due
@@ -160,18 +159,18 @@ class Coordinator:
     @property
     def read_only(self) -> bool:
         """Whether the journal took no record when it was last tried."""
-        return self._pen.read_only
+        return self._journal_writer.read_only
 
     @property
-    def calm(self) -> bool:
+    def idle(self) -> bool:
         """Whether nobody's next step waits for a message: no lease, no round, nothing asked and not answered."""
-        return not self._pen.writing and all(channel.calm for channel in self.channels.values())
+        return not self._journal_writer.writing and all(channel.idle for channel in self.channels.values())
 
     @property
     def stopped(self) -> bool:
         """Whether a requested stop is complete: no round, nothing being written."""
         idle = all(channel.round is None for channel in self.channels.values())
-        return self.stopping and idle and self._pen.writing is None and not self._waiting
+        return self.stopping and idle and self._journal_writer.writing is None and not self._queued_work
 
     def status(self, now: float) -> status.StatusView:
         """What may be known of the whole."""
@@ -179,39 +178,39 @@ class Coordinator:
             boot=self.boot,
             read_only=self.read_only,
             stopping=self.stopping,
-            agents=len(self.members),
+            agents=len(self.membership),
             blob_bytes=self.blobs.held_bytes,
-            channels=status.describe(self.channels.values(), self.members, self.limits.lease_s, now),
+            channels=status.describe(self.channels.values(), self.membership, self.limits.lease_s, now),
         )
 
     def check(self) -> None:
         """Raise `InvariantBroken` unless everything agrees with everything else."""
-        self.members.check()
+        self.membership.check()
         self.blobs.check()
         for channel in self.channels.values():
             channel.check()
-        if self._out:
+        if self._effects:
             raise InvariantBroken("effects were left behind")
 
     # -- work -------------------------------------------------------------------------------------------------------
 
-    def _work(self, work: _Work, now: float) -> None:
+    def _perform(self, work: _Work, now: float) -> None:
         match work:
             case MessageReceived():
                 self._received(work, now)
             case ConnectionLost():
-                self._attendance.disconnected(work.peer, now)
+                self._registration.disconnected(work.peer, now)
             case Unsent():
                 self._unsent(work, now)
             case TrustLost():
-                self._flush(self._attendance.distrusted(work, now), now)
+                self._flush(self._registration.distrusted(work, now), now)
             case Tick():
                 self._tick(now)
             case StopRequested():
                 self.stopping = True
-                self._waiting.extend(_ChannelStop(name) for name in self.channels)
+                self._queued_work.extend(_ChannelStop(name) for name in self.channels)
             case _Silent():
-                self._flush(self._attendance.give_up_on(work.agent, now), now)
+                self._flush(self._registration.give_up_on(work.agent, now), now)
             case _ChannelTick() | _ChannelStop():
                 channel = self.channels[work.channel]
                 channel.tick(now) if isinstance(work, _ChannelTick) else channel.stop(now)
@@ -226,41 +225,41 @@ class Coordinator:
         if channel is None:
             return
         for out in channel.flush(now):
-            if isinstance(out, Tell):
-                self._out.tell(self.members.peers(out.agents), out.message)
+            if isinstance(out, SendToAgents):
+                self._effects.tell(self.membership.peers(out.agents), out.message)
             elif isinstance(out, LateGrant):
-                self._answer_late(out)
-            elif isinstance(out, RECORDS):
-                self._pen.write(out, channel.name)
+                self._answer_deferred(out)
+            elif isinstance(out, CHANNEL_RECORDS):
+                self._journal_writer.write(out, channel.name)
             else:
                 if isinstance(out, StateEntered) and out.state is RoundState.OFFERING:
-                    self._attendance.missed(channel, now)
+                    self._registration.missed(channel, now)
                 if not isinstance(out, ReadinessChanged | RoundReadiness):
-                    channel.story.append(out)
-                self._out.observe(out)
+                    channel.event_trace.append(out)
+                self._effects.observe(out)
 
-    def _answer_late(self, late: LateGrant) -> None:
+    def _answer_deferred(self, late: LateGrant) -> None:
         if isinstance(late.answer, Granted):
-            self.replies.remember(late.agent, late.question, late.answer)
-            self._out.tell(self.members.peers((late.agent,)), late.answer)
+            self.replies.remember(late.agent, late.request, late.answer)
+            self._effects.tell(self.membership.peers((late.agent,)), late.answer)
         else:
-            for peer in self.members.peers((late.agent,)):
-                self._out.refuse(peer, late.agent, late.question, late.answer)
+            for peer in self.membership.peers((late.agent,)):
+                self._effects.refuse(peer, late.agent, late.request, late.answer)
 
     def _unsent(self, event: Unsent, now: float) -> None:
         """A command that nobody can be told is not waited for."""
-        for agent in filter(None, map(self.members.on, event.peers)):
+        for agent in filter(None, map(self.membership.on, event.peers)):
             channel = self.channels[agent.channel]
             channel.unsent(agent.name, event.message, event.reason, now)
-            self._stirred[channel.name] = channel
+            self._to_flush[channel.name] = channel
 
     def _tick(self, now: float) -> None:
-        self._waiting.extend(_Silent(agent.name) for agent in self.members.lost(now))
-        self._waiting.extend(_ChannelTick(name) for name in self.channels)
-        self._pen.tick(now)
+        self._queued_work.extend(_Silent(agent.name) for agent in self.membership.lost(now))
+        self._queued_work.extend(_ChannelTick(name) for name in self.channels)
+        self._journal_writer.tick(now)
 
-    def _written(self, event: Persisted | PersistFailed, now: float) -> None:
-        record, name, failed, again = self._pen.written(event, now)
+    def _journal_answered(self, event: Persisted | PersistFailed, now: float) -> None:
+        record, name, failed, again = self._journal_writer.answered(event, now)
         channel = self.channels[name] if name is not None else None
         if channel and not isinstance(record, Probe | ChannelForgotten):
             if failed is None:
@@ -277,51 +276,52 @@ class Coordinator:
         if isinstance(message, Hello):
             self._hello(message, event, now)
             return
-        agent = self.members.heard(peer, now)
+        agent = self.membership.heard(peer, now)
         if agent is None:
             if not isinstance(message, Bye):
-                self._out.refuse(peer, "?", message, Decision(RefusalCode.UNKNOWN_AGENT, "say Hello first"))
+                self._effects.refuse(peer, "?", message, Decision(RefusalCode.UNKNOWN_AGENT, "say Hello first"))
             return
         verdict = may_say(agent, message, event.principal)
         if verdict.code is not None:
-            self._out.refuse(peer, agent.name, message, verdict)
-        elif isinstance(message, _ENGINES_SAY):
+            self._effects.refuse(peer, agent.name, message, verdict)
+        elif isinstance(message, _ENGINE_ANSWERS):
             self._from_engine(agent, message, peer, now)
         else:
-            self._take(agent, message, event, now)
+            self._take_message(agent, message, event, now)
 
     def _hello(self, message: Hello, event: MessageReceived, now: float) -> None:
-        before = self.members.get(message.agent)
-        verdict = self._attendance.may_enter(message, event, before, now)
+        before = self.membership.get(message.agent)
+        verdict = self._registration.may_enter(message, event, before, now)
         if not verdict.ok:
-            self._out.refuse(event.peer, message.agent, message, verdict)
+            self._effects.refuse(event.peer, message.agent, message, verdict)
         elif before and before.incarnation != message.incarnation:
-            self._waiting.appendleft(event)  # losing it may move its round on: who comes is told how things stand then
+            # Losing the earlier incarnation may move its round on: the welcome shows how things stand afterwards.
+            self._queued_work.appendleft(event)
             reason = f"was replaced by {message.incarnation}"
-            self._flush(self._attendance.leave(before, reason, now, evict=before.peer != event.peer), now)
+            self._flush(self._registration.leave(before, reason, now, evict=before.peer != event.peer), now)
         else:
-            self._flush(self._attendance.welcome(message, event, before, now), now)
+            self._flush(self._registration.welcome(message, event, before, now), now)
 
-    def _take(self, agent: Agent, message: ToCoordinator, event: MessageReceived, now: float) -> None:
+    def _take_message(self, agent: Agent, message: ToCoordinator, event: MessageReceived, now: float) -> None:
         peer = event.peer
         if agent.role is Role.TRAINER:
             self.channels[agent.channel].trainer_heard(agent, now)
         match message:
             case Heartbeat():
-                self._flush(self._attendance.heartbeat(agent, message, peer, now), now)
+                self._flush(self._registration.heartbeat(agent, message, peer, now), now)
             case Bye():
-                self._flush(self._attendance.leave(agent, f"said Bye: {message.reason}", now), now)
+                self._flush(self._registration.leave(agent, f"said Bye: {message.reason}", now), now)
             case GetBlob():
                 self._get_blob(agent, message, peer)
             case Topology():
-                self._attendance.located(agent, message)
-                self._out.answer(peer, agent.name, message, YES)
+                self._registration.located(agent, message)
+                self._effects.answer(peer, agent.name, message, YES)
             case GetStatus():
                 self._get_status(agent, message, peer, now)
             case PutBlob():
                 blob = event.blob if event.blob is not None else b""
                 verdict = self.blobs.put(message.digest, message.page, message.pages, blob)
-                self._out.answer(peer, agent.name, message, verdict)
+                self._effects.answer(peer, agent.name, message, verdict)
             case Acquire() | Release() | Publish() | Offered() | Sent() | Abandon():
                 self._from_trainer(agent, message, peer, now)
             case Hello() | Prepared() | Paused() | Transferred() | Verified() | Serving() | Failed():
@@ -333,60 +333,60 @@ class Coordinator:
         found = self.blobs.page(message.digest, message.page)
         if found is None:
             reason = f"page {message.page} of blob {message.digest[:12]} is not here"
-            self._out.refuse(peer, agent.name, message, Decision(RefusalCode.UNKNOWN_BLOB, reason))
+            self._effects.refuse(peer, agent.name, message, Decision(RefusalCode.UNKNOWN_BLOB, reason))
             return
         blob, pages = found
         answer = BlobPage(request=message.request, digest=message.digest, page=message.page, pages=pages)
-        self._out.send(peer, answer, blob)
+        self._effects.send(peer, answer, blob)
 
     def _get_status(self, agent: Agent, message: GetStatus, peer: Peer, now: float) -> None:
         document = status.encode(self.status(now))
         if len(document) > MAX_ANSWER_BYTES:
             reason = f"the status takes {len(document)} bytes, a message {MAX_ANSWER_BYTES}: read it over HTTP"
-            self._out.refuse(peer, agent.name, message, Decision(RefusalCode.NOT_ALLOWED, reason))
+            self._effects.refuse(peer, agent.name, message, Decision(RefusalCode.NOT_ALLOWED, reason))
             return
-        self._out.send(peer, Status(request=message.request), document)
+        self._effects.send(peer, Status(request=message.request), document)
 
     def _from_engine(self, agent: Agent, message: EngineMessage, peer: Peer, now: float) -> None:
         channel = self.channels[agent.channel]
         verdict = channel.engine_answered(agent.name, message, now)
-        channel.story.append(TracedMessage(now, agent.name, message))
+        channel.event_trace.append(TracedMessage(now, agent.name, message))
         if verdict.code is None:
-            self._out.acknowledge(peer, message)
+            self._effects.acknowledge(peer, message)
         else:
-            self._out.refuse(peer, agent.name, message, verdict)
-        self._stirred[channel.name] = channel
+            self._effects.refuse(peer, agent.name, message, verdict)
+        self._to_flush[channel.name] = channel
 
-    def _from_trainer(self, agent: Agent, message: Keyed, peer: Peer, now: float) -> None:
+    def _from_trainer(self, agent: Agent, message: KeyedRequest, peer: Peer, now: float) -> None:
         channel = self.channels[agent.channel]
         known = self.replies.get(agent.name, message)
         if isinstance(known, Decision):
-            self._out.refuse(peer, agent.name, message, known)
+            self._effects.refuse(peer, agent.name, message, known)
         elif known:
-            self._out.send(peer, known)
+            self._effects.send(peer, known)
             if isinstance(message, Publish):
                 channel.repeat_done(agent, message)
         else:
-            channel.story.append(TracedMessage(now, agent.name, message))
-            verdict = self._ask(channel, agent, message, now)
+            channel.event_trace.append(TracedMessage(now, agent.name, message))
+            verdict = self._decide(channel, agent, message, now)
             if not verdict.ok or not isinstance(message, Acquire):
-                self._out.answer(peer, agent.name, message, verdict)
+                self._effects.answer(peer, agent.name, message, verdict)
         self.blobs.pin(digest for channel in self.channels.values() for digest in channel.pinned())
         self._flush(channel, now)
 
-    def _ask(self, channel: Channel, agent: Agent, message: Keyed, now: float) -> Decision:
+    def _decide(self, channel: Channel, agent: Agent, message: KeyedRequest, now: float) -> Decision:
         match message:
             case Acquire():
-                return self._closed() or channel.acquire(agent, message, now)
+                return self._refused_now() or channel.acquire(agent, message, now)
             case Publish():
-                return self._closed() or channel.publish(
+                return self._refused_now() or channel.publish(
                     agent, message, self._missing(message.manifest, message.table), now
                 )
             case Release():
                 return channel.release(agent, message)
             case Offered() | Sent():
                 table = message.table if isinstance(message, Sent) else ""
-                return channel.transferring(agent, message, self._missing(table), now)
+                return channel.transfer_reported(agent, message, self._missing(table), now)
             case Abandon():
                 return channel.abandon(agent, message, now)
             case _:
@@ -396,7 +396,7 @@ class Coordinator:
         """The first of these blobs that is not here; empty when all are. One without a name is not asked for."""
         return next((digest for digest in digests if digest and digest not in self.blobs), "")
 
-    def _closed(self) -> Decision | None:
+    def _refused_now(self) -> Decision | None:
         """Why nothing new may begin; None when it may."""
         if self.stopping:
             return Decision(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", 5.0)

@@ -51,7 +51,7 @@ from .effects import (
 )
 from .events import Peer, Persisted, PersistFailed, Token
 from .lease import LateGrant
-from .pending_commands import Command
+from .pending_commands import AgentCommand
 from .reply_cache import Decision, ReplyCache
 
 HEARTBEAT_KEY: Final = RequestId("heartbeat")
@@ -68,7 +68,7 @@ class EffectQueue:
         """`answers` are remembered by request key."""
         self.replies = ReplyCache(answers)
         self._effects: list[AnyEffect] = []
-        self._owed: list[tuple[Peer, Request]] | None = None
+        self._open_acknowledge: list[tuple[Peer, Request]] | None = None
         """Of the last effect, if it is an `Acknowledge`."""
 
     def __len__(self) -> int:
@@ -76,11 +76,11 @@ class EffectQueue:
 
     def take(self) -> tuple[AnyEffect, ...]:
         """Everything since this was asked last."""
-        effects, self._effects, self._owed = tuple(self._effects), [], None
+        effects, self._effects, self._open_acknowledge = tuple(self._effects), [], None
         return effects
 
     def _add(self, effect: AnyEffect) -> None:
-        self._owed = None
+        self._open_acknowledge = None
         self._effects.append(effect)
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
@@ -117,10 +117,10 @@ class EffectQueue:
 
     def acknowledge(self, peer: Peer, message: Request) -> None:
         """`message` was taken. Those that come together are one effect."""
-        if self._owed is None:
-            self._owed = []
-            self._effects.append(Acknowledge(self._owed))
-        self._owed.append((peer, message))
+        if self._open_acknowledge is None:
+            self._open_acknowledge = []
+            self._effects.append(Acknowledge(self._open_acknowledge))
+        self._open_acknowledge.append((peer, message))
 
     def refuse(self, peer: Peer, agent: str, message: Message, verdict: Decision) -> None:
         """A refusal changed nothing and is not remembered."""
@@ -151,7 +151,7 @@ class JournalWriter:
     def __init__(self, out: EffectQueue, probe_s: float) -> None:
         self.writing: tuple[Persist, Channel | None] | None = None
         self.read_only = False
-        self.probe_at: float | None = None
+        self.retry_at: float | None = None
         """When a journal that takes no writes is tried again."""
         self._out = out
         self._probe_s = probe_s
@@ -166,7 +166,7 @@ class JournalWriter:
         self.writing = (persist, channel)
         self._out.persist(persist)
 
-    def written(self, event: Persisted | PersistFailed, now: float) -> WriteResult:
+    def answered(self, event: Persisted | PersistFailed, now: float) -> WriteResult:
         """The driver says how it went. Raises `IllegalMove` on a token not given out."""
         if self.writing is None or self.writing[0].token != event.token:
             expected = self.writing[0].token if self.writing else "none"
@@ -177,17 +177,17 @@ class JournalWriter:
         if again is not self.read_only:
             self.read_only = again
             self._out.observe(JournalChanged(writable=not again, reason=failed or ""))
-        self.probe_at = now + self._probe_s if self.read_only else None
+        self.retry_at = now + self._probe_s if self.read_only else None
         return WriteResult(persist.record, channel, failed, again)
 
     def tick(self, now: float) -> None:
         """Time has passed: try again whether the journal takes a record."""
-        if self.probe_at is not None and now >= self.probe_at:
-            self.probe_at = now + self._probe_s
+        if self.retry_at is not None and now >= self.retry_at:
+            self.retry_at = now + self._probe_s
             self.write(Probe(), None)
 
 
-class Tell(msgspec.Struct, frozen=True):
+class SendToAgents(msgspec.Struct, frozen=True):
     """Send `message` to whatever connections `agents` are on."""
 
     agents: tuple[AgentId, ...]
@@ -195,16 +195,16 @@ class Tell(msgspec.Struct, frozen=True):
 
 
 ChannelRecord = EpochTaken | EpochRaised | Committed | RoundClosed
-Out = Tell | LateGrant | ChannelRecord | AnyObservation
-RECORDS: Final = (EpochTaken, EpochRaised, Committed, RoundClosed)
+ChannelEffect = SendToAgents | LateGrant | ChannelRecord | AnyObservation
+CHANNEL_RECORDS: Final = (EpochTaken, EpochRaised, Committed, RoundClosed)
 
 
-def together(due: Iterable[tuple[tuple[AgentId, ...], Command]]) -> list[Tell]:
+def group_by_command(due: Iterable[tuple[tuple[AgentId, ...], AgentCommand]]) -> list[SendToAgents]:
     """What many are told alike, at once to all of them; who is told two things is told the first one first.
 
     That is one object (round_commands.py): to compare values would cost more than it saves.
     """
-    alike: dict[int, tuple[list[AgentId], Command]] = {}
+    alike: dict[int, tuple[list[AgentId], AgentCommand]] = {}
     for agents, command in due:
         alike.setdefault(id(command), ([], command))[0].extend(agents)
-    return [Tell(tuple(agents), command) for agents, command in alike.values()]
+    return [SendToAgents(tuple(agents), command) for agents, command in alike.values()]

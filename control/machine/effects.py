@@ -280,7 +280,7 @@ class SendToAll(msgspec.Struct, frozen=True):
 class Acknowledge(msgspec.Struct, frozen=True):
     """Say `Ack` for each of these, unless what its agent is told next says the same (ack_batching.py)."""
 
-    owed: list[tuple[Peer, Request]]
+    requests: list[tuple[Peer, Request]]
     """By whom, and what, in the order in which they came."""
 
 

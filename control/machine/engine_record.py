@@ -1,8 +1,8 @@
-"""What the coordinator knows of one engine between rounds, and whether it may serve what it holds. Pure.
+"""One engine between rounds: what the coordinator knows of it, and whether it may serve the version it holds. Pure.
 
-Without a policy only the committed version is served. With `Policy.max_lag` an engine that a round left behind goes on
-with what it has, until that is further behind than the trainer allowed; then it gets no requests before a round took it
-in again. What is told apart are digest tables, not numbers: after a rollback a number may stand for other weights.
+By default only the committed version is served. With `Policy.max_lag` a stale engine goes on serving until its version
+is further behind than the trainer allowed; then it gets no requests before it takes a newer version. Versions are
+compared by their digest tables, not by their numbers: after a rollback a number may stand for other weights.
 """
 
 from __future__ import annotations
@@ -28,49 +28,49 @@ from ..protocol import (
     Version,
 )
 from .membership import Agent
-from .participant import Participant
+from .participants import Participant
 from .reply_cache import YES, Decision
-from .states import EnginePhase
+from .states import GENERATING, EnginePhase
 
-GENERATES: Final = frozenset({None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT})
 _SERVING: Final = EnginePhase.SERVING
 _LEFT: Final = EnginePhase.LEFT
 _CLEAN: Final = EngineHealth.CLEAN
-"""Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
-_STRANGE: Final = "serves another version than it was known to hold"
+"""Names of their own: the lookup of an enum's member takes longer than the work of an answer."""
+_IN_DOUBT: Final = "serves another version than it was known to hold"
 _IN_ROUND: Final[Mapping[EnginePhase | None, Decision]] = {
     phase: Decision(RefusalCode.NOT_ALLOWED, f"in a round: {phase}") for phase in EnginePhase
 }
 
 
-class VersionWindow(msgspec.Struct, frozen=True):
-    """What engines of a channel may serve."""
+class AllowedVersions(msgspec.Struct, frozen=True):
+    """Versions that engines of a channel may serve. `Channel.make_current` replaces it."""
 
     committed: HeldVersion | None = None
+    """The current version; None before the first commit."""
     max_lag: int = 0
-    """Of the round that committed it. A coordinator that was restarted allows nothing but the committed version."""
-    past: tuple[HeldVersion | None, ...] = ()
-    """Those committed before it that are not too far behind, newest first; None for the weights of a launch."""
+    """`Policy.max_lag` of the round that committed it; 0 after a restart of the coordinator."""
+    older: tuple[HeldVersion | None, ...] = ()
+    """Earlier versions within `max_lag`, newest first; None stands for the weights with which a server started."""
 
-    def after(self, held: HeldVersion, max_lag: int, *, rollback: bool) -> VersionWindow:
-        """Once `held` is committed. A channel that goes back breaks with what it had."""
-        before = () if rollback or self.committed is None else (self.committed, *self.past)
+    def advanced_to(self, held: HeldVersion, max_lag: int, *, rollback: bool) -> AllowedVersions:
+        """The allowed versions once `held` is current. A rollback allows no earlier version."""
+        before = () if rollback or self.committed is None else (self.committed, *self.older)
         past = tuple(each for each in before if each and 0 < held.version - each.version <= max_lag)
-        return VersionWindow(held, max_lag, past)
+        return AllowedVersions(held, max_lag, past)
 
-    def also(self, held: HeldVersion | None) -> VersionWindow:
-        """For an engine that may serve `held` too, for as long as it waits for its turn."""
-        return msgspec.structs.replace(self, past=(*self.past, held))
+    def including(self, held: HeldVersion | None) -> AllowedVersions:
+        """These versions and `held`, for an engine that waits for its wave."""
+        return msgspec.structs.replace(self, older=(*self.older, held))
 
     def allows(self, held: HeldVersion | None) -> bool:
-        """Whether requests may be answered from `held`; None stands for the weights of a launch.
+        """Whether an engine may serve `held`; None stands for the weights with which its server started.
 
-        Before anything is committed those may. A version that the channel does not know may not, whoever claims it.
+        Those are allowed until a version is committed. A version unknown to the channel is never allowed.
         """
-        return held == self.committed or held in self.past
+        return held == self.committed or held in self.older
 
-    def against(self, held: HeldVersion | None) -> str:
-        """Why not, for people."""
+    def why_not(self, held: HeldVersion | None) -> str:
+        """Why `held` is not allowed."""
         found = f"version {held.version}" if held else "the weights of its launch"
         if self.committed is None:
             return f"holds {found}, which this channel has not committed"
@@ -87,39 +87,41 @@ class EngineRecord(msgspec.Struct, kw_only=True):
     health: EngineHealth
     held: HeldVersion | None
     serving: bool = False
-    """It said so, and nothing since speaks against it."""
-    strange: bool = False
-    """What it said to serve is not what it was known to hold: what that is, its next heartbeat says."""
+    """True while it says that it serves."""
+    version_in_doubt: bool = False
+    """True if it serves another version than it was known to hold; its next heartbeat says which."""
     alive: bool = True
     lost_at: float = 0.0
     reason: str = ""
+    """Why it does not serve; empty otherwise."""
     last_epoch: Epoch = Epoch(0)
-    """At which it answered last."""
-    settled_at: Epoch = Epoch(0)
-    """At which it was settled last."""
-    seen: Epoch = Epoch(0)
-    """The highest that it has seen, as it says. It is deaf to all that is below."""
-    heard: bool = False
-    """It has said which that is, since its `Hello`."""
+    """Epoch of its last answer."""
+    settled_epoch: Epoch = Epoch(0)
+    """Epoch of the last command that settled it."""
+    seen_epoch: Epoch = Epoch(0)
+    """Highest epoch that it has seen, by its heartbeats. It ignores messages of lower ones."""
+    epoch_reported: bool = False
+    """True once a heartbeat since its `Hello` has reported `seen_epoch`."""
     topology: Topology | None = None
-    """What its agent said last of where it is, if it did."""
-    took_by: TransportKind | None = None
-    """How it got the version that it took last, in this life of agent and coordinator."""
-    took_s: float = 0.0
-    fell: HeldVersion | None = None
-    """With which version it served no more, though it had been made to stand still for nothing else."""
-    owes: bool = False
-    """A round ended without its answer, and it has said nothing since."""
-    today: EngineInfo | None = None
-    """`as_info`, as it was asked for last."""
+    """Its last topology report."""
+    last_transport: TransportKind | None = None
+    """Transport of the last version that it took, since its agent and the coordinator started."""
+    last_transfer_s: float = 0.0
+    """Seconds of that transfer."""
+    downed_by: HeldVersion | None = None
+    """Version whose round paused it and left it not serving."""
+    unacknowledged: bool = False
+    """True if a round ended without its answer to the last command."""
+    _info: EngineInfo | None = None
+    """Last result of `as_info`."""
     lent: bool = False
-    """It has given its weights' memory back, and has not taken it again."""
+    """True while its weights' memory is released to another user."""
     lent_at: HeldVersion | None = None
-    """What was committed when it said so: it is not brought that, only what is committed later."""
+    """Version that was current when it released its memory: the engine is brought only later ones."""
 
     @classmethod
     def of(cls, agent: Agent) -> EngineRecord:
-        """An engine as it described itself."""
+        """The record of an engine that said `Hello`."""
         if agent.engine is None:
             raise ValueError(f"{agent.name} is no engine")
         info = agent.engine
@@ -133,55 +135,55 @@ class EngineRecord(msgspec.Struct, kw_only=True):
         )
 
     @property
-    def untold(self) -> bool:
-        """It has said that it has seen no epoch. So nobody has paused it, in whatever life, and nothing late can.
+    def never_commanded(self) -> bool:
+        """True if the engine reports that it has seen no epoch, so no coordinator has ever paused it.
 
-        A `Pause` is said to who has answered a `Prepare`, and would have seen the epoch of that.
+        Nor will a late message: only an engine that has seen the epoch of a `Prepare` is sent a `Pause`.
         """
-        return self.heard and not self.seen
+        return self.epoch_reported and not self.seen_epoch
 
     def as_info(self) -> EngineInfo:
-        """The description with what is known today."""
-        known = self.today
+        """The engine's description, with its present health and version."""
+        known = self._info
         if known is None or known.health is not self.health or known.held != self.held or known.lent is not self.lent:
-            known = self.today = msgspec.structs.replace(self.info, health=self.health, held=self.held, lent=self.lent)
+            known = self._info = msgspec.structs.replace(self.info, health=self.health, held=self.held, lent=self.lent)
         return known
 
-    def lends(self, committed: HeldVersion | None, *, lent: bool) -> None:
-        """It said whether its memory is given back; `committed` is what the channel is at."""
+    def note_lent(self, committed: HeldVersion | None, *, lent: bool) -> None:
+        """Record whether its memory is released; `committed` is the current version."""
         if lent and not self.lent:
             self.lent_at = committed
         self.lent = lent
 
-    def waits(self, committed: HeldVersion | None) -> bool:
-        """Its memory is somebody else's until another version than `committed` comes."""
+    def awaits_newer(self, committed: HeldVersion | None) -> bool:
+        """True if its memory stays released until a later version than `committed`."""
         return self.lent and self.lent_at == committed
 
-    def absorb(self, message: EngineMessage, member: Participant, committed: HeldVersion | None) -> bool:
-        """Take over what an answer to a round says of the engine. Returns whether it may have changed its readiness."""
-        phase, health, serving = member.phase, self.health, self.serving
+    def absorb(self, message: EngineMessage, participant: Participant, committed: HeldVersion | None) -> bool:
+        """Apply an answer to a round's command. Returns True if readiness may have changed."""
+        phase, health, serving = participant.phase, self.health, self.serving
         if phase is _SERVING:
             self.health, self.serving, self.held, self.reason = _CLEAN, True, committed, ""
-            self.took_by, self.took_s = member.transport, member.seconds.get("transfer", 0.0)
+            self.last_transport, self.last_transfer_s = participant.transport, participant.seconds.get("transfer", 0.0)
             return True
-        self.reason = member.reason
+        self.reason = participant.reason
         if phase is _LEFT:
             self.health, self.serving = _CLEAN, True
             if isinstance(message, Serving):
-                self.serves(message.version)
+                self.note_served(message.version)
         else:
             if isinstance(message, Failed):
                 self.health = message.health
-            if phase not in GENERATES:
+            if phase not in GENERATING:
                 self.serving = False
-        return health is not self.health or serving is not self.serving or self.strange
+        return health is not self.health or serving is not self.serving or self.version_in_doubt
 
-    def serves(self, version: Version | None) -> None:
-        """It said so; null stands for the weights of its launch."""
-        self.strange = version != (self.held.version if self.held else None)
+    def note_served(self, version: Version | None) -> None:
+        """The engine says that it serves `version`; None stands for the weights with which its server started."""
+        self.version_in_doubt = version != (self.held.version if self.held else None)
 
 
-def readiness(engine: EngineRecord, phase: EnginePhase | None, window: VersionWindow) -> Decision:
+def readiness(engine: EngineRecord, phase: EnginePhase | None, window: AllowedVersions) -> Decision:
     """Whether requests may be sent to the engine, and why not."""
     if not engine.alive:
         return Decision(RefusalCode.NOT_ALLOWED, engine.reason or "not here")
@@ -189,11 +191,11 @@ def readiness(engine: EngineRecord, phase: EnginePhase | None, window: VersionWi
         return Decision(
             RefusalCode.NOT_ALLOWED, f"{engine.health.value}: {engine.reason or 'waits for a verified version'}"
         )
-    if phase not in GENERATES:
+    if phase not in GENERATING:
         return _IN_ROUND[phase]
     if not window.allows(engine.held):
-        return Decision(RefusalCode.NOT_ALLOWED, window.against(engine.held))
-    if not engine.serving or engine.strange:
-        reason = _STRANGE if engine.strange else engine.reason or "has not said yet that it serves"
+        return Decision(RefusalCode.NOT_ALLOWED, window.why_not(engine.held))
+    if not engine.serving or engine.version_in_doubt:
+        reason = _IN_DOUBT if engine.version_in_doubt else engine.reason or "has not said yet that it serves"
         return Decision(RefusalCode.NOT_ALLOWED, reason)
     return YES

@@ -109,27 +109,27 @@ class LateGrant(msgspec.Struct, frozen=True):
     """The answer to a request that had to wait for the journal."""
 
     agent: AgentId
-    question: Acquire
+    request: Acquire
     answer: Granted | Decision
 
 
 class LeaseHolder:
     """Who holds the channel, and who waits for an epoch to become durable."""
 
-    def __init__(self, channel: Channel, limits: Limits, story: Sequence[object]) -> None:
+    def __init__(self, channel: Channel, limits: Limits, event_trace: Sequence[object]) -> None:
         self.lease: Lease | None = None
         self._channel = channel
         self._limits = limits
-        self._story = story
-        self._asked: tuple[Agent, Acquire] | None = None
+        self._event_trace = event_trace
+        self._requested: tuple[Agent, Acquire] | None = None
 
     def held_by(self, agent: Agent) -> bool:
         """Whether the lease is this incarnation's."""
         return self.lease is not None and (self.lease.holder, self.lease.incarnation) == (agent.name, agent.incarnation)
 
-    def ask(self, agent: Agent, message: Acquire, epoch: Epoch) -> EpochTaken:
+    def request(self, agent: Agent, message: Acquire, epoch: Epoch) -> EpochTaken:
         """Nothing speaks against the wish of `agent`: the record that has to be durable before it is granted."""
-        self._asked = (agent, message)
+        self._requested = (agent, message)
         return EpochTaken(
             channel=self._channel, epoch=epoch, holder=agent.name, version=message.version, rollback=message.rollback
         )
@@ -143,10 +143,10 @@ class LeaseHolder:
         now: float,
     ) -> tuple[LeaseEnded | LateGrant | LeaseGranted, ...]:
         """The epoch is durable: the lease is that of whoever asked. `routes` are told to who said where it is."""
-        if self._asked is None:
-            raise InvariantBroken(f"epoch {record.epoch} is durable, but nobody asked for it", self._story)
-        agent, message = self._asked
-        self._asked = None
+        if self._requested is None:
+            raise InvariantBroken(f"epoch {record.epoch} is durable, but nobody asked for it", self._event_trace)
+        agent, message = self._requested
+        self._requested = None
         ended = self.end("its holder acquired again")
         self.lease = Lease(
             holder=agent.name,
@@ -174,13 +174,13 @@ class LeaseHolder:
 
     def refuse(self, reason: str) -> tuple[LateGrant, ...]:
         """The epoch could not be written: whoever asked is told to come again."""
-        asked, self._asked = self._asked, None
-        if asked is None:
+        requested, self._requested = self._requested, None
+        if requested is None:
             return ()
-        agent, message = asked
+        agent, message = requested
         return (LateGrant(agent.name, message, Decision(RefusalCode.READ_ONLY, reason, retry_after_s=2.0)),)
 
-    def redriven(self, epoch: Epoch) -> None:
+    def epoch_raised(self, epoch: Epoch) -> None:
         """The lease goes on under a higher epoch."""
         if self.lease:
             self.lease = msgspec.structs.replace(self.lease, epoch=epoch)

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-STAND_IN_S: Final = 8.0
+WATCHDOG_S: Final = 8.0
 """Somebody stands in, over `distributed`, for a sidecar or source that has said nothing for so long.
 
 A constant of theirs (engine_agent/engines/sglang/group_watchdog.py,

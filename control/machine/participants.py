@@ -1,14 +1,19 @@
 """The engines of one round: how far each has come, what it is told next, and what its answers change. Pure.
 
-Here is decided what concerns one engine alone; round.py decides when all of them may go on. An engine that gets into
-difficulties either *breaks*, and may be driven again, or *leaves*: it is told to abort and resumes if it is clean.
+`Participants` decides what concerns one engine alone; round.py decides when all of them go on. A failing engine either
+*breaks*, and may be sent everything again (a retry), or *leaves*: it is told to abort, and resumes if it is clean.
+
+In a rolling round (`Policy.max_paused`) engines are paused in *waves*. For some transports a wave is a collective
+group, formed anew when its members change: `wave_order` keeps engines in their places from version to version.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Final, assert_never
+from typing import Final, NamedTuple, assert_never
+
+import msgspec
 
 from ..protocol import (
     AgentId,
@@ -17,8 +22,10 @@ from ..protocol import (
     EngineHealth,
     EngineInfo,
     EngineMessage,
+    EngineReport,
     Epoch,
     Failed,
+    Outcome,
     Paused,
     Prepared,
     Publish,
@@ -29,22 +36,100 @@ from ..protocol import (
     Transferred,
     TransportKind,
     Verified,
+    Version,
     Withdraw,
+    clip_each,
 )
 from .effects import AnyObservation, EngineFailed
-from .engine_record import GENERATES
 from .limits import Limits
-from .participant import Participant
 from .pending_commands import PendingCommands
 from .round_commands import RoundCommands
 from .route import Route
-from .states import ENGINE_MOVES, SETTLED, EnginePhase, move
-from .waves import Capacity
+from .states import ENGINE_MOVES, FINISHED, GENERATING, EnginePhase, move
 
-SERVING_ON: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED)
-"""Nothing of the round has changed what it does for its clients."""
-HOPEFUL: Final = (
-    *SERVING_ON,
+_DOWN: Final = frozenset({EnginePhase.RESUMING, EnginePhase.LEAVING, EnginePhase.QUARANTINED})
+
+
+class Participant(msgspec.Struct, kw_only=True):
+    """One engine of a round, and what the trainer is told of it."""
+
+    name: AgentId
+    info: EngineInfo
+    phase: EnginePhase
+    epoch: Epoch
+    """Epoch of its commands: that of the latest attempt in which it took part."""
+    transport: TransportKind | None
+    """None if no transport reaches the engine."""
+    retries_left: int = 0
+    """Number of further attempts after failures in which the engine, or bytes on the way to it, had a part."""
+    reason: str = ""
+    """Why it failed or was excluded; empty otherwise."""
+    seconds: dict[str, float] = {}
+    """Seconds by step, as the engine measured them."""
+    bytes: int = 0
+    buckets: int = 0
+    verified_by: str = ""
+    verified_table: str = ""
+    """Digest table that the engine says it holds, once it is verified."""
+    shares_gpu: bool = False
+    """True if a worker of the engine is on a GPU of the trainer."""
+    gpus: tuple[str, ...] = ()
+    """GPUs of its workers in a collective group, which takes no GPU twice; empty for other transports."""
+    rank_offset: int = 0
+    """Rank of its first worker in the collective group."""
+    was_serving: bool = False
+    """True if it served when the round began, or if an earlier round of the same version stopped it."""
+    paused: bool = False
+    """True once this round has told it to pause."""
+    spared: bool = False
+    """True if the last attempt sent it nothing, only because another engine failed."""
+
+    @property
+    def is_down(self) -> bool:
+        """True if it served, was paused by the round, and does not serve again yet."""
+        return self.paused and self.was_serving and self.phase in _DOWN
+
+    @property
+    def outcome(self) -> Outcome:
+        """The outcome of the round for this engine, if the round ended now."""
+        if self.phase is EnginePhase.SERVING:
+            return Outcome.COMMITTED
+        if self.phase is EnginePhase.LEFT:
+            return Outcome.ABORTED
+        return Outcome.LOST if self.phase is EnginePhase.LOST else Outcome.QUARANTINED
+
+    def report(self, version: Version, reasons: int) -> EngineReport:
+        """The engine's part of `RoundDone`. `reasons` is the number of engines with one: each is cut accordingly."""
+        held = self.info.held.version if self.info.held else None
+        serves = {Outcome.COMMITTED: version, Outcome.ABORTED: held}
+        return EngineReport(
+            engine=self.name,
+            outcome=self.outcome,
+            transport=self.transport,
+            version=serves.get(self.outcome),
+            bytes=self.bytes,
+            buckets=self.buckets,
+            seconds=dict(self.seconds),
+            verified_by=self.verified_by,
+            reason=clip_each(self.reason, reasons),
+        )
+
+
+class FleetAtStart(NamedTuple):
+    """The engines of the channel when a round begins."""
+
+    was_serving: frozenset[AgentId] = frozenset()
+    """Engines that serve, or would if an earlier round of the same version had not stopped them."""
+    down: int = 0
+    """Number of engines that stopped serving because of the version that a resync brings, and take no part in it."""
+    unacknowledged: frozenset[AgentId] = frozenset()
+    """Engines with an unacknowledged command of an earlier round: this round does not wait for them."""
+
+
+STILL_SERVING: Final = (EnginePhase.PREPARING, EnginePhase.PREPARED)
+"""Phases in which the engine serves as before the round."""
+CAN_STILL_COMMIT: Final = (
+    *STILL_SERVING,
     EnginePhase.PAUSING,
     EnginePhase.PAUSED,
     EnginePhase.TRANSFERRING,
@@ -52,438 +137,490 @@ HOPEFUL: Final = (
     EnginePhase.VERIFIED,
     EnginePhase.BROKEN,
 )
-"""The new version may still reach it."""
-_OUT: Final = frozenset({EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST})
-"""Where an engine goes that takes no more of a running attempt."""
-STANDING: Final = (EnginePhase.PAUSING, EnginePhase.PAUSED, EnginePhase.TRANSFERRING)
-"""Told to stand still for the version, and neither through nor out of it."""
+"""Phases from which an engine can still get the version."""
+_OUT_OF_WAVE: Final = frozenset({EnginePhase.BROKEN, EnginePhase.LEAVING, EnginePhase.LOST})
+"""Phases of an engine that was excluded from a running attempt."""
+TRANSFER_PENDING: Final = (EnginePhase.PAUSING, EnginePhase.PAUSED, EnginePhase.TRANSFERRING)
+"""Phases of an engine that is told to pause and has neither taken the version nor left the round."""
 _PREPARING: Final = EnginePhase.PREPARING
 _PREPARED: Final = EnginePhase.PREPARED
 _RESUMING: Final = EnginePhase.RESUMING
 _LEFT: Final = EnginePhase.LEFT
 _SERVING: Final = EnginePhase.SERVING
-"""Names of their own: members of an enum are looked up through their class, which takes longer than what is done."""
-_STILL: Final = frozenset(EnginePhase) - GENERATES - SETTLED
-"""It generates nothing: whoever goes on from one of these to another is not ready, and was not."""
+"""Names of their own: the lookup of an enum's member takes longer than the work of an answer."""
+_NOT_GENERATING: Final = frozenset(EnginePhase) - GENERATING - FINISHED
+"""Phases without generation: a move between two of them changes no readiness."""
 
-_OWES: Final = "has not answered what it was told when an earlier round ended: it takes no part before it has"
+_UNACKNOWLEDGED: Final = "has not answered what it was told when an earlier round ended: it takes no part before it has"
 
 
 class Participants:
-    """The members of one round. What it tells them goes to `duties`, what it observes to `note`."""
+    """All participants of one round. Their commands go to `pending_commands`, observations to `observe`."""
 
     def __init__(
         self,
         publish: Publish,
         routes: Mapping[AgentId, Route],
         engines: Mapping[AgentId, EngineInfo],
-        capacity: Capacity,
+        fleet: FleetAtStart,
         *,
         limits: Limits,
-        duties: PendingCommands,
-        story: deque[object],
-        note: Callable[[AnyObservation], None],
+        pending_commands: PendingCommands,
+        event_trace: deque[object],
+        observe: Callable[[AnyObservation], None],
     ) -> None:
-        self.members: dict[AgentId, Participant] = {}
+        self.by_name: dict[AgentId, Participant] = {}
         self.table: Digest = publish.table
-        """Of the version; empty while it is open."""
+        """Digest table of the version; empty while it is deferred."""
         self._publish = publish
-        self._most, self._down = publish.policy.max_paused, capacity.down
+        self._max_paused, self._down_outside = publish.policy.max_paused, fleet.down
         self._limits = limits
-        self._duties = duties
-        self._orders = RoundCommands(publish, limits)
-        self._story = story
-        self._note = note
-        self._invited: frozenset[AgentId] = frozenset()
-        """Whom the last `Send` named."""
-        self._out: dict[str, str] = {}
-        """Those of them that will take nothing, or not all, and why."""
-        self._out_told = 0
-        self._held_back: Mapping[TransportKind | None, Endpoint] = {}
-        """What those are told of next that wait for all to stand still."""
-        self._overdue: set[AgentId] = set()
-        """Told to resume or leave, and not waited for any more."""
-        self._doubted: dict[AgentId, float] = {}
-        self._moved: dict[AgentId, None] = {}
-        """Changed phase, or began in one, and may be judged otherwise than before."""
-        epoch, redrives = publish.epoch, publish.policy.redrives
+        self._pending_commands = pending_commands
+        self._commands = RoundCommands(publish, limits)
+        self._event_trace = event_trace
+        self._observe = observe
+        self._wave: frozenset[AgentId] = frozenset()
+        """Engines named by the last `Send`."""
+        self._excluded: dict[str, str] = {}
+        """Engines of the wave that will not take all of the version, and why."""
+        self._excluded_told = 0
+        """Number of excluded engines that the last `Withdraw` named."""
+        self._deferred_offers: Mapping[TransportKind | None, Endpoint] = {}
+        """Offers for engines that wait until all of the wave are paused."""
+        self._not_awaited: set[AgentId] = set()
+        """Engines that were told to resume or leave and are not waited for any more."""
+        self._suspects: dict[AgentId, float] = {}
+        """Engines that the trainer could not serve -> time at which they break unless they report."""
+        self._phase_changes: dict[AgentId, None] = {}
+        """Engines whose readiness may have changed since `take_phase_changes`."""
+        epoch, retries = publish.epoch, publish.policy.redrives
         for name, info in engines.items():
             transport = routes[name].transport
             phase = _PREPARING if transport else _LEFT
-            self.members[name] = Participant(
+            self.by_name[name] = Participant(
                 name=name,
                 info=info,
-                phase=EnginePhase.QUARANTINED if name in capacity.owing else phase,
+                phase=EnginePhase.QUARANTINED if name in fleet.unacknowledged else phase,
                 epoch=epoch,
                 transport=transport,
-                redrives_left=redrives,
-                shares=routes[name].shares,
+                retries_left=retries,
+                shares_gpu=routes[name].shares_gpu,
                 gpus=routes[name].gpus,
-                missed=name in capacity.missed,
+                was_serving=name in fleet.was_serving,
             )
-        for member in self.within(*SETTLED):
-            member.reason = _OWES if member.name in capacity.owing else routes[member.name].reason
-            self._moved[member.name] = None
-        self._counts = {**dict.fromkeys(EnginePhase, 0), **Counter(each.phase for each in self.members.values())}
+        for participant in self.within(*FINISHED):
+            participant.reason = (
+                _UNACKNOWLEDGED if participant.name in fleet.unacknowledged else routes[participant.name].reason
+            )
+            self._phase_changes[participant.name] = None
+        self._counts = {**dict.fromkeys(EnginePhase, 0), **Counter(each.phase for each in self.by_name.values())}
 
     def count(self, *phases: EnginePhase) -> int:
-        """How many members stand in one of `phases`; asked with every answer, so nobody is looked at for it."""
+        """Number of engines in `phases`. Called with every answer, so it reads counters instead of all engines."""
         counts, found = self._counts, 0
         for phase in phases:
             found += counts[phase]
         return found
 
-    def take_moved(self) -> Iterable[AgentId]:
-        """Who changed phase since this was asked last, and may be ready now, or not any more."""
-        moved, self._moved = self._moved, {}
+    def take_phase_changes(self) -> Iterable[AgentId]:
+        """Engines that changed phase since the last call, if their readiness may have changed with it."""
+        moved, self._phase_changes = self._phase_changes, {}
         return moved
 
     def within(self, *phases: EnginePhase) -> list[Participant]:
-        """The members that stand in one of `phases`."""
-        return [member for member in self.members.values() if member.phase in phases]
+        """Participants in one of `phases`."""
+        return [participant for participant in self.by_name.values() if participant.phase in phases]
 
-    def invited(self, *phases: EnginePhase) -> list[Participant]:
-        """Those of the last `Send` that stand in one of `phases`."""
-        return [member for member in self.within(*phases) if member.name in self._invited]
+    def in_wave(self, *phases: EnginePhase) -> list[Participant]:
+        """Participants of the last `Send` in one of `phases`."""
+        return [participant for participant in self.within(*phases) if participant.name in self._wave]
 
     @property
-    def settled(self) -> bool:
-        """Nobody's answer is waited for any more; some may wait for their turn."""
-        late = sum(self.members[name].phase not in SETTLED for name in self._overdue)
-        return self.count(*SETTLED) + self.waiting + late == len(self.members)
+    def finished(self) -> bool:
+        """True if no answer is waited for any more; engines may still wait for their wave."""
+        late = sum(self.by_name[name].phase not in FINISHED for name in self._not_awaited)
+        return self.count(*FINISHED) + self.waiting + late == len(self.by_name)
 
-    def overdue(self, waited: str) -> None:
-        """Who has not answered its `Commit` or `Abort` by now is told until it does, and holds up nothing."""
-        for member in self.within(EnginePhase.RESUMING, EnginePhase.LEAVING):
-            member.reason = member.reason or f"{member.phase.value}: {waited}; it is told until it answers"
-            self._overdue.add(member.name)
+    def stop_awaiting(self, waited: str) -> None:
+        """Stop waiting for answers to `Commit` and `Abort`; the commands are still repeated until acknowledged."""
+        for participant in self.within(EnginePhase.RESUMING, EnginePhase.LEAVING):
+            participant.reason = (
+                participant.reason or f"{participant.phase.value}: {waited}; it is told until it answers"
+            )
+            self._not_awaited.add(participant.name)
 
     def check(self) -> tuple[str, ...]:
-        """What is wrong with the count, if anything."""
-        found = Counter(member.phase for member in self.members.values())
+        """Every invariant of the participants that does not hold, in words."""
+        found = Counter(participant.phase for participant in self.by_name.values())
         wrong = () if found == Counter(self._counts) else (f"engines by phase are {found}, counted as {self._counts}",)
-        still = self.count(*STANDING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED, EnginePhase.BROKEN)
-        fallen = sum(member.fallen for member in self.members.values())
-        if self._most and still + fallen > self._most:
+        still = self.count(*TRANSFER_PENDING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED, EnginePhase.BROKEN)
+        is_down = sum(participant.is_down for participant in self.by_name.values())
+        if self._max_paused and still + is_down > self._max_paused:
             wrong = (
                 *wrong,
-                f"{still} engines stand still for the round, {fallen} fell, at most {self._most} may",
+                f"{still} engines stand still for the round, {is_down} fell, at most {self._max_paused} may",
             )
-        seats = Counter((each.transport, gpu) for each in self.invited(*STANDING) for gpu in each.gpus)
-        crowded = tuple(
-            f"two members of the group of {kind} are on GPU {gpu}" for (kind, gpu), n in seats.items() if n > 1
+        gpus = Counter((each.transport, gpu) for each in self.in_wave(*TRANSFER_PENDING) for gpu in each.gpus)
+        conflicts = tuple(
+            f"two members of the group of {kind} are on GPU {gpu}" for (kind, gpu), n in gpus.items() if n > 1
         )
-        return (*wrong, *crowded)
+        return (*wrong, *conflicts)
 
-    # -- what they are told -----------------------------------------------------------------------------------------
+    # -- commands ---------------------------------------------------------------------------------------------------
 
     def prepare(self, now: float) -> None:
         """Send `Prepare` to every engine that has a transport."""
-        self._tell(self.within(EnginePhase.PREPARING), lambda member: (self._orders.prepare(member),), now)
+        self._tell(self.within(EnginePhase.PREPARING), lambda participant: (self._commands.prepare(participant),), now)
 
     @property
     def waiting(self) -> int:
-        """How many are prepared, and have not been told to stand still."""
+        """Number of prepared engines that wait for their wave."""
         return self.count(EnginePhase.PREPARED)
 
     @property
-    def room(self) -> int:
-        """How many more may be told to stand still: who fell in the round counts like who stands still for it.
+    def wave_room(self) -> int:
+        """Number of engines that the next wave may pause.
 
-        Who is gone does not, nor who served nobody before.
+        An engine that stopped serving in this round counts as paused. A lost engine does not, nor one that did not
+        serve before the round.
         """
-        if not self._most:
+        if not self._max_paused:
             return self.waiting
-        fallen = sum(member.fallen for member in self.members.values())
-        return self._most - self._down - fallen - self.count(EnginePhase.BROKEN, EnginePhase.VERIFIED)
+        down = sum(participant.is_down for participant in self.by_name.values())
+        return self._max_paused - self._down_outside - down - self.count(EnginePhase.BROKEN, EnginePhase.VERIFIED)
 
     @property
-    def makes_room(self) -> bool:
-        """Whether somebody who was told to leave is about to serve again, or to say that it does not."""
-        return any(each.fallen and each.name not in self._overdue for each in self.within(EnginePhase.LEAVING))
+    def room_expected(self) -> bool:
+        """True if a leaving engine that served before has yet to answer: it may make room for the next wave."""
+        return any(each.is_down and each.name not in self._not_awaited for each in self.within(EnginePhase.LEAVING))
 
-    def stopped(self) -> str:
-        """Why nobody else has a turn."""
-        fallen = [member for member in self.members.values() if member.fallen]
-        told = sum(member.paused for member in self.members.values()) + self._down
-        found = f"{len(fallen) + self._down} of {told} engines that were paused for version {self._publish.version}"
-        why = "; ".join(f"{member.name}: {member.reason}" for member in fallen)
-        return f"the rolling round stopped: {found} do not serve, max_paused is {self._most} ({why or 'as before'})"
+    def why_stopped(self) -> str:
+        """Why there is no further wave."""
+        down = [participant for participant in self.by_name.values() if participant.is_down]
+        paused = sum(participant.paused for participant in self.by_name.values()) + self._down_outside
+        version, count = self._publish.version, len(down) + self._down_outside
+        found = f"{count} of {paused} engines that were paused for version {version}"
+        why = "; ".join(f"{participant.name}: {participant.reason}" for participant in down)
+        return (
+            f"the rolling round stopped: {found} do not serve, max_paused is {self._max_paused} ({why or 'as before'})"
+        )
 
-    def wanted(self, epoch: Epoch) -> Send:
-        """What the trainer is to send under `epoch`, and to whom.
+    def next_wave(self, epoch: Epoch) -> Send:
+        """Choose the engines of the attempt under `epoch` and build the trainer's `Send`.
 
-        At most `Policy.max_paused` stand still at a time, and nobody is in a group with another on the same GPU.
+        At most `Policy.max_paused` are paused at a time, and no two of a collective group are on one GPU.
         """
-        members = self.within(EnginePhase.BROKEN)
-        fresh, room = self.within(EnginePhase.PREPARED), self.room
-        taken = {(member.transport, gpu) for member in members for gpu in member.gpus}
-        for member in fresh:
-            mine = {(member.transport, gpu) for gpu in member.gpus}
+        participants = self.within(EnginePhase.BROKEN)
+        waiting, room = self.within(EnginePhase.PREPARED), self.wave_room
+        taken = {(participant.transport, gpu) for participant in participants for gpu in participant.gpus}
+        for participant in waiting:
+            mine = {(participant.transport, gpu) for gpu in participant.gpus}
             if room > 0 and taken.isdisjoint(mine):
-                members.append(member)
+                participants.append(participant)
                 taken |= mine
                 room -= 1
-        self._invited, self._out, self._out_told = frozenset(member.name for member in members), {}, 0
-        return self._orders.send(epoch, members)
+        self._wave = frozenset(participant.name for participant in participants)
+        self._excluded, self._excluded_told = {}, 0
+        return self._commands.send(epoch, participants)
 
-    def take_withdrawn(self, epoch: Epoch) -> Withdraw | None:
-        """Whom the trainer, which sends under `epoch`, waits for in vain; None while that is nobody new."""
-        if self._out_told == len(self._out):
+    def take_withdraw(self, epoch: Epoch) -> Withdraw | None:
+        """The `Withdraw` for engines excluded from the attempt of `epoch`; None if the last one named them all."""
+        if self._excluded_told == len(self._excluded):
             return None
-        self._out_told = len(self._out)
-        return self._orders.withdraw(epoch, self._out)
+        self._excluded_told = len(self._excluded)
+        return self._commands.withdraw(epoch, self._excluded)
 
     def transfer(self, epoch: Epoch, offers: tuple[Endpoint, ...], failed: Mapping[str, str], now: float) -> None:
-        """Stop the engines of the last `Send` and tell them where their tensors are; those without an offer leave.
+        """Pause the engines of the wave and tell them where their tensors are; engines without an offer leave.
 
-        Both at once: whoever stands still need not ask what for. Only where the round comes to nothing without several
-        of them (`Policy.min_engines`), all have to stand still before the first one changes: should one fail until
-        then, the others go on with what they served. `failed` is the trainer's account of the offers that it could not
-        make.
+        `Pause` and `Transfer` go out together, which saves a round trip of a paused engine. With `Policy.min_engines`
+        above 1 all engines pause before the first one takes the version: if one fails until then, the others can go on
+        with the weights that they have. `failed` says why the trainer could not make an offer.
         """
         by_kind: Mapping[TransportKind | None, Endpoint] = {offer.transport: offer for offer in offers}
-        orders, paused = self._orders, list[Participant]()
-        for member in self.invited(EnginePhase.PREPARED, EnginePhase.BROKEN):
-            if member.transport not in by_kind:
-                why = failed.get(member.name)
-                self.leave(member, f"the trainer made no {member.transport} offer{f': {why}' if why else ''}", now)
+        commands, paused = self._commands, list[Participant]()
+        for participant in self.in_wave(EnginePhase.PREPARED, EnginePhase.BROKEN):
+            if participant.transport not in by_kind:
+                why = failed.get(participant.name)
+                self.leave(
+                    participant, f"the trainer made no {participant.transport} offer{f': {why}' if why else ''}", now
+                )
                 continue
-            self._move(member, EnginePhase.PAUSING)
-            member.epoch, member.spared, member.paused = epoch, False, True
-            paused.append(member)
+            self._move(participant, EnginePhase.PAUSING)
+            participant.epoch, participant.spared, participant.paused = epoch, False, True
+            paused.append(participant)
         if self._publish.policy.min_engines > 1:
-            self._held_back = by_kind
-            self._tell(paused, lambda each: (orders.pause(each),), now)
+            self._deferred_offers = by_kind
+            self._tell(paused, lambda each: (commands.pause(each),), now)
         else:
-            self._tell(paused, lambda each: (orders.pause(each), orders.transfer(each, by_kind[each.transport])), now)
+            self._tell(
+                paused, lambda each: (commands.pause(each), commands.transfer(each, by_kind[each.transport])), now
+            )
 
-    def release(self, now: float) -> None:
-        """Nobody's pause is waited for any more: who stands still for it takes the version."""
-        offers, self._held_back = self._held_back, {}
+    def transfer_paused(self, now: float) -> None:
+        """No pause is waited for any more: tell the paused engines to take the version."""
+        offers, self._deferred_offers = self._deferred_offers, {}
         paused = self.within(EnginePhase.PAUSED)
-        for member in paused:
-            self._move(member, EnginePhase.TRANSFERRING)
-        self._tell(paused, lambda member: (self._orders.transfer(member, offers[member.transport]),), now)
+        for participant in paused:
+            self._move(participant, EnginePhase.TRANSFERRING)
+        self._tell(
+            paused, lambda participant: (self._commands.transfer(participant, offers[participant.transport]),), now
+        )
 
-    def learn(self, table: Digest) -> None:
-        """The table that was open is this one: whoever has proven another one is broken."""
+    def set_table(self, table: Digest) -> None:
+        """The deferred digest table is known: engines that verified another one break."""
         self.table = table
-        for member in self.within(EnginePhase.VERIFIED):
-            if member.proven != table:
-                self._holds_another(member, self._publish.version, member.proven)
+        for participant in self.within(EnginePhase.VERIFIED):
+            if participant.verified_table != table:
+                self._note_other_version(participant, self._publish.version, participant.verified_table)
 
-    def doubt(self, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
-        """The trainer could not serve these: each gets a little time to speak for itself, then it breaks.
+    def mark_suspect(self, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
+        """The trainer could not serve the engines in `failed`: each breaks unless it reports within `grace_s`.
 
-        Those in `spared` were well when another engine's failure ended the attempt, before anything was sent to them.
+        Engines in `spared` were well when another engine's failure ended the attempt before anything was sent to them.
         """
-        for member in self.within(*STANDING, EnginePhase.BROKEN):
-            member.spared = member.name in spared
-            if member.name in failed and member.phase in STANDING:
-                member.reason = f"the trainer could not serve it: {failed[member.name]}"
-                self._doubted[member.name] = now + self._limits.grace_s
+        for participant in self.within(*TRANSFER_PENDING, EnginePhase.BROKEN):
+            participant.spared = participant.name in spared
+            if participant.name in failed and participant.phase in TRANSFER_PENDING:
+                participant.reason = f"the trainer could not serve it: {failed[participant.name]}"
+                self._suspects[participant.name] = now + self._limits.grace_s
 
-    def drive_again(self) -> list[Participant]:
-        """The broken engines that are to be sent everything again. Each has its own `Policy.redrives`.
+    def take_retries(self) -> list[Participant]:
+        """The broken engines that get another attempt. Each has `Policy.redrives` of them.
 
-        Who was spared pays nothing for it: whoever was at fault does, and is out of it when it cannot. When nobody of
-        an attempt was at fault, all of them pay, because the next attempt would end like it.
+        An attempt costs a spared engine nothing. If every engine of the attempt was spared, it costs all of them one,
+        because the next attempt would end like it.
         """
         broken = self.within(EnginePhase.BROKEN)
-        spared = {member.name for member in broken if member.spared}
-        if len(spared) == len(self._invited):
+        spared = {participant.name for participant in broken if participant.spared}
+        if len(spared) == len(self._wave):
             spared.clear()
-        again = [member for member in broken if member.name in spared or member.redrives_left]
-        for member in again:
-            member.redrives_left -= member.name not in spared
+        again = [participant for participant in broken if participant.name in spared or participant.retries_left]
+        for participant in again:
+            participant.retries_left -= participant.name not in spared
         return again
 
     def commit(self, now: float) -> None:
-        """The version is durable: whoever holds it, verified, is to serve it."""
-        members = self.within(EnginePhase.VERIFIED)
-        for member in members:
-            self._move(member, _RESUMING)
-        self._tell(members, lambda member: (self._orders.commit(member, self.table),), now)
+        """The version is durable: tell every verified engine to serve it."""
+        participants = self.within(EnginePhase.VERIFIED)
+        for participant in participants:
+            self._move(participant, _RESUMING)
+        self._tell(participants, lambda participant: (self._commands.commit(participant, self.table),), now)
 
-    def leave(self, member: Participant, reason: str, now: float, told: str = "") -> None:
-        """Take an engine out of the round: it resumes if it is clean, and stays paused otherwise."""
-        if reason and reason != member.reason:
-            self._note_failure(member, reason)
-        self._move(member, EnginePhase.LEAVING)
-        self._duties.assign(member.name, self._orders.abort(member, told or reason), now)
+    def leave(self, participant: Participant, reason: str, now: float, told: str = "") -> None:
+        """Take an engine out of the round: it resumes if it is clean, and stays paused otherwise.
+
+        `told` replaces `reason` in the command.
+        """
+        if reason and reason != participant.reason:
+            self._note_failure(participant, reason)
+        self._move(participant, EnginePhase.LEAVING)
+        self._pending_commands.assign(participant.name, self._commands.abort(participant, told or reason), now)
 
     def _tell(
-        self, members: Sequence[Participant], orders: Callable[[Participant], tuple[ToEngine, ...]], now: float
+        self, participants: Sequence[Participant], commands: Callable[[Participant], tuple[ToEngine, ...]], now: float
     ) -> None:
-        """To all of the same epoch, transport and place in its group the same, at once."""
+        """Assign commands, one object for all engines with the same epoch, transport and rank."""
         alike: dict[tuple[Epoch, TransportKind | None, int], list[Participant]] = {}
-        for member in members:
-            alike.setdefault((member.epoch, member.transport, member.rank_offset), []).append(member)
+        for participant in participants:
+            alike.setdefault((participant.epoch, participant.transport, participant.rank_offset), []).append(
+                participant
+            )
         for each in alike.values():
-            self._duties.assign_all([member.name for member in each], orders(each[0]), now)
+            self._pending_commands.assign_all([participant.name for participant in each], commands(each[0]), now)
 
-    # -- what happens to them ---------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------------
 
-    def answered(self, member: Participant, message: EngineMessage, now: float) -> None:
-        """A member answered at its current epoch. Answers that come too late change nothing."""
+    def answered(self, participant: Participant, message: EngineMessage, now: float) -> None:
+        """A participant answered a command of its current epoch. A late answer changes nothing."""
         match message:
             case Prepared():
-                self._step(member, _PREPARING, _PREPARED, "prepare", message.seconds)
+                self._step(participant, _PREPARING, _PREPARED, "prepare", message.seconds)
             case Serving():
-                self._serving(member, message, now)
+                self._serving(participant, message, now)
             case Paused():
-                self._paused(member, message)
+                self._paused(participant, message)
             case Transferred():
-                self._stands(member)
-                if self._step(member, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, "transfer", message.seconds):
-                    member.bytes, member.buckets = message.bytes, message.buckets
+                self._note_paused(participant)
+                if self._step(
+                    participant, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, "transfer", message.seconds
+                ):
+                    participant.bytes, participant.buckets = message.bytes, message.buckets
             case Verified():
-                self._verified(member, message)
+                self._verified(participant, message)
             case Failed():
-                self._failed(member, message, now)
+                self._failed(participant, message, now)
             case _:
                 assert_never(message)
 
     def lost(self, name: AgentId, reason: str) -> None:
-        """An engine is gone, or another incarnation has its name."""
-        member = self.members.get(name)
-        if member and member.phase not in SETTLED:
-            self._note_failure(member, reason)
-            self._move(member, EnginePhase.LOST)
-            self._duties.drop(name)
+        """An engine is gone, or was replaced by another incarnation."""
+        participant = self.by_name.get(name)
+        if participant and participant.phase not in FINISHED:
+            self._note_failure(participant, reason)
+            self._move(participant, EnginePhase.LOST)
+            self._pending_commands.drop(name)
 
-    def unsent(self, member: Participant, reason: str, now: float) -> None:
-        """It cannot be told what comes next. Who cannot be told to end it either is left as it is."""
-        if member.phase in (_RESUMING, EnginePhase.LEAVING):
-            self._note_failure(member, reason)
-            self._move(member, EnginePhase.QUARANTINED)
-            self._duties.drop(member.name)
+    def unsent(self, participant: Participant, reason: str, now: float) -> None:
+        """A command cannot be encoded for the wire: exclude the engine; quarantine it if that was its last command."""
+        if participant.phase in (_RESUMING, EnginePhase.LEAVING):
+            self._note_failure(participant, reason)
+            self._move(participant, EnginePhase.QUARANTINED)
+            self._pending_commands.drop(participant.name)
         else:
-            self.leave(member, reason, now)
+            self.leave(participant, reason, now)
 
     def tick(self, now: float) -> None:
-        """Time has passed: engines that the trainer gave up on, and that said nothing themselves, break."""
-        for name in [name for name, give_up_at in self._doubted.items() if now >= give_up_at]:
-            self._break(self.members[name], self.members[name].reason)
+        """Break suspects that have not reported in time."""
+        for name in [name for name, give_up_at in self._suspects.items() if now >= give_up_at]:
+            self._break(self.by_name[name], self.by_name[name].reason)
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do."""
-        return min(self._doubted.values(), default=None)
+        """The time at which `tick` is due."""
+        return min(self._suspects.values(), default=None)
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def _step(self, member: Participant, found: EnginePhase, wanted: EnginePhase, clock: str, seconds: float) -> bool:
-        if member.phase is not found:
+    def _step(
+        self, participant: Participant, found: EnginePhase, phase: EnginePhase, step: str, seconds: float
+    ) -> bool:
+        if participant.phase is not found:
             return False
-        self._move(member, wanted)
-        member.seconds[clock] = seconds
-        self._duties.drop(member.name)
+        self._move(participant, phase)
+        participant.seconds[step] = seconds
+        self._pending_commands.drop(participant.name)
         return True
 
-    def _paused(self, member: Participant, message: Paused) -> None:
-        if member.phase is EnginePhase.PAUSING:
-            member.seconds["pause"] = message.seconds
-            if self._held_back:
-                self._move(member, EnginePhase.PAUSED)
-                self._duties.drop(member.name)
+    def _paused(self, participant: Participant, message: Paused) -> None:
+        if participant.phase is EnginePhase.PAUSING:
+            participant.seconds["pause"] = message.seconds
+            if self._deferred_offers:
+                self._move(participant, EnginePhase.PAUSED)
+                self._pending_commands.drop(participant.name)
             else:
-                self._stands(member)
+                self._note_paused(participant)
 
-    def _stands(self, member: Participant) -> None:
-        """It generates nothing, as it says, or as what it says implies: its `Pause` may have got lost."""
-        if member.phase is EnginePhase.PAUSING:
-            self._move(member, EnginePhase.TRANSFERRING)
-            self._duties.go_on(member.name)
+    def _note_paused(self, participant: Participant) -> None:
+        """The engine is paused, as it said or as a later answer implies: the answer to `Pause` may have been lost."""
+        if participant.phase is EnginePhase.PAUSING:
+            self._move(participant, EnginePhase.TRANSFERRING)
+            self._pending_commands.acknowledge_first(participant.name)
 
-    def _verified(self, member: Participant, message: Verified) -> None:
-        self._stands(member)
-        if member.phase not in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
+    def _verified(self, participant: Participant, message: Verified) -> None:
+        self._note_paused(participant)
+        if participant.phase not in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED):
             return
         if message.version != self._publish.version or message.table != (self.table or message.table):
-            self._holds_another(member, message.version, message.table)
+            self._note_other_version(participant, message.version, message.table)
             return
-        self._move(member, EnginePhase.VERIFIED)
-        member.proven = message.table
-        member.reason = ""  # what went wrong before, in this attempt or an earlier one, is mended
-        member.seconds["verify"] = message.seconds
-        member.verified_by = message.verified_by
-        self._duties.drop(member.name)
+        self._move(participant, EnginePhase.VERIFIED)
+        participant.verified_table = message.table
+        participant.reason = ""  # an earlier failure is repaired by a verified version
+        participant.seconds["verify"] = message.seconds
+        participant.verified_by = message.verified_by
+        self._pending_commands.drop(participant.name)
 
-    def _holds_another(self, member: Participant, version: int, table: str) -> None:
-        """Than the one that the trainer published."""
-        expected = f"{self._publish.version}, {self.table[:12] or 'whose table follows'}"
-        self._break(member, f"verified version {version}, table {table[:12]}; expected {expected}")
+    def _note_other_version(self, participant: Participant, version: int, table: str) -> None:
+        """The engine verified another version, or another table, than the trainer published: it breaks."""
+        expected = f"{self._publish.version}, {self.table[:12] or 'with a deferred table'}"
+        self._break(participant, f"verified version {version}, table {table[:12]}; expected {expected}")
 
-    def _serving(self, member: Participant, message: Serving, now: float) -> None:
-        if member.phase is _RESUMING:
+    def _serving(self, participant: Participant, message: Serving, now: float) -> None:
+        if participant.phase is _RESUMING:
             if message.version == self._publish.version:
-                self._move(member, _SERVING)
+                self._move(participant, _SERVING)
             else:
-                self._move(member, EnginePhase.QUARANTINED)
+                self._move(participant, EnginePhase.QUARANTINED)
                 why = f"serves version {message.version} after the commit of {self._publish.version}"
-                self._note_failure(member, why)
-        elif member.phase is EnginePhase.LEAVING:
-            self._move(member, EnginePhase.LEFT)
+                self._note_failure(participant, why)
+        elif participant.phase is EnginePhase.LEAVING:
+            self._move(participant, EnginePhase.LEFT)
         else:
-            if member.phase in STANDING:
-                self.leave(member, "it resumed by itself", now)
+            if participant.phase in TRANSFER_PENDING:
+                self.leave(participant, "it resumed by itself", now)
             return
-        member.seconds["resume"], member.seconds["paused"] = message.seconds, message.paused_s
-        self._duties.drop(member.name)
+        participant.seconds["resume"], participant.seconds["paused"] = message.seconds, message.paused_s
+        self._pending_commands.drop(participant.name)
 
-    def _failed(self, member: Participant, message: Failed, now: float) -> None:
+    def _failed(self, participant: Participant, message: Failed, now: float) -> None:
         reason = f"{message.step.value}: {message.reason}"
-        if member.phase in SETTLED:
+        if participant.phase in FINISHED:
             return
-        if member.phase is EnginePhase.RESUMING:
-            self._note_failure(member, reason)
-            self._move(member, EnginePhase.QUARANTINED)
-            self._duties.drop(member.name)
-        elif member.phase is EnginePhase.LEAVING:
+        if participant.phase is EnginePhase.RESUMING:
+            self._note_failure(participant, reason)
+            self._move(participant, EnginePhase.QUARANTINED)
+            self._pending_commands.drop(participant.name)
+        elif participant.phase is EnginePhase.LEAVING:
             if message.health is EngineHealth.CLEAN and message.step is not Step.RESUME:
-                return  # crossed with our Abort, which it has yet to answer
-            member.reason = member.reason or reason
-            self._move(member, EnginePhase.QUARANTINED)
-            self._duties.drop(member.name)
-        elif member.phase in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED) or (
-            member.phase is EnginePhase.PAUSING and message.step in (Step.TRANSFER, Step.VERIFY)
+                return  # crossed with the Abort, which the engine has yet to answer
+            participant.reason = participant.reason or reason
+            self._move(participant, EnginePhase.QUARANTINED)
+            self._pending_commands.drop(participant.name)
+        elif participant.phase in (EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED) or (
+            participant.phase is EnginePhase.PAUSING and message.step in (Step.TRANSFER, Step.VERIFY)
         ):
-            self._break(member, reason)
-        elif member.phase is not EnginePhase.BROKEN:
-            self.leave(member, reason, now)
+            self._break(participant, reason)
+        elif participant.phase is not EnginePhase.BROKEN:
+            self.leave(participant, reason, now)
 
-    # -- small things -----------------------------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------------------------------------
 
-    def _break(self, member: Participant, reason: str) -> None:
-        self._note_failure(member, reason)
-        self._move(member, EnginePhase.BROKEN)
-        self._duties.drop(member.name)
+    def _break(self, participant: Participant, reason: str) -> None:
+        self._note_failure(participant, reason)
+        self._move(participant, EnginePhase.BROKEN)
+        self._pending_commands.drop(participant.name)
 
-    def _move(self, member: Participant, phase: EnginePhase) -> None:
-        left = member.phase
+    def _move(self, participant: Participant, phase: EnginePhase) -> None:
+        left = participant.phase
         if phase not in ENGINE_MOVES[left]:
-            move(f"engine {member.name}", ENGINE_MOVES, left, phase, self._story)  # raises
-        member.phase = phase
+            move(f"engine {participant.name}", ENGINE_MOVES, left, phase, self._event_trace)  # raises
+        participant.phase = phase
         counts = self._counts
         counts[left] -= 1
         counts[phase] += 1
-        # Who is prepared for a version that is durable waits for its turn, and may serve the one before meanwhile.
-        if self._publish.catch_up if phase is _PREPARED else phase not in _STILL or left not in _STILL:
-            self._moved[member.name] = None
-        if phase in _OUT and member.name in self._invited:
-            self._out.setdefault(member.name, member.reason)
-        if self._doubted and phase is not EnginePhase.TRANSFERRING:
-            self._doubted.pop(member.name, None)  # it spoke for itself, or left
+        # An engine prepared for a durable version waits for its wave, and may serve the previous one meanwhile.
+        if (
+            self._publish.catch_up
+            if phase is _PREPARED
+            else phase not in _NOT_GENERATING or left not in _NOT_GENERATING
+        ):
+            self._phase_changes[participant.name] = None
+        if phase in _OUT_OF_WAVE and participant.name in self._wave:
+            self._excluded.setdefault(participant.name, participant.reason)
+        if self._suspects and phase is not EnginePhase.TRANSFERRING:
+            self._suspects.pop(participant.name, None)  # it reported, or left
 
-    def _note_failure(self, member: Participant, reason: str) -> None:
-        member.reason = reason
+    def _note_failure(self, participant: Participant, reason: str) -> None:
+        participant.reason = reason
         failed = EngineFailed(
             channel=self._publish.channel,
-            engine=member.name,
+            engine=participant.name,
             version=self._publish.version,
-            epoch=member.epoch,
-            step=member.phase.value,
+            epoch=participant.epoch,
+            step=participant.phase.value,
             reason=reason,
         )
-        self._note(failed)
+        self._observe(failed)
+
+
+def wave_order(before: Sequence[AgentId], present: Iterable[AgentId]) -> tuple[AgentId, ...]:
+    """The engines `present`, in the order of their waves; `before` is the order for the previous version.
+
+    An engine keeps its place. A place that became free goes to a new engine, or else to the last one: so a collective
+    group changes no more members than it must.
+    """
+    here = dict.fromkeys(present)
+    staying = deque(name for name in before if name in here)
+    known = set(before)
+    new = deque(name for name in here if name not in known)
+    order: list[AgentId] = []
+    for name in before:
+        if len(order) == len(here):
+            break
+        if name in here:
+            order.append(name)
+        elif new:
+            order.append(new.popleft())
+        else:
+            order.append(staying.pop())
+    return (*order, *new)

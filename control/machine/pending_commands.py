@@ -10,7 +10,7 @@ import msgspec
 
 from ..protocol import AgentId, ToEngine, ToTrainer
 
-Command = ToEngine | ToTrainer
+AgentCommand = ToEngine | ToTrainer
 
 
 class PendingCommand(msgspec.Struct, eq=False):
@@ -20,7 +20,7 @@ class PendingCommand(msgspec.Struct, eq=False):
     answered or was told something else, is found out when it is looked at.
     """
 
-    commands: tuple[Command, ...]
+    commands: tuple[AgentCommand, ...]
     wait_s: float
     due_at: float
     agents: list[AgentId]
@@ -39,79 +39,79 @@ class PendingCommands:
     def __init__(self, retry_s: float, retry_max_s: float) -> None:
         self._retry_s = retry_s
         self._retry_max_s = retry_max_s
-        self._of: dict[AgentId, PendingCommand] = {}
+        self._by_agent: dict[AgentId, PendingCommand] = {}
         self._timers: list[tuple[float, int, PendingCommand]] = []
         """When they are due; of those due at the same time the one with the lower turn goes first."""
-        self._fresh: list[PendingCommand] = []
+        self._new: list[PendingCommand] = []
         """Told for the first time, which is mostly at once, without passing through the heap."""
-        self._turns = itertools.count()
+        self._sequence = itertools.count()
 
-    def assign(self, agent: AgentId, command: Command, now: float) -> None:
+    def assign(self, agent: AgentId, command: AgentCommand, now: float) -> None:
         """`agent` is to be told `command` now, and again until `drop`."""
         self.assign_all((agent,), (command,), now)
 
-    def assign_all(self, agents: Sequence[AgentId], commands: tuple[Command, ...], now: float) -> None:
+    def assign_all(self, agents: Sequence[AgentId], commands: tuple[AgentCommand, ...], now: float) -> None:
         """The same of all of these, and of one command or two: the second is told at once behind the first."""
-        duty = PendingCommand(commands, self._retry_s, now, list(agents))
-        self._of.update(dict.fromkeys(agents, duty))
-        self._fresh.append(duty)
+        pending = PendingCommand(commands, self._retry_s, now, list(agents))
+        self._by_agent.update(dict.fromkeys(agents, pending))
+        self._new.append(pending)
 
-    def get(self, agent: AgentId) -> Command | None:
+    def get(self, agent: AgentId) -> AgentCommand | None:
         """What `agent` has not answered yet: the first of it."""
-        duty = self._of.get(agent)
-        return duty.commands[0] if duty else None
+        pending = self._by_agent.get(agent)
+        return pending.commands[0] if pending else None
 
-    def all(self) -> list[tuple[AgentId, Command]]:
+    def all(self) -> list[tuple[AgentId, AgentCommand]]:
         """What everybody has not answered yet: the first of it."""
-        return [(agent, duty.commands[0]) for agent, duty in self._of.items()]
+        return [(agent, pending.commands[0]) for agent, pending in self._by_agent.items()]
 
-    def go_on(self, agent: AgentId) -> None:
+    def acknowledge_first(self, agent: AgentId) -> None:
         """`agent` has answered the first of two commands. The second was told with it, and is repeated alone now."""
-        duty = self._of.get(agent)
-        if duty is None or len(duty.commands) < 2:
+        pending = self._by_agent.get(agent)
+        if pending is None or len(pending.commands) < 2:
             return
-        rest = duty.rest
+        rest = pending.rest
         if rest is None or not rest.agents:
-            rest = duty.rest = PendingCommand(duty.commands[1:], duty.wait_s, duty.due_at, [])
-            self._wait_for(rest)
+            rest = pending.rest = PendingCommand(pending.commands[1:], pending.wait_s, pending.due_at, [])
+            self._schedule(rest)
         rest.agents.append(agent)
-        self._of[agent] = rest
+        self._by_agent[agent] = rest
 
     def drop(self, agent: AgentId) -> None:
         """The command was answered, or nobody is left to answer it."""
-        self._of.pop(agent, None)
-        if not self._of:
+        self._by_agent.pop(agent, None)
+        if not self._by_agent:
             self._timers.clear()
-            self._fresh.clear()
+            self._new.clear()
 
-    def hurry(self, agent: AgentId, now: float) -> None:
+    def resend_now(self, agent: AgentId, now: float) -> None:
         """`agent` is back on a new connection: tell it at once."""
-        if duty := self._of.get(agent):
-            self.assign_all((agent,), duty.commands, now)
+        if pending := self._by_agent.get(agent):
+            self.assign_all((agent,), pending.commands, now)
 
-    def due(self, now: float) -> list[tuple[tuple[AgentId, ...], Command]]:
+    def due(self, now: float) -> list[tuple[tuple[AgentId, ...], AgentCommand]]:
         """What is to be sent now, the longest due first; each waits twice as long before the next time."""
         ready: list[PendingCommand] = []
         while self._timers and self._timers[0][0] <= now:
             ready.append(heapq.heappop(self._timers)[2])
-        fresh, self._fresh = self._fresh, []
-        for duty in fresh:
-            if duty.due_at <= now:
-                ready.append(duty)
+        new, self._new = self._new, []
+        for pending in new:
+            if pending.due_at <= now:
+                ready.append(pending)
             else:
-                self._wait_for(duty)
-        return [told for duty in ready for told in self._tell(duty, now)]
+                self._schedule(pending)
+        return [told for pending in ready for told in self._take_due(pending, now)]
 
     def next_deadline(self) -> float | None:
         """When something is due."""
-        for duty in self._fresh:
-            self._wait_for(duty)
-        self._fresh.clear()
-        of = self._of
+        for pending in self._new:
+            self._schedule(pending)
+        self._new.clear()
+        of = self._by_agent
         while self._timers:
-            due_at, _, duty = self._timers[0]
-            agents = duty.agents
-            while agents and of.get(agents[-1]) is not duty:
+            due_at, _, pending = self._timers[0]
+            agents = pending.agents
+            while agents and of.get(agents[-1]) is not pending:
                 agents.pop()
             if agents:
                 return due_at
@@ -119,18 +119,18 @@ class PendingCommands:
         return None
 
     def __len__(self) -> int:
-        return len(self._of)
+        return len(self._by_agent)
 
-    def _tell(self, duty: PendingCommand, now: float) -> list[tuple[tuple[AgentId, ...], Command]]:
-        of = self._of
-        duty.agents = [agent for agent in duty.agents if of.get(agent) is duty]
-        if not duty.agents:
+    def _take_due(self, pending: PendingCommand, now: float) -> list[tuple[tuple[AgentId, ...], AgentCommand]]:
+        of = self._by_agent
+        pending.agents = [agent for agent in pending.agents if of.get(agent) is pending]
+        if not pending.agents:
             return []
-        duty.due_at, duty.rest = now + duty.wait_s, None
-        duty.wait_s = min(duty.wait_s * 2, self._retry_max_s)
-        self._wait_for(duty)
-        agents = tuple(duty.agents)
-        return [(agents, command) for command in duty.commands]
+        pending.due_at, pending.rest = now + pending.wait_s, None
+        pending.wait_s = min(pending.wait_s * 2, self._retry_max_s)
+        self._schedule(pending)
+        agents = tuple(pending.agents)
+        return [(agents, command) for command in pending.commands]
 
-    def _wait_for(self, duty: PendingCommand) -> None:
-        heapq.heappush(self._timers, (duty.due_at, next(self._turns), duty))
+    def _schedule(self, pending: PendingCommand) -> None:
+        heapq.heappush(self._timers, (pending.due_at, next(self._sequence), pending))

@@ -26,33 +26,33 @@ class Registration:
         limits: Limits,
         routing: Routing,
         channels: dict[ChannelId, Channel],
-        members: Membership,
+        membership: Membership,
         *,
         out: EffectQueue,
         stride: int,
         keyed: bool,
     ) -> None:
         self._boot, self._limits, self._routing = boot, limits, routing
-        self._channels, self._members, self._out = channels, members, out
+        self._channels, self._membership, self._out = channels, membership, out
         self._stride, self._keyed = stride, keyed
 
     # -- who comes --------------------------------------------------------------------------------------------------
 
     def may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Decision:
         """Whether an agent is taken in; `before` is who has its name."""
-        verdict = may_join(message, event.principal, self._members.on(event.peer), before, keyed=self._keyed)
+        verdict = may_join(message, event.principal, self._membership.on(event.peer), before, keyed=self._keyed)
         if verdict.ok and message.channel not in self._channels and len(self._channels) >= self._limits.max_channels:
             found = f"{len(self._channels)} channels are known, max_channels = {self._limits.max_channels}"
             advice = "raise it, or have one forgotten that is not needed any more: `weightbus forget-channel NAME`"
             verdict = Decision(RefusalCode.NOT_ALLOWED, f"{found}: {advice}")
-        return self._members.verdict(message, event.peer, now) if verdict.ok else verdict
+        return self._membership.verdict(message, event.peer, now) if verdict.ok else verdict
 
     def welcome(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Channel:
         """Take it in; `before` is the same incarnation as it was known."""
         peer = event.peer
         if before and before.peer and before.peer != peer:
             self._out.evict(before.peer, "came back on another connection")
-        agent = self._members.join(message, peer, now, event.principal)
+        agent = self._membership.join(message, peer, now, event.principal)
         if message.channel not in self._channels:
             self._channels[message.channel] = Channel(
                 message.channel, self._limits, self._routing, Restored(), stride=self._stride
@@ -90,9 +90,9 @@ class Registration:
         """It is well; its server may have changed under it."""
         channel = self._channels[agent.channel]
         if message.seq:
-            window = channel.window
-            committed = window.committed.version if window.committed else None
-            self._out.send(peer, Alive(seq=message.seq, boot=self._boot, committed=committed, max_lag=window.max_lag))
+            allowed = channel.allowed_versions
+            committed = allowed.committed.version if allowed.committed else None
+            self._out.send(peer, Alive(seq=message.seq, boot=self._boot, committed=committed, max_lag=allowed.max_lag))
         moved = agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now)
         return channel if moved else None
 
@@ -106,31 +106,31 @@ class Registration:
 
     def disconnected(self, peer: Peer, now: float) -> None:
         """A connection is gone. Its agent may come back on another, within a time."""
-        agent = self._members.disconnect(peer, now)
+        agent = self._membership.disconnect(peer, now)
         channel = self._channels.get(agent.channel) if agent else None
-        if agent and channel and channel.round and channel.round.needs(agent.name):
-            self._members.expect(agent.name, now)
+        if agent and channel and channel.round and channel.round.waits_for(agent.name):
+            self._membership.expect(agent.name, now)
 
     def missed(self, channel: Channel, now: float) -> None:
         """Engines stand still for a trainer's bytes from now on: its connection may be gone already."""
-        agent = self._members.get(channel.round.holder) if channel.round else None
+        agent = self._membership.get(channel.round.holder) if channel.round else None
         if agent and agent.peer is None:
-            self._members.expect(agent.name, now)
+            self._membership.expect(agent.name, now)
 
     def distrusted(self, event: TrustLost, now: float) -> Channel | None:
         """Its key is not on the list any more."""
-        agent = self._members.get(event.agent)
+        agent = self._membership.get(event.agent)
         return self.leave(agent, f"is not trusted any more: {event.reason}", now) if agent else None
 
     def give_up_on(self, name: AgentId, now: float) -> Channel | None:
         """It may have been silent for too long."""
-        agent = self._members.get(name)
-        reason = self._members.why_lost(agent, now) if agent else ""
+        agent = self._membership.get(name)
+        reason = self._membership.why_lost(agent, now) if agent else ""
         return self.leave(agent, reason, now) if agent and reason else None
 
     def leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> Channel:
         """It is gone for good: so is its lease, and its part in a round."""
-        self._members.remove(agent.name)
+        self._membership.remove(agent.name)
         if evict and agent.peer:
             self._out.evict(agent.peer, reason)
         self._out.observe(AgentLeft(agent=agent.name, role=agent.role, channel=agent.channel, reason=reason))

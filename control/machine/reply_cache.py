@@ -30,16 +30,16 @@ from ..protocol import (
 )
 from .effects import Committed, RoundClosed
 
-Keyed = Acquire | Release | Publish | Offered | Sent | Abandon
+KeyedRequest = Acquire | Release | Publish | Offered | Sent | Abandon
 """Requests whose answer is remembered."""
 
-ANSWERS: Final = 32
+MAX_ROUND_REPLIES: Final = 32
 """Finished rounds whose answer is remembered, per channel, in memory and by the journal: the trainer of one asks about
 its last. Each may take a megabyte, in which it names every engine; but an engine is in one channel."""
-GRANTS: Final = 64
+MAX_GRANTS: Final = 64
 """Grants that are remembered: each describes every engine that was there, a megabyte of a large fleet."""
 
-HISTORY: Final = 64
+MAX_HISTORY: Final = 64
 """Committed versions that are remembered, so that people can see what a channel may go back to."""
 _NOT_CLOSED: Final = "was committed; the coordinator ended before the round did, and how its engines fared was not kept"
 
@@ -77,21 +77,21 @@ class ReplyCache:
         self._by_key: OrderedDict[tuple[AgentId, RequestId], _Reply] = OrderedDict()
         self._grants: deque[tuple[AgentId, RequestId]] = deque()
 
-    def get(self, agent: AgentId, message: Keyed) -> Ack | Granted | Decision | None:
+    def get(self, agent: AgentId, message: KeyedRequest) -> Ack | Granted | Decision | None:
         """What `agent` was told, unless that was too long ago; or why its key is not for this question."""
         known = self._by_key.get((agent, message.request))
         if known is None:
             return None
         if known.question == _digest(message):
             return known.reply
-        return other_question(message, known.kind)
+        return key_reused(message, known.kind)
 
-    def remember(self, agent: AgentId, message: Keyed, reply: Ack | Granted) -> None:
+    def remember(self, agent: AgentId, message: KeyedRequest, reply: Ack | Granted) -> None:
         """`agent` asked `message` and is told `reply`; the oldest one may be forgotten."""
         self._by_key[agent, message.request] = _Reply(message.kind, _digest(message), reply)
         if isinstance(reply, Granted):
             self._grants.append((agent, message.request))
-            if len(self._grants) > GRANTS:
+            if len(self._grants) > MAX_GRANTS:
                 self._by_key.pop(self._grants.popleft(), None)
         while len(self._by_key) > self._limit:
             self._by_key.popitem(last=False)
@@ -100,16 +100,16 @@ class ReplyCache:
         return len(self._by_key)
 
 
-def _digest(message: Keyed) -> bytes:
+def _digest(message: KeyedRequest) -> bytes:
     return hashlib.blake2b(_ENCODE.encode(message), digest_size=16).digest()
 
 
-def question(message: Keyed) -> str:
+def question(message: KeyedRequest) -> str:
     """Its digest in hex: equal for equal messages, also of a sender that knows fewer fields."""
     return _digest(message).hex()
 
 
-def other_question(message: Keyed, before: str) -> Decision:
+def key_reused(message: KeyedRequest, before: str) -> Decision:
     """For a key that was used already."""
     reason = f"key {message.request} was used for another {before}: every question has a key of its own"
     return Decision(RefusalCode.NOT_ALLOWED, reason)
@@ -145,13 +145,13 @@ class RoundReplies:
         same = (known.done.epoch, known.done.version) == (message.epoch, message.version)
         if same and known.question in ("", question(message)):
             return None
-        return other_question(message, "Publish")
+        return key_reused(message, "Publish")
 
-    def remember(self, request: RequestId, ending: RoundReply) -> None:
+    def remember(self, request: RequestId, round_reply_of: RoundReply) -> None:
         """The round of `request` ended like this."""
-        self.last = ending.done
-        self._by_request[request] = ending
-        while len(self._by_request) > ANSWERS:
+        self.last = round_reply_of.done
+        self._by_request[request] = round_reply_of
+        while len(self._by_request) > MAX_ROUND_REPLIES:
             self._by_request.pop(next(iter(self._by_request)))
 
 
@@ -200,16 +200,16 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     committed_epoch: Epoch = Epoch(0)
     answers: Mapping[RequestId, RoundReply] = {}
     history: tuple[PastVersion, ...] = ()
-    """What was committed, oldest first; the last `HISTORY`."""
+    """What was committed, oldest first; the last `MAX_HISTORY`."""
 
 
-def remembered(history: tuple[PastVersion, ...], commit: Committed | PastVersion) -> tuple[PastVersion, ...]:
+def history_with(history: tuple[PastVersion, ...], commit: Committed | PastVersion) -> tuple[PastVersion, ...]:
     """`history` with `commit`, which may be in it already: a record may be written twice."""
     past = PastVersion(commit.version, commit.epoch, commit.rollback)
-    return history if history[-1:] == (past,) else (*history, past)[-HISTORY:]
+    return history if history[-1:] == (past,) else (*history, past)[-MAX_HISTORY:]
 
 
-def ending(record: Committed | RoundClosed) -> RoundReply:
+def round_reply_of(record: Committed | RoundClosed) -> RoundReply:
     """What the `Publish` of `record` is answered once that is durable, unless a later record says more."""
     if isinstance(record, RoundClosed):
         return RoundReply(record.done, record.question)

@@ -1,12 +1,12 @@
-"""One round: a version on its way into the engines of a channel, or back out of them. Pure.
+"""One round: brings a version into the engines of a channel, or takes it back. Pure.
 
-The round decides when everybody may go on; what concerns one engine alone is decided in its `Participants`. It sends
-nothing by itself: commands go to `PendingCommands`, which repeats them until they are answered.
+The round decides when all engines may go on to its next state; `Participants` decides what concerns one engine alone.
+Commands go to `PendingCommands`, which repeats them until they are acknowledged.
 
-What happens to it is noted when it happens; what follows from that is found in one place, `decide`, asked once for all
-that came together. That goes on as long as nothing has to be waited for, and ends with a record when one has to be
-durable before the round goes on. Nothing of the new version is told to an engine before `committed` was called, and
-after that there is no way back.
+Events only change what is known. `decide`, called once after all events that came together, does what follows from
+them: it enters further states until the round has to wait, or until a journal record must be durable before the round
+goes on. No engine is told to serve the new version before `committed` is called, and afterwards the round only goes
+forward.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ from ..protocol import (
 )
 from .effects import AnyObservation, Committed, EpochTaken, RoundClosed, StateEntered, TransferRetried
 from .limits import Limits
-from .participant import Participant
-from .participants import HOPEFUL, SERVING_ON, STANDING, Participants
+from .participants import CAN_STILL_COMMIT, STILL_SERVING, TRANSFER_PENDING, FleetAtStart, Participant, Participants
 from .pending_commands import PendingCommands
 from .reply_cache import question
 from .route import Route
-from .states import BEFORE_COMMIT, CLOCK, ROUND_MOVES, SENDING, THROUGH, EnginePhase, RoundState, move
-from .waves import Capacity
+from .states import BARRIER_PHASES, BEFORE_COMMIT, ROUND_MOVES, SENDING, TIMED_AS, EnginePhase, RoundState, move
 
 
 class Round:
-    """The machine of one round, from `Publish` to `RoundDone`: takes what happens to it, and decides what follows."""
+    """The machine of one round, from `Publish` to `RoundDone`."""
 
     def __init__(
         self,
@@ -51,124 +49,135 @@ class Round:
         holder: AgentId,
         routes: Mapping[AgentId, Route],
         engines: Mapping[AgentId, EngineInfo],
-        capacity: Capacity,
+        fleet: FleetAtStart,
         *,
         limits: Limits,
-        duties: PendingCommands,
-        story: deque[object],
-        note: Callable[[AnyObservation], None],
+        pending_commands: PendingCommands,
+        event_trace: deque[object],
+        observe: Callable[[AnyObservation], None],
         now: float,
     ) -> None:
+        """`holder` is the trainer with the lease; `engines` are those of the round, each with its route."""
         self.publish = publish
         self.holder = holder
         self.channel: Channel = publish.channel
         self.version: Version = publish.version
         self.epoch: Epoch = publish.epoch
+        """Epoch of the latest attempt; higher than that of `publish` after a retry or in a later wave."""
         self.state = RoundState.IDLE
         self.reason = ""
-        self.replaced: HeldVersion | None = None
-        """What was committed before the version was."""
-        self._limits = limits
-        self._duties = duties
-        self._cohort = Participants(
-            publish, routes, engines, capacity, limits=limits, duties=duties, story=story, note=note
+        """Why the round failed, or brought its version to fewer engines."""
+        self.previous_version: HeldVersion | None = None
+        """The version that was current before this round's was."""
+        self.participants = Participants(
+            publish,
+            routes,
+            engines,
+            fleet,
+            limits=limits,
+            pending_commands=pending_commands,
+            event_trace=event_trace,
+            observe=observe,
         )
-        self.members: Mapping[AgentId, Participant] = self._cohort.members
-        self._story = story
-        self._note = note
+        self._limits = limits
+        self._pending_commands = pending_commands
+        self._event_trace = event_trace
+        self._observe = observe
         self._began_at = now
         self._since = now
+        """When `state` was entered."""
         self._deadline = now
-        self._seconds: dict[str, float] = {}
-        self._over = False
-        """Nothing can be sent any more, to anybody."""
+        """When `state` times out."""
+        self._state_seconds: dict[str, float] = {}
+        """Seconds spent in the states that are over, by their names in `RoundDone`."""
+        self._trainer_done = False
+        """True once the trainer's half has ended; no transfer command may be issued."""
         self.durable = publish.catch_up
-        """The version is: the round can only go forward."""
-        self._sent = False
-        self._sent_once = False
-        self._makes_room = False
-        """Who was told to leave in this state is waited for."""
+        """True once the version is durable: the round can only go forward. From the start in a resync."""
+        self._transfer_sent = False
+        """True once the trainer's half of the latest attempt is over."""
+        self._ever_sent = False
+        """True once the trainer's half of any attempt was over."""
+        self._awaiting_room = False
+        """True while VERIFYING waits for leaving engines to serve again, so that the next wave has room."""
 
-    # -- what happens to it -----------------------------------------------------------------------------------------
+    # -- events -----------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Send `Prepare` to every engine that has a transport. Without any engine the version commits at once."""
+        """Send `Prepare` to every engine that has a route. Without any engine the version commits at once."""
         self._enter(RoundState.PREPARING, now, self._limits.prepare_s + self._limits.grace_s)
-        self._cohort.prepare(now)
+        self.participants.prepare(now)
 
-    def answered(self, member: Participant, message: EngineMessage, now: float) -> None:
-        """An engine of the round answered at its current epoch. Answers that come too late change nothing."""
-        self._cohort.answered(member, message, now)
+    def answered(self, participant: Participant, message: EngineMessage, now: float) -> None:
+        """A participant answered a command of its current epoch. A late answer changes nothing."""
+        self.participants.answered(participant, message, now)
 
     def offered(self, epoch: Epoch, offers: tuple[Endpoint, ...], failed: Mapping[str, str], now: float) -> None:
-        """The trainer's half stands: the engines of the last `Send` may come. `failed` says why some may not."""
+        """The trainer has opened its half of the transports; `failed` has the engines without an offer, and why."""
         if self.state is not RoundState.OFFERING or epoch != self.epoch:
             return
-        self._duties.drop(self.holder)
+        self._pending_commands.drop(self.holder)
         self._enter(RoundState.PAUSING, now, self._limits.pause_s + self._limits.grace_s)
-        self._cohort.transfer(epoch, offers, failed, now)
+        self.participants.transfer(epoch, offers, failed, now)
 
     def sent(self, epoch: Epoch, table: Digest, failed: Mapping[str, str], spared: Sequence[str], now: float) -> None:
-        """The trainer's half of the transfer is over. Engines in `failed` get a little time to speak for themselves.
+        """The trainer's half of the transfer is over. Engines in `failed` have `grace_s` to report for themselves.
 
-        `table` is that of the version where it was open.
+        `table` is the version's digest table if it was deferred. For `spared`, see `Participants.mark_suspect`.
         """
         if self.state not in SENDING or epoch != self.epoch:
             return
         if not self.table:
-            self._cohort.learn(table)
+            self.participants.set_table(table)
         self._transfer_over()
-        self._cohort.doubt(failed, spared, now)
+        self.participants.mark_suspect(failed, spared, now)
 
     def lost(self, name: AgentId, reason: str) -> None:
-        """An engine is gone, or another incarnation has its name. It no longer holds up the round."""
-        self._cohort.lost(name, reason)
+        """An engine is gone, or was replaced by another incarnation: the round no longer waits for it."""
+        self.participants.lost(name, reason)
 
-    def unsent(self, member: Participant, epoch: Epoch, reason: str, now: float) -> None:
-        """A member cannot be told a command of `epoch`."""
-        if epoch == member.epoch:
-            self._cohort.unsent(member, reason, now)
+    def unsent(self, participant: Participant, epoch: Epoch, reason: str, now: float) -> None:
+        """A command of `epoch` to this participant cannot be encoded for the wire."""
+        if epoch == participant.epoch:
+            self.participants.unsent(participant, reason, now)
 
     def trainer_lost(self, reason: str, now: float) -> None:
-        """The lease is gone. Before the bytes are across that ends the round; afterwards it can do without.
-
-        They are across when the trainer has said so, or all engines have.
-        """
-        self._over = True
-        self._duties.drop(self.holder)
+        """The lease has ended. The round aborts unless the trainer, or every engine, reported a complete transfer."""
+        self._trainer_done = True
+        self._pending_commands.drop(self.holder)
         if self.state is RoundState.PREPARING:
             self._abort(reason, now)
         elif self.state is RoundState.OFFERING or self.state in SENDING:
             self._give_up_transfer(reason, now)
 
     def abandon(self, reason: str, now: float) -> None:
-        """Somebody in charge wants the round to end. What is being made durable goes through nevertheless."""
+        """End the round by request of the trainer or an operator. A commit that is being written goes through."""
         if self.state in BEFORE_COMMIT:
             self._abort(reason, now)
-        elif self.state is RoundState.RESUMING and self._cohort.waiting:
-            self._over = True
-            self._leave_waiting(reason, now)
+        elif self.state is RoundState.RESUMING and self.participants.waiting:
+            self._trainer_done = True
+            self._exclude_waiting(reason, now)
 
     def epoch_taken(self, epoch: Epoch, now: float) -> None:
-        """`epoch` is durable: send everything again to the engines that broke, and to those whose turn it is."""
+        """`epoch` is durable: begin the attempt under it, with the broken engines and those of the next wave."""
         self.epoch = epoch
-        broken = tuple(member.name for member in self._cohort.within(EnginePhase.BROKEN))
+        broken = tuple(participant.name for participant in self.participants.within(EnginePhase.BROKEN))
         if broken:
-            self._note(TransferRetried(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
-        self._offer(now)
+            self._observe(TransferRetried(channel=self.channel, version=self.version, epoch=epoch, engines=broken))
+        self._begin_wave(now)
 
     def epoch_refused(self, reason: str) -> None:
-        """The journal took no new epoch: finish without the engines that broke."""
-        self._over = True
+        """The journal did not take a new epoch: finish without a retry."""
+        self._trainer_done = True
         self.reason = reason
 
     def committed(self, now: float) -> None:
-        """The version is durable: from here the round only rolls forward."""
+        """The version is durable: from here the round only goes forward."""
         self.durable = True
         self._resume(now)
 
     def commit_refused(self, reason: str, now: float, *, again: bool) -> None:
-        """The journal did not take the commit. It is asked `again` until `commit_s` is over; then the round aborts."""
+        """The journal did not take the commit. If `again`, retry until `commit_s` is over; then abort."""
         self.reason = reason
         until = self._since + self._limits.commit_s
         if now >= until or not again:
@@ -177,43 +186,43 @@ class Round:
             self._deadline = min(until, now + self._limits.probe_s)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
-        self._cohort.tick(now)
+        """Apply the deadlines that have passed."""
+        self.participants.tick(now)
         if now >= self._deadline:
             self._timeout(now)
 
-    # -- what is known of it ----------------------------------------------------------------------------------------
+    # -- views ------------------------------------------------------------------------------------------------------
 
-    def needs(self, trainer: AgentId) -> bool:
-        """Engines stand still, or would, until this trainer's half of the transfer is over."""
-        sends = self.state is RoundState.OFFERING or (self.state in SENDING and not self._sent)
+    def waits_for(self, trainer: AgentId) -> bool:
+        """Whether engines are, or soon will be, paused until this trainer's half of the transfer is over."""
+        sends = self.state is RoundState.OFFERING or (self.state in SENDING and not self._transfer_sent)
         return sends and trainer == self.holder
 
     @property
-    def across(self) -> bool:
-        """By the trainer's word, and nothing is committed yet: without the trainer only re-drives are given up."""
-        return self.state in BEFORE_COMMIT and self._sent_once and bool(self.table)
+    def transfer_complete(self) -> bool:
+        """True before the commit if a whole transfer was reported: without the trainer only retries are lost."""
+        return self.state in BEFORE_COMMIT and self._ever_sent and bool(self.table)
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do."""
-        given_up = self._cohort.next_deadline()
-        return self._deadline if given_up is None else min(self._deadline, given_up)
+        """The time at which `tick` is due."""
+        of_suspects = self.participants.next_deadline()
+        return self._deadline if of_suspects is None else min(self._deadline, of_suspects)
 
-    def take_moved(self) -> Iterable[AgentId]:
-        """Engines that changed phase since this was asked last."""
-        return self._cohort.take_moved()
+    def take_phase_changes(self) -> Iterable[AgentId]:
+        """Engines whose phase has changed since the last call, and with it perhaps their readiness."""
+        return self.participants.take_phase_changes()
 
     def age_s(self, now: float) -> float:
-        """How long the round has been running."""
+        """Seconds since the round began."""
         return now - self._began_at
 
     def done(self, now: float) -> RoundDone:
-        """The report for the trainer; also what the journal keeps, and has to be able to read again."""
-        seconds = {**self._seconds, "total": now - self._began_at}
-        if clock := CLOCK.get(self.state):
-            seconds[clock] = seconds.get(clock, 0.0) + now - self._since
-        told = sum(bool(member.reason) for member in self.members.values())
-        reports = tuple(member.report(self.version, told) for member in self.members.values())
+        """The report for the trainer, which the journal keeps too."""
+        seconds = {**self._state_seconds, "total": now - self._began_at}
+        if timed_as := TIMED_AS.get(self.state):
+            seconds[timed_as] = seconds.get(timed_as, 0.0) + now - self._since
+        reasons = sum(bool(participant.reason) for participant in self.participants.by_name.values())
+        reports = tuple(participant.report(self.version, reasons) for participant in self.participants.by_name.values())
         return RoundDone(
             channel=self.channel,
             epoch=self.publish.epoch,
@@ -225,123 +234,139 @@ class Round:
         )
 
     def check(self) -> tuple[str, ...]:
-        """What is wrong with the round, if anything."""
-        return contradictions(self._cohort, self.state, self.epoch, self.version, durable=self.durable)
+        """Every invariant of the round that does not hold, in words."""
+        wrong = list(self.participants.check())
+        phases = {participant.phase for participant in self.participants.by_name.values()}
+        if phases & {EnginePhase.RESUMING, EnginePhase.SERVING} and not self.durable:
+            wrong.append(f"an engine was told of version {self.version} in {self.state}, before it was durable")
+        if self.state in (RoundState.PREPARING, RoundState.OFFERING) and EnginePhase.TRANSFERRING in phases:
+            wrong.append(f"an engine takes weights in {self.state}")
+        if self.state in SENDING and self.participants.in_wave(*STILL_SERVING):
+            wrong.append("an engine of the wave has no transfer command")
+        if self.state is RoundState.TRANSFERRING and phases & {EnginePhase.PAUSING, EnginePhase.PAUSED}:
+            wrong.append("weights travel, and an engine was neither told to take them nor left out")
+        if self.state is RoundState.RESUMING and phases & set(CAN_STILL_COMMIT) - {EnginePhase.PREPARED}:
+            wrong.append("an engine was forgotten at the commit")
+        if not self.table and (self.durable or self.state is RoundState.COMMITTING):
+            wrong.append("a version is committed, and its digest table is not known")
+        if any(participant.epoch > self.epoch for participant in self.participants.by_name.values()):
+            wrong.append("an engine is ahead of its round's epoch")
+        return tuple(wrong)
 
     @property
     def table(self) -> Digest:
-        """Of the version; empty while it is open."""
-        return self._cohort.table
+        """Digest table of the version; empty while it is deferred."""
+        return self.participants.table
 
     # -- decisions --------------------------------------------------------------------------------------------------
 
     def decide(self, next_epoch: Epoch, now: float) -> EpochTaken | Committed | RoundClosed | None:
-        """Go on as long as nothing has to be waited for. Returns what has to be durable before it goes on further."""
+        """Enter further states until one has to wait. Returns the record that must be durable before going on."""
         before = record = None
         while before is not self.state and record is None:
             before = self.state
             if self.publish.policy.slow is StragglerPolicy.QUORUM:
-                self._hurry(now)
+                self._shorten_for_quorum(now)
             record = self._go_on(next_epoch, now)
         return record
 
     def _go_on(self, next_epoch: Epoch, now: float) -> EpochTaken | Committed | RoundClosed | None:
-        """Whether what this state waited for has come to its end."""
+        """Leave the current state if what it waits for has happened."""
         match self.state:
             case RoundState.PREPARING:
-                self._prepared(now)
+                self._leave_preparing(now)
             case RoundState.OFFERING:
-                self._offered(now)
+                self._leave_offering(now)
             case RoundState.PAUSING:
-                self._paused(now)
+                self._leave_pausing(now)
             case RoundState.TRANSFERRING:
-                self._transferred(now)
+                self._leave_transferring(now)
             case RoundState.VERIFYING:
-                return self._verified(next_epoch, now)
+                return self._leave_verifying(next_epoch, now)
             case RoundState.COMMITTING:
-                return self._committing(now)
+                return self._leave_committing(now)
             case RoundState.RESUMING:
-                return self._resumed(next_epoch, now)
+                return self._leave_resuming(next_epoch, now)
             case RoundState.ABORTING:
-                return self._closed(now) if self._cohort.settled else None
+                return self._closed(now) if self.participants.finished else None
             case RoundState.IDLE:
                 pass
             case _:
                 assert_never(self.state)
         return None
 
-    def _hurry(self, now: float) -> None:
-        """Once a quorum is through this step, the rest has little time left."""
-        phases = THROUGH.get(self.state)
-        if phases and self._cohort.count(*phases) >= max(1, self.publish.policy.quorum):
+    def _shorten_for_quorum(self, now: float) -> None:
+        """Give stragglers `slow_s` more once a quorum has reached the barrier of this state."""
+        phases = BARRIER_PHASES.get(self.state)
+        if phases and self.participants.count(*phases) >= max(1, self.publish.policy.quorum):
             self._deadline = min(self._deadline, now + self.publish.policy.slow_s)
 
-    def _prepared(self, now: float) -> None:
-        if not self.members and not self.publish.policy.min_engines:
+    def _leave_preparing(self, now: float) -> None:
+        if not self.participants.by_name and not self.publish.policy.min_engines:
             self._enter(RoundState.COMMITTING, now, 0.0)
-        elif self.durable and not self._cohort.count(*SERVING_ON):
+        elif self.durable and not self.participants.count(*STILL_SERVING):
             self._resume(now)
-        elif not self._cohort.count(EnginePhase.PREPARING) and self._enough(now):
-            (self._offer if self._cohort.room > 0 else self._stop)(now)
+        elif not self.participants.count(EnginePhase.PREPARING) and self._can_commit(now):
+            (self._begin_wave if self.participants.wave_room > 0 else self._stop_waves)(now)
 
-    def _offered(self, now: float) -> None:
-        if not self._cohort.count(EnginePhase.PREPARED, EnginePhase.BROKEN):
+    def _leave_offering(self, now: float) -> None:
+        if not self.participants.count(EnginePhase.PREPARED, EnginePhase.BROKEN):
             self._give_up_transfer("no engine is left to send to", now)
         else:
-            self._enough(now)
+            self._can_commit(now)
 
-    def _paused(self, now: float) -> None:
-        if self._enough(now):
-            self._withdraw(now)
-            if not self._cohort.count(EnginePhase.PAUSING):
-                self._cohort.release(now)
+    def _leave_pausing(self, now: float) -> None:
+        if self._can_commit(now):
+            self._withdraw_excluded(now)
+            if not self.participants.count(EnginePhase.PAUSING):
+                self.participants.transfer_paused(now)
                 self._enter(RoundState.TRANSFERRING, now, self.publish.policy.transfer_timeout_s + self._limits.grace_s)
 
-    def _transferred(self, now: float) -> None:
-        if self._enough(now):
-            self._withdraw(now)
-            if self._cohort.count(EnginePhase.TRANSFERRING):
+    def _leave_transferring(self, now: float) -> None:
+        if self._can_commit(now):
+            self._withdraw_excluded(now)
+            if self.participants.count(EnginePhase.TRANSFERRING):
                 return
-            if self._sent:
+            if self._transfer_sent:
                 self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
-            elif self._through and not self._cohort.count(EnginePhase.BROKEN):
+            elif self._all_transferred and not self.participants.count(EnginePhase.BROKEN):
                 self._deadline = min(self._deadline, now + self._limits.reconnect_s)
 
     @property
-    def _through(self) -> bool:
-        """Nobody takes anything of the trainer's any more, and what they hold can be proven without it."""
-        return bool(self.table) and not self._cohort.count(*STANDING)
+    def _all_transferred(self) -> bool:
+        """True if no engine still receives from the trainer, and the table is known: they can verify without it."""
+        return bool(self.table) and not self.participants.count(*TRANSFER_PENDING)
 
-    def _verified(self, next_epoch: Epoch, now: float) -> EpochTaken | None:
-        """Commit, or drive what broke again, for which it takes an epoch. Who may not be driven again leaves."""
-        if self._cohort.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+    def _leave_verifying(self, next_epoch: Epoch, now: float) -> EpochTaken | None:
+        """Commit; or retry the broken engines, which takes a new epoch. Engines without a retry left are excluded."""
+        if self.participants.count(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
             return None
-        again = [] if self._over else self._cohort.drive_again()
-        for member in self._cohort.within(EnginePhase.BROKEN):
-            if member not in again:
-                self._cohort.leave(member, member.reason, now)
-        if not self._enough(now):
+        again = [] if self._trainer_done else self.participants.take_retries()
+        for participant in self.participants.within(EnginePhase.BROKEN):
+            if participant not in again:
+                self.participants.leave(participant, participant.reason, now)
+        if not self._can_commit(now):
             return None
-        lacking = 0 if self.durable else self._needed - self._cohort.count(EnginePhase.VERIFIED)
-        more = self._cohort.waiting and not self._over and lacking > 0
-        if again or (more and self._cohort.room >= lacking):
-            return self._epoch(next_epoch)
-        if more and self._cohort.makes_room:
-            if not self._makes_room:  # who was told to leave serves again in a moment, or does not
-                self._makes_room, self._deadline = True, now + self._limits.abort_s + self._limits.grace_s
+        lacking = 0 if self.durable else self._needed - self.participants.count(EnginePhase.VERIFIED)
+        more = self.participants.waiting and not self._trainer_done and lacking > 0
+        if again or (more and self.participants.wave_room >= lacking):
+            return self._next_epoch(next_epoch)
+        if more and self.participants.room_expected:
+            if not self._awaiting_room:  # leaving engines serve again in a moment, or are quarantined
+                self._awaiting_room, self._deadline = True, now + self._limits.abort_s + self._limits.grace_s
         elif more:
-            self._stop(now)
+            self._stop_waves(now)
         elif self.durable:
             self._resume(now)
         else:
             self._enter(RoundState.COMMITTING, now, 0.0)
         return None
 
-    def _committing(self, now: float) -> Committed | None:
-        """Ask the journal, now or once more, unless too few are verified: those that were may be gone meanwhile."""
+    def _leave_committing(self, now: float) -> Committed | None:
+        """Ask the journal for the commit, or abort if too few verified engines are left."""
         if now < self._deadline:
             return None
-        verified = self._cohort.within(EnginePhase.VERIFIED)
+        verified = self.participants.within(EnginePhase.VERIFIED)
         if len(verified) < self._needed:
             found = f"{len(verified)} verified engines are left, {self._needed} are needed"
             self._abort(f"{found}{f' ({self.reason})' if self.reason else ''}", now)
@@ -355,40 +380,40 @@ class Round:
             request=self.publish.request,
             announced=self.publish.epoch,
             question=question(self.publish),
-            engines=tuple(member.name for member in verified),
+            engines=tuple(participant.name for participant in verified),
             rollback=self.publish.rollback,
         )
 
-    def _resumed(self, next_epoch: Epoch, now: float) -> EpochTaken | RoundClosed | None:
-        """Those who stood still serve again, or are out: the next ones may, if there are any and they can be served."""
-        if not self._cohort.settled:
-            others = self._cohort.count(EnginePhase.SERVING) or not self._cohort.count(EnginePhase.RESUMING)
-            if others and not self._cohort.waiting:
+    def _leave_resuming(self, next_epoch: Epoch, now: float) -> EpochTaken | RoundClosed | None:
+        """Once every engine of the wave serves or is excluded, begin the next wave or close the round."""
+        if not self.participants.finished:
+            others = self.participants.count(EnginePhase.SERVING) or not self.participants.count(EnginePhase.RESUMING)
+            if others and not self.participants.waiting:
                 self._deadline = min(self._deadline, now + self._limits.straggle_s)
             return None
-        if not self._cohort.waiting:
+        if not self.participants.waiting:
             return self._closed(now)
-        if self._over:
-            self._leave_waiting(self.reason or "the trainer can send no more", now)
-        elif self._cohort.room > 0:
-            return self._epoch(next_epoch)
+        if self._trainer_done:
+            self._exclude_waiting(self.reason or "the trainer can send no more", now)
+        elif self.participants.wave_room > 0:
+            return self._next_epoch(next_epoch)
         else:
-            self._stop(now)
+            self._stop_waves(now)
         return None
 
-    def _stop(self, now: float) -> None:
-        """Too many of those who stood still do not serve: nobody else is risked for this version."""
-        self.reason = self._cohort.stopped()
+    def _stop_waves(self, now: float) -> None:
+        """End a rolling round because too many engines of earlier waves do not serve: no other engine is risked."""
+        self.reason = self.participants.why_stopped()
         if not self.durable:
             self._abort(self.reason, now)
             return
-        self._over = True
-        self._leave_waiting(self.reason, now)
+        self._trainer_done = True
+        self._exclude_waiting(self.reason, now)
         if self.state is RoundState.PREPARING:
             self._resume(now)
 
-    def _epoch(self, epoch: Epoch) -> EpochTaken:
-        """To send under, once it is durable."""
+    def _next_epoch(self, epoch: Epoch) -> EpochTaken:
+        """The record of the epoch for the next attempt."""
         return EpochTaken(channel=self.channel, epoch=epoch, holder=self.holder, version=self.version, redrive=True)
 
     def _closed(self, now: float) -> RoundClosed:
@@ -396,30 +421,30 @@ class Round:
 
     @property
     def _needed(self) -> int:
-        """How many verified engines the version is committed with at least."""
-        return max(1 if self.members else 0, self.publish.policy.min_engines)
+        """The smallest number of verified engines with which the version may be committed."""
+        return max(1 if self.participants.by_name else 0, self.publish.policy.min_engines)
 
-    def _enough(self, now: float) -> bool:
-        """Whether the version can still reach as many engines as its policy asks for; aborts when not."""
-        left = self._cohort.count(*HOPEFUL)
+    def _can_commit(self, now: float) -> bool:
+        """Whether the version can still reach as many engines as its policy requires; aborts if not."""
+        left = self.participants.count(*CAN_STILL_COMMIT)
         if left >= self._needed or self.durable:
             return True
-        why = "; ".join(f"{m.name}: {m.reason}" for m in self.members.values() if m.reason)
+        why = "; ".join(f"{m.name}: {m.reason}" for m in self.participants.by_name.values() if m.reason)
         self._abort(f"{left} engines can take the version, {self._needed} are needed ({why or 'none joined'})", now)
         return False
 
-    def _offer(self, now: float) -> None:
+    def _begin_wave(self, now: float) -> None:
         self._enter(RoundState.OFFERING, now, self._limits.offer_s + self._limits.grace_s)
-        self._sent = False
-        self._duties.assign(self.holder, self._cohort.wanted(self.epoch), now)
+        self._transfer_sent = False
+        self._pending_commands.assign(self.holder, self.participants.next_wave(self.epoch), now)
 
-    def _withdraw(self, now: float) -> None:
-        """Tell the trainer whom it waits for in vain, as soon as that is known, until its half is over."""
-        if not self._sent and (command := self._cohort.take_withdrawn(self.epoch)):
-            self._duties.assign(self.holder, command, now)
+    def _withdraw_excluded(self, now: float) -> None:
+        """While the trainer sends, tell it of engines that were excluded from the attempt."""
+        if not self._transfer_sent and (command := self.participants.take_withdraw(self.epoch)):
+            self._pending_commands.assign(self.holder, command, now)
 
-    def _wait_for_sent_no_longer(self, waited: str, now: float) -> None:
-        """The time of its engines is over. Only the trainer can say a table that is open: it has the whole deadline."""
+    def _transfer_timed_out(self, waited: str, now: float) -> None:
+        """The engines' time is over. A trainer that owes a deferred table has the whole deadline of the transfer."""
         until = self._since + self.publish.policy.transfer_timeout_s + self._limits.grace_s
         if self.table:
             self._transfer_over()
@@ -429,31 +454,31 @@ class Round:
             self._abort(f"the trainer has not said the version's digest table: {waited}", now)
 
     def _transfer_over(self) -> None:
-        self._sent = self._sent_once = True
-        self._duties.drop(self.holder)
+        self._transfer_sent = self._ever_sent = True
+        self._pending_commands.drop(self.holder)
 
     def _resume(self, now: float) -> None:
-        """Whoever holds the durable version, verified, is to serve it."""
+        """Tell every verified engine to serve the durable version."""
         self._enter(RoundState.RESUMING, now, self._limits.resume_s + self._limits.grace_s)
-        self._cohort.commit(now)
+        self.participants.commit(now)
 
-    def _leave_waiting(self, reason: str, now: float) -> None:
-        for member in self._cohort.within(EnginePhase.PREPARED):
-            self._cohort.leave(member, reason, now)
+    def _exclude_waiting(self, reason: str, now: float) -> None:
+        for participant in self.participants.within(EnginePhase.PREPARED):
+            self.participants.leave(participant, reason, now)
         self._deadline = max(self._deadline, now + self._limits.abort_s + self._limits.grace_s)
 
     def _give_up_transfer(self, reason: str, now: float) -> None:
-        """The trainer can send no more. What is verified already is worth committing; the rest is left out."""
-        verified = self._cohort.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
-        enough = (self.across or self._through) and len(verified) >= self._needed
+        """The trainer can send no more: commit with the engines that are verified, and exclude the others."""
+        verified = self.participants.within(EnginePhase.VERIFIED, EnginePhase.TRANSFERRED)
+        enough = (self.transfer_complete or self._all_transferred) and len(verified) >= self._needed
         if not enough and not self.durable:
             self._abort(reason, now)
             return
-        self._over = True
+        self._trainer_done = True
         self.reason = reason
-        self._duties.drop(self.holder)
-        for member in self._cohort.within(*STANDING, EnginePhase.BROKEN):
-            self._cohort.leave(member, reason, now)
+        self._pending_commands.drop(self.holder)
+        for participant in self.participants.within(*TRANSFER_PENDING, EnginePhase.BROKEN):
+            self.participants.leave(participant, reason, now)
         if self.state is not RoundState.OFFERING:
             self._enter(RoundState.VERIFYING, now, self._limits.verify_s + self._limits.grace_s)
         elif self.durable:
@@ -462,36 +487,36 @@ class Round:
             self._enter(RoundState.COMMITTING, now, 0.0)
 
     def _abort(self, reason: str, now: float) -> None:
-        """Back to the old version, for all that can; what is durable already is only brought to no more engines."""
+        """Return the engines to the previous version. If the version is durable, only bring it to no more engines."""
         self.reason = reason
-        self._over = True
-        self._duties.drop(self.holder)
-        kept = self._cohort.within(EnginePhase.VERIFIED) if self.durable else []
-        for member in self._cohort.within(*HOPEFUL):
-            if member not in kept:
-                self._cohort.leave(member, member.reason, now, told=reason)
+        self._trainer_done = True
+        self._pending_commands.drop(self.holder)
+        kept = self.participants.within(EnginePhase.VERIFIED) if self.durable else []
+        for participant in self.participants.within(*CAN_STILL_COMMIT):
+            if participant not in kept:
+                self.participants.leave(participant, participant.reason, now, told=reason)
         if self.durable:
             self._resume(now)
         else:
             self._enter(RoundState.ABORTING, now, self._limits.abort_s + self._limits.grace_s)
 
-    def _timeout(self, now: float) -> None:  # one case per state
+    def _timeout(self, now: float) -> None:
         waited = f"no answer within {now - self._since:.0f} s"
         match self.state:
             case RoundState.PREPARING | RoundState.PAUSING:
-                for member in self._cohort.within(EnginePhase.PREPARING, EnginePhase.PAUSING):
-                    self._cohort.leave(member, f"{member.phase.value}: {waited}", now)
+                for participant in self.participants.within(EnginePhase.PREPARING, EnginePhase.PAUSING):
+                    self.participants.leave(participant, f"{participant.phase.value}: {waited}", now)
             case RoundState.OFFERING:
                 self._give_up_transfer(f"the trainer offered nothing: {waited}", now)
             case RoundState.TRANSFERRING:
-                for member in self._cohort.within(EnginePhase.TRANSFERRING):
-                    self._cohort.leave(member, f"transfer: {waited}", now)
-                self._wait_for_sent_no_longer(waited, now)
-            case RoundState.VERIFYING if not self._makes_room:
-                for member in self._cohort.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
-                    self._cohort.leave(member, f"verify: {waited}", now)
+                for participant in self.participants.within(EnginePhase.TRANSFERRING):
+                    self.participants.leave(participant, f"transfer: {waited}", now)
+                self._transfer_timed_out(waited, now)
+            case RoundState.VERIFYING if not self._awaiting_room:
+                for participant in self.participants.within(EnginePhase.TRANSFERRED, EnginePhase.TRANSFERRING):
+                    self.participants.leave(participant, f"verify: {waited}", now)
             case RoundState.VERIFYING | RoundState.RESUMING | RoundState.ABORTING:
-                self._cohort.overdue(waited)
+                self.participants.stop_awaiting(waited)
             case RoundState.COMMITTING | RoundState.IDLE:
                 pass
             case _:
@@ -499,38 +524,15 @@ class Round:
 
     def _enter(self, state: RoundState, now: float, wait_s: float) -> None:
         left = self.state
-        self.state = move(f"round {self.version}", ROUND_MOVES, left, state, self._story)
+        self.state = move(f"round {self.version}", ROUND_MOVES, left, state, self._event_trace)
         spent = now - self._since
-        if clock := CLOCK.get(left):
-            self._seconds[clock] = self._seconds.get(clock, 0.0) + spent
+        if timed_as := TIMED_AS.get(left):
+            self._state_seconds[timed_as] = self._state_seconds.get(timed_as, 0.0) + spent
         policy = self.publish.policy
-        evicts = policy.slow is StragglerPolicy.EVICT_AFTER and state in THROUGH
-        self._makes_room = False
+        evicts = policy.slow is StragglerPolicy.EVICT_AFTER and state in BARRIER_PHASES
+        self._awaiting_room = False
         self._since, self._deadline = now, now + (min(wait_s, policy.slow_s) if evicts else wait_s)
         entered = StateEntered(
             channel=self.channel, version=self.version, epoch=self.epoch, left=left, state=state, seconds=spent
         )
-        self._note(entered)
-
-
-def contradictions(
-    cohort: Participants, state: RoundState, epoch: Epoch, version: Version, *, durable: bool
-) -> tuple[str, ...]:
-    """What is wrong with a round that is in `state`, if anything."""
-    wrong = list(cohort.check())
-    phases = {member.phase for member in cohort.members.values()}
-    if phases & {EnginePhase.RESUMING, EnginePhase.SERVING} and not durable:
-        wrong.append(f"an engine was told of version {version} in {state}, before it was durable")
-    if state in (RoundState.PREPARING, RoundState.OFFERING) and EnginePhase.TRANSFERRING in phases:
-        wrong.append(f"an engine takes weights in {state}")
-    if state in SENDING and cohort.invited(*SERVING_ON):
-        wrong.append("an engine of the round was told nothing of its transfer")
-    if state is RoundState.TRANSFERRING and phases & {EnginePhase.PAUSING, EnginePhase.PAUSED}:
-        wrong.append("weights travel, and an engine was neither told to take them nor left out")
-    if state is RoundState.RESUMING and phases & set(HOPEFUL) - {EnginePhase.PREPARED}:
-        wrong.append("an engine was forgotten at the commit")
-    if not cohort.table and (durable or state is RoundState.COMMITTING):
-        wrong.append("a version is committed, and its digest table is open")
-    if any(member.epoch > epoch for member in cohort.members.values()):
-        wrong.append("an engine is ahead of its round's epoch")
-    return tuple(wrong)
+        self._observe(entered)

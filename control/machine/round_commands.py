@@ -1,8 +1,9 @@
-"""What a round tells its agents, built from the `Publish` that began it. Pure; `PendingCommands` repeats it."""
+"""The commands of a round to its agents, built from its `Publish`. Pure; `PendingCommands` repeats them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ..protocol import (
     Abort,
@@ -22,28 +23,30 @@ from ..protocol import (
     clip_each,
 )
 from .limits import Limits
-from .participant import Participant
+
+if TYPE_CHECKING:
+    from .participants import Participant
 
 
 class RoundCommands:
-    """The commands of one round. What several engines are told alike is one object: the bus encodes it once."""
+    """Builds the commands of one round. Equal commands are one object, which the bus encodes once."""
 
     def __init__(self, publish: Publish, limits: Limits) -> None:
         self._publish = publish
         self._limits = limits
-        self._given: dict[tuple[object, ...], ToEngine] = {}
+        self._built: dict[tuple[object, ...], ToEngine] = {}
 
-    def prepare(self, member: Participant) -> ToEngine:
+    def prepare(self, participant: Participant) -> ToEngine:
         """Compare the manifest with the server."""
         return self._once(
-            (Prepare, member.epoch, member.transport),
+            (Prepare, participant.epoch, participant.transport),
             lambda: Prepare(
                 channel=self._publish.channel,
-                epoch=member.epoch,
+                epoch=participant.epoch,
                 version=self._publish.version,
                 manifest=self._publish.manifest,
                 table=self._publish.table,
-                transport=member.transport or TransportKind.DISK,
+                transport=participant.transport or TransportKind.DISK,
                 policy=self._publish.policy,
                 deadline_s=self._limits.prepare_s,
                 publication_signature=self._publish.publication_signature,
@@ -51,35 +54,35 @@ class RoundCommands:
             ),
         )
 
-    def pause(self, member: Participant) -> ToEngine:
+    def pause(self, participant: Participant) -> ToEngine:
         """Stop generating."""
         return self._once(
-            (Pause, member.epoch),
+            (Pause, participant.epoch),
             lambda: Pause(
                 channel=self._publish.channel,
-                epoch=member.epoch,
+                epoch=participant.epoch,
                 mode=self._publish.policy.pause,
                 lease_s=self._limits.lease_s,
                 deadline_s=self._limits.pause_s,
             ),
         )
 
-    def send(self, epoch: Epoch, members: Sequence[Participant]) -> Send:
-        """Open the transports for `members`, whose ranks in a collective group are counted here: 0 is the trainer's."""
+    def send(self, epoch: Epoch, participants: Sequence[Participant]) -> Send:
+        """Open the transports for `participants`. Assigns their ranks in a collective group; the trainer has rank 0."""
         receivers: list[ReceivingEngine] = []
         rank = 1
-        for member in members:
-            if member.transport is TransportKind.DISTRIBUTED:
-                member.rank_offset = rank
-                rank += member.info.tp
-            transport = member.transport or TransportKind.DISK
+        for participant in participants:
+            if participant.transport is TransportKind.DISTRIBUTED:
+                participant.rank_offset = rank
+                rank += participant.info.tp
+            transport = participant.transport or TransportKind.DISK
             told = not self._publish.table or transport is TransportKind.DISTRIBUTED
             receiver = ReceivingEngine(
-                engine=member.name,
+                engine=participant.name,
                 transport=transport,
-                tp=member.info.tp,
-                url=member.info.url,
-                shares=member.shares and told,
+                tp=participant.info.tp,
+                url=participant.info.url,
+                shares=participant.shares_gpu and told,
             )
             receivers.append(receiver)
         return Send(
@@ -91,33 +94,33 @@ class RoundCommands:
         )
 
     def withdraw(self, epoch: Epoch, out: Mapping[str, str]) -> Withdraw:
-        """Wait for these no longer."""
+        """Stop waiting for the engines in `out`, each with its reason."""
         engines = {name: clip_each(reason, len(out)) for name, reason in out.items()}
         return Withdraw(channel=self._publish.channel, epoch=epoch, engines=engines)
 
-    def transfer(self, member: Participant, offer: Endpoint) -> ToEngine:
+    def transfer(self, participant: Participant, offer: Endpoint) -> ToEngine:
         """Take the tensors."""
         return self._once(
-            (Transfer, member.epoch, offer.transport, member.rank_offset),
+            (Transfer, participant.epoch, offer.transport, participant.rank_offset),
             lambda: Transfer(
                 channel=self._publish.channel,
-                epoch=member.epoch,
+                epoch=participant.epoch,
                 version=self._publish.version,
                 manifest=self._publish.manifest,
                 table=self._publish.table,
                 offer=offer,
-                rank_offset=member.rank_offset,
+                rank_offset=participant.rank_offset,
                 deadline_s=self._publish.policy.transfer_timeout_s,
             ),
         )
 
-    def commit(self, member: Participant, table: Digest) -> ToEngine:
+    def commit(self, participant: Participant, table: Digest) -> ToEngine:
         """The version is durable: serve it."""
         return self._once(
-            (Commit, member.epoch),
+            (Commit, participant.epoch),
             lambda: Commit(
                 channel=self._publish.channel,
-                epoch=member.epoch,
+                epoch=participant.epoch,
                 version=self._publish.version,
                 table=table,
                 flush=self._publish.policy.flush,
@@ -125,16 +128,16 @@ class RoundCommands:
             ),
         )
 
-    def abort(self, member: Participant, reason: str) -> ToEngine:
+    def abort(self, participant: Participant, reason: str) -> ToEngine:
         """Stop what the round began."""
         channel, deadline_s = self._publish.channel, self._limits.abort_s
         return self._once(
-            (Abort, member.epoch, reason),
-            lambda: Abort(channel=channel, epoch=member.epoch, reason=reason, deadline_s=deadline_s),
+            (Abort, participant.epoch, reason),
+            lambda: Abort(channel=channel, epoch=participant.epoch, reason=reason, deadline_s=deadline_s),
         )
 
     def _once(self, key: tuple[object, ...], make: Callable[[], ToEngine]) -> ToEngine:
-        known = self._given.get(key)
+        known = self._built.get(key)
         if known is None:
-            known = self._given[key] = make()
+            known = self._built[key] = make()
         return known

@@ -1,7 +1,7 @@
-"""How an engine's tensors travel: what is known of the two ends, and what was chosen for them. Chooses nothing.
+"""The route of an engine's tensors: a trainer and an engine, and the transport chosen for them. Chooses nothing.
 
-The coordinator is given who chooses (`Routing`; that of a process is routing.py), and keeps its promises whatever that
-says: an engine with a bad route fails its transfer and is left out. The simulation has one that says nonsense.
+The coordinator is given a policy (`Routing`) and keeps its promises whatever that returns: an engine with a bad route
+fails its transfer and is excluded. The policy of a real coordinator is routing.py; the simulation has a random one.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from ..protocol import AgentId, EngineInfo, Topology, TrainerInfo, TransportKind
 
 
 class TransferEnds(msgspec.Struct, frozen=True):
-    """A trainer and an engine, with what each has told of where it is."""
+    """A trainer and an engine, with their topology reports."""
 
     trainer: TrainerInfo
     engine: EngineInfo
     from_trainer: Topology | None = None
     from_engine: Topology | None = None
     snapshot: bool = False
-    """What is published was copied, and the trainer goes on: its memory is another by now."""
+    """True if the version was copied and the trainer goes on: its memory has other weights by now."""
 
     @property
-    def await_tables(self) -> bool:
-        """Both said that they know versions whose digest table follows."""
+    def both_await_tables(self) -> bool:
+        """True if both have reported that they can handle deferred digests."""
         told = self.from_trainer, self.from_engine
         return all(each is not None and each.awaits_tables for each in told)
 
@@ -36,40 +36,40 @@ class Objection(NamedTuple):
 
     found: str
     needed: str = ""
-    """What would change that; empty where nothing would."""
+    """What would change that; empty if nothing would."""
 
 
 class Route(msgspec.Struct, frozen=True):
-    """The chosen transport, or None; and why."""
+    """The transport chosen for an engine, or None, and why."""
 
     transport: TransportKind | None
     reason: str
-    shares: bool = False
-    """A worker is on a GPU of the trainer's, as far as is known."""
-    awaits: bool = False
-    """`TransferEnds.await_tables`: a fact, and no choice."""
-    hurdles: dict[TransportKind, Objection] = {}
-    """What speaks against those that would have been taken before it, fastest first."""
+    shares_gpu: bool = False
+    """True if a worker is known to be on a GPU of the trainer."""
+    awaits_tables: bool = False
+    """`TransferEnds.both_await_tables`."""
+    objections: dict[TransportKind, Objection] = {}
+    """Why each faster transport was not chosen, fastest first."""
     gpus: tuple[str, ...] = ()
-    """Those that its workers have in the group of `transport`, where it is one, as far as is known."""
+    """Known GPUs of its workers, if `transport` is a collective group; a GPU is in one group only once."""
 
 
 Routing = Callable[[Mapping[AgentId, TransferEnds]], Mapping[AgentId, Route]]
-"""Chooses for engines that are served together, in the order in which they are preferred. Each gets its route."""
+"""A policy: returns a route for every engine of a fleet that is served together, given in order of preference."""
 
 
 def may_leave_open(routes: Iterable[Route]) -> bool:
-    """Whether a live version's digest table may follow: whoever is routed takes it by `direct`, and knows how."""
+    """Whether a live version's digest table may be deferred: every routed engine uses `direct` and can handle it."""
     routed = [each for each in routes if each.transport]
-    return bool(routed) and all(each.awaits and each.transport is TransportKind.DIRECT for each in routed)
+    return bool(routed) and all(each.awaits_tables and each.transport is TransportKind.DIRECT for each in routed)
 
 
 def open_routes(routes: Mapping[AgentId, Route]) -> Mapping[AgentId, Route]:
-    """Those of a version whose table is open: who does not know that is left out, as it would understand nothing."""
-    return {name: each if each.awaits or not each.transport else _LEFT_OUT for name, each in routes.items()}
+    """The routes for a version with deferred digests: engines that cannot handle them get none."""
+    return {name: each if each.awaits_tables or not each.transport else _LEFT_OUT for name, each in routes.items()}
 
 
 _LEFT_OUT: Final = Route(
     None,
-    "the digest table follows in this round, and its agent has not said that it knows how: it takes a later version",
+    "the digest table is deferred in this round, which its agent has not said to support: it takes a later version",
 )

@@ -1,11 +1,11 @@
-"""Which transport each engine's tensors take, and why not a faster one. A pure choice, with its reasons in words.
+"""The routing policy: which transport each engine's tensors take, and why not a faster one. Pure.
 
-Every transport has a list of objections that may speak against it; the first of the trainer's preferences against which
-none does is taken. What an agent has not said, or could not find out, speaks against nothing: the attempt will show.
-A transport that is not built in has one objection alone: that the engine does not offer it.
+Each transport has a list of possible objections. The trainer's first preference without an objection is chosen. A fact
+that an agent did not report raises no objection: the attempt will show. A transport that is not built in has one
+objection alone: that the engine does not offer it.
 
-One thing does not concern an engine alone: an NCCL group has no two members on one GPU. Of engines that share one the
-first is in the group; the others take a transport within the host if they can, and otherwise turns with it.
+One objection concerns several engines: an NCCL group takes no two ranks on one GPU. Of engines that share a GPU the
+first is in the group; the others take a transport within the host if they can, and otherwise go in a later wave.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PREFERRED: Final = (
     TransportKind.DISTRIBUTED,
     TransportKind.DISK,
 )
-"""From the one that moves least to the one that moves most; what a trainer offers unless it is told otherwise."""
+"""All transports, from the fewest copies to the most: a trainer's preferences by default."""
 IN_PLACE: Final = frozenset({TransportKind.DIRECT, TransportKind.SENDS})
-"""They give what lies in the ranks' memory, as it is: no buckets."""
+"""Transports that move tensors from the ranks' own memory, without buckets."""
 GROUPS: Final = frozenset({TransportKind.SENDS, TransportKind.DISTRIBUTED})
-"""All engines of one attempt that take it are in one group."""
+"""Transports with one collective group for all engines of an attempt."""
 _NO_GROUPS: Final = (TransportKind.DIRECT, TransportKind.LOCAL)
-"""Within a host, whoever else is on the GPU."""
+"""Transports within a host that need no collective group."""
 _SHOWN: Final = 3
 _REMEMBERED: Final = 4096
 
@@ -42,17 +42,14 @@ _Name = TypeVar("_Name", bound=str)
 
 
 class Router:
-    """The coordinator's `Routing`: a fleet is asked for again with every version, and its engines stay where they are.
-
-    For the same two ends the choice is the same, so each is made once.
-    """
+    """The coordinator's `Routing`, with a cache: the same fleet is routed again for every version."""
 
     def __init__(self) -> None:
         self._asked: tuple[tuple[AgentId, TransferEnds], ...] = ()
         self._routes: Mapping[AgentId, Route] = {}
-        """Of those together, as they were asked for last; their order counts."""
+        """Routes of the last fleet; the order of its engines counts."""
         self._chosen: dict[AgentId, tuple[TransferEnds, Route]] = {}
-        """Of each engine, whoever else is served."""
+        """Choice for each engine alone, with the ends that it was made for."""
 
     def __call__(self, fleet: Mapping[AgentId, TransferEnds]) -> Mapping[AgentId, Route]:
         """The routes of engines that are served together."""
@@ -64,12 +61,12 @@ class Router:
                 known = self._chosen.get(name)
                 if known is None or known[0] != ends:
                     self._chosen[name] = ends, choose(ends)
-            self._asked, self._routes = asked, spread({name: self._chosen[name] for name in fleet})
+            self._asked, self._routes = asked, without_gpu_conflicts({name: self._chosen[name] for name in fleet})
         return self._routes
 
 
 def choose(ends: TransferEnds) -> Route:
-    """The trainer's first preference that can serve the engine, whoever else is served."""
+    """The trainer's first preference that can serve the engine, regardless of other engines."""
     objections: dict[TransportKind, Objection] = {}
     for kind in ends.trainer.transports:
         found = objection(kind, ends)
@@ -79,11 +76,11 @@ def choose(ends: TransferEnds) -> Route:
     return _route(None, ends, objections)
 
 
-def spread(chosen: Mapping[_Name, tuple[TransferEnds, Route]]) -> dict[_Name, Route]:
-    """The routes of engines that are served together, in the order in which they are preferred.
+def without_gpu_conflicts(chosen: Mapping[_Name, tuple[TransferEnds, Route]]) -> dict[_Name, Route]:
+    """The routes of engines that are served together, in order of preference, from the choices for each alone.
 
-    Of engines on one GPU only the first is in a group. The next ones take what needs none; where nothing else is there,
-    they have the same transport, and have to be in a group of their own after it: see `Route.gpus`.
+    Of engines on one GPU only the first joins a collective group. The others take a transport without a group if there
+    is one; otherwise they keep the transport, and need a group of their own in a later wave: see `Route.gpus`.
     """
     routes: dict[_Name, Route] = {}
     holders: dict[tuple[TransportKind, str], _Name] = {}
@@ -91,45 +88,45 @@ def spread(chosen: Mapping[_Name, tuple[TransferEnds, Route]]) -> dict[_Name, Ro
         kind = route.transport
         taken = [gpu for gpu in route.gpus if kind is not None and (kind, gpu) in holders]
         if taken and kind is not None:
-            routes[name] = _beside(holders[kind, taken[0]], taken[0], kind, ends, route)
+            routes[name] = _outside_group(holders[kind, taken[0]], taken[0], kind, ends, route)
             continue
         routes[name] = route
         holders |= {(kind, gpu): name for gpu in route.gpus if kind is not None}
     return routes
 
 
-def _beside(holder: str, gpu: str, kind: TransportKind, ends: TransferEnds, route: Route) -> Route:
-    """For an engine on a GPU that `holder` has in the group of `kind`."""
-    crowded = Objection(
+def _outside_group(holder: str, gpu: str, kind: TransportKind, ends: TransferEnds, route: Route) -> Route:
+    """The route of an engine on a GPU that engine `holder` has in the group of `kind`."""
+    conflict = Objection(
         f"engine {holder} is on GPU {gpu} too, and NCCL takes no two ranks on one", "serve on GPUs of its own"
     )
     for other in ends.trainer.transports:
         if other in _NO_GROUPS and objection(other, ends) is None:
-            return _route(other, ends, {kind: crowded})
+            return _route(other, ends, {kind: conflict})
     return msgspec.structs.replace(
-        route, reason=f"{route.reason}, in a group after that of the others: {crowded.found}"
+        route, reason=f"{route.reason}, in a group after that of the others: {conflict.found}"
     )
 
 
 def _route(chosen: TransportKind | None, ends: TransferEnds, objections: Mapping[TransportKind, Objection]) -> Route:
-    hurdles = dict(_hurdles(chosen, ends, objections))
+    hurdles = dict(_objections_before(chosen, ends, objections))
     said = "; ".join(f"{kind.value}: {each.found}" for kind, each in objections.items())
     if chosen is None:
-        return Route(None, f"no transport: {said or 'the trainer offers none'}", hurdles=hurdles)
+        return Route(None, f"no transport: {said or 'the trainer offers none'}", objections=hurdles)
     reason = f"{chosen.value}: {_merit(chosen, ends)}{f' ({said})' if said else ''}"
-    gpus = tuple(_seat(place) for place in _of(ends.from_engine).places if place.device != "cpu")
-    return Route(chosen, reason, _shares(ends), ends.await_tables, hurdles, gpus if chosen in GROUPS else ())
+    gpus = tuple(_gpu_of(place) for place in _of(ends.from_engine).places if place.device != "cpu")
+    return Route(chosen, reason, _shares_gpu(ends), ends.both_await_tables, hurdles, gpus if chosen in GROUPS else ())
 
 
 def objection(kind: TransportKind, ends: TransferEnds) -> Objection | None:
-    """Why `kind` cannot serve the engine; None when nothing is known to speak against it."""
+    """Why `kind` cannot serve the engine; None if no reason is known."""
     for rule in _RULES.get(kind) or (_engine_offers(kind),):
         if found := rule(ends):
             return found
     return None
 
 
-def _hurdles(
+def _objections_before(
     chosen: TransportKind | None, ends: TransferEnds, objections: Mapping[TransportKind, Objection]
 ) -> Iterator[tuple[TransportKind, Objection]]:
     known = chosen is None or chosen in PREFERRED
@@ -145,7 +142,7 @@ def _hurdles(
 
 
 def _not_offered(kind: TransportKind, ends: TransferEnds) -> Objection:
-    """By the trainer."""
+    """The trainer does not offer `kind`, for the reason that it reported."""
     told = ends.from_trainer.lacking.get(kind) if ends.from_trainer else None
     return Objection(f"trainer: {told.found}", told.needed) if told else Objection("the trainer does not offer it")
 
@@ -179,7 +176,7 @@ def _one_stage(reason: str) -> _Rule:
     return rule
 
 
-def _nobody_trains_on(ends: TransferEnds) -> Objection | None:
+def _not_a_snapshot(ends: TransferEnds) -> Objection | None:
     if not ends.snapshot:
         return None
     return Objection("the version is a snapshot, and its memory is trained on", 'publish with mode = "live"')
@@ -220,7 +217,7 @@ def _one_device_kind(reason: str) -> _Rule:
 
 
 def _reads(*, all_ranks: bool) -> _Rule:
-    """Every worker's GPU reads the memory of the root's, or of all ranks'."""
+    """Every worker's GPU can read the memory of rank 0's GPU, or of all ranks' GPUs."""
 
     def rule(ends: TransferEnds) -> Objection | None:
         if ends.engine.device != "cuda":
@@ -235,7 +232,7 @@ def _reads(*, all_ranks: bool) -> _Rule:
 
 
 def _reaches(worker: ProcessLocation, rank: ProcessLocation) -> PeerAccess | Objection | None:
-    """How the GPU of `worker` reaches that of `rank`; None when nobody knows."""
+    """How the GPU of `worker` reaches that of `rank`; None if neither side reported it."""
     if worker.device == rank.device:
         return PeerAccess.NVLINK  # its own memory, which is nearer still
     pair = f"worker {worker.rank} on GPU {worker.device}, rank {rank.rank} on GPU {rank.device}"
@@ -254,34 +251,34 @@ def _reaches(worker: ProcessLocation, rank: ProcessLocation) -> PeerAccess | Obj
 
 
 def _no_shared_gpu(*, all_ranks: bool) -> _Rule:
-    """A communicator of NCCL has no two ranks on one GPU."""
+    """An NCCL communicator takes no two ranks on one GPU."""
 
     def rule(ends: TransferEnds) -> Objection | None:
         workers: dict[str, int] = {}
         for worker in _of(ends.from_engine).places:
-            if _seat(worker) in workers:
+            if _gpu_of(worker) in workers:
                 return Objection(
-                    f"workers {workers[_seat(worker)]} and {worker.rank} are on one GPU, and NCCL takes no two ranks on"
-                    " one",
+                    f"workers {workers[_gpu_of(worker)]} and {worker.rank} are on one GPU, and NCCL takes no two ranks"
+                    " on one",
                     "serve with a GPU for each worker",
                 )
             if worker.device != "cpu":
-                workers[_seat(worker)] = worker.rank
+                workers[_gpu_of(worker)] = worker.rank
         ranks: dict[str, int] = {}
         for rank in _sources(ends, all_ranks=all_ranks):
-            if _seat(rank) in workers:
+            if _gpu_of(rank) in workers:
                 return Objection(
-                    f"worker {workers[_seat(rank)]} and rank {rank.rank} of the trainer are on one GPU, and NCCL takes"
-                    " no two ranks on one",
+                    f"worker {workers[_gpu_of(rank)]} and rank {rank.rank} of the trainer are on one GPU, and NCCL"
+                    " takes no two ranks on one",
                     "serve on GPUs of its own",
                 )
-            if _seat(rank) in ranks and rank.device != "cpu":
+            if _gpu_of(rank) in ranks and rank.device != "cpu":
                 return Objection(
-                    f"ranks {ranks[_seat(rank)]} and {rank.rank} of the trainer are on one GPU, and NCCL takes no two"
+                    f"ranks {ranks[_gpu_of(rank)]} and {rank.rank} of the trainer are on one GPU, and NCCL takes no two"
                     " ranks on one",
                     "train on a GPU for each rank",
                 )
-            ranks[_seat(rank)] = rank.rank
+            ranks[_gpu_of(rank)] = rank.rank
         return None
 
     return rule
@@ -304,7 +301,7 @@ def _address_leads_here(ends: TransferEnds) -> Objection | None:
 _RULES: Final[Mapping[TransportKind, tuple[_Rule, ...]]] = {
     TransportKind.DIRECT: (
         _engine_offers(TransportKind.DIRECT),
-        _nobody_trains_on,
+        _not_a_snapshot,
         _one_replica,
         _one_stage("plans are made for servers without pipeline stages"),
         _one_host,
@@ -314,7 +311,7 @@ _RULES: Final[Mapping[TransportKind, tuple[_Rule, ...]]] = {
     ),
     TransportKind.SENDS: (
         _engine_offers(TransportKind.SENDS),
-        _nobody_trains_on,
+        _not_a_snapshot,
         _one_replica,
         _one_stage("plans are made for servers without pipeline stages"),
         _one_device_kind("no common collective backend"),
@@ -344,12 +341,12 @@ _RULES: Final[Mapping[TransportKind, tuple[_Rule, ...]]] = {
 
 
 def _merit(kind: TransportKind, ends: TransferEnds) -> str:
-    """What speaks for it, in a few words."""
+    """The advantage of `kind`, in a few words."""
     words = _MERITS.get(kind)
     return words(ends) if words else "a transport that both sides have, and the coordinator does not know"
 
 
-def _shares(ends: TransferEnds) -> bool:
+def _shares_gpu(ends: TransferEnds) -> bool:
     workers = {place.device for place in _of(ends.from_engine).places if place.device != "cpu"}
     return any(place.device in workers for place in _of(ends.from_trainer).places)
 
@@ -384,17 +381,17 @@ _MERITS: Final[Mapping[TransportKind, Callable[[TransferEnds], str]]] = {
 }
 
 
-# -- small things ------------------------------------------------------------------------------------------------------
+# -- helpers -----------------------------------------------------------------------------------------------------------
 
-_NOWHERE: Final = Topology(request="-")  # type: ignore[arg-type]  # what nobody said; it is never sent
+_NOWHERE: Final = Topology(request="-")  # type: ignore[arg-type]  # stands for a missing report; never sent
 
 
 def _differ(one: str, other: str) -> bool:
-    """Both are known, and not the same."""
+    """True if both are known and differ."""
     return bool(one and other and one != other)
 
 
-def _seat(place: ProcessLocation) -> str:
+def _gpu_of(place: ProcessLocation) -> str:
     return place.seat or place.device
 
 
@@ -414,10 +411,7 @@ def _ranks(numbers: list[int]) -> str:
 
 
 def _is_loopback(address: str) -> bool:
-    """Whether a name, a number or an endpoint leads no further than the network namespace of whoever follows it.
-
-    What is none of them, which is for its trainer to say, is not known to.
-    """
+    """Whether an address, a host name or an endpoint is of the loopback; False for anything unparsable."""
     try:
         host = urlsplit(address if "://" in address else f"//{address}").hostname or address.strip("[]")
     except ValueError:  # brackets that are not closed

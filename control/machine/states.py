@@ -102,7 +102,7 @@ BEFORE_COMMIT: Final = frozenset(RoundState) - {
     RoundState.RESUMING,
     RoundState.ABORTING,
 }
-CLOCK: Final[Mapping[RoundState, str]] = {
+TIMED_AS: Final[Mapping[RoundState, str]] = {
     RoundState.PREPARING: "prepare",
     RoundState.OFFERING: "offer",
     RoundState.PAUSING: "pause",
@@ -117,7 +117,7 @@ CLOCK: Final[Mapping[RoundState, str]] = {
 SENDING: Final = frozenset({RoundState.PAUSING, RoundState.TRANSFERRING})
 """The trainer's half stands, and engines come to it as they are paused."""
 
-THROUGH: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
+BARRIER_PHASES: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
     RoundState.PREPARING: (EnginePhase.PREPARED,),
     RoundState.PAUSING: (EnginePhase.PAUSED, EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED),
     RoundState.TRANSFERRING: (EnginePhase.VERIFIED,),
@@ -166,7 +166,7 @@ ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
     EnginePhase.LOST: frozenset(),
 }
 
-SETTLED: Final = frozenset({EnginePhase.SERVING, EnginePhase.LEFT, EnginePhase.QUARANTINED, EnginePhase.LOST})
+FINISHED: Final = frozenset({EnginePhase.SERVING, EnginePhase.LEFT, EnginePhase.QUARANTINED, EnginePhase.LOST})
 """Phases from which an engine does not hold up the end of its round."""
 
 _State = TypeVar("_State", bound=enum.StrEnum)
@@ -177,11 +177,11 @@ def move(
     table: Mapping[_State, frozenset[_State]],
     found: _State,
     wanted: _State,
-    story: Sequence[object] = (),
+    event_trace: Sequence[object] = (),
 ) -> _State:
     """The state `wanted`, if `table` allows to go there from `found`. Raises `IllegalMove` otherwise."""
     if wanted not in table[found]:
-        raise IllegalMove(machine, found.value, f"a move to {wanted.value}", story)
+        raise IllegalMove(machine, found.value, f"a move to {wanted.value}", event_trace)
     return wanted
 
 
@@ -191,3 +191,8 @@ def diagram(table: Mapping[_State, frozenset[_State]]) -> str:
     for source, targets in table.items():
         lines.extend(f"    {source.name} --> {target.name}" for target in type(source) if target in targets)
     return "\n".join(lines)
+
+
+GENERATING: Final = frozenset(
+    {None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT}
+)

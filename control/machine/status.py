@@ -170,7 +170,7 @@ def _channel(channel: Channel, members: Membership, lease_s: float, now: float) 
             round_.epoch,
             round_.age_s(now),
             round_.publish.mode,
-            {str(m.name): m.phase.value for m in round_.members.values()},
+            {str(m.name): m.phase.value for m in round_.participants.by_name.values()},
             round_.publish.policy.max_paused,
             round_.publish.catch_up,
         )
@@ -199,7 +199,7 @@ def _engine(
     engine: EngineRecord, channel: Channel, past: AbstractSet[Version], members: Membership, now: float
 ) -> EngineView:
     """`past`: what was committed in the channel, as far as is remembered."""
-    verdict = readiness(engine, channel.phase(engine.name), channel.window_of(engine.name))
+    verdict = readiness(engine, channel.phase(engine.name), channel.versions_allowed_to(engine.name))
     held, committed, info = engine.held, channel.committed, engine.info
     version = held.version if held else None
     known = held is None or _was_committed(held, committed, past)
@@ -230,7 +230,7 @@ def _state(engine: EngineRecord, channel: Channel) -> str:
     if phase is not None:
         return phase.value
     if engine.health is not EngineHealth.CLEAN:
-        return LENT if engine.waits(channel.committed) else engine.health.value
+        return LENT if engine.awaits_newer(channel.committed) else engine.health.value
     return "serving" if engine.serving else "paused"
 
 

@@ -111,4 +111,4 @@ class CoordinatorProcess:
             return Readiness(False, "the journal takes no writes: nothing is granted until it does")
         if stuck_s > STALLED_S:
             return Readiness(False, f"the loop has not moved for {stuck_s:.1f} s")
-        return Readiness(True, f"boot {machine.boot}, {len(machine.members)} agents")
+        return Readiness(True, f"boot {machine.boot}, {len(machine.membership)} agents")

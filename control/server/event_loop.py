@@ -133,7 +133,7 @@ class EventLoop:
         return encode_plan(self._plan_snapshot.read(self._bus.wake))
 
     def _plan(self, _now: float) -> PlanView:
-        return plan_fleet(self.machine.channels.values(), self.machine.members)
+        return plan_fleet(self.machine.channels.values(), self.machine.membership)
 
     def stop(self) -> None:
         """Grant nothing more, end running rounds, then return from `run`. Safe in a signal handler."""
@@ -189,7 +189,7 @@ class EventLoop:
     def _batch_s(self) -> float:
         """Seconds for which messages may collect, so that a fleet's heartbeats do not wake the loop one by one."""
         now = self._clock()
-        if not self.machine.calm:
+        if not self.machine.idle:
             self._busy_at = now
             return 0.0
         rested = now - self._busy_at >= SETTLE_S and not self.acks_pending
@@ -222,7 +222,7 @@ class EventLoop:
     def _perform(self, effect: AnyEffect, now: float) -> None:
         match effect:
             case Acknowledge():
-                self._acks.owe(effect.owed, now)
+                self._acks.owe(effect.requests, now)
             case Observe():
                 self._observe(effect.what)
             case SendTo():
@@ -248,7 +248,7 @@ class EventLoop:
         if self._closed_at is not None and now >= self._closed_at[0] + PROBE_S:
             first, last = self._closed_at
             self._closed_at = (last, last) if last > first else None
-            silent = self.machine.members.silent_since(first)
+            silent = self.machine.membership.silent_since(first)
             self._events.extend(ConnectionLost(peer=peer) for peer in self._bus.send_to_all(silent, _PROBE))
 
     def _persist(self, effect: Persist) -> None:

@@ -22,7 +22,7 @@ from ..machine import (
     TransferEnds,
     choose,
     refuse_standby,
-    spread,
+    without_gpu_conflicts,
 )
 from ..protocol import EngineInfo, Malformed, ProcessLocation, Topology, TrainerInfo, TransportKind
 
@@ -157,7 +157,7 @@ def plan_engines(
     engines: Mapping[str, EngineRecord] = MappingProxyType({}),
 ) -> dict[str, EnginePlan]:
     """Choose a transport for each engine of one round. `version_bytes`: size of a version, None if not known."""
-    routes = spread({name: (ends, choose(ends)) for name, ends in fleet.items()})
+    routes = without_gpu_conflicts({name: (ends, choose(ends)) for name, ends in fleet.items()})
     return {name: _plan_of(ends, routes[name], version_bytes, engines.get(name)) for name, ends in fleet.items()}
 
 
@@ -169,11 +169,11 @@ def _plan_of(ends: TransferEnds, route: Route, version_bytes: int | None, engine
         why=route.reason,
         bytes_per_gpu=taken,
         bytes_why=taken_why,
-        faster=tuple(FasterTransport(kind, each.found, each.needed) for kind, each in route.hurdles.items()),
+        faster=tuple(FasterTransport(kind, each.found, each.needed) for kind, each in route.objections.items()),
         host=ends.engine.host,
         devices=_devices(places),
-        last=engine.took_by if engine else None,
-        last_s=engine.took_s if engine else 0.0,
+        last=engine.last_transport if engine else None,
+        last_s=engine.last_transfer_s if engine else 0.0,
     )
 
 

@@ -19,7 +19,7 @@ from weightbus.control.machine.effects import (
     Probe,
     RoundClosed,
 )
-from weightbus.control.machine.reply_cache import ANSWERS, Restored, ending
+from weightbus.control.machine.reply_cache import MAX_ROUND_REPLIES, Restored, round_reply_of
 from weightbus.control.protocol.enums import Outcome
 from weightbus.control.protocol.errors import JournalCorrupt
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
@@ -158,21 +158,21 @@ class JournalContract:
         journal.write(closed("a"))
         found = self._again(journal, opens)[POLICY]
         assert list(found.answers) == ["b", "a"]
-        assert found.answers[RequestId("a")] == ending(closed("a"))
+        assert found.answers[RequestId("a")] == round_reply_of(closed("a"))
 
     def test_answers_of_commits_are_forgotten_too(self, opens: Callable[..., Journal]) -> None:
         """However many versions are committed and never closed, so many answers are kept, the newest."""
         journal = opens()
-        for epoch in range(1, ANSWERS + 4):
+        for epoch in range(1, MAX_ROUND_REPLIES + 4):
             journal.write(taken(epoch))
             journal.write(commit(epoch, epoch, request=f"p{epoch}"))
         assert list(journal.restore()[POLICY].answers) == list(found := self._again(journal, opens)[POLICY].answers)
-        assert list(found)[-1] == f"p{ANSWERS + 3}"
-        assert len(found) <= ANSWERS
+        assert list(found)[-1] == f"p{MAX_ROUND_REPLIES + 3}"
+        assert len(found) <= MAX_ROUND_REPLIES
 
     def test_the_newest_answers_are_kept_whatever_the_wall_clock_says(self, opens: Callable[..., Journal]) -> None:
         """It is set back and forth, and those of two hosts differ: what was answered last is known after a restart."""
-        clock, told = [1_700_000_000.0], [f"p{number:03}" for number in range(2 * ANSWERS)]
+        clock, told = [1_700_000_000.0], [f"p{number:03}" for number in range(2 * MAX_ROUND_REPLIES)]
         for life in range(0, len(told), 8):
             clock[0] += (-2 * 86_400.0, 3600.0, 5 * 86_400.0)[life // 8 % 3]
             journal = opens(wall_clock=lambda: clock[0])
@@ -182,7 +182,7 @@ class JournalContract:
             journal.close()
         clock[0] += 30 * 86_400.0
         journal = opens(wall_clock=lambda: clock[0])
-        assert list(journal.restore()[POLICY].answers) == told[-ANSWERS:]
+        assert list(journal.restore()[POLICY].answers) == told[-MAX_ROUND_REPLIES:]
         journal.close()
 
     def test_a_busy_channel_pushes_out_no_other_ones_answer(self, opens: Callable[..., Journal]) -> None:
@@ -217,7 +217,7 @@ class JournalContract:
         journal = opens()
         for name in (POLICY, *names):
             journal.write(taken(1, name))
-            for number in range(ANSWERS):
+            for number in range(MAX_ROUND_REPLIES):
                 journal.write(closed(f"{name}-{number}", name))
         assert isinstance(journal, SqliteJournal | EtcdJournal)
         journal.forget(names)
@@ -227,7 +227,7 @@ class JournalContract:
         for name in names:
             journal.write(taken(1, name))
         again = self._again(journal, opens)
-        assert [len(again[name].answers) for name in (POLICY, *names)] == [ANSWERS, 0, 0, 0, 0, 0]
+        assert [len(again[name].answers) for name in (POLICY, *names)] == [MAX_ROUND_REPLIES, 0, 0, 0, 0, 0]
 
     def test_one_coordinator_at_a_time(self, opens: Callable[..., Journal]) -> None:
         """A second coordinator does not get the journal while the first has it, and gets it at once afterwards."""

@@ -43,7 +43,7 @@ from weightbus.control.machine.events import (
     Unsent,
 )
 from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.reply_cache import Restored, ending, remembered
+from weightbus.control.machine.reply_cache import Restored, history_with, round_reply_of
 from weightbus.control.machine.routing import Router
 from weightbus.control.protocol.enums import EngineHealth, RefusalCode, Role, Step, TransportKind
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
@@ -130,12 +130,12 @@ def replay(records: Sequence[AnyRecord]) -> dict[Channel, Restored]:
                     known,
                     committed=held,
                     committed_epoch=record.epoch,
-                    history=remembered(known.history, record),
-                    answers={**known.answers, record.request: ending(record)},
+                    history=history_with(known.history, record),
+                    answers={**known.answers, record.request: round_reply_of(record)},
                 )
             case RoundClosed():
                 known = channels[record.done.channel]
-                answers = {**known.answers, record.request: ending(record)}
+                answers = {**known.answers, record.request: round_reply_of(record)}
                 channels[record.done.channel] = msgspec.structs.replace(known, answers=answers)
             case _:
                 pass
@@ -149,7 +149,7 @@ def one_by_one(effects: Iterable[AnyEffect]) -> Iterator[AnyEffect]:
             case SendToAll():
                 yield from (SendTo(peer, effect.message) for peer in effect.peers)
             case Acknowledge():
-                yield from (SendTo(peer, Ack(request=answer.request)) for peer, answer in effect.owed)
+                yield from (SendTo(peer, Ack(request=answer.request)) for peer, answer in effect.requests)
             case _:
                 yield effect
 
@@ -664,7 +664,7 @@ class World:
 
     @property
     def plan(self) -> PlanView:
-        return plan_fleet(self.machine.channels.values(), self.machine.members)
+        return plan_fleet(self.machine.channels.values(), self.machine.membership)
 
     @property
     def ready(self) -> tuple[str, ...]:

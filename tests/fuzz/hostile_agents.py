@@ -82,7 +82,7 @@ class HostileAgents:
                 said = PersistFailed(token=effect.token, reason="full") if full else Persisted(token=effect.token)
                 self._handle(said)
             self.answers += isinstance(effect, SendTo | SendToAll)
-            self.answers += len(effect.owed) if isinstance(effect, Acknowledge) else 0
+            self.answers += len(effect.requests) if isinstance(effect, Acknowledge) else 0
 
     def _event(self) -> AnyEvent:
         chance = self._random.random()

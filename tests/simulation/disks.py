@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control.machine.effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
-from weightbus.control.machine.reply_cache import ANSWERS, Restored, RoundReply, ending, remembered
+from weightbus.control.machine.reply_cache import MAX_ROUND_REPLIES, Restored, RoundReply, history_with, round_reply_of
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId
 from weightbus.control.protocol.message_fields import HeldVersion
@@ -98,7 +98,7 @@ class JournalDisk:
 
     def _remember(self, record: Committed | RoundClosed) -> None:
         self.replies.pop(record.request, None)
-        self.replies[record.request] = ending(record)
+        self.replies[record.request] = round_reply_of(record)
 
     def _commit(self, record: Committed) -> None:
         known = self.channels.get(record.channel, Restored())
@@ -108,7 +108,7 @@ class JournalDisk:
             raise JournalCorrupt("journal", f"version {record.version} would go back", "this is a bug")
         now = HeldVersion(version=record.version, manifest=Digest(record.manifest), table=Digest(record.table))
         self.channels[record.channel] = msgspec.structs.replace(
-            known, committed=now, committed_epoch=record.epoch, history=remembered(known.history, record)
+            known, committed=now, committed_epoch=record.epoch, history=history_with(known.history, record)
         )
 
     def refuse(self, record: AnyRecord) -> None:
@@ -173,7 +173,7 @@ class JournalDisk:
     def restore(self) -> Mapping[Channel, Restored]:
         """Every channel as it was last written."""
         answers: dict[Channel, dict[RequestId, RoundReply]] = {}
-        for request, known in list(self.replies.items())[-ANSWERS:]:
+        for request, known in list(self.replies.items())[-MAX_ROUND_REPLIES:]:
             answers.setdefault(Channel(known.done.channel), {})[request] = known
         return {
             name: msgspec.structs.replace(known, answers=answers.get(name, {})) for name, known in self.channels.items()

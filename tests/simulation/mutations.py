@@ -44,7 +44,7 @@ SERVER, COORDINATOR, CHANNEL = (
     "control/machine/coordinator.py",
     "control/machine/channel.py",
 )
-STANDING = "control/machine/channel.py"
+
 JOURNAL, RECORD_FILE, LEDGER = (
     "control/journal/sqlite_journal.py",
     "engine_agent/durable_file.py",
@@ -75,14 +75,14 @@ MUTATIONS: Final = (
         "welcomes-before-the-record",
         "nothing-raises",
         COORDINATOR,
-        "            self._waiting.appendleft(event)  # losing it",
-        "            pass  # losing it",
+        "            self._queued_work.appendleft(event)\n",
+        "            pass\n",
         (
             COORDINATOR,
             "now, evict=before.peer != event.peer), now)\n",
             (
                 "now, evict=before.peer != event.peer), now)\n"
-                "            self._flush(self._attendance.welcome(message, event, None, now), now)\n"
+                "            self._flush(self._registration.welcome(message, event, None, now), now)\n"
             ),
         ),
     ),
@@ -160,28 +160,28 @@ MUTATIONS: Final = (
     _m(
         "forgets-the-epoch-at-boot",
         "one-holder",
-        STANDING,
+        CHANNEL,
         "self.epoch: Epoch = restored.epoch",
         "self.epoch: Epoch = Epoch(0)",
     ),
     _m(
         "forgets-the-commit-at-boot",
         "never-back",
-        STANDING,
-        "self.window = VersionWindow(restored.committed)",
-        "self.window = VersionWindow()",
+        CHANNEL,
+        "self.allowed_versions = AllowedVersions(restored.committed)",
+        "self.allowed_versions = AllowedVersions()",
     ),
     _m(
         "epoch-not-raised-by-a-grant",
         "one-holder",
         CHANNEL,
-        "self._tenure.ask(agent, message, Epoch(self.epoch + (1 if self.epoch else self._stride)))",
-        "self._tenure.ask(agent, message, Epoch(self.epoch or self._stride))",
+        "        next_epoch = Epoch(self.epoch + (1 if self.epoch else self._stride))\n",
+        "        next_epoch = Epoch(self.epoch or self._stride)\n",
     ),
     _m(
         "version-not-monotonic",
         "never-back",
-        STANDING,
+        CHANNEL,
         "        older = self.committed and message.version <= self.committed.version",
         "        older = False",
     ),
@@ -196,8 +196,8 @@ MUTATIONS: Final = (
         "commits-with-too-few-engines",
         "enough-engines",
         ROUND,
-        "        return max(1 if self.members else 0, self.publish.policy.min_engines)\n",
-        "        return 1 if self.members else 0\n",
+        "        return max(1 if self.participants.by_name else 0, self.publish.policy.min_engines)\n",
+        "        return 1 if self.participants.by_name else 0\n",
     ),
     _m(
         "commits-what-was-loaded-but-not-verified",
@@ -210,8 +210,8 @@ MUTATIONS: Final = (
         "commits-what-broke",
         "nothing-raises",
         COHORT,
-        "        members = self.within(EnginePhase.VERIFIED)\n",
-        "        members = self.within(EnginePhase.VERIFIED, EnginePhase.LEAVING)\n",
+        "        participants = self.within(EnginePhase.VERIFIED)\n",
+        "        participants = self.within(EnginePhase.VERIFIED, EnginePhase.LEAVING)\n",
     ),
     _m(
         "commits-though-its-table-is-open",
@@ -223,13 +223,13 @@ MUTATIONS: Final = (
         """        if True:
             self._transfer_over()
 """,
-        (ROUND, "self._sent_once and bool(self.table)", "self._sent_once"),
+        (ROUND, "self._ever_sent and bool(self.table)", "self._ever_sent"),
     ),
     _m(
         "takes-whatever-table-an-engine-has-proven",
         "commit-verified",
         COHORT,
-        "            if member.proven != table:\n",
+        "            if participant.verified_table != table:\n",
         "            if False:\n",
     ),
     _m(
@@ -250,9 +250,9 @@ MUTATIONS: Final = (
         "leaves-tables-open-for-who-does-not-know-them",
         "understood",
         "control/machine/route.py",
-        "all(each.awaits and each.transport is TransportKind.DIRECT for each in routed)",
+        "all(each.awaits_tables and each.transport is TransportKind.DIRECT for each in routed)",
         "all(each.transport is TransportKind.DIRECT for each in routed)",
-        ("control/machine/route.py", "each if each.awaits or not each.transport else _LEFT_OUT", "each"),
+        ("control/machine/route.py", "each if each.awaits_tables or not each.transport else _LEFT_OUT", "each"),
     ),
     _m(  # found by the simulation in our own code; two keep each other's watch
         "is-refused-for-a-round-that-it-gave-up",
@@ -270,15 +270,15 @@ MUTATIONS: Final = (
         "rolls-on-over-those-who-fell",
         "nothing-raises",
         COHORT,
-        "return self._most - self._down - fallen -",
-        "return self._most - self._down -",
+        "return self._max_paused - self._down_outside - down -",
+        "return self._max_paused - self._down_outside -",
     ),
     _m(
         "leaves-without-a-word",
         "no-needless-wait",
         COHORT,
-        "        self._move(member, EnginePhase.LEAVING)\n",
-        "        self._move(member, EnginePhase.LEAVING)\n        return\n",
+        "        self._move(participant, EnginePhase.LEAVING)\n",
+        "        self._move(participant, EnginePhase.LEAVING)\n        return\n",
     ),
     _m(
         "lists-engines-of-other-versions-as-ready",
@@ -305,15 +305,15 @@ MUTATIONS: Final = (
         "lists-engines-that-never-said-so",
         "ready-is-ready",
         "control/machine/engine_record.py",
-        "    if not engine.serving or engine.strange:",
-        "    if engine.strange:",
+        "    if not engine.serving or engine.version_in_doubt:",
+        "    if engine.version_in_doubt:",
     ),
     _m(
         "lists-whoever-a-round-has-no-part-for",
         "left-alone",
         "control/machine/engine_record.py",
-        "    if not engine.serving or engine.strange:",
-        "    if (not engine.serving and phase is not _LEFT) or engine.strange:",
+        "    if not engine.serving or engine.version_in_doubt:",
+        "    if (not engine.serving and phase is not _LEFT) or engine.version_in_doubt:",
     ),
     _m(
         "prepares-whom-nobody-can-send-to",
@@ -326,7 +326,7 @@ MUTATIONS: Final = (
         "lists-engines-in-mid-transfer",
         "ready-is-ready",
         "control/machine/engine_record.py",
-        "    if phase not in GENERATES:\n        return",
+        "    if phase not in GENERATING:\n        return",
         "    if False:\n        return",
     ),
     _m(
@@ -363,21 +363,21 @@ MUTATIONS: Final = (
         "commands-said-once",
         "every-wait-ends",
         "control/machine/pending_commands.py",
-        "duty.due_at, duty.rest = now + duty.wait_s, None",
-        "duty.due_at, duty.rest = now + 1e9, None",
+        "pending.due_at, pending.rest = now + pending.wait_s, None",
+        "pending.due_at, pending.rest = now + 1e9, None",
     ),
     _m(
         "what-a-burst-says-is-not-looked-at",
         "nothing-raises",
         COORDINATOR,
-        "agent.name, message, verdict)\n        self._stirred[channel.name] = channel\n",
+        "agent.name, message, verdict)\n        self._to_flush[channel.name] = channel\n",
         "agent.name, message, verdict)\n",
     ),
     _m(
         "a-burst-does-not-wait-for-the-disk",
         "nothing-raises",
         COORDINATOR,
-        "                if self._waiting or self._pen.writing:\n",
+        "                if self._queued_work or self._journal_writer.writing:\n",
         "                if False:\n",
     ),
     _m(
@@ -554,7 +554,7 @@ MUTATIONS: Final = (
         "nothing-raises",
         SESSION,
         "            each.resend_at = now + each.backoff_s\n",
-        "            each.resend_at = each.asked.expires_at = now + 1e9\n",
+        "            each.resend_at = each.requested.expires_at = now + 1e9\n",
     ),
     _set_back(
         "a-start-raises-epochs-by-one",
@@ -575,7 +575,7 @@ MUTATIONS: Final = (
         "raises-no-epoch-by-a-heartbeat",
         "every-wait-ends",
         CHANNEL,
-        "        if epoch <= self.epoch or now < self._raise_at:\n",
+        "        if epoch <= self.epoch or now < self._epoch_raise_at:\n",
         "        if True:\n",
     ),
     _set_back(
@@ -589,7 +589,7 @@ MUTATIONS: Final = (
         "waits-for-who-is-deaf",
         "every-wait-ends",
         CHANNEL,
-        "        if deaf and member is not None and self.round:\n",
+        "        if ignoring and participant is not None and self.round:\n",
         "        if False:\n",
     ),
     _set_back(
@@ -607,7 +607,7 @@ MUTATIONS: Final = (
         "takes-what-an-engine-serves-for-what-it-held",
         "ready-is-ready",
         "control/machine/engine_record.py",
-        "        self.strange = version != (self.held.version if self.held else None)\n",
-        "        self.strange = False\n",
+        "        self.version_in_doubt = version != (self.held.version if self.held else None)\n",
+        "        self.version_in_doubt = False\n",
     ),
 )

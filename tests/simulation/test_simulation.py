@@ -64,7 +64,13 @@ class Nonsense:
     def _route(self, ends: TransferEnds) -> Route:
         pick = self._random.choice
         gpus = pick(((), ("GPU-1",), ("GPU-1", "GPU-2")))
-        return Route(pick((None, *TransportKind)), "", shares=pick((True, False)), awaits=ends.await_tables, gpus=gpus)
+        return Route(
+            pick((None, *TransportKind)),
+            "",
+            shares_gpu=pick((True, False)),
+            awaits_tables=ends.both_await_tables,
+            gpus=gpus,
+        )
 
 
 def test_no_promise_depends_on_the_choice_of_transports(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -383,7 +383,9 @@ class World:
         channel = server.machine.channels.get(self.channel) if server and not self.coordinator.frozen else None
         round_ = channel.round if channel else None
         holder = self.trainers.get(round_.holder) if round_ else None
-        awaited = round_ is not None and holder is not None and round_.state in SENDING and round_.needs(round_.holder)
+        awaited = (
+            round_ is not None and holder is not None and round_.state in SENDING and round_.waits_for(round_.holder)
+        )
         if not (awaited and holder is not None and holder.alive and not holder.frozen and holder.says_nothing):
             self._unsaid_since = None
             return
@@ -403,7 +405,7 @@ class World:
             machine.status(self.coordinator.clock())  # whoever looks at it finds it in one piece
             sizes["answers"] = (len(machine.replies), self.limits.answers)
             sizes["blobs"] = (machine.blobs.held_bytes, self.limits.blob_bytes)
-            sizes["waiting events"] = (len(machine._waiting), 0)
+            sizes["waiting events"] = (len(machine._queued_work), 0)
         for agent in (*self.engines.values(), *self.trainers.values()):
             if agent.client is not None:
                 sizes[f"inbox of {agent.name}"] = (len(agent.client._inbox), INBOX)

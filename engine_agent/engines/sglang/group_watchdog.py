@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Final
 
 from weightbus.control.log import get_log
-from weightbus.control.machine import STAND_IN_S
+from weightbus.control.machine import WATCHDOG_S
 
 from ..interface import Keys
 from .http_client import authorization
 
-SILENCE_S: Final = STAND_IN_S
+SILENCE_S: Final = WATCHDOG_S
 """Less than the coordinator's ``silence_s``: when that ends an attempt nobody waits in the group any more."""
 _TICK_S: Final = 0.5
 _END_S: Final = 1.0

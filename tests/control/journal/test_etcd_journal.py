@@ -31,7 +31,7 @@ from weightbus.control.journal.etcd_client import (
 from weightbus.control.journal.etcd_journal import MOST_OPERATIONS, EtcdJournal
 from weightbus.control.journal.sqlite_journal import Journal
 from weightbus.control.machine.effects import ChannelForgotten
-from weightbus.control.machine.reply_cache import ANSWERS, ending
+from weightbus.control.machine.reply_cache import MAX_ROUND_REPLIES, round_reply_of
 from weightbus.control.protocol.errors import ConfigurationError, JournalCorrupt, JournalUnwritable, VersionNotNewer
 from weightbus.control.protocol.ids import Channel
 
@@ -317,13 +317,13 @@ def test_answers_do_not_fill_the_store(candidates: Candidates) -> None:
     """Only the newest are kept, there and after a restart."""
     journal = candidates.lead()
     journal.write(taken(1))
-    for number in range(ANSWERS + 3):
+    for number in range(MAX_ROUND_REPLIES + 3):
         journal.write(closed(f"p{number:03}"))
     journal.close()
     again = candidates.lead()
-    assert list(again.restore()[POLICY].answers) == [f"p{number:03}" for number in range(3, ANSWERS + 3)]
+    assert list(again.restore()[POLICY].answers) == [f"p{number:03}" for number in range(3, MAX_ROUND_REPLIES + 3)]
     replies = [kv.name for kv in candidates.etcd().under(f"{candidates.prefix}/reply/")]
-    assert len(replies) == ANSWERS
+    assert len(replies) == MAX_ROUND_REPLIES
     again.close()
 
 
@@ -477,7 +477,7 @@ def test_answers_of_an_earlier_release_are_read(candidates: Candidates) -> None:
     """They tell nothing of the question, and are taken for whole."""
     journal = candidates.lead()
     journal.write(taken(1))
-    known = ending(closed("p"))
+    known = round_reply_of(closed("p"))
     old = msgspec.json.encode({"written_at": time.time(), "done": known.done})
     candidates.etcd().txn([], [put(f"{candidates.prefix}/reply/p", old)])
     journal.close()

@@ -21,7 +21,7 @@ import structlog
 
 from weightbus.control.journal.sqlite_journal import EVENTS, SCHEMA, Journal, SqliteJournal
 from weightbus.control.machine.effects import EpochRaised
-from weightbus.control.machine.reply_cache import ANSWERS, HISTORY
+from weightbus.control.machine.reply_cache import MAX_HISTORY, MAX_ROUND_REPLIES
 from weightbus.control.protocol.enums import Outcome
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
@@ -152,11 +152,11 @@ def test_the_last_answer_of_every_channel_is_restored(tmp_path: Path) -> None:
     quiet = closed("quiet")
     quiet = msgspec.structs.replace(quiet, done=msgspec.structs.replace(quiet.done, channel=Channel("quiet")))
     with contextlib.closing(SqliteJournal(tmp_path / "journal", lambda: 0.0)) as journal:
-        for record in (taken(1), taken(1, "quiet"), quiet, *(closed(f"r{n}") for n in range(2 * ANSWERS))):
+        for record in (taken(1), taken(1, "quiet"), quiet, *(closed(f"r{n}") for n in range(2 * MAX_ROUND_REPLIES))):
             journal.write(record)
         found = journal.restore()
     assert list(found[Channel("quiet")].answers) == ["quiet"]
-    assert list(found[Channel("policy")].answers) == [f"r{n}" for n in range(ANSWERS, 2 * ANSWERS)]
+    assert list(found[Channel("policy")].answers) == [f"r{n}" for n in range(MAX_ROUND_REPLIES, 2 * MAX_ROUND_REPLIES)]
 
 
 def test_a_journal_of_the_first_release_is_read(tmp_path: Path) -> None:
@@ -265,10 +265,10 @@ def test_old_answers_do_not_stay_in_the_file(tmp_path: Path) -> None:
     """What nobody will ask for any more is removed when something is written; the file does not grow for ever."""
     journal = SqliteJournal(tmp_path / "j")
     journal.write(taken(1))
-    for number in range(ANSWERS + 5):
+    for number in range(MAX_ROUND_REPLIES + 5):
         journal.write(closed(f"p{number}"))
         journal.write(closed(f"p{number}"))
-    assert journal._db.execute("SELECT count(*) FROM reply").fetchone() == (ANSWERS,)
+    assert journal._db.execute("SELECT count(*) FROM reply").fetchone() == (MAX_ROUND_REPLIES,)
     journal.close()
 
 
@@ -413,7 +413,7 @@ def test_no_channel_and_no_key_makes_another_one_s_past_go(tmp_path: Path) -> No
     with contextlib.closing(SqliteJournal(tmp_path / "j", by=1)) as journal:
         found = journal.restore()
         assert [past.version for past in found[POLICY].history] == [1, 2, 3]
-        assert len(found[loud].history) == HISTORY
+        assert len(found[loud].history) == MAX_HISTORY
 
 
 def test_the_audit_of_a_round_does_not_grow_with_its_engines(tmp_path: Path) -> None:

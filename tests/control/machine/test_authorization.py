@@ -88,7 +88,7 @@ def test_the_key_decides_the_role(role: Role, key_role: Role) -> None:
     world = World()
     answers = say(world, hello_of(role), Principal(AgentId("x"), key_role, (CHANNEL,)))
     assert not_allowed(answers) is (role is not key_role)
-    assert len(world.machine.members) == (role is key_role)
+    assert len(world.machine.membership) == (role is key_role)
 
 
 def test_the_key_decides_name_and_channel() -> None:
@@ -100,7 +100,7 @@ def test_the_key_decides_name_and_channel() -> None:
         assert not_allowed(say(World(), hello_of(Role.ENGINE), principal))
     world = World()
     say(world, hello_of(Role.ENGINE), Principal(AgentId("x"), Role.ENGINE, (Channel("*"),)))
-    assert len(world.machine.members) == 1
+    assert len(world.machine.membership) == 1
 
 
 def test_rights_are_looked_up_for_every_message() -> None:
@@ -127,7 +127,7 @@ def test_a_trainer_that_is_distrusted_loses_its_lease() -> None:
     assert leased(world)
     world.handle(TrustLost(agent=AgentId("t0"), reason="r"))
     assert not leased(world)
-    assert world.machine.members.get(AgentId("t0")) is None
+    assert world.machine.membership.get(AgentId("t0")) is None
 
 
 def test_an_engine_that_is_distrusted_leaves_the_ready_list() -> None:

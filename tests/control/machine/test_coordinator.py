@@ -689,7 +689,7 @@ def test_tables_are_complete_and_say_what_the_words_say() -> None:
     assert set(ROUND_MOVES) == set(RoundState)
     assert set(ENGINE_MOVES) == set(EnginePhase)
     assert ROUND_MOVES[RoundState.RESUMING] == {RoundState.IDLE, RoundState.OFFERING}
-    assert all(not ENGINE_MOVES[phase] for phase in states.SETTLED)
+    assert all(not ENGINE_MOVES[phase] for phase in states.FINISHED)
     assert RoundState.RESUMING not in ROUND_MOVES[RoundState.IDLE] | ROUND_MOVES[RoundState.ABORTING]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.machine.reply_cache import HISTORY, PastVersion, remembered
+from weightbus.control.machine.reply_cache import MAX_HISTORY, PastVersion, history_with
 from weightbus.control.protocol.enums import Outcome, RefusalCode, StragglerPolicy, TransportKind
 from weightbus.control.protocol.ids import AgentId, Epoch, Version
 
@@ -302,11 +302,11 @@ def test_row_8_what_may_be_gone_back_to_is_known_after_a_restart() -> None:
     assert world.machine.channels["policy"].history == told
     assert world.machine.status(0.0).channels["policy"].history[-1].version == 3
     many: tuple[PastVersion, ...] = ()
-    for epoch in range(1, 2 * HISTORY):
-        many = remembered(
-            remembered(many, PastVersion(Version(1), Epoch(epoch))), PastVersion(Version(1), Epoch(epoch))
+    for epoch in range(1, 2 * MAX_HISTORY):
+        many = history_with(
+            history_with(many, PastVersion(Version(1), Epoch(epoch))), PastVersion(Version(1), Epoch(epoch))
         )
-    assert [past.epoch for past in many] == list(range(HISTORY, 2 * HISTORY)), "the newest, each once"
+    assert [past.epoch for past in many] == list(range(MAX_HISTORY, 2 * MAX_HISTORY)), "the newest, each once"
 
 
 def test_row_8_a_lease_without_rollback_does_not_go_back() -> None:

@@ -130,7 +130,7 @@ def test_a_round_ends_with_the_lease_of_a_holder_that_is_silent() -> None:
     world.settle()
     assert world.machine.channels[CHANNEL].lease is None
     assert world.machine.channels[CHANNEL].round is None
-    assert world.machine.members.get(trainer.name)
+    assert world.machine.membership.get(trainer.name)
     (ended,) = [each for each in world.observed if isinstance(each, RoundEnded)]
     assert (ended.outcome, ended.done.reason) == (Outcome.ABORTED, "trainer trainer was silent for 4.0 s")
     assert world.publish(other, 1).outcome is Outcome.COMMITTED

@@ -54,7 +54,7 @@ def test_killed_agent_is_back_within_takeover() -> None:
     assert (refused.code, refused.retry_after_s) == (RefusalCode.NAME_TAKEN, world.limits.takeover_s - 1.0)
     world.advance(world.limits.takeover_s)
     assert world.ready == ("e0",)
-    assert world.machine.members.get(engine.name).incarnation == "e0.2"  # type: ignore[union-attr]
+    assert world.machine.membership.get(engine.name).incarnation == "e0.2"  # type: ignore[union-attr]
 
 
 def test_dead_connection_frees_the_name_at_once() -> None:
@@ -228,7 +228,7 @@ def test_reconnect_of_the_same_life_keeps_its_seat() -> None:
     engine.connect()
     world.settle()
     assert refusals(world, "e0") == []
-    assert len(world.machine.members) == 1
+    assert len(world.machine.membership) == 1
 
 
 def test_an_agent_has_one_connection() -> None:
@@ -284,7 +284,7 @@ def test_two_agents_of_one_server() -> None:
         assert ready_urls(world) == (URL,)
         world.advance(3.0)
     assert len(refusals(world, "e1")) > 3
-    assert len(world.machine.members) == 1
+    assert len(world.machine.membership) == 1
     noted = [note for note in world.observed if isinstance(note, Refusal) and note.code is RefusalCode.SERVER_TAKEN]
     assert {note.agent for note in noted} == {"e1"}
     assert "'e0' of channel 'policy' answers for the server at" in noted[0].reason
@@ -390,7 +390,7 @@ def test_hello_that_is_refused(
     assert isinstance(found, Refused)
     assert found.code is code
     assert world.ready == ("e0",)
-    assert len(world.machine.members) == 1
+    assert len(world.machine.membership) == 1
 
 
 def test_room_for_agents_and_channels_is_bounded() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from weightbus.control.machine.effects import Committed, Persist, RoundClosed
 from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.participant import Participant
+from weightbus.control.machine.participants import Participant
 from weightbus.control.machine.round_commands import RoundCommands
 from weightbus.control.machine.states import EnginePhase
 from weightbus.control.protocol import codec
@@ -270,7 +270,7 @@ def test_the_trainer_is_told_who_shares_its_gpu_where_it_matters(
             phase=EnginePhase.PREPARED,
             epoch=Epoch(1),
             transport=transport,
-            shares=shares,
+            shares_gpu=shares,
         )
         for name, shares in (("e0", True), ("e1", False))
     ]

@@ -29,7 +29,7 @@ def test_who_takes_no_part_in_a_round_is_not_ready_by_that() -> None:
     world.settle()
     round_ = world.machine.channels[CHANNEL].round
     assert round_
-    assert round_.members["e1"].phase is EnginePhase.LEFT
+    assert round_.participants.by_name["e1"].phase is EnginePhase.LEFT
     assert "e1" not in world.ready
 
 
@@ -50,13 +50,13 @@ def test_who_is_through_its_turn_and_comes_back_says_again_that_it_serves(life: 
     while world.queue:
         world.step()
         round_ = world.machine.channels[CHANNEL].round
-        if round_ and round_.members["e0"].phase is EnginePhase.SERVING:
+        if round_ and round_.participants.by_name["e0"].phase is EnginePhase.SERVING:
             break
     e1.deaf = True
     world.settle()
     round_ = world.machine.channels[CHANNEL].round
     assert round_
-    assert round_.members["e0"].phase is EnginePhase.SERVING
+    assert round_.participants.by_name["e0"].phase is EnginePhase.SERVING
     assert "e0" in world.ready
 
     e0.generating, e0.deaf = False, True

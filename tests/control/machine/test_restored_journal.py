@@ -124,7 +124,7 @@ def test_a_lease_that_no_engine_would_hear_is_asked_for_again() -> None:
 
 def test_an_engine_that_lies_keeps_nobody_but_itself_from_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a lease, under it, and in a round. The epoch rises in steps, and not more often than heartbeats come."""
-    monkeypatch.setattr(module, "LEAP", 100)
+    monkeypatch.setattr(module, "MAX_EPOCH_LEAP", 100)
     world = World()
     honest, liar, trainer = world.engine("e0"), world.engine("e1"), world.trainer()
     world.publish(trainer, 1)
@@ -157,7 +157,7 @@ def test_an_engine_that_lies_fast_raises_no_faster() -> None:
         world.settle()
     steps = [record.epoch for record in world.records if isinstance(record, EpochRaised)]
     assert len(steps) == beats
-    assert steps == [(number + 1) * module.LEAP for number in range(beats)]
+    assert steps == [(number + 1) * module.MAX_EPOCH_LEAP for number in range(beats)]
 
 
 def test_an_engine_that_is_gone_keeps_no_channel_from_publishing() -> None:

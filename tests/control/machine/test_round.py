@@ -721,7 +721,7 @@ def test_a_turn_that_has_proven_what_it_holds_when_the_trainer_gives_up_goes_on(
     world.settle()
     round_ = world.machine.channels[CHANNEL].round
     assert round_
-    assert (round_.members[e1.name].phase, round_.durable) == (EnginePhase.VERIFIED, True)
+    assert (round_.participants.by_name[e1.name].phase, round_.durable) == (EnginePhase.VERIFIED, True)
     trainer.stop_before, trainer.deaf = None, False
     trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=round_.epoch, reason="enough"))
     world.settle()
@@ -751,7 +751,7 @@ def test_a_trainer_that_gives_up_sending_again_takes_nothing_from_who_has_all(no
     world.settle()
     round_ = world.machine.channels[CHANNEL].round
     assert round_
-    assert (round_.epoch, round_.members[e0.name].phase) == (2, EnginePhase.VERIFIED)
+    assert (round_.epoch, round_.participants.by_name[e0.name].phase) == (2, EnginePhase.VERIFIED)
     trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=round_.epoch, reason="no ranks"))
     world.settle()
     assert trainer.done

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.participant import Participant
+from weightbus.control.machine.participants import Participant
 from weightbus.control.machine.round_commands import RoundCommands
 from weightbus.control.machine.states import EnginePhase
 from weightbus.control.protocol.enums import TransportKind

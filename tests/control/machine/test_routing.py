@@ -296,8 +296,8 @@ def test_what_an_agent_lacks_is_said_in_its_own_words() -> None:
     offered = tuple(kind for kind in PREFERRED if kind is not SENDS)
     route = choose(TransferEnds(trainer(transports=offered), engine(transports=STOCK), told_trainer, told_engine))
     assert route.transport is LOCAL
-    assert route.hurdles[DIRECT] == ("no loader of ours", "launch it with one")
-    assert route.hurdles[SENDS] == ("trainer: left out", "add it")
+    assert route.objections[DIRECT] == ("no loader of ours", "launch it with one")
+    assert route.objections[SENDS] == ("trainer: left out", "add it")
 
 
 def test_what_was_found_out_since_the_hello_counts() -> None:
@@ -305,7 +305,7 @@ def test_what_was_found_out_since_the_hello_counts() -> None:
     told_engine = told(lacking={DIRECT: MissingTransport(found="its loader begins threads", needed="another model")})
     route = choose(TransferEnds(trainer(), engine(), None, told_engine))
     assert route.transport not in {None, DIRECT}
-    assert route.hurdles[DIRECT] == ("its loader begins threads", "another model")
+    assert route.objections[DIRECT] == ("its loader begins threads", "another model")
 
 
 def test_the_advice_for_a_loopback_address_names_the_interfaces() -> None:
@@ -359,8 +359,8 @@ def test_every_choice_is_allowed_and_explained(
     ends = TransferEnds(ours, theirs, from_trainer, from_engine, snapshot)
     route = choose(ends)
     faster = PREFERRED if route.transport is None else PREFERRED[: PREFERRED.index(route.transport)]
-    assert set(route.hurdles) == set(faster)
-    assert all(each.found for each in route.hurdles.values())
+    assert set(route.objections) == set(faster)
+    assert all(each.found for each in route.objections.values())
     if route.transport is None:
         assert all(objection(kind, ends) for kind in ours.transports)
     else:
@@ -388,4 +388,4 @@ def test_who_shares_a_gpu_with_the_trainer_is_known(
 ) -> None:
     """Any rank with any worker; what was not told is not guessed."""
     ends = TransferEnds(trainer(**ON_GPU), engine(**ON_GPU), told(places=places(*ranks)), told(places=places(*workers)))
-    assert choose(ends).shares is shares
+    assert choose(ends).shares_gpu is shares

@@ -13,13 +13,13 @@ from weightbus.control.machine import channel, coordinator, engine_registry as f
 from weightbus.control.machine.effects import Acknowledge, SendTo
 from weightbus.control.machine.events import Burst, MessageReceived
 from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.participants import FleetAtStart
 from weightbus.control.machine.pending_commands import PendingCommands
-from weightbus.control.machine.reply_cache import GRANTS
+from weightbus.control.machine.reply_cache import MAX_GRANTS
 from weightbus.control.machine.round import Round
 from weightbus.control.machine.round_commands import RoundCommands
 from weightbus.control.machine.route import Route
 from weightbus.control.machine.status import StatusView
-from weightbus.control.machine.waves import Capacity
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
 from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
@@ -93,8 +93,12 @@ def test_thousands_of_reasons_fit_into_one_message(word: str) -> None:
         bytes=1,
         buckets=1,
     )
-    outside: dict[str, Any] = {"duties": PendingCommands(1.0, 8.0), "story": deque(), "note": lambda _what: None}
-    round_ = Round(publish, AgentId("t"), routes, infos, Capacity(), limits=Limits(), now=0.0, **outside)
+    outside: dict[str, Any] = {
+        "pending_commands": PendingCommands(1.0, 8.0),
+        "event_trace": deque(),
+        "observe": lambda _: None,
+    }
+    round_ = Round(publish, AgentId("t"), routes, infos, FleetAtStart(), limits=Limits(), now=0.0, **outside)
     done = round_.done(1.0)
     assert all(report.reason.startswith(word) for report in done.engines)
     codec.TO_AGENT.encode(done)
@@ -128,12 +132,12 @@ def test_few_descriptions_of_the_fleet_are_kept() -> None:
     world = World()
     world.engine("e0")
     trainer = world.trainer()
-    for version in range(1, 3 * GRANTS):
+    for version in range(1, 3 * MAX_GRANTS):
         trainer.acquire(version)
         world.settle()
     asked = [message for message in trainer.said if isinstance(message, Acquire)]
     kept = [message for message in asked if world.machine.replies.get(trainer.name, message)]
-    assert kept == asked[-GRANTS:]
+    assert kept == asked[-MAX_GRANTS:]
 
 
 def test_a_status_that_no_message_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,80 +162,80 @@ def test_what_many_are_told_alike_is_one_object() -> None:
 
 def test_the_longest_due_goes_first() -> None:
     """Duties come in the order in which they fell due; replaced and dropped ones never come."""
-    duties = PendingCommands(1.0, 8.0)
+    pending = PendingCommands(1.0, 8.0)
     for number, name in enumerate("abc"):
-        duties.assign(AgentId(name), abort(number + 1), 0.1 * number)
-    duties.assign(AgentId("a"), abort(9), 0.3)
-    duties.drop(AgentId("b"))
-    assert duties.next_deadline() == 0.2
-    assert [(*agents, command.epoch) for agents, command in duties.due(0.5)] == [("c", 3), ("a", 9)]
-    assert duties.due(1.4) == []
-    assert duties.next_deadline() == 1.5
-    assert [agents for agents, _ in duties.due(1.5)] == [("c",), ("a",)]
-    assert duties.next_deadline() == 3.5, "each waits twice as long as before"
-    duties.drop(AgentId("c"))
-    duties.drop(AgentId("a"))
-    assert duties.next_deadline() is None
+        pending.assign(AgentId(name), abort(number + 1), 0.1 * number)
+    pending.assign(AgentId("a"), abort(9), 0.3)
+    pending.drop(AgentId("b"))
+    assert pending.next_deadline() == 0.2
+    assert [(*agents, command.epoch) for agents, command in pending.due(0.5)] == [("c", 3), ("a", 9)]
+    assert pending.due(1.4) == []
+    assert pending.next_deadline() == 1.5
+    assert [agents for agents, _ in pending.due(1.5)] == [("c",), ("a",)]
+    assert pending.next_deadline() == 3.5, "each waits twice as long as before"
+    pending.drop(AgentId("c"))
+    pending.drop(AgentId("a"))
+    assert pending.next_deadline() is None
 
 
 def test_only_the_newest_order_is_given() -> None:
     """Of orders that replace each other before any was due, one is told, once; what was dropped is not."""
-    duties = PendingCommands(1.0, 8.0)
+    pending = PendingCommands(1.0, 8.0)
     for number, name in enumerate("aba"):
-        duties.assign(AgentId(name), abort(number + 1), 0.0)
-    duties.drop(AgentId("b"))
-    duties.assign(AgentId("c"), abort(4), 5.0)
-    assert [(*agents, command.epoch) for agents, command in duties.due(0.0)] == [("a", 3)]
-    assert duties.due(0.5) == []
-    assert [agents for agents, _ in duties.due(5.0)] == [("a",), ("c",)]
+        pending.assign(AgentId(name), abort(number + 1), 0.0)
+    pending.drop(AgentId("b"))
+    pending.assign(AgentId("c"), abort(4), 5.0)
+    assert [(*agents, command.epoch) for agents, command in pending.due(0.0)] == [("a", 3)]
+    assert pending.due(0.5) == []
+    assert [agents for agents, _ in pending.due(5.0)] == [("a",), ("c",)]
 
 
 def test_what_is_told_together_is_repeated_together() -> None:
     """Thousands have one timer; who answered, or was told something else meanwhile, is not told again."""
-    duties = PendingCommands(1.0, 8.0)
+    pending = PendingCommands(1.0, 8.0)
     names = [AgentId(f"e{number}") for number in range(4)]
-    duties.assign_all(names, (abort(1),), 0.0)
-    assert [agents for agents, _ in duties.due(0.0)] == [tuple(names)]
-    duties.drop(names[0])
-    duties.assign(names[1], abort(2), 0.5)
-    assert [(agents, command.epoch) for agents, command in duties.due(1.0)] == [
+    pending.assign_all(names, (abort(1),), 0.0)
+    assert [agents for agents, _ in pending.due(0.0)] == [tuple(names)]
+    pending.drop(names[0])
+    pending.assign(names[1], abort(2), 0.5)
+    assert [(agents, command.epoch) for agents, command in pending.due(1.0)] == [
         (("e2", "e3"), 1),
         (("e1",), 2),
     ]
-    duties.drop(names[2])
-    duties.drop(names[3])
-    assert duties.next_deadline() == 2.0, "the one that was told something else"
+    pending.drop(names[2])
+    pending.drop(names[3])
+    assert pending.next_deadline() == 2.0, "the one that was told something else"
 
 
 def test_what_follows_is_repeated_alone() -> None:
     """Who has answered the first of two commands is told the second again, when it would have been told both."""
-    duties = PendingCommands(1.0, 8.0)
+    pending = PendingCommands(1.0, 8.0)
     for name in "abc":
-        duties.assign_all((AgentId(name),), (abort(1), abort(2)), 0.0)
-    assert [(*agents, command.epoch) for agents, command in duties.due(0.0)] == [
+        pending.assign_all((AgentId(name),), (abort(1), abort(2)), 0.0)
+    assert [(*agents, command.epoch) for agents, command in pending.due(0.0)] == [
         (name, epoch) for name in "abc" for epoch in (1, 2)
     ]
     for name in "ab":
-        duties.go_on(AgentId(name))
-    duties.drop(AgentId("b"))
-    assert duties.next_deadline() == 1.0
-    assert sorted((*agents, command.epoch) for agents, command in duties.due(1.0)) == [("a", 2), ("c", 1), ("c", 2)]
-    duties.go_on(AgentId("c"))
-    assert duties.next_deadline() == 3.0
-    assert sorted((*agents, command.epoch) for agents, command in duties.due(3.0)) == [("a", 2), ("c", 2)]
-    assert len(duties) == 2
+        pending.acknowledge_first(AgentId(name))
+    pending.drop(AgentId("b"))
+    assert pending.next_deadline() == 1.0
+    assert sorted((*agents, command.epoch) for agents, command in pending.due(1.0)) == [("a", 2), ("c", 1), ("c", 2)]
+    pending.acknowledge_first(AgentId("c"))
+    assert pending.next_deadline() == 3.0
+    assert sorted((*agents, command.epoch) for agents, command in pending.due(3.0)) == [("a", 2), ("c", 2)]
+    assert len(pending) == 2
 
 
 def test_who_goes_on_after_all_others_ended_is_still_told() -> None:
     """A duty whose agents have all answered has no timer any more; one that comes to it gets a new one."""
-    duties = PendingCommands(1.0, 8.0)
-    duties.assign_all([AgentId("a"), AgentId("b")], (abort(1), abort(2)), 1.0)
-    duties.go_on(AgentId("a"))
-    duties.drop(AgentId("a"))
-    assert duties.next_deadline() == 1.0
-    duties.go_on(AgentId("b"))
-    assert duties.next_deadline() == 1.0
-    assert [(*agents, command.epoch) for agents, command in duties.due(1.0)] == [("b", 2)]
+    pending = PendingCommands(1.0, 8.0)
+    pending.assign_all([AgentId("a"), AgentId("b")], (abort(1), abort(2)), 1.0)
+    pending.acknowledge_first(AgentId("a"))
+    pending.drop(AgentId("a"))
+    assert pending.next_deadline() == 1.0
+    pending.acknowledge_first(AgentId("b"))
+    assert pending.next_deadline() == 1.0
+    assert [(*agents, command.epoch) for agents, command in pending.due(1.0)] == [("b", 2)]
 
 
 def test_what_many_answered_is_one_effect() -> None:
@@ -249,7 +253,7 @@ def test_what_many_answered_is_one_effect() -> None:
     ]
     said = [MessageReceived(engine.peer, answer) for engine, answer in zip(engines, answers, strict=True)]
     effects = world.machine.handle(Burst(said), world.now)
-    owed = [effect.owed for effect in effects if isinstance(effect, Acknowledge)]
+    owed = [effect.requests for effect in effects if isinstance(effect, Acknowledge)]
     assert owed == [[(engine.peer, answer) for engine, answer in zip(engines, answers, strict=True)]]
     assert isinstance(effects[0], Acknowledge), "before what follows from them"
     between = MessageReceived(engines[1].peer, Heartbeat(seq=1))

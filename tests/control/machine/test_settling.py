@@ -39,7 +39,7 @@ def fleet_of_one() -> tuple[EngineRegistry, EngineRecord]:
     fleet = EngineRegistry(Channel("policy"), LIMITS, Router(), PendingCommands(LIMITS.retry_s, LIMITS.retry_max_s))
     world = World()
     world.engine("e0")
-    agent = world.machine.members.get(world.agents["e0"].name)
+    agent = world.machine.membership.get(world.agents["e0"].name)
     assert isinstance(agent, Agent)
     return fleet, fleet.joined(agent)
 
@@ -115,10 +115,10 @@ def test_who_holds_what_is_committed_and_does_not_serve_it_is_asked_again_after_
 def test_memory_that_was_given_back_is_waited_for_until_the_next_version_only() -> None:
     """Though every heartbeat says again that it is given back."""
     _, engine = fleet_of_one()
-    engine.lends(V1, lent=True)
-    assert engine.waits(V1)
-    engine.lends(V2, lent=True)
-    assert not engine.waits(V2)
+    engine.note_lent(V1, lent=True)
+    assert engine.awaits_newer(V1)
+    engine.note_lent(V2, lent=True)
+    assert not engine.awaits_newer(V2)
 
 
 def test_a_failure_that_crossed_its_abort_quarantines_nobody() -> None:
@@ -137,14 +137,14 @@ def test_a_failure_that_crossed_its_abort_quarantines_nobody() -> None:
     assert round_
     trainer.say(Abandon(request=trainer.key(), channel=CHANNEL, epoch=round_.epoch, reason="enough"))
     world.settle()
-    assert round_.members["e0"].phase is EnginePhase.LEAVING
+    assert round_.participants.by_name["e0"].phase is EnginePhase.LEAVING
     e0.say(e0.failed(got[0], Step.TRANSFER, "the group broke"))
     world.settle()
-    assert round_.members["e0"].phase is EnginePhase.LEAVING
+    assert round_.participants.by_name["e0"].phase is EnginePhase.LEAVING
     for answer in e0.answers(aborts[0]):
         e0.say(answer)
     world.settle()
-    assert round_.members["e0"].phase is EnginePhase.LEFT
+    assert round_.participants.by_name["e0"].phase is EnginePhase.LEFT
     assert world.ready == ("e0",)
 
 
@@ -241,7 +241,7 @@ def test_a_trainer_that_is_lost_while_bytes_travel_commits_nothing(monkeypatch: 
     world.settle()
     round_ = world.machine.channels[CHANNEL].round
     assert round_
-    assert {name: each.phase for name, each in round_.members.items()} == {
+    assert {name: each.phase for name, each in round_.participants.by_name.items()} == {
         "e0": EnginePhase.VERIFIED, "e1": EnginePhase.TRANSFERRING,
     }  # fmt: skip
     trainer.die()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from weightbus.control.machine.effects import RoundEnded
-from weightbus.control.machine.engine_record import VersionWindow
+from weightbus.control.machine.engine_record import AllowedVersions
 from weightbus.control.protocol.enums import EngineHealth, Outcome, Step
 from weightbus.control.protocol.ids import Digest, Version
 from weightbus.control.protocol.message_fields import HeldVersion, Policy
@@ -27,15 +27,15 @@ def test_what_is_allowed_is_the_committed_version_and_those_less_than_max_lag_be
     commits: list[tuple[int, int, bool]],
 ) -> None:
     """Compared with a plain list of everything that was committed since the channel last went back."""
-    window, story, version = VersionWindow(), list[HeldVersion](), 50
+    window, story, version = AllowedVersions(), list[HeldVersion](), 50
     for number, (step, max_lag, rollback) in enumerate(commits):
         version = version - step if rollback else version + step
         new = held(version, f"{number}-")
         story = [new] if rollback else [*story, new]
         # A stricter policy in between forgets: what it closed is not opened again.
         story = [each for each in story if version - each.version <= max_lag]
-        window = window.after(new, max_lag, rollback=rollback)
-        assert {each.version for each in story} == {e.version for e in (new, *window.past)}
+        window = window.advanced_to(new, max_lag, rollback=rollback)
+        assert {each.version for each in story} == {e.version for e in (new, *window.older)}
         assert all(window.allows(each) for each in story)
         assert not any(window.allows(held(each.version, "others")) for each in story)
         assert not window.allows(None)
@@ -43,8 +43,8 @@ def test_what_is_allowed_is_the_committed_version_and_those_less_than_max_lag_be
 
 def test_before_anything_is_committed_the_weights_of_a_launch_may_serve() -> None:
     """And nothing else: a version that the channel does not know may be anything, whoever claims it."""
-    assert VersionWindow().allows(None)
-    assert not VersionWindow(None, max_lag=3).allows(held(1))
+    assert AllowedVersions().allows(None)
+    assert not AllowedVersions(None, max_lag=3).allows(held(1))
 
 
 def test_a_clean_engine_that_claims_what_the_channel_does_not_know_is_not_ready() -> None:

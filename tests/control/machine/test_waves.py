@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, strategies as st
 
-from weightbus.control.machine.waves import in_turn
+from weightbus.control.machine.participants import wave_order
 from weightbus.control.protocol.ids import AgentId
 
 NAMES = [AgentId(f"e{index}") for index in range(12)]
@@ -16,25 +16,25 @@ def names(*numbers: int) -> tuple[AgentId, ...]:
 
 def test_the_first_time_they_come_as_they_are() -> None:
     """And stay so while nobody comes or goes, in whatever order they are asked for."""
-    assert in_turn((), names(2, 0, 1)) == names(2, 0, 1)
-    assert in_turn(names(2, 0, 1), names(0, 1, 2)) == names(2, 0, 1)
+    assert wave_order((), names(2, 0, 1)) == names(2, 0, 1)
+    assert wave_order(names(2, 0, 1), names(0, 1, 2)) == names(2, 0, 1)
 
 
 def test_a_place_that_became_free_is_taken() -> None:
     """By somebody new, or else by the last; whoever is new otherwise comes last."""
     before = names(0, 1, 2, 3, 4, 5)
-    assert in_turn(before, names(1, 2, 3, 4, 5)) == names(5, 1, 2, 3, 4)
-    assert in_turn(before, names(0, 1, 2, 3)) == names(0, 1, 2, 3)
-    assert in_turn(before, names(1, 2, 3, 4)) == names(4, 1, 2, 3)
-    assert in_turn(before, names(0, 2, 3, 4, 5, 7, 8)) == names(0, 7, 2, 3, 4, 5, 8)
-    assert in_turn(before, names(7)) == names(7)
-    assert in_turn(before, ()) == ()
+    assert wave_order(before, names(1, 2, 3, 4, 5)) == names(5, 1, 2, 3, 4)
+    assert wave_order(before, names(0, 1, 2, 3)) == names(0, 1, 2, 3)
+    assert wave_order(before, names(1, 2, 3, 4)) == names(4, 1, 2, 3)
+    assert wave_order(before, names(0, 2, 3, 4, 5, 7, 8)) == names(0, 7, 2, 3, 4, 5, 8)
+    assert wave_order(before, names(7)) == names(7)
+    assert wave_order(before, ()) == ()
 
 
 @given(st.lists(st.sampled_from(NAMES), unique=True), st.lists(st.sampled_from(NAMES), unique=True))
 def test_everybody_has_a_turn_and_few_change_theirs(before: list[AgentId], present: list[AgentId]) -> None:
     """Nobody twice; no more of those who stay move than others have left."""
-    after = in_turn(before, present)
+    after = wave_order(before, present)
     assert sorted(after) == sorted(present)
     staying = [name for name in before if name in present]
     moved = [name for name in staying if after.index(name) != before.index(name)]

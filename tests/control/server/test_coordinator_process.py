@@ -276,7 +276,7 @@ def test_a_coordinator_that_trusts_nobody_is_not_ready(tmp_path: Path) -> None:
     locked = msgspec.structs.replace(settings(tmp_path), insecure_loopback=False, keys=keys)
     with contextlib.closing(CoordinatorProcess(locked)) as service:
         assert service.readiness().ready
-        assert service.server.machine._attendance._keyed, "the machine knows that nobody joins without a key"
+        assert service.server.machine._registration._keyed, "the machine knows that nobody joins without a key"
         trust = keys / ALLOW_LIST_FILE
         good = trust.read_bytes()
         trust.write_text("nonsense")

@@ -382,7 +382,7 @@ def test_a_leader_whose_time_is_over_looks_at_nothing_that_came_in() -> None:
     bus.inject(link, [b"junk"])
     with pytest.raises(Deposed, match="could not be renewed in time"):
         server.step(0.0)
-    assert (list(link.poll(0.0)), observed, len(server.machine.members)) == ([], [], 0)
+    assert (list(link.poll(0.0)), observed, len(server.machine.membership)) == ([], [], 0)
     term.resign()
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from weightbus.control.machine.limits import STAND_IN_S
+from weightbus.control.machine.limits import WATCHDOG_S
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes import process_groups as backends
@@ -61,7 +61,7 @@ sys.stdin.read()
 
 def test_the_coordinator_knows_how_long_it_waits() -> None:
     """Which may import nothing of this package: it warns where its own waits are shorter."""
-    assert source_stand_in.SILENCE_S == STAND_IN_S
+    assert source_stand_in.SILENCE_S == WATCHDOG_S
 
 
 class Source:

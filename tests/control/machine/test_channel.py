@@ -1,0 +1,105 @@
+"""Where a version becomes current: `Channel.make_current`, once its commit is durable."""
+
+from __future__ import annotations
+
+import pytest
+
+from weightbus.control.machine.channel import Channel
+from weightbus.control.machine.effects import AnyEffect, Committed, Persist
+from weightbus.control.machine.events import Persisted, PersistFailed
+from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.reply_cache import Restored
+from weightbus.control.machine.routing import Router
+from weightbus.control.protocol.errors import InvariantBroken
+from weightbus.control.protocol.ids import AgentId, Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.message_fields import HeldVersion
+
+from ..world import CHANNEL, World
+
+
+def held(version: int) -> HeldVersion:
+    return HeldVersion(version=Version(version), manifest=Digest("m"), table=Digest(f"t{version}"))
+
+
+def record(version: int, *, rollback: bool = False) -> Committed:
+    return Committed(
+        channel=CHANNEL,
+        epoch=Epoch(version),
+        version=Version(version),
+        manifest=Digest("m"),
+        table=Digest(f"t{version}"),
+        request=RequestId("r"),
+        announced=Epoch(version),
+        question="",
+        engines=(AgentId("e0"),),
+        rollback=rollback,
+    )
+
+
+def a_channel_at(version: int) -> Channel:
+    restored = Restored(epoch=Epoch(10), committed=held(version), committed_epoch=Epoch(version))
+    return Channel(CHANNEL, Limits(), Router(), restored)
+
+
+def a_commit_on_its_way_to_the_journal() -> tuple[World, Persist]:
+    """A world in which everything is verified and the journal has not answered yet."""
+    world = World()
+    world.engine("e0")
+    asked: list[Persist] = []
+
+    def stop(effect: AnyEffect) -> bool:
+        if isinstance(effect, Persist) and isinstance(effect.record, Committed):
+            asked.append(effect)
+        return bool(asked)
+
+    world.crash_on = stop
+    world.trainer().acquire(1)
+    world.settle()
+    return world, asked[0]
+
+
+def test_a_version_becomes_current_once_the_journal_has_its_commit() -> None:
+    """Before `Persisted` the channel has no version, and after it the version of the record."""
+    world, commit = a_commit_on_its_way_to_the_journal()
+    assert world.committed is None
+    world.machine.handle(Persisted(token=commit.token), world.now)
+    assert world.committed == 1
+
+
+def test_a_version_that_the_journal_refuses_does_not_become_current() -> None:
+    """After `PersistFailed` the channel is as it was."""
+    world, commit = a_commit_on_its_way_to_the_journal()
+    world.machine.handle(PersistFailed(token=commit.token, reason="disk full"), world.now)
+    assert world.committed is None
+
+
+def test_no_version_becomes_current_anywhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `Channel.make_current` a whole round, committed in the journal, leaves the channel without a version."""
+    monkeypatch.setattr(Channel, "make_current", lambda *_: None)
+    world = World()
+    world.engine("e0")
+    world.publish(world.trainer(), 1)
+    assert any(isinstance(each, Committed) for each in world.records)
+    assert world.committed is None
+
+
+def test_a_lower_version_becomes_current_only_by_a_rollback() -> None:
+    """Anything else is a bug of the coordinator and stops it, with the channel as it was."""
+    channel = a_channel_at(5)
+    for lower in (4, 5):
+        with pytest.raises(InvariantBroken, match=f"goes from 5 to {lower}"):
+            channel.make_current(record(lower), 0.0)
+    assert channel.committed == held(5)
+    channel.make_current(record(4, rollback=True), 0.0)
+    assert channel.committed == held(4)
+
+
+def test_what_is_current_can_be_read_off_the_channel() -> None:
+    """Version, epoch, history and blobs are those of the record that came last."""
+    channel = a_channel_at(5)
+    channel.make_current(record(6), 0.0)
+    assert (channel.committed, channel.committed_epoch) == (held(6), 6)
+    assert [past.version for past in channel.history] == [6]
+    assert channel.pinned() == {"m", "t6"}
+    assert channel.allowed_versions.allows(held(6))
+    assert not channel.allowed_versions.allows(held(5))
