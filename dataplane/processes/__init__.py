@@ -40,6 +40,6 @@ if TYPE_CHECKING:
         peer_pid as peer_pid,
         why_not_private as why_not_private,
     )
-    from .wire_message import WireMessage as WireMessage, decode_message as decode_message
+    from .wire_message import WireEnd as WireEnd, WireMessage as WireMessage
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

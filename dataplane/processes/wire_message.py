@@ -1,12 +1,14 @@
-"""What messages between processes of one host have in common, over whatever socket (frames.py, messages.py)."""
+"""Messages between processes of one host: tagged structs in msgpack, and the two ends of a conversation in them."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Final, Generic, TypeVar, cast
 
 import msgspec
 
 from ..errors import PeerLost
+from .deadline import Deadline
+from .frames import Frames
 
 
 class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
@@ -18,12 +20,37 @@ class WireMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return str(self.__struct_config__.tag)
 
 
-_T = TypeVar("_T")
+Out = TypeVar("Out", bound=WireMessage)
+In = TypeVar("In", bound=WireMessage)
+_ENCODER: Final = msgspec.msgpack.Encoder()
 
 
-def decode_message(decoder: msgspec.msgpack.Decoder[_T], packet: bytes) -> _T:
-    """Raises `PeerLost` for what none of ours says."""
-    try:
-        return decoder.decode(packet)
-    except (ValueError, RecursionError) as error:
-        raise PeerLost(f"the other end sent what is not a message: {error}") from error
+class WireEnd(Generic[Out, In]):
+    """One end of a conversation: the union of messages that it says, and of those that it hears.
+
+    Bytes are carried by `Frames`, or by what takes whole packets, such as a `ConnectionPool`.
+    """
+
+    def __init__(self, heard: object) -> None:
+        """`heard` is `In` once more, for run time."""
+        self._decoder: msgspec.msgpack.Decoder[In] = msgspec.msgpack.Decoder(cast("type[In]", heard))
+
+    @staticmethod
+    def encode(message: Out) -> bytes:
+        """The packet that `say` sends."""
+        return _ENCODER.encode(message)
+
+    def decode(self, packet: bytes) -> In:
+        """The message in `packet`. Raises `PeerLost` for bytes that are none of `In`."""
+        try:
+            return self._decoder.decode(packet)
+        except (ValueError, RecursionError) as error:
+            raise PeerLost(f"the other end sent what is not a message: {error}") from error
+
+    def say(self, frames: Frames, message: Out, deadline: Deadline) -> None:
+        """Send `message`. Raises `PeerLost`, `DeadlineExceeded`."""
+        frames.send(self.encode(message), deadline)
+
+    def hear(self, frames: Frames, deadline: Deadline, waiting_for: str) -> In:
+        """Wait for the next message, called `waiting_for` in errors. Raises `PeerLost`, `DeadlineExceeded`."""
+        return self.decode(frames.receive(deadline, waiting_for))

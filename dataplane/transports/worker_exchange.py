@@ -112,7 +112,7 @@ class Workers:
             if not _recorded(worker.hello, layout, tensors, known.get(worker.hello.recording))
         ]
         for number in without:
-            wire.say(self._workers[number].frames, wire.RecordTrace(layout=layout, tensors=tensors), deadline)
+            wire.SIDECAR.say(self._workers[number].frames, wire.RecordTrace(layout=layout, tensors=tensors), deadline)
         return without
 
     @property
@@ -126,7 +126,7 @@ class Workers:
         """What those have recorded who were asked to, by digest. Raises `NotTraceable`, `TransferFailed`."""
         made: dict[str, LoadTrace] = {}
         for worker in [self._workers[number] for number in without]:
-            reply = wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
+            reply = wire.SIDECAR.hear(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
             if isinstance(reply, wire.Failed) and reply.unrecordable:
                 raise NotTraceable(f"worker {worker.hello.rank}: {reply.reason}")
             if not isinstance(reply, wire.TraceRecorded):
@@ -149,7 +149,7 @@ class Workers:
         new = [number for number, worker in enumerate(self._workers) if worker.hello.plan != digests[number]]
         for number in new:
             adopt = _adopt(digests[number], plans[number], proofs[number])
-            wire.say(self._workers[number].frames, adopt, deadline)
+            wire.SIDECAR.say(self._workers[number].frames, adopt, deadline)
         return new
 
     def adopted(self, new: Sequence[int], deadline: Deadline) -> None:
@@ -162,7 +162,7 @@ class Workers:
             return False
         for at, worker in enumerate(self._workers):
             mine = msgspec.structs.replace(group, rank=group.rank + at)
-            wire.say(worker.frames, wire.Form(group=mine), deadline)
+            wire.SIDECAR.say(worker.frames, wire.Form(group=mine), deadline)
         self._taken(self._workers, "group", deadline)
         return True
 
@@ -171,7 +171,7 @@ class Workers:
     ) -> None:
         """Have each worker bind what it will report, before there is a plan. Raises `TransferFailed`."""
         for worker, proof, nbytes in zip(self._workers, proofs, staging_bytes, strict=True):
-            wire.say(worker.frames, msgspec.structs.replace(_prove(proof, nbytes), sent=sent), deadline)
+            wire.SIDECAR.say(worker.frames, msgspec.structs.replace(_prove(proof, nbytes), sent=sent), deadline)
         self._taken(self._workers, "proof", deadline)
 
     def replay(  # noqa: PLR0917
@@ -196,7 +196,7 @@ class Workers:
             if any(rounds):  # a loader that is older than marks understands the rest
                 left = deadline.left()
                 replay = msgspec.structs.replace(replay, rounds=rounds, within_s=max(left / 2, left - _ANSWER_S))
-            wire.say(worker.frames, replay, deadline)
+            wire.SIDECAR.say(worker.frames, replay, deadline)
         return self._replayed(deadline, None)
 
     def expect(
@@ -211,7 +211,7 @@ class Workers:
             expect = wire.Expect(
                 schedule=digest, messages=each.messages.encode(), unpack=each.unpack.encode(), socket=socket
             )
-            wire.say(worker.frames, expect, deadline)
+            wire.SIDECAR.say(worker.frames, expect, deadline)
             new.append(worker)
         self._taken(new, "schedule", deadline)
         return frozenset(worker.hello.rank for worker in new)
@@ -220,7 +220,7 @@ class Workers:
     def _taken(workers: Sequence[_Worker], what: str, deadline: Deadline) -> None:
         """Hear all of `workers`, which were given `what`. Raises `TransferFailed` for one that did not take it."""
         told = [(worker, f"worker {worker.hello.rank} to take its {what}") for worker in workers]
-        replies = [wire.hear_worker(worker.frames, deadline, waiting_for) for worker, waiting_for in told]
+        replies = [wire.SIDECAR.hear(worker.frames, deadline, waiting_for) for worker, waiting_for in told]
         for worker, reply in zip(workers, replies, strict=True):
             if not isinstance(reply, wire.PlanInstalled):
                 raise TransferFailed(f"worker {worker.hello.rank} did not take its {what}: {_said(reply)}")
@@ -236,7 +236,7 @@ class Workers:
         `pulse` is called meanwhile, and may raise.
         """
         for worker in self._workers:
-            wire.say(worker.frames, wire.Swap(epoch=epoch, version=version), deadline)
+            wire.SIDECAR.say(worker.frames, wire.Swap(epoch=epoch, version=version), deadline)
         return self._replayed(deadline, pulse)
 
     def _replayed(self, deadline: Deadline, pulse: Callable[[], None] | None) -> list[wire.PlanExecuted]:
@@ -245,7 +245,7 @@ class Workers:
             while pulse is not None and not worker.frames.speaks(_LOOK_S):
                 deadline.check(f"worker {worker.hello.rank} to copy")
                 pulse()
-            replies.append(wire.hear_worker(worker.frames, deadline, f"worker {worker.hello.rank} to copy"))
+            replies.append(wire.SIDECAR.hear(worker.frames, deadline, f"worker {worker.hello.rank} to copy"))
         replayed = [reply for reply in replies if isinstance(reply, wire.PlanExecuted)]
         if len(replayed) < len(replies):
             reasons = "; ".join(
@@ -266,7 +266,7 @@ class Workers:
         """Let the workers return. Who is gone needs no telling, and the server's answer says so."""
         for worker in self._workers:
             try:
-                wire.say(worker.frames, message, Deadline(RETURN_S))
+                wire.SIDECAR.say(worker.frames, message, Deadline(RETURN_S))
             except DataplaneError:
                 continue
 
@@ -326,7 +326,7 @@ def _exports(exporting: Exporting, made: ArenaRegion | None, regions: tuple[int,
 def _introduced(frames: Frames, deadline: Deadline) -> wire.Hello:
     """Who has connected. Hangs up on anybody who does not say so."""
     try:
-        hello = wire.hear_worker(frames, deadline, "a worker's first words")
+        hello = wire.SIDECAR.hear(frames, deadline, "a worker's first words")
     except BaseException:
         frames.close()
         raise

@@ -31,10 +31,8 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
 from ..memory import ArenaRegion
-from ..processes import Deadline, Frames, WireMessage, decode_message
+from ..processes import WireEnd, WireMessage
 from ..tensors import TensorSpec
 from .interface import Group
 
@@ -223,21 +221,5 @@ class Failed(WireMessage, frozen=True, omit_defaults=True, tag="Failed"):
 ToWorker = RecordTrace | Form | Prove | InstallPlan | Expect | ExecutePlan | Swap | Weigh | Take | Done | Failed
 ToSidecar = Hello | TraceRecorded | PlanInstalled | PlanExecuted | Expecting | Room | Moving | Taken | Failed
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
-_TO_WORKER: Final[msgspec.msgpack.Decoder[ToWorker]] = msgspec.msgpack.Decoder(ToWorker)
-_TO_SIDECAR: Final[msgspec.msgpack.Decoder[ToSidecar]] = msgspec.msgpack.Decoder(ToSidecar)
-
-
-def say(frames: Frames, message: ToWorker | ToSidecar, deadline: Deadline) -> None:
-    """Raises `PeerLost`, `DeadlineExceeded`."""
-    frames.send(_ENCODER.encode(message), deadline)
-
-
-def hear_sidecar(frames: Frames, deadline: Deadline) -> ToWorker:
-    """For workers. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode_message(_TO_WORKER, frames.receive(deadline, "the sidecar"))
-
-
-def hear_worker(frames: Frames, deadline: Deadline, waiting_for: str) -> ToSidecar:
-    """For the sidecar. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode_message(_TO_SIDECAR, frames.receive(deadline, waiting_for))
+SIDECAR: Final = WireEnd[ToWorker, ToSidecar](ToSidecar)
+WORKER: Final = WireEnd[ToSidecar, ToWorker](ToWorker)

@@ -85,12 +85,12 @@ def _follow(state: WorkerState, path: str) -> None:
     frames = Frames.connect(path, Deadline(_PATIENCE_S))
     try:
         state.stand(standing=True)
-        wire.say(frames, state.hello(_rank()), Deadline(_PATIENCE_S))
+        wire.WORKER.say(frames, state.hello(_rank()), Deadline(_PATIENCE_S))
         while True:
-            message = wire.hear_sidecar(frames, Deadline(_PATIENCE_S))
+            message = wire.WORKER.hear(frames, Deadline(_PATIENCE_S), "the sidecar")
             if isinstance(message, wire.Done | wire.Failed):
                 return
-            wire.say(frames, _obey(state, message, frames.waiting), Deadline(_PATIENCE_S))
+            wire.WORKER.say(frames, _obey(state, message, frames.waiting), Deadline(_PATIENCE_S))
     finally:
         state.stand(standing=False)
         state.call_off()

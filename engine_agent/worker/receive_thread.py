@@ -70,7 +70,7 @@ class ReceiveThread:
         self._binding: BackgroundInit[ReceiveQueue] | None = None
         self._frames = Frames.connect(expect.socket, Deadline(_CONNECT_S))
         try:
-            wire.say(self._frames, wire.Expecting(rank=rank, schedule=self.schedule), Deadline(_SAY_S))
+            wire.WORKER.say(self._frames, wire.Expecting(rank=rank, schedule=self.schedule), Deadline(_SAY_S))
         except DataplaneError:
             self._frames.close()
             raise
@@ -111,7 +111,7 @@ class ReceiveThread:
                 while not self._frames.speaks(_LOOK_S):
                     pass
                 with low_latency_threads():  # from the first word on: to hear it takes several turns of the interpreter
-                    if not self._obey(wire.hear_sidecar(self._frames, Deadline(_SAY_S))) or self._stuck:
+                    if not self._obey(wire.WORKER.hear(self._frames, Deadline(_SAY_S), "the sidecar")) or self._stuck:
                         return
         except DataplaneError as error:
             if not self._closed:
@@ -143,7 +143,7 @@ class ReceiveThread:
         return True
 
     def _say(self, message: wire.ToSidecar) -> None:
-        wire.say(self._frames, message, Deadline(_SAY_S))
+        wire.WORKER.say(self._frames, message, Deadline(_SAY_S))
 
     def _take(self, message: wire.Take) -> wire.Taken | wire.Failed:
         """Receive everything; whatever goes wrong is the sidecar's to judge."""
@@ -226,7 +226,7 @@ class ReceiveThread:
         if not self._frames.waiting():
             return ""
         try:
-            message = wire.hear_sidecar(self._frames, Deadline(_SAY_S))
+            message = wire.WORKER.hear(self._frames, Deadline(_SAY_S), "the sidecar")
         except TransferFailed as error:
             self._closed = True
             return f"the sidecar is gone: {error}"

@@ -20,7 +20,6 @@ from weightbus.dataplane.copy.copy_table import AXES, ITEM_SIZES, CopyTable
 from weightbus.dataplane.errors import DataplaneError
 from weightbus.dataplane.memory import export_messages as export_wire, ipc_handles as handles
 from weightbus.dataplane.memory.export_map import ArenaParts, ArenaRegion, ExportedTensor, ExportMap, Region
-from weightbus.dataplane.processes import wire_message
 from weightbus.dataplane.reshard.load_trace import (
     ConstantFill,
     LoadTarget as Recorded,
@@ -69,12 +68,11 @@ class Target(msgspec.Struct, frozen=True):
     """They are tables of 64-bit numbers, which can be made too large."""
 
 
-def _messages(name: str, module: Any, decoder: str, *good: Any) -> Target:
-    """The messages of one direction of one socket."""
-    found = getattr(module, decoder)
+def _messages(name: str, module: Any, end: str, *good: Any) -> Target:
+    """The messages that one end of a socket hears."""
     return Target(
         name,
-        lambda data: wire_message.decode_message(found, data),
+        getattr(module, end).decode,
         tuple(map(msgspec.msgpack.encode, good)),
         msgspec.msgpack.encode,
         tagged=True,
@@ -101,7 +99,7 @@ def _targets() -> tuple[Target, ...]:
         _messages(
             "direct, sender to receiver",
             d,
-            "_TO_RECEIVER",
+            "RECEIVER",
             d.Welcome(epoch=3, layout="l", exporters=(exporting,)),
             d.Refused(epoch=3, reason="no"),
             d.Layout(pieces=b"p", exports=(b"e",)),
@@ -112,7 +110,7 @@ def _targets() -> tuple[Target, ...]:
         _messages(
             "direct, receiver to sender",
             d,
-            "_TO_SENDER",
+            "SENDER",
             d.Hello(channel="c", epoch=3, engine="e0"),
             d.GiveLayout(),
             d.GiveTable(),
@@ -122,7 +120,7 @@ def _targets() -> tuple[Target, ...]:
         _messages(
             "direct, sidecar to worker",
             w,
-            "_TO_WORKER",
+            "WORKER",
             w.RecordTrace(layout="l", tensors=SPECS),
             prove,
             adopt,
@@ -132,7 +130,7 @@ def _targets() -> tuple[Target, ...]:
         _messages(
             "direct, worker to sidecar",
             w,
-            "_TO_SIDECAR",
+            "SIDECAR",
             w.Hello(rank=0, device="cpu", peers=("a",), layout="l"),
             w.TraceRecorded(recording=b"r", seconds=0.5),
             w.PlanInstalled(seconds=0.5),
@@ -142,7 +140,7 @@ def _targets() -> tuple[Target, ...]:
         _messages(
             "local, sender to receiver",
             lo,
-            "_TO_RECEIVER",
+            "RECEIVER",
             lo.Welcome(epoch=3),
             lo.Refused(epoch=3, reason="no"),
             lo.BucketReady(index=0, generation=1, handle=b"h"),
@@ -151,7 +149,7 @@ def _targets() -> tuple[Target, ...]:
         _messages(
             "local, receiver to sender",
             lo,
-            "_TO_SENDER",
+            "SENDER",
             lo.Hello(channel="c", epoch=3, engine="e0"),
             lo.BucketDone(index=0, generation=1),
             lo.Finished(),

@@ -18,9 +18,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
-from ...processes import Deadline, Frames, WireMessage, decode_message
+from ...processes import WireEnd, WireMessage
 from ...reshard import PlanReader
 from ..exported_weights import Layout
 from ..interface import Exporting
@@ -105,26 +103,5 @@ MOST_TABLE_BYTES: Final = 128 * 1024 * 1024
 """Of a digest table that follows: 16 for each of a million tensors are an eighth of it."""
 MOST_SEAL_BYTES: Final = 4096
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
-_TO_RECEIVER: Final[msgspec.msgpack.Decoder[ToReceiver]] = msgspec.msgpack.Decoder(ToReceiver)
-_TO_SENDER: Final[msgspec.msgpack.Decoder[ToSender]] = msgspec.msgpack.Decoder(ToSender)
-
-
-def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> None:
-    """Raises `PeerLost`, `DeadlineExceeded`."""
-    frames.send(_ENCODER.encode(message), deadline)
-
-
-def encoded(message: ToReceiver) -> bytes:
-    """For `ConnectionPool.tell`: as `say` would send it."""
-    return _ENCODER.encode(message)
-
-
-def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToReceiver:
-    """For receivers. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode_message(_TO_RECEIVER, frames.receive(deadline, waiting_for))
-
-
-def decoded(packet: bytes) -> ToSender:
-    """For senders: what a receiver said. Raises `PeerLost`."""
-    return decode_message(_TO_SENDER, packet)
+RECEIVER: Final = WireEnd[ToSender, ToReceiver](ToReceiver)
+SENDER: Final = WireEnd[ToReceiver, ToSender](ToSender)

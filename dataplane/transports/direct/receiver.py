@@ -190,8 +190,8 @@ class DirectReceiver:
 
     def _shake_hands(self, connection: Frames, session: TransferSession, engine: str, deadline: Deadline) -> Welcome:
         hello = direct_wire.Hello(channel=session.channel, epoch=session.epoch, engine=engine)
-        direct_wire.say(connection, hello, deadline)
-        reply = direct_wire.hear_sender(connection, deadline, "the sender's welcome")
+        direct_wire.RECEIVER.say(connection, hello, deadline)
+        reply = direct_wire.RECEIVER.hear(connection, deadline, "the sender's welcome")
         if isinstance(reply, direct_wire.Refused | Welcome) and reply.epoch != session.epoch:
             raise StaleSession(reply.epoch, session.epoch)
         if not isinstance(reply, Welcome):
@@ -209,7 +209,7 @@ class DirectReceiver:
         if self._knows(layout):
             return
         with self._timed("layout"):
-            direct_wire.say(connection, direct_wire.GiveLayout(), deadline)
+            direct_wire.RECEIVER.say(connection, direct_wire.GiveLayout(), deadline)
             self._learn(read_layout(connection, layout, manifest, deadline))
 
     def _learn(self, layout: ReadLayout) -> None:
@@ -229,12 +229,12 @@ class DirectReceiver:
             direct_wire.Proposal(reader=reader, recording=self._recordings[digest].encode(), plan=plan)
             for reader, digest, plan in zip(readers, recordings, digests, strict=True)
         )
-        direct_wire.say(connection, direct_wire.Propose(plans=plans), deadline)
+        direct_wire.RECEIVER.say(connection, direct_wire.Propose(plans=plans), deadline)
 
     def _hear_agreement(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
         """Raises `TransferFailed` where the trainer made other plans than those of `agreement`."""
         del agreement
-        reply = direct_wire.hear_sender(connection, deadline, "the trainer to make the same plan")
+        reply = direct_wire.RECEIVER.hear(connection, deadline, "the trainer to make the same plan")
         if not isinstance(reply, direct_wire.Agreed):
             raise TransferFailed(f"the trainer does not agree to the plan: {_reason(reply)}")
 
@@ -242,7 +242,7 @@ class DirectReceiver:
         """Have a digest table that follows heard by a thread of its own, while the workers copy."""
         if session.table is not None or self._coming is not None:
             return
-        direct_wire.say(connection, direct_wire.GiveTable(), deadline)
+        direct_wire.RECEIVER.say(connection, direct_wire.GiveTable(), deadline)
         self._coming = self._aside.submit(_hear_table, connection, session, deadline)
 
     @property
@@ -409,13 +409,13 @@ class DirectReceiver:
     def _say_finished(self, connection: Frames) -> None:
         """The version is proven, whoever hears of it: a sender that is gone takes nothing of that back."""
         try:
-            direct_wire.say(connection, direct_wire.Finished(), Deadline(_SAY_S))
+            direct_wire.RECEIVER.say(connection, direct_wire.Finished(), Deadline(_SAY_S))
         except DataplaneError:
             return
 
     def _tell_sender(self, connection: Frames, reason: str, *, less: bool = False) -> None:
         try:
-            direct_wire.say(connection, direct_wire.Failed(reason=reason[:2048], less=less), Deadline(1.0))
+            direct_wire.RECEIVER.say(connection, direct_wire.Failed(reason=reason[:2048], less=less), Deadline(1.0))
         except DataplaneError:
             return  # it is gone; what happened here is raised anyway
 
@@ -427,7 +427,7 @@ def _lanes(blob: bytes) -> Lanes:
 
 def read_layout(connection: Frames, layout: str, manifest: Manifest, deadline: Deadline) -> ReadLayout:
     """What was asked for. Raises `PeerLost`, `DeadlineExceeded`, `ManifestError`."""
-    reply = direct_wire.hear_sender(connection, deadline, "the trainer's layout")
+    reply = direct_wire.RECEIVER.hear(connection, deadline, "the trainer's layout")
     if not isinstance(reply, Layout):
         raise PeerLost(f"the sender gave no layout: {_reason(reply)}")
     exports = tuple(ExportMap.decode(each) for each in reply.exports)
@@ -436,7 +436,7 @@ def read_layout(connection: Frames, layout: str, manifest: Manifest, deadline: D
 
 def _hear_table(connection: Frames, session: TransferSession, deadline: Deadline) -> Tabled:
     """The digest table of a session that was begun without. Raises `PeerLost`, `DeadlineExceeded`, `ManifestError`."""
-    reply = direct_wire.hear_sender(connection, deadline, "the digest table")
+    reply = direct_wire.RECEIVER.hear(connection, deadline, "the digest table")
     if not isinstance(reply, direct_wire.Table):
         raise PeerLost(f"the sender gave no digest table: {_reason(reply)}")
     if len(reply.table) > direct_wire.MOST_TABLE_BYTES or len(reply.seal) > direct_wire.MOST_SEAL_BYTES:

@@ -102,7 +102,7 @@ class DirectSender:
             raise TransferFailed(
                 f"a digest table of {len(table.table)} bytes, sealed by {len(table.seal)}, is too large"
             )
-        said = wire.encoded(table)
+        said = wire.SENDER.encode(table)
         with self._lock:
             if not self._follows:
                 raise TransferFailed(
@@ -193,10 +193,10 @@ class DirectSender:
         """Its first words. Raises `PeerLost`."""
         lines, reason = self._on_offer(), self._refusal(hello)
         if reason or not isinstance(hello, wire.Hello):
-            return lines.let_go(guest, wire.encoded(wire.Refused(epoch=self._epoch, reason=reason)))
+            return lines.let_go(guest, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
         assert self._exposed is not None
         welcome = wire.Welcome(epoch=self._epoch, layout=self._layout, exporters=self._exposed.exporters)
-        lines.tell(guest, wire.encoded(welcome))
+        lines.tell(guest, wire.SENDER.encode(welcome))
         return lines.hand_over(guest, self._peers[hello.engine])
 
     def _woken(self) -> None:
@@ -229,7 +229,7 @@ class DirectSender:
 
     def _heard(self, peer: _Peer, packet: bytes) -> None:
         """Raises `DataplaneError`."""
-        message = wire.decoded(packet)
+        message = wire.SENDER.decode(packet)
         if peer.name:
             self._answer(peer, message)
         else:
@@ -243,7 +243,7 @@ class DirectSender:
             case wire.Propose() as proposed:
                 for each in proposed.plans:
                     self._agree(each)
-                self._on_offer().tell(peer, wire.encoded(wire.Agreed()))
+                self._on_offer().tell(peer, wire.SENDER.encode(wire.Agreed()))
             case wire.GiveTable() if self._follows:
                 peer.asks = True
                 self._give_table(peer)
@@ -257,7 +257,7 @@ class DirectSender:
     def _layout_to_give(self) -> bytes:
         if self._given is None:
             assert self._exposed is not None
-            self._given = wire.encoded(self._exposed.given)
+            self._given = wire.SENDER.encode(self._exposed.given)
         return self._given
 
     def _agree(self, proposal: wire.Proposal) -> None:
@@ -280,7 +280,7 @@ class DirectSender:
         """Of somebody who has not said who it is, without a word."""
         told = peer.name and not peer.finished
         if self._lines is not None:
-            self._lines.let_go(peer, wire.encoded(wire.Failed(reason=reason)) if told else b"")
+            self._lines.let_go(peer, wire.SENDER.encode(wire.Failed(reason=reason)) if told else b"")
         if told:  # it has the version otherwise: going away afterwards is its right
             self._failed.setdefault(peer.name, reason)
             self._peers.pop(peer.name, None)

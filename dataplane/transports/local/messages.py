@@ -10,12 +10,12 @@ import contextlib
 import socket
 import stat
 from pathlib import Path
-from typing import Annotated, Final, Self
+from typing import Annotated, Final, Generic, TypeVar
 
 import msgspec
 
 from ...errors import DeadlineExceeded, PeerLost
-from ...processes import Deadline, WireMessage, decode_message, peer_pid, why_not_private
+from ...processes import Deadline, WireEnd, WireMessage, peer_pid, why_not_private
 
 MAX_PACKET: Final = 16 * 1024
 _Text = Annotated[str, msgspec.Meta(max_length=2048)]
@@ -72,9 +72,10 @@ class Failed(WireMessage, frozen=True, tag="Failed"):
 ToReceiver = Welcome | Refused | BucketReady | Failed
 ToSender = Hello | BucketDone | Finished | Failed
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
-_TO_RECEIVER: Final[msgspec.msgpack.Decoder[ToReceiver]] = msgspec.msgpack.Decoder(ToReceiver)
-_TO_SENDER: Final[msgspec.msgpack.Decoder[ToSender]] = msgspec.msgpack.Decoder(ToSender)
+Out = TypeVar("Out", bound=WireMessage)
+In = TypeVar("In", bound=WireMessage)
+RECEIVER: Final = WireEnd[ToSender, ToReceiver](ToReceiver)
+SENDER: Final = WireEnd[ToReceiver, ToSender](ToSender)
 
 
 def failed(reason: object) -> Failed:
@@ -82,35 +83,12 @@ def failed(reason: object) -> Failed:
     return Failed(reason=str(reason)[:2048])
 
 
-class Connection:
+class Connection(Generic[Out, In]):
     """One end of an established socket. Sends never block: a peer that does not read its few messages is lost."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+    def __init__(self, sock: socket.socket, end: WireEnd[Out, In]) -> None:
+        self._socket, self._end = sock, end
         sock.setblocking(False)
-
-    @classmethod
-    def connect(cls, path: str, deadline: Deadline) -> Self:
-        """Connect to a sender. Raises `PeerLost` when nobody of our user listens there.
-
-        The path came over the network: only a socket of ours, in a folder that is ours alone, is spoken to.
-        """
-        where = Path(path)
-        if reason := why_not_private(where.parent, stat.S_IFDIR) or why_not_private(where, stat.S_IFSOCK):
-            raise PeerLost(f"the sender's socket is not one to be trusted: {reason}")
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            sock.settimeout(max(deadline.left(), 0.001))
-            sock.connect(path)
-            connection = cls(sock)
-            connection.check_user()
-        except OSError as error:
-            sock.close()
-            raise PeerLost(f"the sender's socket {path} does not answer: {error}") from error
-        except PeerLost:
-            sock.close()
-            raise
-        return connection
 
     def fileno(self) -> int:
         """For selectors."""
@@ -120,28 +98,28 @@ class Connection:
         """The peer's PID. Raises `PeerLost` when it belongs to another user."""
         return peer_pid(self._socket)
 
-    def send(self, message: ToReceiver | ToSender) -> None:
+    def say(self, message: Out) -> None:
         """Raises `PeerLost` when the peer is gone or has stopped reading."""
         try:
-            self._socket.send(_ENCODER.encode(message), socket.MSG_NOSIGNAL)
+            self._socket.send(self._end.encode(message), socket.MSG_NOSIGNAL)
         except OSError as error:
             raise PeerLost(f"the peer cannot be reached: {error}") from error
 
-    def from_receiver(self) -> ToSender | None:
+    def poll(self) -> In | None:
         """The next message, or None when there is none yet. Raises `PeerLost`."""
         packet = self._packet()
-        return None if packet is None else decode_message(_TO_SENDER, packet)
+        return None if packet is None else self._end.decode(packet)
 
-    def from_sender(self, deadline: Deadline, waiting_for: str) -> ToReceiver:
+    def hear(self, deadline: Deadline, waiting_for: str) -> In:
         """Wait for the next message. Raises `PeerLost`, `DeadlineExceeded`."""
         self._socket.settimeout(deadline.check(waiting_for))
         try:
-            packet = self._packet()
+            message = self.poll()
         finally:
             self._socket.setblocking(False)
-        if packet is None:
+        if message is None:
             raise DeadlineExceeded(waiting_for, deadline.seconds)
-        return decode_message(_TO_RECEIVER, packet)
+        return message
 
     def _packet(self) -> bytes | None:
         try:
@@ -168,3 +146,30 @@ class Connection:
         with contextlib.suppress(OSError):  # the peer may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+
+ReceiverConnection = Connection[ToSender, ToReceiver]
+SenderConnection = Connection[ToReceiver, ToSender]
+
+
+def connect(path: str, deadline: Deadline) -> ReceiverConnection:
+    """Connect to a sender. Raises `PeerLost` when no process of this user listens there.
+
+    The path came over the network: only a socket of this user, in a folder that no other can enter, is spoken to.
+    """
+    where = Path(path)
+    if reason := why_not_private(where.parent, stat.S_IFDIR) or why_not_private(where, stat.S_IFSOCK):
+        raise PeerLost(f"the sender's socket is not one to be trusted: {reason}")
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(max(deadline.left(), 0.001))
+        sock.connect(path)
+        connection = ReceiverConnection(sock, RECEIVER)
+        connection.check_user()
+    except OSError as error:
+        sock.close()
+        raise PeerLost(f"the sender's socket {path} does not answer: {error}") from error
+    except PeerLost:
+        sock.close()
+        raise
+    return connection

@@ -22,13 +22,14 @@ from ..interface import Address, EngineServer, Receipt, SharedBucket, TransferSe
 from .messages import (
     BucketDone,
     BucketReady,
-    Connection,
     Failed,
     Finished,
     Hello,
+    ReceiverConnection,
     Refused,
     ToReceiver,
     Welcome,
+    connect,
     failed,
 )
 
@@ -40,7 +41,7 @@ class LocalReceiver:
         self._runtime_dir = runtime_dir
         self._memory = TorchSharedBuffers(runtime_dir)
         self._maps: dict[str, npt.NDArray[np.uint8]] = {}
-        self._connection: Connection | None = None
+        self._connection: ReceiverConnection | None = None
         self._loader: ThreadPoolExecutor | None = None
         self._touched = False
 
@@ -64,7 +65,7 @@ class LocalReceiver:
         self._touched = False
         deadline = Deadline(deadline_s)
         open_runtime_dir(self._runtime_dir)
-        connection = self._connection = Connection.connect(address.address, deadline)
+        connection = self._connection = connect(address.address, deadline)
         try:
             self._shake_hands(connection, session, engine, deadline)
             checked = self._take_all(connection, session, server, deadline)
@@ -92,16 +93,18 @@ class LocalReceiver:
 
     # -- a session ---------------------------------------------------------------------------------------------------
 
-    def _shake_hands(self, connection: Connection, session: TransferSession, engine: str, deadline: Deadline) -> None:
-        connection.send(Hello(channel=session.channel, epoch=session.epoch, engine=engine))
-        reply = connection.from_sender(deadline, "the sender's welcome")
+    def _shake_hands(
+        self, connection: ReceiverConnection, session: TransferSession, engine: str, deadline: Deadline
+    ) -> None:
+        connection.say(Hello(channel=session.channel, epoch=session.epoch, engine=engine))
+        reply = connection.hear(deadline, "the sender's welcome")
         if isinstance(reply, Refused | Welcome) and reply.epoch != session.epoch:
             raise StaleSession(reply.epoch, session.epoch)
         if not isinstance(reply, Welcome):
             raise PeerLost(f"the sender refused this engine: {_reason(reply)}")
 
     def _take_all(
-        self, connection: Connection, session: TransferSession, server: EngineServer, deadline: Deadline
+        self, connection: ReceiverConnection, session: TransferSession, server: EngineServer, deadline: Deadline
     ) -> bool:
         checked = True
         loads: list[Future[None]] = []
@@ -116,7 +119,7 @@ class LocalReceiver:
                 else:
                     self._copy(session, index, memory, loads, deadline)
                     loads.append(self._load(session, server, index, None, loads, deadline))
-                connection.send(BucketDone(index=index, generation=message.generation))
+                connection.say(BucketDone(index=index, generation=message.generation))
         except BaseException:
             # The server may still be loading a complete bucket: nobody may think otherwise before it has answered.
             wait(loads, deadline.left())
@@ -181,8 +184,8 @@ class LocalReceiver:
         return self._loader.submit(ask)
 
 
-def _announcement(connection: Connection, index: int, deadline: Deadline) -> BucketReady:
-    message = connection.from_sender(deadline, f"bucket {index}")
+def _announcement(connection: ReceiverConnection, index: int, deadline: Deadline) -> BucketReady:
+    message = connection.hear(deadline, f"bucket {index}")
     if not isinstance(message, BucketReady) or message.index != index:
         raise PeerLost(f"the sender gave up before bucket {index}: {_reason(message)}")
     return message
@@ -201,9 +204,9 @@ def _reason(message: ToReceiver) -> str:
     return message.reason if isinstance(message, Refused | Failed) else repr(message)
 
 
-def _tell(connection: Connection, message: Failed | Finished) -> None:
+def _tell(connection: ReceiverConnection, message: Failed | Finished) -> None:
     """Tell the sender how it ended. That it is gone changes nothing any more: the outcome here is decided."""
     try:
-        connection.send(message)
+        connection.say(message)
     except DataplaneError:
         return

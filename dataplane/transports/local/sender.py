@@ -22,7 +22,18 @@ import torch
 from ...errors import PeerLost, TransferFailed, Unsupported
 from ...processes import Deadline, open_runtime_dir
 from ..interface import JOIN_S, Address, Peer, Slot, TransferSession
-from .messages import BucketDone, BucketReady, Connection, Failed, Finished, Hello, Refused, Welcome, failed
+from .messages import (
+    SENDER,
+    BucketDone,
+    BucketReady,
+    Failed,
+    Finished,
+    Hello,
+    Refused,
+    SenderConnection,
+    Welcome,
+    failed,
+)
 
 _MAX_PATH: Final = 107
 """sun_path of a Unix socket, less its terminating zero."""
@@ -35,7 +46,7 @@ class _Receiver:
 
     def __init__(self, engine: str) -> None:
         self.engine = engine
-        self.connection: Connection | None = None
+        self.connection: SenderConnection | None = None
         self.pidfd = -1
         self.reading: dict[int, int] = {}
         """Buckets announced and not confirmed: index -> generation."""
@@ -52,7 +63,7 @@ class LocalSender:
         self._failed: dict[str, str] = {}
         self._withdrawn: dict[str, str] = {}
         self._live: dict[str, _Receiver] = {}
-        self._strangers: list[Connection] = []
+        self._strangers: list[SenderConnection] = []
         self._listener: socket.socket | None = None
         self._selector: selectors.BaseSelector | None = None
         self._path: Path | None = None
@@ -108,7 +119,7 @@ class LocalSender:
                 continue
             receiver.reading[index] = self._generation
             try:
-                receiver.connection.send(ready)
+                receiver.connection.say(ready)
             except PeerLost as error:
                 self._bury(receiver, str(error))
         self._require_some()
@@ -183,11 +194,11 @@ class LocalSender:
             sock, _ = self._listener.accept()
         except OSError:  # it went away between the event and now
             return
-        connection = Connection(sock)
+        connection = SenderConnection(sock, SENDER)
         self._strangers.append(connection)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._greet(connection))
 
-    def _greet(self, connection: Connection) -> None:
+    def _greet(self, connection: SenderConnection) -> None:
         """First message of a connection: let the peer in, or say why not."""
         assert self._session is not None
         assert self._selector is not None
@@ -203,16 +214,16 @@ class LocalSender:
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._hear(receiver))
         self._watch_process(receiver, pid)
 
-    def _admit(self, connection: Connection) -> tuple[int, Hello]:
+    def _admit(self, connection: SenderConnection) -> tuple[int, Hello]:
         assert self._session is not None
         pid = connection.check_user()
-        hello = connection.from_receiver()
+        hello = connection.poll()
         if not isinstance(hello, Hello):
             raise PeerLost(f"the peer began with {hello.kind if hello else 'nothing'}, expected Hello")
         if reason := self._refusal(hello):
-            connection.send(Refused(epoch=self._session.epoch, reason=reason))
+            connection.say(Refused(epoch=self._session.epoch, reason=reason))
             raise PeerLost(reason)
-        connection.send(Welcome(epoch=self._session.epoch))
+        connection.say(Welcome(epoch=self._session.epoch))
         return pid, hello
 
     def _refusal(self, hello: Hello) -> str:
@@ -250,7 +261,7 @@ class LocalSender:
         if receiver.connection is None:  # dropped by an earlier event of the same batch
             return False
         try:
-            message = receiver.connection.from_receiver()
+            message = receiver.connection.poll()
         except PeerLost as error:
             self._drop(receiver, str(error))
             return True
@@ -278,9 +289,9 @@ class LocalSender:
         self._failed.setdefault(receiver.engine, reason)
         self._live.pop(receiver.engine, None)
 
-    def _say_goodbye(self, connection: Connection) -> None:
+    def _say_goodbye(self, connection: SenderConnection) -> None:
         try:
-            connection.send(failed("the sender closed this session"))
+            connection.say(failed("the sender closed this session"))
         except PeerLost:
             return  # it is gone, nothing to tell
 

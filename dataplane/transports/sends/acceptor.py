@@ -79,7 +79,7 @@ class Acceptor:
         deadline = Deadline(GREETING_S)
         try:
             frames.greet(deadline)
-            self._came.put((frames, wire.hear_receiver(frames, deadline)))
+            self._came.put((frames, wire.SENDER.hear(frames, deadline, "a receiver")))
             if self._closed:
                 frames.close()
             self._rings.send(b".")

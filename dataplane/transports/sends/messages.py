@@ -19,9 +19,7 @@ from __future__ import annotations
 
 from typing import Final
 
-import msgspec
-
-from ...processes import Deadline, Frames, WireMessage, decode_message
+from ...processes import WireEnd, WireMessage
 from ..direct import Agreed, Failed, Finished, GiveLayout, Hello, Propose, Refused
 from ..exported_weights import Layout
 from ..interface import Group
@@ -117,12 +115,14 @@ BEAT_S: Final = 0.5
 SILENT_S: Final = 10.0
 """Who has said nothing for so long while the group forms or moves stands still, and is given up with the group."""
 
-_ENCODER: Final = msgspec.msgpack.Encoder()
-_TO_RECEIVER: Final[msgspec.msgpack.Decoder[ToReceiver]] = msgspec.msgpack.Decoder(ToReceiver)
-_TO_SENDER: Final[msgspec.msgpack.Decoder[ToSender]] = msgspec.msgpack.Decoder(ToSender)
+RECEIVER: Final = WireEnd[ToSender, ToReceiver](ToReceiver)
+"""Also of a rank of the trainer."""
+SENDER: Final = WireEnd[ToReceiver, ToSender](ToSender)
 
 __all__ = [
     "BEAT_S",
+    "RECEIVER",
+    "SENDER",
     "SILENT_S",
     "Agreed",
     "BarrierReached",
@@ -144,34 +144,4 @@ __all__ = [
     "SentLetters",
     "ToReceiver",
     "ToSender",
-    "decoded",
-    "encoded",
-    "hear_receiver",
-    "hear_sender",
-    "say",
 ]
-
-
-def say(frames: Frames, message: ToReceiver | ToSender, deadline: Deadline) -> None:
-    """Raises `PeerLost`, `DeadlineExceeded`."""
-    frames.send(_ENCODER.encode(message), deadline)
-
-
-def encoded(message: ToReceiver) -> bytes:
-    """For `ConnectionPool.tell`: as `say` would send it."""
-    return _ENCODER.encode(message)
-
-
-def hear_sender(frames: Frames, deadline: Deadline, waiting_for: str) -> ToReceiver:
-    """For receivers and ranks. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode_message(_TO_RECEIVER, frames.receive(deadline, waiting_for))
-
-
-def hear_receiver(frames: Frames, deadline: Deadline) -> ToSender:
-    """For senders. Raises `PeerLost`, `DeadlineExceeded`."""
-    return decode_message(_TO_SENDER, frames.receive(deadline, "a receiver"))
-
-
-def decoded(packet: bytes) -> ToSender:
-    """For senders: what somebody said. Raises `PeerLost`."""
-    return decode_message(_TO_SENDER, packet)

@@ -155,7 +155,7 @@ class RankSender:
                 channel=self._channel, epoch=epoch, rank=self._rank, known=tuple(kept.parts),
                 groups=kept.standing.names, seat=nccl_gpu_id_here(device_name(device)),
             )  # fmt: skip
-            wire.say(frames, hello, deadline)
+            wire.RECEIVER.say(frames, hello, deadline)
             begin = self._begun(frames, session, device, deadline)
             where, mail = begin.group, self._mail_of(kept, begin.letters)
             bound = binding = BackgroundInit(lambda: _outbox_of(kept, mail, begin.letters, regions), late=session.end)
@@ -170,7 +170,9 @@ class RankSender:
                 lambda: _beat(frames),
                 ready=bound.result,  # made while a group forms
             )
-            wire.say(frames, wire.BarrierReached(seconds=seconds, nbytes=bound.result().nbytes), Deadline(_PACKET_S))
+            wire.RECEIVER.say(
+                frames, wire.BarrierReached(seconds=seconds, nbytes=bound.result().nbytes), Deadline(_PACKET_S)
+            )
         except DataplaneError as error:
             session.failure = str(error) or type(error).__name__
             less = isinstance(error, OutOfStagingMemory | ChunkTimeout)
@@ -203,7 +205,7 @@ class RankSender:
             deadline.check("the sender to begin")
             if stop.is_set():
                 raise PeerLost("this rank has gone on")
-        return wire.hear_sender(frames, deadline, "the sender to begin")
+        return wire.RECEIVER.hear(frames, deadline, "the sender to begin")
 
     def _mail_of(self, kept: _Kept, letters: Sequence[wire.SentLetters]) -> list[Mail]:
         """What is sent to whom."""
@@ -231,7 +233,7 @@ def _outbox_of(
 
 def _beat(frames: MacFrames) -> None:
     try:
-        wire.say(frames, wire.GroupBeat(), Deadline(_PACKET_S))
+        wire.RECEIVER.say(frames, wire.GroupBeat(), Deadline(_PACKET_S))
     except DataplaneError:
         return  # the sender is gone: that is heard of next
 
@@ -243,7 +245,7 @@ def _called_off(frames: MacFrames, stop: threading.Event) -> str:
     if not frames.waiting():
         return ""
     try:
-        return _reason(wire.hear_sender(frames, Deadline(_PACKET_S), "the sender"))
+        return _reason(wire.RECEIVER.hear(frames, Deadline(_PACKET_S), "the sender"))
     except TransferFailed as error:
         return f"the sender is gone: {error}"
 
@@ -257,7 +259,7 @@ def _linger(frames: MacFrames, deadline: Deadline, stop: threading.Event) -> Non
 
 def _tell(frames: MacFrames, reason: str, *, less: bool) -> None:
     try:
-        wire.say(frames, wire.Failed(reason=reason[:2048], less=less), Deadline(1.0))
+        wire.RECEIVER.say(frames, wire.Failed(reason=reason[:2048], less=less), Deadline(1.0))
     except DataplaneError:
         return  # it is gone, nothing to tell
 

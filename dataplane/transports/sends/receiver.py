@@ -189,8 +189,8 @@ class SendsReceiver(DirectReceiver):
             return at_hand[1]
         group = self._takers.group
         hello = sends_wire.Hello(channel=session.channel, epoch=session.epoch, engine=engine, group=group)
-        sends_wire.say(connection, hello, deadline)
-        reply = sends_wire.hear_sender(connection, deadline, "the sender's invitation")
+        sends_wire.RECEIVER.say(connection, hello, deadline)
+        reply = sends_wire.RECEIVER.hear(connection, deadline, "the sender's invitation")
         if isinstance(reply, sends_wire.Refused | sends_wire.Invited) and reply.epoch != session.epoch:
             raise StaleSession(reply.epoch, session.epoch)
         if not isinstance(reply, sends_wire.Invited):
@@ -213,7 +213,7 @@ class SendsReceiver(DirectReceiver):
         """A layout that is new is read by a thread of its own, from the moment that the server is called."""
         self._reading = None
         if self._staged is None and not self._knows(welcome.layout):
-            sends_wire.say(connection, sends_wire.GiveLayout(), deadline)
+            sends_wire.RECEIVER.say(connection, sends_wire.GiveLayout(), deadline)
             arguments = connection, welcome.layout, session.manifest, deadline
             self._reading = self._aside.submit(read_layout, *arguments)
         super()._exchange(connection, session, welcome, engine, server, deadline)
@@ -241,7 +241,7 @@ class SendsReceiver(DirectReceiver):
         early, self._early = self._early, None
         if early is not None and self._workers.form(early, deadline):
             self._forming = early.name
-            sends_wire.say(connection, sends_wire.Forms(), deadline)
+            sends_wire.RECEIVER.say(connection, sends_wire.Forms(), deadline)
         known = super()._prepared(connection, manifest, layout, model, deadline)
         self._seats = self._workers.seats
         with self._timed("expect"):
@@ -315,8 +315,8 @@ class SendsReceiver(DirectReceiver):
         prepared = sends_wire.Prepared(
             plans=agreement.digests, schedules=digests, group=self._forming or self._takers.group, seats=self._seats
         )
-        sends_wire.say(connection, prepared, deadline)
-        begin = sends_wire.hear_sender(connection, deadline, "the sender to begin")
+        sends_wire.RECEIVER.say(connection, prepared, deadline)
+        begin = sends_wire.RECEIVER.hear(connection, deadline, "the sender to begin")
         if not isinstance(begin, sends_wire.BeginSends):
             raise PeerLost(f"the sender did not begin: {_reason(begin)}")
         began = time.monotonic()
@@ -333,7 +333,7 @@ class SendsReceiver(DirectReceiver):
             raise
         self.seconds["wire"] = max(each.seconds for each in taken)
         through = sends_wire.BarrierReached(seconds=time.monotonic() - began, nbytes=sum(each.nbytes for each in taken))
-        sends_wire.say(connection, through, deadline)
+        sends_wire.RECEIVER.say(connection, through, deadline)
 
     def _objection(self, manifest: Manifest) -> str:
         """Why the version cannot be taken while the server generates; empty when it can."""
@@ -353,7 +353,7 @@ def _named(agreement: Agreement, cut: tuple[int, int]) -> str:
 
 def _beat(connection: Frames) -> None:
     try:
-        sends_wire.say(connection, sends_wire.GroupBeat(), Deadline(_SAY_S))
+        sends_wire.RECEIVER.say(connection, sends_wire.GroupBeat(), Deadline(_SAY_S))
     except (DataplaneError, OSError):
         return  # the sender is gone: that is heard of next
 
@@ -363,7 +363,7 @@ def _over(connection: Frames) -> str:
     try:
         if not connection.waiting():
             return ""
-        return _reason(sends_wire.hear_sender(connection, Deadline(_SAY_S), "the sender"))
+        return _reason(sends_wire.RECEIVER.hear(connection, Deadline(_SAY_S), "the sender"))
     except (TransferFailed, OSError, ValueError) as error:
         return f"the sender is gone: {error}"
 

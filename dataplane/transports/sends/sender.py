@@ -276,7 +276,7 @@ class SendsSender:
         end, reason = self._known(hello)
         if end is None:
             lines.take(stranger := ConnectedPeer(""), frames)
-            return lines.let_go(stranger, wire.encoded(wire.Refused(epoch=self._epoch, reason=reason)))
+            return lines.let_go(stranger, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
         lines.take(end, frames)
         if isinstance(hello, wire.RankHello):
             end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
@@ -286,7 +286,7 @@ class SendsSender:
                 alone_bytes=self._alone_bytes, plans=self._plans.digests, form=self._foresee(hello),
             )  # fmt: skip
             try:
-                lines.tell(end, wire.encoded(invited))
+                lines.tell(end, wire.SENDER.encode(invited))
             except DataplaneError:  # it is gone again
                 return lines.let_go(end)
         return self._let_form()
@@ -304,14 +304,14 @@ class SendsSender:
 
     def _heard(self, end: ConnectedPeer, packet: bytes) -> None:  # noqa: C901  one line for each message
         """Raises `DataplaneError`."""
-        match wire.decoded(packet):
+        match wire.SENDER.decode(packet):
             case wire.GroupBeat():
                 pass
             case wire.GiveLayout():
                 self._on_offer().tell(end, self._layout_to_give())
             case wire.Propose() as proposed:
                 agreed = [self._plans.agree(each) for each in proposed.plans]
-                self._on_offer().tell(end, wire.encoded(wire.Agreed()))
+                self._on_offer().tell(end, wire.SENDER.encode(wire.Agreed()))
                 for plan in agreed:  # while the engine does its half
                     self._plans.make_ready(plan, self._ranks, *self._cut)
             case wire.Forms() if end.workers:
@@ -336,7 +336,7 @@ class SendsSender:
         """Made once for all who do not know it: it waits for as long as they take to read it."""
         if self._given is None:
             assert self._exposed is not None
-            self._given = wire.encoded(self._exposed.given)
+            self._given = wire.SENDER.encode(self._exposed.given)
         return self._given
 
     # -- the group ----------------------------------------------------------------------------------------------------
@@ -435,7 +435,7 @@ class SendsSender:
     def _tell(self, end: ConnectedPeer, message: wire.BeginSends | wire.Form) -> None:
         lines = self._on_offer()
         try:
-            lines.tell(end, wire.encoded(message))
+            lines.tell(end, wire.SENDER.encode(message))
         except DataplaneError as error:
             self._on_offer()
             self._drop(end, f"{end.name}: {error}")
@@ -461,4 +461,4 @@ class SendsSender:
 
     def _hang_up(self, end: ConnectedPeer, reason: str) -> None:
         if self._lines is not None:
-            self._lines.let_go(end, wire.encoded(wire.Failed(reason=reason[:2048])) if reason else b"")
+            self._lines.let_go(end, wire.SENDER.encode(wire.Failed(reason=reason[:2048])) if reason else b"")

@@ -113,7 +113,7 @@ class WorkerReceivers:
 
         Others are hung up on: one that comes so late may have been told by an attempt that nobody waits for any more.
         """
-        hello = worker_wire.hear_worker(frames, deadline, "a worker's thread")
+        hello = worker_wire.SIDECAR.hear(frames, deadline, "a worker's thread")
         if not isinstance(hello, worker_wire.Expecting):
             raise PeerLost(f"a worker's thread began with {_said(hello)}")
         if told.get(hello.rank) != hello.schedule:
@@ -159,7 +159,7 @@ class WorkerReceivers:
             self._ask_at = now + sends_wire.BEAT_S
         for rank in [rank for rank in self._asked if self._threads[rank].waiting()]:
             try:
-                worker_wire.hear_worker(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
+                worker_wire.SIDECAR.hear(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
             except DataplaneError:  # whoever waits for its scheduler hears of it
                 self._threads.pop(rank).close()
             del self._asked[rank]
@@ -177,7 +177,7 @@ class WorkerReceivers:
         """`pulse` is not called any more: nobody owes an answer to it."""
         for rank, asked_at in tuple(self._asked.items()):
             try:
-                worker_wire.hear_worker(self._threads[rank], Deadline(_END_S), f"worker {rank}")
+                worker_wire.SIDECAR.hear(self._threads[rank], Deadline(_END_S), f"worker {rank}")
             except DeadlineExceeded:
                 self._stands(rank, asked_at)
             except DataplaneError:
@@ -193,8 +193,8 @@ class WorkerReceivers:
             try:
                 if frames.waiting():
                     raise PeerLost("it is gone")
-                worker_wire.say(frames, worker_wire.Weigh(), Deadline(_SAY_S))
-                room = worker_wire.hear_worker(frames, Deadline(sends_wire.SILENT_S), f"worker {rank}")
+                worker_wire.SIDECAR.say(frames, worker_wire.Weigh(), Deadline(_SAY_S))
+                room = worker_wire.SIDECAR.hear(frames, Deadline(sends_wire.SILENT_S), f"worker {rank}")
             except DeadlineExceeded as error:
                 self._stands(rank, began)
                 raise WorkerStalled(rank) from error
@@ -218,7 +218,7 @@ class WorkerReceivers:
         self._calm()
         for at, rank in enumerate(sorted(self._threads)):
             mine = msgspec.structs.replace(group, rank=group.rank + at)
-            worker_wire.say(self._threads[rank], worker_wire.Take(group=mine, beside=beside), deadline)
+            worker_wire.SIDECAR.say(self._threads[rank], worker_wire.Take(group=mine, beside=beside), deadline)
         members, self._group = tuple(self._threads.values()), ("", 0.0, ())
         taken = _Transfer(self._threads, leader, beside=beside).outcomes(deadline, self._stands)
         self._group = group.name, time.monotonic() + group.keep_s, members
@@ -246,7 +246,7 @@ class WorkerReceivers:
 
     def _ask(self, rank: int, now: float) -> None:
         try:
-            worker_wire.say(self._threads[rank], worker_wire.Weigh(), Deadline(_SAY_S))
+            worker_wire.SIDECAR.say(self._threads[rank], worker_wire.Weigh(), Deadline(_SAY_S))
             self._asked[rank] = now
         except DataplaneError:
             self._threads.pop(rank).close()
@@ -307,7 +307,7 @@ class _Transfer:
     def _hear(self, rank: int) -> bool:
         """Take what a worker said; whether it was its last word."""
         try:
-            said = worker_wire.hear_worker(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
+            said = worker_wire.SIDECAR.hear(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
         except DataplaneError as error:
             said = worker_wire.Failed(reason=str(error), touched=not self._beside)
         self._heard[rank] = time.monotonic()
@@ -343,7 +343,7 @@ class _Transfer:
 def _tell(threads: dict[int, Frames], reason: str) -> None:
     for frames in threads.values():
         try:
-            worker_wire.say(frames, worker_wire.Failed(reason=reason[:2048]), Deadline(_SAY_S))
+            worker_wire.SIDECAR.say(frames, worker_wire.Failed(reason=reason[:2048]), Deadline(_SAY_S))
         except DataplaneError:
             continue
 

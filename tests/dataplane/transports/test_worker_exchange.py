@@ -40,11 +40,11 @@ def test_marks_are_shown_to_whoever_reads_what_they_speak_of(crew: tuple[Workers
     made = ArenaRegion(4, 0, (8, 16), 16)
     exporters = [Exporting(holder=7, address="a", generation=1, round=3)]
     for end in ends:
-        wire.say(end, wire.PlanExecuted(lanes=b"", odd=b"", copy_s=0.0, verify_s=0.0), Deadline(WAIT_S))
+        wire.WORKER.say(end, wire.PlanExecuted(lanes=b"", odd=b"", copy_s=0.0, verify_s=0.0), Deadline(WAIT_S))
 
     workers.replay(1, 1, exporters, {7: made}, [{7: (2, 4)}, {7: (2,)}], Deadline(WAIT_S))
 
-    heard = [wire.hear_sidecar(end, Deadline(WAIT_S)) for end in ends]
+    heard = [wire.WORKER.hear(end, Deadline(WAIT_S), "the sidecar") for end in ends]
     shown = [[each.made for each in replay.exports] for replay in heard if isinstance(replay, wire.ExecutePlan)]
     assert shown == [[made], [None]]
 
@@ -56,7 +56,7 @@ def test_who_has_recorded_anew_has_no_plan_any_more(crew: tuple[Workers, list[Fr
     for worker in workers._workers:
         worker.hello = msgspec.structs.replace(worker.hello, plan="p")
     assert workers.plans == ("p", "p")
-    wire.say(ends[1], wire.TraceRecorded(recording=recording.encode(), seconds=0.0), Deadline(WAIT_S))
+    wire.WORKER.say(ends[1], wire.TraceRecorded(recording=recording.encode(), seconds=0.0), Deadline(WAIT_S))
 
     assert list(workers.recorded([1], pieces.tensors, Deadline(WAIT_S))) == [recording.digest()]
 

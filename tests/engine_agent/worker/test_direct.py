@@ -171,15 +171,15 @@ def test_a_loader_that_is_older_than_marks_understands_a_round_in_which_nothing_
 ) -> None:
     """A server outlives its sidecar's upgrade: it is told nothing of marks where there are none to wait for."""
     heard: list[bytes] = []
-    hear = worker_wire.hear_sidecar
+    hear = worker_wire.WORKER.hear
 
-    def older(frames: Frames, deadline: Deadline) -> worker_wire.ToWorker:
-        message = hear(frames, deadline)
+    def older(frames: Frames, deadline: Deadline, waiting_for: str) -> worker_wire.ToWorker:
+        message = hear(frames, deadline, waiting_for)
         if isinstance(message, worker_wire.ExecutePlan):
             heard.append(msgspec.msgpack.encode(message))
         return message
 
-    monkeypatch.setattr(worker_loader.wire, "hear_sidecar", older)
+    monkeypatch.setattr(worker_wire.WORKER, "hear", older)
     world.round()
     assert heard
     for each in heard:
@@ -410,8 +410,8 @@ def test_a_sidecar_that_hangs_up_sets_the_worker_free(tmp_path: Path) -> None:
         worker.start()
         sidecar = listener.accept(Deadline(WAIT_S), "the worker")
         if heard:
-            assert isinstance(worker_wire.hear_worker(sidecar, Deadline(WAIT_S), "hello"), worker_wire.Hello)
-            worker_wire.say(sidecar, worker_wire.RecordTrace(layout="x", tensors=SPECS), Deadline(WAIT_S))
+            assert isinstance(worker_wire.SIDECAR.hear(sidecar, Deadline(WAIT_S), "hello"), worker_wire.Hello)
+            worker_wire.SIDECAR.say(sidecar, worker_wire.RecordTrace(layout="x", tensors=SPECS), Deadline(WAIT_S))
 
         sidecar.close()
         listener.close()
@@ -429,10 +429,10 @@ def test_what_is_no_message_ends_the_exchange(tmp_path: Path) -> None:
     worker = threading.Thread(target=worker_loader.serve_sidecar, args=(model, listener.path))
     worker.start()
     sidecar = listener.accept(Deadline(WAIT_S), "the worker")
-    worker_wire.hear_worker(sidecar, Deadline(WAIT_S), "hello")
+    worker_wire.SIDECAR.hear(sidecar, Deadline(WAIT_S), "hello")
 
-    worker_wire.say(sidecar, worker_wire.ExecutePlan(epoch=1, version=1, exports=()), Deadline(WAIT_S))
-    answer = worker_wire.hear_worker(sidecar, Deadline(WAIT_S), "an answer")
+    worker_wire.SIDECAR.say(sidecar, worker_wire.ExecutePlan(epoch=1, version=1, exports=()), Deadline(WAIT_S))
+    answer = worker_wire.SIDECAR.hear(sidecar, Deadline(WAIT_S), "an answer")
     sidecar.send(b"\xc1", Deadline(WAIT_S))
     worker.join(WAIT_S)
 
@@ -524,7 +524,7 @@ def test_a_round_says_where_its_time_went(world: World) -> None:
 def test_the_layout_is_asked_for_when_it_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server may let its workers in late, and a sender that nobody reads from gives up, or keeps others waiting."""
     done: list[str] = []
-    say, gather = direct_wire.say, Workers.gather
+    say, gather = direct_wire.RECEIVER.say, Workers.gather
 
     def said(frames: Any, message: Any, deadline: Any) -> None:
         done.append(message.kind)
@@ -535,7 +535,7 @@ def test_the_layout_is_asked_for_when_it_is_read(world: World, monkeypatch: pyte
         done.append("workers came")
         return found
 
-    monkeypatch.setattr(direct_wire, "say", said)
+    monkeypatch.setattr(direct_wire.RECEIVER, "say", said)
     monkeypatch.setattr(Workers, "gather", gathered)
     world.round()
     assert done.index("workers came") < done.index("GiveLayout") < done.index("Propose")

@@ -223,17 +223,17 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 @pytest.mark.parametrize("heard", range(8))
 def test_a_sidecar_that_dies(world: World, monkeypatch: pytest.MonkeyPatch, heard: int) -> None:
     """At any answer of its workers: the workers return, the trainer knows, and another sidecar's round is taken."""
-    hear, left = worker_wire.hear_worker, [heard]
+    hear, left = worker_wire.SIDECAR.hear, [heard]
 
     def hear_or_die(*arguments: Any) -> Any:
         if not left[0]:
-            monkeypatch.setattr(direct_receiver.worker_wire, "hear_worker", hear)
+            monkeypatch.setattr(worker_wire.SIDECAR, "hear", hear)
             world.receiver.close()
             raise Killed
         left[0] -= 1
         return hear(*arguments)
 
-    monkeypatch.setattr(direct_receiver.worker_wire, "hear_worker", hear_or_die)
+    monkeypatch.setattr(worker_wire.SIDECAR, "hear", hear_or_die)
     with pytest.raises(Killed):
         world.round()
 

@@ -232,10 +232,10 @@ class Crowd:
         self.engines = {engine: self._connect(engine, address) for engine in engines}
 
     def say(self, engine: str, message: direct_wire.ToSender) -> None:
-        direct_wire.say(self.engines[engine], message, Deadline(WAIT_S))
+        direct_wire.RECEIVER.say(self.engines[engine], message, Deadline(WAIT_S))
 
     def hear(self, engine: str) -> direct_wire.ToReceiver:
-        return direct_wire.hear_sender(self.engines[engine], Deadline(WAIT_S), "the sender")
+        return direct_wire.RECEIVER.hear(self.engines[engine], Deadline(WAIT_S), "the sender")
 
     def end(self) -> dict[str, str]:
         """Who did not take the version, once the sender knows of all."""
@@ -252,8 +252,8 @@ class Crowd:
 
     def _connect(self, engine: str, address: str) -> Frames:
         frames = Frames.connect(address, Deadline(WAIT_S))
-        direct_wire.say(frames, direct_wire.Hello(channel="c", epoch=1, engine=engine), Deadline(WAIT_S))
-        assert isinstance(direct_wire.hear_sender(frames, Deadline(WAIT_S), "welcome"), direct_wire.Welcome)
+        direct_wire.RECEIVER.say(frames, direct_wire.Hello(channel="c", epoch=1, engine=engine), Deadline(WAIT_S))
+        assert isinstance(direct_wire.RECEIVER.hear(frames, Deadline(WAIT_S), "welcome"), direct_wire.Welcome)
         return frames
 
 
@@ -346,7 +346,7 @@ def test_who_speaks_slowly_is_heard_to_the_end(tmp_path: Path, monkeypatch: pyte
     """The time is for standing still, not for a message: a loaded host takes long over a large one."""
     monkeypatch.setattr(lines, "PACKET_S", 0.5)
     crowd = Crowd(tmp_path, "slow")
-    message = framed(direct_wire.encoded(direct_wire.Failed(reason="x" * 100)))  # said by either side
+    message = framed(direct_wire.SENDER.encode(direct_wire.Failed(reason="x" * 100)))  # said by either side
     for at in range(0, len(message), 10):
         crowd.engines["slow"]._socket.sendall(message[at : at + 10])
         time.sleep(0.1)
@@ -413,7 +413,7 @@ def test_nothing_is_said_in_the_middle_of_something_else(tmp_path: Path) -> None
     pipe.settimeout(WAIT_S)
     while block := pipe.recv(1 << 20):
         came += block
-    table = framed(direct_wire.encoded(direct_wire.Table(table=crowd.tabled.table.encode(), seal=b"signed")))
+    table = framed(direct_wire.SENDER.encode(direct_wire.Table(table=crowd.tabled.table.encode(), seal=b"signed")))
     assert 0 < len(came) < len(table)
     assert table.startswith(came)
     assert crowd.end() == {"slow": "no slow", "idle": "no idle"}

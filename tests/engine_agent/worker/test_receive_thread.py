@@ -107,10 +107,10 @@ class Sidecar:
         assert isinstance(self.hear(), wire.Expecting)
 
     def hear(self) -> wire.ToSidecar:
-        return wire.hear_worker(self._frames, Deadline(WAIT_S), "the worker's thread")
+        return wire.SIDECAR.hear(self._frames, Deadline(WAIT_S), "the worker's thread")
 
     def say(self, message: wire.ToWorker) -> None:
-        wire.say(self._frames, message, Deadline(WAIT_S))
+        wire.SIDECAR.say(self._frames, message, Deadline(WAIT_S))
 
     def take(self, *, beside: bool = True) -> wire.ToSidecar:
         """Have it take a version."""
@@ -326,7 +326,7 @@ def test_it_gets_the_interpreter_from_the_first_word_on(sidecar: Sidecar, monkey
     free = taker.free_bytes
     monkeypatch.setattr(taker, "_SOON_S", WAIT_S)
     monkeypatch.setattr(taker, "free_bytes", lambda device: (seen.append(sys.getswitchinterval()), free(device))[1])
-    monkeypatch.setattr(wire, "hear_sidecar", heard(wire.hear_sidecar, seen))
+    monkeypatch.setattr(wire.WORKER, "hear", heard(wire.WORKER.hear, seen))
     sidecar.say(wire.Weigh())
     assert isinstance(sidecar.hear(), wire.Room)
     assert isinstance(sidecar.take(), wire.Taken)

@@ -23,10 +23,10 @@ import torch
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, WorkerDied
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import MacFrames
+from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.interface import Peer, Receipt
 from weightbus.dataplane.transports.sends import (
     messages as sends_wire,
-    receiver as sends_receiver,
     sender as sends,
     worker_receivers as takers,
 )
@@ -272,8 +272,8 @@ def test_who_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) 
 
     def come(engine: str) -> MacFrames:
         frames = MacFrames.reach(address.address, address.token, Deadline(WAIT_S))
-        sends_wire.say(frames, sends_wire.Hello(channel="c", epoch=1, engine=engine), Deadline(WAIT_S))
-        assert isinstance(sends_wire.hear_sender(frames, Deadline(WAIT_S), "who it is"), sends_wire.Invited)
+        sends_wire.RECEIVER.say(frames, sends_wire.Hello(channel="c", epoch=1, engine=engine), Deadline(WAIT_S))
+        assert isinstance(sends_wire.RECEIVER.hear(frames, Deadline(WAIT_S), "who it is"), sends_wire.Invited)
         return frames
 
     coming = [world.pool.submit(come, name) for name in ("e", "v")]
@@ -285,7 +285,7 @@ def test_who_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) 
     dies.close()
     sender.finish(PROMPT_S)
     assert time.monotonic() - began < STILL_S
-    told = sends_wire.hear_sender(lives, Deadline(WAIT_S), "how it ended")
+    told = sends_wire.RECEIVER.hear(lives, Deadline(WAIT_S), "how it ended")
     assert isinstance(told, sends_wire.Failed)
     assert told.reason.startswith("the group broke: v: ")
     assert set(sender.failed) == {"e", "v"}
@@ -325,11 +325,11 @@ def test_a_sidecar(world: SendsWorld, monkeypatch: pytest.MonkeyPatch, heard: in
     world.round(stage=True)
     before = state(world.server)
     world.trainer.step(3)
-    hear, left, waiting = sends_receiver.worker_wire.hear_worker, [heard], threading.Event()
+    hear, left, waiting = worker_wire.SIDECAR.hear, [heard], threading.Event()
 
     def hear_or_die(*arguments: Any) -> Any:
         if not left[0]:
-            monkeypatch.setattr(sends_receiver.worker_wire, "hear_worker", hear)
+            monkeypatch.setattr(worker_wire.SIDECAR, "hear", hear)
             if stands:
                 waiting.wait(WAIT_S)
             world.receiver.shutdown()
@@ -337,7 +337,7 @@ def test_a_sidecar(world: SendsWorld, monkeypatch: pytest.MonkeyPatch, heard: in
         left[0] -= 1
         return hear(*arguments)
 
-    monkeypatch.setattr(sends_receiver.worker_wire, "hear_worker", hear_or_die)
+    monkeypatch.setattr(worker_wire.SIDECAR, "hear", hear_or_die)
     session = world.trainer.session(2)
     world.trainer.describe()
     taken = world.receive(session, "e", world.offer(session), stage=True)

@@ -19,7 +19,7 @@ from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.unix_sockets import open_runtime_dir
 from weightbus.dataplane.transports.interface import Peer
-from weightbus.dataplane.transports.local.messages import Connection, Hello
+from weightbus.dataplane.transports.local.messages import RECEIVER, Connection, Hello, connect
 from weightbus.dataplane.transports.local.receiver import LocalReceiver
 from weightbus.dataplane.transports.local.sender import LocalSender
 
@@ -107,31 +107,31 @@ def test_an_engine_speaks_to_no_socket_but_a_private_one(run: Path, tmp_path: Pa
         listener.bind(os.fspath(path))
         listener.listen()
         path.chmod(0o600)
-        Connection.connect(os.fspath(path), Deadline(30)).close()
+        connect(os.fspath(path), Deadline(30)).close()
         (run / "link.sock").symlink_to(path)
         (run / "file").touch(0o600)
         (tmp_path / "linked").symlink_to(run)
         for wrong in (run / "link.sock", run / "file", tmp_path / "linked" / "s.sock", run / "none"):
             with pytest.raises(PeerLost, match="not one to be trusted"):
-                Connection.connect(os.fspath(wrong), Deadline(30))
+                connect(os.fspath(wrong), Deadline(30))
         path.chmod(0o666)
         with pytest.raises(PeerLost, match="mode 666"):
-            Connection.connect(os.fspath(path), Deadline(30))
+            connect(os.fspath(path), Deadline(30))
         path.chmod(0o600)
         run.chmod(0o755)
         with pytest.raises(PeerLost, match="mode 755"):
-            Connection.connect(os.fspath(path), Deadline(30))
+            connect(os.fspath(path), Deadline(30))
 
 
 def hello(path: str, *, look: bool) -> None:
     """What an engine says first; `look` as our own receiver does, or not, as an attacker would."""
     if look:
-        Connection.connect(path, Deadline(30)).close()
+        connect(path, Deadline(30)).close()
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as raw:
         raw.settimeout(30)
         raw.connect(path)
-        Connection(raw).send(Hello(channel="c", epoch=3, engine="e0"))
+        Connection(raw, RECEIVER).say(Hello(channel="c", epoch=3, engine="e0"))
 
 
 @needs_root
@@ -185,4 +185,4 @@ def test_a_listener_of_another_user_is_found_out(run: Path) -> None:
         finally:
             os.seteuid(0)
         with pytest.raises(PeerLost, match=f"user {NOBODY}"):
-            Connection.connect(os.fspath(path), Deadline(30))
+            connect(os.fspath(path), Deadline(30))

@@ -55,7 +55,7 @@ def test_a_connection_that_cannot_be_accepted_closes_no_door(sockets: list[Flaky
     try:
         until(lambda: sockets[0].left == 0)
         frames = MacFrames.reach(door.address, TOKEN, Deadline(WAIT_S))
-        wire.say(frames, wire.Finished(), Deadline(WAIT_S))
+        wire.RECEIVER.say(frames, wire.Finished(), Deadline(WAIT_S))
         found: list[tuple[MacFrames, wire.ToSender]] = []
         until(lambda: bool(found.extend(door.came()) or found))
         assert found[0][1] == wire.Finished()

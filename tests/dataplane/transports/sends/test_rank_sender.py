@@ -104,8 +104,8 @@ def led(monkeypatch: pytest.MonkeyPatch, *says: wire.ToReceiver) -> Leader:
     """Whom the rank reaches next."""
     leader = Leader(*says)
     monkeypatch.setattr(MacFrames, "reach", lambda *_: leader)
-    monkeypatch.setattr(wire, "hear_sender", leader.hear)
-    monkeypatch.setattr(wire, "say", leader.say)
+    monkeypatch.setattr(wire.RECEIVER, "hear", leader.hear)
+    monkeypatch.setattr(wire.RECEIVER, "say", leader.say)
     return leader
 
 

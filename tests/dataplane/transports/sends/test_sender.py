@@ -71,16 +71,16 @@ class Crowd:
         return MacFrames.reach(self.address.address, self.address.token, Deadline(WAIT_S))
 
     def say(self, member: str, message: wire.ToSender) -> None:
-        wire.say(self.members[member], message, Deadline(WAIT_S))
+        wire.RECEIVER.say(self.members[member], message, Deadline(WAIT_S))
 
     def begin(self, member: str, message: wire.Failed, count: int) -> bytes:
         """Say so many bytes of it; the others."""
-        whole = b"".join(self.members[member].wrapped(wire.encoded(message)))
+        whole = b"".join(self.members[member].wrapped(wire.RECEIVER.encode(message)))
         self.members[member]._socket.sendall(whole[:count])
         return whole[count:]
 
     def hear(self, member: str) -> wire.ToReceiver:
-        return wire.hear_sender(self.members[member], Deadline(WAIT_S), "the leader")
+        return wire.RECEIVER.hear(self.members[member], Deadline(WAIT_S), "the leader")
 
     def prepare(self, *engines: str) -> None:
         for engine in engines:

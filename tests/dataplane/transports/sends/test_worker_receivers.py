@@ -32,8 +32,8 @@ def test_some_of_the_memory_stays_free(tmp_path: Path, free: int, *, enough: boo
     asked._threads[0] = listener.accept(Deadline(WAIT_S), "a worker")
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(asked.room)
-        assert isinstance(worker_wire.hear_sidecar(worker, Deadline(WAIT_S)), worker_wire.Weigh)
-        worker_wire.say(worker, worker_wire.Room(needed=1000, free=free), Deadline(WAIT_S))
+        assert isinstance(worker_wire.WORKER.hear(worker, Deadline(WAIT_S), "the sidecar"), worker_wire.Weigh)
+        worker_wire.WORKER.say(worker, worker_wire.Room(needed=1000, free=free), Deadline(WAIT_S))
         objection = found.result(WAIT_S)
     assert objection == (
         "" if enough else f"worker 0 has no room beside its weights: 1000 bytes are needed, {free} free"
@@ -61,7 +61,7 @@ class _Told:
 @pytest.mark.parametrize("how", ["is closed meanwhile", "says something else", "hangs up"])
 def test_nobody_keeps_a_thread_that_is_not_taken_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Whoever connects and is of no use, or comes while the sidecar ends, is hung up on."""
-    asked, hear = WorkerReceivers(tmp_path), worker_wire.hear_worker
+    asked, hear = WorkerReceivers(tmp_path), worker_wire.SIDECAR.hear
 
     def heard(frames: Frames, deadline: Deadline, waiting_for: str) -> worker_wire.ToSidecar:
         if how == "is closed meanwhile":
@@ -70,7 +70,7 @@ def test_nobody_keeps_a_thread_that_is_not_taken_in(tmp_path: Path, monkeypatch:
         return hear(frames, deadline, waiting_for)
 
     came: list[Frames] = []
-    monkeypatch.setattr(worker_wire, "hear_worker", heard)
+    monkeypatch.setattr(worker_wire.SIDECAR, "hear", heard)
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(asked.expect, _Told(), [_Scheduled()], Deadline(WAIT_S))  # type: ignore[arg-type]
         until(lambda: list(tmp_path.glob("t-*.sock")), "a socket to connect to")
@@ -79,9 +79,9 @@ def test_nobody_keeps_a_thread_that_is_not_taken_in(tmp_path: Path, monkeypatch:
             if how == "hangs up":
                 worker.close()
             elif how == "says something else":
-                worker_wire.say(worker, worker_wire.Moving(), Deadline(WAIT_S))
+                worker_wire.WORKER.say(worker, worker_wire.Moving(), Deadline(WAIT_S))
             else:
-                worker_wire.say(worker, worker_wire.Expecting(rank=0, schedule="s"), Deadline(WAIT_S))
+                worker_wire.WORKER.say(worker, worker_wire.Expecting(rank=0, schedule="s"), Deadline(WAIT_S))
         with pytest.raises(PeerLost):
             found.result(WAIT_S)
     assert [frames.fileno() for frames in came] == [-1]
@@ -102,7 +102,7 @@ def test_only_who_was_told_a_schedule_is_taken_in(tmp_path: Path) -> None:
         def come(rank: int, schedule: str) -> Frames:
             made = Frames.connect(str(next(tmp_path.glob("t-*.sock"))), Deadline(WAIT_S))
             ends.callback(made.close)
-            worker_wire.say(made, worker_wire.Expecting(rank=rank, schedule=schedule), Deadline(WAIT_S))
+            worker_wire.WORKER.say(made, worker_wire.Expecting(rank=rank, schedule=schedule), Deadline(WAIT_S))
             return made
 
         strangers = [come(0, "another"), come(1, "s"), come(7, "s")]
@@ -151,7 +151,7 @@ class Threads:
         """A transfer in which everything comes, in a group that may be used again for so long."""
         group = Group(store="", name="g", size=2, rank=1, form_s=1.0, turn_s=1.0, keep_s=keep_s)
         for worker in self.workers:
-            worker_wire.say(worker, worker_wire.Taken(seconds=0.0, nbytes=1), Deadline(WAIT_S))
+            worker_wire.WORKER.say(worker, worker_wire.Taken(seconds=0.0, nbytes=1), Deadline(WAIT_S))
         leader = LeadSession(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
         assert len(self.takers.take(group, leader, Deadline(WAIT_S), beside=True)) == len(self.workers)
 
@@ -185,11 +185,11 @@ def test_a_worker_that_does_not_take_it_may_have_written(threads: Threads, how: 
     if how == "hangs up":
         worker.close()
     else:
-        worker_wire.say(worker, worker_wire.Failed(reason="odd", touched=wrote and not beside), Deadline(WAIT_S))
+        worker_wire.WORKER.say(worker, worker_wire.Failed(reason="odd", touched=wrote and not beside), Deadline(WAIT_S))
     leader = LeadSession(
         beat=lambda: None,
         over=lambda: "",
-        failed=lambda *_: worker_wire.say(other, worker_wire.Failed(reason="told"), Deadline(WAIT_S)),
+        failed=lambda *_: worker_wire.WORKER.say(other, worker_wire.Failed(reason="told"), Deadline(WAIT_S)),
     )
     transfer = takers._Transfer(threads.takers._threads, leader, beside=beside)
     with pytest.raises(NotReceived, match="worker 0: ") as ended:
@@ -242,15 +242,16 @@ def test_a_sidecar_does_not_vouch_for_a_worker_that_says_nothing(
     silent, moving = threads.workers
     beats, until_s = list[float](), time.monotonic() + 1.5
     if how.endswith("taken it"):
-        worker_wire.say(silent, worker_wire.Taken(seconds=0.0, nbytes=1), Deadline(WAIT_S))
+        worker_wire.WORKER.say(silent, worker_wire.Taken(seconds=0.0, nbytes=1), Deadline(WAIT_S))
 
     def move() -> str:
         for worker in (silent, moving) if how == "moving" else (moving,):
-            worker_wire.say(worker, worker_wire.Moving(), Deadline(WAIT_S))
+            worker_wire.WORKER.say(worker, worker_wire.Moving(), Deadline(WAIT_S))
         return "" if time.monotonic() < until_s else "enough"
 
     told = lambda *_: [  # noqa: E731
-        worker_wire.say(worker, worker_wire.Failed(reason="told"), Deadline(WAIT_S)) for worker in threads.workers
+        worker_wire.WORKER.say(worker, worker_wire.Failed(reason="told"), Deadline(WAIT_S))
+        for worker in threads.workers
     ]
     leader = LeadSession(beat=lambda: beats.append(until_s - time.monotonic()), over=move, failed=told)
     with pytest.raises(NotReceived, match="enough"):
@@ -263,12 +264,12 @@ def test_a_sidecar_does_not_vouch_for_a_worker_that_says_nothing(
 def test_the_trainer_hears_whether_less_at_a_time_may_do(threads: Threads, *, less: bool) -> None:
     """As the worker said."""
     first, other = threads.workers
-    worker_wire.say(first, worker_wire.Failed(reason="odd", less=less), Deadline(WAIT_S))
+    worker_wire.WORKER.say(first, worker_wire.Failed(reason="odd", less=less), Deadline(WAIT_S))
     heard = list[tuple[str, bool]]()
 
     def failed(reason: str, less: bool) -> None:
         heard.append((reason, less))
-        worker_wire.say(other, worker_wire.Failed(reason="told"), Deadline(WAIT_S))
+        worker_wire.WORKER.say(other, worker_wire.Failed(reason="told"), Deadline(WAIT_S))
 
     leader = LeadSession(beat=lambda: None, over=lambda: "", failed=failed)
     with pytest.raises(NotReceived):
