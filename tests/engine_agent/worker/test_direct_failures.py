@@ -25,7 +25,7 @@ from weightbus.dataplane.processes.frames import FrameListener
 from weightbus.dataplane.transports import worker_exchange as workers, worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
-from weightbus.dataplane.transports.interface import Peer
+from weightbus.dataplane.transports.interface import Address, Peer
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
@@ -101,7 +101,7 @@ def test_a_trainer_that_dies(tmp_path: Path, ends: Ends, monkeypatch: pytest.Mon
     before = state(server)
     versions.step(1)
     pid = ends.start(half="trainer", root=str(root), epoch=1, seed=1, tp=2)
-    address = ends.answer()["address"]
+    address = Address(ends.answer()["address"])
     with monkeypatch.context() as watching:
         at(point, lambda: kill(pid), watching)
         began = time.monotonic()
@@ -116,7 +116,7 @@ def test_a_trainer_that_dies(tmp_path: Path, ends: Ends, monkeypatch: pytest.Mon
     assert not proven or holds(server, versions.values)
     versions.step(2)
     ends.start(half="trainer", root=str(root), epoch=2, seed=2, tp=2)
-    address = ends.answer()["address"]
+    address = Address(ends.answer()["address"])
     receiver.receive(versions.session(2), address, "e", 1, server, WAIT_S)  # type: ignore[arg-type]
     assert holds(server, versions.values)
     receiver.shutdown()
