@@ -26,7 +26,7 @@ def exposed_digests_and_tensors(source: Source) -> tuple[list[bytes], dict[str, 
     manifest = Manifest.of(source.model, source.tensors())
     with tempfile.TemporaryDirectory(prefix="wb-x") as folder:
         memory_export = MemoryExport(source, manifest, Path(folder), "x")
-        memory_export.expose()
+        memory_export.export()
         digests = memory_export.digests()
         assert digests is not None, memory_export.undigestible
         found = read(memory_export.current, manifest) if source.root else {}

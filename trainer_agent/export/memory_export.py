@@ -1,8 +1,9 @@
-"""Gives engines the live weights of all ranks out of where they are: what `direct` and `sends` offer.
+"""Exports the live weights of all ranks where they lie: the memory that `direct` and `sends` transfer.
 
-Every rank exports its own memory, or describes it, and digests its share of it; the root joins what they say of
-themselves. Pieces and maps travel when they are new; in a steady round a rank sends its generation and its sums. What
-is read, engines fetch; what is sent, every rank sends by a thread of its own.
+Every rank exports its own memory, or describes it, and digests its share; all ranks exchange their announcements, and
+rank 0 joins the digests. Shards and export maps are exchanged when they change; in a steady round a rank announces its
+generation and its digests. With `direct` engines fetch the memory; with `sends` ranks send it by threads of their own.
+export_state.py has the states of an export and its legal moves.
 """
 
 from __future__ import annotations
@@ -28,141 +29,156 @@ from weightbus.dataplane.transports import Address, ExportedWeights, Exporting
 from weightbus.dataplane.transports.sends import RankSender
 
 from .derived_tensors import DerivedTensors
+from .export_state import ExportMove, ExportState, after
 from .topology import location_of
 
 
 @runtime_checkable
 class Exportable(Protocol):
-    """A source whose tensors can be read by other processes. Every rank holds one."""
+    """A source whose tensors other processes can read. Every rank holds one."""
 
     @property
     def rank(self) -> int:
-        """Of this process, in the source's group."""
+        """Rank of this process in the source's group."""
         ...
 
     def held(self, tensors: Sequence[TensorSpec]) -> Shards:
-        """All that this rank holds of `tensors`, replicas included; `storage` numbers what `memory` gives."""
+        """Shards of `tensors` on this rank, replicas included; `storage` is an index into `memory`."""
         ...
 
     def memory(self) -> Sequence[torch.Tensor]:
-        """This rank's own tensors as they are now. Collective: what is still on its way between ranks arrives first."""
+        """This rank's own tensors as they are now. Collective: transfers between ranks that write them end first."""
         ...
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
-        """What every rank passed, by rank. Collective."""
+        """Gather `blob` of every rank, by rank. Collective."""
         ...
 
 
 @runtime_checkable
 class PreparingSource(Exportable, Protocol):
-    """A source that makes what is read of its weights: that takes a while, and can be begun before it is waited for."""
+    """A source that computes what engines read of its weights, and can begin before it is waited for."""
 
-    def make(self) -> None:
-        """Begin to make it from the weights as they are now. Collective.
+    def prepare(self) -> None:
+        """Begin to compute it from the weights as they are now. Collective.
 
-        Whatever was writing the weights, on any stream of a GPU, has ended when it begins.
+        All earlier writes to the weights, on any stream of a GPU, have ended before it begins.
         """
         ...
 
-    def memory(self, *, made: bool = False) -> Sequence[torch.Tensor]:
-        """As of every exposable source; with `made`, what the last `make` began is not begun again."""
+    def memory(self, *, prepared: bool = False) -> Sequence[torch.Tensor]:
+        """As `Exportable.memory`; with `prepared` the last `prepare` counts, and nothing is begun anew."""
         ...
 
 
 @runtime_checkable
 class SummingSource(PreparingSource, Protocol):
-    """A source that sums up what it makes while it makes it, so that the digests need not read all of it again."""
+    """A source that accumulates checksums of what it computes, so that digests need not read all of it again."""
 
     def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
-        """The pieces of `held` that are summed up. Always the same ones."""
+        """Shards of `held` whose checksums are accumulated. The same in every version."""
         ...
 
     def sums(self) -> Lanes:
-        """(2, sums of `summed`) uint64: both lanes of the bytes that are there since `make`. Waits for it."""
+        """(2, checksums of `summed`) uint64: both lanes of the bytes written since `prepare`. Blocks until it ends."""
         ...
 
 
 @runtime_checkable
 class FlaggingSource(PreparingSource, Protocol):
-    """A source that marks in its memory how far it has come with what it makes: readers need not wait for all of it."""
+    """A source that sets ready flags in its memory as parts become complete, so that readers need not wait for all."""
 
-    def parts(self) -> ArenaParts | None:
-        """What is made part by part, `storage` as in `memory`; None where nothing is. Always the same.
+    def ready_parts(self) -> ArenaParts | None:
+        """Parts that get ready flags, `storage` as in `memory`; None without parts. The same in every version.
 
-        All else that `make` writes is written in the order of the stream before the last mark is. What it does not
-        write, of all that `memory` gives, is there when it returns; and no mark shows a round that is not begun.
+        All other writes of `prepare` precede the last flag in stream order. Memory that `prepare` does not write is
+        complete when it returns; and no flag shows a round that has not begun.
         """
         ...
 
     @property
     def round(self) -> int:
-        """What marks show since the last `make`: another number than ever before, and not 0."""
+        """Value of the ready flags since the last `prepare`: never used before, and not 0."""
         ...
 
 
-class _Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank says in every round."""
+class _Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's export of the current version, as the other ranks are told in every round."""
 
     refusal: str = ""
-    """Why nothing of it can be had."""
+    """Why this rank cannot export at all; empty if it can."""
     unreadable: str = ""
-    """Why nobody can read its memory, which it can send."""
+    """Why engines cannot read its memory, which it can send; empty if they can."""
     layout: str = ""
     """Digest of its `_Layout`."""
     address: str = ""
     generation: int = 0
     round: int = 0
-    """What the marks of its parts have to show."""
+    """Value of its ready flags in this version; 0 without flags."""
 
 
 class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a rank says when its layout is new to the others."""
+    """A rank's shards and export maps, exchanged when a layout is new to the other ranks."""
 
     pieces: bytes
     exports: bytes
-    """Of what can be read; empty where nothing can."""
+    """Export map of the memory that engines read; empty if they read none."""
     own: bytes
-    """Of what it sends out of; empty where it does not."""
+    """Export map of the memory that this rank sends; empty if it sends none."""
     place: ProcessLocation
-    """Where it is."""
+    """Location of the rank."""
 
 
-class _Sums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What its memory adds to the digests."""
+class _DigestLanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A rank's contribution to the digests."""
 
     lanes: bytes
     odd: bytes
 
 
 @dataclass(frozen=True, eq=False)
-class _Local:
-    """This rank's part of the model. Storages are numbered anew: those of the source in `used`, then the mirror's."""
+class _LocalShards:
+    """This rank's shards. Storages are renumbered: the source's storages in `used`, then those of derived tensors."""
 
     pieces: Shards
     digest: str
     used: tuple[int, ...]
-    mirror: DerivedTensors
-    parts: ArenaParts | None
-    """What is made part by part."""
+    derived: DerivedTensors
+    ready_parts: ArenaParts | None
+    """Parts with ready flags."""
 
-    def here(self, memory: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Those of the source's storages that are used, in their new numbers."""
+    def used_of(self, memory: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Storages of the source that hold shards, in their new order."""
         return tuple(map(memory.__getitem__, self.used))
 
     @classmethod
-    def of(cls, pieces: Shards, memory: Sequence[torch.Tensor], parts: ArenaParts | None) -> _Local:
-        """What lies in no piece is left out, what is shifted is mirrored."""
+    def of(cls, pieces: Shards, memory: Sequence[torch.Tensor], ready_parts: ArenaParts | None) -> _LocalShards:
+        """Leaves out storages without shards, and derives the shifted ones."""
         used, numbers = np.unique(pieces.storage, return_inverse=True)
         indexes: list[int] = used.tolist()
         device = memory[indexes[0]].device if indexes else torch.device("cpu")
-        mirror = DerivedTensors(replace(pieces, storage=numbers), len(indexes), device)
-        if parts is not None:
-            parts = msgspec.structs.replace(parts, storage=indexes.index(parts.storage))
-        return cls(mirror.pieces, mirror.pieces.digest(), tuple(indexes), mirror, parts)
+        derived = DerivedTensors(replace(pieces, storage=numbers), len(indexes), device)
+        if ready_parts is not None:
+            ready_parts = msgspec.structs.replace(ready_parts, storage=indexes.index(ready_parts.storage))
+        return cls(derived.pieces, derived.pieces.digest(), tuple(indexes), derived, ready_parts)
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A version that is prepared on this rank and not exported yet."""
+
+    announcement: _Announcement
+    ready_flags: bool
+    """True if readers wait for ready flags."""
+    unflagged: torch.cuda.Event | None
+    """Recorded behind the device's writes that no ready flag covers; None if there are none."""
 
 
 class MemoryExport:
-    """Exports one rank's tensors for as long as it lives. Calls are collective, but for `current` and `close`."""
+    """Exports one rank's tensors until it is closed.
+
+    Calls are collective, but for `current`, `described`, `join_sends`, `settle` and `close`.
+    """
 
     def __init__(
         self,
@@ -174,108 +190,271 @@ class MemoryExport:
         read: bool = True,
         sent: bool = False,
     ) -> None:
-        """`read`: engines open the memory. `sent`: ranks send out of it. Equal on every rank."""
+        """`read`: engines open the memory. `sent`: ranks send it. Equal on every rank."""
+        self.state = ExportState.NEW
         self._source = source
         self._manifest = manifest
         self._exporter = RegionExporter(runtime_dir, channel, source.rank) if read else None
         self._own = LocalMemory(source.rank) if sent else None
         self._sends = RankSender(channel, source.rank)
         self.unreadable = "" if read else "it was not asked for"
-        """Why the memory cannot be read; empty when it can."""
+        """Why engines cannot read the memory; empty if they can."""
         self.places: tuple[ProcessLocation, ...] = ()
-        """Where the ranks are, once something was exposed."""
+        """Locations of the ranks, once memory was exported."""
         self._described: ExportedWeights | None = None
+        self._exported_weights: ExportedWeights | None = None
         self._pieces: Shards | None = None
-        self._local: _Local | None = None
+        """Shards of all ranks."""
+        self._local: _LocalShards | None = None
         self._tensors: list[torch.Tensor] = []
         self._layouts: tuple[str, ...] = ()
-        self._exported_weights: ExportedWeights | None = None
+        """Digests of the layouts that all ranks know of each other."""
         self._division: DigestDivision | None = None
         self._undigestible = ""
         self._share: ShareDigester | None = None
-        self._begun = False
-        """`_share` reads the memory already, as it is in this publication."""
-        self._ahead: _Standing | None = None
-        """What `make` has found."""
-        self._behind: DeviceFence | None = None
-        """Behind what `make` began, while nobody has waited for that."""
-        self._marked = False
-        """It has told readers of parts, and of the marks behind them."""
-        self._unmarked: torch.cuda.Event | None = None
-        """Behind what `make` has a GPU write without a mark."""
+        """Digests this rank's share; bound to its memory and the layout of all ranks."""
         self._known: tuple[Column, Column] | None = None
-        """What the source sums up for this rank's share: which of its sums, and of which of the share's tensors."""
+        """Checksums of the source that count for the share: their numbers, and the share's tensors they belong to."""
+        self._prepared: _Prepared | None = None
+        """Set in the prepared states."""
+        self._fence: DeviceFence | None = None
+        """Behind the device work that `prepare` began, until it was waited for."""
         self._maps: tuple[ExportMap | None, ExportMap | None] = (None, None)
-        """What can be read, and what is sent out of."""
+        """Export maps of the memory that engines read, and of the memory that is sent."""
         self._name = ""
-        """Of this rank's pieces and of `_maps`."""
+        """Digest of this rank's shards and of `_maps`."""
 
     @property
     def current(self) -> ExportedWeights:
-        """What was exposed last. Raises `NotExportable` before there is anything."""
+        """The weights that were exported last, for engines to read. Raises `NotExportable` before the first export."""
         if self._exported_weights is None:
             raise NotExportable("nothing is exposed yet")
         return self._exported_weights
 
-    def standing(self) -> ExportedWeights:
-        """`current`, to be asked for at each offer."""
-        return self.current
-
     def described(self) -> ExportedWeights:
-        """What the ranks send out of. Raises `NotExportable` before there is anything."""
+        """The weights that the ranks send. Raises `NotExportable` before the first export."""
         if self._described is None:
             raise NotExportable("nothing is described yet")
         return self._described
 
-    def join(self, address: Address, epoch: int, deadline_s: float) -> None:
+    @property
+    def undigestible(self) -> str:
+        """Why `digests` returns None; empty if it does not."""
+        return self._undigestible
+
+    def prepare(self, *, digests: bool, ready_flags: bool = False) -> None:
+        """Begin to compute what is exported from the weights as they are now, and to digest it if `digests`.
+
+        No engine may be reading. On a GPU the work has only begun when this returns. Errors are raised by `export`.
+        `ready_flags` as for `export`. `export` and `digests` may follow in any order.
+        """
+        if isinstance(self._source, PreparingSource):
+            self._source.prepare()
+        announcement = self._announce(prepared=True, ready_flags=ready_flags)
+        self._move(ExportMove.PREPARE)
+        flagged = self._has_ready_flags(ready_flags)
+        self._prepared = _Prepared(announcement, flagged, self._behind_unflagged(flagged))
+        if digests and not announcement.refusal and self._share is not None:
+            self._begin_digests(self._share)
+        self._fence = DeviceFence(self._device)
+
+    def settle(self, deadline_s: float) -> None:
+        """Block until the work that `prepare` began has ended: afterwards the weights may change. Not collective.
+
+        Returns at once if it was waited for. Raises `DeadlineExceeded`, and RuntimeError if the device has failed.
+        """
+        fence, self._fence = self._fence, None
+        if fence is not None:
+            fence.wait(Deadline(deadline_s))
+
+    def export(self, *, prepared: bool = False, ready_flags: bool = False) -> None:
+        """Make the memory readable on every rank. Raises `NotExportable`, on every rank alike.
+
+        Without `prepared` all of the memory as it is now is complete when this returns. With it, the last `prepare` is
+        exported: it is complete but, if readers know `ready_flags`, for flagged parts. Digests are not waited for.
+        """
+        announcement = self._prepared_announcement(ready_flags) if prepared else None
+        if announcement is None:
+            self._prepared = None
+            announcement = self._announce(prepared=prepared, ready_flags=ready_flags)
+            self._move(ExportMove.EXPORT_ANEW)
+            if self._exporter is not None:
+                self._exporter.settle()
+        self._exchange(announcement)
+
+    def digests(self) -> bytes | None:
+        """Digests of all tensors as the memory is now, concatenated, on rank 0; empty on other ranks.
+
+        None on every rank if the layout does not allow digests in place; then no memory is read.
+        """
+        division = self._divided()
+        if division is None:
+            return None
+        share = self._bound(division)
+        if not self.state.digesting:
+            self._await_step()
+            self._begin_digests(share)
+        lanes, odd = share.result()
+        self._move(ExportMove.END_DIGESTS)
+        self._fence = None
+        if self._known is not None and isinstance(self._source, SummingSource):
+            lanes[:, self._known[1]] += self._source.sums()[:, self._known[0]]
+        mine = _encode(_DigestLanes(_raw(lanes), odd))
+        found = [_DIGEST_LANES.decode(each) for each in self._source.collect(mine)]
+        if self._source.rank:
+            return b""
+        return division.digests([_lanes(each.lanes) for each in found], [each.odd for each in found])
+
+    def join_sends(self, address: Address, epoch: int, deadline_s: float) -> None:
         """Have this rank take part in sending `epoch`, by a thread of its own. Not collective.
 
-        What is sent is not looked at part by part: it waits for all that is made.
+        Sends do not look at ready flags: they wait until all of the memory is complete.
         """
         if self._own is not None:
             self._sends.begin(address, epoch, self._own.regions, deadline_s)
 
-    def make(self, *, digests: bool, parts: bool = False) -> None:
-        """Begin to make what is exposed from the weights as they are now, and to digest it if `digests`.
+    def close(self) -> None:
+        """Stop exporting. Engines notice before they read again."""
+        self._drop_share()
+        self._move(ExportMove.CLOSE)
+        self._sends.close()
+        if self._exporter is not None:
+            self._exporter.close()
+        self._prepared = None
+        self._exported_weights, self._described, self._pieces, self._layouts = None, None, None, ()
 
-        `parts` as for `expose`. Nobody may be reading it. On a GPU all of that has only begun when this returns. What
-        cannot be exported is found by `expose`. `expose` and `digests` may follow in any order, and `digests` any time
-        later.
+    def _move(self, move: ExportMove) -> None:
+        self.state = after(self.state, move)
+
+    # -- this rank -----------------------------------------------------------------------------------------------------
+
+    def _prepared_announcement(self, ready_flags: bool) -> _Announcement | None:
+        """Announcement of the prepared version, complete but for flagged parts.
+
+        None if no version is prepared, or if readers know ready flags now and did not when it was prepared.
         """
-        if isinstance(self._source, PreparingSource):
-            self._source.make()
-        self._ahead, self._begun = self._exported(made=True, parts=parts), False
-        self._marked = self._marks(parts)
-        self._note_unmarked()
-        if digests and not self._ahead.refusal and self._share is not None:
-            self._begin(self._share)
-        self._behind = DeviceFence(self._device)
+        prepared = self._prepared
+        if prepared is None or prepared.ready_flags is not self._has_ready_flags(ready_flags):
+            return None
+        if prepared.unflagged is not None:
+            prepared.unflagged.synchronize()
+        self._prepared = None
+        self._move(ExportMove.EXPORT)
+        return prepared.announcement
 
-    def settle(self, deadline_s: float) -> None:
-        """Wait for what `make` began where nobody has: afterwards the weights may be changed. Not collective.
+    def _has_ready_flags(self, ready_flags: bool) -> bool:
+        """True if readers wait for ready flags, provided that they know them."""
+        local = self._local
+        return ready_flags and self._exporter is not None and local is not None and local.ready_parts is not None
 
-        Raises `DeadlineExceeded`, and RuntimeError where the device has failed.
-        """
-        behind, self._behind = self._behind, None
-        if behind is not None:
-            behind.wait(Deadline(deadline_s))
+    def _announce(self, *, prepared: bool, ready_flags: bool) -> _Announcement:
+        source = self._source
+        memory = source.memory(prepared=prepared) if isinstance(source, PreparingSource) else source.memory()
+        try:
+            return self._export_local(memory, ready_flags=ready_flags)
+        except (NotExportable, Unsupported, ManifestError, OSError) as error:
+            return _Announcement(refusal=f"{error}" or type(error).__name__)
 
-    def expose(self, *, made: bool = False, parts: bool = False) -> None:
-        """Make the memory readable as it is now, on every rank. Raises `NotExportable`, on every rank alike.
+    def _export_local(self, memory: Sequence[torch.Tensor], *, ready_flags: bool) -> _Announcement:
+        local = self._local
+        if local is None:
+            parts = self._source.ready_parts() if isinstance(self._source, FlaggingSource) else None
+            local = self._local = _LocalShards.of(self._source.held(self._manifest.tensors), memory, parts)
+        used = local.used_of(memory)
+        local.derived.refresh(used)
+        self._tensors = [*used, *local.derived.tensors]
+        exports, unreadable = self._export_to_readers(local, ready_flags=ready_flags)
+        # After that: exporting moves storages of the host.
+        own = None if self._own is None else self._own.describe(self._tensors)
+        if exports is not self._maps[0] or own is not self._maps[1]:  # both are the same while nothing has moved
+            self._maps = exports, own
+            self._name = "".join((local.digest, *(each.digest() if each else "-" for each in self._maps)))
+            self._drop_share()
+        exporter = self._exporter if exports is not None else None
+        return _Announcement(
+            unreadable=unreadable,
+            layout=self._name,
+            address=exporter.address() if exporter else "",
+            generation=exporter.generation if exporter else 0,
+            round=self._source.round if exports and exports.parts and isinstance(self._source, FlaggingSource) else 0,
+        )
 
-        With `made`, as it was at the last `make`: when this returns, all of it is there but, if readers are told of
-        `parts`, those of which they see by their marks when they are, and nothing waits for what digests. Without, all
-        of it is there.
-        """
-        mine, self._ahead = self._ahead, None
-        if mine is None or not made or self._marked is not self._marks(parts):
-            mine, self._begun = self._exported(made=made, parts=parts), False
+    def _export_to_readers(self, local: _LocalShards, *, ready_flags: bool) -> tuple[ExportMap | None, str]:
+        """Export map for readers; or None and the reason, where the memory can be sent instead."""
+        if self._exporter is None:
+            return None, ""
+        try:
+            parts = local.ready_parts if ready_flags else None
+            return self._exporter.export(self._tensors, settled=False, parts=parts), ""
+        except (NotExportable, Unsupported, OSError) as error:
+            if self._own is None:
+                raise
+            return None, f"{error}" or type(error).__name__
+
+    def _layout(self) -> _Layout:
+        """The layout that this rank's announcement names."""
+        assert self._local is not None
+        exports, own = (b"" if each is None else each.encode() for each in self._maps)
+        return _Layout(self._local.pieces.encode(), exports, own, location_of(self._source.rank, self._device))
+
+    @property
+    def _device(self) -> torch.device:
+        return self._tensors[0].device if self._tensors else torch.device("cpu")
+
+    def _bound(self, division: DigestDivision) -> ShareDigester:
+        """Digester of this rank's share; `_export_local` drops it when the memory has moved."""
+        if self._share is None:
+            share = self._share_of(division)
+            self._share = ShareDigester(share, self._tensors, self._device, copy_engine_for(self._device))
+        return self._share
+
+    def _begin_digests(self, share: ShareDigester) -> None:
+        """Have a device digest this rank's share, in stream order behind the work that computes it."""
+        share.begin()
+        self._move(ExportMove.BEGIN_DIGESTS)
+
+    def _behind_unflagged(self, flagged: bool) -> torch.cuda.Event | None:
+        """An event behind the writes that `export` has to wait for, and in front of the digests."""
+        self._await_step()
+        writes = self._device.type == "cuda" and isinstance(self._source, PreparingSource)
+        if not writes or (self._local is not None and flagged and not self._local.derived.tensors):
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _await_step(self) -> None:
+        """Wait for a training step, which may write the exported weights on any stream."""
+        if self._device.type == "cuda" and not isinstance(self._source, PreparingSource):
+            torch.cuda.synchronize(self._device)
+
+    def _share_of(self, division: DigestDivision) -> DigestShare:
+        """This rank's share without the tensors whose checksums the source accumulates."""
+        rank, self._known = self._source.rank, None
+        if not isinstance(self._source, SummingSource):
+            return division.share(rank, PASS_BYTES)
+        summed = self._source.summed(self._manifest.tensors)
+        known = division.known(rank, summed.pieces)
+        share = division.share(rank, PASS_BYTES, known)
+        sums = np.flatnonzero(np.isin(summed.tensor, known))
+        if len(sums):
+            self._known = sums, np.searchsorted(share.tensors, summed.tensor[sums])
+        return share
+
+    def _drop_share(self) -> None:
+        if self.state.digesting:
             if self._exporter is not None:
-                self._exporter.settle()
-        elif self._unmarked is not None:
-            self._unmarked.synchronize()
-        self._unmarked = None
-        found = [_STANDING.decode(each) for each in self._source.collect(_encode(mine))]
+                self._exporter.settle()  # a device reads by it
+            self._move(ExportMove.END_DIGESTS)
+        if self._share is not None:
+            self._share.close()
+            self._share = None
+
+    # -- all ranks -----------------------------------------------------------------------------------------------------
+
+    def _exchange(self, announcement: _Announcement) -> None:
+        """Exchange announcements, and layouts where one is new; keep the weights of all ranks."""
+        found = [_ANNOUNCEMENT.decode(each) for each in self._source.collect(_encode(announcement))]
         refusals = [f"rank {rank}: {each.refusal}" for rank, each in enumerate(found) if each.refusal]
         if refusals:
             raise NotExportable("; ".join(refusals[:_SHOWN]))
@@ -290,156 +469,6 @@ class MemoryExport:
             self._layouts = layouts
         elif self._exported_weights is not None and exporters != self._exported_weights.exporters:
             self._exported_weights = self._exported_weights.again(exporters)
-
-    def digests(self) -> bytes | None:
-        """Of every tensor, one after another, as the memory is now, on the root; empty elsewhere.
-
-        None where the layout does not allow it: everywhere, and no rank reads anything.
-        """
-        division = self._divided()
-        if division is None:
-            return None
-        share = self._bound(division)
-        if not self._begun:
-            self._await_step()
-            self._begin(share)
-        lanes, odd = share.result()
-        self._begun, self._behind = False, None
-        if self._known is not None and isinstance(self._source, SummingSource):
-            lanes[:, self._known[1]] += self._source.sums()[:, self._known[0]]
-        sums = [_SUMS.decode(each) for each in self._source.collect(_encode(_Sums(_raw(lanes), odd)))]
-        if self._source.rank:
-            return b""
-        return division.digests([_lanes(each.lanes) for each in sums], [each.odd for each in sums])
-
-    def take_part(self, *, digests: bool, made: bool, parts: bool) -> None:
-        """What the leader's call asks of the other ranks."""
-        self.expose(made=made, parts=parts)
-        if digests:
-            self.digests()
-
-    @property
-    def undigestible(self) -> str:
-        """Why there are no `digests`; empty when there are."""
-        return self._undigestible
-
-    def close(self) -> None:
-        """Share no more. Engines notice before they read again."""
-        self._drop_share()
-        self._sends.close()
-        if self._exporter is not None:
-            self._exporter.close()
-        self._exported_weights, self._described, self._pieces, self._layouts = None, None, None, ()
-
-    # -- this rank -----------------------------------------------------------------------------------------------------
-
-    def _marks(self, parts: bool) -> bool:
-        """Whether readers look at marks, if they are told of `parts`."""
-        local = self._local
-        return parts and self._exporter is not None and local is not None and local.parts is not None
-
-    def _exported(self, *, made: bool, parts: bool) -> _Standing:
-        source = self._source
-        memory = source.memory(made=made) if isinstance(source, PreparingSource) else source.memory()
-        try:
-            return self._export(memory, parts=parts)
-        except (NotExportable, Unsupported, ManifestError, OSError) as error:
-            return _Standing(refusal=f"{error}" or type(error).__name__)
-
-    def _export(self, memory: Sequence[torch.Tensor], *, parts: bool) -> _Standing:
-        local = self._local
-        if local is None:
-            marked = self._source.parts() if isinstance(self._source, FlaggingSource) else None
-            local = self._local = _Local.of(self._source.held(self._manifest.tensors), memory, marked)
-        used = local.here(memory)
-        local.mirror.refresh(used)
-        self._tensors = [*used, *local.mirror.tensors]
-        exports, unreadable = self._read(parts=parts)
-        # After that: exporting moves storages of the host.
-        own = None if self._own is None else self._own.describe(self._tensors)
-        if exports is not self._maps[0] or own is not self._maps[1]:  # both are the same while nothing has moved
-            self._maps = exports, own
-            self._name = "".join((local.digest, *(each.digest() if each else "-" for each in self._maps)))
-            self._drop_share()
-        exporter = self._exporter if exports is not None else None
-        return _Standing(
-            unreadable=unreadable,
-            layout=self._name,
-            address=exporter.address() if exporter else "",
-            generation=exporter.generation if exporter else 0,
-            round=self._source.round if exports and exports.parts and isinstance(self._source, FlaggingSource) else 0,
-        )
-
-    def _read(self, *, parts: bool) -> tuple[ExportMap | None, str]:
-        """What can be read, or why nothing can, where it can be sent instead."""
-        if self._exporter is None:
-            return None, ""
-        try:
-            assert self._local is not None
-            marked = self._local.parts if parts else None
-            return self._exporter.export(self._tensors, settled=False, parts=marked), ""
-        except (NotExportable, Unsupported, OSError) as error:
-            if self._own is None:
-                raise
-            return None, f"{error}" or type(error).__name__
-
-    def _layout(self) -> _Layout:
-        """What this rank's standing named."""
-        assert self._local is not None
-        exports, own = (b"" if each is None else each.encode() for each in self._maps)
-        return _Layout(self._local.pieces.encode(), exports, own, location_of(self._source.rank, self._device))
-
-    @property
-    def _device(self) -> torch.device:
-        return self._tensors[0].device if self._tensors else torch.device("cpu")
-
-    def _bound(self, division: DigestDivision) -> ShareDigester:
-        """This rank's share over its memory as it is now: `_export` drops it when other memory was put there."""
-        if self._share is None:
-            share = self._share_of(division)
-            self._share = ShareDigester(share, self._tensors, self._device, copy_engine_for(self._device))
-        return self._share
-
-    def _begin(self, share: ShareDigester) -> None:
-        """Have a device read this rank's share behind what makes it; what is not made has been written."""
-        share.begin()
-        self._begun = True
-
-    def _note_unmarked(self) -> None:
-        """What `expose` has to wait for, in front of what digests."""
-        self._unmarked = None
-        self._await_step()
-        makes = self._device.type == "cuda" and isinstance(self._source, PreparingSource)
-        if makes and (self._local is None or not self._marked or self._local.mirror.tensors):
-            self._unmarked = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._unmarked.record(torch.cuda.current_stream(self._device))
-
-    def _await_step(self) -> None:
-        """A training step may write on any stream what is exposed as it is."""
-        if self._device.type == "cuda" and not isinstance(self._source, PreparingSource):
-            torch.cuda.synchronize(self._device)
-
-    def _share_of(self, division: DigestDivision) -> DigestShare:
-        """Without what the source sums up anyhow."""
-        rank, self._known = self._source.rank, None
-        if not isinstance(self._source, SummingSource):
-            return division.share(rank, PASS_BYTES)
-        summed = self._source.summed(self._manifest.tensors)
-        known = division.known(rank, summed.pieces)
-        share = division.share(rank, PASS_BYTES, known)
-        sums = np.flatnonzero(np.isin(summed.tensor, known))
-        if len(sums):
-            self._known = sums, np.searchsorted(share.tensors, summed.tensor[sums])
-        return share
-
-    def _drop_share(self) -> None:
-        if self._begun and self._exporter is not None:
-            self._exporter.settle()  # a device reads by it
-        if self._share is not None:
-            self._share.close()
-            self._share, self._begun = None, False
-
-    # -- all ranks -----------------------------------------------------------------------------------------------------
 
     def _learn(self, blobs: Sequence[bytes], exporters: tuple[Exporting, ...]) -> None:
         layouts = [_LAYOUT.decode(each) for each in blobs]
@@ -457,7 +486,7 @@ class MemoryExport:
         self._drop_share()
 
     def _give_up_reading(self, refusals: Sequence[str]) -> None:
-        """One rank that cannot be read is enough; all of them know, and go on by sending."""
+        """Stop exporting to readers if any rank cannot: all ranks know, and go on by sending."""
         if not refusals or self._exporter is None:
             return
         self.unreadable = "; ".join(refusals[:_SHOWN])
@@ -484,10 +513,11 @@ def _lanes(blob: bytes) -> np.typing.NDArray[np.uint64]:
 
 
 _SHOWN: Final = 3
-_STANDING: Final = msgspec.msgpack.Decoder(_Standing)
+"""Refusals that an error names."""
+_ANNOUNCEMENT: Final = msgspec.msgpack.Decoder(_Announcement)
 _LAYOUT: Final = msgspec.msgpack.Decoder(_Layout)
-_SUMS: Final = msgspec.msgpack.Decoder(_Sums)
+_DIGEST_LANES: Final = msgspec.msgpack.Decoder(_DigestLanes)
 
 
-def _encode(said: _Standing | _Layout | _Sums) -> bytes:
-    return msgspec.msgpack.encode(said)
+def _encode(message: _Announcement | _Layout | _DigestLanes) -> bytes:
+    return msgspec.msgpack.encode(message)

@@ -258,13 +258,15 @@ class TrainerAgent:
                     case AssembleBucket() if cause is None:
                         self._source.assemble(self.manifest, command.index, None)
                     case ExportMemory() if cause is None and self._memory_export is not None:
-                        self._memory_export.take_part(digests=command.digests, made=command.made, parts=command.parts)
+                        self._memory_export.export(prepared=command.prepared, ready_flags=command.ready_flags)
+                        if command.digests:
+                            self._memory_export.digests()
                     case DigestExported() if cause is None and self._memory_export is not None:
                         self._memory_export.digests()
                     case PrepareExport() if cause is None and self._memory_export is not None:
-                        self._memory_export.make(digests=command.digests, parts=command.parts)
+                        self._memory_export.prepare(digests=command.digests, ready_flags=command.ready_flags)
                     case JoinSends() if cause is None and self._memory_export is not None:
-                        self._memory_export.join(
+                        self._memory_export.join_sends(
                             Address(command.address, token=command.token), command.epoch, command.deadline_s
                         )
                     case ReadStage() | RefillStage() | JoinBroadcast() if cause is None and self._stages is not None:
@@ -357,7 +359,7 @@ def _await_leader(ranks: CommandedRanks, memory_export: MemoryExport | None) -> 
                 return memory_export
             case ExportMemory() if memory_export is not None:
                 try:
-                    memory_export.expose()
+                    memory_export.export()
                 except NotExportable:  # the leader heard the same, says it, and goes on without
                     memory_export.close()
                     memory_export = None

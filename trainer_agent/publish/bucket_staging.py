@@ -66,7 +66,7 @@ class InPlaceExport:
         """Begin with what takes a while, where it can be begun and was wanted the last time. Collective."""
         if self._wanted:
             ranks.tell(commands.PrepareExport(self._digested, self.parts))
-            self.memory_export.make(digests=self._digested, parts=self.parts)
+            self.memory_export.prepare(digests=self._digested, ready_flags=self.parts)
             self._prepared = True
 
     def sort(
@@ -103,7 +103,7 @@ class InPlaceExport:
     def join(self, ranks: commands.CommandedRanks, offer: Endpoint, epoch: int, deadline_s: float) -> None:
         """Have every rank send to whoever comes to `offer`. Collective; returns at once."""
         ranks.tell(commands.JoinSends(offer.address, offer.token, epoch, deadline_s))
-        self.memory_export.join(Address(offer.address, token=offer.token), epoch, deadline_s)
+        self.memory_export.join_sends(Address(offer.address, token=offer.token), epoch, deadline_s)
 
     def digests(self, ranks: commands.CommandedRanks, *, wanted: bool) -> bytes | None:
         """Expose the memory as it is now, and digest it if that is `wanted` and possible. Collective."""
@@ -118,9 +118,9 @@ class InPlaceExport:
     def expose(self, ranks: commands.CommandedRanks, *, digests: bool = False) -> None:
         """Make the memory readable as it is now; with `digests` the other ranks go on to those. Collective."""
         made, self._prepared = self._prepared, False
-        ranks.tell(commands.ExportMemory(digests=digests, made=made, parts=self.parts))
+        ranks.tell(commands.ExportMemory(digests=digests, prepared=made, ready_flags=self.parts))
         try:
-            self.memory_export.expose(made=made, parts=self.parts)
+            self.memory_export.export(prepared=made, ready_flags=self.parts)
         except NotExportable as error:
             raise SourceError(
                 f"the memory could be exported before, and now cannot: {error}; what engines read where it is must be "

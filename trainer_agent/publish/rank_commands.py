@@ -39,17 +39,17 @@ class PrepareExport(RankCommand, frozen=True, tag="Make"):
     """Begin to make what this rank lets others read, from its weights as they are now; with `digests`, to digest it."""
 
     digests: bool
-    parts: bool = False
-    """Readers are told of what is made part by part."""
+    ready_flags: bool = msgspec.field(default=False, name="parts")
+    """True if all readers know ready flags."""
 
 
 class ExportMemory(RankCommand, frozen=True, tag="Expose"):
     """Make this rank's memory readable as it is now; digest its share of the model if `digests`."""
 
     digests: bool
-    made: bool = False
+    prepared: bool = msgspec.field(default=False, name="made")
     """`PrepareExport` was said in this publication: nothing is begun anew."""
-    parts: bool = False
+    ready_flags: bool = msgspec.field(default=False, name="parts")
     """As of `PrepareExport`."""
 
 

@@ -358,7 +358,7 @@ def _tried(
         return None, dict.fromkeys(wanted, reason)
     CommandedRanks(source).tell(ExportMemory(digests=False))
     try:
-        memory_export.expose()
+        memory_export.export()
     except NotExportable as error:
         _log.log(level, "not_in_place", reason=str(error))
         memory_export.close()
@@ -438,7 +438,7 @@ def _sender_maker(
         host=settings.host,
         checkpoint_dir=settings.checkpoint_dir,
         hf_config_dir=settings.hf_config_dir,
-        expose=None if memory_export is None else memory_export.standing,
+        expose=None if memory_export is None else lambda: memory_export.current,
         describe=None if memory_export is None else memory_export.described,
         nixl=settings.sends_over is SendsOver.NIXL,
         keep_groups_s=settings.keep_groups_s,

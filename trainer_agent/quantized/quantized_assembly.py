@@ -305,7 +305,7 @@ class ResidentQuantization(QuantizedAssembly):
         """The tensors that `sums` are of."""
 
     @torch.no_grad()
-    def make(self) -> None:
+    def prepare(self) -> None:
         """Quantize everything as it is now. Collective. On a GPU that has only begun, in the order of its stream.
 
         What is not quantized is there, and marks show nothing newer than this round: both are read before a mark is.

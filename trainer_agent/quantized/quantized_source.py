@@ -158,7 +158,7 @@ class ReadableQuantizedSource(QuantizedSource):
         """As `QuantizedSource`."""
         super().__init__(source, quantization, stored, served)
         self._readable = source
-        self._standing: ResidentQuantization | None = None
+        self._resident: ResidentQuantization | None = None
 
     @property
     def rank(self) -> int:
@@ -175,53 +175,53 @@ class ReadableQuantizedSource(QuantizedSource):
 
     def held(self, tensors: Sequence[TensorSpec]) -> Shards:
         """What this rank quantizes, once in the group, and all that it holds of what stays as it is."""
-        return self._standing_now().pieces.ordered(tensors)
+        return self._resident_quantization().pieces.ordered(tensors)
 
-    def make(self) -> None:
+    def prepare(self) -> None:
         """Begin to quantize this rank's tensors as they are now. Collective; see `exposure.Making`."""
-        self._standing_now().make()
+        self._resident_quantization().prepare()
 
-    def memory(self, *, made: bool = False) -> Sequence[torch.Tensor]:
+    def memory(self, *, prepared: bool = False) -> Sequence[torch.Tensor]:
         """This rank's tensors, and behind them what they are quantized into, as they are now. Collective.
 
         `made`: as they were at `make`, which was called before.
         """
-        standing = self._standing_now()
-        if not made:
-            standing.make()
-        return standing.memory
+        resident = self._resident_quantization()
+        if not prepared:
+            resident.prepare()
+        return resident.memory
 
     def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
         """What of `held` is summed up while it is made; see `exposure.Summing`."""
-        standing = self._standing_now()
+        resident = self._resident_quantization()
         number = {spec.name: index for index, spec in enumerate(tensors)}
-        of = np.array([number[name] for name in standing.sums_of], np.int64)
-        return FusedDigests(standing.summed.ordered(tensors), of)
+        of = np.array([number[name] for name in resident.sums_of], np.int64)
+        return FusedDigests(resident.summed.ordered(tensors), of)
 
     def sums(self) -> Lanes:
         """(2, sums of `summed`) uint64, as of the last `make`. Waits for it."""
-        return self._standing_now().sums()
+        return self._resident_quantization().sums()
 
-    def parts(self) -> ArenaParts | None:
+    def ready_parts(self) -> ArenaParts | None:
         """What of `memory` is made part by part; see `exposure.Marking`."""
-        return self._standing_now().parts
+        return self._resident_quantization().parts
 
     @property
     def round(self) -> int:
         """What the marks of the parts show when the last `make` has come so far."""
-        return self._standing_now().round
+        return self._resident_quantization().round
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
         """What every rank passed, by rank. Collective."""
         return self._readable.collect(blob)
 
-    def _standing_now(self) -> ResidentQuantization:
-        if self._standing is None:
+    def _resident_quantization(self) -> ResidentQuantization:
+        if self._resident is None:
             manifest = Manifest.of(self.model, self.tensors())
-            self._standing = ResidentQuantization(
+            self._resident = ResidentQuantization(
                 WeightDivision.of(manifest, self.weights, self._readable.pieces), self._readable
             )
-        return self._standing
+        return self._resident
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.coverage import check_exact_cover
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
+from weightbus.trainer_agent.export.export_state import ExportState
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.publish.pipeline_broadcast import VersionLayout
 from weightbus.trainer_agent.publish.rank_zero import start_rank_zero
@@ -49,7 +50,7 @@ def memory_export(source: HFModuleSource, tmp_path: Path) -> Iterator[MemoryExpo
 
 def test_the_live_parameters_are_what_is_read(source: HFModuleSource, memory_export: MemoryExport) -> None:
     """Every tensor once, where it lies and as it lies; readers see later values too."""
-    memory_export.expose()
+    memory_export.export()
     exported = memory_export.current
     importer = RegionImporter()
     piece = next(p for p in map(exported.pieces.at, range(len(exported.pieces))) if p.tensor == "first")
@@ -64,7 +65,7 @@ def test_the_live_parameters_are_what_is_read(source: HFModuleSource, memory_exp
     check_exact_cover(exported.pieces)
     assert seen[0, 0] == 99.0
     assert torch.equal(seen[1:], torch.arange(12.0).view(3, 4).t()[1:])
-    memory_export.expose()
+    memory_export.export()
     assert memory_export.current is exported
     importer.close()
 
@@ -170,7 +171,7 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 def test_what_is_served_with_something_added_is_exposed_so(group: Group) -> None:
     """Norms that are kept around zero, and masters in float32: what engines read is what buckets would hold."""
-    group.both(MemoryExport.expose)
+    group.both(MemoryExport.export)
     found = group.both(MemoryExport.digests)
 
     expected = group.ranks.expected()
@@ -182,7 +183,7 @@ def test_what_is_served_with_something_added_is_exposed_so(group: Group) -> None
 
 def test_a_step_is_in_what_is_read_and_digested_next(group: Group) -> None:
     """In the same memory: the layout and the generations stay, the mirror of what is shifted follows."""
-    group.both(MemoryExport.expose)
+    group.both(MemoryExport.export)
     group.both(MemoryExport.digests)
     before = group.memory_exports[0].current
     for value in group.ranks.values.values():
@@ -191,7 +192,7 @@ def test_a_step_is_in_what_is_read_and_digested_next(group: Group) -> None:
         source.mine[1].copy_(source.half("up"))
         source.mine[3].copy_(source.half("norm"))
 
-    group.both(MemoryExport.expose)
+    group.both(MemoryExport.export)
     found = group.both(MemoryExport.digests)
 
     expected = group.ranks.expected()
@@ -203,14 +204,14 @@ def test_a_step_is_in_what_is_read_and_digested_next(group: Group) -> None:
 
 def test_memory_that_was_replaced_is_exposed_and_digested_anew(group: Group) -> None:
     """An optimizer that offloads puts other memory under a shard: another generation, the same layout."""
-    group.both(MemoryExport.expose)
+    group.both(MemoryExport.export)
     group.both(MemoryExport.digests)
     layout = group.memory_exports[0].current.layout
     group.sources[1].mine[1] = group.sources[1].mine[1].clone()
     group.ranks.values["up"][5] = 7.0
     group.sources[1].mine[1].copy_(group.sources[1].half("up"))
 
-    group.both(MemoryExport.expose)
+    group.both(MemoryExport.export)
     found = group.both(MemoryExport.digests)
 
     current = group.memory_exports[0].current
@@ -233,7 +234,34 @@ def test_what_one_rank_cannot_export_every_rank_hears(group: Group, monkeypatch:
 
     def told(memory_export: MemoryExport) -> str:
         with pytest.raises(NotExportable) as raised:
-            memory_export.expose()
+            memory_export.export()
         return str(raised.value)
 
     assert group.both(told) == ["rank 1: an expandable segment"] * 2
+
+
+def test_the_state_says_what_is_prepared_exported_and_digested(group: Group) -> None:
+    """Digests begin once the share is known, go on through an export, and end where memory was replaced."""
+
+    def states() -> set[ExportState]:
+        return {each.state for each in group.memory_exports}
+
+    group.both(MemoryExport.export)
+    assert states() == {ExportState.EXPORTED}
+    group.both(lambda each: each.prepare(digests=True))
+    assert states() == {ExportState.PREPARED}, "no share is known before the first digests"
+    group.both(MemoryExport.digests)
+    assert states() == {ExportState.PREPARED}
+    group.both(lambda each: each.prepare(digests=True))
+    assert states() == {ExportState.PREPARED_DIGESTING}
+    group.both(lambda each: each.export(prepared=True))
+    assert states() == {ExportState.EXPORTED_DIGESTING}
+    group.both(MemoryExport.digests)
+    assert states() == {ExportState.EXPORTED}
+    group.both(lambda each: each.prepare(digests=True))
+    for source in group.sources:
+        source.mine[1] = source.mine[1].clone()
+    group.both(MemoryExport.export)
+    assert states() == {ExportState.EXPORTED}
+    group.both(MemoryExport.close)
+    assert states() == {ExportState.CLOSED}

@@ -210,7 +210,7 @@ class Follower:
         manifest = Manifest.of("M", source.tensors())
         exported = MemoryExport(source, manifest, folder / "r", "c")
         self.agent = TrainerAgent(source, TrainerSettings(channel="c"), manifest, None, exported)
-        exported.expose()
+        exported.export()
         self.device.log.clear()
 
 
@@ -226,7 +226,7 @@ class Rig:
         manifest = Manifest.of("M", self.source.tensors())
         settings = TrainerSettings(channel="c", request_timeout_s=1.0, beat_s=0.2)
         self.memory_export = MemoryExport(self.source, manifest, folder / "r", "c")
-        self.memory_export.expose()  # as a leader does at its start
+        self.memory_export.export()  # as a leader does at its start
         ranks, pool = commands.CommandedRanks(self.source), BucketBuffers("cpu", 1, manifest.largest_bucket, "test")
         kinds = (DIRECT, m.TransportKind.LOCAL)
         info = m.TrainerInfo(host=host_identity(), device="cpu", ranks=0, transports=kinds)
@@ -295,8 +295,8 @@ def test_what_is_not_quantized_is_there_before_it_is_offered(rig: Rig) -> None:
     norms = [memory for memory in rig.trainer.memories if memory.dim() == 1]
     expected = [norm * 0.5 for norm in norms]
 
-    rig.memory_export.make(digests=False, parts=True)
-    rig.memory_export.expose(made=True, parts=True)
+    rig.memory_export.prepare(digests=False, ready_flags=True)
+    rig.memory_export.export(prepared=True, ready_flags=True)
 
     assert rig.device.log == ["gather", "make"]
     assert all(torch.equal(norm, wanted) for norm, wanted in zip(norms, expected, strict=True))
@@ -326,11 +326,11 @@ def test_what_nobody_is_told_parts_of_is_there_when_it_is_exposed(rig: Rig, monk
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
     with monkeypatch.context() as on_a_gpu:
         on_a_gpu.setattr(MemoryExport, "_device", torch.device("cuda", 0))
-        rig.memory_export.make(digests=True)
+        rig.memory_export.prepare(digests=True)
     *makes, digests = rig.device.queue
     assert makes
 
-    rig.memory_export.expose(made=True)
+    rig.memory_export.export(prepared=True)
 
     assert rig.device.queue == [digests]
 
@@ -338,12 +338,12 @@ def test_what_nobody_is_told_parts_of_is_there_when_it_is_exposed(rig: Rig, monk
 def test_no_mark_of_what_was_there_before_is_read(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are taken away before a device is waited for: afterwards they show this round, or nothing."""
     rig.publish(1)
-    standing = rig.memory_export._source._standing  # type: ignore[attr-defined]
+    standing = rig.memory_export._source._resident  # type: ignore[attr-defined]
     seen: list[list[int]] = []
     monkeypatch.setattr(quantized_assembly, "_wait_for", lambda _device: seen.append(standing._marks.tolist()))
     standing._marks.fill_(2**62)
 
-    rig.memory_export.make(digests=False, parts=True)
+    rig.memory_export.prepare(digests=False, ready_flags=True)
 
     assert seen == [[0] * len(standing._parts)]
 
@@ -441,8 +441,8 @@ def test_ranks_that_learn_of_another_layout_digest_by_it(plain: Rig) -> None:
 def test_digests_are_of_the_memory_as_it_is_when_they_are_asked_for(plain: Rig) -> None:
     """Those that were begun are used once."""
     plain.publish(1)
-    plain.memory_export.make(digests=True)
-    plain.memory_export.expose(made=True)
+    plain.memory_export.prepare(digests=True)
+    plain.memory_export.export(prepared=True)
     before = plain.memory_export.digests()
     plain.trainer.step()
 
@@ -551,7 +551,7 @@ def test_a_source_that_fails_then_asks_for_no_lease(rig: Rig, monkeypatch: pytes
     def fail(_source: object) -> None:
         raise AssemblyFailed("a rank is gone")
 
-    monkeypatch.setattr(ReadableQuantizedSource, "make", fail)
+    monkeypatch.setattr(ReadableQuantizedSource, "prepare", fail)
     result, happened = rig.publish(2)
 
     assert (result.ending, result.reason) == (EndReason.SOURCE_FAILED, "a rank is gone")
@@ -582,7 +582,7 @@ def test_other_ranks_make_theirs_once(tmp_path: Path, monkeypatch: pytest.Monkey
     said = (
         commands.ExportMemory(digests=True),
         commands.PrepareExport(digests=True),
-        commands.ExportMemory(digests=True, made=True),
+        commands.ExportMemory(digests=True, prepared=True),
         commands.Finish(PublicationResult(EndReason.COMMITTED), report),
     )
     follower = Follower(tmp_path, monkeypatch, said)
@@ -603,7 +603,7 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
         trainer = Trainer(layers)
         source = source_of(trainer)
         memory_export = MemoryExport(source, Manifest.of("M", source.tensors()), tmp_path / f"r{layers}", "c")
-        memory_export.expose()
+        memory_export.export()
         memory_export.digests()
         share = memory_export._share
         assert share is not None
@@ -620,8 +620,8 @@ def test_a_steady_publication_asks_the_same_of_many_tensors_as_of_few(
             counted, before = 0, sys.getprofile()
             sys.setprofile(count)
             try:
-                memory_export.make(digests=True)
-                memory_export.expose(made=True)
+                memory_export.prepare(digests=True)
+                memory_export.export(prepared=True)
                 memory_export.digests()
             finally:
                 sys.setprofile(before)

@@ -47,26 +47,26 @@ class Served(ToyShard):
 
 
 class Making:
-    """Stands for a GPU: `ResidentQuantization.make` runs in a thread, which stops at every mark until it may go on."""
+    """Stands for a GPU: `ResidentQuantization.prepare` runs in a thread, which stops at every mark until it may go on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may = threading.Semaphore(0)
         self.ends = 0
         self._begun = threading.Event()
-        make, mark = ResidentQuantization.make, ResidentQuantization._mark
+        make, mark = ResidentQuantization.prepare, ResidentQuantization._mark
 
-        def begin(standing: ResidentQuantization) -> None:
+        def begin(resident: ResidentQuantization) -> None:
             self._begun.clear()
-            self.thread = threading.Thread(target=make, args=(standing,))
+            self.thread = threading.Thread(target=make, args=(resident,))
             self.thread.start()
             assert self._begun.wait(WAIT_S)
 
-        def stop(standing: ResidentQuantization, part: int) -> None:
+        def stop(resident: ResidentQuantization, part: int) -> None:
             self._begun.set()
             assert self.may.acquire(timeout=WAIT_S)
-            mark(standing, part)
+            mark(resident, part)
 
-        monkeypatch.setattr(ResidentQuantization, "make", begin)
+        monkeypatch.setattr(ResidentQuantization, "prepare", begin)
         monkeypatch.setattr(ResidentQuantization, "_mark", stop)
 
 
@@ -97,26 +97,26 @@ def test_a_round_over_what_is_being_made(
 ) -> None:
     """Every part is made only when the engine has the one before, and digested when all are; three times."""
     manifest = Manifest.of(source.model, source.tensors())
-    memory_export.expose(parts=True)
+    memory_export.export(ready_flags=True)
     layout = memory_export.current.layout
     gpu = Making(monkeypatch)
     monkeypatch.setattr(Served, "manifest", manifest, raising=False)
     server, receiver = Server(1, monkeypatch, Served), DirectReceiver(tmp_path / "r")
-    sender = DirectSender(tmp_path / "r", "c", memory_export.standing)
+    sender = DirectSender(tmp_path / "r", "c", lambda: memory_export.current)
     with ThreadPoolExecutor(2) as pool:
         for epoch in (1, 2, 3):
             with torch.no_grad():
                 for tensor in source._readable.memory():
                     tensor.mul_(-0.7)
             before = model_bytes(server)
-            memory_export.make(digests=False, parts=True)
-            memory_export.expose(made=True, parts=True)
+            memory_export.prepare(digests=False, ready_flags=True)
+            memory_export.export(prepared=True, ready_flags=True)
             assert memory_export.current.layout == layout
             session = TransferSession("c", epoch, epoch, manifest, None)
             address = sender.offer(session, [Peer("e", 1)])
             taken = pool.submit(receiver.receive, session, address, "e", 1, server, WAIT_S)  # type: ignore[arg-type]
             served = pool.submit(serve, sender)
-            parts = source.parts()
+            parts = source.ready_parts()
             assert parts is not None
             assert len(parts.ends) > 3
             for _ in parts.ends:
@@ -152,14 +152,14 @@ def test_nothing_waits_for_marks_where_nothing_is_made(tmp_path: Path) -> None:
     """Weights as they are trained: no parts, no round, and a layout of the name that it had."""
     source = HFModuleSource(torch.nn.Linear(8, 8))
     memory_export = MemoryExport(source, Manifest.of("toy", source.tensors()), tmp_path / "r", "c")
-    memory_export.make(digests=True, parts=True)
-    memory_export.expose(made=True, parts=True)
+    memory_export.prepare(digests=True, ready_flags=True)
+    memory_export.export(prepared=True, ready_flags=True)
 
     exported = memory_export.current
     assert [each.round for each in exported.exporters] == [0]
     assert [each.parts for each in exported.exports] == [None]
-    memory_export.make(digests=True, parts=True)
+    memory_export.prepare(digests=True, ready_flags=True)
     assert memory_export.digests() is not None
-    memory_export.expose(made=True, parts=True)
+    memory_export.export(prepared=True, ready_flags=True)
     assert memory_export.current is exported
     memory_export.close()

@@ -91,12 +91,14 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
     sources = sources_of(world, scheme)
     tensors = sources[0].tensors()
     read(sources)
-    mirrors = [DerivedTensors(each.held(tensors), len(each.memory(made=True)), torch.device("cpu")) for each in sources]
+    mirrors = [
+        DerivedTensors(each.held(tensors), len(each.memory(prepared=True)), torch.device("cpu")) for each in sources
+    ]
     division = divide_digest_work(Shards.join([each.pieces for each in mirrors]))
     lanes: list[Lanes] = []
     odd: list[bytes] = []
     for source, mirror in zip(sources, mirrors, strict=True):
-        memory = source.memory(made=True)
+        memory = source.memory(prepared=True)
         mirror.refresh(memory)
         summed = source.summed(tensors)
         known = division.known(source.rank, summed.pieces)

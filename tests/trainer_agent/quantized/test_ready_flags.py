@@ -69,12 +69,12 @@ def test_marks_are_set_behind_what_they_speak_of(monkeypatch: pytest.MonkeyPatch
     for world in (tensor_parallel(48), tensor_parallel(40)):
         sources = sources_of(world, small(fp8_block((16, 16))))
         for source in sorted(sources, key=lambda each: each.root):
-            standing = source._standing_now()
+            resident = source._resident_quantization()
             for _ in range(2):
-                check_round(monkeypatch, standing)
+                check_round(monkeypatch, resident)
 
 
-def check_round(monkeypatch: pytest.MonkeyPatch, standing: ResidentQuantization) -> None:
+def check_round(monkeypatch: pytest.MonkeyPatch, resident: ResidentQuantization) -> None:
     shown: list[tuple[list[int], torch.Tensor]] = []
     mark = ResidentQuantization._mark
 
@@ -93,18 +93,18 @@ def check_round(monkeypatch: pytest.MonkeyPatch, standing: ResidentQuantization)
     with monkeypatch.context() as watching:
         watching.setattr(ResidentQuantization, "_mark", watched)
         watching.setattr(ResidentQuantization, "_quantize", first)
-        standing.make()
-    parts = standing.parts
+        resident.prepare()
+    parts = resident.parts
     if parts is None:
         assert not shown
         return
-    arena = standing._arena
+    arena = resident._arena
     assert len(shown) == len(parts.ends)
     assert begun == [[0] * len(parts.ends)]
     for part, (marks, then) in enumerate(shown):
-        assert marks == [standing.round] * part + [0] * (len(parts.ends) - part)
+        assert marks == [resident.round] * part + [0] * (len(parts.ends) - part)
         assert torch.equal(then[: parts.ends[part]], arena[: parts.ends[part]])
-    assert standing._marks.tolist() == [standing.round] * len(parts.ends)
+    assert resident._marks.tolist() == [resident.round] * len(parts.ends)
     assert all(a < b for a, b in zip(parts.ends, parts.ends[1:], strict=False))
 
 
@@ -112,13 +112,13 @@ def test_every_result_lies_in_a_part() -> None:
     """All that others read of the arena is in front of the last end, and the marks are behind it."""
     for source in sources_of(tensor_parallel(48), small(fp8_block((16, 16)))):
         assert isinstance(source, FlaggingSource)
-        source.make()
-        parts, standing = source.parts(), source._standing_now()
+        source.prepare()
+        parts, resident = source.ready_parts(), source._resident_quantization()
         assert parts is not None
-        base = standing._work.base
-        memory = source.memory(made=True)
-        for row in range(len(standing.pieces)):
-            piece = standing.pieces.at(row)
+        base = resident._work.base
+        memory = source.memory(prepared=True)
+        for row in range(len(resident.pieces)):
+            piece = resident.pieces.at(row)
             if piece.view.storage < base:
                 continue
             item = ITEM_BYTES[DTYPE_NAMES[piece.view.storage - base]]
@@ -134,7 +134,7 @@ def test_no_two_rounds_have_a_number_in_common() -> None:
     first, second = (sources_of(tensor_parallel(48), small(fp8_block((16, 16))))[0] for _ in range(2))
     numbers: list[int] = []
     for source in (first, second, first):
-        source.make()
+        source.prepare()
         numbers.append(source.round)
     assert len(set(numbers)) == 3
     assert numbers[2] == numbers[0] + 1
