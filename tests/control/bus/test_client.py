@@ -230,7 +230,10 @@ def test_lost_answers_are_asked_for_again(there: Coordinator, client: BusClient)
 
 
 def test_doubled_answers_and_commands_count_once(there: Coordinator, client: BusClient) -> None:
-    """Every answer twice: each request ends once, nothing is left in the inbox; a repeated command is read once."""
+    """Every answer twice: each request ends once, nothing is left in the inbox; a repeated command is read once.
+
+    (G6)
+    """
     there.copies = 2
 
     def order_first(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:

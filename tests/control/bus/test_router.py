@@ -148,7 +148,7 @@ def test_what_is_not_taken_is_bounded_in_bytes(bus: RouterBus) -> None:
 
 
 def test_a_flood_is_dropped_and_its_neighbor_heard(bus: RouterBus) -> None:
-    """Above its rate a peer's messages are dropped unread, counted, and told of once; another's come through."""
+    """Above its rate a peer's messages are dropped unread, counted, and told of once; another's come through (N58)."""
     bus._throttle = RateLimiter(rate=0.001, burst=20)
     flood, neighbor = link_to(bus), link_to(bus)
     say(bus, flood)

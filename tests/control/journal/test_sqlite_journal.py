@@ -79,7 +79,7 @@ def test_survives_sigkill_after_write(tmp_path: Path) -> None:
 
 
 def test_every_commit_is_synced(tmp_path: Path) -> None:
-    """The open connection runs as the module promises, first and later: in WAL mode, with an fsync of each commit.
+    """The open connection runs as the module promises, first and later: in WAL mode, with an fsync of each commit (G2).
 
     With NORMAL SQLite would sync at checkpoints only, with OFF never; SIGKILL shows neither.
     """
@@ -275,7 +275,7 @@ def test_old_answers_do_not_stay_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["j", "j-wal"])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, name: str, *, replaced: bool) -> None:
-    """What is written to a file that nobody will find is not durable: the coordinator ends, and says why."""
+    """What is written to a file that nobody will find is not durable: the coordinator ends, and says why (A2)."""
     path = tmp_path / "j"
     journal = SqliteJournal(path)
     journal.write(taken(1))

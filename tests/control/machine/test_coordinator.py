@@ -122,7 +122,7 @@ def test_token_that_was_not_given_out_raises_and_changes_nothing(event: Persiste
 
 
 def test_commit_record_is_durable_before_any_engine_hears_of_it() -> None:
-    """In every round the journal's line stands before the first `Commit`."""
+    """In every round the journal's line stands before the first `Commit` (G2)."""
     world = World()
     world.engine("e0")
     world.engine("e1")

@@ -101,19 +101,22 @@ def test_row_1a_coordinator_dies_before_a_grant_is_durable() -> None:
 
 
 def test_row_1b_coordinator_dies_between_a_grant_and_its_answer() -> None:
-    """The epoch is spent: the next life begins above it, and grants above that."""
+    """The epoch is spent: the next life begins above it, and grants above that (G3)."""
     world = storm(dies("after"))
     order(world, "coordinator  ** dies: after persist", "(life 2)", "Granted epoch=3", "round 1 is over: committed")
 
 
 def test_row_1c_engines_do_not_stay_paused_without_a_coordinator() -> None:
-    """Paused and clean, they resume when their lease ends, long before the coordinator is back."""
+    """Paused and clean, they resume when their lease ends, long before the coordinator is back (N7)."""
     world = storm(at("offering", "kill", "coordinator", 35.0))
     order(world, "coordinator  ** dies", "e0           resumed_by_itself", "coordinator  starts (life 2)")
 
 
 def test_row_1d_coordinator_dies_while_bytes_travel() -> None:
-    """What the engines say of the old epoch is stale after the restart; the version reaches them in another round."""
+    """What the engines say of the old epoch is stale after the restart; the version reaches them in another round.
+
+    (G3)
+    """
     world = storm(at("transferring", "kill", "coordinator", 1.0))
     order(world, "coordinator  ** dies", "(life 2)", "Granted epoch=3", "round 1 is over: committed e0=committed")
 
@@ -125,14 +128,17 @@ def test_row_1e_coordinator_dies_before_the_commit_is_durable() -> None:
 
 
 def test_row_1f_what_is_durable_rolls_forward() -> None:
-    """The commit record is the truth: the next life tells the engines to serve it, and the trainer that it is done."""
+    """The commit record is the truth: the next life tells the engines to serve it, and the trainer that it is done.
+
+    (G2, N18)
+    """
     world = storm(dies("after", moment="transferring"))
     order(world, "Committed epoch=1 version=1", "coordinator  ** dies", "(life 2)", "<- Commit epoch=2 version=1")
     order(world, "(life 2)", "publication of 1: committed")
 
 
 def test_row_1g_the_end_of_a_round_is_told_again() -> None:
-    """The round was over and its answer stored when the coordinator died: the same question gets it."""
+    """The round was over and its answer stored when the coordinator died: the same question gets it (G6)."""
     world = storm(dies("after", moment="transferring", count=2))
     order(world, "RoundClosed version=1 committed", "coordinator  ** dies", "(life 2)", "publication of 1: committed")
     assert outcomes(world).count(Outcome.COMMITTED) >= 2
@@ -150,7 +156,7 @@ def test_row_1g_the_end_of_a_round_is_told_again() -> None:
     ],
 )
 def test_row_2_trainer_dies_in_any_state_of_a_round(moment: str, outcome: Outcome) -> None:
-    """The round ends with its lease, or without it once the bytes are across; another trainer goes on."""
+    """The round ends with its lease, or without it once the bytes are across; another trainer goes on (G4)."""
     away = Fault(at=2.5, kind="kill", who="t1", lasts=12.0)  # so that it is a round of t0
     world = storm(away, at(moment, "kill", "t0", 30.0, after=6.0), trainers=("t0", "t1"))
     order(
@@ -165,7 +171,10 @@ def test_row_2_trainer_dies_in_any_state_of_a_round(moment: str, outcome: Outcom
 
 @pytest.mark.parametrize("bucket", range(BUCKETS))
 def test_row_3_engine_dies_half_loaded(bucket: int) -> None:
-    """It is lost to the round, the other commits; its next launch serves nothing of ours before all of it is proven."""
+    """It is lost to the round, the other commits; its next launch serves nothing of ours before all of it is proven.
+
+    (G1)
+    """
     world = storm(at("preparing", "server-dies-loading", "e0", 1.0, after=6.0, count=bucket))
     order(
         world,
@@ -191,7 +200,7 @@ def test_row_3_engine_dies_half_loaded(bucket: int) -> None:
     ],
 )
 def test_row_4_slow_engine(policy: StragglerPolicy, least_s: float, most_s: float) -> None:
-    """A sidecar that is stopped holds the round up as long as the policy says; then the others go on."""
+    """A sidecar that is stopped holds the round up as long as the policy says; then the others go on (G4, N31)."""
     world = storm(at("preparing", "freeze", "e1", 9.0, after=6.0), slow=policy, quorum=1)
     slow = next(done for done in world.rounds if done.seconds["total"] > 1.9)
     assert slow.outcome is Outcome.COMMITTED
@@ -199,7 +208,7 @@ def test_row_4_slow_engine(policy: StragglerPolicy, least_s: float, most_s: floa
 
 
 def test_row_6_doubled_late_and_reordered_messages_change_nothing() -> None:
-    """Agents repeat a third of what they say, seconds later: every round still commits everywhere."""
+    """Agents repeat a third of what they say, seconds later: every round still commits everywhere (G6)."""
     world = storm(weather=Weather(repeat=0.33), calm_from=30.0)
     assert set(outcomes(world)) == {Outcome.COMMITTED}
     assert all(each.outcome is Outcome.COMMITTED for done in world.rounds for each in done.engines)
@@ -208,7 +217,7 @@ def test_row_6_doubled_late_and_reordered_messages_change_nothing() -> None:
 
 @pytest.mark.parametrize("way", ["cut", "cut-up", "cut-down"], ids=["7a", "7c-up", "7c-down"])
 def test_row_7_control_is_cut_while_data_flows(way: str) -> None:
-    """The engine takes its bytes and serves none of them without a Commit; the other one commits; all heals."""
+    """The engine takes its bytes and serves none of them without a Commit; the other one commits; all heals (G4)."""
     world = storm(at("transferring", way, "e0", 25.0, after=6.0))
     cut, healed = "e0           ** is cut off", "e0           ** is connected again"
     order(world, cut, f"e0           server loads bucket {BUCKETS - 1}", "e1=committed", healed, "e0=committed")
@@ -216,7 +225,7 @@ def test_row_7_control_is_cut_while_data_flows(way: str) -> None:
 
 
 def test_row_7b_the_data_plane_is_cut_while_control_is_well() -> None:
-    """Its transfer ends at a deadline and not before; the other one commits; the next round takes it in again."""
+    """Its transfer ends at a deadline and not before; the other one commits; the next round takes it in again (G4)."""
     world = storm(at("offering", "data-cut", "e0", 25.0, after=6.0), redrives=0)
     order(world, "e0           ** its data plane is cut off", "is over: committed")
     cut = next(done for done in world.rounds if done.seconds["total"] > 4.0)
@@ -226,7 +235,10 @@ def test_row_7b_the_data_plane_is_cut_while_control_is_well() -> None:
 
 @pytest.mark.parametrize("open_tables", [False, True])
 def test_row_26_an_offer_is_heard_and_its_answer_is_lost(*, open_tables: bool) -> None:
-    """Engines stand still for a trainer that hears nothing: it says so, and they are driven again before a timeout."""
+    """Engines stand still for a trainer that hears nothing: it says so, and they are driven again before a timeout.
+
+    (N44)
+    """
     kinds = (TransportKind.DIRECT, TransportKind.LOCAL)
     engines = tuple(EngineSpec(name=name, transports=kinds, live=True, drift=0.0) for name in ("e0", "e1"))
     world = storm(at("offering", "cut-down", "t0", 6.0, after=6.0), engines=engines, open_tables=open_tables)
@@ -253,7 +265,10 @@ def test_an_unsigned_version_reaches_no_engine_of_a_sealed_world() -> None:
 
 
 def test_row_8_a_version_goes_back_only_by_an_explicit_rollback() -> None:
-    """A trainer from an older checkpoint is refused; with rollback it is granted, and the step back is durable."""
+    """A trainer from an older checkpoint is refused; with rollback it is granted, and the step back is durable.
+
+    (G2, N1)
+    """
     world = QuietWorld()
     engine, trainer = world.engine("e0"), world.trainer()
     assert world.publish(trainer, 7).outcome is Outcome.COMMITTED
@@ -288,7 +303,7 @@ def test_row_8_a_trainer_that_lost_its_progress_goes_back_in_a_storm() -> None:
 
 
 def test_row_8_what_may_be_gone_back_to_is_known_after_a_restart() -> None:
-    """The channel's history comes from the journal, the step back in it, and is bounded."""
+    """The channel's history comes from the journal, the step back in it, and is bounded (N1)."""
     world = QuietWorld()
     world.engine("e0")
     trainer = world.trainer()
@@ -310,7 +325,7 @@ def test_row_8_what_may_be_gone_back_to_is_known_after_a_restart() -> None:
 
 
 def test_row_8_a_lease_without_rollback_does_not_go_back() -> None:
-    """The permission belongs to the lease: a `Publish` that claims it under another one is refused."""
+    """The permission belongs to the lease: a `Publish` that claims it under another one is refused (G2, N1)."""
     world = QuietWorld()
     world.engine("e0")
     trainer = world.trainer()
@@ -323,7 +338,7 @@ def test_row_8_a_lease_without_rollback_does_not_go_back() -> None:
 
 
 def test_row_9_a_former_lease_holder_changes_nothing() -> None:
-    """Stopped past its lease in mid-transfer, it wakes up beside its successor: nobody takes anything from it."""
+    """Stopped past its lease in mid-transfer, it wakes up beside its successor: nobody takes anything from it (G3)."""
     world = storm(at("transferring", "freeze", "t0", 25.0), trainers=("t0", "t1"))
     order(
         world,
@@ -336,27 +351,27 @@ def test_row_9_a_former_lease_holder_changes_nothing() -> None:
 
 
 def test_row_10_a_restarted_engine_is_not_listed_before_it_is_verified() -> None:
-    """Launch weights under the old address: out of the ready list until a round has mended it."""
+    """Launch weights under the old address: out of the ready list until a round has mended it (G7)."""
     world = storm(Fault(at=20.0, kind="server-kill", who="e0", lasts=3.0))
     order(world, "e0           server is up (launch 2)", "e0           server_pending", "server generates again")
 
 
 def test_row_16_a_corrupted_bucket_is_never_served() -> None:
-    """Found before it is loaded, or by the live digest after it; driven again within the round."""
+    """Found before it is loaded, or by the live digest after it; driven again within the round (G1)."""
     world = storm(Fault(at=6.0, kind="corrupt", count=1))
     order(world, "bucket 1 of epoch", "round", "is over: committed")
     assert set(outcomes(world)) == {Outcome.COMMITTED}
 
 
 def test_row_18_a_full_disk_means_read_only_and_heals_by_itself() -> None:
-    """Nothing is granted while nothing can be made durable; with room again everything goes on."""
+    """Nothing is granted while nothing can be made durable; with room again everything goes on (N54)."""
     world = storm(Fault(at=6.0, kind="disk-full", who="coordinator", lasts=12.0))
     order(world, "journal is read-only", "code=read_only", "journal takes writes again", "outcome=committed")
     order(world, "journal is read-only", "its disk has room again", "journal takes writes again")
 
 
 def test_row_19_clock_jumps_mean_nothing() -> None:
-    """A wall clock that leaps by decades changes no line of the story but its own."""
+    """A wall clock that leaps by decades changes no line of the story but its own (A5)."""
     without = storm()
     jumps = tuple(Fault(at=5.0 + n, kind="wall-jump", lasts=by) for n, by in enumerate((1e9, -2e9, 9e4)))
     told = [line for line in storm(*jumps).loop.story if "wall clock" not in line]
@@ -364,10 +379,17 @@ def test_row_19_clock_jumps_mean_nothing() -> None:
 
 
 def tabled() -> dict[str, list[str]]:
-    """Row -> its tests, ``file::name``, as PROTOCOL.md has them."""
+    """Row -> its tests, ``file::name``, from the two tables of PROTOCOL.md: faults, and tests of the rows."""
     section = TABLE.read_text(encoding="utf-8").split("\n## Faults\n")[1].split("\n## ")[0]
-    lines = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
-    return {cells[0].strip(): re.findall(r"`([\w/]+\.py::\w+)`", cells[3]) for cells in lines}
+    faults, tests = (
+        [line.strip("|").split("|") for line in block.splitlines()[2:]]
+        for block in section.split("\n\n")
+        if block.lstrip().startswith("| Row |")
+    )
+    found = {cells[0].strip(): list[str]() for cells in faults}
+    for cells in tests:
+        found[cells[0].strip()] += re.findall(r"`([\w/]+\.py::\w+)`", cells[1])
+    return found
 
 
 def names_in(file: Path) -> set[str]:
@@ -387,7 +409,10 @@ OPEN = {
 
 @pytest.mark.parametrize("how", ["dies", "lost"])
 def test_row_24_a_table_that_follows_does_not_come(how: str) -> None:
-    """Engines have all bytes by then. Who is not given the table is left out; without the trainer, everybody is."""
+    """Engines have all bytes by then. Who is not given the table is left out; without the trainer, everybody is.
+
+    (N22)
+    """
     kind, who = ("kill", "t0") if how == "dies" else ("table-lost", "e0")
     world = storm(
         Fault(at=4.0, kind=kind, who=who, lasts=3.0, moment="transferring" if how == "dies" else ""), redrives=0, **OPEN
@@ -401,7 +426,10 @@ def test_row_24_a_table_that_follows_does_not_come(how: str) -> None:
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_row_25_another_table_convinces_nobody(sealed: bool) -> None:
-    """Its engine holds what that table says, to the bit; the others are committed, and it is sent everything again."""
+    """Its engine holds what that table says, to the bit; the others are committed, and it is sent everything again.
+
+    (G5, G8)
+    """
     world = storm(Fault(at=4.0, kind="wrong-table", who="e0"), sealed=sealed, **OPEN)
     found = "is not what 't0' signed" if sealed else "-> Verified"
     order(world, "e0 is given another table", "forged/forged", found, "is over: committed e0=committed e1=committed")

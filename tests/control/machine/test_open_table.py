@@ -90,7 +90,10 @@ def test_a_version_is_committed_under_the_table_that_followed() -> None:
 
 @pytest.mark.parametrize("redrives", [0, 1])
 def test_who_has_proven_another_table_is_broken(redrives: int) -> None:
-    """It said so before anybody knew better; the others are committed, and it is sent everything again if it may."""
+    """It said so before anybody knew better; the others are committed, and it is sent everything again if it may.
+
+    (G5, N22)
+    """
     world, e0, e1, trainer = fleet(redrives=redrives)
     proves(e0, digest(b"other bits"))
     done = world.publish(trainer, 1)
@@ -123,7 +126,7 @@ def test_a_table_that_was_said_is_compared_with_at_once() -> None:
 
 @pytest.mark.parametrize("lost", ["dies", "silent"])
 def test_without_its_table_nothing_is_committed(lost: str) -> None:
-    """Engines have proven something, and nobody who may say it has said that it was the version."""
+    """Engines have proven something, and nobody who may say it has said that it was the version (N22)."""
     world, e0, e1, trainer = fleet(transfer_timeout_s=30.0)
     trainer.stop_before = Sent
     trainer.acquire(1)

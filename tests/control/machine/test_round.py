@@ -597,7 +597,10 @@ def test_trainer_that_dies_after_its_last_byte_is_not_needed() -> None:
 
 @pytest.mark.parametrize("dies", [True, False], ids=["dies", "stands still"])
 def test_a_trainers_last_word_is_not_waited_for_when_all_have_proven_what_they_hold(dies: bool) -> None:
-    """Engines stand still for nothing else then: they serve what they hold after `reconnect_s`, not after its lease."""
+    """Engines stand still for nothing else then: they serve what they hold after `reconnect_s`, not after its lease.
+
+    (N34)
+    """
     world, _, _, trainer = fleet()
     trainer.stop_before = Sent
     trainer.acquire(1)

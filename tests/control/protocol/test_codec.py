@@ -286,12 +286,18 @@ def test_what_an_older_side_sends_is_told_from_noise() -> None:
 
 
 def test_no_default_ever_changes() -> None:
-    """It is what a reader takes for a field that was not sent. `--regen` writes the list for fields that are new."""
+    """It is what a reader takes for a field that was not sent. `--regen` writes the list for fields that are new.
+
+    (N50)
+    """
     assert (GOLDEN / "defaults.txt").read_text(encoding="utf-8") == defaults()
 
 
 def test_a_reader_that_is_older_than_a_field() -> None:
-    """It understands what it could be asked before, and refuses what it is asked in the field it does not know."""
+    """It understands what it could be asked before, and refuses what it is asked in the field it does not know.
+
+    (N50)
+    """
     known = [(each.name, each.type) for each in msgspec.structs.fields(m.Acquire) if each.name != "rollback"]
     older = msgspec.defstruct("Acquire", known, tag_field="type", tag="Acquire", forbid_unknown_fields=True)
     reader = msgspec.msgpack.Decoder(older)

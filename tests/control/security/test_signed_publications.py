@@ -88,7 +88,7 @@ def kind(prepare: Prepare, serving: HeldVersion | None = None) -> VerificationFa
 
 
 def test_what_a_trainer_signed_is_believed() -> None:
-    """The first of a channel, the next of a chain, and one after some that this engine has missed."""
+    """The first of a channel, the next of a chain, and one after some that this engine has missed (G8)."""
     assert kind(offered(signed_publication())) is None
     assert kind(offered(signed_publication(held(4))), serving=held(4)) is None
     assert kind(offered(signed_publication(held(4))), serving=held(2)) is None

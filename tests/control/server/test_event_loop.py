@@ -257,7 +257,7 @@ def test_stop_while_a_trainer_holds_a_lease(start: Callable[..., Running]) -> No
 def test_a_stop_waits_for_nobody_longer_than_it_says(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is durable is carried on, for as long as `STOP_S`: a service manager kills soon after that."""
+    """What is durable is carried on, for as long as `STOP_S`: a service manager kills soon after that (N60)."""
     assert f"at most {module.STOP_S:g} s; then the sockets close" in " ".join(PROTOCOL.read_text().split())
     monkeypatch.setattr(module, "STOP_S", 0.5)
     running = start(MemoryBus())

@@ -399,7 +399,7 @@ def test_a_server_that_does_not_generate_takes_nothing_beside() -> None:
 
 
 def test_lower_epochs_are_dropped() -> None:
-    """A command of an earlier epoch gets no answer and changes nothing."""
+    """A command of an earlier epoch gets no answer and changes nothing (G3)."""
     world = World()
     world.to_serving(5)
     for effects in (world.prepare(4), world.pause(4), world.transfer(4), world.commit(4), world.abort(4)):
@@ -524,7 +524,7 @@ def test_a_dirty_server_is_held_back_without_the_coordinator() -> None:
 
 
 def test_pause_lease_resumes_a_clean_engine() -> None:
-    """With the coordinator gone, a paused engine that nobody touched serves its old version again."""
+    """With the coordinator gone, a paused engine that nobody touched serves its old version again (N40)."""
     world = World()
     world.to_paused()
     assert ran(world.tick(9, heard=True)) == []

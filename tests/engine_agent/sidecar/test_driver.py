@@ -269,7 +269,7 @@ def test_the_log_tells_a_round_shortly_and_a_failure_loudly(deployment: Deployme
 
 @pytest.mark.parametrize("fault", ["swallow", "corrupt", "refuse"])
 def test_bad_loads_never_serve(deployment: Deployment, fault: Any) -> None:
-    """Success that loaded nothing, wrong bits, a refusal half-way: paused and dirty until a good round."""
+    """Success that loaded nothing, wrong bits, a refusal half-way: paused and dirty until a good round (G1)."""
     deployment.fake.inject("/update_weights_from_tensor", fault, after=2)
     with contextlib.suppress(Exception):
         deployment.publish(7)
@@ -285,7 +285,7 @@ def test_bad_loads_never_serve(deployment: Deployment, fault: Any) -> None:
 
 
 def test_a_server_that_dies_half_way_comes_back_paused(deployment: Deployment) -> None:
-    """Killed at the third bucket, launched again: paused at once, pending, mended by the next round."""
+    """Killed at the third bucket, launched again: paused at once, pending, mended by the next round (G1)."""
     deployment.fake.inject("/update_weights_from_tensor", "die", after=2)
     with contextlib.suppress(Exception):
         deployment.publish(7)

@@ -519,7 +519,7 @@ def test_a_table_that_followed_names_what_was_taken(
 def test_a_table_that_nobody_signed_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signed: str
 ) -> None:
-    """The transfer has failed, the weights are what nobody knows, and the cause is counted."""
+    """The transfer has failed, the weights are what nobody knows, and the cause is counted (G8)."""
     cause = {"cause": "forged"}
     name = "weightbus_sidecar_publications_refused_total"
     before = METERS.registry.get_sample_value(name, cause) or 0.0
