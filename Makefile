@@ -20,7 +20,7 @@ SYNC ?= on
 # Empty: local, or the two ways of MIXED=1
 TRANSPORT ?=
 ROUNDS ?= 20
-# make demo ASYNC=1: each round is generated while the one before is judged and trained, beside one after another
+# make demo ASYNC=1: each round is generated while the one before is judged and trained; before it the same in turn
 ASYNC ?= 0
 # make demo SAVE_EVERY=5: every fifth version is kept as a checkpoint
 SAVE_EVERY ?= 0
@@ -138,7 +138,7 @@ model: ## The round as a Spin model, explored exhaustively (needs Debian's spin)
 bench-control: env ## What the control plane costs with AGENTS=2048 simulated agents, beside bare sockets (JSON last)
 	@exec $(BIN)/python tests/bench/control.py --agents $(AGENTS) $(if $(SAVE),--save $(SAVE))
 
-bench-pause: env ## How long a server stands still for a version beyond copy and proof, hop by hop (JSON)
+bench-pause: env ## How long a server is paused for a version beyond copy and proof, hop by hop (JSON)
 	@exec $(BIN)/python tests/bench/pause.py $(BENCH)
 
 bench-gather: env ## How fast ranks assemble buckets, beside the published procedures (BENCH="--backend nccl"; JSON last)
@@ -147,7 +147,7 @@ bench-gather: env ## How fast ranks assemble buckets, beside the published proce
 bench-plan: env ## How long planning takes for 20,000 tensors on 64 ranks (PLAN="--tensors N --ranks N"; JSON)
 	@exec $(BIN)/python tests/bench/plan.py $(PLAN)
 
-bench-meeting: env ## What the leader of a broadcast pays for looking at 8, 64 and 512 engines (JSON)
+bench-meeting: env ## What rank 0 of a broadcast pays for looking at 8, 64 and 512 engines (JSON)
 	@exec $(BIN)/python tests/bench/meeting.py
 
 bench-failover: env ## Kill and stop leaders CYCLES times, with two coordinators and a real etcd (JSON last)

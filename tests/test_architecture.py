@@ -64,7 +64,7 @@ def test_only_the_bus_speaks_zeromq() -> None:
 
 
 def test_only_the_log_knows_structlog() -> None:
-    """Where lines go is decided in one place: elsewhere a line could be printed that nobody asked for."""
+    """Where lines go is decided in one place: elsewhere a line could be printed unasked."""
     assert set(importers("structlog")) == {"control/log.py", "control/server/metrics.py"}
 
 

@@ -135,7 +135,7 @@ def test_no_module_can_load_code(path: Path) -> None:
 
 
 def test_exceptions_are_in_use() -> None:
-    """An exception that nobody needs any more is taken off the list."""
+    """An exception that no module needs any more is taken off the list."""
     used = {(relative(path), name) for path in MODULES for _, name in objections(path.read_text("utf-8"))}
     assert used == ALLOWED
 
