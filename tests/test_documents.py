@@ -6,6 +6,7 @@ import argparse
 import ast
 import builtins
 import importlib
+import json
 import re
 import shlex
 import subprocess
@@ -173,6 +174,32 @@ def _resolves(name: str) -> bool:
             return False
         return True
     return False
+
+
+def test_every_room_is_on_the_map() -> None:
+    """ARCHITECTURE.md has a line for each sub-package, those of one transport apart."""
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    for package in FOLDERS[:4]:
+        for face in (ROOT / package).glob("*/__init__.py"):
+            assert f"`{face.parent.name}`" in page, face
+
+
+def test_figures_are_those_of_their_files() -> None:
+    """Each row of README.md's table of speed has the rounded values of the result file that it names."""
+    rows = re.findall(
+        r"^\|(.+)\|.*`([\w-]+\.json)` \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(rows) > 3
+    for row, file in rows:
+        found = json.loads((ROOT / "tests/gpu/results" / file).read_text())
+        keys = {"copy": "replay_s", "proof": "verify_s", "wire": "shard_to_shard_s", "`publish()`": "normal_round_s"}
+        for word, milliseconds in re.findall(r"([\w`()]+) (\d+) ms", row):
+            part = found["parts"]["speed"] if word == "`publish()`" else found
+            if word in keys:
+                assert round(part[keys[word]] * 1000) == int(milliseconds), f"{file}: {word}"
+        if "of_plain_copy" in found:
+            assert f"{found['of_plain_copy']:.2f} of a plain copy" in row
+        assert f"| {found.get('sglang_bucket_s') or found['flattened_distributed_s']:.2f} s |" in f"{row}|", file
 
 
 # -- examples ---------------------------------------------------------------------------------------------------------
