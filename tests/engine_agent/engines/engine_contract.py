@@ -1,12 +1,14 @@
-"""What the agent relies on in a server. One suite, run on the fake (fast, every dialect) and on the real SGLang."""
+"""What the sidecar relies on in an engine. One suite for all: in memory, the fake SGLang, and the real SGLang.
+
+Another kind of engine gives a `Bench` and a subclass of `EngineContract` with the fixture `bench`.
+"""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple, Protocol
 
-import httpx
 import pytest
 import torch
 
@@ -15,196 +17,274 @@ from weightbus.dataplane.memory.torch_shared_memory import TorchSharedBuffers
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports.interface import SharedBucket
-from weightbus.engine_agent.engines.sglang.http_client import HttpClient
-from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
-from weightbus.engine_agent.errors import ServerError, ServerRefused
+from weightbus.engine_agent.engines.interface import Engine
+from weightbus.engine_agent.errors import AnotherGeneration, NothingToGive, ServerError, UnfitManifest
 
-from ...kit.fake_weights import FakeWeights, read
+from ...kit.fake_weights import read
 from ...kit.waiting import until
 
-PROMPT = [5, 6, 7]
 CALL_S = 120.0
+
+
+class Generated(NamedTuple):
+    """What a client of the server got."""
+
+    tokens: list[int]
+    version: str
+    """Label under which the last token was made."""
+
+
+class Process(Protocol):
+    """A server as its clients and its operator see it, without the sidecar."""
+
+    def generate(self, count: int) -> Generated:
+        """`count` greedy tokens of one prompt."""
+        ...
+
+    def restart(self) -> None:
+        """Launch it again at once; a real server takes minutes, and skips the test."""
+        ...
 
 
 class Bench:
     """One server launched with `first`; `second` has the same shapes and other bits."""
 
-    def __init__(self, url: str, first: Path, second: Path, runtime_dir: Path) -> None:
-        self.url, self.first, self.second = url, first, second
-        self.server = SGLangServer(url)
-        self.server.identify(CALL_S)
+    def __init__(self, engine: Engine, process: Process, first: Path, second: Path, runtime_dir: Path) -> None:
+        self.engine, self.process, self.first, self.second = engine, process, first, second
+        self.engine.identify(CALL_S)
         self.memory = TorchSharedBuffers(runtime_dir)
 
-    def generate(self, tokens: int = 8) -> dict[str, Any]:
-        """Greedy tokens with their account of versions."""
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        body = {"input_ids": PROMPT, "sampling_params": sampling}
-        answer = httpx.post(f"{self.url}/generate", json=body, timeout=CALL_S, trust_env=False)
-        found: dict[str, Any] = answer.raise_for_status().json()
-        return found
+    def generate(self, count: int = 8) -> Generated:
+        """As a client."""
+        return self.process.generate(count)
 
-    def manifest(self, weights: dict[str, torch.Tensor], bucket_bytes: int = 100_000) -> Manifest:
-        """The layout of `weights`."""
-        dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in weights.items()}
-        specs = [TensorSpec(name, dtypes[name], tuple(tensor.shape)) for name, tensor in weights.items()]
+    def manifest(self, folder: Path, bucket_bytes: int = 100_000) -> Manifest:
+        """The layout of a checkpoint."""
+        specs = [
+            TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            for name, tensor in read(folder).items()
+        ]
         return Manifest.of("Qwen3ForCausalLM", specs, bucket_bytes)
 
     def load(self, folder: Path) -> None:
         """Every bucket of a checkpoint through shared memory, as the local transport does it."""
-        weights = read(folder)
-        manifest = self.manifest(weights)
+        weights, manifest = read(folder), self.manifest(folder)
         self.memory.reserve(manifest.largest_bucket, len(manifest.buckets), Deadline(30))
         for index, bucket in enumerate(manifest.buckets):
             tensors = manifest.tensors_of(index)
             packed = torch.cat([weights[tensor.name].contiguous().view(torch.uint8).flatten() for tensor in tensors])
             slot = index % self.memory.slots
             self.memory.memory(slot)[: bucket.nbytes] = packed
-            lent = self.memory.lend(slot, self.server.tp)
-            self.server.load_shared(SharedBucket(index, bucket, tensors, lent), CALL_S)
-        self.server.end_update(CALL_S)
+            lent = self.memory.lend(slot, self.engine.tp)
+            self.engine.load_shared(SharedBucket(index, bucket, tensors, lent), CALL_S)
+        self.engine.end_update(CALL_S)
+
+    def go_on(self) -> None:
+        """After an update."""
+        self.engine.flush(CALL_S)
+        self.engine.resume(CALL_S)
 
     def close(self) -> None:
+        """The server is left as it is."""
         self.memory.close()
-        self.server.close()
+        self.engine.close()
 
 
-class ServerContract:
-    """Subclasses give the fixture `bench`. Tests leave the server resumed and closed, with either set of weights."""
+class EngineContract:
+    """Subclasses give the fixture `bench`. Tests leave the server resumed, with either set of weights."""
+
+    # -- identity and facts
 
     def test_facts_do_not_change_while_it_lives(self, bench: Bench) -> None:
-        """The same launch is recognized again, and it says what validation needs."""
-        facts = bench.server.facts
-        again = bench.server.identify(CALL_S)
-        assert again.identity == facts.identity
+        """The same process generation is recognized again, and its facts tell what validation needs."""
+        facts = bench.engine.facts
+        again = bench.engine.identify(CALL_S)
+        assert (again.identity, bench.engine.launch) == (facts.identity, facts.identity)
         assert (facts.pp, facts.dp, facts.device) == (1, 1, "cpu")
+        assert facts.tp == bench.engine.tp
         assert facts.architectures == ("Qwen3ForCausalLM",)
-        assert not facts.speculative
-        assert not facts.quantization
+        assert Path(facts.model_path) in {bench.first, bench.second}
+        assert not facts.undefined
+
+    def test_another_launch_is_another_identity_and_gets_nothing_meant_for_the_first(self, bench: Bench) -> None:
+        """A server that was launched anew while the sidecar looked away gets no label, no weights and no resume."""
+        engine = bench.engine
+        engine.pin(engine.identify(CALL_S).identity)
+        first = engine.facts
+        engine.set_label("7", CALL_S)
+        bench.process.restart()
+        try:
+            for call in (
+                lambda: engine.set_label("8", CALL_S),
+                lambda: engine.resume(CALL_S),
+                lambda: engine.load_checkpoint(str(bench.second), CALL_S),
+            ):
+                with pytest.raises(AnotherGeneration):
+                    call()
+            assert not engine.dirty
+            assert engine.label(CALL_S) == "default"
+            assert engine.identify(CALL_S).identity != first.identity
+            engine.pin(engine.facts.identity)
+            engine.set_label("8", CALL_S)
+            assert engine.label(CALL_S) == engine.last_label == "8"
+        finally:
+            engine.pin("")
+
+    def test_every_call_is_told_to_the_observer(self, bench: Bench) -> None:
+        """For the sidecar's metrics."""
+        told: list[bool] = []
+        bench.engine.observe(lambda _call, seconds, *, failed: told.append(seconds >= 0 and not failed))
+        bench.engine.label(CALL_S)
+        bench.engine.observe(lambda *_, **__: None)
+        assert told == [True]
+
+    # -- what fits it
+
+    def test_a_manifest_is_checked_without_asking_the_server(self, bench: Bench) -> None:
+        """The checkpoint's own tensors fit; one that is missing does not, and the refusal names the reason."""
+        engine = bench.engine
+        fit = bench.manifest(bench.first)
+        assert set(engine.expected_tensors(bench.first)) == set(fit.tensors)
+        assert not list(engine.refusals(bench.first))
+        called: list[str] = []
+        engine.observe(lambda call, *_, **__: called.append(call))
+        engine.check(fit, "local", bench.first)
+        with pytest.raises(UnfitManifest):
+            engine.check(Manifest.of(fit.model, list(fit.tensors)[1:]), "local", bench.first)
+        engine.observe(lambda *_, **__: None)
+        assert not called
+
+    def test_each_transport_serves_it_or_is_missing_for_a_reason(self, bench: Bench) -> None:
+        """The coordinator plans with the first, and tells users the second."""
+        able, missing = set(bench.engine.transports()), bench.engine.missing_transports()
+        assert {"local", "disk"} <= able
+        assert not able & set(missing)
+        assert all(each.found and each.needed for each in missing.values())
+
+    # -- weights
 
     def test_buckets_do_what_a_load_from_disk_does(self, bench: Bench) -> None:
-        """Shared-memory buckets and update_weights_from_disk leave the same tokens and the same live digests."""
-        server = bench.server
-        server.pause("retract", CALL_S)
-        server.load_checkpoint(str(bench.second), CALL_S)
-        by_disk = server.live_digests(CALL_S) if server.dialect.cpu_checksums else []
-        server.flush(CALL_S)
-        server.resume(CALL_S)
-        tokens = bench.generate()["output_ids"]
-        server.pause("retract", CALL_S)
+        """Shared-memory buckets and a load from disk leave the same tokens, and the same digests where reported."""
+        engine = bench.engine
+        engine.pause("retract", CALL_S)
+        engine.load_checkpoint(str(bench.second), CALL_S)
+        by_disk = engine.live_digests(CALL_S) if engine.digest_algorithm else []
+        bench.go_on()
+        tokens = bench.generate().tokens
+        engine.pause("retract", CALL_S)
         bench.load(bench.first)
-        server.flush(CALL_S)
-        server.resume(CALL_S)
-        assert bench.generate()["output_ids"] != tokens
-        server.pause("retract", CALL_S)
+        bench.go_on()
+        assert bench.generate().tokens != tokens
+        engine.pause("retract", CALL_S)
         bench.load(bench.second)
-        if server.dialect.cpu_checksums:
-            assert server.live_digests(CALL_S) == by_disk
-        server.flush(CALL_S)
-        server.resume(CALL_S)
-        assert bench.generate()["output_ids"] == tokens
+        assert (engine.live_digests(CALL_S) if engine.digest_algorithm else []) == by_disk
+        bench.go_on()
+        assert bench.generate().tokens == tokens
 
-    def test_live_digests_are_those_of_the_files(self, bench: Bench) -> None:
-        """What weights_checker reports can be computed from the checkpoint, for every rank."""
-        if not bench.server.dialect.cpu_checksums:
-            pytest.skip("this dialect cannot report them without a GPU")
-        bench.server.load_checkpoint(str(bench.first), CALL_S)
-        weights = FakeWeights(bench.first, bench.server.tp)
-        expected = [weights.checksums(rank) for rank in range(bench.server.tp)]
-        assert bench.server.live_digests(CALL_S) == expected
+    def test_it_is_dirty_from_the_first_bucket_on(self, bench: Bench) -> None:
+        """Also where the load fails: the caller cannot know how far it came."""
+        engine = bench.engine
+        engine.clear_dirty()
+        assert not engine.dirty
+        bench.load(bench.first)
+        assert engine.dirty
+        assert not engine.updating
+        engine.clear_dirty()
+        with pytest.raises(TransferFailed):
+            engine.load_checkpoint("/nowhere/at/all", CALL_S)
+        assert engine.dirty
+        engine.clear_dirty()
+
+    def test_a_missing_checkpoint_is_refused_and_changes_nothing(self, bench: Bench) -> None:
+        """The folder is not there: the weights are those from before."""
+        bench.load(bench.first)
+        before = bench.generate().tokens
+        with pytest.raises(TransferFailed):
+            bench.engine.load_checkpoint("/nowhere/at/all", CALL_S)
+        assert bench.generate().tokens == before
+
+    def test_leaving_a_group_that_was_never_joined(self, bench: Bench) -> None:
+        """No error: a sidecar cleans up without knowing what the one before it did."""
+        bench.engine.leave_group("never-joined", CALL_S)
+
+    # -- pausing and labeling
 
     def test_a_paused_server_answers_after_it_was_resumed(self, bench: Bench) -> None:
         """Requests wait while it is paused, and none is lost."""
-        bench.server.pause("retract", CALL_S)
-        answers: list[dict[str, Any]] = []
+        bench.engine.pause("retract", CALL_S)
+        answers: list[Generated] = []
         request = threading.Thread(target=lambda: answers.append(bench.generate()), daemon=True)
         request.start()
         request.join(0.5)
         assert not answers
-        bench.server.flush(CALL_S)
-        bench.server.resume(CALL_S)
+        bench.go_on()
         request.join(CALL_S)
-        assert len(answers[0]["output_ids"]) == 8
+        assert len(answers[0].tokens) == 8
 
-    def test_it_says_whether_it_has_requests(self, bench: Bench) -> None:
+    def test_it_tells_whether_it_has_requests(self, bench: Bench) -> None:
         """While it generates; and soon after it has ended, that it has none."""
-        until(lambda: bench.server.idle(CALL_S), "it to be idle")
+        until(lambda: bench.engine.idle(CALL_S), "it to be idle")
         seen = False
         for _ in range(10):
             asked = threading.Thread(target=bench.generate, args=(200,))
             asked.start()
             while asked.is_alive() and not seen:
-                seen = not bench.server.idle(CALL_S)
+                seen = not bench.engine.idle(CALL_S)
             asked.join(CALL_S)
             if seen:
                 break
         assert seen
-        until(lambda: bench.server.idle(CALL_S), "it to be idle again")
+        until(lambda: bench.engine.idle(CALL_S), "it to be idle again")
 
     def test_the_label_is_set_apart_from_the_weights(self, bench: Bench) -> None:
-        """Updates do not move the label; setting it does, and every token says so."""
-        before = bench.server.label(CALL_S)
+        """Updates do not move the label; setting it does, and every token tells it."""
+        before = bench.engine.label(CALL_S)
         bench.load(bench.first)
-        assert bench.server.label(CALL_S) == before
-        bench.server.set_label("41", CALL_S)
-        assert bench.server.label(CALL_S) == "41"
-        meta = bench.generate()["meta_info"]
-        assert meta["weight_version"] == "41"
-        if bench.server.dialect.spans:
-            assert meta["weight_versions"] == [{"version": "41", "start": 0, "end": 8}]
-
-    def test_what_the_dialect_lacks_is_not_there(self, bench: Bench) -> None:
-        """What the table denies is refused or absent, and asking for it harms nothing."""
-        server = bench.server
-        if not server.dialect.cpu_checksums:
-            with pytest.raises(ServerError):
-                server.live_digests(CALL_S)
-        if not server.dialect.sessions:
-            with pytest.raises(ServerRefused) as refused:
-                server._wire.admin("/begin_weight_update", {}, CALL_S)
-            assert refused.value.status == 404
-        assert ("weight_versions" in bench.generate()["meta_info"]) is server.dialect.spans
-
-    def test_a_session_left_open_is_closed_first(self, bench: Bench) -> None:
-        """An agent that died between begin and end does not lock its successor out."""
-        if not bench.server.dialect.sessions:
-            pytest.skip("this dialect has no sessions")
-        wire = HttpClient(bench.url, bench.server._wire._keys)
-        wire.admin("/begin_weight_update", {}, CALL_S)
-        wire.close()
-        bench.load(bench.first)
-        with pytest.raises(ServerRefused):
-            bench.server._wire.admin("/end_weight_update", {}, CALL_S)
-
-    def test_refusals_do_not_repeat_the_payload(self, bench: Bench) -> None:
-        """The server puts the whole request into its validation errors; ours stay short."""
-        body = {"serialized_named_tensors": {"x": "A" * 100_000}, "load_format": 7}
-        with pytest.raises(ServerError) as caught:
-            bench.server._wire.admin("/update_weights_from_disk", body, CALL_S)
-        assert len(str(caught.value)) < 600
-        assert "AAAAAAAA" not in str(caught.value)
-
-    def test_a_missing_checkpoint_is_refused_and_changes_nothing(self, bench: Bench) -> None:
-        """update_weights_from_disk of a folder that is not there."""
-        bench.load(bench.first)
-        before = bench.generate()["output_ids"]
-        with pytest.raises(TransferFailed):
-            bench.server.load_checkpoint("/nowhere/at/all", CALL_S)
-        assert bench.generate()["output_ids"] == before
-
-    def test_leaving_a_group_that_was_never_joined(self, bench: Bench) -> None:
-        """No error: an agent cleans up without knowing what the one before it did."""
-        bench.server.leave_group("never-joined", CALL_S)
+        assert bench.engine.label(CALL_S) == before
+        bench.engine.set_label("41", CALL_S)
+        assert bench.engine.label(CALL_S) == bench.engine.last_label == "41"
+        assert bench.generate().version == "41"
 
     def test_resuming_what_is_not_paused(self, bench: Bench) -> None:
         """Harmless, so that a settled engine can always be told to go on; pausing twice is too.
 
         Whether a server generates can be seen without knowing anything of it.
         """
-        bench.server.resume(CALL_S)
-        bench.server.pause("retract", CALL_S)
-        bench.server.pause("retract", CALL_S)
-        with pytest.raises(ServerError, match="health_generate"):
-            bench.server.generates(0.5)
-        bench.server.resume(CALL_S)
-        bench.server.generates(CALL_S)
-        assert len(bench.generate()["output_ids"]) == 8
+        engine = bench.engine
+        engine.resume(CALL_S)
+        engine.pause("retract", CALL_S)
+        engine.pause("retract", CALL_S)
+        engine.answers(CALL_S)
+        with pytest.raises(ServerError):
+            engine.generates(0.5)
+        engine.resume(CALL_S)
+        engine.generates(CALL_S)
+        engine.alive(CALL_S)
+        assert len(bench.generate().tokens) == 8
+
+    # -- memory
+
+    def test_released_weights_come_back_as_another_identity(self, bench: Bench) -> None:
+        """Nothing generates before the weights were resumed, and facts of before do not hold of what came back."""
+        engine = bench.engine
+        before = engine.facts.identity
+        try:
+            after = engine.prepare_release(CALL_S)
+        except NothingToGive:
+            assert engine.facts.identity == before
+            assert not engine.memory_released
+            pytest.skip("this server was launched to keep its memory")
+        assert (after.identity == before, after.undefined) == (False, True)
+        engine.release_memory(CALL_S)
+        assert (engine.memory_released, engine.weights_released) == (True, True)
+        with pytest.raises(NothingToGive):
+            engine.prepare_release(CALL_S)
+        with pytest.raises(ServerError):
+            engine.resume(CALL_S)
+        engine.resume_weights_memory(CALL_S)
+        bench.load(bench.first)
+        bench.go_on()
+        assert not engine.memory_released
+        assert len(bench.generate().tokens) == 8
+        bench.process.restart()
+        assert not engine.identify(CALL_S).undefined

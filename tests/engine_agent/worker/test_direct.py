@@ -406,7 +406,7 @@ def test_a_sidecar_that_hangs_up_sets_the_worker_free(tmp_path: Path) -> None:
     for heard in range(2):
         model = ToyShard(0, 1)
         listener = FrameListener(tmp_path / f"w{heard}.sock")
-        worker = threading.Thread(target=worker_loader.serve_sidecar, args=(model, listener.path))
+        worker = threading.Thread(target=worker_loader.serve_sidecar, args=(model, str(listener.path)))
         worker.start()
         sidecar = listener.accept(Deadline(WAIT_S), "the worker")
         if heard:
@@ -426,7 +426,7 @@ def test_what_is_no_message_ends_the_exchange(tmp_path: Path) -> None:
     """Bytes that nobody of ours sends, or a plan before a recording: refused, and the worker says why."""
     listener = FrameListener(tmp_path / "w.sock")
     model = ToyShard(0, 1)
-    worker = threading.Thread(target=worker_loader.serve_sidecar, args=(model, listener.path))
+    worker = threading.Thread(target=worker_loader.serve_sidecar, args=(model, str(listener.path)))
     worker.start()
     sidecar = listener.accept(Deadline(WAIT_S), "the worker")
     worker_wire.SIDECAR.hear(sidecar, Deadline(WAIT_S), "hello")

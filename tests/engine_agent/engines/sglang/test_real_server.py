@@ -21,7 +21,7 @@ from weightbus.engine_agent.engines.sglang import cpu_server
 
 from ....kit import tiny_model
 from ....kit.ports import free_port
-from ..engine_contract import PROMPT, Bench, ServerContract
+from .sglang_contract import PROMPT, SGLangBench, SGLangContract
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 START_S = 480.0
@@ -87,20 +87,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def bench(
     request: pytest.FixtureRequest, checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bench]:
+) -> Iterator[SGLangBench]:
     """A real server."""
     folder = tmp_path_factory.mktemp("server")
     process, url = serve(checkpoints[0], request.param, folder / "log")
-    made = Bench(url, *checkpoints, folder)
+    made = SGLangBench(url, *checkpoints, folder)
     yield made
     made.close()
     end(process)
 
 
-class TestRealServer(ServerContract):
+class TestRealServer(SGLangContract):
     """The real server keeps the contract."""
 
-    def test_tokens_are_those_of_transformers(self, bench: Bench) -> None:
+    def test_tokens_are_those_of_transformers(self, bench: SGLangBench) -> None:
         """After a load through shared memory the server writes what a plain transformers model writes."""
         shim = Path(cpu_server.__file__).with_name("cpu_shim")
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(shim), os.environ.get("PYTHONPATH", "")])}
@@ -115,4 +115,4 @@ class TestRealServer(ServerContract):
         bench.load(bench.second)
         bench.server.flush()
         bench.server.resume()
-        assert bench.generate()["output_ids"] == json.loads(oracle.stdout.splitlines()[-1])
+        assert bench.generate().tokens == json.loads(oracle.stdout.splitlines()[-1])
