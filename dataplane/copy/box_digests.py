@@ -1,7 +1,7 @@
 """Digests of tensors that lie in boxes, anywhere: the same 16 bytes that tensor_digest.py gives for the packed tensor.
 
 Algorithm ``mix64x2`` sums over the 64-bit words of a tensor's packed bytes, each mixed with its position. A sum does
-not care who adds which part: every holder of a box adds the words of its box, and the parts of all holders together
+not care who adds which part: every rank of a box adds the words of its box, and the parts of all ranks together
 are the digest of the tensor. So nobody packs a tensor to digest it, and a trainer's shards and an engine's fused
 parameters are compared without a common cut.
 
@@ -114,37 +114,37 @@ class BoxTable:
             raise ManifestError(f"digest row {row} reaches bytes {first[row]}..{last[row]} outside of its region")
 
 
-def odd_boxes(pieces: Shards) -> Column:
-    """(odd,): rows of pieces that do not consist of whole words of the packed tensor, or do not hold its bytes.
+def odd_boxes(shards: Shards) -> Column:
+    """(odd,): rows of shards that do not consist of whole words of the packed tensor, or do not hold its bytes.
 
-    A piece that is cast or shifted holds other bytes than the tensor that is served.
+    A shard that is cast or shifted holds other bytes than the tensor that is served.
     """
-    grids, item = _grids(pieces)
-    words = _whole_words(pieces, grids, item)
-    same = (served_dtypes(pieces) == pieces.dtype) & (pieces.shift == 0)
-    return np.flatnonzero((np.bincount(grids.row[~words], minlength=len(pieces)) > 0) | ~same)
+    grids, item = _grids(shards)
+    words = _whole_words(shards, grids, item)
+    same = (served_dtypes(shards) == shards.dtype) & (shards.shift == 0)
+    return np.flatnonzero((np.bincount(grids.row[~words], minlength=len(shards)) > 0) | ~same)
 
 
 def make_box_table(
-    pieces: Shards, region: Column, at: Column, group: Column | None = None, groups: int | None = None
+    shards: Shards, region: Column, at: Column, group: Column | None = None, groups: int | None = None
 ) -> BoxTable:
-    """Digest rows of `pieces`, none of which may be odd.
+    """Digest rows of `shards`, none of which may be odd.
 
-    `region` and `at`, both (pieces,), say in which memory each piece's local tensor begins, and at which byte. `group`,
-    (pieces,), and `groups` say what is summed up together: the parts of each tensor, unless they are given.
+    `region` and `at`, both (shards,), say in which memory each shard's local tensor begins, and at which byte. `group`,
+    (shards,), and `groups` say what is summed up together: the parts of each tensor, unless they are given.
     """
-    grids, item = _grids(pieces)
+    grids, item = _grids(shards)
     row = grids.row
     memory, packed = grids.steps
     per_word = WORD_BYTES // item
-    first = np.sum(pieces.boxes.start * served_strides(pieces), axis=1)
+    first = np.sum(shards.boxes.start * served_strides(shards), axis=1)
     # A lone element or a run's last axis may have been joined away: then the run is one element long, and its step too.
     alone = grids.extent[:, 0] == 1
     return BoxTable(
-        groups=len(pieces.tensors) if groups is None else groups,
-        group=(pieces.boxes.space if group is None else group)[row],
+        groups=len(shards.tensors) if groups is None else groups,
+        group=(shards.boxes.space if group is None else group)[row],
         region=region[row],
-        at=at[row] + (pieces.offset[row] + grids.shift[0]) * item,
+        at=at[row] + (shards.offset[row] + grids.shift[0]) * item,
         item=item,
         item_step=np.where(alone, 1, memory[:, 0]) * item,
         words=grids.extent[:, 0] // per_word,
@@ -155,16 +155,16 @@ def make_box_table(
     )
 
 
-def _grids(pieces: Shards) -> tuple[Grids, Column]:
-    """The grids of all pieces, steps in elements: in memory, and in the packed tensor; and bytes of an element."""
-    grids = collapse_axes(pieces.boxes.extents, (pieces.stride, served_strides(pieces)), AXES + 1)
-    return grids, ITEM_SIZES[pieces.dtype[grids.row]]
+def _grids(shards: Shards) -> tuple[Grids, Column]:
+    """The grids of all shards, steps in elements: in memory, and in the packed tensor; and bytes of an element."""
+    grids = collapse_axes(shards.boxes.extents, (shards.stride, served_strides(shards)), AXES + 1)
+    return grids, ITEM_SIZES[shards.dtype[grids.row]]
 
 
-def _whole_words(pieces: Shards, grids: Grids, item: Column) -> npt.NDArray[np.bool_]:
+def _whole_words(shards: Shards, grids: Grids, item: Column) -> npt.NDArray[np.bool_]:
     """(grids,): grids whose runs all begin and end on a word of the packed tensor."""
     packed = grids.steps[1]
-    first = np.sum(pieces.boxes.start * served_strides(pieces), axis=1)[grids.row] + grids.shift[1]
+    first = np.sum(shards.boxes.start * served_strides(shards), axis=1)[grids.row] + grids.shift[1]
     aligned = (packed[:, 1:] * item[:, None] % WORD_BYTES == 0).all(axis=1) & (first * item % WORD_BYTES == 0)
     packed_run = (packed[:, 0] == 1) | (item == WORD_BYTES)
     whole: npt.NDArray[np.bool_] = aligned & packed_run & (grids.extent[:, 0] * item % WORD_BYTES == 0)

@@ -46,27 +46,27 @@ class TensorPart:
     """(*shape of the box, bytes of an element)."""
 
 
-def pack_boxes(pieces: Shards, region: Column, begin: Column) -> PackedBoxes:
-    """Copy every box behind the one before it. `region` and `begin`, (pieces,), say where its local tensor begins."""
-    served = served_dtypes(pieces)
-    nbytes = pieces.boxes.sizes * ITEM_SIZES[served]
+def pack_boxes(shards: Shards, region: Column, begin: Column) -> PackedBoxes:
+    """Copy every box behind the one before it. `region` and `begin`, (shards,), say where its local tensor begins."""
+    served = served_dtypes(shards)
+    nbytes = shards.boxes.sizes * ITEM_SIZES[served]
     room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     places = np.cumsum(room) - room
-    strides = packed_strides(pieces.boxes.extents)
-    here = CopySide(np.zeros(len(pieces), np.int64), places, served, strides)
-    copies = make_copy_table(pieces.boxes.extents, CopySide.of(pieces, region, begin), here)
-    boxes = replace(pieces, offset=places, dtype=served, stride=strides)
-    return PackedBoxes(copies, boxes, int((places + nbytes).max()) if len(pieces) else 0)
+    strides = packed_strides(shards.boxes.extents)
+    here = CopySide(np.zeros(len(shards), np.int64), places, served, strides)
+    copies = make_copy_table(shards.boxes.extents, CopySide.of(shards, region, begin), here)
+    boxes = replace(shards, offset=places, dtype=served, stride=strides)
+    return PackedBoxes(copies, boxes, int((places + nbytes).max()) if len(shards) else 0)
 
 
 def unpack_boxes(boxes: Shards, index: int, buffer: bytes, who: str) -> Iterator[TensorPart]:
     """What of tensor `index` lies in a buffer that was packed as `boxes`."""
     item = int(ITEM_SIZES[DTYPES.index(boxes.tensors[index].dtype)])
     for row in np.flatnonzero(boxes.boxes.space == index).tolist():
-        piece = boxes.at(row)
-        cut = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-        data = np.frombuffer(buffer, np.uint8, piece.box.size * item, piece.view.offset)
-        yield TensorPart(who, cut, data.reshape(*piece.box.shape, item))
+        shard = boxes.at(row)
+        cut = tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))
+        data = np.frombuffer(buffer, np.uint8, shard.box.size * item, shard.view.offset)
+        yield TensorPart(who, cut, data.reshape(*shard.box.shape, item))
 
 
 def assemble_tensor(spec: TensorSpec, parts: Sequence[TensorPart]) -> Bytes:

@@ -1,7 +1,7 @@
 """Copies and digests on a GPU: tables are cut into tiles once, and every round is one launch for each vector size.
 
 Where it is asked for, copy engines take long runs out of a peer's memory (peer_copies.py). Rows that cast are done by
-torch, all in one call; few recordings have any.
+torch, all in one call; few traces have any.
 """
 
 from __future__ import annotations

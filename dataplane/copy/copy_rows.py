@@ -26,9 +26,9 @@ class CopySide:
     """(copies, axes): elements."""
 
     @classmethod
-    def of(cls, pieces: Shards, region: Column, begin: Column) -> CopySide:
-        """The boxes of `pieces`; `region` and `begin`, (pieces,), say where each one's local tensor begins."""
-        return cls(region, begin + pieces.offset * ITEM_SIZES[pieces.dtype], pieces.dtype, pieces.stride)
+    def of(cls, shards: Shards, region: Column, begin: Column) -> CopySide:
+        """The boxes of `shards`; `region` and `begin`, (shards,), say where each one's local tensor begins."""
+        return cls(region, begin + shards.offset * ITEM_SIZES[shards.dtype], shards.dtype, shards.stride)
 
 
 def make_copy_table(extent: Column, source: CopySide, target: CopySide) -> CopyTable:

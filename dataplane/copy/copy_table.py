@@ -11,7 +11,7 @@ a layer, stacked in the engine and apart in the trainer's buffer, one grid. `sou
 where a value is cast on its way, as torch's `copy_` does it.
 
 Places are byte offsets into *regions*, which both sides number alike: at the source the allocations that trainers
-export (export_map.py), at the target the recording's targets.
+export (export_map.py), at the target the trace's targets.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads memory while it is made: which copies need which parts of it, and whether those are there.
 
-A trainer rank makes what it serves quantized from the beginning of its arena on, and its device writes a mark behind
-each part: the number of the round. Marks lie in the memory that is read, so that a reader needs nobody's word. Until
+A trainer rank makes what it serves quantized from the beginning of its arena on, and its device writes a flag behind
+each part: the number of the round. Ready flags lie in the memory that is read, so that a reader needs nobody's word. Until
 they show the round that it was told, a part is what an earlier round made of it, or half of each.
 """
 
@@ -27,7 +27,7 @@ _ALIVE_S: Final = 0.01
 """How often it is looked whether whoever makes it is there."""
 
 NeededParts = tuple[tuple[int, int], ...]
-"""(holder, parts): so many of what the holder makes, from the first on, are read."""
+"""(rank, parts): so many of what the rank makes, from the first on, are read."""
 
 
 def stages_of_rows(table: CopyTable, made: Mapping[int, ArenaRegion]) -> Column:
@@ -50,30 +50,30 @@ def stages_of_rows(table: CopyTable, made: Mapping[int, ArenaRegion]) -> Column:
     return stages
 
 
-def needed_parts_by_stage(table: CopyTable, stages: Column, holders: Mapping[int, int]) -> dict[int, NeededParts]:
-    """By stage, what its rows read; `holders`, by number of the source, of those that are made."""
+def needed_parts_by_stage(table: CopyTable, stages: Column, ranks: Mapping[int, int]) -> dict[int, NeededParts]:
+    """By stage, what its rows read; `ranks`, by number of the source, of those that are made."""
     pairs: list[list[int]] = np.unique(np.stack([stages, table.source], axis=1), axis=0).tolist()
     found: dict[int, set[tuple[int, int]]] = {}
     for stage, number in pairs:
         if stage:
-            found.setdefault(stage, set()).add((holders[number], stage))
+            found.setdefault(stage, set()).add((ranks[number], stage))
     return {stage: tuple(sorted(each)) for stage, each in found.items()}
 
 
 def ready_flags_in(region: torch.Tensor, made: ArenaRegion) -> torch.Tensor:
-    """(parts,) int64: the marks in a region, 1-D uint8. Raises `ManifestError` where they are not inside of it."""
-    end = made.marks + READY_FLAG_BYTES * len(made.ends)
-    if made.marks < 0 or made.marks % READY_FLAG_BYTES or end > len(region) or not made.ends:
-        raise ManifestError(f"{len(made.ends)} marks at byte {made.marks} are not in a region of {len(region)} bytes")
-    return region[made.marks : end].view(torch.int64)
+    """(parts,) int64: the flags in a region, 1-D uint8. Raises `ManifestError` where they are not inside of it."""
+    end = made.flags + READY_FLAG_BYTES * len(made.ends)
+    if made.flags < 0 or made.flags % READY_FLAG_BYTES or end > len(region) or not made.ends:
+        raise ManifestError(f"{len(made.ends)} flags at byte {made.flags} are not in a region of {len(region)} bytes")
+    return region[made.flags : end].view(torch.int64)
 
 
 class ReadyFlags:
-    """The marks of all holders that a reader reads of. Used from one thread."""
+    """The flags of all ranks that a reader reads of. Used from one thread."""
 
-    def __init__(self, marks: Mapping[int, torch.Tensor], alive: Callable[[], None]) -> None:
-        """`marks`, (parts,) int64, by holder, on one device. `alive` raises where a holder is gone."""
-        self._marks = dict(marks)
+    def __init__(self, flags: Mapping[int, torch.Tensor], alive: Callable[[], None]) -> None:
+        """`flags`, (parts,) int64, by rank, on one device. `alive` raises where a rank is gone."""
+        self._flags = dict(flags)
         self._alive = alive
         self._wanted: Callable[[], None] = alive
         self._rounds: Mapping[int, int] = {}
@@ -81,29 +81,29 @@ class ReadyFlags:
         self._deadline = Deadline(0.0)
         self.seconds = 0.0
         """Waited since `begin` while nothing was copied."""
-        device = next((each.device for each in self._marks.values()), torch.device("cpu"))
-        self._far = _FarMarks(self._marks, device) if device.type == "cuda" else None
+        device = next((each.device for each in self._flags.values()), torch.device("cpu"))
+        self._far = _DeviceFlags(self._flags, device) if device.type == "cuda" else None
 
     def begin(self, rounds: Mapping[int, int], within_s: float, wanted: Callable[[], None]) -> None:
-        """From now on the marks of each holder have to show its round, within so many seconds. 0: all is there.
+        """From now on the flags of each rank have to show its round, within so many seconds. 0: all is there.
 
         `wanted` raises where nobody wants that any more.
         """
         self._rounds, self._deadline, self.seconds = rounds, Deadline(within_s), 0.0
         self._wanted = wanted
-        self._there = {holder: len(each) for holder, each in self._marks.items() if not rounds.get(holder)}
+        self._there = {rank: len(each) for rank, each in self._flags.items() if not rounds.get(rank)}
 
     def wait(self, needs: Sequence[tuple[int, int]], busy: Callable[[], bool]) -> None:
         """Return when these parts are there; `busy` says whether something is copied meanwhile.
 
-        Raises `PeerLost` for a holder that is gone, `StaleSession` for one that makes a newer round, what `wanted`
+        Raises `PeerLost` for a rank that is gone, `StaleSession` for one that makes a newer round, what `wanted`
         raises, and `DeadlineExceeded` with the part that is missing.
         """
         looked_at = time.perf_counter()
         asked_at = looked_at
-        while (holder := self._missing(needs)) is not None:
-            of = len(self._marks[holder])
-            self._deadline.check(f"part {self._there.get(holder, 0) + 1} of {of} that trainer rank {holder} makes")
+        while (rank := self._missing(needs)) is not None:
+            of = len(self._flags[rank])
+            self._deadline.check(f"part {self._there.get(rank, 0) + 1} of {of} that trainer rank {rank} makes")
             now = time.perf_counter()
             if now - asked_at >= _ALIVE_S:
                 asked_at = now
@@ -120,53 +120,51 @@ class ReadyFlags:
         if self._far is not None:
             self._far.close()
             self._far = None
-        self._marks = {}
+        self._flags = {}
 
     def _missing(self, needs: Sequence[tuple[int, int]]) -> int | None:
         """Who has not made everything yet."""
         if self._first(needs) is None:
             return None
-        lacking = {holder: each for holder, each in self._marks.items() if self._there.get(holder, 0) < len(each)}
-        for holder, marks in (_numbers(lacking) if self._far is None else self._far.look(lacking)).items():
-            wanted = self._rounds.get(holder, 0)
-            known = self._there.get(holder, 0)
-            while known < len(marks) and marks[known] == wanted:
+        lacking = {rank: each for rank, each in self._flags.items() if self._there.get(rank, 0) < len(each)}
+        for rank, flags in (_numbers(lacking) if self._far is None else self._far.look(lacking)).items():
+            wanted = self._rounds.get(rank, 0)
+            known = self._there.get(rank, 0)
+            while known < len(flags) and flags[known] == wanted:
                 known += 1
-            if wanted and max(marks) > wanted:  # its marks were zero, or older, when this round was offered
-                raise StaleSession(max(marks), wanted, "round")
-            self._there[holder] = known
+            if wanted and max(flags) > wanted:  # its flags were zero, or older, when this round was offered
+                raise StaleSession(max(flags), wanted, "round")
+            self._there[rank] = known
         return self._first(needs)
 
     def _first(self, needs: Sequence[tuple[int, int]]) -> int | None:
-        return next((holder for holder, parts in needs if self._there.get(holder, 0) < parts), None)
+        return next((rank for rank, parts in needs if self._there.get(rank, 0) < parts), None)
 
 
-def _numbers(marks: Mapping[int, torch.Tensor]) -> dict[int, list[int]]:
-    columns: dict[int, Column] = {holder: each.numpy() for holder, each in marks.items()}
-    return {holder: each.tolist() for holder, each in columns.items()}
+def _numbers(flags: Mapping[int, torch.Tensor]) -> dict[int, list[int]]:
+    columns: dict[int, Column] = {rank: each.numpy() for rank, each in flags.items()}
+    return {rank: each.tolist() for rank, each in columns.items()}
 
 
-class _FarMarks:
-    """Marks in a GPU's memory, read by tiny copies on a stream of their own: what copies waits for nothing here."""
+class _DeviceFlags:
+    """Ready flags in a GPU's memory, read by tiny copies on a stream of their own: what copies waits for nothing here."""
 
-    def __init__(self, marks: Mapping[int, torch.Tensor], device: torch.device) -> None:
+    def __init__(self, flags: Mapping[int, torch.Tensor], device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._shown = {
-            holder: torch.zeros(len(each), dtype=torch.int64, pin_memory=True) for holder, each in marks.items()
-        }
+        self._shown = {rank: torch.zeros(len(each), dtype=torch.int64, pin_memory=True) for rank, each in flags.items()}
         self._looked_at: dict[int, torch.Tensor] = {}
         """What they show comes to lie here, while it is on its way."""
 
-    def look(self, marks: Mapping[int, torch.Tensor]) -> dict[int, list[int]]:
-        """What these holders' showed a moment ago. Nothing while a look is under way; that is ended first."""
+    def look(self, flags: Mapping[int, torch.Tensor]) -> dict[int, list[int]]:
+        """What these ranks' showed a moment ago. Nothing while a look is under way; that is ended first."""
         if not self._looked_at:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                for holder, each in marks.items():
-                    self._shown[holder].copy_(each, non_blocking=True)
+                for rank, each in flags.items():
+                    self._shown[rank].copy_(each, non_blocking=True)
                 self._read.record(self._stream)
-            self._looked_at = {holder: self._shown[holder] for holder in marks}
+            self._looked_at = {rank: self._shown[rank] for rank in flags}
         until = time.perf_counter() + _SPIN_S
         while not self._read.query():  # type: ignore[no-untyped-call]
             if time.perf_counter() > until:

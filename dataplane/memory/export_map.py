@@ -45,7 +45,7 @@ class ArenaParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Its number among the places."""
     ends: tuple[int, ...]
     """Bytes from its beginning, ascending: where each part ends."""
-    marks: int
+    flags: int = msgspec.field(name="marks")
     """... and where an int64 for each part lies: it shows the number of the round in which the part was made last."""
 
 
@@ -55,18 +55,18 @@ class ArenaRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     region: int
     begin: int
     ends: tuple[int, ...]
-    marks: int
+    flags: int = msgspec.field(name="marks")
 
 
 class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Everything that one holder exports. Equal layouts have equal maps, in whatever process and generation."""
+    """Everything that one rank exports. Equal layouts have equal maps, in whatever process and generation."""
 
-    holder: int
+    rank: int = msgspec.field(name="holder")
     host: str
     """`host.host_identity` of the process."""
     regions: tuple[Region, ...]
     places: tuple[ExportedTensor, ...]
-    """By the number that pieces give a local tensor as `storage`."""
+    """By the number that shards give a local tensor as `storage`."""
     parts: ArenaParts | None = None
     """What of it is made part by part, if anything is. All else is there when it is offered."""
 
@@ -77,7 +77,7 @@ class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
             return None
         place = self.places[self.parts.storage]
         ends = tuple(place.offset + end for end in self.parts.ends)
-        return ArenaRegion(place.region, place.offset, ends, place.offset + self.parts.marks)
+        return ArenaRegion(place.region, place.offset, ends, place.offset + self.parts.flags)
 
     def encode(self) -> bytes:
         """Canonical bytes."""
@@ -126,14 +126,16 @@ def _check_parts(export: ExportMap, parts: ArenaParts) -> None:
     assert made is not None
     nbytes = export.regions[made.region].nbytes
     ascending = all(a < b for a, b in zip((0, *parts.ends), parts.ends, strict=False))
-    marks = (made.marks, made.marks + READY_FLAG_BYTES * len(made.ends))
-    if not ascending or made.ends[-1] > nbytes or marks[0] < 0 or marks[1] > nbytes or marks[0] % READY_FLAG_BYTES:
-        raise ManifestError(f"parts that end at {made.ends}, with marks at {marks[0]}, are none of {nbytes} bytes")
+    flags = (made.flags, made.flags + READY_FLAG_BYTES * len(made.ends))
+    if not ascending or made.ends[-1] > nbytes or flags[0] < 0 or flags[1] > nbytes or flags[0] % READY_FLAG_BYTES:
+        raise ManifestError(
+            f"parts that end at {made.ends}, with ready flags at {flags[0]}, are none of {nbytes} bytes"
+        )
 
 
 _PLACE: Final = attrgetter("region", "offset")
 MAX_ARENA_PARTS: Final = 64
 READY_FLAG_BYTES: Final = 8
-"""Of the mark of a part."""
+"""Of the ready flag of a part: an int64."""
 _ENCODER: Final = msgspec.msgpack.Encoder(order="deterministic")
 _DECODER: Final[msgspec.msgpack.Decoder[ExportMap]] = msgspec.msgpack.Decoder(ExportMap)

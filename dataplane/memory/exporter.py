@@ -34,9 +34,9 @@ _LOG: Final = logging.getLogger(__name__)
 class RegionExporter:
     """Implements the exporting side. One for each rank; readers are served by a thread of its own."""
 
-    def __init__(self, runtime_dir: Path, channel: str, holder: int) -> None:
-        self._path = runtime_dir / f"{channel}-export-{holder}-{os.getpid()}.sock"
-        self._holder = holder
+    def __init__(self, runtime_dir: Path, channel: str, rank: int) -> None:
+        self._path = runtime_dir / f"{channel}-export-{rank}-{os.getpid()}.sock"
+        self._holder = rank
         self._generation = 0
         self._memory: ExportableMemory | None = None
         self._held: dict[int, ExportedRegion] = {}

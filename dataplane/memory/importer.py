@@ -29,36 +29,36 @@ class RegionImporter:
         self._device = device or torch.device("cpu")
         self._exporters: dict[int, _Exporter] = {}
 
-    def open(self, address: str, holder: int, generation: int, regions: Sequence[int], deadline_s: float) -> None:
-        """Open these regions of `holder`; what is open of this generation stays, older generations are closed."""
-        known = self._exporters.get(holder)
+    def open(self, address: str, rank: int, generation: int, regions: Sequence[int], deadline_s: float) -> None:
+        """Open these regions of `rank`; what is open of this generation stays, older generations are closed."""
+        known = self._exporters.get(rank)
         if known is None or known.generation != generation or known.address != address or known.dead():
             if known is not None:
-                del self._exporters[holder]
+                del self._exporters[rank]
                 known.close()
-            known = self._exporters[holder] = _Exporter(address, generation, self._device, Deadline(deadline_s))
+            known = self._exporters[rank] = _Exporter(address, generation, self._device, Deadline(deadline_s))
         missing = [region for region in regions if region not in known.regions]
         for at in range(0, len(missing), wire.BATCH):
             known.ask(missing[at : at + wire.BATCH], Deadline(deadline_s))
 
-    def region(self, holder: int, region: int) -> torch.Tensor:
+    def region(self, rank: int, region: int) -> torch.Tensor:
         """1-D uint8, to be read only. It must not be used after `close` or after a newer generation was opened."""
-        return self._exporters[holder].regions[region]
+        return self._exporters[rank].regions[region]
 
-    def remote(self, holder: int, region: int) -> bool:
+    def remote(self, rank: int, region: int) -> bool:
         """It lies on another GPU than the reader's. The driver calls memory that was opened the reader's own."""
-        return region in self._exporters[holder].remote
+        return region in self._exporters[rank].remote
 
-    def keep(self, holders: Collection[int]) -> None:
+    def keep(self, ranks: Collection[int]) -> None:
         """Let go of all others: they are read no more, and their end is nobody's."""
-        for holder in [each for each in self._exporters if each not in holders]:
-            self._exporters.pop(holder).close()
+        for rank in [each for each in self._exporters if each not in ranks]:
+            self._exporters.pop(rank).close()
 
     def check(self) -> None:
         """Raise `PeerLost` when the process behind an open region has died or has closed its exports."""
-        for holder, exporter in self._exporters.items():
+        for rank, exporter in self._exporters.items():
             if exporter.dead():
-                raise PeerLost(f"trainer rank {holder}, whose memory is being read, is gone")
+                raise PeerLost(f"trainer rank {rank}, whose memory is being read, is gone")
 
     def alive(self) -> bool:
         """Every process behind an open region still exports it."""

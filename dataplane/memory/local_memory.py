@@ -19,8 +19,8 @@ from .tensor_bytes import addresses_of
 class LocalMemory:
     """One rank's storages, numbered in the order in which its tensors name them."""
 
-    def __init__(self, holder: int) -> None:
-        self._holder = holder
+    def __init__(self, rank: int) -> None:
+        self._holder = rank
         self._pointers: list[int] = []
         self._map: ExportMap | None = None
         self.regions: tuple[torch.Tensor, ...] = ()

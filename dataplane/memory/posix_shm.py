@@ -25,7 +25,7 @@ _SERIAL: Final = itertools.count()
 
 
 class Segment:
-    """A named piece of shared memory that this process owns; unlinked by `close`, or when the process ends."""
+    """A named shard of shared memory that this process owns; unlinked by `close`, or when the process ends."""
 
     def __init__(self, name: str, nbytes: int) -> None:
         self.name = name

@@ -1,6 +1,6 @@
 """The buffers in which buckets are packed: allocated once, exported once, reused round after round.
 
-A pool belongs to the process that created it. A slot may be written again when the sender's `reclaim` has returned for
+A pool belongs to the process that created it. A buffer may be written again when the sender's `reclaim` has returned for
 the bucket that was sent from it, and not before.
 """
 
@@ -38,7 +38,7 @@ class CudaStagingBuffer:
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._pool: torch.cuda.MemPool | None = None
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        # Exported once for the slot's life: every export would cost torch another reference counter.
+        # Exported once for the buffer's life: every export would cost torch another reference counter.
         try:
             named = handles.export_cuda(self.memory)
         except NotExportable:
@@ -74,38 +74,38 @@ def allocate_without_expandable_segments(device: torch.device, nbytes: int) -> t
 
 
 class BucketBuffers:
-    """`slots` buffers of `slot_bytes` each on one device.
+    """`buffers` buffers of `buffer_bytes` each on one device.
 
     Raises `NotExportable` when the device's memory cannot be opened by other processes, `OutOfSharedMemory` when the
     host has no room. Leftovers of dead processes are swept up first.
     """
 
-    def __init__(self, device: torch.device | str, slots: int, slot_bytes: int, name: str) -> None:
+    def __init__(self, device: torch.device | str, buffers: int, buffer_bytes: int, name: str) -> None:
         self.device = torch.device(device)
-        self.slot_bytes = slot_bytes
+        self.buffer_bytes = buffer_bytes
         self.generation = next(_GENERATIONS)
-        """Tells this pool's slots from those of an earlier pool of this process."""
-        self._slots: list[HostStagingBuffer | CudaStagingBuffer] = []
+        """Tells this pool's buffers from those of an earlier pool of this process."""
+        self._buffers: list[HostStagingBuffer | CudaStagingBuffer] = []
         if self.device.type not in {"cpu", "cuda"}:
             raise NotExportable(f"memory of {self.device} cannot be shared: stage buckets on cpu or cuda")
         segments.remove_leftovers()
         try:
-            for _ in range(slots):
+            for _ in range(buffers):
                 if self.device.type == "cuda":
-                    self._slots.append(CudaStagingBuffer(self.device, slot_bytes))
+                    self._buffers.append(CudaStagingBuffer(self.device, buffer_bytes))
                 else:
-                    self._slots.append(HostStagingBuffer(name, slot_bytes, self.generation))
+                    self._buffers.append(HostStagingBuffer(name, buffer_bytes, self.generation))
         except BaseException:
             self.close()
             raise
 
     @property
-    def slots(self) -> list[HostStagingBuffer | CudaStagingBuffer]:
-        """The slots, each a `transport.Slot`."""
-        return self._slots
+    def buffers(self) -> list[HostStagingBuffer | CudaStagingBuffer]:
+        """The buffers, each a `transport.Slot`."""
+        return self._buffers
 
     def close(self) -> None:
         """Give everything back. May be called twice; not while a bucket is on its way."""
-        for slot in self._slots:
-            slot.close()
-        self._slots = []
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers = []

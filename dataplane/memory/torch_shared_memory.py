@@ -40,47 +40,47 @@ _MANAGER_NAME_BYTES: Final = len("/torch-shm-dir-XXXXXX/manager.sock")
 
 
 class TorchSharedBuffers:
-    """Up to `slots` segments of one size, made at the first need, kept across rounds, remade only when too small."""
+    """Up to `buffers` segments of one size, made at the first need, kept across rounds, remade only when too small."""
 
-    def __init__(self, runtime_dir: Path, slots: int = 2) -> None:
+    def __init__(self, runtime_dir: Path, buffers: int = 2) -> None:
         self._runtime_dir = runtime_dir
-        self._count = slots
+        self._count = buffers
         self._manager: _Manager | None = None
-        self._slots: list[_Slot] = []
+        self._buffers: list[_Buffer] = []
 
     def reserve(self, nbytes: int, buckets: int, deadline: Deadline) -> None:
-        """Have slots of at least `nbytes` ready for `buckets` buckets. Raises `OutOfSharedMemory`."""
+        """Have buffers of at least `nbytes` ready for `buckets` buckets. Raises `OutOfSharedMemory`."""
         wanted = min(self._count, buckets)
-        if len(self._slots) >= wanted and self.holds(nbytes):
+        if len(self._buffers) >= wanted and self.holds(nbytes):
             return
         self._drop()
         if self._manager is None or not self._manager.alive:
             segments.remove_leftovers()
             self._manager = _Manager(self._runtime_dir, deadline)
         for _ in range(wanted):
-            self._slots.append(_Slot(self._manager.handle, nbytes))
+            self._buffers.append(_Buffer(self._manager.handle, nbytes))
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
-        return sum(slot.nbytes for slot in self._slots)
+        """Of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def holds(self, nbytes: int) -> bool:
-        """There are slots, and of at least so many bytes."""
-        return bool(self._slots) and self._slots[0].nbytes >= nbytes
+        """There are buffers, and of at least so many bytes."""
+        return bool(self._buffers) and self._buffers[0].nbytes >= nbytes
 
     @property
-    def slots(self) -> int:
-        """How many slots `reserve` made."""
-        return len(self._slots)
+    def count(self) -> int:
+        """Buffers that `reserve` made."""
+        return len(self._buffers)
 
-    def memory(self, slot: int) -> torch.Tensor:
-        """The bytes of a slot, 1-D uint8."""
-        return self._slots[slot].memory
+    def memory(self, index: int) -> torch.Tensor:
+        """The bytes of a buffer, 1-D uint8."""
+        return self._buffers[index].memory
 
-    def lend(self, slot: int, tp: int) -> HostMemory:
+    def lend(self, index: int, tp: int) -> HostMemory:
         """What the `tp` ranks of a server open. To be called for every load: it counts the uses that they give back."""
-        return self._slots[slot].lend(tp)
+        return self._buffers[index].lend(tp)
 
     def close(self) -> None:
         """Unlink everything. What workers still have mapped stays valid for them."""
@@ -90,12 +90,12 @@ class TorchSharedBuffers:
             self._manager = None
 
     def _drop(self) -> None:
-        for slot in self._slots:
-            slot.close()
-        self._slots = []
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers = []
 
 
-class _Slot:
+class _Buffer:
     def __init__(self, manager: bytes, nbytes: int) -> None:
         self.nbytes = nbytes
         self._segment = segments.Segment.create("engine", nbytes + _HEADER_BYTES)

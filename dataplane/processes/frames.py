@@ -37,7 +37,7 @@ class Frames:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._come = bytearray()
+        self._received = bytearray()
         self.pid = peer_pid(sock)
 
     @classmethod
@@ -59,15 +59,15 @@ class Frames:
         """For selectors."""
         return self._socket.fileno()
 
-    def wrapped(self, message: bytes) -> tuple[memoryview, ...]:
+    def framed(self, message: bytes) -> tuple[memoryview, ...]:
         """As it travels next in this connection, for `push`: whoever wraps a message sends it."""
-        seal = self._seal(message)
-        head = _LENGTH.pack(len(seal) + len(message)) + seal
+        mac = self._mac_of(message)
+        head = _LENGTH.pack(len(mac) + len(message)) + mac
         if len(message) <= _JOINED:
             return (memoryview(head + message),)
         return memoryview(head), memoryview(message)
 
-    def _seal(self, message: bytes) -> bytes:
+    def _mac_of(self, message: bytes) -> bytes:
         """What is said before it."""
         del message
         return b""
@@ -75,7 +75,7 @@ class Frames:
     def send(self, message: bytes, deadline: Deadline) -> None:
         """Raises `PeerLost`, `DeadlineExceeded`."""
         try:
-            for part in self.wrapped(message):
+            for part in self.framed(message):
                 self._socket.settimeout(deadline.check("room to send"))
                 self._socket.sendall(part)
         except TimeoutError as error:
@@ -84,7 +84,7 @@ class Frames:
             raise PeerLost(f"the other end is gone: {error}") from error
 
     def push(self, part: memoryview) -> memoryview:
-        """Send of what was `wrapped` what the other end has room for now; what is left of it. Raises `PeerLost`."""
+        """Send of what was `framed` what the other end has room for now; what is left of it. Raises `PeerLost`."""
         try:
             self._socket.settimeout(0.0)
             return part[self._socket.send(part) :]
@@ -104,35 +104,35 @@ class Frames:
         """
         if self._length is None:
             self._read(_LENGTH.size)
-            if len(self._come) < _LENGTH.size:
+            if len(self._received) < _LENGTH.size:
                 return None
-            self._length = self._announced(bytes(self._come))
-            self._come.clear()
+            self._length = self._announced(bytes(self._received))
+            self._received.clear()
         self._read(self._length)
-        if len(self._come) < self._length:
+        if len(self._received) < self._length:
             return None
-        found, self._come, self._length = bytes(self._come), bytearray(), None
+        found, self._received, self._length = bytes(self._received), bytearray(), None
         return found
 
     @property
-    def halfway(self) -> bool:
+    def mid_message(self) -> bool:
         """A part of a message was pulled, and the rest has not come."""
-        return self._length is not None or bool(self._come)
+        return self._length is not None or bool(self._received)
 
     def _read(self, count: int) -> None:
         """What is there of so many bytes, and no more than a block."""
-        if len(self._come) == count:
+        if len(self._received) == count:
             return
         try:
             self._socket.settimeout(0.0)
-            block = self._socket.recv(min(count - len(self._come), _BLOCK))
+            block = self._socket.recv(min(count - len(self._received), _BLOCK))
         except BlockingIOError:
             return
         except OSError as error:
             raise PeerLost(f"the connection broke: {error}") from error
         if not block:
             raise PeerLost("the other end closed the connection")
-        self._come += block
+        self._received += block
 
     def _announced(self, head: bytes) -> int:
         length = int(_LENGTH.unpack(head)[0])
@@ -156,19 +156,19 @@ class Frames:
             found += block
         return bytes(found)
 
-    def ended(self) -> bool:
+    def peer_ended(self) -> bool:
         """The process at the other end has ended. False also where it cannot be seen: in another container."""
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
         except OSError:
-            return self.pid > 0 and self.waiting()
+            return self.pid > 0 and self.readable()
         return state.split()[0] in {"Z", "X"}
 
-    def waiting(self) -> bool:
+    def readable(self) -> bool:
         """Something was said, or the other end has hung up: `receive` need not wait for the beginning of it."""
-        return self.speaks(0.0)
+        return self.readable_within(0.0)
 
-    def speaks(self, within_s: float) -> bool:
+    def readable_within(self, within_s: float) -> bool:
         """The same, or it is within so many seconds."""
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN | select.POLLHUP)
@@ -185,9 +185,9 @@ def find_ended_peer(ends: Iterable[tuple[int, Frames]]) -> int | None:
     """The number of an end whose process has ended, or is about to: it closes its connections first."""
     until, suspects = time.monotonic() + _ENDING_S, tuple(ends)
     try:
-        while suspects := tuple((number, frames) for number, frames in suspects if frames.waiting()):
+        while suspects := tuple((number, frames) for number, frames in suspects if frames.readable()):
             for number, frames in suspects:
-                if frames.ended():
+                if frames.peer_ended():
                     return number
             if time.monotonic() >= until:
                 return None

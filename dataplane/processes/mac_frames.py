@@ -30,7 +30,7 @@ class MacFrames(Frames):
 
     def __init__(self, sock: socket.socket, token: str, *, listening: bool) -> None:
         self._socket = sock
-        self._come = bytearray()
+        self._received = bytearray()
         self.pid = 0
         self._token = token.encode("ascii")
         self._key = b""
@@ -50,24 +50,24 @@ class MacFrames(Frames):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         frames = cls(sock, token, listening=False)
         try:
-            frames.greet(deadline)
+            frames.handshake(deadline)
         except TransferFailed:
             frames.close()
             raise
         return frames
 
-    def greet(self, deadline: Deadline) -> None:
+    def handshake(self, deadline: Deadline) -> None:
         """Exchange numbers, and show one another that both know the token, before a message of any size is read."""
         mine = secrets.token_bytes(_NONCE_BYTES)
-        theirs = self._swap(mine, deadline)
+        theirs = self._exchange(mine, deadline)
         both = mine + theirs if self._listening else theirs + mine
         self._key = hmac.new(self._token, both, hashlib.sha256).digest()
-        shown = self._swap(self._mac(_GREETING, 0, by_listener=self._listening), deadline)
+        shown = self._exchange(self._mac(_GREETING, 0, by_listener=self._listening), deadline)
         if not hmac.compare_digest(shown, self._mac(_GREETING, 0, by_listener=not self._listening)):
             raise ForgedMessage("a connection to the sender")
         self._sent = self._heard = 1
 
-    def _swap(self, mine: bytes, deadline: Deadline) -> bytes:
+    def _exchange(self, mine: bytes, deadline: Deadline) -> bytes:
         """Say as many bytes as the other end says."""
         try:
             self._socket.settimeout(deadline.check("a greeting"))
@@ -78,7 +78,7 @@ class MacFrames(Frames):
             raise PeerLost(f"the other end is gone: {error}") from error
         return self._exactly(len(mine), deadline, "a greeting")
 
-    def _seal(self, message: bytes) -> bytes:
+    def _mac_of(self, message: bytes) -> bytes:
         mac = self._mac(message, self._sent, by_listener=self._listening)
         self._sent += 1
         return mac
@@ -112,7 +112,7 @@ class MacListener:
         self._socket = listen_tcp(host)
         self.address = f"tcp://{bracket_ipv6(host)}:{self._socket.getsockname()[1]}"
 
-    def take(self, deadline: Deadline) -> MacFrames:
+    def accept(self, deadline: Deadline) -> MacFrames:
         """The next connection, still to be greeted. Raises `DeadlineExceeded`, `PeerLost`."""
         try:
             self._socket.settimeout(deadline.check("somebody"))

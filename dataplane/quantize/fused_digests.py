@@ -36,7 +36,7 @@ class WordLayout(NamedTuple):
 class FusedDigests:
     """What one rank has the sums of."""
 
-    pieces: Shards
+    shards: Shards
     """All that is in them."""
     tensor: Column
     """(sums,): the tensor that each is of, all different."""
@@ -58,7 +58,7 @@ def word_layout(scheme: Scheme, box: Box, shape: Sequence[int]) -> WordLayout | 
 
 
 def fully_summed_tensors(chosen: Shards, summed: Shards) -> Column:
-    """The tensors of which `summed`, disjoint pieces of one rank, are exactly what falls to it in `chosen`; ascending.
+    """The tensors of which `summed`, disjoint shards of one rank, are exactly what falls to it in `chosen`; ascending.
 
     Both are of the same tensors, in the same order.
     """

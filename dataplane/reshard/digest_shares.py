@@ -62,7 +62,7 @@ class DigestShare:
 
 @dataclass(frozen=True, eq=False)
 class DigestDivision:
-    """Who digests what, of all ranks. Every rank works it out for itself from the same pieces."""
+    """Who digests what, of all ranks. Every rank works it out for itself from the same shards."""
 
     chosen: Shards
     odd: Column
@@ -71,13 +71,13 @@ class DigestDivision:
     def known(self, rank: int, summed: Shards) -> Column:
         """The tensors of which `rank` need not read what falls to it: it has just summed up all of that.
 
-        `summed` are disjoint pieces of that rank, of the same tensors.
+        `summed` are disjoint shards of that rank, of the same tensors.
         """
-        return np.setdiff1d(fully_summed_tensors(self.chosen.held_by(rank), summed), self.odd)
+        return np.setdiff1d(fully_summed_tensors(self.chosen.of_rank(rank), summed), self.odd)
 
     def share(self, rank: int, pass_bytes: int, known: Column = _NONE) -> DigestShare:
         """What falls to `rank`; it casts about `pass_bytes` at a time, and does not read what it has of `known`."""
-        mine = self.chosen.held_by(rank)
+        mine = self.chosen.of_rank(rank)
         apart = np.isin(mine.boxes.space, self.odd)
         cast = ~apart & (mine.dtype != served_dtypes(mine))
         even = mine.take(np.flatnonzero(~apart & ~cast & ~np.isin(mine.boxes.space, known)))
@@ -117,8 +117,8 @@ class DigestDivision:
     def _own(self) -> dict[int, Column]:
         """By rank: the tensors that it gives sums of."""
         even = ~np.isin(self.chosen.boxes.space, self.odd)
-        ranks: list[int] = np.unique(self.chosen.holder).tolist()
-        return {rank: np.unique(self.chosen.boxes.space[even & (self.chosen.holder == rank)]) for rank in ranks}
+        ranks: list[int] = np.unique(self.chosen.rank).tolist()
+        return {rank: np.unique(self.chosen.boxes.space[even & (self.chosen.rank == rank)]) for rank in ranks}
 
     def _put_together(self, index: int, packs: Sequence[Shards], odd: Sequence[bytes]) -> bytes:
         parts = [
@@ -129,18 +129,18 @@ class DigestDivision:
         return digest_packed_tensor(assemble_tensor(self.chosen.tensors[index], parts))
 
     def _odd_of(self, rank: int) -> Shards:
-        mine = self.chosen.held_by(rank)
+        mine = self.chosen.of_rank(rank)
         mine = mine.take(np.flatnonzero(np.isin(mine.boxes.space, self.odd)))
         return pack_boxes(mine, mine.storage, np.zeros(len(mine), np.int64)).boxes
 
 
-def divide_digest_work(pieces: Shards) -> DigestDivision:
-    """Share out the digesting of `pieces`, which are those of all ranks, replicas included, and without shifts.
+def divide_digest_work(shards: Shards) -> DigestDivision:
+    """Share out the digesting of `shards`, which are those of all ranks, replicas included, and without shifts.
 
     Raises `CoverageError` unless they make up every tensor, and `Unsupported` when too much of the model lies in boxes
     that are no whole words.
     """
-    chosen = choose_replicas(pieces)
+    chosen = choose_replicas(shards)
     check_exact_cover(chosen)
     served = served_dtypes(chosen)
     alike = served == chosen.dtype
@@ -157,15 +157,15 @@ def divide_digest_work(pieces: Shards) -> DigestDivision:
     return DigestDivision(chosen, odd)
 
 
-def _batches(pieces: Shards, nbytes: int) -> list[Shards]:
-    """The pieces, in their order, as many at a time as fill `nbytes`; a larger one has a batch of its own."""
-    ends = np.cumsum(pieces.boxes.sizes * ITEM_SIZES[served_dtypes(pieces)])
+def _batches(shards: Shards, nbytes: int) -> list[Shards]:
+    """The shards, in their order, as many at a time as fill `nbytes`; a larger one has a batch of its own."""
+    ends = np.cumsum(shards.boxes.sizes * ITEM_SIZES[served_dtypes(shards)])
     batch = (ends - 1) // nbytes
-    return [pieces.take(np.flatnonzero(batch == number)) for number in np.unique(batch).tolist()]
+    return [shards.take(np.flatnonzero(batch == number)) for number in np.unique(batch).tolist()]
 
 
-def _pass(pieces: Shards) -> DigestPass:
-    begin = np.zeros(len(pieces), np.int64)
-    cast = pack_boxes(pieces, pieces.storage, begin)
+def _pass(shards: Shards) -> DigestPass:
+    begin = np.zeros(len(shards), np.int64)
+    cast = pack_boxes(shards, shards.storage, begin)
     lying = replace(cast.boxes, offset=begin)
     return DigestPass(cast.copies, make_box_table(lying, begin, cast.boxes.offset), cast.nbytes)

@@ -90,12 +90,12 @@ class ConstantFill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, eq=False)
 class LoadTrace:
-    """What the loader of one worker does. `copies.storage` numbers `targets`, `copies.holder` is the worker's rank."""
+    """What the loader of one worker does. `copies.storage` numbers `targets`, `copies.rank` is the worker's rank."""
 
     rank: int
     targets: tuple[LoadTarget, ...]
     copies: Shards
-    """Disjoint in the targets. A piece's dtype is what is stored: another one than the tensor's is a cast."""
+    """Disjoint in the targets. A shard's dtype is what is stored: another one than the tensor's is a cast."""
     loaded: tuple[StagedTensor, ...] = ()
     """Not copies: staged whole, given to the engine's loader, its post-load step run once."""
     unread: tuple[int, ...] = ()
@@ -191,13 +191,13 @@ class LoadTrace:
         try:
             wire = _DECODER.decode(blob)
         except (ValueError, RecursionError) as error:
-            raise ManifestError(f"not a recording: {error}") from error
-        recording = cls(
+            raise ManifestError(f"not a trace: {error}") from error
+        trace = cls(
             wire.rank, wire.targets, Shards.decode([wire.copies], tensors), wire.loaded, wire.unread, wire.dropped,
             wire.constants, wire.unwritten, wire.rewritten,
         )  # fmt: skip
-        recording.check()
-        return recording
+        trace.check()
+        return trace
 
     def check(self) -> None:
         """Raise `ManifestError` when a list names a tensor or target that there is not."""
@@ -206,12 +206,12 @@ class LoadTrace:
         places = [each.target for each in self.constants]
         places += [patch.target for patch in (*self.unwritten, *self.rewritten)]
         if any(not 0 <= index < tensors for index in named):
-            raise ManifestError(f"a recording of {tensors} tensors names another one")
+            raise ManifestError(f"a trace of {tensors} tensors names another one")
         if any(not 0 <= index < targets for index in [*places, *self.copies.storage.tolist()]):
-            raise ManifestError(f"a recording of {targets} targets names another one")
+            raise ManifestError(f"a trace of {targets} targets names another one")
 
     def digest(self) -> str:
-        """SHA-256, hexadecimal: both sides of a plan name the recording by it."""
+        """SHA-256, hexadecimal: both sides of a plan name the trace by it."""
         return self._digest
 
     @cached_property

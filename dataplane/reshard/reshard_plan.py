@@ -1,4 +1,4 @@
-"""Trainer pieces meet recorded copies: what one engine worker copies from whom, as a table. Pure, by column.
+"""Trainer shards meet traced copies: what one engine worker copies from whom, as a table. Pure, by column.
 
 The plan is made once for a pair of layouts and used until either changes. Both sides make it for themselves from the
 same inputs, and compare digests before a byte moves: neither trusts the other's arithmetic.
@@ -55,7 +55,7 @@ class PlanReader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class SourceRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One region that a plan reads: source region number `index` of its tables."""
 
-    holder: int
+    rank: int = msgspec.field(name="holder")
     region: int
 
 
@@ -64,12 +64,12 @@ class ReshardPlan:
     """What one worker does in every round."""
 
     reader: PlanReader
-    recording: str
-    """Digest of the recording that it was made for."""
+    trace: str
+    """Digest of the trace that it was made for."""
     sources: tuple[SourceRegion, ...]
     """The regions to open. `copies.source` and `staging.source` number these."""
     copies: CopyTable
-    """Into the recording's targets."""
+    """Into the trace's targets."""
     staging: CopyTable
     """Whole tensors for the engine's own loader, into one packed buffer; target region 0 is that buffer."""
     staged: tuple[int, ...]
@@ -82,35 +82,35 @@ class ReshardPlan:
 
     @cached_property
     def _digest(self) -> str:
-        parts = (self.recording.encode(), msgspec.msgpack.encode((self.reader, self.sources, self.staged)))
+        parts = (self.trace.encode(), msgspec.msgpack.encode((self.reader, self.sources, self.staged)))
         rows = (self.copies.encode(), self.staging.encode())
         return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in (*parts, *rows))).hexdigest()
 
 
-def make_plan(pieces: Shards, exports: Sequence[ExportMap], recording: LoadTrace, reader: PlanReader) -> ReshardPlan:
+def make_plan(shards: Shards, exports: Sequence[ExportMap], trace: LoadTrace, reader: PlanReader) -> ReshardPlan:
     """The copies of one worker.
 
-    `pieces` are those of all holders, replicas included, with `holder` naming an entry of `exports`. Every element of
+    `shards` are those of all ranks, replicas included, with `rank` naming an entry of `exports`. Every element of
     every recorded copy comes from one of them: the nearest, and equally near ones give as many bytes. Raises
     `CoverageError` when nobody that the reader can reach holds a part, `ManifestError` when tensors or dtypes do not
     fit.
     """
-    if pieces.tensors != recording.tensors:
+    if shards.tensors != trace.tensors:
         raise ManifestError("trainer and engine speak of different tensors: record again with the current manifest")
-    staged = recording.staged
-    staging, staging_bytes = staging_layout(pieces.tensors, staged)
-    count = len(pieces.tensors)
-    wanted = volumes(recording.copies.boxes, count) + volumes(staging.boxes, count)
-    chosen = _chosen(pieces.take(np.flatnonzero(wanted[pieces.boxes.space])), exports, reader, wanted)
+    staged = trace.staged
+    staging, staging_bytes = staging_layout(shards.tensors, staged)
+    count = len(shards.tensors)
+    wanted = volumes(trace.copies.boxes, count) + volumes(staging.boxes, count)
+    chosen = _chosen(shards.take(np.flatnonzero(wanted[shards.boxes.space])), exports, reader, wanted)
     regions = _Regions(exports)
-    copies = _table(recording.copies, chosen, regions)
+    copies = _table(trace.copies, chosen, regions)
     # Staged tensors lie one behind another in region 0: there `storage` is a place, and no number.
     to_buffer = _table(staging, chosen, regions, begin=staging.storage)
     both = np.concatenate([copies.source, to_buffer.source])
     used, numbers = np.unique(both, return_inverse=True)
     return ReshardPlan(
         reader=reader,
-        recording=recording.digest(),
+        trace=trace.digest(),
         sources=regions.sources(used),
         copies=merge_copy_rows(replace(copies, source=numbers[: len(copies)])),
         staging=merge_copy_rows(replace(to_buffer, source=numbers[len(copies) :])),
@@ -120,13 +120,13 @@ def make_plan(pieces: Shards, exports: Sequence[ExportMap], recording: LoadTrace
 
 
 class _Regions:
-    """All regions of all holders, numbered one after another, and where local tensors begin in them."""
+    """All regions of all ranks, numbered one after another, and where local tensors begin in them."""
 
     def __init__(self, exports: Sequence[ExportMap]) -> None:
         self._exports = exports
-        holders = max((each.holder for each in exports), default=-1) + 1
-        self._first_place = np.zeros(holders, np.int64)
-        self._places = np.zeros(holders, np.int64)
+        ranks = max((each.rank for each in exports), default=-1) + 1
+        self._first_place = np.zeros(ranks, np.int64)
+        self._places = np.zeros(ranks, np.int64)
         columns: list[tuple[Column, Column]] = []
         self._ends = np.cumsum([len(each.regions) for each in exports], dtype=np.int64)
         """(exports,): how many regions there are of those up to each."""
@@ -134,50 +134,50 @@ class _Regions:
         for each, end in zip(exports, self._ends.tolist(), strict=True):
             region, offset = each.columns()
             columns.append((region + end - len(each.regions), offset))
-            self._first_place[each.holder], self._places[each.holder] = places, len(region)
+            self._first_place[each.rank], self._places[each.rank] = places, len(region)
             places += len(region)
         self._region = np.concatenate([pair[0] for pair in columns]) if columns else np.empty(0, np.int64)
         self._offset = np.concatenate([pair[1] for pair in columns]) if columns else np.empty(0, np.int64)
 
-    def of(self, pieces: Shards) -> tuple[Column, Column]:
-        """(pieces,), (pieces,): region and byte at which each piece's local tensor begins."""
-        if bool((pieces.storage >= self._places[pieces.holder]).any()):
-            raise ManifestError("a piece lies in a local tensor that its holder does not export")
-        at = self._first_place[pieces.holder] + pieces.storage
+    def of(self, shards: Shards) -> tuple[Column, Column]:
+        """(shards,), (shards,): region and byte at which each shard's local tensor begins."""
+        if bool((shards.storage >= self._places[shards.rank]).any()):
+            raise ManifestError("a shard lies in a local tensor that its rank does not export")
+        at = self._first_place[shards.rank] + shards.storage
         return self._region[at], self._offset[at]
 
     def sources(self, numbers: Column) -> tuple[SourceRegion, ...]:
         """Regions by their numbers."""
         which = np.searchsorted(self._ends, numbers, side="right")
-        holder = np.array([each.holder for each in self._exports], np.int64)[which]
+        rank = np.array([each.rank for each in self._exports], np.int64)[which]
         first = self._ends - np.array([len(each.regions) for each in self._exports], np.int64)
-        return tuple(map(SourceRegion, holder.tolist(), (numbers - first[which]).tolist()))
+        return tuple(map(SourceRegion, rank.tolist(), (numbers - first[which]).tolist()))
 
 
 def staging_layout(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Shards, int]:
     """Whole tensors in one buffer; `storage` is the byte at which each begins."""
-    pieces: list[Shard] = []
+    shards: list[Shard] = []
     at = 0
     for index in staged:
-        pieces.append(whole_tensor_shard(tensors[index], tensors[index].dtype, at))
+        shards.append(whole_tensor_shard(tensors[index], tensors[index].dtype, at))
         at += -(-tensors[index].nbytes // _ALIGNMENT) * _ALIGNMENT
-    return Shards.of(tensors, pieces), at
+    return Shards.of(tensors, shards), at
 
 
 def rank_distances(exports: Sequence[ExportMap], reader: PlanReader) -> tuple[int, ...]:
-    """How far each holder is from the reader. Readers of one rank with the same ones have plans of the same copies."""
-    far = [_UNREACHABLE] * (max((each.holder for each in exports), default=0) + 1)
+    """How far each rank is from the reader. Readers of one rank with the same ones have plans of the same copies."""
+    far = [_UNREACHABLE] * (max((each.rank for each in exports), default=0) + 1)
     for each in exports:
-        far[each.holder] = _distance(each, reader)
+        far[each.rank] = _distance(each, reader)
     return tuple(far)
 
 
-def _chosen(pieces: Shards, exports: Sequence[ExportMap], reader: PlanReader, wanted: Column) -> Shards:
+def _chosen(shards: Shards, exports: Sequence[ExportMap], reader: PlanReader, wanted: Column) -> Shards:
     """Of what the reader can reach, every element once. `wanted`, (tensors,), are how many elements it reads."""
     far = np.array(rank_distances(exports, reader), np.int64)
-    holders = int(pieces.holder.max()) + 1 if len(pieces) else 0
-    far = np.concatenate([far, np.full(max(holders - len(far), 0), _UNREACHABLE)])
-    return choose_replicas(pieces.take(np.flatnonzero(far[pieces.holder] < _UNREACHABLE)), reader.rank, far, wanted)
+    ranks = int(shards.rank.max()) + 1 if len(shards) else 0
+    far = np.concatenate([far, np.full(max(ranks - len(far), 0), _UNREACHABLE)])
+    return choose_replicas(shards.take(np.flatnonzero(far[shards.rank] < _UNREACHABLE)), reader.rank, far, wanted)
 
 
 def _distance(export: ExportMap, reader: PlanReader) -> int:
@@ -211,10 +211,10 @@ def _prove(wanted: Shards, rows: Column, common: Boxes) -> None:
     np.add.at(found, rows, common.sizes)
     short = np.flatnonzero(found != wanted.boxes.sizes)
     if len(short):
-        piece = wanted.at(int(short[0]))
+        shard = wanted.at(int(short[0]))
         raise CoverageError(
-            piece.tensor,
-            f"{found[short[0]]} of {piece.box.size} elements of {piece.box} are held where this engine can read them",
+            shard.tensor,
+            f"{found[short[0]]} of {shard.box.size} elements of {shard.box} are held where this engine can read them",
         )
 
 
@@ -223,8 +223,8 @@ def _check_dtypes(source: Shards, target: Shards) -> None:
     served = served_dtypes(source)
     odd = np.flatnonzero((source.shift != 0) | ((source.dtype != served) & (target.dtype != served)))
     if len(odd):
-        piece = source.at(int(odd[0]))
+        shard = source.at(int(odd[0]))
         raise ManifestError(
-            f"{piece.tensor!r} is held as {piece.dtype} with shift {piece.shift}, served as {DTYPES[served[odd[0]]]} "
+            f"{shard.tensor!r} is held as {shard.dtype} with shift {shard.shift}, served as {DTYPES[served[odd[0]]]} "
             f"and stored as {DTYPES[target.dtype[odd[0]]]}: stage it in the served dtype before it is exported"
         )

@@ -1,12 +1,12 @@
-"""A plan becomes messages: what each trainer rank sends to one engine worker, in which turn. Pure, by column.
+"""A plan becomes messages: what each trainer rank sends to one engine worker, in which chunk. Pure, by column.
 
 A message is a run of bytes on the wire. It is sent straight out of the trainer's storage where the rows of the plan lie
-there in one piece, and received straight into the engine's parameter where they do so there; the rest is packed by the
+there in one shard, and received straight into the engine's parameter where they do so there; the rest is packed by the
 sender or unpacked by the receiver, out of and into staging memory of a bounded size. Small rows share a message.
 
-Messages are dealt into *turns*. In one turn a pair of ranks moves at most `pair_bytes`, all pairs at a time; a rank
-begins its next turn when it is through with this one. So staging is bounded, all pairs make headway, and nobody waits
-in a circle: whoever is in the earliest turn waits only for others that have come to it or will.
+Messages are dealt into *chunks*. In one chunk a pair of ranks moves at most `pair_bytes`, all pairs at a time; a rank
+begins its next chunk when it is through with this one. So staging is bounded, all pairs make headway, and nobody waits
+in a circle: whoever is in the earliest chunk waits only for others that have come to it or will.
 
 Both sides make the schedule for themselves from the plan that they agreed to; its digest is compared before a byte
 moves.
@@ -27,13 +27,13 @@ from ..tensors import Column
 from .reshard_plan import ReshardPlan
 
 STAGING_BYTES: Final = 256 * 1024 * 1024
-"""What all pairs of one rank may stage in a turn, where the group is not so large that `MIN_PAIR_BYTES` is more. Two
-turns move at a time."""
+"""What all pairs of one rank may stage in a chunk, where the group is not so large that `MIN_PAIR_BYTES` is more. Two
+chunks move at a time."""
 STAGING_BYTES_ON_GPU: Final = 2 * 1024 * 1024 * 1024
-"""There every turn costs the same on top of its bytes: a schedule in half as many is faster (tests/gpu/wire.py)."""
+"""There every chunk costs the same on top of its bytes: a schedule in half as many is faster (tests/gpu/wire.py)."""
 MIN_PAIR_BYTES: Final = 1024 * 1024
 ALONE_BYTES: Final = 64 * 1024
-"""A row of so many bytes is a message of its own if it lies in one piece on either side: a copy costs more than it."""
+"""A row of so many bytes is a message of its own if it lies in one shard on either side: a copy costs more than it."""
 ALONE_BYTES_ON_GPU: Final = 16 * 1024 * 1024
 """There a copy costs little, and a message of NCCL's several microseconds."""
 NOWHERE: Final = -1
@@ -43,7 +43,7 @@ _COLUMNS: Final = 7
 
 
 def pair_bytes_for(ranks: int, device: str = "cpu") -> int:
-    """What one pair may move in a turn, where the larger side of the group has up to `ranks` ranks on such devices.
+    """What one pair may move in a chunk, where the larger side of the group has up to `ranks` ranks on such devices.
 
     The same for all numbers up to the next power of two: a member more should not change the schedules of the others.
     """
@@ -60,10 +60,10 @@ def alone_bytes_for(device: str) -> int:
 class SendMessages:
     """Columns of messages, each int64 of (messages,)."""
 
-    holder: Column
+    rank: Column
     """The trainer rank that sends it."""
-    turn: Column
-    """Ascends for each holder."""
+    chunk: Column
+    """Ascends for each rank."""
     nbytes: Column
     source: Column
     """The region that it is sent from, or `NOWHERE`: the sender packs it."""
@@ -74,21 +74,21 @@ class SendMessages:
     target_at: Column
 
     def __len__(self) -> int:
-        return len(self.holder)
+        return len(self.rank)
 
     @property
-    def turns(self) -> int:
+    def chunks(self) -> int:
         """How many there are."""
-        return int(self.turn.max()) + 1 if len(self) else 0
+        return int(self.chunk.max()) + 1 if len(self) else 0
 
     @property
-    def holders(self) -> frozenset[int]:
+    def ranks(self) -> frozenset[int]:
         """Who sends any."""
-        return frozenset(np.unique(self.holder).tolist())
+        return frozenset(np.unique(self.rank).tolist())
 
     def numbers(self) -> Column:
         """(messages, 7): all columns side by side, in the order of the fields."""
-        columns = (self.holder, self.turn, self.nbytes, self.source, self.source_at, self.target, self.target_at)
+        columns = (self.rank, self.chunk, self.nbytes, self.source, self.source_at, self.target, self.target_at)
         return np.stack(columns, axis=1)
 
     def encode(self) -> bytes:
@@ -102,8 +102,8 @@ class SendMessages:
             raise ManifestError(f"not a table of messages: {len(blob)} bytes, expected a multiple of {8 * _COLUMNS}")
         table = np.frombuffer(blob, "<i8").astype(np.int64).reshape(-1, _COLUMNS)
         found = cls(*(table[:, column] for column in range(_COLUMNS)))
-        if len(found) and (table.min() < NOWHERE or found.nbytes.min() < 1 or found.turn.min() < 0):
-            raise ManifestError("a message is empty, or of a turn that there is not")
+        if len(found) and (table.min() < NOWHERE or found.nbytes.min() < 1 or found.chunk.min() < 0):
+            raise ManifestError("a message is empty, or of a chunk that there is not")
         return found
 
     def check(self, regions: Column, *, sending: bool) -> None:
@@ -121,17 +121,17 @@ class SendMessages:
         table = self.numbers()[rows]
         return SendMessages(*(table[:, column] for column in range(_COLUMNS)))
 
-    def places(self, staged: Column, *, by_turn: bool) -> tuple[Column, int]:
+    def places(self, staged: Column, *, by_chunk: bool) -> tuple[Column, int]:
         """(messages,), and bytes: where each of `staged` (bool) lies in staging, and how much of it there must be.
 
-        `by_turn`: every turn begins at its beginning again.
+        `by_chunk`: every chunk begins at its beginning again.
         """
         room = np.where(staged, _aligned(self.nbytes), 0)
-        order = np.argsort(self.turn, kind="stable")
+        order = np.argsort(self.chunk, kind="stable")
         ends = np.cumsum(room[order])
         begin = ends - room[order]
-        if by_turn:
-            first = np.searchsorted(self.turn[order], self.turn[order], side="left")
+        if by_chunk:
+            first = np.searchsorted(self.chunk[order], self.chunk[order], side="left")
             begin = begin - begin[first]
         at = np.empty_like(begin)
         at[order] = begin
@@ -148,7 +148,7 @@ class SendSchedule:
     pack: CopyTable
     """By the sender: `target` numbers messages, `target_at` is a byte of the message."""
     unpack: CopyTable
-    """By the receiver: `source` numbers messages. Target regions are those of the recording, then the plan's buffer."""
+    """By the receiver: `source` numbers messages. Target regions are those of the trace, then the plan's buffer."""
 
     def digest(self) -> str:
         """SHA-256, hexadecimal. Every round compares it: counted once."""
@@ -159,10 +159,10 @@ class SendSchedule:
         parts = (self.plan.encode(), self.messages.encode(), self.pack.encode(), self.unpack.encode())
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
-    def of_holder(self, holder: int, plan: ReshardPlan) -> tuple[SendMessages, CopyTable]:
+    def of_rank(self, rank: int, plan: ReshardPlan) -> tuple[SendMessages, CopyTable]:
         """What one trainer rank does: its messages and their packing, sources numbered as the regions of its own."""
         region = np.array([source.region for source in plan.sources], np.int64)
-        rows = np.flatnonzero(self.messages.holder == holder)
+        rows = np.flatnonzero(self.messages.rank == rank)
         mine = self.messages.take(rows)
         number = np.full(len(self.messages), NOWHERE, np.int64)
         number[rows] = np.arange(len(rows))
@@ -175,26 +175,26 @@ class SendSchedule:
 def make_send_schedule(
     plan: ReshardPlan, targets: int, pair_bytes: int, alone_bytes: int = ALONE_BYTES
 ) -> SendSchedule:
-    """The messages of a plan, for a recording of `targets` targets. Its buffer is target number `targets`."""
+    """The messages of a plan, for a trace of `targets` targets. Its buffer is target number `targets`."""
     to_buffer = replace(plan.staging, target=plan.staging.target + targets)
-    holder = np.array([source.holder for source in plan.sources], np.int64)
+    rank = np.array([source.rank for source in plan.sources], np.int64)
     rows = _cut(_both(plan.copies, to_buffer), max(pair_bytes // 4, _ALIGNMENT))
-    rows = rows.take(np.argsort(holder[rows.source], kind="stable"))
+    rows = rows.take(np.argsort(rank[rows.source], kind="stable"))
     wire = _wire_dtype(rows)
     nbytes = rows.elements * ITEM_SIZES[wire]
     from_source = _dense(rows, rows.source_step, rows.source_dtype) & (rows.source_dtype == wire)
     to_target = _dense(rows, rows.target_step, rows.target_dtype) & (rows.target_dtype == wire)
     alone = (nbytes >= alone_bytes) & (from_source | to_target)
-    message, at = _grouped(holder[rows.source], _aligned(nbytes), alone, max(pair_bytes // 4, _ALIGNMENT))
+    message, at = _grouped(rank[rows.source], _aligned(nbytes), alone, max(pair_bytes // 4, _ALIGNMENT))
     count = int(message.max()) + 1 if len(message) else 0
     first = np.searchsorted(message, np.arange(count))
     size = np.zeros(count, np.int64)
     np.maximum.at(size, message, at + nbytes)
     sent, taken = alone & from_source, alone & to_target
-    sender = holder[rows.source[first]]
+    sender = rank[rows.source[first]]
     messages = SendMessages(
-        holder=sender,
-        turn=_turns(sender, _aligned(size), max(pair_bytes // 2, _ALIGNMENT)),
+        rank=sender,
+        chunk=_chunks(sender, _aligned(size), max(pair_bytes // 2, _ALIGNMENT)),
         nbytes=size,
         source=np.where(sent[first], rows.source[first], NOWHERE),
         source_at=np.where(sent[first], rows.source_at[first], 0),
@@ -278,7 +278,7 @@ def _cut(rows: CopyTable, most: int) -> CopyTable:
         )  # fmt: skip
 
 
-def _grouped(holder: Column, room: Column, alone: Column, most: int) -> tuple[Column, Column]:
+def _grouped(rank: Column, room: Column, alone: Column, most: int) -> tuple[Column, Column]:
     """(rows,), (rows,): the message of each row, numbered in the order of the rows, and its place in it.
 
     Rows of up to `most` bytes that follow one another share a message of up to twice as many.
@@ -288,7 +288,7 @@ def _grouped(holder: Column, room: Column, alone: Column, most: int) -> tuple[Co
     ends = np.cumsum(room)
     begins = ends - room
     block = np.ones(len(room), bool)  # rows that begin a message whatever its size
-    block[1:] = (holder[1:] != holder[:-1]) | alone[1:] | alone[:-1]
+    block[1:] = (rank[1:] != rank[:-1]) | alone[1:] | alone[:-1]
     heads = np.flatnonzero(block)
     start = begins[heads][np.cumsum(block) - 1]
     share = (begins - start) // most
@@ -298,10 +298,10 @@ def _grouped(holder: Column, room: Column, alone: Column, most: int) -> tuple[Co
     return message, begins - begins[np.flatnonzero(new)][message]
 
 
-def _turns(holder: Column, room: Column, most: int) -> Column:
-    """(messages,): messages of one holder, up to `most` bytes each, fill turns of up to twice as many in order."""
+def _chunks(rank: Column, room: Column, most: int) -> Column:
+    """(messages,): messages of one rank, up to `most` bytes each, fill chunks of up to twice as many in order."""
     ends = np.cumsum(room)
     begins = ends - room
-    first = np.searchsorted(holder, holder, side="left")
+    first = np.searchsorted(rank, rank, side="left")
     found: Column = (begins - begins[first]) // most
     return found

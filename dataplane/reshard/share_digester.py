@@ -29,7 +29,7 @@ class ShareDigester:
     def __init__(
         self, share: DigestShare, tensors: Sequence[torch.Tensor], device: torch.device, engine: CopyEngine
     ) -> None:
-        """`tensors` are what pieces number as `storage`."""
+        """`tensors` are what shards number as `storage`."""
         regions = [bytes_of(tensor) for tensor in tensors]
         sizes = sizes_of(regions)
         self._tensors = share.tensors

@@ -72,7 +72,7 @@ class RankVerification:
     """(instances,): the atom that each is."""
     odd: CopyTable
     """Target regions to one buffer, in the served dtype."""
-    odd_pieces: Shards
+    odd_shards: Shards
     """The boxes in that buffer, packed one after another; `offset` counts bytes."""
     odd_bytes: int
 
@@ -93,7 +93,7 @@ class Verification:
             self,
             tensors=tuple(tensors),
             atoms=replace(self.atoms, space=places[self.atoms.space]),
-            ranks=tuple(replace(rank, odd_pieces=rank.odd_pieces.renumbered(tensors, places)) for rank in self.ranks),
+            ranks=tuple(replace(rank, odd_shards=rank.odd_shards.renumbered(tensors, places)) for rank in self.ranks),
             odd=tuple(sorted(places[list(self.odd)].tolist())),
         )
 
@@ -172,7 +172,7 @@ class Verification:
         parts = [
             part
             for number, (rank, blob) in enumerate(zip(self.ranks, odd, strict=True))
-            for part in unpack_boxes(rank.odd_pieces, index, blob, f"worker {number}")
+            for part in unpack_boxes(rank.odd_shards, index, blob, f"worker {number}")
         ]
         return assemble_tensor(self.tensors[index], parts)
 
@@ -209,29 +209,29 @@ def _reading(proof: Verification) -> _Reading:
     return _Reading(again, first[atom[again]], first[order], begins, None if everything else proven)
 
 
-def verifiable_trace(recording: LoadTrace) -> LoadTrace:
-    """The recording, with tensors whose cast loses bits sent through the engine's loader.
+def verifiable_trace(trace: LoadTrace) -> LoadTrace:
+    """The trace, with tensors whose cast loses bits sent through the engine's loader.
 
     What is stored of them says nothing about the bits that were lost; the staged tensor does.
     """
-    copies = recording.copies
+    copies = trace.copies
     served, stored = served_dtypes(copies), copies.dtype
     cast = np.flatnonzero(served != stored)
     pairs = zip(cast.tolist(), served[cast].tolist(), stored[cast].tolist(), strict=True)
     lossy = {int(copies.boxes.space[row]) for row, *pair in pairs if (DTYPES[pair[0]], DTYPES[pair[1]]) not in _WIDER}
     if not lossy:
-        return recording
-    loaded = {each.tensor: each for each in recording.loaded}
+        return trace
+    loaded = {each.tensor: each for each in trace.loaded}
     for index in lossy:
         loaded.setdefault(index, StagedTensor(index, NotCopiedCause.COMPUTED, "a cast that loses bits"))
     kept = np.flatnonzero(~np.isin(copies.boxes.space, list(lossy)))
-    return replace(recording, copies=copies.take(kept), loaded=tuple(loaded[index] for index in sorted(loaded)))
+    return replace(trace, copies=copies.take(kept), loaded=tuple(loaded[index] for index in sorted(loaded)))
 
 
-def make_verification(recordings: Sequence[LoadTrace]) -> Verification:
-    """What the workers with these recordings, in the order of their ranks, report. Raises `NotTraceable`."""
-    tensors = recordings[0].tensors
-    held = [_held(recording) for recording in recordings]
+def make_verification(traces: Sequence[LoadTrace]) -> Verification:
+    """What the workers with these traces, in the order of their ranks, report. Raises `NotTraceable`."""
+    tensors = traces[0].tensors
+    held = [_held(trace) for trace in traces]
     odd = np.unique(np.concatenate([each.boxes.space[odd_boxes(each)] for each, _, _ in held]))
     even = [np.flatnonzero(~np.isin(each.boxes.space, odd)) for each, _, _ in held]
     atoms = _atoms([each.boxes.take(rows) for (each, _, _), rows in zip(held, even, strict=True)])
@@ -250,13 +250,13 @@ def make_verification(recordings: Sequence[LoadTrace]) -> Verification:
     return Verification(tensors, atoms, ranks, tuple(odd.tolist()))
 
 
-def _held(recording: LoadTrace) -> tuple[Shards, Column, Column]:
+def _held(trace: LoadTrace) -> tuple[Shards, Column, Column]:
     """Everything that a worker holds of the served tensors: its copies, and whole staged tensors behind its targets."""
-    staging, _ = staging_layout(recording.tensors, recording.staged)
-    pieces = Shards.join((recording.copies, replace(staging, storage=np.zeros(len(staging), np.int64))))
-    region = np.concatenate([recording.copies.storage, np.full(len(staging), len(recording.targets))])
-    begin = np.concatenate([np.zeros(len(recording.copies), np.int64), staging.storage])
-    return pieces, region, begin
+    staging, _ = staging_layout(trace.tensors, trace.staged)
+    shards = Shards.join((trace.copies, replace(staging, storage=np.zeros(len(staging), np.int64))))
+    region = np.concatenate([trace.copies.storage, np.full(len(staging), len(trace.targets))])
+    begin = np.concatenate([np.zeros(len(trace.copies), np.int64), staging.storage])
+    return shards, region, begin
 
 
 def _atoms(boxes: Sequence[Boxes]) -> Boxes:
@@ -303,10 +303,10 @@ def _complete(tensors: Sequence[TensorSpec], atoms: Boxes, odd: Column, held: Se
     for index in odd.tolist():
         rest = [Box(part.start, part.stop) for part in parts[index][:1]]
         for part in parts[index][1:]:
-            pieces = [part]
+            shards = [part]
             for known in rest:
-                pieces = [each for one in pieces for each in one.subtract(known)]
-            rest.extend(pieces)
+                shards = [each for one in shards for each in one.subtract(known)]
+            rest.extend(shards)
         found[index] = sum(part.size for part in rest)
     for index in np.flatnonzero(found).tolist():
         spec = tensors[index]
@@ -318,10 +318,10 @@ def _complete(tensors: Sequence[TensorSpec], atoms: Boxes, odd: Column, held: Se
 
 
 def _rank_proof(  # noqa: PLR0917 - everything that is known of one worker
-    pieces: Shards, region: Column, begin: Column, even: Column, atoms: Boxes, odd: Column
+    shards: Shards, region: Column, begin: Column, even: Column, atoms: Boxes, odd: Column
 ) -> RankVerification:
-    rows, which, common = intersect(pieces.boxes.take(even), atoms)
-    instances = pieces.within(common, even[rows])
+    rows, which, common = intersect(shards.boxes.take(even), atoms)
+    instances = shards.within(common, even[rows])
     table = make_box_table(instances, region[even[rows]], begin[even[rows]], np.arange(len(rows)), len(rows))
-    read = pack_boxes(pieces.take(odd), region[odd], begin[odd])
+    read = pack_boxes(shards.take(odd), region[odd], begin[odd])
     return RankVerification(table, which, read.copies, read.boxes, read.nbytes)

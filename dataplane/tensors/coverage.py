@@ -1,4 +1,4 @@
-"""Which pieces to read, as few as possible, and the proof that they are every tensor exactly once. Pure, by column."""
+"""Which shards to read, as few as possible, and the proof that they are every tensor exactly once. Pure, by column."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ _MIXED: Final = ((32, 0x9E3779B97F4A7C15), (30, 0xBF58476D1CE4E5B9), (27, 0x94D0
 """Shifts and factors of splitmix64."""
 
 
-def drop_replicas(pieces: Shards) -> Shards:
-    """Every element from one holder: of what several hold, the lowest one's.
+def drop_replicas(shards: Shards) -> Shards:
+    """Every element from one rank: of what several hold, the lowest one's.
 
-    Copies of a whole piece are dropped; where pieces overlap otherwise, those of higher holders are cut.
+    Copies of a whole shard are dropped; where shards overlap otherwise, those of higher ranks are cut.
     """
-    keys = side_by_side(pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop, pieces.holder)
+    keys = side_by_side(shards.boxes.space, shards.boxes.start, shards.boxes.stop, shards.rank)
     order = lexsort_rows(keys)
     first = _begins(keys[order, :-1])
-    return _apart(pieces.take(np.sort(order[first])))
+    return _apart(shards.take(np.sort(order[first])))
 
 
 def _apart(distinct: Shards) -> Shards:
-    """`once`, of pieces of which no two are the same box."""
+    """`once`, of shards of which no two are the same box."""
     rows, others, _ = intersect(distinct.boxes, distinct.boxes)
-    earlier = (distinct.holder[others] < distinct.holder[rows]) | (
-        (distinct.holder[others] == distinct.holder[rows]) & (others < rows)
+    earlier = (distinct.rank[others] < distinct.rank[rows]) | (
+        (distinct.rank[others] == distinct.rank[rows]) & (others < rows)
     )
     return _cut(distinct, rows[earlier], others[earlier]) if earlier.any() else distinct
 
 
 def choose_replicas(
-    pieces: Shards, first: int = 0, distance: Column | None = None, wanted: Column | None = None
+    shards: Shards, first: int = 0, distance: Column | None = None, wanted: Column | None = None
 ) -> Shards:
-    """Every element from one holder: of what several hold, the nearest one's; equally near ones give as many bytes.
+    """Every element from one rank: of what several hold, the nearest one's; equally near ones give as many bytes.
 
     Who gives what of equal ones is another for each `first`: not all readers begin with the same one. `distance`,
-    (holders,), is 0 everywhere unless it is given. `wanted`, (tensors,), is how many elements of each tensor are read
+    (ranks,), is 0 everywhere unless it is given. `wanted`, (tensors,), is how many elements of each tensor are read
     in the end, all of them unless it is given.
     """
-    if not len(pieces):
-        return pieces
-    count = int(pieces.holder.max()) + 1
-    far = np.zeros(len(pieces), np.int64) if distance is None else distance[pieces.holder]
+    if not len(shards):
+        return shards
+    count = int(shards.rank.max()) + 1
+    far = np.zeros(len(shards), np.int64) if distance is None else distance[shards.rank]
     alike = bool((far == far[0]).all())
-    box = side_by_side(pieces.boxes.space, pieces.boxes.start, pieces.boxes.stop)
-    order = lexsort_rows(side_by_side(box, *(() if alike else (far,)), pieces.holder))
+    box = side_by_side(shards.boxes.space, shards.boxes.start, shards.boxes.stop)
+    order = lexsort_rows(side_by_side(box, *(() if alike else (far,)), shards.rank))
     heads = np.flatnonzero(_begins(box[order]))
     several = np.diff(np.append(heads, len(order)))
-    holder = pieces.holder[order]
-    # Few sets, in many boxes: each goes by the sum of its holders' numbers, made long and without a pattern.
-    long = _long(count)[holder]
+    rank = shards.rank[order]
+    # Few sets, in many boxes: each goes by the sum of its ranks' numbers, made long and without a pattern.
+    long = _long(count)[rank]
     if not alike:
         near = far[order] == np.repeat(far[order[heads]], several)
         long[~near] = 0
         several = np.add.reduceat(near, heads, dtype=np.int64)
     of, shown = factorize(np.add.reduceat(long, heads))
-    sets = ReplicaSets(of, several[shown], holder[ragged_arange(heads[shown], several[shown])])
+    sets = ReplicaSets(of, several[shown], rank[ragged_arange(heads[shown], several[shown])])
     place = assign_balanced(
-        sets, expected_read_bytes(pieces.boxes.take(order[heads]), *served_sizes(pieces.tensors), wanted), first
+        sets, expected_read_bytes(shards.boxes.take(order[heads]), *served_sizes(shards.tensors), wanted), first
     )
     rows = np.sort(order[heads + place])
-    mine = pieces.take(rows)
-    far = np.zeros(len(rows), np.int64) if distance is None else distance[mine.holder]
-    # What is left in several places is near and far, or cut otherwise by its holders: those by their numbers.
-    by_turn = (far * count + (mine.holder + mine.boxes.space + first % count) % count) * count + mine.holder
-    best = (_apart if (far == far[0]).all() else drop_replicas)(replace(mine, holder=by_turn))
-    return replace(best, holder=best.holder % count)
+    mine = shards.take(rows)
+    far = np.zeros(len(rows), np.int64) if distance is None else distance[mine.rank]
+    # What is left in several places is near and far, or cut otherwise by its ranks: those by their numbers.
+    by_turn = (far * count + (mine.rank + mine.boxes.space + first % count) % count) * count + mine.rank
+    best = (_apart if (far == far[0]).all() else drop_replicas)(replace(mine, rank=by_turn))
+    return replace(best, rank=best.rank % count)
 
 
 def expected_read_bytes(boxes: Boxes, elements: Column, item: Column, wanted: Column | None = None) -> Column:
@@ -91,47 +91,47 @@ def expected_read_bytes(boxes: Boxes, elements: Column, item: Column, wanted: Co
     return found
 
 
-def merge_adjacent(pieces: Shards) -> Shards:
+def merge_adjacent(shards: Shards) -> Shards:
     """Join neighbors that are neighbors in memory too, until none are left. Elements and their places stay."""
     before = -1
-    while len(pieces) != before:
-        before = len(pieces)
-        for axis in range(pieces.boxes.start.shape[1]):
-            pieces = _merge_along(pieces, axis)
-    return pieces
+    while len(shards) != before:
+        before = len(shards)
+        for axis in range(shards.boxes.start.shape[1]):
+            shards = _merge_along(shards, axis)
+    return shards
 
 
-def check_exact_cover(pieces: Shards) -> None:
-    """Raise `CoverageError` unless every element of every tensor is in exactly one piece.
+def check_exact_cover(shards: Shards) -> None:
+    """Raise `CoverageError` unless every element of every tensor is in exactly one shard.
 
-    No two pieces overlap, and together they have as many elements as the tensor: so none is missing.
+    No two shards overlap, and together they have as many elements as the tensor: so none is missing.
     """
-    double = find_overlap(pieces.boxes)
+    double = find_overlap(shards.boxes)
     if double is not None:
-        one, other = (pieces.at(row) for row in double)
-        ranks = " and ".join(str(pieces.holder[row]) for row in double)
+        one, other = (shards.at(row) for row in double)
+        ranks = " and ".join(str(shards.rank[row]) for row in double)
         raise CoverageError(one.tensor, f"ranks {ranks} both give a part of it, {one.box} and {other.box}")
-    held = volumes(pieces.boxes, len(pieces.tensors))
-    wanted = np.array([prod(spec.shape) for spec in pieces.tensors], np.int64)
+    held = volumes(shards.boxes, len(shards.tensors))
+    wanted = np.array([prod(spec.shape) for spec in shards.tensors], np.int64)
     short = np.flatnonzero(held != wanted)
     if len(short):
-        names = ", ".join(pieces.tensors[int(index)].name for index in short[1 : _SHOWN + 1])
+        names = ", ".join(shards.tensors[int(index)].name for index in short[1 : _SHOWN + 1])
         more = f"; so are parts of {len(short) - 1} more ({names} ..)" if len(short) > 1 else ""
         first = int(short[0])
-        raise CoverageError(pieces.tensors[first].name, f"{_hole(pieces, first)} is held by no rank{more}")
+        raise CoverageError(shards.tensors[first].name, f"{_hole(shards, first)} is held by no rank{more}")
 
 
-def _hole(pieces: Shards, index: int) -> str:
-    """A part of tensor `index` that no piece holds."""
-    shape = pieces.tensors[index].shape
-    mine = [pieces.boxes.at(row) for row in np.flatnonzero(pieces.boxes.space == index).tolist()]
-    wide = shape + (1,) * (pieces.boxes.start.shape[1] - len(shape))
+def _hole(shards: Shards, index: int) -> str:
+    """A part of tensor `index` that no shard holds."""
+    shape = shards.tensors[index].shape
+    mine = [shards.boxes.at(row) for row in np.flatnonzero(shards.boxes.space == index).tolist()]
+    wide = shape + (1,) * (shards.boxes.start.shape[1] - len(shape))
     box = subtract_all(Box.whole(wide), mine)[0]
     return str(Box(box.start[: len(shape)], box.stop[: len(shape)]))
 
 
 def _long(count: int) -> Column:
-    """A number for each holder, such that sums of different ones differ."""
+    """A number for each rank, such that sums of different ones differ."""
     numbers = np.arange(1, count + 1, dtype=np.uint64)
     for shift, factor in _MIXED:
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
@@ -145,38 +145,38 @@ def _begins(table: Column) -> Column:
     return begins
 
 
-def _merge_along(pieces: Shards, axis: int) -> Shards:
-    """Join runs of pieces that continue each other along one axis."""
-    boxes = pieces.boxes
+def _merge_along(shards: Shards, axis: int) -> Shards:
+    """Join runs of shards that continue each other along one axis."""
+    boxes = shards.boxes
     # What neighbors share: all but the place on the axis, with the element at its index 0 at the same place.
-    origin = pieces.offset - boxes.start[:, axis] * pieces.stride[:, axis]
+    origin = shards.offset - boxes.start[:, axis] * shards.stride[:, axis]
     starts, stops = boxes.start.copy(), boxes.stop.copy()
     starts[:, axis] = stops[:, axis] = 0
-    kind = (boxes.space, pieces.holder, pieces.storage, pieces.dtype, pieces.shift, origin, pieces.stride)
+    kind = (boxes.space, shards.rank, shards.storage, shards.dtype, shards.shift, origin, shards.stride)
     shared = side_by_side(*kind, starts, stops)
     order = lexsort_rows(side_by_side(shared, boxes.start[:, axis]))
     start, stop = boxes.start[order, axis], boxes.stop[order, axis]
     begins = _begins(shared[order])
     begins[1:] |= start[1:] != stop[:-1]
     if begins.all():
-        return pieces
+        return shards
     heads = np.flatnonzero(begins)
-    joined = pieces.take(order[heads])
+    joined = shards.take(order[heads])
     ends = joined.boxes.stop.copy()
     ends[:, axis] = stop[np.append(heads[1:], len(order)) - 1]
     return replace(joined, boxes=replace(joined.boxes, stop=ends))
 
 
-def _cut(pieces: Shards, rows: Column, others: Column) -> Shards:
-    """Take out of each piece of `rows` what the piece of `others` in the same place holds. Few do, in any layout."""
+def _cut(shards: Shards, rows: Column, others: Column) -> Shards:
+    """Take out of each shard of `rows` what the shard of `others` in the same place holds. Few do, in any layout."""
     taken: dict[int, list[Box]] = {}
     for row, other in zip(rows.tolist(), others.tolist(), strict=True):
-        taken.setdefault(row, []).append(pieces.boxes.at(other))
-    parts = [(row, part) for row in taken for part in subtract_all(pieces.boxes.at(row), taken[row])]
-    untouched = pieces.take(np.setdiff1d(np.arange(len(pieces)), rows))
+        taken.setdefault(row, []).append(shards.boxes.at(other))
+    parts = [(row, part) for row in taken for part in subtract_all(shards.boxes.at(row), taken[row])]
+    untouched = shards.take(np.setdiff1d(np.arange(len(shards)), rows))
     chosen = np.array([row for row, _ in parts], np.int64)
-    axes = pieces.boxes.start.shape[1]
+    axes = shards.boxes.start.shape[1]
     starts = np.array([part.start for _, part in parts], np.int64).reshape(len(parts), axes)
     stops = np.array([part.stop for _, part in parts], np.int64).reshape(len(parts), axes)
-    remains = pieces.within(Boxes(pieces.boxes.space[chosen], starts, stops), chosen)
+    remains = shards.within(Boxes(shards.boxes.space[chosen], starts, stops), chosen)
     return Shards.join((untouched, remains))

@@ -1,8 +1,8 @@
-"""Deals items to holders that have them in common, so that all of them give as much. Pure, by column, and exact.
+"""Deals items to ranks that have them in common, so that all of them give as much. Pure, by column, and exact.
 
 The heaviest items are dealt first, each to whoever has given least of those that hold it: what is small evens out what
-is large. Items of one weight that the same holders have are dealt at once, so this takes time in the number of
-different weights and sets of holders, of which a model has few, and not in that of items.
+is large. Items of one weight that the same ranks have are dealt at once, so this takes time in the number of
+different weights and sets of ranks, of which a model has few, and not in that of items.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _BITS: Final = 32
 
 @dataclass(frozen=True, eq=False)
 class ReplicaSets:
-    """Sets of holders, numbered as they first appear among items: numbers that do not depend on how they are named."""
+    """Sets of ranks, numbered as they first appear among items: numbers that do not depend on how they are named."""
 
     of: Column
     """(items,): the set of each."""
     count: Column
-    """(sets,): how many holders are in it."""
+    """(sets,): how many ranks are in it."""
     member: Column
-    """(all counts,): the holders of one set after those of another, ascending within each."""
+    """(all counts,): the ranks of one set after those of another, ascending within each."""
 
 
 def factorize(keys: Column) -> tuple[Column, Column]:
@@ -53,9 +53,9 @@ def assign_balanced(sets: ReplicaSets, weight: Column, first: int = 0) -> Column
     """(items,): which one of its set gives each, by its place there. Weights are above 0.
 
     Of those who have given as little it is the next one after a place that is another for each `first`: readers with
-    few items in common sets do not all ask the same holders for them.
+    few items in common sets do not all ask the same ranks for them.
     """
-    # As far from those before it as can be, whatever the number of holders.
+    # As far from those before it as can be, whatever the number of ranks.
     turn = int(f"{first % (1 << _BITS):0{_BITS}b}"[::-1], 2)
     begin = np.cumsum(sets.count) - sets.count
     place = np.zeros(len(sets.of), np.int64)
@@ -77,7 +77,7 @@ def assign_balanced(sets: ReplicaSets, weight: Column, first: int = 0) -> Column
         count = int(sets.count[of[at]])
         turned = (np.arange(count) + (turn * count >> _BITS)) % count
         members = sets.member[begin[of[begins]][:, None] + turned]
-        # Sets with a holder in common come one after another: what one gives counts for the next.
+        # Sets with a rank in common come one after another: what one gives counts for the next.
         apart = len(np.unique(members)) == members.size
         for some in [slice(None)] if apart else [slice(each, each + 1) for each in range(len(ends))]:
             chosen = _by_least(given[members[some]], int(weight[at]), ends[some] - begins[some])
@@ -99,18 +99,18 @@ def _ends(*columns: Column) -> Column:
 def _by_least(given: Column, weight: int, items: Column) -> Column:
     """(all items,): which of its set gets each, always whoever has been given least; of equals the first.
 
-    `given` is (sets, holders), of sets that have no holder in common; `items`, (sets,), of one weight, how many.
+    `given` is (sets, ranks), of sets that have no rank in common; `items`, (sets,), of one weight, how many.
     """
     order = np.argsort(given, axis=1, kind="stable")
     given = np.take_along_axis(given, order, axis=1)
     # As high as all stand where what is dealt could be divided: `high`, of the lowest ones that this reaches.
-    holders = np.arange(int(given.shape[1]), dtype=np.int64)
-    levels = (items[:, None] * weight + np.cumsum(given, axis=1)) // (holders + 1)
-    last = np.where(given <= levels, holders, 0).max(axis=1)
+    ranks = np.arange(int(given.shape[1]), dtype=np.int64)
+    levels = (items[:, None] * weight + np.cumsum(given, axis=1)) // (ranks + 1)
+    last = np.where(given <= levels, ranks, 0).max(axis=1)
     high = np.take_along_axis(levels, last[:, None], axis=1)
     count = np.maximum((high - given) // weight, 0)
     next_ones = np.argsort(given + count * weight, axis=1, kind="stable")
-    more = (holders < (items - count.sum(axis=1))[:, None]).astype(np.int64)
+    more = (ranks < (items - count.sum(axis=1))[:, None]).astype(np.int64)
     np.put_along_axis(count, next_ones, np.take_along_axis(count, next_ones, axis=1) + more, axis=1)
     each = count.ravel()
     level = ragged_arange(given.ravel(), each, np.full(len(each), weight))

@@ -1,15 +1,15 @@
-"""Pieces: which part of which Hugging Face tensor lies where in the memory of which rank. Pure data, no torch.
+"""Shards: which part of which Hugging Face tensor lies where in the memory of which rank. Pure data, no torch.
 
-One description for every path: assembling whole tensors, writing files, and copying from shard to shard. A piece is a
-box of a tensor and a strided view of one local tensor of its holder, element by element the same. Fused, cut, padded,
-replicated and transposed parameters are all sets of pieces; nothing else about a training framework is known here.
+One description for every path: assembling whole tensors, writing files, and copying from shard to shard. A shard is a
+box of a tensor and a strided view of one local tensor of its rank, element by element the same. Fused, cut, padded,
+replicated and transposed parameters are all sets of shards; nothing else about a training framework is known here.
 
 `Shard` is one, for building and for reading. `Shards` are many, as columns: what ranks exchange and planners work on
 (coverage.py: which of them to read, joined, and the proof that they are a model).
 
     tensors     what is described: names, dtypes in which they are served, shapes
-    holder      rank that holds the piece
-    storage     index of a local tensor, in the holder's own list of them
+    rank      rank that holds the shard
+    storage     index of a local tensor, in the rank's own list of them
     dtype       of that local tensor; it may differ from the served one
     offset      elements from the first element of the local tensor
     stride      elements of the local tensor for one step along each axis of the served tensor
@@ -61,11 +61,11 @@ class Shard(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """Many pieces of many holders as columns; the module says what each column is."""
+    """Many shards of many ranks as columns; the module says what each column is."""
 
     tensors: tuple[TensorSpec, ...]
     boxes: Boxes
-    holder: Column
+    rank: Column
     storage: Column
     dtype: Column
     offset: Column
@@ -76,18 +76,18 @@ class Shards:
         return len(self.boxes)
 
     @classmethod
-    def of(cls, tensors: Sequence[TensorSpec], pieces: Iterable[Shard], holder: int = 0) -> Shards:
-        """The pieces of one holder. Raises `ManifestError` for one that names no tensor or lies outside of its own."""
-        pieces = tuple(pieces)
-        number = {spec.name: index for index, spec in enumerate(tensors)} if pieces else {}
-        axes = max((len(spec.shape) for spec in (tensors if pieces else ())), default=0) or 1
-        rows = [_row(piece, number, tensors, axes) for piece in pieces]
+    def of(cls, tensors: Sequence[TensorSpec], shards: Iterable[Shard], rank: int = 0) -> Shards:
+        """The shards of one rank. Raises `ManifestError` for one that names no tensor or lies outside of its own."""
+        shards = tuple(shards)
+        number = {spec.name: index for index, spec in enumerate(tensors)} if shards else {}
+        axes = max((len(spec.shape) for spec in (tensors if shards else ())), default=0) or 1
+        rows = [_row(shard, number, tensors, axes) for shard in shards]
         table = np.array(rows, np.int64).reshape(len(rows), 5 + 3 * axes)
         start, stop, stride = (table[:, 5 + axes * part : 5 + axes * (part + 1)] for part in range(3))
         return cls(
             tensors=tuple(tensors),
             boxes=Boxes(table[:, 0], start, stop),
-            holder=np.full(len(rows), holder, np.int64),
+            rank=np.full(len(rows), rank, np.int64),
             storage=table[:, 1],
             dtype=table[:, 2],
             offset=table[:, 3],
@@ -97,7 +97,7 @@ class Shards:
 
     @classmethod
     def join(cls, parts: Sequence[Shards]) -> Shards:
-        """All pieces of all parts, in order. Raises `ManifestError` unless they describe the same tensors."""
+        """All shards of all parts, in order. Raises `ManifestError` unless they describe the same tensors."""
         first = parts[0]
         if any(part.tensors != first.tensors for part in parts):
             raise ManifestError("the ranks describe different tensors: give every rank the same model and config")
@@ -110,7 +110,7 @@ class Shards:
         return cls(
             tensors=first.tensors,
             boxes=boxes,
-            holder=np.concatenate([part.holder for part in parts]),
+            rank=np.concatenate([part.rank for part in parts]),
             storage=np.concatenate([part.storage for part in parts]),
             dtype=np.concatenate([part.dtype for part in parts]),
             offset=np.concatenate([part.offset for part in parts]),
@@ -119,13 +119,13 @@ class Shards:
         )
 
     def take(self, rows: Column) -> Shards:
-        """The pieces of these rows, in their order."""
+        """The shards of these rows, in their order."""
         if is_identity(rows, len(self)):
             return self
         return replace(
             self,
             boxes=self.boxes.take(rows),
-            holder=self.holder[rows],
+            rank=self.rank[rows],
             storage=self.storage[rows],
             dtype=self.dtype[rows],
             offset=self.offset[rows],
@@ -146,18 +146,18 @@ class Shards:
             int(self.shift[index]),
         )
 
-    def held_by(self, holder: int) -> Shards:
-        """The pieces of one holder."""
-        return self.take(np.flatnonzero(self.holder == holder))
+    def of_rank(self, rank: int) -> Shards:
+        """The shards of one rank."""
+        return self.take(np.flatnonzero(self.rank == rank))
 
     def within(self, boxes: Boxes, rows: Column) -> Shards:
-        """The parts `boxes` of the pieces of `rows`, one each; every box must lie inside of its piece."""
+        """The parts `boxes` of the shards of `rows`, one each; every box must lie inside of its shard."""
         whole = self.take(rows)
         moved = np.sum((boxes.start - whole.boxes.start) * whole.stride, axis=1)
         return replace(whole, boxes=boxes, offset=whole.offset + moved)
 
     def ordered(self, tensors: Sequence[TensorSpec]) -> Shards:
-        """The same pieces, with the tensors in the order of `tensors`. Raises `ManifestError` if those are others."""
+        """The same shards, with the tensors in the order of `tensors`. Raises `ManifestError` if those are others."""
         return self.renumbered(tensors, tensor_positions(tensors, self.tensors))
 
     def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Shards:
@@ -165,42 +165,42 @@ class Shards:
         return replace(self, tensors=tuple(tensors), boxes=replace(self.boxes, space=places[self.boxes.space]))
 
     def encode(self) -> bytes:
-        """What travels between ranks: the same bytes for the same pieces, on every machine. Tensors go by digest."""
+        """What travels between ranks: the same bytes for the same shards, on every machine. Tensors go by digest."""
         numbers = self.numbers().astype("<i8").tobytes()
         return _ENCODER.encode(_Wire(_about(self.tensors).digest, self.boxes.start.shape[1], numbers))
 
     @classmethod
     def decode(cls, blobs: Sequence[bytes], tensors: Sequence[TensorSpec]) -> Shards:
-        """What several holders encoded, all together. Raises `ManifestError` unless it describes these tensors."""
+        """What several ranks encoded, all together. Raises `ManifestError` unless it describes these tensors."""
         described = tuple(tensors)
-        pieces = cls.join([_decode(blob, described) for blob in blobs])
-        pieces.check()
-        return pieces
+        shards = cls.join([_decode(blob, described) for blob in blobs])
+        shards.check()
+        return shards
 
     def check(self) -> None:
-        """Raise `ManifestError` unless every piece is a box inside of its tensor, in a dtype that can travel."""
+        """Raise `ManifestError` unless every shard is a box inside of its tensor, in a dtype that can travel."""
         known = (self.boxes.space >= 0) & (self.boxes.space < len(self.tensors))
         known &= (self.dtype >= 0) & (self.dtype < len(DTYPES)) & (self.storage >= 0) & (self.offset >= 0)
         if not known.all():
-            raise ManifestError(f"piece {int(np.argmin(known))} names a tensor, dtype or place that there is not")
+            raise ManifestError(f"shard {int(np.argmin(known))} names a tensor, dtype or place that there is not")
         inside = (self.boxes.start >= 0) & (self.boxes.start < self.boxes.stop)
         shapes = pad_axes(_about(self.tensors).shapes, inside.shape[1], 1)
         if shapes.shape[1] > inside.shape[1] and len(self):
-            raise ManifestError(f"pieces of {inside.shape[1]} axes, of tensors that have up to {shapes.shape[1]}")
+            raise ManifestError(f"shards of {inside.shape[1]} axes, of tensors that have up to {shapes.shape[1]}")
         inside &= self.boxes.stop <= shapes[self.boxes.space, : inside.shape[1]]
         if not inside.all():
             odd = self.boxes.at(int(np.argmin(inside.all(axis=1))))
-            raise ManifestError(f"a piece {odd.start}..{odd.stop} is empty or lies outside of its tensor")
+            raise ManifestError(f"a shard {odd.start}..{odd.stop} is empty or lies outside of its tensor")
 
     def digest(self) -> str:
-        """SHA-256, hexadecimal, of what is described: neither the order of pieces nor that of tensors matters."""
+        """SHA-256, hexadecimal, of what is described: neither the order of shards nor that of tensors matters."""
         named = self.ordered(sorted(self.tensors, key=lambda spec: spec.name))
         return hashlib.sha256(named.take(lexsort_rows(named.numbers())).encode()).hexdigest()
 
     def numbers(self) -> Column:
-        """(pieces, columns): everything but the tensors, in a fixed order of columns."""
+        """(shards, columns): everything but the tensors, in a fixed order of columns."""
         ends = (self.boxes.start, self.boxes.stop, self.stride)
-        return side_by_side(self.boxes.space, self.holder, self.storage, self.dtype, self.offset, self.shift, *ends)
+        return side_by_side(self.boxes.space, self.rank, self.storage, self.dtype, self.offset, self.shift, *ends)
 
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -249,7 +249,7 @@ _MOST_KNOWN: Final = 4
 
 
 def _about(tensors: tuple[TensorSpec, ...]) -> _Tensors:
-    """Worked out once for the last few tuples of tensors: a layout's pieces, plans and proofs share one."""
+    """Worked out once for the last few tuples of tensors: a layout's shards, plans and proofs share one."""
     global _known  # noqa: PLW0603 - replaced as a whole: threads may ask at a time
     for each in _known:
         if each.tensors is tensors:
@@ -274,7 +274,7 @@ def tensor_positions(tensors: Sequence[TensorSpec], others: Sequence[TensorSpec]
     place = {spec.name: index for index, spec in enumerate(tensors)}
     found = [place.get(spec.name, -1) for spec in others]
     if len(place) != len(found) or any(spec != tensors[at] for spec, at in zip(others, found, strict=True)):
-        raise ManifestError("these are not the tensors that the pieces describe")
+        raise ManifestError("these are not the tensors that the shards describe")
     return np.array(found, np.int64)
 
 
@@ -293,9 +293,9 @@ def packed_strides(extents: Column) -> Column:
     return strides
 
 
-def served_dtypes(pieces: Shards) -> Column:
-    """(pieces,): the dtype in which each piece's tensor is served."""
-    return _about(pieces.tensors).dtypes[pieces.boxes.space]
+def served_dtypes(shards: Shards) -> Column:
+    """(shards,): the dtype in which each shard's tensor is served."""
+    return _about(shards.tensors).dtypes[shards.boxes.space]
 
 
 def served_sizes(tensors: tuple[TensorSpec, ...]) -> tuple[Column, Column]:
@@ -303,10 +303,10 @@ def served_sizes(tensors: tuple[TensorSpec, ...]) -> tuple[Column, Column]:
     return _about(tensors).sizes
 
 
-def served_strides(pieces: Shards) -> Column:
-    """(pieces, axes): elements between neighbors along each axis of each piece's tensor, packed."""
-    extents = pad_axes(_about(pieces.tensors).shapes, pieces.boxes.start.shape[1], 1)
-    return packed_strides(extents)[pieces.boxes.space]
+def served_strides(shards: Shards) -> Column:
+    """(shards, axes): elements between neighbors along each axis of each shard's tensor, packed."""
+    extents = pad_axes(_about(shards.tensors).shapes, shards.boxes.start.shape[1], 1)
+    return packed_strides(extents)[shards.boxes.space]
 
 
 def side_by_side(*columns: Column) -> Column:
@@ -350,35 +350,35 @@ def _decode(blob: bytes, tensors: tuple[TensorSpec, ...]) -> Shards:
     try:
         wire = _DECODER.decode(blob)
     except (ValueError, RecursionError) as error:
-        raise ManifestError(f"not a table of pieces: {error}") from error
+        raise ManifestError(f"not a table of shards: {error}") from error
     axes, width = wire.axes, 6 + 3 * wire.axes
     if not 1 <= axes <= _MAX_AXES or len(wire.numbers) % (8 * width):
-        raise ManifestError(f"not a table of pieces: {len(wire.numbers)} bytes for {axes} axes")
+        raise ManifestError(f"not a table of shards: {len(wire.numbers)} bytes for {axes} axes")
     if wire.tensors != _about(tensors).digest:
-        raise ManifestError("the pieces are of other tensors than these: give every rank the same model and config")
+        raise ManifestError("the shards are of other tensors than these: give every rank the same model and config")
     table = np.frombuffer(wire.numbers, "<i8").astype(np.int64, copy=False).reshape(-1, width)  # `join` copies it
     start, stop, stride = (table[:, 6 + axes * part : 6 + axes * (part + 1)] for part in range(3))
-    holder, storage, dtype, offset, shift = (table[:, column] for column in range(1, 6))
-    return Shards(tensors, Boxes(table[:, 0], start, stop), holder, storage, dtype, offset, stride, shift)
+    rank, storage, dtype, offset, shift = (table[:, column] for column in range(1, 6))
+    return Shards(tensors, Boxes(table[:, 0], start, stop), rank, storage, dtype, offset, stride, shift)
 
 
-def _row(piece: Shard, number: Mapping[str, int], tensors: Sequence[TensorSpec], axes: int) -> tuple[int, ...]:
-    index = number.get(piece.tensor)
+def _row(shard: Shard, number: Mapping[str, int], tensors: Sequence[TensorSpec], axes: int) -> tuple[int, ...]:
+    index = number.get(shard.tensor)
     if index is None:
-        raise ManifestError(f"a piece of {piece.tensor!r}, which is not served")
-    if not piece.box.fits(tensors[index].shape) or len(piece.view.strides) != len(piece.box.start):
-        raise ManifestError(f"a piece {piece.box} of {piece.tensor!r} {tensors[index].shape} is empty or outside of it")
-    pad = axes - len(piece.box.start)
+        raise ManifestError(f"a shard of {shard.tensor!r}, which is not served")
+    if not shard.box.fits(tensors[index].shape) or len(shard.view.strides) != len(shard.box.start):
+        raise ManifestError(f"a shard {shard.box} of {shard.tensor!r} {tensors[index].shape} is empty or outside of it")
+    pad = axes - len(shard.box.start)
     return (
         index,
-        piece.view.storage,
-        DTYPES.index(piece.dtype),
-        piece.view.offset,
-        piece.shift,
-        *piece.box.start,
+        shard.view.storage,
+        DTYPES.index(shard.dtype),
+        shard.view.offset,
+        shard.shift,
+        *shard.box.start,
         *(0,) * pad,
-        *piece.box.stop,
+        *shard.box.stop,
         *(1,) * pad,
-        *piece.view.strides,
+        *shard.view.strides,
         *(0,) * pad,
     )

@@ -242,7 +242,7 @@ class Workers:
     def _replayed(self, deadline: Deadline, pulse: Callable[[], None] | None) -> list[wire.PlanExecuted]:
         replies: list[wire.ToSidecar] = []
         for worker in self._workers:
-            while pulse is not None and not worker.frames.speaks(_LOOK_S):
+            while pulse is not None and not worker.frames.readable_within(_LOOK_S):
                 deadline.check(f"worker {worker.hello.rank} to copy")
                 pulse()
             replies.append(wire.SIDECAR.hear(worker.frames, deadline, f"worker {worker.hello.rank} to copy"))
@@ -280,8 +280,8 @@ class Workers:
 def _adopt(digest: str, plan: ReshardPlan, proof: RankVerification) -> wire.InstallPlan:
     return wire.InstallPlan(
         plan=digest,
-        recording=plan.recording,
-        sources=tuple((source.holder, source.region) for source in plan.sources),
+        recording=plan.trace,
+        sources=tuple((source.rank, source.region) for source in plan.sources),
         copies=plan.copies.encode(),
         staging=plan.staging.encode(),
         staged=plan.staged,
@@ -308,7 +308,7 @@ def regions_read(plan: ReshardPlan) -> dict[int, tuple[int, ...]]:
     """By holder: what a plan reads of it. Takes as long as there are regions, and is the same in every round."""
     found: dict[int, list[int]] = {}
     for source in plan.sources:
-        found.setdefault(source.holder, []).append(source.region)
+        found.setdefault(source.rank, []).append(source.region)
     return {holder: tuple(regions) for holder, regions in found.items()}
 
 

@@ -78,7 +78,7 @@ class LoadTraceBuilder:
         return LoadTrace(
             rank=rank,
             targets=self._targets,
-            copies=Shards.of(self._tensors, pieces, holder=rank),
+            copies=Shards.of(self._tensors, pieces, rank=rank),
             loaded=tuple(self._loaded[index] for index in sorted(self._loaded)),
             unread=tuple(sorted(unread)),
             dropped=tuple(sorted(dropped)),

@@ -108,7 +108,7 @@ class ReceiveThread:
         without_timer_slack()
         try:
             while True:
-                while not self._frames.speaks(_LOOK_S):
+                while not self._frames.readable_within(_LOOK_S):
                     pass
                 with low_latency_threads():  # from the first word on: to hear it takes several turns of the interpreter
                     if not self._obey(wire.WORKER.hear(self._frames, Deadline(_SAY_S), "the sidecar")) or self._stuck:
@@ -130,7 +130,7 @@ class ReceiveThread:
         match message:
             case wire.Weigh():
                 self._say(wire.Room(needed=beside_bytes(self._messages), free=free_bytes(self._device)))
-                self._frames.speaks(_SOON_S)
+                self._frames.readable_within(_SOON_S)
             case wire.Take():
                 self._say(self._take(message))
             case wire.Failed():  # of what has ended already
@@ -160,7 +160,7 @@ class ReceiveThread:
                 binding.result().receive(group, where.turn_s)
 
             passage = GroupTransfer(
-                where, where.rank, self._device, from_=self._messages.holders, memory=memory, standing=self._standing
+                where, where.rank, self._device, from_=self._messages.ranks, memory=memory, standing=self._standing
             )
             seconds = passage.run(move, self._called_off, self._beat, ready=binding.result)  # made while a group forms
         except Exception as error:  # noqa: BLE001 - see above
@@ -223,7 +223,7 @@ class ReceiveThread:
     def _called_off(self) -> str:
         if self._closed:
             return "this worker has gone on"
-        if not self._frames.waiting():
+        if not self._frames.readable():
             return ""
         try:
             message = wire.WORKER.hear(self._frames, Deadline(_SAY_S), "the sidecar")

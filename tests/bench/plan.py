@@ -39,7 +39,7 @@ def table(tensors: tuple[TensorSpec, ...], rows: dict[str, Column]) -> Shards:
     stop = start + np.stack([rows["rows"], rows["columns"]], axis=1)
     stride = np.stack([rows["columns"], np.ones(count, np.int64)], axis=1)
     return replace(
-        Shards.of(tensors, []), boxes=Boxes(rows["space"], start, stop), holder=rows["holder"],
+        Shards.of(tensors, []), boxes=Boxes(rows["space"], start, stop), rank=rows["holder"],
         storage=rows["storage"], dtype=np.full(count, BFLOAT16), offset=rows["offset"], stride=stride,
         shift=np.zeros(count, np.int64),
     )  # fmt: skip
@@ -106,7 +106,7 @@ def main() -> None:
     assert [plan.digest() for plan in plans] == [plan.digest() for plan in again], "both sides must agree"
     proof = timed("proof_s", lambda: make_verification(recordings))
     division = timed("divide_s", lambda: divide_digest_work(pieces))
-    read = np.bincount([source.holder for plan in plans for source in plan.sources], minlength=given.ranks)
+    read = np.bincount([source.rank for plan in plans for source in plan.sources], minlength=given.ranks)
     found = {
         "command": f"python tests/bench/plan.py --tensors {given.tensors} --ranks {given.ranks} --shards {given.shards}"
         f" --tp {given.tp}",

@@ -240,7 +240,7 @@ def send_all(
     spoil: Callable[[int, torch.Tensor], None] = lambda *_: None,
 ) -> None:
     """What the trainer agent does after `ready`: fill a slot, send it, reuse it only after `reclaim`."""
-    slots = pool.slots
+    slots = pool.buffers
     buckets = make_bytes(session.manifest, session.version)
     for index, bucket in enumerate(buckets):
         if index >= len(slots):

@@ -495,7 +495,7 @@ class TransportContract:
         with pytest.raises(TransferFailed, match="offer"):
             sender.ready(0.1)
         with pytest.raises(TransferFailed):
-            sender.send(0, pool.slots[0], 0.1)
+            sender.send(0, pool.buffers[0], 0.1)
         sender.offer(make_session(1, 11, make_manifest()), [Peer("e0", 1)])
         sender.close()
         sender.close()

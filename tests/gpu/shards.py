@@ -58,7 +58,7 @@ class LayoutShards:
     def _together(self, pieces: Shards) -> Shards:
         """The pieces of all ranks as those of one holder."""
         first = np.array([self._first[rank] for rank in sorted(self._first)], np.int64)
-        return replace(pieces, storage=pieces.storage + first[pieces.holder], holder=pieces.holder * 0)
+        return replace(pieces, storage=pieces.storage + first[pieces.rank], rank=pieces.rank * 0)
 
     @property
     def model(self) -> str:

@@ -19,7 +19,7 @@ from weightbus.dataplane.memory import staging_buffers as staging
 before = [torch.ones(1 << 26, dtype=torch.uint8, device="cuda") for _ in range(3)]
 del before  # free blocks of expandable segments, which a slot must not be made of
 pool = staging.BucketBuffers("cuda", 2, 1 << 25, "expandable")
-for slot in pool.slots:
+for slot in pool.buffers:
     slot.memory.fill_(7)
     handles.decode(slot.exported)
 try:

@@ -102,7 +102,7 @@ def end(rank: int, port: int, device: str, nbytes: int) -> dict[str, Any]:
     for seed, (turn_mb, alone_mb, under_way) in enumerate(WAYS):
         outbox.UNDER_WAY = inbox.UNDER_WAY = under_way  # type: ignore[misc]
         made = make_send_schedule(plan, 1, turn_mb << 20, alone_mb << 20)
-        messages, pack = made.of_holder(0, plan)
+        messages, pack = made.of_rank(0, plan)
         times: list[float] = []
         box: Any
         engine = copy_engine_for(where)
@@ -125,7 +125,7 @@ def end(rank: int, port: int, device: str, nbytes: int) -> dict[str, Any]:
             del expected
         box.close()
         found[f"{turn_mb} MB a turn, {alone_mb} MB alone, {under_way} under way"] = {
-            "seconds": times, "of_bare": found["bare_sendrecv_s"] / min(times), "turns": messages.turns,
+            "seconds": times, "of_bare": found["bare_sendrecv_s"] / min(times), "turns": messages.chunks,
             "messages": len(messages), "staging_bytes": box.staging_bytes,
         }  # fmt: skip
     group.close()

@@ -34,7 +34,7 @@ class StagingPool(Protocol):
     """What is asked of dataplane's `BucketBuffers`."""
 
     @property
-    def slots(self) -> Sequence[Slot]:
+    def buffers(self) -> Sequence[Slot]:
         """The buffers."""
         ...
 
@@ -170,7 +170,7 @@ class BucketStaging:
         self._in_place = in_place
         self._stages = stages
         if stages is not None:
-            stages.lend(pool.slots)
+            stages.lend(pool.buffers)
         self._staged = False
         """What was read last was read by every stage for itself."""
         self._table: DigestTable | None = None
@@ -193,15 +193,15 @@ class BucketStaging:
                 self._ranks.tell(broadcast_command(offer, epoch, deadline_s, whole=self.whole))
 
     @property
-    def slots(self) -> Sequence[Slot]:
+    def buffers(self) -> Sequence[Slot]:
         """Where the buckets go: bucket `i` into slot ``i % len(slots)``."""
-        return self._pool.slots
+        return self._pool.buffers
 
     @property
     def whole(self) -> bool:
         """All buckets of the publication that runs are there: they were assembled, and fit the slots at once."""
         most = self._stages.sources.largest_share if self._stages and self._staged else len(self.manifest.buckets)
-        return self._filled and most <= len(self.slots)
+        return self._filled and most <= len(self.buffers)
 
     def sources(self, receivers: Sequence[ReceivingEngine]) -> Sources | None:
         """Who sends what to `receivers`; null: the leader everything.
@@ -344,10 +344,10 @@ class BucketStaging:
         digests: list[bytes] = []
         with ProgressBar(f"reading version {version}", self.manifest.nbytes) as bar:
             for index, bucket in enumerate(self.manifest.buckets):
-                slot = self.slots[index % len(self.slots)]
+                slot = self.buffers[index % len(self.buffers)]
                 if saving is not None:
                     with watch.phase("save"):
-                        saving.free(index - len(self.slots))
+                        saving.free(index - len(self.buffers))
                 digests.append(self._gather(index, slot, watch))
                 if saving is not None:
                     saving.take(index, slot.memory)
@@ -369,7 +369,7 @@ class BucketStaging:
             odd = list[str]()
             for index in buckets:
                 found, bucket = (
-                    self._gather(index, self.slots[index % len(self.slots)], watch),
+                    self._gather(index, self.buffers[index % len(self.buffers)], watch),
                     self.manifest.buckets[index],
                 )
                 odd += differing_tensors(self.manifest, bucket, found, self.table.of_bucket(bucket))

@@ -64,7 +64,7 @@ def unable(peers: dict[TransportKind, list[Peer]], senders: Mapping[TransportKin
 
 def first(staging: BucketStaging, receivers: Sequence[ReceivingEngine]) -> bool:
     """Whether the table is waited for before the offer: a copy on the same device would wait for what is made there."""
-    return any(each.shares for each in receivers) or staging.slots[0].memory.device.type == "cpu"
+    return any(each.shares for each in receivers) or staging.buffers[0].memory.device.type == "cpu"
 
 
 def settle(staging: BucketStaging, version: int, watch: Stopwatch, result: PublicationResult) -> PublicationResult:

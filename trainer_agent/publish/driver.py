@@ -351,7 +351,7 @@ class PublicationDriver:
             if isinstance(sender := of.senders[kind], Dividing):
                 sender.divide(sources)
         deadline_s = effect.deadline_s
-        self._delivery = delivery = Delivery(session, of.senders, peers, staging.slots, deadline_s, sources)
+        self._delivery = delivery = Delivery(session, of.senders, peers, staging.buffers, deadline_s, sources)
         staging.have_sent(offers := delivery.open(), effect.epoch, deadline_s, alone=sources is None)
         if staging.whole:
             delivery.filled(len(staging.manifest.buckets))

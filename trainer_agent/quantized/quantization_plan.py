@@ -226,8 +226,8 @@ class WeightDivision:
             quantized = {weight.spec.name for weight in self.weights}
             for name, rows in self.rows.items():
                 for row in rows if name not in quantized else ():
-                    held[int(self.pieces.holder[row])].append(self.pieces.at(row))
-            for rank in sorted(set(self.pieces.holder.tolist())):
+                    held[int(self.pieces.rank[row])].append(self.pieces.at(row))
+            for rank in sorted(set(self.pieces.rank.tolist())):
                 held[rank].extend(_Draft(self, rank).results)
         return Shards.join([Shards.of(self.manifest.tensors, held[rank], rank) for rank in sorted({0, *held})])
 
@@ -247,7 +247,7 @@ class _Draft:
         self.sums: dict[str, int] = {}
         """By tensor: their number."""
         self._ends = [0] * len(self._jobs)
-        mine = None if division.pieces is None else division.pieces.held_by(rank)
+        mine = None if division.pieces is None else division.pieces.of_rank(rank)
         first = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
         self._base = first if keeps is None else keeps
         self._copies: list[list[CopyJob]] = [[] for _ in self._jobs]
@@ -382,7 +382,7 @@ def _local(
 ) -> Mapping[int, Sequence[tuple[int, int]]]:
     """By rank: the pieces that it quantizes for itself."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    holders: list[int] = [] if pieces is None else pieces.holder.tolist()
+    holders: list[int] = [] if pieces is None else pieces.rank.tolist()
     for index, weight in enumerate(weights):
         for row in () if index in gathered else rows[weight.spec.name]:
             found[holders[row]].append((index, row))

@@ -214,7 +214,7 @@ class DirectReceiver:
 
     def _learn(self, layout: ReadLayout) -> None:
         self._layout = layout
-        self._made = {each.holder: made for each in layout.exports if (made := each.made) is not None}
+        self._made = {each.rank: made for each in layout.exports if (made := each.made) is not None}
 
     def _propose(
         self,

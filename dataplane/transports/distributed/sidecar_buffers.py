@@ -27,7 +27,7 @@ class SidecarBuffers(Protocol):
     """Slots of one size, kept from round to round. `TorchSharedBuffers` is this on the host."""
 
     @property
-    def slots(self) -> int:
+    def count(self) -> int:
         """How many `reserve` made."""
         ...
 
@@ -44,11 +44,11 @@ class SidecarBuffers(Protocol):
         """Have slots of at least `nbytes` ready for `buckets` buckets. Raises `TransferFailed`, `OutOfSharedMemory`."""
         ...
 
-    def memory(self, slot: int) -> torch.Tensor:
+    def memory(self, index: int) -> torch.Tensor:
         """The bytes of a slot, 1-D uint8."""
         ...
 
-    def lend(self, slot: int, tp: int) -> HostMemory | CudaMemory:
+    def lend(self, index: int, tp: int) -> HostMemory | CudaMemory:
         """What the `tp` workers of a server open, for one load."""
         ...
 
@@ -102,18 +102,18 @@ class SidecarDeviceMemory:
         self._pool: BucketBuffers | None = None
 
     @property
-    def slots(self) -> int:
+    def count(self) -> int:
         """How many `reserve` made."""
-        return len(self._pool.slots) if self._pool is not None else 0
+        return len(self._pool.buffers) if self._pool is not None else 0
 
     @property
     def nbytes(self) -> int:
         """Of all slots."""
-        return self.slots * self._pool.slot_bytes if self._pool is not None else 0
+        return self.count * self._pool.buffer_bytes if self._pool is not None else 0
 
     def holds(self, nbytes: int) -> bool:
         """There are slots, and of at least so many bytes."""
-        return self._pool is not None and self._pool.slot_bytes >= nbytes
+        return self._pool is not None and self._pool.buffer_bytes >= nbytes
 
     def reserve(self, nbytes: int, buckets: int, deadline: Deadline) -> None:
         """Have slots of at least `nbytes` ready. Raises `TransferFailed` where the GPU has no room."""
@@ -138,16 +138,16 @@ class SidecarDeviceMemory:
             tried.clear()
             torch.cuda.empty_cache()
 
-    def memory(self, slot: int) -> torch.Tensor:
+    def memory(self, index: int) -> torch.Tensor:
         """The bytes of a slot, 1-D uint8."""
         assert self._pool is not None
-        return self._pool.slots[slot].memory
+        return self._pool.buffers[index].memory
 
-    def lend(self, slot: int, tp: int) -> CudaMemory:
+    def lend(self, index: int, tp: int) -> CudaMemory:
         """What every worker opens."""
         del tp  # the driver counts them
         assert self._pool is not None
-        lent = handles.decode(self._pool.slots[slot].exported)
+        lent = handles.decode(self._pool.buffers[index].exported)
         assert isinstance(lent, CudaMemory)
         return lent
 

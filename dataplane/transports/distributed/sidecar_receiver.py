@@ -217,10 +217,10 @@ class SidecarReceiver:
         """Receive bucket `index` into a slot that the server has read, and compare it with the table."""
         manifest = session.manifest
         for earlier, load in enumerate(self._loads):
-            if earlier <= index - memory.slots or load.done():
+            if earlier <= index - memory.count or load.done():
                 self._await_load(meeting, earlier, deadline)
         meeting.post("at", str(index))
-        target = memory.memory(index % memory.slots)[: manifest.buckets[index].nbytes]
+        target = memory.memory(index % memory.count)[: manifest.buckets[index].nbytes]
         self._call(meeting, f"bucket {index}", deadline, lambda: group.broadcast(target, deadline))
         names = [tensor.name for tensor in manifest.tensors_of(index)]
         integrity.check_digests(
@@ -232,7 +232,7 @@ class SidecarReceiver:
     ) -> None:
         """Have the server load bucket `index`, on the loading thread."""
         manifest = session.manifest
-        lent = memory.lend(index % memory.slots, server.tp)
+        lent = memory.lend(index % memory.count, server.tp)
         bucket = SharedBucket(index, manifest.buckets[index], manifest.tensors_of(index), lent)
         if self._loader is None:
             self._loader = ThreadPoolExecutor(1, "weightbus-load")

@@ -140,7 +140,7 @@ class LocalReceiver:
         """Copy bucket `index` into our own memory and check it, once the server is done with what lay there."""
         manifest, bucket = session.manifest, session.manifest.buckets[index]
         self._memory.reserve(manifest.largest_bucket, len(manifest.buckets), deadline)
-        before = index - self._memory.slots
+        before = index - self._memory.count
         for earlier, load in enumerate(loads):
             if earlier <= before or load.done():
                 _finished(load, earlier, deadline)
@@ -149,7 +149,7 @@ class LocalReceiver:
         source = self._maps[segment.name]
         if len(source) < bucket.nbytes:
             raise TransferFailed(f"bucket {index} has {bucket.nbytes} bytes, its memory only {len(source)}")
-        target = self._memory.memory(index % self._memory.slots)[: bucket.nbytes]
+        target = self._memory.memory(index % self._memory.count)[: bucket.nbytes]
         np.copyto(target.numpy(), source[: bucket.nbytes])
         names = [tensor.name for tensor in manifest.tensors_of(index)]
         integrity.check_digests(target, manifest.offsets_of(index), session.known.of_bucket(bucket), names)
@@ -167,7 +167,7 @@ class LocalReceiver:
 
         Not after one of the `loads` before it has failed: of a server that stands still nothing more is asked.
         """
-        lent: HostMemory | CudaMemory = memory or self._memory.lend(index % self._memory.slots, server.tp)
+        lent: HostMemory | CudaMemory = memory or self._memory.lend(index % self._memory.count, server.tp)
         manifest = session.manifest
         bucket = SharedBucket(index, manifest.buckets[index], manifest.tensors_of(index), lent)
         if self._loader is None:

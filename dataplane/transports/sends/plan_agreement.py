@@ -170,7 +170,7 @@ class PlanAgreement:
 
     def _part(self, plan: str, made: SendSchedule, holder: int) -> tuple[bytes, bytes]:
         """What a holder does of a schedule, encoded. It has a name from now on."""
-        messages, pack = made.of_holder(holder, self._plans[plan].plan)
+        messages, pack = made.of_rank(holder, self._plans[plan].plan)
         part = messages.encode(), pack.encode()
         self._names[made.messages, holder] = hashlib.sha256(hashlib.sha256(part[0]).digest() + part[1]).hexdigest()
         return part

@@ -201,7 +201,7 @@ class RankSender:
 
     @staticmethod
     def _next(frames: MacFrames, deadline: Deadline, stop: threading.Event) -> wire.ToReceiver:
-        while not frames.speaks(_LOOK_S):  # at once: the workers receive already
+        while not frames.readable_within(_LOOK_S):  # at once: the workers receive already
             deadline.check("the sender to begin")
             if stop.is_set():
                 raise PeerLost("this rank has gone on")
@@ -242,7 +242,7 @@ def _called_off(frames: MacFrames, stop: threading.Event) -> str:
     """Why it should not go on; the sender says nothing else while the group moves."""
     if stop.is_set():
         return "this rank has gone on"
-    if not frames.waiting():
+    if not frames.readable():
         return ""
     try:
         return _reason(wire.RECEIVER.hear(frames, Deadline(_PACKET_S), "the sender"))
@@ -252,7 +252,7 @@ def _called_off(frames: MacFrames, stop: threading.Event) -> str:
 
 def _linger(frames: MacFrames, deadline: Deadline, stop: threading.Event) -> None:
     """Keep the connection until the sender closes it: an end before its word was read would look like a death."""
-    while not frames.waiting() and deadline.left() and not stop.wait(0.02):
+    while not frames.readable() and deadline.left() and not stop.wait(0.02):
         pass
     frames.close()
 

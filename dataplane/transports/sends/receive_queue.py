@@ -48,7 +48,7 @@ class ReceiveQueue:
         messages.check(sizes_of(targets), sending=False)
         self.beside = beside
         staged = np.ones(len(messages), bool) if beside else messages.target == NOWHERE
-        at, self.staging_bytes = messages.places(staged, by_turn=not beside)
+        at, self.staging_bytes = messages.places(staged, by_chunk=not beside)
         if not beside:
             at, self.staging_bytes = shared_out(at, self.staging_bytes, messages)
         self._device = device
@@ -58,18 +58,18 @@ class ReceiveQueue:
         """Behind what may still read or write that memory: torch gives away what its own stream has yet to work on."""
         placed = replace(unpack, source=np.zeros_like(unpack.source), source_at=unpack.source_at + at[unpack.source])
         self._flip: PreparedCopies | None = None
-        self._unpacks: list[PreparedCopies | None] = [None] * messages.turns
+        self._unpacks: list[PreparedCopies | None] = [None] * messages.chunks
         if beside:
             placed = _both(placed, _straight(messages, at))
         placed.check(np.array([self.staging_bytes]), sizes_of(targets))
         if beside:
             self._flip = engine.copies(placed, [self._staging], targets)
         else:
-            parts = engine.parts(placed, messages.turn[unpack.source], [self._staging], targets)
-            self._unpacks = [parts.get(turn) for turn in range(messages.turns)]
+            parts = engine.parts(placed, messages.chunk[unpack.source], [self._staging], targets)
+            self._unpacks = [parts.get(turn) for turn in range(messages.chunks)]
         self.nbytes = int(messages.nbytes.sum())
         """Of all messages."""
-        columns = (messages.turn, messages.holder, messages.nbytes, messages.target, messages.target_at, at, staged)
+        columns = (messages.chunk, messages.rank, messages.nbytes, messages.target, messages.target_at, at, staged)
         places: list[list[int]] = np.stack(columns, axis=1).tolist()
         self._places: list[list[list[int]]] = [[] for _ in self._unpacks]
         """By turn."""
@@ -154,7 +154,7 @@ class ReceiveQueue:
 
 def beside_bytes(messages: SendMessages) -> int:
     """What taking all of them beside the parameters needs."""
-    return messages.places(np.ones(len(messages), bool), by_turn=False)[1]
+    return messages.places(np.ones(len(messages), bool), by_chunk=False)[1]
 
 
 def _straight(messages: SendMessages, at: Column) -> CopyTable:

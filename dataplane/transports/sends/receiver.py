@@ -361,7 +361,7 @@ def _beat(connection: Frames) -> None:
 def _over(connection: Frames) -> str:
     """The sender says nothing while the group moves, unless it is over. A connection may be closed under our hands."""
     try:
-        if not connection.waiting():
+        if not connection.readable():
             return ""
         return _reason(sends_wire.RECEIVER.hear(connection, Deadline(_SAY_S), "the sender"))
     except (TransferFailed, OSError, ValueError) as error:

@@ -55,7 +55,7 @@ class SendQueue:
         """Raises `ManifestError` for what reaches out of its region."""
         everything, pack, peer = _joined(mail)
         everything.check(sizes_of(regions), sending=True)
-        at, self.staging_bytes = everything.places(everything.source == NOWHERE, by_turn=True)
+        at, self.staging_bytes = everything.places(everything.source == NOWHERE, by_chunk=True)
         at, self.staging_bytes = shared_out(at, self.staging_bytes, everything)
         device = regions[0].device if len(regions) else torch.device("cpu")
         self._staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=device)
@@ -65,12 +65,12 @@ class SendQueue:
         placed.check(sizes_of(regions), np.array([self.staging_bytes]))
         self.memory = (self._staging, *regions)
         """All that messages may lie in."""
-        parts = engine.parts(placed, everything.turn[pack.target], regions, [self._staging])
+        parts = engine.parts(placed, everything.chunk[pack.target], regions, [self._staging])
         self.nbytes = int(everything.nbytes.sum())
         """Of all messages."""
-        self._packs: list[PreparedCopies | None] = [parts.get(turn) for turn in range(everything.turns)]
+        self._packs: list[PreparedCopies | None] = [parts.get(turn) for turn in range(everything.chunks)]
         self._sends: list[list[P2PChunk]] = []
-        for turn in range(everything.turns):
+        for turn in range(everything.chunks):
             self._sends.append(
                 [
                     P2PChunk(_view(self._staging if source == NOWHERE else regions[source], begin, nbytes), to)
@@ -102,8 +102,8 @@ class SendQueue:
 
 def shared_out(at: Column, nbytes: int, messages: SendMessages) -> tuple[Column, int]:
     """Places in staging where turns that move at a time have parts of their own; and how much there is then."""
-    parts = min(UNDER_WAY, messages.turns)
-    return at + messages.turn % UNDER_WAY * nbytes, nbytes * parts
+    parts = min(UNDER_WAY, messages.chunks)
+    return at + messages.chunk % UNDER_WAY * nbytes, nbytes * parts
 
 
 def _joined(mail: Sequence[Mail]) -> tuple[SendMessages, CopyTable, Column]:
@@ -123,7 +123,7 @@ def _ends(
     messages: SendMessages, region: Column, staged_at: Column, turn: int, peer: Column
 ) -> list[tuple[int, int, int, int]]:
     """(region, byte, bytes, peer) of the messages of a turn, in their order."""
-    rows = np.flatnonzero(messages.turn == turn)
+    rows = np.flatnonzero(messages.chunk == turn)
     begin = np.where(region == NOWHERE, staged_at, messages.source_at)
     table: list[tuple[int, int, int, int]] = list(
         zip(

@@ -82,7 +82,7 @@ class WorkerReceivers:
         """Tell every worker what it will be sent, unless it knows, and have its thread connect."""
         self._calm()
         listener = self._listening()
-        there = {rank for rank, frames in self._threads.items() if not frames.waiting()}
+        there = {rank for rank, frames in self._threads.items() if not frames.readable()}
         new = workers.expect(schedules, there, os.fspath(listener.path), deadline)
         known = (there - new) & set(range(len(schedules)))  # not those of a server that was, and had more workers
         for rank in set(self._threads) - known:
@@ -135,7 +135,7 @@ class WorkerReceivers:
 
         Its server ends too, but takes seconds for it, in which it would have to be paused.
         """
-        dead = [rank for rank, frames in self._threads.items() if frames.ended()]
+        dead = [rank for rank, frames in self._threads.items() if frames.peer_ended()]
         if dead:
             raise WorkerDied(dead[0])
 
@@ -148,7 +148,7 @@ class WorkerReceivers:
         """Raise `WorkerStalled` when a worker that stood still has said nothing since."""
         self._calm()
         for rank, (frames, heard_at) in sorted(self._still.items()):
-            if not frames.speaks(max(0.0, heard_at + sends_wire.SILENT_S - time.monotonic())):
+            if not frames.readable_within(max(0.0, heard_at + sends_wire.SILENT_S - time.monotonic())):
                 raise WorkerStalled(rank)
             self._still.pop(rank)[0].close()  # its thread begins anew, with a schedule; or it has died
 
@@ -157,7 +157,7 @@ class WorkerReceivers:
         now = time.monotonic()
         if self._ask_at == float("inf"):
             self._ask_at = now + sends_wire.BEAT_S
-        for rank in [rank for rank in self._asked if self._threads[rank].waiting()]:
+        for rank in [rank for rank in self._asked if self._threads[rank].readable()]:
             try:
                 worker_wire.SIDECAR.hear(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
             except DataplaneError:  # whoever waits for its scheduler hears of it
@@ -191,7 +191,7 @@ class WorkerReceivers:
         for rank, frames in sorted(self._threads.items()):
             began = time.monotonic()
             try:
-                if frames.waiting():
+                if frames.readable():
                     raise PeerLost("it is gone")
                 worker_wire.SIDECAR.say(frames, worker_wire.Weigh(), Deadline(_SAY_S))
                 room = worker_wire.SIDECAR.hear(frames, Deadline(sends_wire.SILENT_S), f"worker {rank}")
@@ -228,7 +228,7 @@ class WorkerReceivers:
     def group(self) -> str:
         """The one that all workers still have from the last transfer; empty when there is none."""
         name, until, members = self._group
-        there = members == tuple(self._threads.values()) and not any(each.waiting() for each in members)
+        there = members == tuple(self._threads.values()) and not any(each.readable() for each in members)
         return name if there and time.monotonic() < until else ""
 
     def tell(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""Memory that is read while it is made: which copies need which parts, and what marks are believed."""
+"""Memory that is read while it is made: which copies need which parts, and what flags are believed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_row_that_is_read_backwards_is_of_the_stage_of_its_end() -> None:
 
 
 def test_stages_say_whose_parts_they_need() -> None:
-    """Each row the parts of the holder that it reads, and nothing of the others."""
+    """Each row the parts of the rank that it reads, and nothing of the others."""
     column = np.array([0, 1, 1, 2], np.int64)
     table = SimpleNamespace(source=column)
 
@@ -78,11 +78,11 @@ def test_stages_say_whose_parts_they_need() -> None:
     assert found == {2: ((7, 2), (8, 2))}
 
 
-@pytest.mark.parametrize("made", [ArenaRegion(0, 0, (8,), 57), ArenaRegion(0, 0, (8, 9), 56), ArenaRegion(0, 0, (), 0)])
+@pytest.flag.parametrize("made", [ArenaRegion(0, 0, (8,), 57), ArenaRegion(0, 0, (8, 9), 56), ArenaRegion(0, 0, (), 0)])
 def test_marks_lie_in_their_region(made: ArenaRegion) -> None:
     """Whatever somebody says."""
     region = torch.arange(64, dtype=torch.uint8)
-    with pytest.raises(ManifestError, match="marks"):
+    with pytest.raises(ManifestError, match="flags"):
         ready_flags_in(region, made)
     found = ready_flags_in(region, ArenaRegion(0, 0, (8, 16), 8))
     assert found.shape == (2,)
@@ -97,8 +97,8 @@ def bound(parts: int, round_: int, gone: Callable[[], None] = alive, within_s: f
 
 
 def test_a_part_is_there_when_it_and_all_before_show_the_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later marks say nothing of earlier parts, and other numbers say nothing at all."""
-    marks, memory = bound(3, 9)
+    """Later flags say nothing of earlier parts, and other numbers say nothing at all."""
+    flags, memory = bound(3, 9)
     shown = iter([(8, 8, 8), (0, 9, 9), (9, 0, 9), (9, 9, 0)])
     seen: list[tuple[int, ...]] = []
 
@@ -107,17 +107,17 @@ def test_a_part_is_there_when_it_and_all_before_show_the_round(monkeypatch: pyte
         memory.copy_(torch.tensor(seen[-1]))
 
     monkeypatch.setattr(module.time, "sleep", step)
-    marks.wait(((3, 1),), never)
+    flags.wait(((3, 1),), never)
     assert seen[-1] == (9, 0, 9)
-    marks.wait(((3, 2),), never)
+    flags.wait(((3, 2),), never)
     assert seen[-1] == (9, 9, 0)
-    marks.wait((), never)
+    flags.wait((), never)
 
 
 def test_only_the_time_in_which_nothing_is_copied_was_waited(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is under way meanwhile hides it."""
     for busy in (True, False):
-        marks, memory = bound(1, 5)
+        flags, memory = bound(1, 5)
         looks = [0]
 
         def step(_: float, memory: torch.Tensor = memory, looks: list[int] = looks) -> None:
@@ -126,24 +126,24 @@ def test_only_the_time_in_which_nothing_is_copied_was_waited(monkeypatch: pytest
                 memory.fill_(5)
 
         monkeypatch.setattr(module.time, "sleep", step)
-        marks.wait(((3, 1),), lambda busy=busy: busy)  # type: ignore[misc]
-        assert (marks.seconds > 0) is not busy
-        marks.begin({3: 5}, 1.0, wanted)
-        assert marks.seconds == 0.0
+        flags.wait(((3, 1),), lambda busy=busy: busy)  # type: ignore[misc]
+        assert (flags.seconds > 0) is not busy
+        flags.begin({3: 5}, 1.0, wanted)
+        assert flags.seconds == 0.0
 
 
 def test_a_wait_ends_with_its_holder_or_its_deadline() -> None:
     """Named, with the part that is missing."""
-    marks, _ = bound(3, 9, within_s=0.05)
+    flags, _ = bound(3, 9, within_s=0.05)
     with pytest.raises(DeadlineExceeded, match="part 1 of 3 that trainer rank 3 makes"):
-        marks.wait(((3, 2),), never)
+        flags.wait(((3, 2),), never)
 
     def gone() -> None:
         raise PeerLost("trainer rank 3 is gone")
 
-    marks, _ = bound(3, 9, gone)
+    flags, _ = bound(3, 9, gone)
     with pytest.raises(PeerLost):
-        marks.wait(((3, 1),), never)
+        flags.wait(((3, 1),), never)
 
 
 def test_a_wait_ends_when_nobody_wants_it_any_more() -> None:
@@ -152,26 +152,26 @@ def test_a_wait_ends_when_nobody_wants_it_any_more() -> None:
     def unwanted() -> None:
         raise PeerLost("the sidecar hung up")
 
-    marks, _ = bound(3, 9)
-    marks.begin({3: 9}, 30.0, unwanted)
+    flags, _ = bound(3, 9)
+    flags.begin({3: 9}, 30.0, unwanted)
     with pytest.raises(PeerLost, match="hung up"):
-        marks.wait(((3, 1),), never)
+        flags.wait(((3, 1),), never)
 
 
-@pytest.mark.parametrize("shown", [(0, 10, 0), (10, 9, 9)])
+@pytest.flag.parametrize("shown", [(0, 10, 0), (10, 9, 9)])
 def test_a_newer_round_ends_the_wait_for_an_older_one(shown: tuple[int, ...]) -> None:
     """What was to be marked never will be: it is replaced by then."""
-    marks, memory = bound(3, 9)
+    flags, memory = bound(3, 9)
     memory.copy_(torch.tensor(shown))
 
     with pytest.raises(StaleSession, match="round 10, this session is of round 9"):
-        marks.wait(((3, 1),), never)
+        flags.wait(((3, 1),), never)
 
 
 def test_who_makes_nothing_in_this_round_is_not_waited_for() -> None:
     """No number: all is there."""
-    marks, _ = bound(3, 0, within_s=0.0)
-    marks.wait(((3, 3),), never)
+    flags, _ = bound(3, 0, within_s=0.0)
+    flags.wait(((3, 3),), never)
 
 
 class FakeGPU:
@@ -200,7 +200,7 @@ def test_marks_on_a_gpu_are_read_beside_the_copies(monkeypatch: pytest.MonkeyPat
     gpu = FakeGPU(monkeypatch)
     memory = torch.tensor([4, 0])
     all_of_it = {1: memory}
-    far = module._FarMarks(all_of_it, torch.device("cuda", 0))
+    far = module._DeviceFlags(all_of_it, torch.device("cuda", 0))
 
     assert far.look(all_of_it) == {}
     assert far.look(all_of_it) == {}
@@ -215,39 +215,39 @@ def test_marks_on_a_gpu_are_read_beside_the_copies(monkeypatch: pytest.MonkeyPat
 def on_a_gpu(
     monkeypatch: pytest.MonkeyPatch, **memory: torch.Tensor
 ) -> tuple[ReadyFlags, FakeGPU, list[tuple[int, ...]]]:
-    """Marks of holders 0, 1, ... which are said to be on a GPU; and whose are looked at, look by look."""
-    gpu, looks, look = FakeGPU(monkeypatch), list[tuple[int, ...]](), module._FarMarks.look
+    """Ready flags of ranks 0, 1, ... which are said to be on a GPU; and whose are looked at, look by look."""
+    gpu, looks, look = FakeGPU(monkeypatch), list[tuple[int, ...]](), module._DeviceFlags.look
     monkeypatch.setattr(
-        module._FarMarks, "look", lambda self, marks: (looks.append(tuple(marks)), look(self, marks))[1]
+        module._DeviceFlags, "look", lambda self, flags: (looks.append(tuple(flags)), look(self, flags))[1]
     )
     monkeypatch.setattr(module, "_SPIN_S", 10.0)
-    marks = ReadyFlags(dict(enumerate(memory.values())), alive)
-    marks._far = module._FarMarks(marks._marks, torch.device("cuda", 0))
-    return marks, gpu, looks
+    flags = ReadyFlags(dict(enumerate(memory.values())), alive)
+    flags._far = module._DeviceFlags(flags._flags, torch.device("cuda", 0))
+    return flags, gpu, looks
 
 
 def test_who_has_shown_everything_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look costs a copy for each holder, beside those that the server waits for. The next round is another."""
+    """Every look costs a copy for each rank, beside those that the server waits for. The next round is another."""
     first, second = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    marks, _, looks = on_a_gpu(monkeypatch, first=first, second=second)
+    flags, _, looks = on_a_gpu(monkeypatch, first=first, second=second)
     for round_ in (5, 6):
         looks.clear()
-        marks.begin({0: round_, 1: round_}, 30.0, wanted)
+        flags.begin({0: round_, 1: round_}, 30.0, wanted)
         first.fill_(round_)
 
         def step(_: float, round_: int = round_) -> None:
             second[len(looks) - 1] = round_
 
         monkeypatch.setattr(module.time, "sleep", step)
-        marks.wait(((0, 2), (1, 2)), never)
+        flags.wait(((0, 2), (1, 2)), never)
         assert looks == [(0, 1), (1,), (1,)]
 
 
 def test_memory_is_let_go_of_when_nothing_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A look may be under way when the wait has ended: what it reads is unmapped next."""
-    marks, gpu, _ = on_a_gpu(monkeypatch, only=torch.zeros(1, dtype=torch.int64))
+    flags, gpu, _ = on_a_gpu(monkeypatch, only=torch.zeros(1, dtype=torch.int64))
 
-    marks.close()
+    flags.close()
 
     assert gpu.told == ["synchronized"]
-    marks.close()
+    flags.close()

@@ -57,7 +57,7 @@ def noise(words: int, seed: int = 0) -> npt.NDArray[np.uint8]:
 
 
 def checksum(data: npt.NDArray[np.uint8]) -> str:
-    """Of one parameter that lies in one piece."""
+    """Of one parameter that lies in one shard."""
     lanes = fmix.ChecksumLanes([data.nbytes])
     found = lanes.zeros()
     fmix.accumulate(data, fmix.segments(0, data.nbytes, data.nbytes, 1, word=0, tile=0), found)
@@ -74,18 +74,18 @@ def test_a_whole_parameter_gives_what_the_definition_gives(words: int) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_any_cut_in_any_order_gives_the_same(data: st.DataObject) -> None:
-    """Pieces of two parameters, out of order, with zeros behind one of them."""
+    """Shards of two parameters, out of order, with zeros behind one of them."""
     first, second = noise(data.draw(st.integers(1, 20_000)), 1), noise(data.draw(st.integers(1, 9_000)), 2)
     padding = data.draw(st.integers(0, 9_000))
     lanes = fmix.ChecksumLanes([first.nbytes, second.nbytes + padding * 4])
     found = lanes.zeros()
-    pieces: list[tuple[npt.NDArray[np.uint8], int, int, int]] = []
+    shards: list[tuple[npt.NDArray[np.uint8], int, int, int]] = []
     for parameter, whole in enumerate((first, second)):
         cuts = sorted(
             data.draw(st.sets(st.integers(1, max(1, len(whole) // 4 - 1)), max_size=4)) | {0, len(whole) // 4}
         )
-        pieces += [(whole, parameter, a, b) for a, b in pairwise(cuts)]
-    for whole, parameter, begin, end in data.draw(st.permutations(pieces)):
+        shards += [(whole, parameter, a, b) for a, b in pairwise(cuts)]
+    for whole, parameter, begin, end in data.draw(st.permutations(shards)):
         size = (end - begin) * 4
         table = fmix.segments(begin * 4, size, size, 1, word=begin, tile=int(lanes.first[parameter]))
         fmix.accumulate(whole, table, found)

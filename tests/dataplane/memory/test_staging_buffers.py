@@ -26,17 +26,17 @@ CUDA = CudaMemory("GPU-0123-4567", b"\1c" + bytes(range(64)), 1 << 30, 512, b"/t
 
 
 def test_slots_are_seen_by_whoever_opens_them() -> None:
-    """What is written to a slot is what its exported name leads to, round after round, until close."""
+    """What is written to a buffer is what its exported name leads to, round after round, until close."""
     pool = staging.BucketBuffers("cpu", 2, 5000, "pool")
-    exported = [slot.exported for slot in pool.slots]
+    exported = [buffer.exported for buffer in pool.buffers]
     segment = handles.decode(exported[1])
     assert isinstance(segment, handles.HostSegment)
     assert (segment.nbytes, segment.generation) == (5000, pool.generation)
     seen = segments.map_readonly(segment.name, segment.nbytes)
     for value in (7, 9):
-        pool.slots[1].memory.fill_(value)
+        pool.buffers[1].memory.fill_(value)
         assert set(seen.tolist()) == {value}
-    assert [slot.exported for slot in pool.slots] == exported
+    assert [buffer.exported for buffer in pool.buffers] == exported
     pool.close()
     pool.close()
     assert not (segments.DIRECTORY / segment.name).exists()
@@ -47,7 +47,7 @@ def test_slots_are_seen_by_whoever_opens_them() -> None:
 def test_generations_differ() -> None:
     """Two pools of one name are told apart."""
     first, second = staging.BucketBuffers("cpu", 1, 64, "same"), staging.BucketBuffers("cpu", 1, 64, "same")
-    assert first.slots[0].exported != second.slots[0].exported
+    assert first.buffers[0].exported != second.buffers[0].exported
     first.close()
     second.close()
 
@@ -152,10 +152,10 @@ def test_torch_still_shares_gpu_memory_as_we_read_it() -> None:
 
 
 def test_engine_memory_outlives_its_users(tmp_path: Path) -> None:
-    """Workers open and drop a slot as often as they like; it stays ours, its name too, until close."""
+    """Workers open and drop a buffer as often as they like; it stays ours, its name too, until close."""
     memory = engine_memory.TorchSharedBuffers(tmp_path)
     memory.reserve(4000, 5, Deadline(60))
-    assert memory.slots == 2
+    assert memory.count == 2
     memory.memory(0).fill_(5)
     for _ in range(40):
         lent = memory.lend(0, 1)
@@ -185,8 +185,8 @@ def test_a_slot_that_others_cannot_open_is_made_of_plain_memory(monkeypatch: pyt
 
     monkeypatch.setattr(staging, "allocate_without_expandable_segments", lambda _device, _nbytes: (None, plain))
     monkeypatch.setattr(handles, "export_cuda", export)
-    slot = staging.CudaStagingBuffer(torch.device("cpu"), 64)
-    assert slot.memory is plain
+    buffer = staging.CudaStagingBuffer(torch.device("cpu"), 64)
+    assert buffer.memory is plain
     monkeypatch.setattr(
         staging, "allocate_without_expandable_segments", lambda _device, nbytes: (None, torch.empty(nbytes))
     )
@@ -197,9 +197,9 @@ def test_a_slot_that_others_cannot_open_is_made_of_plain_memory(monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_slots_are_exported() -> None:
-    """A GPU slot has a handle that the struct can carry."""
+    """A GPU buffer has a handle that the struct can carry."""
     pool = staging.BucketBuffers("cuda", 1, 1 << 20, "gpu")
-    memory = handles.decode(pool.slots[0].exported)
+    memory = handles.decode(pool.buffers[0].exported)
     assert isinstance(memory, CudaMemory)
     assert memory.storage_nbytes >= 1 << 20
     pool.close()

@@ -18,7 +18,7 @@ def test_a_deep_runtime_dir_does_not_break_the_managers_socket(tmp_path: Path) -
     """Its name would not fit a socket's; torch would only say "no such file" in the middle of a transfer."""
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True)
-    memory = TorchSharedBuffers(deep, slots=1)
+    memory = TorchSharedBuffers(deep, buffers=1)
     memory.reserve(1000, 1, Deadline(10.0))
 
     assert memory._manager is not None

@@ -58,15 +58,15 @@ def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
     left, right = (Frames(end) for end in socket.socketpair())
     try:
         frames = listener.accept(Deadline(30.0), "the child")
-        assert not frames.ended()
+        assert not frames.peer_ended()
         assert find_ended_peer([(0, left), (1, frames)]) is None
         child.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert frames.ended(), "nobody has waited for it yet"
+        assert frames.peer_ended(), "nobody has waited for it yet"
     finally:
         child.kill()
         child.wait()
-    assert frames.ended()
+    assert frames.peer_ended()
     assert find_ended_peer([(0, left), (1, frames)]) == 1
     right.close()
     assert find_ended_peer([(0, left)]) is None, "it has hung up, and lives"
@@ -102,15 +102,15 @@ def test_messages_are_pulled_as_they_come() -> None:
     """Whole ones only, in their order, of any size; nothing is waited for."""
     end, other = socket.socketpair()
     frames, messages = Frames(end), [b"", b"x", bytes(range(256)) * 20_000, b"last"]
-    stream, found = b"".join(part for each in messages for part in frames.wrapped(each)), []
+    stream, found = b"".join(part for each in messages for part in frames.framed(each)), []
     assert frames.pull() is None
-    assert not frames.halfway
+    assert not frames.mid_message
     other.sendall(stream[:3])
     assert frames.pull() is None
-    assert frames.halfway
+    assert frames.mid_message
     other.sendall(stream[3:8])
     assert frames.pull() == b""
-    assert not frames.halfway
+    assert not frames.mid_message
     sender = threading.Thread(target=other.sendall, args=(stream[8:],))
     sender.start()
     until(lambda: (one := frames.pull()) is not None and (found.append(one) or len(found) == 3))

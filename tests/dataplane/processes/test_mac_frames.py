@@ -20,9 +20,9 @@ Pair = tuple[MacFrames, MacFrames]
 def greeted(listener: MacListener, seconds: float) -> MacFrames:
     """Whoever connects next; hung up on where he does not know the token."""
     deadline = Deadline(seconds)
-    frames = listener.take(deadline)
+    frames = listener.accept(deadline)
     try:
-        frames.greet(deadline)
+        frames.handshake(deadline)
     except TransferFailed:
         frames.close()
         raise
@@ -140,11 +140,11 @@ def test_what_is_pulled_is_looked_at_as_what_is_received(ends: Pair) -> None:
         with ThreadPoolExecutor(1) as pool:
             saying = pool.submit(theirs.send, message, Deadline(WAIT_S))
             while (found := ours.pull()) is None:
-                ours.speaks(WAIT_S)
+                ours.readable_within(WAIT_S)
             saying.result(WAIT_S)
         assert found == message
     theirs._sent += 1
     theirs.send(b"said in another place", Deadline(WAIT_S))
     with pytest.raises(ForgedMessage):
         while ours.pull() is None:
-            ours.speaks(WAIT_S)
+            ours.readable_within(WAIT_S)

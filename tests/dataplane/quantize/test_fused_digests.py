@@ -97,7 +97,7 @@ def test_every_scheme_is_decided() -> None:
     assert word_layout(renamed, Box((16, 32), (32, 64)), (64, 64)) == (16 * 8 + 4, 8)
 
 
-def pieces(*boxes: tuple[int, tuple[int, int], tuple[int, int]]) -> Shards:
+def shards(*boxes: tuple[int, tuple[int, int], tuple[int, int]]) -> Shards:
     specs = [TensorSpec(f"t{number}", "float8_e4m3fn", (64, 64)) for number in range(4)]
     rows = [
         Shard(f"t{number}", box, "float8_e4m3fn", ShardView(0, 0, contiguous_strides(box.shape)))
@@ -109,8 +109,8 @@ def pieces(*boxes: tuple[int, tuple[int, int], tuple[int, int]]) -> Shards:
 
 def test_sums_count_only_where_they_are_of_all_that_falls_to_a_rank() -> None:
     """Cut otherwise they are of the same; of more or of less they are not, and nothing is known of what has none."""
-    summed = pieces((0, (0, 0), (32, 64)), (1, (0, 0), (64, 64)), (2, (0, 0), (32, 64)))
-    chosen = pieces(
+    summed = shards((0, (0, 0), (32, 64)), (1, (0, 0), (64, 64)), (2, (0, 0), (32, 64)))
+    chosen = shards(
         (0, (0, 0), (32, 32)), (0, (0, 32), (32, 64)),  # the same
         (1, (0, 0), (32, 64)),  # the rest falls to another rank
         (2, (0, 0), (48, 64)),
@@ -118,4 +118,4 @@ def test_sums_count_only_where_they_are_of_all_that_falls_to_a_rank() -> None:
     )  # fmt: skip
 
     assert fully_summed_tensors(chosen, summed).tolist() == [0]
-    assert fully_summed_tensors(pieces(), summed).tolist() == []
+    assert fully_summed_tensors(shards(), summed).tolist() == []

@@ -1,4 +1,4 @@
-"""Digests from where the ranks' pieces lie, against the digests of the packed tensors."""
+"""Digests from where the ranks' shards lie, against the digests of the packed tensors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ranks:
         torch.manual_seed(data.draw(st.integers(0, 99)))
         self.values = {spec.name: torch.randn(spec.shape).to(getattr(torch, spec.dtype)) for spec in TENSORS}
         self.memories: list[list[torch.Tensor]] = [[] for _ in range(RANKS)]
-        pieces: list[list[Shard]] = [[] for _ in range(RANKS)]
+        shards: list[list[Shard]] = [[] for _ in range(RANKS)]
         for spec in TENSORS:
             parts = tuple(data.draw(st.sampled_from([n for n in (1, 2, 3) if e % n == 0])) for e in spec.shape)
             for box in cuts(spec.shape, parts):
@@ -59,9 +59,9 @@ class Ranks:
                     else:
                         value = value.contiguous()
                     view = ShardView(len(self.memories[rank]), 0, tuple(value.stride()))
-                    pieces[rank].append(Shard(spec.name, box, dtype, view))
+                    shards[rank].append(Shard(spec.name, box, dtype, view))
                     self.memories[rank].append(value)
-        self.pieces = Shards.join([Shards.of(TENSORS, mine, rank) for rank, mine in enumerate(pieces)])
+        self.shards = Shards.join([Shards.of(TENSORS, mine, rank) for rank, mine in enumerate(shards)])
 
     def reports(self, division: DigestDivision, pass_bytes: int) -> tuple[list[np.ndarray], list[bytes]]:
         """What each rank says."""
@@ -83,7 +83,7 @@ class Ranks:
 def test_the_ranks_sums_are_the_digests_of_the_packed_tensors(data: st.DataObject) -> None:
     """However a model is cut, replicated and laid out, and also where masters of another dtype are cast."""
     ranks = Ranks(data)
-    division = divide_digest_work(ranks.pieces)
+    division = divide_digest_work(ranks.shards)
 
     lanes, odd = ranks.reports(division, data.draw(st.sampled_from([1, 64, 1 << 20])))
 
@@ -95,7 +95,7 @@ def test_the_ranks_sums_are_the_digests_of_the_packed_tensors(data: st.DataObjec
 def test_every_element_is_read_once(data: st.DataObject) -> None:
     """Replicas share the reading: the ranks' tables hold each tensor's words exactly once."""
     ranks = Ranks(data)
-    division = divide_digest_work(ranks.pieces)
+    division = divide_digest_work(ranks.shards)
     shares = [division.share(rank, 64) for rank in range(RANKS)]
     apart = sum(TENSORS[index].nbytes for index in division.odd.tolist())
 
@@ -114,9 +114,9 @@ def whole(tensor: TensorSpec, storage: int) -> Shard:
 def test_replicas_take_turns() -> None:
     """Two ranks that hold everything read about half of it each."""
     tensors = tuple(TensorSpec(f"t{n}", "bfloat16", (8, 8)) for n in range(10))
-    pieces = Shards.join([Shards.of(tensors, [whole(t, n) for n, t in enumerate(tensors)], rank) for rank in range(2)])
+    shards = Shards.join([Shards.of(tensors, [whole(t, n) for n, t in enumerate(tensors)], rank) for rank in range(2)])
 
-    division = divide_digest_work(pieces)
+    division = divide_digest_work(shards)
 
     assert [division.share(rank, 64).in_place.nbytes for rank in range(2)] == [640, 640]
 
@@ -149,9 +149,9 @@ def test_sums_of_other_tensors_are_refused() -> None:
 def test_masters_that_differ_are_noticed() -> None:
     """Odd boxes that overlap must agree: two ranks cannot both be right."""
     tensors = TENSORS[1:2]
-    pieces = Shards.of(tensors, [whole(tensors[0], 0)])
-    division = divide_digest_work(pieces)
-    twice = DigestDivision(Shards.join([pieces, Shards.of(tensors, [whole(tensors[0], 0)], 1)]), division.odd)
+    shards = Shards.of(tensors, [whole(tensors[0], 0)])
+    division = divide_digest_work(shards)
+    twice = DigestDivision(Shards.join([shards, Shards.of(tensors, [whole(tensors[0], 0)], 1)]), division.odd)
 
     with pytest.raises(DigestMismatch, match="trainer rank 0"):
         twice.digests([np.zeros((2, 0), np.uint64)] * 2, [bytes(60), bytes(59) + b"x"])

@@ -25,16 +25,16 @@ CUT = 1 << 20, 1 << 16
 class Fleet:
     """Workers that are alike, but for their GPUs."""
 
-    def __init__(self, exposed: ExportedWeights, recording: LoadTrace, reader: PlanReader) -> None:
-        self.exposed, self._recording, self._reader = exposed, recording, reader
-        self._plan = make_plan(exposed.pieces, exposed.exports, recording, reader)
+    def __init__(self, exposed: ExportedWeights, trace: LoadTrace, reader: PlanReader) -> None:
+        self.exposed, self._recording, self._reader = exposed, trace, reader
+        self._plan = make_plan(exposed.shards, exposed.exports, trace, reader)
 
     def plan(self, device: str) -> ReshardPlan:
         return replace(self._plan, reader=msgspec.structs.replace(self._reader, device=device))
 
     def proposal(self, device: str) -> direct_wire.Proposal:
         plan = self.plan(device)
-        return direct_wire.Proposal(reader=plan.reader, recording=self._recording.encode(), plan=plan.digest())
+        return direct_wire.Proposal(reader=plan.reader, trace=self._recording.encode(), plan=plan.digest())
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     world = SendsWorld(tmp_path / "r", 1, monkeypatch)
     world.round()
     known = world.receiver._agreements[0]
-    yield Fleet(world.trainer.describe(), world.receiver._recordings[known.recordings[0]], known.readers[0])
+    yield Fleet(world.trainer.describe(), world.receiver._recordings[known.traces[0]], known.readers[0])
     world.close()
 
 

@@ -124,24 +124,24 @@ def deliver(boxes: Sequence[SendQueue | ReceiveQueue], *, eager: bool) -> None:
 
 
 def outboxes(plans: list[ReshardPlan], made: list[SendSchedule], memories: list[torch.Tensor]) -> list[SendQueue]:
-    """Of every holder, with what it sends to all workers, whose ranks follow the holders'."""
+    """Of every rank, with what it sends to all workers, whose ranks follow the ranks'."""
     return [
         SendQueue(
             [
-                Mail(len(memories) + at, *each.of_holder(holder, plan))
+                Mail(len(memories) + at, *each.of_rank(rank, plan))
                 for at, (plan, each) in enumerate(zip(plans, made, strict=True))
             ],
             [memory.view(torch.uint8)],
             TorchEngine(),
         )
-        for holder, memory in enumerate(memories)
+        for rank, memory in enumerate(memories)
     ]  # fmt: skip
 
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
-    """Any cut of the trainer against those of two workers, in place and beside, however small the turns."""
+    """Any cut of the trainer against those of two workers, in place and beside, however small the chunks."""
     trainer = data.draw(layouts(TENSORS, 3, data.draw(st.integers(1, 3))))
     workers = [data.draw(layouts(TENSORS[:3], 1))[0] for _ in range(2)]
     pair_bytes, alone_bytes = data.draw(PAIR_BYTES), data.draw(ALONE_BYTES)
@@ -171,14 +171,14 @@ def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
 
     for engine, target, buffer, each in zip(workers, targets, buffers, made, strict=True):
         expected = torch.zeros_like(target)
-        for piece in engine:
-            expected.as_strided(piece.box.shape, piece.view.strides, piece.view.offset).copy_(cut(values, piece))
+        for shard in engine:
+            expected.as_strided(shard.box.shape, shard.view.strides, shard.view.offset).copy_(cut(values, shard))
         assert torch.equal(target, expected)
         assert torch.equal(buffer[: TENSORS[3].nbytes].view(torch.bfloat16).view(2, 6, 8), values["d"])
         straight = each.messages.nbytes[each.messages.target != NOWHERE].sum()
         assert straight + each.unpack.target_bytes.sum() == sum(spec.nbytes for spec in TENSORS)
-    turns = [np.bincount(each.messages.holder * 10_000 + each.messages.turn, each.messages.nbytes) for each in made]
-    assert max(float(turn.max()) for turn in turns) <= pair_bytes
+    chunks = [np.bincount(each.messages.rank * 10_000 + each.messages.chunk, each.messages.nbytes) for each in made]
+    assert max(float(chunk.max()) for chunk in chunks) <= pair_bytes
     assert all(box.staging_bytes <= UNDER_WAY * pair_bytes * len(workers) for box in out)
     assert beside or all(box.staging_bytes <= UNDER_WAY * pair_bytes * len(memories) for box in ins)
     assert (
@@ -193,8 +193,8 @@ def test_the_next_version_needs_no_new_tables(data: st.DataObject) -> None:
     trainer = data.draw(layouts(TENSORS, 3, data.draw(st.integers(1, 3))))
     worker = data.draw(layouts(TENSORS[:3], 1))[0]
     memories = fill(trainer, random_values())
-    recording = recording_of(worker, sizes([worker])[0], loaded=(3,))
-    plan = make_plan(joined(trainer), exported(trainer), recording, SENT_TO)
+    trace = recording_of(worker, sizes([worker])[0], loaded=(3,))
+    plan = make_plan(joined(trainer), exported(trainer), trace, SENT_TO)
     made = make_send_schedule(plan, 1, data.draw(PAIR_BYTES), data.draw(ALONE_BYTES))
     target = torch.zeros(sizes([worker])[0], dtype=torch.bfloat16)
     buffer = torch.zeros(plan.staging_bytes, dtype=torch.uint8)
@@ -250,17 +250,17 @@ def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tupl
     tensors = tuple(TensorSpec(f"t{index}", "bfloat16", (128, 256)) for index in range(count))
     boxes = [Box.whole(spec.shape) for spec in tensors]
     strides = contiguous_strides((128, 256))
-    pieces = [
+    shards = [
         Shard(spec.name, box, dtype, ShardView(index, 0, strides))
         for index, (spec, box) in enumerate(zip(tensors, boxes, strict=True))
     ]
-    wanted = [Shard(piece.tensor, piece.box, stored, piece.view) for piece in pieces]
+    wanted = [Shard(shard.tensor, shard.box, stored, shard.view) for shard in shards]
     targets = tuple(LoadTarget(spec.name, stored, (128, 256), strides, parameter=True) for spec in tensors)
     item = {"bfloat16": 2, "float16": 2, "float32": 4}[dtype]
     export = ExportMap(
         0, "here", (Region(128 * 256 * item, "cpu"),) * count, tuple(ExportedTensor(at, 0) for at in range(count))
     )
-    return Shards.of(tensors, pieces), [export], LoadTrace(0, targets, Shards.of(tensors, wanted))
+    return Shards.of(tensors, shards), [export], LoadTrace(0, targets, Shards.of(tensors, wanted))
 
 
 class Asked:
@@ -288,37 +288,37 @@ class Asked:
 
 @pytest.mark.parametrize("beside", [True, False], ids=["beside", "in place"])
 def test_what_has_room_of_its_own_is_asked_for_at_once(*, beside: bool) -> None:
-    """A thread beside a busy scheduler needs the interpreter as seldom as can be; a turn's room is used again."""
-    pieces, exports, recording = model(8)
-    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 8, 128 * 256 * 2)
-    turns = made.messages.turns
-    assert turns > 2 * UNDER_WAY
+    """A thread beside a busy scheduler needs the interpreter as seldom as can be; a chunk's room is used again."""
+    shards, exports, trace = model(8)
+    made = make_send_schedule(make_plan(shards, exports, trace, SENT_TO), 8, 128 * 256 * 2)
+    chunks = made.messages.chunks
+    assert chunks > 2 * UNDER_WAY
     targets = [torch.zeros(128 * 256 * 2, dtype=torch.uint8) for _ in range(8)]
     box = ReceiveQueue(made.messages, made.unpack, targets, TorchEngine(), torch.device("cpu"), beside=beside)
     asked = Asked()
     box.receive(asked, PROMPT_S)
-    assert asked.done.index("wait") == (turns if beside else UNDER_WAY)
-    assert sorted(asked.done) == ["post"] * turns + ["settle"] + ["wait"] * turns
+    assert asked.done.index("wait") == (chunks if beside else UNDER_WAY)
+    assert sorted(asked.done) == ["post"] * chunks + ["settle"] + ["wait"] * chunks
 
 
 def test_what_lies_in_one_piece_is_never_copied() -> None:
     """Out of the trainer's storage into the engine's parameter: no packing, no unpacking, no staging."""
-    pieces, exports, recording = model(8)
-    plan = make_plan(pieces, exports, recording, SENT_TO)
+    shards, exports, trace = model(8)
+    plan = make_plan(shards, exports, trace, SENT_TO)
 
     made = make_send_schedule(plan, 8, pair_bytes_for(1))
 
     assert len(made.pack) == len(made.unpack) == 0
     assert made.messages.nbytes.tolist() == [128 * 256 * 2] * 8
-    assert made.messages.turns == 1
+    assert made.messages.chunks == 1
 
 
 @pytest.mark.parametrize(("held", "stored"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_a_cast_travels_in_the_narrower_dtype(held: str, stored: str) -> None:
     """Masters in float32 are cast before they are sent, parameters in float32 after."""
-    pieces, exports, recording = model(2, held, stored)
+    shards, exports, trace = model(2, held, stored)
 
-    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_for(1))
+    made = make_send_schedule(make_plan(shards, exports, trace, SENT_TO), 2, pair_bytes_for(1))
 
     assert made.messages.nbytes.sum() == 2 * 128 * 256 * 2
 
@@ -326,9 +326,9 @@ def test_a_cast_travels_in_the_narrower_dtype(held: str, stored: str) -> None:
 @pytest.mark.parametrize(("held", "stored"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_a_cast_is_not_straight_however_large(held: str, stored: str) -> None:
     """What travels is not what one of the ends stores: that one packs it, or unpacks it."""
-    pieces, exports, recording = model(2, held, stored)
+    shards, exports, trace = model(2, held, stored)
 
-    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_for(1), 1)
+    made = make_send_schedule(make_plan(shards, exports, trace, SENT_TO), 2, pair_bytes_for(1), 1)
 
     packed, unpacked = (2, 0) if held == "float32" else (0, 2)
     assert (len(made.pack), len(made.unpack)) == (packed, unpacked)
@@ -338,9 +338,9 @@ def test_a_cast_is_not_straight_however_large(held: str, stored: str) -> None:
 
 def test_of_two_dtypes_as_narrow_the_engine_s_travels() -> None:
     """It is cast once, by the rank, and received where it is stored: an engine that is paused has the least to do."""
-    pieces, exports, recording = model(2, "float16", "bfloat16")
+    shards, exports, trace = model(2, "float16", "bfloat16")
 
-    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, pair_bytes_for(1), 1)
+    made = make_send_schedule(make_plan(shards, exports, trace, SENT_TO), 2, pair_bytes_for(1), 1)
 
     assert (len(made.pack), len(made.unpack)) == (2, 0)
     assert (made.messages.target != NOWHERE).all()
@@ -358,31 +358,31 @@ def test_what_a_pair_may_move_fits_for_all_pairs_of_a_rank(device: str, most: in
 
 
 def test_turns_of_every_rank_begin_with_the_first() -> None:
-    """And follow one another: two ranks of eight matrices each, several of them in a turn."""
-    pieces, exports, recording = model(16)
-    halves = Shards.join([pieces.take(np.arange(rank, 16, 2)) for rank in range(2)])
-    halves = replace(halves, holder=np.repeat(np.arange(2), 8))
+    """And follow one another: two ranks of eight matrices each, several of them in a chunk."""
+    shards, exports, trace = model(16)
+    halves = Shards.join([shards.take(np.arange(rank, 16, 2)) for rank in range(2)])
+    halves = replace(halves, rank=np.repeat(np.arange(2), 8))
     maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(2)]
 
-    messages = make_send_schedule(make_plan(halves, maps, recording, SENT_TO), 16, 4 * 128 * 256 * 2).messages
+    messages = make_send_schedule(make_plan(halves, maps, trace, SENT_TO), 16, 4 * 128 * 256 * 2).messages
 
     for rank in range(2):
-        assert messages.turn[messages.holder == rank].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert messages.chunk[messages.rank == rank].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @pytest.mark.parametrize("held", ["bfloat16", "float32"], ids=["as it lies", "packed"])
 def test_a_rank_finds_what_it_sends_in_its_own_regions(held: str) -> None:
     """Of its own matrices each is in another one; the plan counts those of all ranks."""
-    pieces, exports, recording = model(16, held)
-    halves = Shards.join([pieces.take(np.arange(rank, 16, 2)) for rank in range(2)])
-    halves = replace(halves, holder=np.repeat(np.arange(2), 8))
+    shards, exports, trace = model(16, held)
+    halves = Shards.join([shards.take(np.arange(rank, 16, 2)) for rank in range(2)])
+    halves = replace(halves, rank=np.repeat(np.arange(2), 8))
     maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(2)]
-    plan = make_plan(halves, maps, recording, SENT_TO)
+    plan = make_plan(halves, maps, trace, SENT_TO)
 
     made = make_send_schedule(plan, 16, pair_bytes_for(2), 1)
 
     for rank in range(2):
-        messages, pack = made.of_holder(rank, plan)
+        messages, pack = made.of_rank(rank, plan)
         numbers = list(range(rank, 16, 2))
         assert messages.source.tolist() == (numbers if held == "bfloat16" else [NOWHERE] * 8)
         assert pack.source.tolist() == (numbers if held == "float32" else [])
@@ -393,16 +393,16 @@ def test_a_rank_finds_what_it_sends_in_its_own_regions(held: str) -> None:
 def test_small_rows_share_a_message() -> None:
     """A thousand norms are one message and not a thousand."""
     tensors = tuple(TensorSpec(f"n{index}", "bfloat16", (64,)) for index in range(1000))
-    pieces = [
+    shards = [
         Shard(spec.name, Box.whole((64,)), "bfloat16", ShardView(0, 100 * at, (1,))) for at, spec in enumerate(tensors)
     ]
     wanted = [Shard(spec.name, Box.whole((64,)), "bfloat16", ShardView(at, 0, (1,))) for at, spec in enumerate(tensors)]
     targets = tuple(LoadTarget(spec.name, "bfloat16", (64,), (1,), parameter=True) for spec in tensors)
-    recording = LoadTrace(0, targets, Shards.of(tensors, wanted))
+    trace = LoadTrace(0, targets, Shards.of(tensors, wanted))
     export = ExportMap(0, "here", (Region(200 * 1000, "cpu"),), (ExportedTensor(0, 0),))
 
     made = make_send_schedule(
-        make_plan(Shards.of(tensors, pieces), [export], recording, SENT_TO), 1000, pair_bytes_for(1)
+        make_plan(Shards.of(tensors, shards), [export], trace, SENT_TO), 1000, pair_bytes_for(1)
     )
 
     assert len(made.messages) == 1
@@ -411,20 +411,20 @@ def test_small_rows_share_a_message() -> None:
 
 def test_replicas_share_the_sending() -> None:
     """Four equal replicas, sixteen tensors: each sends a quarter."""
-    pieces, exports, recording = model(16)
-    replicas = Shards.join([replace(pieces, holder=np.full(len(pieces), rank)) for rank in range(4)])
+    shards, exports, trace = model(16)
+    replicas = Shards.join([replace(shards, rank=np.full(len(shards), rank)) for rank in range(4)])
     maps = [ExportMap(rank, "here", exports[0].regions, exports[0].places) for rank in range(4)]
 
-    made = make_send_schedule(make_plan(replicas, maps, recording, SENT_TO), 16, pair_bytes_for(4))
+    made = make_send_schedule(make_plan(replicas, maps, trace, SENT_TO), 16, pair_bytes_for(4))
 
-    assert np.bincount(made.messages.holder, made.messages.nbytes).tolist() == [4 * 65536] * 4
+    assert np.bincount(made.messages.rank, made.messages.nbytes).tolist() == [4 * 65536] * 4
 
 
 def test_both_sides_make_the_same_schedule() -> None:
-    """Equal plans, equal digest; another bound of a turn, another digest."""
-    pieces, exports, recording = model(8)
-    plan = make_plan(pieces, exports, recording, SENT_TO)
-    again = make_plan(pieces, exports, LoadTrace.decode(recording.encode(), pieces.tensors), SENT_TO)
+    """Equal plans, equal digest; another bound of a chunk, another digest."""
+    shards, exports, trace = model(8)
+    plan = make_plan(shards, exports, trace, SENT_TO)
+    again = make_plan(shards, exports, LoadTrace.decode(trace.encode(), shards.tensors), SENT_TO)
 
     assert make_send_schedule(plan, 8, 1 << 20).digest() == make_send_schedule(again, 8, 1 << 20).digest()
     assert make_send_schedule(plan, 8, 1 << 16).digest() != make_send_schedule(plan, 8, 1 << 20).digest()
@@ -436,17 +436,17 @@ def test_both_sides_make_the_same_schedule() -> None:
 
 def test_other_hosts_send_and_are_not_read() -> None:
     """The same trainer: who is sent to has a plan, who reads has none."""
-    pieces, exports, recording = model(1)
+    shards, exports, trace = model(1)
 
-    assert len(make_plan(pieces, exports, recording, SENT_TO).copies) == 1
+    assert len(make_plan(shards, exports, trace, SENT_TO).copies) == 1
     with pytest.raises(ManifestError):
-        make_plan(pieces, exports, recording, PlanReader(0, "elsewhere", "cpu"))
+        make_plan(shards, exports, trace, PlanReader(0, "elsewhere", "cpu"))
 
 
 def test_a_message_outside_of_its_region_is_refused() -> None:
     """Nothing is sent from, or received into, memory that is nobody's."""
-    pieces, exports, recording = model(2)
-    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20)
+    shards, exports, trace = model(2)
+    made = make_send_schedule(make_plan(shards, exports, trace, SENT_TO), 2, 1 << 20)
     messages = SendMessages.decode(made.messages.encode())
 
     messages.check(np.array([65536, 65536]), sending=True)
@@ -461,8 +461,8 @@ def test_a_message_outside_of_its_region_is_refused() -> None:
 @pytest.mark.parametrize("sending", [True, False])
 def test_a_message_before_its_region_is_refused(*, sending: bool) -> None:
     """A byte that there is not would be counted from the end."""
-    pieces, exports, recording = model(2)
-    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20).messages
+    shards, exports, trace = model(2)
+    made = make_send_schedule(make_plan(shards, exports, trace, SENT_TO), 2, 1 << 20).messages
     moved = np.array([0, NOWHERE])
     before = replace(made, source_at=moved) if sending else replace(made, target_at=moved)
     with pytest.raises(ManifestError, match="message 1 reaches out of its region"):
@@ -471,12 +471,12 @@ def test_a_message_before_its_region_is_refused(*, sending: bool) -> None:
 
 def test_a_message_of_no_turn_is_refused() -> None:
     """Nobody would ever come to it, and whoever waits for it would wait."""
-    pieces, exports, recording = model(2)
-    made = make_send_schedule(make_plan(pieces, exports, recording, SENT_TO), 2, 1 << 20).messages
-    odds = {"turn": [0, -1], "nbytes": [65536, 0], "source": [0, NOWHERE - 1], "target": [0, NOWHERE - 1]}
+    shards, exports, trace = model(2)
+    made = make_send_schedule(make_plan(shards, exports, trace, SENT_TO), 2, 1 << 20).messages
+    odds = {"chunk": [0, -1], "nbytes": [65536, 0], "source": [0, NOWHERE - 1], "target": [0, NOWHERE - 1]}
     for column, numbers in odds.items():
         odd = replace(made, **{column: np.array(numbers)})
-        with pytest.raises(ManifestError, match="empty, or of a turn that there is not"):
+        with pytest.raises(ManifestError, match="empty, or of a chunk that there is not"):
             SendMessages.decode(odd.encode())
 
 
@@ -486,20 +486,20 @@ def test_rows_of_all_dtypes_begin_where_their_items_may(pair_bytes: int) -> None
     dtypes = ("float8_e4m3fn", "bfloat16", "float8_e4m3fn", "float32", "bfloat16", "float64")
     tensors = tuple(TensorSpec(f"{dtype}.{at}", dtype, (at + 3, 5)) for at, dtype in enumerate(dtypes))
     columns = [(spec, Box((0, 1), (spec.shape[0], 4)), ShardView(at, 1, (5, 1))) for at, spec in enumerate(tensors)]
-    pieces = Shards.of(tensors, [Shard(spec.name, Box.whole(spec.shape), spec.dtype, ShardView(at, 0, (5, 1)))
+    shards = Shards.of(tensors, [Shard(spec.name, Box.whole(spec.shape), spec.dtype, ShardView(at, 0, (5, 1)))
                                  for at, spec in enumerate(tensors)])  # fmt: skip
     wanted = Shards.of(tensors, [Shard(spec.name, box, spec.dtype, view) for spec, box, view in columns])
     targets = tuple(LoadTarget(spec.name, spec.dtype, spec.shape, (5, 1), parameter=True) for spec in tensors)
     regions = tuple(Region(spec.nbytes, "cpu") for spec in tensors)
     export = ExportMap(0, "here", regions, tuple(ExportedTensor(at, 0) for at in range(len(tensors))))
-    plan = make_plan(pieces, [export], LoadTrace(0, targets, wanted), SENT_TO)
+    plan = make_plan(shards, [export], LoadTrace(0, targets, wanted), SENT_TO)
 
     made = make_send_schedule(plan, len(tensors), pair_bytes)
 
     assert len({int(each) for each in made.pack.target_dtype}) == len(set(dtypes))
     staged = made.messages.nbytes > 0
-    for by_turn in (True, False):
-        places, _ = made.messages.places(staged, by_turn=by_turn)
+    for by_chunk in (True, False):
+        places, _ = made.messages.places(staged, by_chunk=by_chunk)
         begins = places[made.pack.target] + made.pack.target_at
         assert not (begins % ITEM_SIZES[made.pack.target_dtype]).any()
         begins = places[made.unpack.source] + made.unpack.source_at
@@ -508,8 +508,8 @@ def test_rows_of_all_dtypes_begin_where_their_items_may(pair_bytes: int) -> None
 
 def test_large_plans_are_scheduled_in_seconds() -> None:
     """Columns, not rows: 100,000 rows in a few seconds of one core."""
-    pieces, exports, recording = model(4)
-    plan = make_plan(pieces, exports, recording, SENT_TO)
+    shards, exports, trace = model(4)
+    plan = make_plan(shards, exports, trace, SENT_TO)
     rows = np.arange(100_000) % 4
     copies = plan.copies.take(rows)
 

@@ -16,14 +16,14 @@ TENSORS = tuple(TensorSpec(f"t{number}", "bfloat16", (8, 4)) for number in range
 
 def held(stages: int, replicas: int) -> Shards:
     """Every stage of a pipeline holds tensors that follow each other, on ranks that follow each other."""
-    pieces = [
+    shards = [
         Shards.of(
             TENSORS, [whole_tensor_shard(spec, "bfloat16", 0)], number * stages // len(TENSORS) * replicas + replica
         )
         for number, spec in enumerate(TENSORS)
         for replica in range(replicas)
     ]
-    return Shards.join(pieces)
+    return Shards.join(shards)
 
 
 @pytest.mark.parametrize("reader", [0, 1, 7, -1, 1 << 70])
@@ -33,7 +33,7 @@ def test_replicas_of_every_stage_take_turns(stages: int, replicas: int, reader: 
     chosen = choose_replicas(held(stages, replicas), reader)
 
     assert sorted(chosen.boxes.space.tolist()) == list(range(len(TENSORS)))
-    given = Counter(chosen.holder.tolist())
+    given = Counter(chosen.rank.tolist())
     assert set(given.values()) == {len(TENSORS) // (stages * replicas)}
     assert len(given) == stages * replicas
 
@@ -42,6 +42,6 @@ def test_the_nearest_take_turns_among_themselves() -> None:
     """Two of four replicas are near: each gives half, the others nothing."""
     distance = np.array([1, 0, 1, 0], np.int64)
 
-    given = Counter(choose_replicas(held(1, 4), 0, distance).holder.tolist())
+    given = Counter(choose_replicas(held(1, 4), 0, distance).rank.tolist())
 
     assert given == {1: 24, 3: 24}

@@ -1,4 +1,4 @@
-"""Pieces and their cover against a naive oracle: every element of every tensor, with every place where it lies."""
+"""Shards and their cover against a naive oracle: every element of every tensor, with every place where it lies."""
 
 import time
 from collections import defaultdict
@@ -35,15 +35,15 @@ SPECS = (
 )
 
 
-def places(pieces: Shards) -> dict[tuple[str, tuple[int, ...]], list[Place]]:
+def places(shards: Shards) -> dict[tuple[str, tuple[int, ...]], list[Place]]:
     """Where each element lies, by walking through all of them."""
     found: dict[tuple[str, tuple[int, ...]], list[Place]] = defaultdict(list)
-    for row in range(len(pieces)):
-        piece = pieces.at(row)
-        for index in product(*(range(*bounds) for bounds in zip(piece.box.start, piece.box.stop, strict=True))):
-            steps = (i - start for i, start in zip(index, piece.box.start, strict=True))
-            at = piece.view.offset + sum(step * stride for step, stride in zip(steps, piece.view.strides, strict=True))
-            found[piece.tensor, index].append((int(pieces.holder[row]), piece.view.storage, at))
+    for row in range(len(shards)):
+        shard = shards.at(row)
+        for index in product(*(range(*bounds) for bounds in zip(shard.box.start, shard.box.stop, strict=True))):
+            steps = (i - start for i, start in zip(index, shard.box.start, strict=True))
+            at = shard.view.offset + sum(step * stride for step, stride in zip(steps, shard.view.strides, strict=True))
+            found[shard.tensor, index].append((int(shards.rank[row]), shard.view.storage, at))
     return found
 
 
@@ -62,9 +62,9 @@ def cuts(draw: st.DrawFn, box: Box) -> list[Box]:
 
 @st.composite
 def model(draw: st.DrawFn, most: int = 3) -> Shards:
-    """Every tensor by up to `most` holders, each with a cut of its own; some views are transposed."""
+    """Every tensor by up to `most` ranks, each with a cut of its own; some views are transposed."""
     parts = []
-    for holder in range(draw(st.integers(1, most))):
+    for rank in range(draw(st.integers(1, most))):
         rows: list[Shard] = []
         for number, spec in enumerate(SPECS):
             transposed = draw(st.booleans())
@@ -74,32 +74,32 @@ def model(draw: st.DrawFn, most: int = 3) -> Shards:
             for box in draw(cuts(Box.whole(spec.shape))):
                 offset = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
                 rows.append(Shard(spec.name, box, spec.dtype, ShardView(number, offset, strides)))
-        parts.append(Shards.of(SPECS, draw(st.permutations(rows)), holder))
+        parts.append(Shards.of(SPECS, draw(st.permutations(rows)), rank))
     return Shards.join(parts)
 
 
 @FEW
 @given(model())
-def test_rows_come_back_as_they_went_in(pieces: Shards) -> None:
+def test_rows_come_back_as_they_went_in(shards: Shards) -> None:
     """A table built from its own rows is the same table, and so is one that has traveled."""
     again = Shards.join(
         [
-            Shards.of(SPECS, [pieces.held_by(h).at(i) for i in range(len(pieces.held_by(h)))], h)
-            for h in sorted(set(pieces.holder.tolist()))
+            Shards.of(SPECS, [shards.of_rank(h).at(i) for i in range(len(shards.of_rank(h)))], h)
+            for h in sorted(set(shards.rank.tolist()))
         ]
     )
-    assert places(again) == places(pieces)
-    assert np.array_equal(Shards.decode([pieces.encode()], SPECS).numbers(), pieces.numbers())
+    assert places(again) == places(shards)
+    assert np.array_equal(Shards.decode([shards.encode()], SPECS).numbers(), shards.numbers())
 
 
 @FEW
 @given(model())
-def test_merging_moves_nothing(pieces: Shards) -> None:
-    """Merged pieces hold the same elements in the same places, and never in more pieces."""
-    merged = cover.merge_adjacent(pieces)
-    assert len(merged) <= len(pieces)
+def test_merging_moves_nothing(shards: Shards) -> None:
+    """Merged shards hold the same elements in the same places, and never in more shards."""
+    merged = cover.merge_adjacent(shards)
+    assert len(merged) <= len(shards)
     assert {key: sorted(value) for key, value in places(merged).items()} == {
-        key: sorted(value) for key, value in places(pieces).items()
+        key: sorted(value) for key, value in places(shards).items()
     }
 
 
@@ -117,57 +117,57 @@ def test_a_tensor_that_was_cut_along_one_axis_merges_into_one_piece(data: st.Dat
 
 @FEW
 @given(model())
-def test_every_element_is_read_once_and_from_the_lowest_holder(pieces: Shards) -> None:
-    """Of replicas, in whatever cuts, one is left for each element, from the lowest holder; and that is a proof."""
-    chosen = cover.drop_replicas(pieces)
+def test_every_element_is_read_once_and_from_the_lowest_holder(shards: Shards) -> None:
+    """Of replicas, in whatever cuts, one is left for each element, from the lowest rank; and that is a proof."""
+    chosen = cover.drop_replicas(shards)
     cover.check_exact_cover(chosen)
-    everywhere = places(pieces)
+    everywhere = places(shards)
     for element, found in places(chosen).items():
         assert found == [min(everywhere[element])]
 
 
 @FEW
 @given(model(most=1), st.data())
-def test_a_part_that_is_missing_is_named(pieces: Shards, data: st.DataObject) -> None:
-    """Without any one of the pieces of a single holder the proof fails, and names that piece's tensor."""
-    lost = data.draw(st.integers(0, len(pieces) - 1))
+def test_a_part_that_is_missing_is_named(shards: Shards, data: st.DataObject) -> None:
+    """Without any one of the shards of a single rank the proof fails, and names that shard's tensor."""
+    lost = data.draw(st.integers(0, len(shards) - 1))
     with pytest.raises(CoverageError) as failure:
-        cover.check_exact_cover(pieces.take(np.delete(np.arange(len(pieces)), lost)))
-    assert failure.value.tensor == pieces.at(lost).tensor
+        cover.check_exact_cover(shards.take(np.delete(np.arange(len(shards)), lost)))
+    assert failure.value.tensor == shards.at(lost).tensor
 
 
 @FEW
 @given(model(most=1), st.data())
-def test_a_part_that_is_there_twice_is_named(pieces: Shards, data: st.DataObject) -> None:
+def test_a_part_that_is_there_twice_is_named(shards: Shards, data: st.DataObject) -> None:
     """An overlap is no proof either, even where the number of elements is right."""
-    twice = data.draw(st.integers(0, len(pieces) - 1))
+    twice = data.draw(st.integers(0, len(shards) - 1))
     with pytest.raises(CoverageError) as failure:
-        cover.check_exact_cover(pieces.take(np.append(np.arange(len(pieces)), twice)))
-    assert failure.value.tensor == pieces.at(twice).tensor
+        cover.check_exact_cover(shards.take(np.append(np.arange(len(shards)), twice)))
+    assert failure.value.tensor == shards.at(twice).tensor
 
 
 @FEW
 @given(model(), st.randoms())
-def test_the_digest_is_of_the_description_and_not_of_its_order(pieces: Shards, random: Random) -> None:
-    """Any order of pieces, and of tensors, has the same digest; any other piece has another."""
-    order = list(range(len(pieces)))
+def test_the_digest_is_of_the_description_and_not_of_its_order(shards: Shards, random: Random) -> None:
+    """Any order of shards, and of tensors, has the same digest; any other shard has another."""
+    order = list(range(len(shards)))
     random.shuffle(order)
-    shuffled = pieces.take(np.array(order))
-    assert shuffled.digest() == pieces.digest()
-    assert pieces.take(np.arange(1, len(pieces))).digest() != pieces.digest()
+    shuffled = shards.take(np.array(order))
+    assert shuffled.digest() == shards.digest()
+    assert shards.take(np.arange(1, len(shards))).digest() != shards.digest()
     backwards = tuple(reversed(SPECS))
-    rows = [pieces.held_by(0).at(i) for i in range(len(pieces.held_by(0)))]
+    rows = [shards.of_rank(0).at(i) for i in range(len(shards.of_rank(0)))]
     assert Shards.of(backwards, rows).digest() == Shards.of(SPECS, rows).digest()
 
 
 def test_the_digest_is_the_same_on_every_machine() -> None:
     """It is pinned: ranks of different hosts compare it, and plans are kept under it."""
-    pieces = Shards.of(SPECS, [whole_tensor_shard(spec, spec.dtype, number) for number, spec in enumerate(SPECS)])
-    assert pieces.digest() == "ad8ef6036d697ae47eca34318ddbba1e4fd68e924fb782c316a4ae863b71f5d3"
+    shards = Shards.of(SPECS, [whole_tensor_shard(spec, spec.dtype, number) for number, spec in enumerate(SPECS)])
+    assert shards.digest() == "ad8ef6036d697ae47eca34318ddbba1e4fd68e924fb782c316a4ae863b71f5d3"
 
 
 @pytest.mark.parametrize(
-    ("piece", "why"),
+    ("shard", "why"),
     [
         (Shard("stranger", Box((0,), (1,)), "bfloat16", ShardView(0, 0, (1,))), "not served"),
         (Shard("matrix", Box((0, 0), (6, 4)), "bfloat16", ShardView(0, 0, (4, 1))), "outside"),
@@ -175,20 +175,20 @@ def test_the_digest_is_the_same_on_every_machine() -> None:
         (Shard("matrix", Box((0, 0), (1, 4)), "bfloat16", ShardView(0, 0, (1,))), "outside"),
     ],
 )
-def test_what_is_no_part_of_its_tensor_is_refused(piece: Shard, why: str) -> None:
-    """A piece that names no tensor, or lies outside of its own, is an error and not a smaller piece."""
+def test_what_is_no_part_of_its_tensor_is_refused(shard: Shard, why: str) -> None:
+    """A shard that names no tensor, or lies outside of its own, is an error and not a smaller shard."""
     with pytest.raises(ManifestError, match=why):
-        Shards.of(SPECS, [piece])
+        Shards.of(SPECS, [shard])
 
 
 def test_what_arrives_is_checked() -> None:
     """Bytes that are no table, a table of other tensors, and a box outside of its tensor are refused."""
-    pieces = Shards.of(SPECS, [whole_tensor_shard(SPECS[0], "bfloat16", 0)])
+    shards = Shards.of(SPECS, [whole_tensor_shard(SPECS[0], "bfloat16", 0)])
     with pytest.raises(ManifestError, match="not a table"):
         Shards.decode([b"\xc1"], SPECS)
     with pytest.raises(ManifestError, match="other tensors"):
-        Shards.decode([pieces.encode()], SPECS[:2])
-    wire = msgspec.msgpack.decode(pieces.encode())
+        Shards.decode([shards.encode()], SPECS[:2])
+    wire = msgspec.msgpack.decode(shards.encode())
     numbers = np.frombuffer(wire["numbers"], "<i8").copy()
     numbers[9] = 100
     with pytest.raises(ManifestError, match="outside"):
@@ -199,12 +199,12 @@ def test_what_arrives_is_checked() -> None:
 
 @FEW
 @given(model())
-def test_a_part_of_a_piece_is_where_the_piece_says(pieces: Shards) -> None:
-    """Cutting a piece moves its offset by its strides."""
-    boxes = pieces.boxes.take(np.arange(len(pieces)))
+def test_a_part_of_a_piece_is_where_the_piece_says(shards: Shards) -> None:
+    """Cutting a shard moves its offset by its strides."""
+    boxes = shards.boxes.take(np.arange(len(shards)))
     last = type(boxes)(boxes.space, boxes.stop - 1, boxes.stop)
-    corners = places(pieces.within(last, np.arange(len(pieces))))
-    everywhere = places(pieces)
+    corners = places(shards.within(last, np.arange(len(shards))))
+    everywhere = places(shards)
     assert corners
     for element, found in corners.items():
         assert set(found) <= set(everywhere[element])
@@ -231,7 +231,7 @@ def test_pieces_of_fewer_axes_than_their_tensors_are_refused() -> None:
 
 
 def test_a_model_of_20000_tensors_on_64_ranks_takes_seconds() -> None:
-    """A million pieces are joined, chosen, proven, merged and named by columns: no loop in Python could keep up."""
+    """A million shards are joined, chosen, proven, merged and named by columns: no loop in Python could keep up."""
     count, ranks = 20_000, 64
     specs = tuple(TensorSpec(f"t{i}", "bfloat16", (64, 128)) for i in range(count))
     one = Shards.of(
@@ -241,9 +241,9 @@ def test_a_model_of_20000_tensors_on_64_ranks_takes_seconds() -> None:
     for rank in range(ranks):
         step = np.array([rank, 0])
         boxes = type(one.boxes)(one.boxes.space, one.boxes.start + step, one.boxes.stop + step)
-        parts.append(Shards(specs, boxes, one.holder + rank, one.storage, one.dtype, one.offset, one.stride, one.shift))
+        parts.append(Shards(specs, boxes, one.rank + rank, one.storage, one.dtype, one.offset, one.stride, one.shift))
     began = time.process_time()
-    pieces = cover.drop_replicas(Shards.join(parts))
-    cover.check_exact_cover(pieces)
-    assert len(cover.merge_adjacent(pieces)) == count * ranks
+    shards = cover.drop_replicas(Shards.join(parts))
+    cover.check_exact_cover(shards)
+    assert len(cover.merge_adjacent(shards)) == count * ranks
     assert time.process_time() - began < 90, "about 7 s on a slow core of its own; a loop takes minutes"

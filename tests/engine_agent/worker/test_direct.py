@@ -633,7 +633,7 @@ def test_what_lies_on_another_gpu_is_told_to_the_engine(world: World, monkeypatc
     world.round()
 
     assert {branches for branches, _ in asked} == {DEFAULT_COPY_STREAMS}
-    read = [sum(source.holder == 1 for source in plan.sources) for plan in world.receiver._agreements[0].plans]
+    read = [sum(source.rank == 1 for source in plan.sources) for plan in world.receiver._agreements[0].plans]
     assert sorted(count for _, count in asked) == sorted(read)
     assert all(read)
 

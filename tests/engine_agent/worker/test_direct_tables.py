@@ -333,7 +333,7 @@ def test_who_stands_still_while_it_speaks_is_let_go_of(
     crowd = Crowd(tmp_path, "slow", "fast")
     silent = crowd.engines["slow"] if who == "a peer" else Frames.connect(crowd.address, Deadline(WAIT_S))
     silent._socket.sendall(framed(b"x" * 1000)[:100])
-    until(silent.waiting, "the end of it")
+    until(silent.readable, "the end of it")
     for engine in crowd.engines if who == "a guest" else ["fast"]:
         crowd.say(engine, direct_wire.Finished())
     failed = crowd.end()
@@ -374,7 +374,7 @@ def test_who_does_not_read_its_layout_holds_nobody(tmp_path: Path) -> None:
     """It is larger than any socket takes at once."""
     crowd = Crowd(tmp_path, "slow", "fast")
     crowd.say("slow", direct_wire.GiveLayout())
-    until(lambda: crowd.sender._peers["slow"].unread, "the layout to be too much")
+    until(lambda: crowd.sender._peers["slow"].unsent, "the layout to be too much")
     began = time.monotonic()
     crowd.say("fast", direct_wire.GiveLayout())
     assert isinstance(crowd.hear("fast"), direct_wire.Layout)
@@ -405,7 +405,7 @@ def test_nothing_is_said_in_the_middle_of_something_else(tmp_path: Path) -> None
     crowd = Crowd(tmp_path, "slow", "idle")
     crowd.sender.tabled(crowd.tabled)
     crowd.say("slow", direct_wire.GiveTable())
-    until(lambda: crowd.sender._peers["slow"].unread, "the table to be too much")
+    until(lambda: crowd.sender._peers["slow"].unsent, "the table to be too much")
     for engine in crowd.engines:
         crowd.sender.withdraw(engine, f"no {engine}")
     assert crowd.hear("idle") == direct_wire.Failed(reason="no idle")
@@ -445,7 +445,7 @@ def test_who_asks_once_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     crowd.sender.tabled(crowd.tabled)
     go_on.set()
     assert isinstance(crowd.hear("e"), direct_wire.Table)
-    assert not crowd.engines["e"].speaks(0.5)
+    assert not crowd.engines["e"].readable_within(0.5)
     crowd.say("e", direct_wire.Finished())
     assert crowd.end() == {}
 

@@ -225,7 +225,7 @@ def test_a_stopped_worker_costs_the_others_one_attempt(
         if epoch == 4:
             os.kill(victim.pid, signal.SIGCONT)
             (still, _), = sidecar._takers._still.values()  # fmt: skip
-            assert still.speaks(WAIT_S), "it goes on, and says so when the machine lets it"
+            assert still.readable_within(WAIT_S), "it goes on, and says so when the machine lets it"
     assert theirs.result(WAIT_S).checked
 
 
@@ -281,7 +281,7 @@ def test_who_exchanges_nothing_with_the_dead_hears_of_it_too(world: SendsWorld) 
     lives, dies = (each.result(WAIT_S) for each in coming)
     sender._began, began = True, time.monotonic()
     for end in sender._everybody():
-        end.heard_at = began
+        end.received_at = began
     dies.close()
     sender.finish(PROMPT_S)
     assert time.monotonic() - began < STILL_S

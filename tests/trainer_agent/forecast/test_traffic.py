@@ -88,7 +88,7 @@ def planned(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]]:
     sizes = pieces.boxes.sizes * ITEM_SIZES[pieces.dtype]
     exports = []
     for rank in range(fleet.trainer.gpus):
-        ends = np.cumsum([0, *(-(-sizes[pieces.holder == rank] // 8) * 8).tolist()]).tolist()
+        ends = np.cumsum([0, *(-(-sizes[pieces.rank == rank] // 8) * 8).tolist()]).tolist()
         places = tuple(ExportedTensor(0, end) for end in ends[:-1])
         exports.append(ExportMap(rank, f"{ground.host[rank]}", (Region(max(ends[-1], 1), f"GPU-{rank}"),), places))
     group = ground.groups[0]
@@ -109,7 +109,7 @@ def planned(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]]:
             peers = tuple(f"GPU-{rank}" for rank in beside if rank != gpu)
             reader = PlanReader(worker, f"{ground.host[gpu]}", f"GPU-{gpu}", peers, sent_to=True)
             plan = make_plan(pieces, exports, LoadTrace(worker, targets, copies), reader)
-            found.update(by_holder(plan.copies, [source.holder for source in plan.sources], gpu))
+            found.update(by_holder(plan.copies, [source.rank for source in plan.sources], gpu))
     return found
 
 

@@ -418,7 +418,7 @@ def test_a_closed_agent_publishes_nothing(rig: Build) -> None:
         pass
     agent.close()
     assert one.coordinator.closed
-    assert one.pool.slots == []
+    assert one.pool.buffers == []
     with pytest.raises(errors.AgentClosed, match="was closed"):
         agent.publish(1)
 

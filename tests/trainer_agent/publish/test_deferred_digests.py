@@ -345,7 +345,7 @@ def test_a_table_that_is_given_twice_counts_once() -> None:
     tabled = Tabled(session.known)
     begun = msgspec.structs.replace(session, table=None)
     pool, kind = BucketBuffers("cpu", 1, session.manifest.largest_bucket, CHANNEL), m.TransportKind.DIRECT
-    delivery = Delivery(begun, {kind: sender}, {kind: [Peer("e0", 1)]}, pool.slots, 60.0)
+    delivery = Delivery(begun, {kind: sender}, {kind: [Peer("e0", 1)]}, pool.buffers, 60.0)
     delivery.open()
     delivery.tabled(tabled)
     delivery.tabled(tabled)

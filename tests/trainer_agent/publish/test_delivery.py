@@ -56,7 +56,7 @@ class BrokenByClosing(FakeSender):
 def test_a_delivery_that_is_stopped_ends_and_says_so(pool: BucketBuffers, sender: FakeSender) -> None:
     """The leader, which has to give the round up next, and the lane let go of the sender at the same moment."""
     delivery = Delivery(
-        make_session(1, 10, make_manifest()), {LOCAL: sender}, {LOCAL: [Peer("e0", 1)]}, pool.slots, 60.0
+        make_session(1, 10, make_manifest()), {LOCAL: sender}, {LOCAL: [Peer("e0", 1)]}, pool.buffers, 60.0
     )
     assert delivery.open()
     assert delivery.stop(5.0) == ()
@@ -68,7 +68,7 @@ def test_a_delivery_that_is_stopped_ends_and_says_so(pool: BucketBuffers, sender
 def test_receivers_are_waited_for_once_they_can_come(pool: BucketBuffers, told: bool) -> None:
     """Nobody is given up for not having come while the offer is still on its way to the coordinator."""
     sender, session = FakeSender(), make_session(1, 10, make_manifest())
-    delivery = Delivery(session, {LOCAL: sender}, {LOCAL: [Peer("e0", 1)]}, pool.slots, 60.0)
+    delivery = Delivery(session, {LOCAL: sender}, {LOCAL: [Peer("e0", 1)]}, pool.buffers, 60.0)
     assert [offer.address for offer in delivery.open()] == ["/fake/1"]
     if told:
         delivery.told()
@@ -85,7 +85,7 @@ def test_a_transport_that_cannot_open_costs_the_others_nothing(pool: BucketBuffe
     broken.refusal = "no port can be opened"
     peers = {LOCAL: [Peer("e0", 1)], TransportKind.DISTRIBUTED: [Peer("e1", 1), Peer("e2", 1)]}
     senders = {LOCAL: well, TransportKind.DISTRIBUTED: broken}
-    delivery = Delivery(session, senders, peers, pool.slots, 60.0)
+    delivery = Delivery(session, senders, peers, pool.buffers, 60.0)
     offers = delivery.open()
     assert [(offer.transport, offer.address) for offer in offers] == [(LOCAL, "/fake/1")]
     assert delivery.unopened == dict.fromkeys(("e1", "e2"), "no port can be opened")

@@ -53,7 +53,7 @@ def read(sources: Sequence[ReadableQuantizedSource]) -> dict[str, torch.Tensor]:
     pieces = cover.drop_replicas(Shards.join([each.held(tensors) for each in sources]))
     found = {spec.name: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype]) for spec in tensors}
     for row in range(len(pieces)):
-        piece, storage = pieces.at(row), memories[int(pieces.holder[row])][int(pieces.storage[row])]
+        piece, storage = pieces.at(row), memories[int(pieces.rank[row])][int(pieces.storage[row])]
         view = storage.as_strided(piece.box.shape, piece.view.strides, storage.storage_offset() + piece.view.offset)
         part = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
         found[piece.tensor][part] = (view + piece.shift if piece.shift else view).to(found[piece.tensor].dtype)
@@ -101,7 +101,7 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
         memory = source.memory(prepared=True)
         mirror.refresh(memory)
         summed = source.summed(tensors)
-        known = division.known(source.rank, summed.pieces)
+        known = division.known(source.rank, summed.shards)
         share = division.share(source.rank, PASS_BYTES, known)
         assert not np.isin(share.in_place.group, known).any()
         digest = ShareDigester(share, [*memory, *mirror.tensors], torch.device("cpu"), TorchEngine())
@@ -125,7 +125,7 @@ def test_what_is_summed_up_is_not_read_again() -> None:
 
     for source in sources:
         summed = source.summed(tensors)
-        known = division.known(source.rank, summed.pieces)
+        known = division.known(source.rank, summed.shards)
         names = {tensors[index].name for index in known.tolist()}
         assert names == {piece.tensor for piece in map(source.held(tensors).at, range(len(source.held(tensors))))
                          if piece.dtype == "float8_e4m3fn"}  # fmt: skip
@@ -143,7 +143,7 @@ def test_what_a_rank_quantizes_is_quantized_once_and_stays() -> None:
     assert [[each.data_ptr() for each in source.memory()] for source in sources] == before
     cover.check_exact_cover(held)  # nothing twice
     elements = [held.at(row) for row in range(len(held)) if held.at(row).dtype == "float8_e4m3fn"]
-    places = sorted((int(held.holder[row]), held.at(row).tensor) for row in range(len(held)))
+    places = sorted((int(held.rank[row]), held.at(row).tensor) for row in range(len(held)))
     assert (1, "e.0.up_proj.weight") in places
     assert (2, "e.1.up_proj.weight") in places
     assert sum(piece.box.size for piece in elements) == sum(

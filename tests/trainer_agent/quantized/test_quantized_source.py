@@ -111,7 +111,7 @@ def test_whole_blocks_are_quantized_where_they_lie_and_once() -> None:
     assert sorted(jobs) == [(0, 0), (0, 1), (1, 0), (1, 2), (2, 3)]
     traveling = division.traveling()
     elements = [spec for spec in traveling.tensors if spec.dtype == "float8_e4m3fn"]
-    assert {str(traveling.at(row).dtype) for row in range(len(traveling)) if traveling.holder[row]} == {
+    assert {str(traveling.at(row).dtype) for row in range(len(traveling)) if traveling.rank[row]} == {
         "float8_e4m3fn",
         "float32",
     }

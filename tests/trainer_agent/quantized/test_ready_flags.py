@@ -123,10 +123,10 @@ def test_every_result_lies_in_a_part() -> None:
                 continue
             item = ITEM_BYTES[DTYPE_NAMES[piece.view.storage - base]]
             span = sum((n - 1) * step for n, step in zip(piece.box.shape, piece.view.strides, strict=True)) + 1
-            assert (piece.view.offset + span) * item <= parts.ends[-1] <= parts.marks
-        assert parts.marks % 8 == 0
+            assert (piece.view.offset + span) * item <= parts.ends[-1] <= parts.flags
+        assert parts.flags % 8 == 0
         arena = memory[parts.storage]
-        assert parts.marks + 8 * len(parts.ends) <= arena.numel() * arena.element_size()
+        assert parts.flags + 8 * len(parts.ends) <= arena.numel() * arena.element_size()
 
 
 def test_no_two_rounds_have_a_number_in_common() -> None:

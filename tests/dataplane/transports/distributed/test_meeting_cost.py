@@ -117,7 +117,7 @@ class Fleet:
         assert self.leader._behind is not None
         self.released = threading.Event()
         self.group.broadcast = lambda *_: cast("None", self.released.wait(DEADLINE_S))
-        self.leader.send(0, self.pool.slots[0], DEADLINE_S)
+        self.leader.send(0, self.pool.buffers[0], DEADLINE_S)
 
     def reclaim(self) -> float:
         """How long until it was known that the bucket is not taken, seconds."""

@@ -102,10 +102,10 @@ def test_what_is_lent_is_the_slot_that_was_asked_for(monkeypatch: pytest.MonkeyP
     lent = [handles.CudaMemory(UUID, bytes([at]) * 64, BUCKET, 0, b"counter", at, b"event", True) for at in (0, 1)]
     slots = [SimpleNamespace(memory=torch.full((4,), at), exported=handles.encode_cuda(lent[at])) for at in (0, 1)]
     has(monkeypatch, 1 << 40)
-    monkeypatch.setattr(handing_memory, "BucketBuffers", lambda *_: SimpleNamespace(slots=slots, slot_bytes=BUCKET))
+    monkeypatch.setattr(handing_memory, "BucketBuffers", lambda *_: SimpleNamespace(buffers=slots, buffer_bytes=BUCKET))
     memory = GpuRoom().memory(torch.device("meta"))
-    assert (memory.slots, memory.nbytes, memory.holds(1)) == (0, 0, False)
+    assert (memory.count, memory.nbytes, memory.holds(1)) == (0, 0, False)
     memory.reserve(BUCKET, 6, Deadline(5))
-    assert (memory.slots, memory.nbytes, memory.holds(BUCKET), memory.holds(BUCKET + 1)) == (2, 2 * BUCKET, True, False)
+    assert (memory.count, memory.nbytes, memory.holds(BUCKET), memory.holds(BUCKET + 1)) == (2, 2 * BUCKET, True, False)
     assert [memory.lend(at, 2) for at in (0, 1)] == lent
     assert [int(memory.memory(at)[0]) for at in (0, 1)] == [0, 1]

@@ -272,8 +272,8 @@ def test_servers_that_wait_in_a_broadcast_are_freed_by_their_source(stand: Stand
     other.begin(address, 1, TWO, stand.own(7), 60.0, filled=1)
     stand.leader.ready(60.0)
     for index, bucket in enumerate(make_bytes(stand.manifest, 7)[:3]):
-        stand.pool.slots[index % 2].memory[: bucket.numel()] = bucket
-        stand.leader.send(index, stand.pool.slots[index % 2], 60.0)
+        stand.pool.buffers[index % 2].memory[: bucket.numel()] = bucket
+        stand.leader.send(index, stand.pool.buffers[index % 2], 60.0)
         stand.leader.reclaim(index, 60.0)
     until("both servers to wait for the other source", lambda: len(inside) == 2)
     stand.leader.withdraw("one", "its agent is gone")

@@ -66,7 +66,7 @@ def test_a_rank_is_told_its_own_part_in_full_once() -> None:
         both = plans.letters(holder, (), [(2, one), (3, other)], *CUT)
         exposed, made = _exposed(), plans.schedule(one, *CUT)
         plan = make_plan(exposed.pieces, exposed.exports, _recording(), ALONE)
-        messages, pack = made.of_holder(holder, plan)
+        messages, pack = made.of_rank(holder, plan)
         assert (both[0].messages, both[0].pack) == (messages.encode(), pack.encode())
         assert len(SendMessages.decode(both[0].messages)) == 1
         assert both[1] == wire.SentLetters(peer=3, schedule=both[0].schedule)
@@ -105,7 +105,7 @@ def test_what_is_asked_for_when_all_are_prepared_is_made_before(monkeypatch: pyt
     digest = twin.schedule(one, *CUT).digest()
     for kind in (CopyTable, SendMessages):
         monkeypatch.setattr(kind, "encode", lambda _: pytest.fail("it is encoded now"))
-    monkeypatch.setattr(SendSchedule, "of_holder", lambda *_: pytest.fail("it is divided now"))
+    monkeypatch.setattr(SendSchedule, "of_rank", lambda *_: pytest.fail("it is divided now"))
     plans.check(wire.Prepared(plans=(one,), schedules=(digest,)), 1, *CUT)
     assert [plans.letters(holder, (), [(2, one)], *CUT) for holder in (0, 1)] == wanted
 
@@ -158,7 +158,7 @@ def test_only_workers_that_are_alike_share_what_was_worked_out() -> None:
         proposal = Proposal(reader=reader, recording=_recording().encode(), plan=plan.digest())
         assert plans.agree(proposal) == plan.digest()
         rows = plan.copies.target_at.argsort()
-        taken.append([plan.sources[each].holder for each in plan.copies.source[rows].tolist()])
+        taken.append([plan.sources[each].rank for each in plan.copies.source[rows].tolist()])
     assert taken == [[0, 1], [1, 0], [0, 0], [1, 1]]
 
 

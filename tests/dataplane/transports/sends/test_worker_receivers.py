@@ -109,8 +109,8 @@ def test_only_who_was_told_a_schedule_is_taken_in(tmp_path: Path) -> None:
         first = come(0, "s")
         found.result(WAIT_S)
         assert len(asked) == 1
-        until(lambda: all(each.waiting() for each in strangers), "the others to be hung up on")
-        assert not first.waiting()
+        until(lambda: all(each.readable() for each in strangers), "the others to be hung up on")
+        assert not first.readable()
         asked.close()
 
 
@@ -228,8 +228,8 @@ def test_a_worker_that_is_none_of_the_server_s_any_more_takes_nothing(threads: T
     """Its process is there still, and so is its thread: every version would wait for what it receives."""
     threads.takers.expect(FewerWorkers(), [None], Deadline(WAIT_S))  # type: ignore[arg-type, list-item]
     assert len(threads.takers) == 1
-    assert not threads.workers[0].waiting()
-    assert threads.workers[1].waiting(), "it was not hung up on"
+    assert not threads.workers[0].readable()
+    assert threads.workers[1].readable(), "it was not hung up on"
 
 
 @pytest.mark.parametrize("how", ["silent", "silent, and has taken it", "moving"])
