@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ManifestError
-from ..tensors import Column, Grids, Shards, collapse_axes, served_dtypes, served_strides, side_by_side
+from ..tensors import Column, Grids, Shards, collapse_axes, served_dtypes, served_strides
 from .copy_table import AXES, ITEM_SIZES, check_no_overflow
 
 WORD_BYTES: Final = 8
@@ -77,7 +77,7 @@ class BoxTable:
     def encode(self) -> bytes:
         """The columns; `groups` travels beside them."""
         columns = (getattr(self, field.name) for field in fields(self) if field.name != "groups")
-        return side_by_side(*columns).astype("<i8").tobytes()
+        return np.column_stack(columns).astype("<i8").tobytes()
 
     @classmethod
     def decode(cls, blob: bytes, groups: int) -> BoxTable:

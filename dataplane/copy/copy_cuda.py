@@ -25,7 +25,7 @@ from .staged_copies import StagedCopies, split_by_stage
 from .tiles import SOURCE, VECTORS, Tiles, staged_tiles, word_tiles
 
 
-class CudaEngine:
+class CudaCopyEngine:
     """Implements `CopyEngine` for one GPU. Sources may be a peer's memory that was opened for it."""
 
     def __init__(
@@ -44,7 +44,7 @@ class CudaEngine:
         self._remote = frozenset(remote)
         self._library = library
 
-    def copies(
+    def prepare_copies(
         self,
         table: CopyTable,
         sources: Sequence[torch.Tensor],
@@ -59,7 +59,7 @@ class CudaEngine:
             by_engines = rows_for_copy_engines(table, remote)
 
         def kernel(rows: Mask) -> dict[int, CudaCopies]:
-            return self.parts(table.take(np.flatnonzero(rows)), stages[rows], sources, targets)
+            return self.prepare_parts(table.take(np.flatnonzero(rows)), stages[rows], sources, targets)
 
         if not by_engines.any():
             return self._staged(kernel(~by_engines))
@@ -72,7 +72,7 @@ class CudaEngine:
         rest = kernel(~by_engines)
         return PeerCopies(self._device, batch, rest, lambda: kernel(by_engines), (*sources, *targets))
 
-    def parts(
+    def prepare_parts(
         self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> dict[int, CudaCopies]:
         """Bind a table of which each part is launched by itself. All parts together cost what one does."""
@@ -88,15 +88,15 @@ class CudaEngine:
             for part, rows in split_by_stage(table, parts).items()
         }
 
-    def _staged(self, stages: dict[int, CudaCopies], remark: str = "") -> CudaCopies | StagedCopies:
+    def _staged(self, stages: dict[int, CudaCopies], fallback_reason: str = "") -> CudaCopies | StagedCopies:
         """What the kernel does alone."""
         only = stages.get(0) if len(stages) == 1 else None
         if only is None:
-            return StagedCopies(stages, self._device, remark)
-        only.remark = remark
+            return StagedCopies(stages, self._device, fallback_reason)
+        only.fallback_reason = fallback_reason
         return only
 
-    def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> CudaDigest:
+    def prepare_digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> CudaDigest:
         """Bind a table of boxes."""
         return CudaDigest(self._device, table, regions)
 
@@ -114,7 +114,7 @@ class CudaCopies:
         tiles: list[Tiles],
     ) -> None:
         """`tiles` are of the rows that cast nothing."""
-        self.remark = ""
+        self.fallback_reason = ""
         self._device = device
         self._casts = TorchCopies(table.take(np.flatnonzero(table.casts)), sources, targets)
         self._tiles = tiles
@@ -143,7 +143,7 @@ class CudaCopies:
                 copy(table, vector)
             self._casts.launch()
 
-    def follow(self, source: torch.Tensor | None) -> None:
+    def move_source(self, source: torch.Tensor | None) -> None:
         """The only region that is copied from lies here now. Raises `ValueError` where it is aligned otherwise."""
         if source is not None:
             moved = source.data_ptr() - self._source_at
@@ -153,7 +153,7 @@ class CudaCopies:
                 for _, table in self._tiles:
                     table[:, SOURCE] += moved
             self._source_at += moved
-        self._casts.follow(source)
+        self._casts.move_source(source)
         self._memory = ((source,) if source is not None else (), self._memory[1])
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ def no_wait(stage: int) -> None:
 class PreparedCopies(Protocol):
     """A table bound to memory. Used from one thread."""
 
-    remark: str
+    fallback_reason: str
     """Why it is slower than it could be; empty where it is not."""
 
     @property
@@ -47,7 +47,7 @@ class PreparedCopies(Protocol):
         """Copy every row, in the order of the current stream. Returns at once where the device works by itself."""
         ...
 
-    def follow(self, source: torch.Tensor | None) -> None:
+    def move_source(self, source: torch.Tensor | None) -> None:
         """The only region that is copied from lies here now; None: nowhere, until it is told again.
 
         Costs much less than to bind the table anew. Raises `ValueError` where addresses are aligned otherwise than
@@ -87,7 +87,7 @@ class CopyEngine(Protocol):
     Source regions may lie on another device than the target ones; they are read only.
     """
 
-    def copies(
+    def prepare_copies(
         self,
         table: CopyTable,
         sources: Sequence[torch.Tensor],
@@ -100,12 +100,12 @@ class CopyEngine(Protocol):
         """
         ...
 
-    def parts(
+    def prepare_parts(
         self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> Mapping[int, PreparedCopies]:
         """Bind a table of which each part is launched by itself; by number, (rows,) `parts` says which is whose."""
         ...
 
-    def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> PreparedDigest:
+    def prepare_digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> PreparedDigest:
         """Bind a table of boxes whose bounds `BoxTable.check` has proven."""
         ...

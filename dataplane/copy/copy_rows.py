@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..tensors import Column, Shards, collapse_axes, lexsort_rows, pad_axes, side_by_side
+from ..tensors import Column, Shards, collapse_axes, lexsort_rows, pad_axes
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 
 
@@ -82,9 +82,9 @@ def _folded(table: CopyTable) -> CopyTable:
     wide = (table.grid, table.source_step, table.target_step)
     columns = (*flat, *(each[:, axis] for each in wide for axis in range(AXES)))
     varying = [column for column in columns if (column != column[0]).any()]
-    order = lexsort_rows(side_by_side(*varying, table.target_at, table.source_at))
+    order = lexsort_rows(np.column_stack((*varying, table.target_at, table.source_at)))
     table = table.take(order)
-    step = np.diff(side_by_side(table.source_at, table.target_at), axis=0)
+    step = np.diff(np.column_stack((table.source_at, table.target_at)), axis=0)
     same_form = table.grid[1:, 0] == 1
     for column in varying:
         same_form &= column[order[1:]] == column[order[:-1]]

@@ -20,10 +20,10 @@ _UNSIGNED: Final[dict[int, type[np.unsignedinteger]]] = {1: np.uint8, 2: np.uint
 _BLOCK_WORDS: Final = 64 * 1024
 
 
-class TorchEngine:
+class TorchCopyEngine:
     """Implements `CopyEngine`. One torch view for each row and side, made once."""
 
-    def copies(
+    def prepare_copies(
         self,
         table: CopyTable,
         sources: Sequence[torch.Tensor],
@@ -33,15 +33,15 @@ class TorchEngine:
         """Bind a table."""
         if stages is None:
             return TorchCopies(table, sources, targets)
-        return StagedCopies(self.parts(table, stages, sources, targets))
+        return StagedCopies(self.prepare_parts(table, stages, sources, targets))
 
-    def parts(
+    def prepare_parts(
         self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> dict[int, TorchCopies]:
         """Bind a table of which each part is launched by itself."""
         return {at: TorchCopies(rows, sources, targets) for at, rows in split_by_stage(table, parts).items()}
 
-    def digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> TorchDigest:
+    def prepare_digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> TorchDigest:
         """Bind a table of boxes, on a CPU."""
         return TorchDigest(table, regions)
 
@@ -50,7 +50,7 @@ class TorchCopies:
     """Implements `PreparedCopies`."""
 
     def __init__(self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        self.remark = ""
+        self.fallback_reason = ""
         self._rows: list[list[int]] = table.numbers().tolist()
         self._from = self._views(sources)
         self._to: list[torch.Tensor] = []
@@ -74,7 +74,7 @@ class TorchCopies:
         if self._to:
             torch._foreach_copy_(self._to, self._from)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
-    def follow(self, source: torch.Tensor | None) -> None:
+    def move_source(self, source: torch.Tensor | None) -> None:
         """The only region that is copied from lies here now. Raises `ValueError` where it is aligned otherwise."""
         self._from = [] if source is None else self._views([source])
 

@@ -8,9 +8,9 @@ from typing import Final
 import torch
 
 from ..errors import Unsupported
-from .copy_cuda import CudaEngine
+from .copy_cuda import CudaCopyEngine
 from .copy_engine import CopyEngine
-from .copy_torch import TorchEngine
+from .copy_torch import TorchCopyEngine
 
 DEFAULT_COPY_STREAMS: Final = 4
 """Streams that copy engines read a peer's memory on, unless the environment says otherwise."""
@@ -39,7 +39,7 @@ def copy_engine_for(device: torch.device, branches: int = 0, remote: Collection[
     streams (`branches`), if any are asked for.
     """
     if device.type == "cpu":
-        return TorchEngine()
+        return TorchCopyEngine()
     if device.type == "cuda":
-        return CudaEngine(device, branches, remote)
+        return CudaCopyEngine(device, branches, remote)
     raise Unsupported(f"there is no copy engine for {device}: let this engine take the local transport")

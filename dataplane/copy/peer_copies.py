@@ -28,7 +28,7 @@ class PeerCopies:
         memory: Sequence[torch.Tensor],
     ) -> None:
         """`rest` is the kernel's, by stage; `instead` binds what `batch` copies to it. `memory` is held meanwhile."""
-        self.remark = ""
+        self.fallback_reason = ""
         self._device = device
         self._batch: CopyBatch | None = batch
         self._stages = sorted({*batch.stages, *rest})
@@ -59,7 +59,7 @@ class PeerCopies:
     def launch(self, ready: WaitStage = no_wait) -> None:
         """Copy every row, in the order of the current stream of this device.
 
-        Should the driver refuse a batch, the kernel copies what it would have, from now on: `remark` says why.
+        Should the driver refuse a batch, the kernel copies what it would have, from now on: `fallback_reason` says why.
         """
         with self._on_device():
             for stream in self._streams:
@@ -81,13 +81,13 @@ class PeerCopies:
         try:
             self._batch.launch(self._handles(self._batch), stage)
         except CopyEnginesUnavailable as error:
-            self.remark, self._batch = str(error), None
+            self.fallback_reason, self._batch = str(error), None
             for of, copies in self._instead().items():
                 self._kernel[of].append(copies)
                 if of == stage:  # a batch that was not refused is carried out
                     copies.launch()
 
-    def follow(self, source: torch.Tensor | None) -> None:
+    def move_source(self, source: torch.Tensor | None) -> None:
         """Raises `ValueError`: a peer's memory is opened where it is, and bound anew when it is elsewhere."""
         del source
         raise ValueError("copies out of a peer's memory are bound anew when it is elsewhere")

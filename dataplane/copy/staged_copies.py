@@ -22,12 +22,12 @@ class StagedCopies:
     """Implements `PreparedCopies` with a table for each stage, on one stream."""
 
     def __init__(
-        self, stages: Mapping[int, PreparedCopies], device: torch.device | None = None, remark: str = ""
+        self, stages: Mapping[int, PreparedCopies], device: torch.device | None = None, fallback_reason: str = ""
     ) -> None:
         """`device` is the GPU of the targets; without one they are in host memory."""
         self._stages = dict(sorted(stages.items()))
         self._device = device if device is not None and device.type == "cuda" else None
-        self.remark = remark
+        self.fallback_reason = fallback_reason
 
     @property
     def busy(self) -> bool:
@@ -51,10 +51,10 @@ class StagedCopies:
             ready(stage)
             copies.launch()
 
-    def follow(self, source: torch.Tensor | None) -> None:
+    def move_source(self, source: torch.Tensor | None) -> None:
         """The only region that is copied from lies here now."""
         for copies in self._stages.values():
-            copies.follow(source)
+            copies.move_source(source)
 
     def close(self) -> None:
         """Let go of the memory."""

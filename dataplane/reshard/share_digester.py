@@ -40,14 +40,14 @@ class ShareDigester:
         buffers = sizes_of([self._buffer])
         share.in_place.check(sizes)
         share.odd.copies.check(sizes, sizes_of([self._odd]))
-        self._in_place = engine.digest(share.in_place, regions)
-        self._pack_odd = engine.copies(share.odd.copies, regions, [self._odd])
+        self._in_place = engine.prepare_digest(share.in_place, regions)
+        self._pack_odd = engine.prepare_copies(share.odd.copies, regions, [self._odd])
         self._passes: list[_Bound] = []
         for each in share.passes:
             each.copies.check(sizes, buffers)
             each.boxes.check(buffers)
-            copies = engine.copies(each.copies, regions, [self._buffer])
-            self._passes.append(_Bound(copies, engine.digest(each.boxes, [self._buffer])))
+            copies = engine.prepare_copies(each.copies, regions, [self._buffer])
+            self._passes.append(_Bound(copies, engine.prepare_digest(each.boxes, [self._buffer])))
 
     def begin(self) -> None:
         """Begin to read the memory as it is now, in the order of the current stream. Returns at once on a GPU.

@@ -113,7 +113,7 @@ class Verification:
         indexes: list[int] = self._groups[0].tolist()
         return np.array([self.tensors[index].nbytes for index in indexes], np.int64)
 
-    def check(self, table: DigestTable, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> None:
+    def verify(self, table: DigestTable, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> None:
         """Raise `DigestMismatch` unless what the workers hold is what the digest table says, everywhere.
 
         A server may stand still for it: what only depends on the layout is worked out once.

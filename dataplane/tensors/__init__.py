@@ -50,7 +50,6 @@ if TYPE_CHECKING:
         served_dtypes as served_dtypes,
         served_sizes as served_sizes,
         served_strides as served_strides,
-        side_by_side as side_by_side,
         tensor_positions as tensor_positions,
         whole_tensor_shard as whole_tensor_shard,
     )

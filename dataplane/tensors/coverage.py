@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import CoverageError
 from .boxes import Box, Boxes, Column, find_overlap, intersect, subtract_all, volumes
 from .load_balancing import ReplicaSets, assign_balanced, factorize, ragged_arange
-from .shards import Shards, lexsort_rows, served_sizes, side_by_side
+from .shards import Shards, lexsort_rows, served_sizes
 
 _SHOWN: Final = 3
 _FRACTION_BITS: Final = 16
@@ -25,7 +25,7 @@ def drop_replicas(shards: Shards) -> Shards:
 
     Copies of a whole shard are dropped; where shards overlap otherwise, those of higher ranks are cut.
     """
-    keys = side_by_side(shards.boxes.space, shards.boxes.start, shards.boxes.stop, shards.rank)
+    keys = np.column_stack((shards.boxes.space, shards.boxes.start, shards.boxes.stop, shards.rank))
     order = lexsort_rows(keys)
     first = _begins(keys[order, :-1])
     return _apart(shards.take(np.sort(order[first])))
@@ -54,8 +54,8 @@ def choose_replicas(
     count = int(shards.rank.max()) + 1
     far = np.zeros(len(shards), np.int64) if distance is None else distance[shards.rank]
     alike = bool((far == far[0]).all())
-    box = side_by_side(shards.boxes.space, shards.boxes.start, shards.boxes.stop)
-    order = lexsort_rows(side_by_side(box, *(() if alike else (far,)), shards.rank))
+    box = np.column_stack((shards.boxes.space, shards.boxes.start, shards.boxes.stop))
+    order = lexsort_rows(np.column_stack((box, *(() if alike else (far,)), shards.rank)))
     heads = np.flatnonzero(_begins(box[order]))
     several = np.diff(np.append(heads, len(order)))
     rank = shards.rank[order]
@@ -153,8 +153,8 @@ def _merge_along(shards: Shards, axis: int) -> Shards:
     starts, stops = boxes.start.copy(), boxes.stop.copy()
     starts[:, axis] = stops[:, axis] = 0
     kind = (boxes.space, shards.rank, shards.storage, shards.dtype, shards.shift, origin, shards.stride)
-    shared = side_by_side(*kind, starts, stops)
-    order = lexsort_rows(side_by_side(shared, boxes.start[:, axis]))
+    shared = np.column_stack((*kind, starts, stops))
+    order = lexsort_rows(np.column_stack((shared, boxes.start[:, axis])))
     start, stop = boxes.start[order, axis], boxes.stop[order, axis]
     begins = _begins(shared[order])
     begins[1:] |= start[1:] != stop[:-1]

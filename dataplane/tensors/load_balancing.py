@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 
 from .boxes import Column
-from .shards import lexsort_rows, side_by_side
+from .shards import lexsort_rows
 
 _BITS: Final = 32
 """Of readers' numbers."""
@@ -66,7 +66,7 @@ def assign_balanced(sets: ReplicaSets, weight: Column, first: int = 0) -> Column
     if not len(rows):
         return place
     of = sets.of[rows]
-    rows = rows[lexsort_rows(side_by_side(-weight[rows], sets.count[of], of))]
+    rows = rows[lexsort_rows(np.column_stack((-weight[rows], sets.count[of], of)))]
     weight, of = weight[rows], sets.of[rows]
     alike = np.append(_ends(weight, sets.count[of]), len(rows)).tolist()
     classes = np.append(_ends(weight, of), len(rows))
@@ -116,4 +116,6 @@ def _by_least(given: Column, weight: int, items: Column) -> Column:
     level = ragged_arange(given.ravel(), each, np.full(len(each), weight))
     if len(items) == 1:
         return np.repeat(order.ravel(), each)[np.argsort(level, kind="stable")]
-    return np.repeat(order.ravel(), each)[lexsort_rows(side_by_side(np.repeat(np.arange(len(items)), items), level))]
+    return np.repeat(order.ravel(), each)[
+        lexsort_rows(np.column_stack((np.repeat(np.arange(len(items)), items), level)))
+    ]

@@ -200,7 +200,7 @@ class Shards:
     def numbers(self) -> Column:
         """(shards, columns): everything but the tensors, in a fixed order of columns."""
         ends = (self.boxes.start, self.boxes.stop, self.stride)
-        return side_by_side(self.boxes.space, self.rank, self.storage, self.dtype, self.offset, self.shift, *ends)
+        return np.column_stack((self.boxes.space, self.rank, self.storage, self.dtype, self.offset, self.shift, *ends))
 
 
 class _Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -307,11 +307,6 @@ def served_strides(shards: Shards) -> Column:
     """(shards, axes): elements between neighbors along each axis of each shard's tensor, packed."""
     extents = pad_axes(_about(shards.tensors).shapes, shards.boxes.start.shape[1], 1)
     return packed_strides(extents)[shards.boxes.space]
-
-
-def side_by_side(*columns: Column) -> Column:
-    """One table of all columns."""
-    return np.concatenate([column[:, None] if column.ndim == 1 else column for column in columns], axis=1)
 
 
 def lexsort_rows(table: Column) -> Column:

@@ -36,8 +36,8 @@ class DigestReport:
         sizes = sizes_of(memory)
         proof.check(sizes)
         odd.check(sizes, sizes_of([self._odd_buffer]))
-        self.proof = engine.digest(proof, memory)
-        self._odd = engine.copies(odd, memory, [self._odd_buffer])
+        self.proof = engine.prepare_digest(proof, memory)
+        self._odd = engine.prepare_copies(odd, memory, [self._odd_buffer])
         self._casts = _cast_checks(odd, memory, [*names, "staging"])
 
     def answers(self, asked: wire.Prove) -> bool:

@@ -68,7 +68,7 @@ class _Bound:
     @property
     def remark(self) -> str:
         """Why it is slower than it could be."""
-        return self.copies.remark or self.staging.remark
+        return self.copies.fallback_reason or self.staging.fallback_reason
 
 
 class WorkerState:
@@ -299,8 +299,8 @@ class WorkerState:
         needs = [needed_parts_by_stage(table, each, holders) for table, each in zip(tables, stages, strict=True)]
         self._bound = _Bound(
             exports,
-            reader.copies(copies, sources, targets, stages[0] if needs[0] else None),
-            reader.copies(staging, sources, [self._buffer], stages[1] if needs[1] else None),
+            reader.prepare_copies(copies, sources, targets, stages[0] if needs[0] else None),
+            reader.prepare_copies(staging, sources, [self._buffer], stages[1] if needs[1] else None),
             ReadyFlags(marks, self._importer.check),
             (needs[0], needs[1]),
         )

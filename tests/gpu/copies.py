@@ -132,7 +132,7 @@ def measure(nbytes: int, reader: torch.device, source: torch.Tensor) -> dict[str
     for name, table in tables(nbytes).items():
         table.check(np.array([source.numel()]), np.array([target.numel()]))
         target.zero_()
-        copies = engine.copies(table, [source], [target])
+        copies = engine.prepare_copies(table, [source], [target])
         took = seconds(reader, copies.run)
         moved = int(table.target_bytes.sum())
         right = same(table, source, target)
@@ -142,7 +142,7 @@ def measure(nbytes: int, reader: torch.device, source: torch.Tensor) -> dict[str
             "of_plain": (moved / took) / (nbytes / plain), "equal": right,
         }  # fmt: skip
         if name == "contiguous":
-            digests = engine.digest(box_table(table), [target])
+            digests = engine.prepare_digest(box_table(table), [target])
             took = seconds(reader, digests.run)
             lanes = digests.run()
             expected = digest_tensors(target[:moved], [*range(0, moved + 1, moved // len(table))])
@@ -185,7 +185,7 @@ def both_ways(nbytes: int, sources: Sequence[torch.Tensor]) -> dict[str, Any]:
     plain = at_once([(at, lambda out=out, into=into: into[:nbytes].copy_(out[:nbytes])) for at, out, into in ways])
     found: dict[str, Any] = {"bytes": nbytes, "plain_copy_s": plain, "plain_gb_s": nbytes / plain / 1e9, "equal": True}
     for name, table in tables(nbytes).items():
-        copies = [copy_engine_for(at).copies(table, [out], [into]) for at, out, into in ways]
+        copies = [copy_engine_for(at).prepare_copies(table, [out], [into]) for at, out, into in ways]
         took = at_once([(at, each.run) for at, each in zip(readers, copies, strict=True)])
         moved = int(table.target_bytes.sum())
         found["equal"] &= all(same(table, out, into) for _, out, into in ways)

@@ -81,7 +81,7 @@ def bases(*tensors: torch.Tensor) -> np.ndarray:
 
 def kernel(side: Side, copied: CopyTable, source: torch.Tensor, target: torch.Tensor) -> Made:
     copied.check(np.array([source.numel()]), np.array([target.numel()]))
-    copies = copy_engine_for(side.device).copies(copied, [source], [target])
+    copies = copy_engine_for(side.device).prepare_copies(copied, [source], [target])
     return copies.launch, copies.close, {"rows": len(copied)}
 
 

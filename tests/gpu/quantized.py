@@ -161,7 +161,7 @@ class Many:
         specs = [TensorSpec(f"{at}", "float8_e4m3fn", EXPERT) for at in range(len(self.source))]
         pieces = Shards.of(specs, [whole_tensor_shard(spec, spec.dtype, at) for at, spec in enumerate(specs)])
         table = make_box_table(pieces, pieces.storage, np.zeros(len(pieces), np.int64))
-        return copy_engine_for(self.source.device).digest(table, [bytes_of(outs[0]) for outs in self.outs])
+        return copy_engine_for(self.source.device).prepare_digest(table, [bytes_of(outs[0]) for outs in self.outs])
 
 
 def speed(scheme: Scheme, device: torch.device, nbytes: int) -> dict[str, float]:

@@ -19,7 +19,7 @@ from tests.dataplane.copy.test_tiles import boxes, column, copies, fits, memory
 from tests.kit.waiting import until
 from weightbus.dataplane.copy.box_digests import BoxTable
 from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.copy.engine_selection import copy_engine_for
 from weightbus.dataplane.errors import PeerLost, StaleSession
 from weightbus.dataplane.memory.importer import RegionImporter
@@ -39,9 +39,9 @@ def test_copies_are_those_of_the_cpu(table: CopyTable) -> None:
         return
     source, expected = memory(1), memory(2)
     found = expected.to(GPU)
-    TorchEngine().copies(table, [source], [expected]).run()
+    TorchCopyEngine().prepare_copies(table, [source], [expected]).run()
 
-    copy_engine_for(GPU).copies(table, [source.to(GPU)], [found]).run()
+    copy_engine_for(GPU).prepare_copies(table, [source.to(GPU)], [found]).run()
 
     assert torch.equal(found.cpu(), expected)
 
@@ -55,9 +55,9 @@ def test_digests_are_those_of_the_cpu(table: BoxTable) -> None:
     if end + int(table.words[0]) * 8 // int(table.item[0]) * int(table.item_step[0]) >= len(region):
         return
 
-    lanes = copy_engine_for(GPU).digest(table, [region.to(GPU)]).run()
+    lanes = copy_engine_for(GPU).prepare_digest(table, [region.to(GPU)]).run()
 
-    assert np.array_equal(lanes, TorchEngine().digest(table, [region]).run())
+    assert np.array_equal(lanes, TorchCopyEngine().prepare_digest(table, [region]).run())
 
 
 def test_casts_are_torchs() -> None:
@@ -70,9 +70,9 @@ def test_casts_are_torchs() -> None:
     )  # fmt: skip
     source, expected = torch.randn(256).view(torch.uint8), torch.zeros(1024, dtype=torch.uint8)
     found = expected.to(GPU)
-    TorchEngine().copies(table, [source], [expected]).run()
+    TorchCopyEngine().prepare_copies(table, [source], [expected]).run()
 
-    copy_engine_for(GPU).copies(table, [source.to(GPU)], [found]).run()
+    copy_engine_for(GPU).prepare_copies(table, [source.to(GPU)], [found]).run()
 
     assert torch.equal(found.cpu(), expected)
     assert replace(table).casts.tolist() == [1, 0]
@@ -180,8 +180,8 @@ def test_copy_engines_and_kernel_share_a_table(trainer: Trainer, branches: int) 
     found = torch.zeros(4 << 20, dtype=torch.uint8, device=GPU)
     region = importer.region(0, 0)
     remote = [region.data_ptr()] if importer.remote(0, 0) else []
-    copies = copy_engine_for(GPU, branches, remote).copies(table, [region], [found])
-    assert copies.remark == ""
+    copies = copy_engine_for(GPU, branches, remote).prepare_copies(table, [region], [found])
+    assert copies.fallback_reason == ""
 
     for value in (5.0, 9.0):
         if value == 9.0:
@@ -191,7 +191,7 @@ def test_copy_engines_and_kernel_share_a_table(trainer: Trainer, branches: int) 
         expected = torch.zeros(4 << 20, dtype=torch.uint8)
         source = torch.full((1 << 20,), value).view(torch.uint8)
         rows = replace(table, source_at=at - int(offset))
-        TorchEngine().copies(rows, [source], [expected]).run()
+        TorchCopyEngine().prepare_copies(rows, [source], [expected]).run()
         assert torch.equal(found.cpu(), expected)
     copies.close()
     importer.close()

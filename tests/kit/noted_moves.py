@@ -10,7 +10,7 @@ import torch
 
 from weightbus.dataplane.copy.copy_engine import PreparedCopies, WaitStage, no_wait
 from weightbus.dataplane.copy.copy_table import AXES, CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.tensors.boxes import Column
 from weightbus.dataplane.tensors.shards import DTYPES
@@ -54,7 +54,7 @@ class _Noted:
 class _Copies:
     def __init__(self, copies: PreparedCopies, notes: list[str], name: str) -> None:
         self._copies, self._notes, self._name = copies, notes, name
-        self.remark = ""
+        self.fallback_reason = ""
 
     @property
     def busy(self) -> bool:
@@ -67,22 +67,22 @@ class _Copies:
         self._notes.append(f"copy {self._name}")
         self._copies.launch(ready)
 
-    def follow(self, source: torch.Tensor | None) -> None:
-        self._copies.follow(source)
+    def move_source(self, source: torch.Tensor | None) -> None:
+        self._copies.move_source(source)
 
     def close(self) -> None:
         self._notes.append(f"close {self._name}")
         self._copies.close()
 
 
-class NotedEngine(TorchEngine):
+class NotedEngine(TorchCopyEngine):
     """Its copies say when they are launched and closed."""
 
     def __init__(self, notes: list[str]) -> None:
         super().__init__()
         self._notes = notes
 
-    def copies(  # type: ignore[override]
+    def prepare_copies(  # type: ignore[override]
         self,
         table: CopyTable,
         sources: Sequence[torch.Tensor],
@@ -90,13 +90,13 @@ class NotedEngine(TorchEngine):
         stages: Column | None = None,
     ) -> PreparedCopies:
         """All rows."""
-        return _Copies(super().copies(table, sources, targets, stages), self._notes, "all")
+        return _Copies(super().prepare_copies(table, sources, targets, stages), self._notes, "all")
 
-    def parts(  # type: ignore[override]
+    def prepare_parts(  # type: ignore[override]
         self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> Mapping[int, PreparedCopies]:
         """Each part by itself."""
-        found = super().parts(table, parts, sources, targets)
+        found = super().prepare_parts(table, parts, sources, targets)
         return {part: _Copies(each, self._notes, str(part)) for part, each in found.items()}
 
 

@@ -23,7 +23,6 @@ from weightbus.dataplane.tensors import (
     lexsort_rows,
     ragged_arange,
     served_sizes,
-    side_by_side,
     volumes,
 )
 
@@ -165,7 +164,7 @@ def _dealt(holders: Series, weight: Column, first: int) -> Column:
 
 
 def _in_planners_order(held: TrainerShards) -> Column:
-    return lexsort_rows(side_by_side(held.boxes.space, held.boxes.start, held.boxes.stop))
+    return lexsort_rows(np.column_stack((held.boxes.space, held.boxes.start, held.boxes.stop)))
 
 
 def within(holders: Series, low: int, high: int) -> Series:

@@ -297,7 +297,7 @@ class DirectReceiver:
                 lanes = [_lanes(each.lanes) for each in replayed]
                 table = self._table_of(session)
                 with self._timed("compare"):
-                    agreement.proof.check(table, lanes, [each.odd for each in replayed])
+                    agreement.proof.verify(table, lanes, [each.odd for each in replayed])
         except Exception as error:
             dead = self._dead
             self._workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))

@@ -63,9 +63,9 @@ class ReceiveQueue:
             placed = _both(placed, _straight(messages, at))
         placed.check(np.array([self.staging_bytes]), sizes_of(targets))
         if beside:
-            self._flip = engine.copies(placed, [self._staging], targets)
+            self._flip = engine.prepare_copies(placed, [self._staging], targets)
         else:
-            parts = engine.parts(placed, messages.chunk[unpack.source], [self._staging], targets)
+            parts = engine.prepare_parts(placed, messages.chunk[unpack.source], [self._staging], targets)
             self._unpacks = [parts.get(turn) for turn in range(messages.chunks)]
         self.nbytes = int(messages.nbytes.sum())
         """Of all messages."""
@@ -90,7 +90,7 @@ class ReceiveQueue:
             return
         staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._device)
         if self._flip is not None:
-            self._flip.follow(staging)
+            self._flip.move_source(staging)
         self._vacated = DeviceFence(self._device)
         self._staging = staging  # last: it is whole, or not attached
 
@@ -99,7 +99,7 @@ class ReceiveQueue:
         if self.beside:
             self._staging = None
             if self._flip is not None:
-                self._flip.follow(None)
+                self._flip.move_source(None)
 
     def receive(self, group: QueuePair, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`.

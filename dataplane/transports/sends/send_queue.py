@@ -65,7 +65,7 @@ class SendQueue:
         placed.check(sizes_of(regions), np.array([self.staging_bytes]))
         self.memory = (self._staging, *regions)
         """All that messages may lie in."""
-        parts = engine.parts(placed, everything.chunk[pack.target], regions, [self._staging])
+        parts = engine.prepare_parts(placed, everything.chunk[pack.target], regions, [self._staging])
         self.nbytes = int(everything.nbytes.sum())
         """Of all messages."""
         self._packs: list[PreparedCopies | None] = [parts.get(turn) for turn in range(everything.chunks)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from weightbus.dataplane.copy.copy_cuda import CudaEngine
+from weightbus.dataplane.copy.copy_cuda import CudaCopyEngine
 from weightbus.dataplane.copy.copy_table import AXES, CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.tensors.shards import DTYPES
 
 from .test_tiles import REGION, column, copies, fits, memory
@@ -29,12 +29,12 @@ def test_what_follows_copies_as_if_it_were_bound_anew(table: CopyTable) -> None:
     if not fits(table):
         return
     first, second, found, expected = memory(1), memory(3), memory(2), memory(2)
-    prepared = TorchEngine().copies(table, [first], [found])
-    prepared.follow(None)
-    prepared.follow(second)
+    prepared = TorchCopyEngine().prepare_copies(table, [first], [found])
+    prepared.move_source(None)
+    prepared.move_source(second)
     prepared.run()
 
-    TorchEngine().copies(table, [second], [expected]).run()
+    TorchCopyEngine().prepare_copies(table, [second], [expected]).run()
     assert torch.equal(found, expected)
 
 
@@ -45,25 +45,25 @@ def test_a_gpus_tiles_follow(table: CopyTable) -> None:
     if not fits(table):
         return
     whole, target = torch.zeros(3 * REGION, dtype=torch.uint8), memory(2)
-    engine, region = CudaEngine(CPU), whole[REGION:]
-    prepared = engine.copies(table, [whole], [target])
+    engine, region = CudaCopyEngine(CPU), whole[REGION:]
+    prepared = engine.prepare_copies(table, [whole], [target])
     places = [tiles.data_ptr() for _, tiles in prepared._tiles]
     for source in (region, None, whole, region):
-        prepared.follow(source)
-        anew = engine.copies(table, [whole if source is whole else region], [target])
+        prepared.move_source(source)
+        anew = engine.prepare_copies(table, [whole if source is whole else region], [target])
         for (size, tiles), (expected_size, expected) in zip(prepared._tiles, anew._tiles, strict=True):
             assert size == expected_size
             assert torch.equal(tiles, expected)
     assert places == [tiles.data_ptr() for _, tiles in prepared._tiles]
 
 
-@pytest.mark.parametrize("engine", [TorchEngine(), CudaEngine(CPU)], ids=["torch", "cuda"])
-def test_what_lies_nowhere_is_not_held(engine: TorchEngine | CudaEngine) -> None:
+@pytest.mark.parametrize("engine", [TorchCopyEngine(), CudaCopyEngine(CPU)], ids=["torch", "cuda"])
+def test_what_lies_nowhere_is_not_held(engine: TorchCopyEngine | CudaCopyEngine) -> None:
     """Its memory is free for others."""
     source, target = memory(1), memory(2)
-    prepared = engine.copies(ROW, [source], [target])
+    prepared = engine.prepare_copies(ROW, [source], [target])
     watched = weakref.ref(source.untyped_storage())
-    prepared.follow(None)
+    prepared.move_source(None)
     del source
     assert watched() is None
 
@@ -71,6 +71,6 @@ def test_what_lies_nowhere_is_not_held(engine: TorchEngine | CudaEngine) -> None
 def test_another_alignment_is_refused() -> None:
     """A tile's vectors lie on multiples of their size, on both sides."""
     whole = memory(1)
-    prepared = CudaEngine(CPU).copies(ROW, [whole], [memory(2)])
+    prepared = CudaCopyEngine(CPU).prepare_copies(ROW, [whole], [memory(2)])
     with pytest.raises(ValueError, match="cannot be followed"):
-        prepared.follow(whole[8:])
+        prepared.move_source(whole[8:])

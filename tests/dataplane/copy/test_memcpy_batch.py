@@ -15,7 +15,7 @@ from hypothesis import given, settings
 
 from tests.kit.fake_batches import NOT_SUPPORTED, Attributes, FakeBatches
 from weightbus.dataplane.copy import memcpy_batch as copy_batch
-from weightbus.dataplane.copy.copy_cuda import CudaCopies, CudaEngine
+from weightbus.dataplane.copy.copy_cuda import CudaCopies, CudaCopyEngine
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchCopies
 from weightbus.dataplane.copy.engine_selection import DEFAULT_COPY_STREAMS, copy_streams_setting
@@ -112,7 +112,7 @@ def bound(
     found, expected = torch.zeros_like(source), torch.zeros_like(source)
     TorchCopies(MIXED, [source], [expected]).run()
     elsewhere = [source.data_ptr()] if remote else []
-    return CudaEngine(CPU, branches, elsewhere, driver).copies(MIXED, [source], [found]), found, expected
+    return CudaCopyEngine(CPU, branches, elsewhere, driver).prepare_copies(MIXED, [source], [found]), found, expected
 
 
 def test_engines_and_kernel_share_a_table(launched: list[int]) -> None:
@@ -125,7 +125,7 @@ def test_engines_and_kernel_share_a_table(launched: list[int]) -> None:
         assert torch.equal(found, expected)
     assert launched == [5017, 5017]
     assert [count for _, count in driver.launched] == [1, 1, 1] * 2
-    assert copies.remark == ""
+    assert copies.fallback_reason == ""
     copies.close()
 
 
@@ -140,7 +140,7 @@ def test_the_kernel_takes_what_engines_do_not(case: str, launched: list[int]) ->
     copies.launch()
     assert torch.equal(found, expected)
     assert launched == [int(MIXED.target_bytes.sum())]
-    assert ("a kernel copies instead" in copies.remark) == (case == "no batches")
+    assert ("a kernel copies instead" in copies.fallback_reason) == (case == "no batches")
 
 
 def test_a_call_that_is_refused_is_the_kernels_from_then_on(launched: list[int]) -> None:
@@ -150,8 +150,8 @@ def test_a_call_that_is_refused_is_the_kernels_from_then_on(launched: list[int])
     copies, found, expected = bound(driver, 2)
     copies.launch()
     assert torch.equal(found, expected)
-    assert "CUDA_ERROR_NOT_SUPPORTED, 801" in copies.remark
-    assert "WEIGHTBUS_WORKER_BRANCHES=0" in copies.remark
+    assert "CUDA_ERROR_NOT_SUPPORTED, 801" in copies.fallback_reason
+    assert "WEIGHTBUS_WORKER_BRANCHES=0" in copies.fallback_reason
     driver.code = 0
     found.zero_()
     copies.launch()
@@ -168,9 +168,9 @@ def test_a_stage_is_launched_when_it_is_ready(branches: int) -> None:
     driver = FakeBatches()
     source = torch.randint(1, 256, (7 * MB,), dtype=torch.uint8)
     found = torch.zeros_like(source)
-    engine = CudaEngine(CPU, branches, [source.data_ptr()], driver)  # type: ignore[arg-type]
+    engine = CudaCopyEngine(CPU, branches, [source.data_ptr()], driver)  # type: ignore[arg-type]
     stages = column(3, 0, 1, 1, 3)
-    copies = engine.copies(MIXED, [source], [found], stages)
+    copies = engine.prepare_copies(MIXED, [source], [found], stages)
     places = [(int(at), int(at + run)) for at, run in zip(MIXED.target_at, MIXED.run, strict=True)]
     asked: list[int] = []
 
@@ -194,8 +194,8 @@ def test_a_batch_that_is_refused_is_the_kernels_in_its_stage(refused: int, launc
     driver = FakeBatches()
     source = torch.randint(1, 256, (8 * MB,), dtype=torch.uint8)
     found, table = torch.zeros_like(source), rows(2 * MB, 3 * MB, MB, MB)
-    engine = CudaEngine(CPU, 2, [source.data_ptr()], driver)  # type: ignore[arg-type]
-    copies = engine.copies(table, [source], [found], column(0, 1, 3, 3))
+    engine = CudaCopyEngine(CPU, 2, [source.data_ptr()], driver)  # type: ignore[arg-type]
+    copies = engine.prepare_copies(table, [source], [found], column(0, 1, 3, 3))
     ends = {0: 2 * MB, 1: 5 * MB, 3: 7 * MB}
 
     def ready(stage: int) -> None:
@@ -205,7 +205,7 @@ def test_a_batch_that_is_refused_is_the_kernels_in_its_stage(refused: int, launc
     copies.launch(ready)
 
     assert torch.equal(found[: 7 * MB], source[: 7 * MB])
-    assert "CUDA_ERROR_NOT_SUPPORTED" in copies.remark
+    assert "CUDA_ERROR_NOT_SUPPORTED" in copies.fallback_reason
     copied = {0: 0, 1: 2 * MB, 3: 5 * MB}[refused]
     assert sum(launched) == 7 * MB - copied
     launched.clear()
@@ -218,7 +218,7 @@ def test_what_is_not_ready_is_not_launched(launched: list[int]) -> None:
     """Whatever is raised while a stage is waited for: stages before may be there, those after are not."""
     source = torch.ones(7 * MB, dtype=torch.uint8)
     found = torch.zeros_like(source)
-    copies = CudaEngine(CPU).copies(MIXED, [source], [found], column(0, 0, 1, 1, 1))
+    copies = CudaCopyEngine(CPU).prepare_copies(MIXED, [source], [found], column(0, 0, 1, 1, 1))
 
     def ready(stage: int) -> None:
         if stage:
@@ -318,7 +318,7 @@ def test_a_peers_memory_follows_nobody() -> None:
     """Its addresses are in the batch."""
     copies, _, _ = bound(FakeBatches(), 2)
     with pytest.raises(ValueError, match="bound anew"):
-        copies.follow(None)
+        copies.move_source(None)
 
 
 def test_what_the_environment_may_say() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import CoverageError, DigestMismatch, ManifestError, Unsupported
 from weightbus.dataplane.reshard.digest_shares import DigestDivision, divide_digest_work
@@ -66,7 +66,7 @@ class Ranks:
     def reports(self, division: DigestDivision, pass_bytes: int) -> tuple[list[np.ndarray], list[bytes]]:
         """What each rank says."""
         found = [
-            ShareDigester(division.share(rank, pass_bytes), memory, torch.device("cpu"), TorchEngine()).run()
+            ShareDigester(division.share(rank, pass_bytes), memory, torch.device("cpu"), TorchCopyEngine()).run()
             for rank, memory in enumerate(self.memories)
         ]
         return [lanes for lanes, _ in found], [odd for _, odd in found]

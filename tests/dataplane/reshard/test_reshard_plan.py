@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.box_digests import make_box_table, odd_boxes
 from weightbus.dataplane.copy.copy_table import CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import CoverageError, ManifestError
 from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
@@ -74,9 +74,7 @@ def sizes(shards: list[list[Shard]]) -> list[int]:
 def exported(shards: list[list[Shard]], hosts: list[str] | None = None) -> list[ExportMap]:
     """One region and one local tensor for each rank, 64 bytes into the region."""
     return [
-        ExportMap(
-            rank, hosts[rank] if hosts else "here", (Region(64 + 2 * nbytes, "cpu"),), (ExportedTensor(0, 64),)
-        )
+        ExportMap(rank, hosts[rank] if hosts else "here", (Region(64 + 2 * nbytes, "cpu"),), (ExportedTensor(0, 64),))
         for rank, nbytes in enumerate(sizes(shards))
     ]
 
@@ -115,8 +113,8 @@ def carry_out(plan: ReshardPlan, memories: list[torch.Tensor], target: torch.Ten
     source_bytes = np.array([len(source) for source in sources], np.int64)
     plan.copies.check(source_bytes, np.array([target.numel() * 2]))
     plan.staging.check(source_bytes, np.array([buffer.numel()]))
-    TorchEngine().copies(plan.copies, sources, [target.view(torch.uint8)]).run()
-    TorchEngine().copies(plan.staging, sources, [buffer]).run()
+    TorchCopyEngine().prepare_copies(plan.copies, sources, [target.view(torch.uint8)]).run()
+    TorchCopyEngine().prepare_copies(plan.staging, sources, [buffer]).run()
 
 
 @settings(max_examples=60, deadline=None)
@@ -153,7 +151,7 @@ def test_digests_of_boxes_are_digests_of_tensors(data: st.DataObject) -> None:
 
     table = make_box_table(shards.take(even), shards.rank[even], np.full(len(even), 64))
     table.check(np.array([memory.numel() * 2 for memory in memories]))
-    lanes = TorchEngine().digest(table, [memory.view(torch.uint8) for memory in memories]).run()
+    lanes = TorchCopyEngine().prepare_digest(table, [memory.view(torch.uint8) for memory in memories]).run()
 
     found = integrity.finish_digests(lanes, np.array([spec.nbytes for spec in TENSORS]))
     for index in whole.tolist():

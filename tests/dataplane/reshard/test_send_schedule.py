@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
-from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchEngine
+from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchCopyEngine
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
 from weightbus.dataplane.processes.deadline import Deadline
@@ -132,7 +132,7 @@ def outboxes(plans: list[ReshardPlan], made: list[SendSchedule], memories: list[
                 for at, (plan, each) in enumerate(zip(plans, made, strict=True))
             ],
             [memory.view(torch.uint8)],
-            TorchEngine(),
+            TorchCopyEngine(),
         )
         for rank, memory in enumerate(memories)
     ]  # fmt: skip
@@ -159,7 +159,7 @@ def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
     out = outboxes(plans, made, memories)
     ins = [
         ReceiveQueue(
-            each.messages, each.unpack, [target.view(torch.uint8), buffer], TorchEngine(), target.device, beside=beside
+            each.messages, each.unpack, [target.view(torch.uint8), buffer], TorchCopyEngine(), target.device, beside=beside
         )
         for each, target, buffer in zip(made, targets, buffers, strict=True)
     ]  # fmt: skip
@@ -216,7 +216,7 @@ def test_the_next_version_needs_no_new_tables(data: st.DataObject) -> None:
         assert inbox.memory == ()
         kept.append(arena)  # so that the next one lies elsewhere
         again = ReceiveQueue(
-            made.messages, made.unpack, [expected.view(torch.uint8), expected_buffer], TorchEngine(), target.device,
+            made.messages, made.unpack, [expected.view(torch.uint8), expected_buffer], TorchCopyEngine(), target.device,
             beside=False,
         )  # fmt: skip
         deliver([*outboxes([plan], [made], memories), again], eager=True)
@@ -227,22 +227,24 @@ def test_the_next_version_needs_no_new_tables(data: st.DataObject) -> None:
     assert engine.bound == bound
 
 
-class CountingEngine(TorchEngine):
+class CountingEngine(TorchCopyEngine):
     """Knows how often a table was bound."""
 
     bound = 0
 
-    def copies(self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> TorchCopies:
+    def prepare_copies(
+        self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> TorchCopies:
         """As always."""
         self.bound += 1
-        return super().copies(table, sources, targets)
+        return super().prepare_copies(table, sources, targets)
 
-    def parts(
+    def prepare_parts(
         self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> dict[int, TorchCopies]:
         """As always."""
         self.bound += 1
-        return super().parts(table, parts, sources, targets)
+        return super().prepare_parts(table, parts, sources, targets)
 
 
 def model(count: int, dtype: str = "bfloat16", stored: str = "bfloat16") -> tuple[Shards, list[ExportMap], LoadTrace]:
@@ -294,7 +296,7 @@ def test_what_has_room_of_its_own_is_asked_for_at_once(*, beside: bool) -> None:
     chunks = made.messages.chunks
     assert chunks > 2 * UNDER_WAY
     targets = [torch.zeros(128 * 256 * 2, dtype=torch.uint8) for _ in range(8)]
-    box = ReceiveQueue(made.messages, made.unpack, targets, TorchEngine(), torch.device("cpu"), beside=beside)
+    box = ReceiveQueue(made.messages, made.unpack, targets, TorchCopyEngine(), torch.device("cpu"), beside=beside)
     asked = Asked()
     box.receive(asked, PROMPT_S)
     assert asked.done.index("wait") == (chunks if beside else UNDER_WAY)
@@ -401,9 +403,7 @@ def test_small_rows_share_a_message() -> None:
     trace = LoadTrace(0, targets, Shards.of(tensors, wanted))
     export = ExportMap(0, "here", (Region(200 * 1000, "cpu"),), (ExportedTensor(0, 0),))
 
-    made = make_send_schedule(
-        make_plan(Shards.of(tensors, shards), [export], trace, SENT_TO), 1000, pair_bytes_for(1)
-    )
+    made = make_send_schedule(make_plan(Shards.of(tensors, shards), [export], trace, SENT_TO), 1000, pair_bytes_for(1))
 
     assert len(made.messages) == 1
     assert made.messages.nbytes.sum() == 1000 * 128

@@ -45,7 +45,7 @@ class Held:
 
     def check(self, digests: bytes | None = None) -> None:
         table = SimpleNamespace(tensors=self.digests if digests is None else digests)
-        self.proof.check(cast("Any", table), self.lanes, [b""] * len(self.lanes))
+        self.proof.verify(cast("Any", table), self.lanes, [b""] * len(self.lanes))
 
 
 @st.composite

@@ -543,7 +543,7 @@ def test_the_layout_is_asked_for_when_it_is_read(world: World, monkeypatch: pyte
 
 def test_the_server_returns_while_it_is_proven(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers go when they have said what they hold; what is wrong is found all the same."""
-    returned, load, check = threading.Event(), world.server.load_direct, Verification.check
+    returned, load, check = threading.Event(), world.server.load_direct, Verification.verify
 
     def loading(socket: str, deadline_s: float) -> None:
         load(socket, deadline_s)
@@ -554,7 +554,7 @@ def test_the_server_returns_while_it_is_proven(world: World, monkeypatch: pytest
         check(proof, *found)
 
     monkeypatch.setattr(world.server, "load_direct", loading)
-    monkeypatch.setattr(Verification, "check", late)
+    monkeypatch.setattr(Verification, "verify", late)
     assert world.round().checked
     returned.clear()
     session = world.trainer.session(2)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from weightbus.dataplane.copy.box_digests import Lanes
-from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.quantize.schemes import Scheme, fp8_block
 from weightbus.dataplane.reshard.digest_shares import divide_digest_work
@@ -104,7 +104,7 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
         known = division.known(source.rank, summed.shards)
         share = division.share(source.rank, PASS_BYTES, known)
         assert not np.isin(share.in_place.group, known).any()
-        digest = ShareDigester(share, [*memory, *mirror.tensors], torch.device("cpu"), TorchEngine())
+        digest = ShareDigester(share, [*memory, *mirror.tensors], torch.device("cpu"), TorchCopyEngine())
         sums, rest = digest.run()
         here = np.flatnonzero(np.isin(summed.tensor, known))
         sums[:, np.searchsorted(share.tensors, summed.tensor[here])] += source.sums()[:, here]
