@@ -76,7 +76,7 @@ class BoxTable:
 
     def encode(self) -> bytes:
         """The columns; `groups` travels beside them."""
-        columns = (getattr(self, field.name) for field in fields(self) if field.name != "groups")
+        columns: list[Column] = [getattr(self, field.name) for field in fields(self) if field.name != "groups"]
         return np.column_stack(columns).astype("<i8").tobytes()
 
     @classmethod

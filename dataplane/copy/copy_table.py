@@ -102,8 +102,7 @@ class CopyTable:
             self.target_dtype,
             self.run,
         )
-        columns = [column[:, None] for column in flat]
-        return np.concatenate([*columns, self.grid, self.source_step, self.target_step], axis=1)
+        return np.column_stack((*flat, self.grid, self.source_step, self.target_step))
 
     @classmethod
     def of_numbers(cls, numbers: Column) -> CopyTable:

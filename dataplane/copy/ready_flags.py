@@ -1,8 +1,8 @@
 """Reads memory while it is made: which copies need which parts of it, and whether those are there.
 
 A trainer rank makes what it serves quantized from the beginning of its arena on, and its device writes a flag behind
-each part: the number of the round. Ready flags lie in the memory that is read, so that a reader needs nobody's word. Until
-they show the round that it was told, a part is what an earlier round made of it, or half of each.
+each part: the number of the round. Ready flags lie in the memory that is read, so that a reader needs nobody's word.
+Until they show the round that it was told, a part is what an earlier round made of it, or half of each.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _numbers(flags: Mapping[int, torch.Tensor]) -> dict[int, list[int]]:
 
 
 class _DeviceFlags:
-    """Ready flags in a GPU's memory, read by tiny copies on a stream of their own: what copies waits for nothing here."""
+    """Ready flags in a GPU's memory, read by small copies on a stream of their own, which no other copy waits for."""
 
     def __init__(self, flags: Mapping[int, torch.Tensor], device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,7 @@
 """The buffers in which buckets are packed: allocated once, exported once, reused round after round.
 
-A pool belongs to the process that created it. A buffer may be written again when the sender's `reclaim` has returned for
-the bucket that was sent from it, and not before.
+A pool belongs to the process that created it. A buffer may be written again when the sender's `reclaim` has returned
+for the bucket that was sent from it, and not before.
 """
 
 from __future__ import annotations

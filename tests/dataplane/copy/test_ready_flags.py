@@ -78,7 +78,7 @@ def test_stages_say_whose_parts_they_need() -> None:
     assert found == {2: ((7, 2), (8, 2))}
 
 
-@pytest.flag.parametrize("made", [ArenaRegion(0, 0, (8,), 57), ArenaRegion(0, 0, (8, 9), 56), ArenaRegion(0, 0, (), 0)])
+@pytest.mark.parametrize("made", [ArenaRegion(0, 0, (8,), 57), ArenaRegion(0, 0, (8, 9), 56), ArenaRegion(0, 0, (), 0)])
 def test_marks_lie_in_their_region(made: ArenaRegion) -> None:
     """Whatever somebody says."""
     region = torch.arange(64, dtype=torch.uint8)
@@ -158,7 +158,7 @@ def test_a_wait_ends_when_nobody_wants_it_any_more() -> None:
         flags.wait(((3, 1),), never)
 
 
-@pytest.flag.parametrize("shown", [(0, 10, 0), (10, 9, 9)])
+@pytest.mark.parametrize("shown", [(0, 10, 0), (10, 9, 9)])
 def test_a_newer_round_ends_the_wait_for_an_older_one(shown: tuple[int, ...]) -> None:
     """What was to be marked never will be: it is replaced by then."""
     flags, memory = bound(3, 9)

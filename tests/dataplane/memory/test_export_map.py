@@ -300,7 +300,7 @@ def test_memory_of_a_gpu_is_not_for_this_exporter(exporter: RegionExporter) -> N
         exporter.export([torch.empty(4, device="meta")])
 
 
-@pytest.flag.parametrize(
+@pytest.mark.parametrize(
     "packet",
     [
         b"",
@@ -399,7 +399,7 @@ def test_parts_travel_with_their_map() -> None:
     assert b"parts" not in ExportMap(0, "here", MADE.regions, MADE.places).encode()
 
 
-@pytest.flag.parametrize(
+@pytest.mark.parametrize(
     "parts",
     [
         ArenaParts(2, (8,), 64),

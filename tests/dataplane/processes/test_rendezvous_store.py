@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,8 @@ from weightbus.dataplane.processes.rendezvous_store import (
     serve_store,
     warm_up_name_resolution,
 )
-from weightbus.dataplane.transports.registry import receiver
+from weightbus.dataplane.transports.description import ReceiverContext
+from weightbus.dataplane.transports.registry import by_name
 
 
 def test_names_are_asked_for_once_and_nobody_waits_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,12 +42,12 @@ def test_names_are_asked_for_once_and_nobody_waits_for_them(monkeypatch: pytest.
     warm_up_name_resolution.cache_clear()
 
 
-def test_a_receiver_of_broadcasts_asks_before_its_first_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_of_broadcasts_asks_before_its_first_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Who takes versions in other ways makes no store."""
     asked: list[None] = []
     monkeypatch.setattr(rendezvous, "warm_up_name_resolution", lambda: asked.append(None))
     for kind, times in (("direct", 0), ("distributed", 1)):
-        receiver(kind).shutdown()
+        by_name(kind).receiver(ReceiverContext(runtime_dir=tmp_path / kind)).shutdown()
         assert len(asked) == times
 
 

@@ -159,7 +159,12 @@ def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
     out = outboxes(plans, made, memories)
     ins = [
         ReceiveQueue(
-            each.messages, each.unpack, [target.view(torch.uint8), buffer], TorchCopyEngine(), target.device, beside=beside
+            each.messages,
+            each.unpack,
+            [target.view(torch.uint8), buffer],
+            TorchCopyEngine(),
+            target.device,
+            beside=beside,
         )
         for each, target, buffer in zip(made, targets, buffers, strict=True)
     ]  # fmt: skip

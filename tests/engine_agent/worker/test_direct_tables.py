@@ -283,7 +283,7 @@ def test_who_does_not_read_a_table_keeps_nobody_from_it(tmp_path: Path, asked: s
 @pytest.mark.parametrize("how", ["reads nothing", "goes away"])
 def test_who_never_reads_its_table_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Within the time for a message, and alone."""
-    monkeypatch.setattr(lines, "PACKET_S", 0.5)
+    monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd(tmp_path, "slow", "fast")
     crowd.sender.tabled(crowd.tabled)
     for engine in crowd.engines:
@@ -318,7 +318,7 @@ def test_who_stands_still_while_it_speaks_holds_nobody(tmp_path: Path, how: str)
     crowd.say("fast", direct_wire.Finished())
     until(lambda: crowd.sender._peers["fast"].finished)
 
-    assert time.monotonic() - began < lines.PACKET_S / 2
+    assert time.monotonic() - began < lines.STALL_S / 2
     crowd.engines["slow"].close()
     assert list(crowd.end()) == ["slow"]
     silent.close()
@@ -329,7 +329,7 @@ def test_who_stands_still_while_it_speaks_is_let_go_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
 ) -> None:
     """Within the time for a message: a peer has failed then, alone; of somebody unknown nobody speaks."""
-    monkeypatch.setattr(lines, "PACKET_S", 0.5)
+    monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd(tmp_path, "slow", "fast")
     silent = crowd.engines["slow"] if who == "a peer" else Frames.connect(crowd.address, Deadline(WAIT_S))
     silent._socket.sendall(framed(b"x" * 1000)[:100])
@@ -344,7 +344,7 @@ def test_who_stands_still_while_it_speaks_is_let_go_of(
 
 def test_who_speaks_slowly_is_heard_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is for standing still, not for a message: a loaded host takes long over a large one."""
-    monkeypatch.setattr(lines, "PACKET_S", 0.5)
+    monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd(tmp_path, "slow")
     message = framed(direct_wire.SENDER.encode(direct_wire.Failed(reason="x" * 100)))  # said by either side
     for at in range(0, len(message), 10):
@@ -355,7 +355,7 @@ def test_who_speaks_slowly_is_heard_to_the_end(tmp_path: Path, monkeypatch: pyte
 
 def test_who_reads_slowly_is_told_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it reads anything."""
-    monkeypatch.setattr(lines, "PACKET_S", 0.5)
+    monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd(tmp_path, "slow")
     crowd.sender.tabled(crowd.tabled)
     crowd.say("slow", direct_wire.GiveTable())
@@ -378,7 +378,7 @@ def test_who_does_not_read_its_layout_holds_nobody(tmp_path: Path) -> None:
     began = time.monotonic()
     crowd.say("fast", direct_wire.GiveLayout())
     assert isinstance(crowd.hear("fast"), direct_wire.Layout)
-    assert time.monotonic() - began < lines.PACKET_S / 2
+    assert time.monotonic() - began < lines.STALL_S / 2
     assert isinstance(crowd.hear("slow"), direct_wire.Layout)
     for engine in crowd.engines:
         crowd.say(engine, direct_wire.Finished())

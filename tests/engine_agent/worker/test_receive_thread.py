@@ -304,7 +304,7 @@ def test_a_connection_that_is_closed_under_its_hands_is_no_failure(
         made._closed = ours
         raise ValueError("file descriptor cannot be a negative integer (-1)")
 
-    monkeypatch.setattr(made._frames, "speaks", gone)
+    monkeypatch.setattr(made._frames, "readable_within", gone)
     sidecar.say(wire.Weigh())
     made._thread.join(WAIT_S)
     assert not made._thread.is_alive()

@@ -154,7 +154,7 @@ def test_what_is_on_the_device_that_makes_the_table_waits_for_it(*, shares: bool
     engines = {"e0": False, "e1": shares}
     receivers = [_Receiver(engine=AgentId(name), transport=DIRECT, tp=1, shares=each) for name, each in engines.items()]
     memory = SimpleNamespace(device=torch.device(device))
-    staging = cast(BucketStaging, SimpleNamespace(slots=[SimpleNamespace(memory=memory)]))
+    staging = cast(BucketStaging, SimpleNamespace(buffers=[SimpleNamespace(memory=memory)]))
 
     assert open_table.first(staging, receivers) is waits
 

@@ -28,7 +28,7 @@ def has(monkeypatch: pytest.MonkeyPatch, free: int, made: type[Exception] | None
     def pool(_device: torch.device, slots: int, nbytes: int, _name: str) -> Any:
         if made is not None:
             raise made("no, and a page of advice\nTry this")
-        return SimpleNamespace(slots=[None] * slots, slot_bytes=nbytes, close=lambda: None)
+        return SimpleNamespace(buffers=[None] * slots, buffer_bytes=nbytes, close=lambda: None)
 
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
     monkeypatch.setattr(handing_memory, "gpu_named", lambda _: torch.device("meta"))

@@ -49,12 +49,12 @@ class Leader:
         self.notes: list[str] = []
         self.hung_up = threading.Event()
 
-    def speaks(self, within_s: float) -> bool:
+    def readable_within(self, within_s: float) -> bool:
         if not self.says:
             time.sleep(within_s)
         return bool(self.says)
 
-    def waiting(self) -> bool:
+    def readable(self) -> bool:
         return self.hung_up.is_set()
 
     def close(self) -> None:

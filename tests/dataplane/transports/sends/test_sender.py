@@ -187,7 +187,7 @@ def test_who_says_less_than_it_should_is_left_out_alone(plans: tuple[str, ...]) 
 @pytest.mark.parametrize("how", ["reads nothing", "stops while it speaks"])
 def test_who_stands_still_is_left_out_alone(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """After the time for a message, while nobody has begun: the others take the version."""
-    monkeypatch.setattr(lines, "PACKET_S", 0.5)
+    monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd("slow", "fast")
     if how == "reads nothing":
         crowd.say("slow", wire.GiveLayout())
@@ -222,7 +222,7 @@ def test_who_goes_on_while_the_leader_plans_has_not_stood_still(monkeypatch: pyt
         if how == "reads":
             reading.start()
         time.sleep(1.0)
-        monkeypatch.setattr(lines, "PACKET_S", 0.5)
+        monkeypatch.setattr(lines, "STALL_S", 0.5)
 
     monkeypatch.setattr(PlanAgreement, "agree", plan)
     monkeypatch.setattr(PlanAgreement, "make_ready", lambda *_: None)
@@ -259,7 +259,7 @@ def test_who_has_spoken_while_the_leader_was_away_is_not_silent(monkeypatch: pyt
 @pytest.mark.usefixtures("toy_plans")
 def test_who_has_just_read_how_to_begin_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long that took: it has not been asked to say anything before."""
-    looked, silent = threading.Event(), lines.ConnectionPool.silent
+    looked, silent = threading.Event(), lines.ConnectionPool.silent_for
 
     def look(of: lines.ConnectionPool[ConnectedPeer], end: ConnectedPeer, seconds: float) -> bool:
         found = silent(of, end, seconds)
@@ -267,8 +267,8 @@ def test_who_has_just_read_how_to_begin_is_not_silent(monkeypatch: pytest.Monkey
             looked.set()
         return found
 
-    monkeypatch.setattr(lines.ConnectionPool, "silent", look)
-    monkeypatch.setattr(lines, "PACKET_S", 1e9)
+    monkeypatch.setattr(lines.ConnectionPool, "silent_for", look)
+    monkeypatch.setattr(lines, "STALL_S", 1e9)
     crowd = Crowd("e", ranks=1)
     crowd.prepare("e")
     assert isinstance(crowd.hear("e"), wire.BeginSends)
@@ -431,7 +431,7 @@ def test_who_does_not_read_how_to_begin_holds_nobody_from_beginning() -> None:
 @pytest.mark.usefixtures("toy_plans")
 def test_who_never_reads_how_to_begin_ends_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
     """In time: the others have begun, and would wait for it in the group."""
-    monkeypatch.setattr(lines, "PACKET_S", 0.5)
+    monkeypatch.setattr(lines, "STALL_S", 0.5)
     crowd = Crowd("e", ranks=2)
     crowd.prepare("e")
     for member in ("e", "rank 1"):

@@ -17,7 +17,7 @@ from weightbus.dataplane.transports.direct import messages as direct_wire
 from weightbus.dataplane.transports.exported_weights import ExportedWeights
 from weightbus.dataplane.transports.sends.plan_agreement import KEPT, PlanAgreement
 
-from ...kit.toy_sends import SendsWorld
+from ....kit.toy_sends import SendsWorld
 
 CUT = 1 << 20, 1 << 16
 
@@ -27,14 +27,14 @@ class Fleet:
 
     def __init__(self, exposed: ExportedWeights, trace: LoadTrace, reader: PlanReader) -> None:
         self.exposed, self._recording, self._reader = exposed, trace, reader
-        self._plan = make_plan(exposed.shards, exposed.exports, trace, reader)
+        self._plan = make_plan(exposed.pieces, exposed.exports, trace, reader)
 
     def plan(self, device: str) -> ReshardPlan:
         return replace(self._plan, reader=msgspec.structs.replace(self._reader, device=device))
 
     def proposal(self, device: str) -> direct_wire.Proposal:
         plan = self.plan(device)
-        return direct_wire.Proposal(reader=plan.reader, trace=self._recording.encode(), plan=plan.digest())
+        return direct_wire.Proposal(reader=plan.reader, recording=self._recording.encode(), plan=plan.digest())
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     world = SendsWorld(tmp_path / "r", 1, monkeypatch)
     world.round()
     known = world.receiver._agreements[0]
-    yield Fleet(world.trainer.describe(), world.receiver._recordings[known.traces[0]], known.readers[0])
+    yield Fleet(world.trainer.describe(), world.receiver._recordings[known.recordings[0]], known.readers[0])
     world.close()
 
 
