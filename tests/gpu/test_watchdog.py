@@ -18,7 +18,8 @@ HEARTBEAT_S = 8
 PROGRAM = """
 import os, signal, subprocess, sys, threading, time
 import torch, torch.distributed as dist
-from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup, join_store, serve_store
+from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
+from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.rendezvous_store import connect_store
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from weightbus.dataplane.copy.copy_torch import TorchEngine
+from weightbus.dataplane.copy.copy_torch import TorchCopyEngine
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.importer import RegionImporter
 from weightbus.dataplane.processes.host_facts import host_identity
@@ -42,12 +42,12 @@ def read(exported: ExportedWeights, manifest: Manifest) -> dict[str, torch.Tenso
     plan = make_plan(exported.pieces, exported.exports, recording, PlanReader(0, host_identity(), "cpu"))
     importer = RegionImporter()
     for each in exported.exporters:
-        regions = [source.region for source in plan.sources if source.holder == each.holder]
+        regions = [source.region for source in plan.sources if source.rank == each.holder]
         if regions:
             importer.open(each.address, each.holder, each.generation, regions, 30.0)
     buffer = torch.zeros(plan.staging_bytes, dtype=torch.uint8)
-    sources = [importer.region(source.holder, source.region) for source in plan.sources]
-    TorchEngine().copies(plan.staging, sources, [buffer]).run()
+    sources = [importer.region(source.rank, source.region) for source in plan.sources]
+    TorchCopyEngine().prepare_copies(plan.staging, sources, [buffer]).run()
     importer.check()
     importer.close()
     places, _ = staging_layout(manifest.tensors, plan.staged)

@@ -113,7 +113,7 @@ def plan(
     joined = cover.merge_adjacent(pieces)
     bucket_of, _, _ = _places(manifest, joined)
     at_root = np.array([0] * len(manifest.buckets) if roots is None else roots, np.int64)[bucket_of] == rank
-    mine = joined.take(np.flatnonzero((joined.holder == rank) | at_root[joined.boxes.space]))
+    mine = joined.take(np.flatnonzero((joined.rank == rank) | at_root[joined.boxes.space]))
     rows = _rows(manifest, mine)
     plans: list[BucketPlan] = [{} for _ in manifest.buckets]
     for (bucket, holder), group in groupby(rows, key=lambda row: (row.bucket, row.holder)):
@@ -146,7 +146,7 @@ def _rows(manifest: Manifest, pieces: Shards) -> list[_Row]:
     begin = offset_of[space] + np.sum(pieces.boxes.start * strides[space], axis=1) * item[space]
     last = np.sum((pieces.boxes.extents - 1) * strides[space], axis=1) + 1
     zero_copy = last == pieces.boxes.sizes
-    order = np.lexsort((begin, row_of[space], pieces.holder, bucket_of[space]))
+    order = np.lexsort((begin, row_of[space], pieces.rank, bucket_of[space]))
     rows: list[_Row] = []
     for index in order.tolist():
         piece = pieces.at(index)
@@ -165,7 +165,7 @@ def _rows(manifest: Manifest, pieces: Shards) -> list[_Row]:
         rows.append(
             _Row(
                 int(bucket_of[tensor]),
-                int(pieces.holder[index]),
+                int(pieces.rank[index]),
                 tensor,
                 zero_copy=bool(zero_copy[index]),
                 as_served=_as_served(piece, placement.dtype),

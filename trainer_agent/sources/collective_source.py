@@ -164,7 +164,7 @@ class ShardedSource(CollectiveSource):
             roots: further ranks that may assemble, beside rank 0.
         """
         self._local, self._distinct, self._device = local, distinct, device
-        holders = sorted({0, *roots, *distinct.holder.tolist()})
+        holders = sorted({0, *roots, *distinct.rank.tolist()})
         group = self._ranks.subgroup(holders, device) if len(holders) > 1 else None
         self._exchange = None if group is None else GatherExchange(group, self._ranks.global_ranks)
         self._planned = BucketPlanCache[_Planned]()

@@ -56,7 +56,7 @@ def test_ranks_of_different_models_are_told_apart(other: RankLayout, part: str) 
 def test_copies_are_read_from_the_lowest_rank() -> None:
     """Norms are on every tensor rank and everything on every replica: each element is read once."""
     pieces = distinct_shards([roster(rank) for rank in range(4)], TENSORS)
-    read = {(int(pieces.holder[row]), pieces.at(row).tensor) for row in range(len(pieces))}
+    read = {(int(pieces.rank[row]), pieces.at(row).tensor) for row in range(len(pieces))}
     assert read == {(0, "norm"), (0, "embedding"), (1, "embedding")}
 
 

@@ -47,7 +47,7 @@ def roots_of(layouts: Sequence[RankLayout], shards: Shards) -> tuple[int, ...]:
     for rank, stage in enumerate(stages):
         first.setdefault(stage, rank)
     lowest = np.full(len(shards.tensors), len(layouts), np.int64)
-    np.minimum.at(lowest, shards.boxes.space, shards.holder)
+    np.minimum.at(lowest, shards.boxes.space, shards.rank)
     holders: list[int] = lowest.tolist()
     return tuple(first[stages[holder]] for holder in holders)
 

@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 """More than a moment: as long torch tries to reach a store that is not there."""
 ENDS = """
 import socket
-from weightbus.dataplane.transports.distributed.broadcast_group import serve_store
+from weightbus.dataplane.processes.rendezvous_store import serve_store
 from weightbus.dataplane.transports.distributed.store_proxy import lead_nowhere
 store = serve_store("127.0.0.1")
 where = store.host, store.port
