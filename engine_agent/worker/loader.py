@@ -90,7 +90,7 @@ def _follow(state: WorkerState, path: str) -> None:
             message = wire.WORKER.hear(frames, Deadline(_PATIENCE_S), "the sidecar")
             if isinstance(message, wire.Done | wire.Failed):
                 return
-            wire.WORKER.say(frames, _obey(state, message, frames.waiting), Deadline(_PATIENCE_S))
+            wire.WORKER.say(frames, _obey(state, message, frames.readable), Deadline(_PATIENCE_S))
     finally:
         state.stand(standing=False)
         state.call_off()

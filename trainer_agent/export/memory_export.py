@@ -434,7 +434,7 @@ class MemoryExport:
         if not isinstance(self._source, SummingSource):
             return division.share(rank, PASS_BYTES)
         summed = self._source.summed(self._manifest.tensors)
-        known = division.known(rank, summed.pieces)
+        known = division.known(rank, summed.shards)
         share = division.share(rank, PASS_BYTES, known)
         sums = np.flatnonzero(np.isin(summed.tensor, known))
         if len(sums):

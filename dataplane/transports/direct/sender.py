@@ -170,7 +170,7 @@ class DirectSender:
         for peer in tuple(self._peers.values()):
             if peer.name in self._withdrawn:
                 self._drop(peer, self._withdrawn[peer.name])
-        lines.pump(timeout_s)
+        lines.poll(timeout_s)
 
     def _on_offer(self) -> ConnectionPool[_Peer]:
         """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
@@ -187,17 +187,17 @@ class DirectSender:
             frames = listener.accept(Deadline(_LOOK_S), "a receiver")
         except DeadlineExceeded:  # it is gone again
             return
-        lines.take(_Peer(""), frames)
+        lines.add(_Peer(""), frames)
 
     def _greet(self, guest: _Peer, hello: wire.ToSender) -> None:
         """Its first words. Raises `PeerLost`."""
         lines, reason = self._on_offer(), self._refusal(hello)
         if reason or not isinstance(hello, wire.Hello):
-            return lines.let_go(guest, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
+            return lines.drop(guest, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
         assert self._exposed is not None
         welcome = wire.Welcome(epoch=self._epoch, layout=self._layout, exporters=self._exposed.exporters)
-        lines.tell(guest, wire.SENDER.encode(welcome))
-        return lines.hand_over(guest, self._peers[hello.engine])
+        lines.send(guest, wire.SENDER.encode(welcome))
+        return lines.identify(guest, self._peers[hello.engine])
 
     def _woken(self) -> None:
         """The digest table has come."""
@@ -215,7 +215,7 @@ class DirectSender:
             table = self._table
         if table is not None and peer.asks and peer.frames is not None:
             peer.asks = False
-            self._on_offer().tell(peer, table)
+            self._on_offer().send(peer, table)
 
     def _refusal(self, hello: wire.ToSender) -> str:
         if not isinstance(hello, wire.Hello):
@@ -239,11 +239,11 @@ class DirectSender:
         """Raises `DataplaneError`."""
         match message:
             case wire.GiveLayout():
-                self._on_offer().tell(peer, self._layout_to_give())
+                self._on_offer().send(peer, self._layout_to_give())
             case wire.Propose() as proposed:
                 for each in proposed.plans:
                     self._agree(each)
-                self._on_offer().tell(peer, wire.SENDER.encode(wire.Agreed()))
+                self._on_offer().send(peer, wire.SENDER.encode(wire.Agreed()))
             case wire.GiveTable() if self._follows:
                 peer.asks = True
                 self._give_table(peer)
@@ -280,7 +280,7 @@ class DirectSender:
         """Of somebody who has not said who it is, without a word."""
         told = peer.name and not peer.finished
         if self._lines is not None:
-            self._lines.let_go(peer, wire.SENDER.encode(wire.Failed(reason=reason)) if told else b"")
+            self._lines.drop(peer, wire.SENDER.encode(wire.Failed(reason=reason)) if told else b"")
         if told:  # it has the version otherwise: going away afterwards is its right
             self._failed.setdefault(peer.name, reason)
             self._peers.pop(peer.name, None)

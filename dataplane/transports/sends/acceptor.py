@@ -65,7 +65,7 @@ class Acceptor:
         while not self._closed:
             self._free.acquire()  # whoever is greeted has `GREETING_S`
             try:
-                frames = self._listener.take(Deadline(GREETING_S))
+                frames = self._listener.accept(Deadline(GREETING_S))
             except DeadlineExceeded:
                 self._free.release()
                 continue
@@ -78,7 +78,7 @@ class Acceptor:
     def _greet(self, frames: MacFrames) -> None:
         deadline = Deadline(GREETING_S)
         try:
-            frames.greet(deadline)
+            frames.handshake(deadline)
             self._came.put((frames, wire.SENDER.hear(frames, deadline, "a receiver")))
             if self._closed:
                 frames.close()

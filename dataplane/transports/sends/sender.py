@@ -124,7 +124,7 @@ class SendsSender:
         self._epoch, self._failed, self._withdrawn, self._began = session.epoch, {}, {}, False
         self._spared = set()
         self._engines = {peer.engine: ConnectedPeer(peer.engine, peer.tp) for peer in peers}
-        self._ranks = {export.holder: ConnectedPeer(f"rank {export.holder}") for export in exposed.exports}
+        self._ranks = {export.rank: ConnectedPeer(f"rank {export.rank}") for export in exposed.exports}
         self._token = new_token()
         self._version, self._fell = session.version, False
         self._early = self._in_time = None
@@ -146,7 +146,7 @@ class SendsSender:
             self._leave_out_the_crowded()
         self._require_all_ranks()
         self._begin()
-        self._wait(deadline, lambda end: bool(end.unread), "had not read how to begin")
+        self._wait(deadline, lambda end: bool(end.unsent), "had not read how to begin")
 
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:
         """Nothing is sent from buckets."""
@@ -209,7 +209,7 @@ class SendsSender:
         now = time.monotonic()
         since = now - max(self._turn_s / 2, _UNHEARD_S)
         there = now - self._looked_at <= _UNHEARD_S and self._back_at < since
-        return there and all(end.through or end.heard_at >= since for end in self._everybody())
+        return there and all(end.through or end.received_at >= since for end in self._everybody())
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
@@ -217,7 +217,7 @@ class SendsSender:
         self, deadline: Deadline, pending: Callable[[ConnectedPeer], bool], reproach: str, silent_s: float = math.inf
     ) -> None:
         while late := [end for end in self._everybody() if pending(end)]:
-            still = [end for end in late if silent_s < math.inf and self._on_offer().silent(end, silent_s)]
+            still = [end for end in late if silent_s < math.inf and self._on_offer().silent_for(end, silent_s)]
             if still:
                 self._drop(still[0], f"{still[0].name} stands still: nothing was heard of it for {silent_s:.1f} s")
                 continue
@@ -240,7 +240,7 @@ class SendsSender:
         for engine, reason in tuple(self._withdrawn.items()):
             if engine in self._engines and not self._engines[engine].finished:
                 self._drop(self._engines[engine], reason)
-        lines.pump(timeout_s)
+        lines.poll(timeout_s)
 
     def _on_offer(self) -> ConnectionPool[ConnectedPeer]:
         """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
@@ -258,7 +258,7 @@ class SendsSender:
 
     def _require_all_ranks(self) -> None:
         assert self._exposed is not None
-        missing = [export.holder for export in self._exposed.exports if export.holder not in self._ranks]
+        missing = [export.rank for export in self._exposed.exports if export.rank not in self._ranks]
         if missing:
             raise PeerLost(f"ranks {missing} of the trainer did not come to send, or are gone again")
         self._require_some()
@@ -275,9 +275,9 @@ class SendsSender:
             return frames.close()
         end, reason = self._known(hello)
         if end is None:
-            lines.take(stranger := ConnectedPeer(""), frames)
-            return lines.let_go(stranger, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
-        lines.take(end, frames)
+            lines.add(stranger := ConnectedPeer(""), frames)
+            return lines.drop(stranger, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
+        lines.add(end, frames)
         if isinstance(hello, wire.RankHello):
             end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
         else:
@@ -286,9 +286,9 @@ class SendsSender:
                 alone_bytes=self._alone_bytes, plans=self._plans.digests, form=self._foresee(hello),
             )  # fmt: skip
             try:
-                lines.tell(end, wire.SENDER.encode(invited))
+                lines.send(end, wire.SENDER.encode(invited))
             except DataplaneError:  # it is gone again
-                return lines.let_go(end)
+                return lines.drop(end)
         return self._let_form()
 
     def _known(self, hello: wire.ToSender) -> tuple[ConnectedPeer | None, str]:
@@ -308,10 +308,10 @@ class SendsSender:
             case wire.GroupBeat():
                 pass
             case wire.GiveLayout():
-                self._on_offer().tell(end, self._layout_to_give())
+                self._on_offer().send(end, self._layout_to_give())
             case wire.Propose() as proposed:
                 agreed = [self._plans.agree(each) for each in proposed.plans]
-                self._on_offer().tell(end, wire.SENDER.encode(wire.Agreed()))
+                self._on_offer().send(end, wire.SENDER.encode(wire.Agreed()))
                 for plan in agreed:  # while the engine does its half
                     self._plans.make_ready(plan, self._ranks, *self._cut)
             case wire.Forms() if end.workers:
@@ -373,7 +373,7 @@ class SendsSender:
         self._plans.told()
         self._looked_at, self._back_at = time.monotonic(), 0.0
         for end, begin in told:
-            end.heard_at = time.monotonic()
+            end.received_at = time.monotonic()
             self._tell(end, begin)
 
     def _choose_group(self, members: object) -> bool:
@@ -435,7 +435,7 @@ class SendsSender:
     def _tell(self, end: ConnectedPeer, message: wire.BeginSends | wire.Form) -> None:
         lines = self._on_offer()
         try:
-            lines.tell(end, wire.SENDER.encode(message))
+            lines.send(end, wire.SENDER.encode(message))
         except DataplaneError as error:
             self._on_offer()
             self._drop(end, f"{end.name}: {error}")
@@ -461,4 +461,4 @@ class SendsSender:
 
     def _hang_up(self, end: ConnectedPeer, reason: str) -> None:
         if self._lines is not None:
-            self._lines.let_go(end, wire.SENDER.encode(wire.Failed(reason=reason[:2048])) if reason else b"")
+            self._lines.drop(end, wire.SENDER.encode(wire.Failed(reason=reason[:2048])) if reason else b"")

@@ -387,9 +387,9 @@ def test_who_does_not_read_its_layout_holds_nobody(tmp_path: Path) -> None:
 
 def test_who_asks_and_does_not_read_is_let_go_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before what it is to be told fills the trainer's memory; a layout is there once for all who ask."""
-    tell, told = lines.ConnectionPool.tell, list[bytes]()
+    tell, told = lines.ConnectionPool.send, list[bytes]()
     monkeypatch.setattr(
-        lines.ConnectionPool, "tell", lambda of, line, message: (told.append(message), tell(of, line, message))
+        lines.ConnectionPool, "send", lambda of, line, message: (told.append(message), tell(of, line, message))
     )
     crowd = Crowd(tmp_path, "greedy", "fast")
     with contextlib.suppress(PeerLost):

@@ -75,7 +75,7 @@ class Crowd:
 
     def begin(self, member: str, message: wire.Failed, count: int) -> bytes:
         """Say so many bytes of it; the others."""
-        whole = b"".join(self.members[member].wrapped(wire.RECEIVER.encode(message)))
+        whole = b"".join(self.members[member].framed(wire.RECEIVER.encode(message)))
         self.members[member]._socket.sendall(whole[:count])
         return whole[count:]
 
@@ -149,7 +149,7 @@ def test_who_does_not_read_its_layout_holds_nobody(count: int) -> None:
     crowd = Crowd("slow", "fast")
     crowd.say("slow", wire.GiveLayout())
     slow = crowd.members["slow"]
-    assert slow.speaks(WAIT_S)
+    assert slow.readable_within(WAIT_S)
     came = slow._exactly(count, Deadline(WAIT_S), "a part") if count else b""
     served_at_once(crowd, "fast")
     if not count:
@@ -211,10 +211,10 @@ def test_who_goes_on_while_the_leader_plans_has_not_stood_still(monkeypatch: pyt
     rest = b""
     if how == "speaks":
         rest = crowd.begin("slow", wire.Failed(reason="x" * 2000), 1000)
-        until(lambda: bool(crowd.sender._engines["slow"].heard_at), "a half to be heard")
+        until(lambda: bool(crowd.sender._engines["slow"].received_at), "a half to be heard")
     else:
         crowd.say("slow", wire.GiveLayout())
-        until(lambda: bool(crowd.sender._engines["slow"].unread), "the layout to be too much")
+        until(lambda: bool(crowd.sender._engines["slow"].unsent), "the layout to be too much")
     reading = threading.Thread(target=lambda: came.append(crowd.hear("slow")))
 
     def plan(*_: object) -> None:
@@ -274,10 +274,10 @@ def test_who_has_just_read_how_to_begin_is_not_silent(monkeypatch: pytest.Monkey
     assert isinstance(crowd.hear("e"), wire.BeginSends)
     crowd.pass_through("e")
     end = crowd.sender._ranks[0]
-    until(lambda: end.unread, "the rank to be told")
+    until(lambda: end.unsent, "the rank to be told")
     assert not looked.is_set(), "it has not read yet"
-    end.heard_at -= 3600.0
-    end.moved_at -= 3600.0
+    end.received_at -= 3600.0
+    end.progress_at -= 3600.0
     assert isinstance(crowd.hear("rank 0"), wire.BeginSends)
     assert looked.wait(WAIT_S)
     crowd.pass_through("rank 0")
@@ -297,9 +297,9 @@ def test_the_name_of_a_group_tells_nothing_of_the_secret() -> None:
 
 def test_who_asks_and_does_not_read_is_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before what it is to be told fills the leader's memory; a layout is there once for all who ask."""
-    tell, told = lines.ConnectionPool.tell, list[bytes]()
+    tell, told = lines.ConnectionPool.send, list[bytes]()
     monkeypatch.setattr(
-        lines.ConnectionPool, "tell", lambda of, line, message: (told.append(message), tell(of, line, message))
+        lines.ConnectionPool, "send", lambda of, line, message: (told.append(message), tell(of, line, message))
     )
     crowd = Crowd("greedy", "fast")
     with contextlib.suppress(PeerLost):
@@ -332,14 +332,14 @@ def test_nobody_begins_without_a_rank_that_has_gone_again() -> None:
 @pytest.mark.usefixtures("toy_plans")
 def test_nothing_has_ended_well_that_was_closed_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever still moves had not said that it was through; so the group is not one to be used again."""
-    pump, begun = lines.ConnectionPool.pump, threading.Event()
+    pump, begun = lines.ConnectionPool.poll, threading.Event()
 
     def closed_then(of: lines.ConnectionPool[ConnectedPeer], timeout_s: float) -> None:
         pump(of, timeout_s)
         if begun.is_set():
             crowd.sender.close()
 
-    monkeypatch.setattr(lines.ConnectionPool, "pump", closed_then)
+    monkeypatch.setattr(lines.ConnectionPool, "poll", closed_then)
     crowd = Crowd("e")
     crowd.prepare("e")
     assert isinstance(crowd.hear("e"), wire.BeginSends)
@@ -388,7 +388,7 @@ def test_turns_stay_where_somebody_may_have_been_stopped(member: str, *, through
     if through:
         late.crowd.pass_through(member)
         until(lambda: end.finished if end.workers else end.through, "it to be through")
-    end.heard_at -= wire.SILENT_S / 2
+    end.received_at -= wire.SILENT_S / 2
     assert late.parts() == (LESS if through else 1)
 
 
@@ -396,7 +396,7 @@ def test_turns_stay_where_somebody_may_have_been_stopped(member: str, *, through
 @pytest.mark.parametrize("meanwhile", [0, 3], ids=["at once", "later"])
 def test_turns_stay_where_the_leader_itself_was_stopped(monkeypatch: pytest.MonkeyPatch, meanwhile: int) -> None:
     """The others ran out of time waiting for the rank in its process, and have said so when it goes on."""
-    select, stopped, gone_on = lines.ConnectionPool.pump, threading.Event(), threading.Event()
+    select, stopped, gone_on = lines.ConnectionPool.poll, threading.Event(), threading.Event()
 
     def stop(of: lines.ConnectionPool[ConnectedPeer], timeout_s: float) -> None:
         if stopped.is_set() and not gone_on.is_set():
@@ -405,7 +405,7 @@ def test_turns_stay_where_the_leader_itself_was_stopped(monkeypatch: pytest.Monk
         select(of, timeout_s)
 
     late = Late()
-    monkeypatch.setattr(lines.ConnectionPool, "pump", stop)
+    monkeypatch.setattr(lines.ConnectionPool, "poll", stop)
     stopped.set()
     until(lambda: late.sender._looked_at < time.monotonic() - 0.5, "it to stop")
     for member, beats in (("v", 1 + meanwhile), ("rank 0", 1 + meanwhile), ("e", meanwhile)):
@@ -419,7 +419,7 @@ def test_who_does_not_read_how_to_begin_holds_nobody_from_beginning() -> None:
     """What the trainer's ranks are told grows with the model, and they are told first."""
     crowd = Crowd("e", ranks=2)
     crowd.prepare("e")
-    assert crowd.members["rank 0"].speaks(WAIT_S)
+    assert crowd.members["rank 0"].readable_within(WAIT_S)
     began = time.monotonic()
     for member in ("e", "rank 1", "rank 0"):
         assert isinstance(crowd.hear(member), wire.BeginSends)
@@ -447,7 +447,7 @@ def test_ranks_join_what_the_engine_has_begun_to_join() -> None:
     crowd = Crowd("e", ranks=2)
     until(lambda: all(end.frames is not None for end in crowd.sender._ranks.values()), "the ranks to be known")
     served_at_once(crowd, "e")
-    assert not any(crowd.members[f"rank {rank}"].waiting() for rank in range(2))
+    assert not any(crowd.members[f"rank {rank}"].readable() for rank in range(2))
     crowd.say("e", wire.Forms())
     for rank in range(2):
         told = crowd.hear(f"rank {rank}")
@@ -460,7 +460,7 @@ def test_nothing_is_said_in_the_middle_of_something_else() -> None:
     """Who is let go of while its layout is on its way hears the end of the connection."""
     crowd = Crowd("slow", "idle")
     crowd.say("slow", wire.GiveLayout())
-    until(lambda: bool(crowd.sender._engines["slow"].unread), "the layout to be too much")
+    until(lambda: bool(crowd.sender._engines["slow"].unsent), "the layout to be too much")
     crowd.sender.withdraw("slow", "no slow")
     crowd.sender.withdraw("idle", "no idle")
     assert crowd.hear("idle") == wire.Failed(reason="no idle")
