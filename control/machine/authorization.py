@@ -1,4 +1,4 @@
-"""Who may join, and who may say what. Pure verdicts with their reason."""
+"""Authorization: which agents may join, and which roles may send which messages. Pure decisions with a reason."""
 
 from __future__ import annotations
 
@@ -59,19 +59,19 @@ ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
     Serving: _ENGINE,
     Failed: _ENGINE,
 }
-"""Who may say what. A message type without a row fails a test."""
+"""The roles that may send each message. A message type without a row fails a test."""
 
 
 def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -> Decision:
-    """Whether `message` is for the role of `agent`, and about its own channel.
+    """Whether `agent` may send `message`: its role allows it, and the message is about its own channel.
 
-    Where keys are used, `principal` is whom this very message's connection belongs to, as the allow-list is now: its
-    name and role have to be those of the `Hello`. Where that is who it was at the `Hello`, both were compared.
+    With keys, `principal` is the owner of the connection's key by the allow-list of now. Its name and role must be
+    those of the agent's `Hello`; the comparison is skipped while the principal is the one of the `Hello`.
     """
     channel: Channel = getattr(message, "channel", agent.channel)
     if principal is agent.principal and agent.role in ALLOWED[type(message)] and channel == agent.channel:
         return YES
-    if reason := _not_of_the_seat(agent, principal):
+    if reason := _not_the_agents_key(agent, principal):
         return Decision(RefusalCode.NOT_ALLOWED, reason)
     if agent.role not in ALLOWED[type(message)]:
         return Decision(RefusalCode.NOT_ALLOWED, f"not for the role {agent.role.value}")
@@ -82,11 +82,11 @@ def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -
     return YES
 
 
-def _not_of_the_seat(agent: Agent, principal: Principal | None) -> str:
+def _not_the_agents_key(agent: Agent, principal: Principal | None) -> str:
     if not principal and not agent.principal:
         return ""
     if principal is None or principal.name != agent.name:
-        found = f"{principal.name!r}'s" if principal else "nobody's that is trusted"
+        found = f"{principal.name!r}'s" if principal else "not on the allow-list"
         return f"the connection's key is {found}, not {agent.name!r}'s"
     if principal.role is not agent.role:
         return f"{agent.name!r} is trusted as {principal.role.value} now, and joined as {agent.role.value}"
@@ -94,12 +94,12 @@ def _not_of_the_seat(agent: Agent, principal: Principal | None) -> str:
 
 
 def may_join(
-    message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None, *, keyed: bool = False
+    message: Hello, principal: Principal | None, current: Agent | None, known: Agent | None, *, keyed: bool = False
 ) -> Decision:
-    """What speaks against a `Hello` by itself.
+    """Whether an agent may join.
 
-    `principal` is whom the connection's key belongs to, `seated` who sits on the connection, `known` who has the name;
-    `keyed`: nobody joins without a key.
+    `principal` is the owner of the connection's key, `current` the agent that joined on this connection before, `known`
+    the agent that has the name. With `keyed` every agent needs a trusted key.
     """
     if message.protocol != PROTOCOL:
         older = "agent" if message.protocol < PROTOCOL else "coordinator"
@@ -108,19 +108,19 @@ def may_join(
     if keyed and not principal:
         return Decision(RefusalCode.NOT_ALLOWED, f"{message.agent!r} came without a key that is trusted")
     return (
-        Decision(RefusalCode.NOT_ALLOWED, reason) if (reason := _objection(message, principal, seated, known)) else YES
+        Decision(RefusalCode.NOT_ALLOWED, reason) if (reason := _objection(message, principal, current, known)) else YES
     )
 
 
-def _objection(message: Hello, principal: Principal | None, seated: Agent | None, known: Agent | None) -> str:
+def _objection(message: Hello, principal: Principal | None, current: Agent | None, known: Agent | None) -> str:
     if principal and (reason := _not_by_key(message, principal)):
         return reason
     if (message.engine is not None) is not (message.role is Role.ENGINE):
-        return "engines, and nobody else, describe an engine in Hello"
+        return "an engine, and no other role, describes an engine in Hello"
     if (message.trainer is not None) is not (message.role is Role.TRAINER):
-        return "trainers, and nobody else, describe a trainer in Hello"
-    if seated and seated.name != message.agent:
-        return f"this connection is {seated.name!r}'s: one connection, one agent"
+        return "a trainer, and no other role, describes a trainer in Hello"
+    if current and current.name != message.agent:
+        return f"this connection is {current.name!r}'s: one connection, one agent"
     same = known is not None and known.incarnation == message.incarnation
     if known and same and (known.role, known.channel) != (message.role, message.channel):
         return f"{message.agent!r} is {known.role.value} of channel {known.channel!r}"
@@ -128,7 +128,7 @@ def _objection(message: Hello, principal: Principal | None, seated: Agent | None
 
 
 def _not_by_key(message: Hello, principal: Principal) -> str:
-    """A key speaks for one name, in one role, in its channels."""
+    """Why the key does not cover this agent: a key is valid for one name, in one role, in its channels."""
     if principal.name != message.agent:
         return f"the connection's key is {principal.name!r}'s, not {message.agent!r}'s"
     if principal.role is not message.role:

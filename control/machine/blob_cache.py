@@ -1,7 +1,7 @@
-"""Manifests and digest tables in memory, by the SHA-256 of their bytes. Pure and bounded; never looks inside.
+"""Manifests and digest tables in memory, by the SHA-256 of their bytes. Pure, bounded, and blind to their contents.
 
-Blobs come and go in pages. What the committed and the running version name is pinned; anything else may go when room
-is needed, the longest unused first.
+Blobs arrive and leave in pages. The blobs of the current version and of the running round are pinned; others are
+evicted when room is needed, the least recently used first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .reply_cache import YES, Decision
 
 MAX_BLOBS: Final = 4096
 MAX_UPLOADS: Final = 128
-"""Whole blobs and unfinished uploads: bytes alone do not bound them, because pages may be empty."""
+"""Most unfinished uploads; `MAX_BLOBS` are whole. Bytes alone bound neither, because pages may be empty."""
 
 
 class BlobCache:
@@ -34,11 +34,11 @@ class BlobCache:
 
     @property
     def held_bytes(self) -> int:
-        """Memory taken by blobs and unfinished uploads."""
+        """Bytes of blobs and unfinished uploads."""
         return self._held_bytes
 
     def put(self, digest: str, page: int, pages: int, data: bytes) -> Decision:
-        """Take one page; the last one to arrive completes the blob, which must hash to `digest`."""
+        """Take one page. The last one to arrive completes the blob, which must hash to `digest`."""
         if digest in self._whole:
             self._touch(digest)
             return YES
@@ -67,7 +67,7 @@ class BlobCache:
         return YES
 
     def page(self, digest: str, page: int) -> tuple[bytes, int] | None:
-        """Page `page` of a blob and how many it has; None when blob or page is not there."""
+        """Page `page` of a blob and its number of pages; None if blob or page is missing."""
         blob = self._whole.get(digest)
         if blob is None:
             return None
@@ -78,7 +78,7 @@ class BlobCache:
         return blob[page * MAX_PAGE_BYTES : (page + 1) * MAX_PAGE_BYTES], pages
 
     def pin(self, digests: Iterable[str]) -> None:
-        """Keep exactly these; anything else may be dropped for room."""
+        """Keep exactly these blobs; any other may be evicted."""
         self._pinned = frozenset(digests)
 
     def _refusal(self, digest: str, page: int, pages: int, data: bytes) -> Decision | None:
@@ -89,7 +89,7 @@ class BlobCache:
                 RefusalCode.BAD_BLOB, f"page {page} has {len(data)} bytes, at most {MAX_PAGE_BYTES} are allowed"
             )
         if self._pages.get(digest, pages) != pages:
-            self._forget_partial(digest)  # a publisher that cuts otherwise begins anew
+            self._forget_partial(digest)  # a publisher with another page size begins anew
         if not self._room_for(len(data), digest):
             reason = f"the store holds {self._held_bytes} of {self._limit_bytes} bytes, all of them in use"
             return Decision(RefusalCode.NOT_ALLOWED, f"{reason}; raise blob_bytes", 5.0)
@@ -114,14 +114,14 @@ class BlobCache:
         self._pages.pop(digest, None)
 
     def _touch(self, digest: str) -> None:
-        self._whole[digest] = self._whole.pop(digest)  # dicts keep order: the last one is the one used last
+        self._whole[digest] = self._whole.pop(digest)  # moved to the end: the dict is ordered by last use
 
     def check(self) -> None:
-        """Raise `InvariantBroken` unless the books balance."""
+        """Raise `InvariantBroken` unless the byte count is right and the bounds are kept."""
         whole = sum(len(blob) for blob in self._whole.values())
         partial = sum(len(part) for parts in self._partial.values() for part in parts.values())
         if whole + partial != self._held_bytes:
-            raise InvariantBroken(f"blobs take {whole} + {partial} bytes, the books say {self._held_bytes}")
+            raise InvariantBroken(f"blobs take {whole} + {partial} bytes, counted as {self._held_bytes}")
         if self._held_bytes > self._limit_bytes:
             raise InvariantBroken(f"blobs take {self._held_bytes} bytes, at most {self._limit_bytes} are allowed")
         if len(self._whole) > MAX_BLOBS + len(self._pinned) or len(self._partial) > MAX_UPLOADS:

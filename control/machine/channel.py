@@ -452,7 +452,7 @@ class Channel:
         match record:
             case EpochTaken():
                 self.epoch = record.epoch
-                if record.redrive and self.round:
+                if record.in_round and self.round:
                     self._lease_holder.epoch_raised(record.epoch)
                     self.round.epoch_taken(record.epoch, now)
                 else:
@@ -498,7 +498,7 @@ class Channel:
         """The journal could not write `record`: what depends on it does not happen. `again`: a later try may work."""
         match record:
             case EpochTaken():
-                if record.redrive and self.round:
+                if record.in_round and self.round:
                     self.round.epoch_refused(reason)
                 else:
                     self._effects.extend(self._lease_holder.refuse(reason))
@@ -681,7 +681,7 @@ def _impossible(publish: Publish, *, is_committed: bool) -> str:
     if policy.flush and policy.pause is PauseMode.IN_PLACE:
         return "pause in_place keeps the KV cache: publish with flush off"
     if 0 < policy.max_paused < policy.min_engines:
-        found = f"{policy.min_engines} engines are to be verified and at most {policy.max_paused} stand still at a time"
+        found = f"{policy.min_engines} engines are to be verified and at most {policy.max_paused} are paused at a time"
         return f"{found}: raise max_paused, or lower min_engines"
     return ""
 

@@ -1,13 +1,14 @@
-"""The coordinator: `handle(event, now)` returns what is to be done about it, in order. Pure.
+"""The coordinator: `handle(event, now)` returns the effects of an event, in order. Pure.
 
-It knows who speaks, whether their role allows it, which channel is meant and which answers were given before; channels
-decide the rest. No clock, no socket, no disk, no log in here: the driver is event_loop.py.
+The coordinator finds the agent of a message, checks its authorization, repeats earlier replies, and passes the message
+to the agent's channel, which decides the rest. It has no clock, socket, disk or log: the driver is event_loop.py.
 
-One record is written at a time. Until the driver says how that went, further events wait in line: whatever an answer
-or a command depends on is durable before it leaves. The way of a record, and back::
+One record is written at a time. Until the driver reports the result, further events wait in line: a record is durable
+before any answer or command that depends on it leaves. The path of a record, and back::
 
-    Round.decide -> Channel.flush -> Coordinator._flush -> Pen.write -> Persist      the driver writes it,
-    Round        <- Channel.persisted <- Coordinator._written <- Pen.written <- Persisted    and says so
+    Round.decide -> Channel.flush -> Coordinator._flush -> JournalWriter.write -> Persist       the driver writes it,
+    Channel.persisted <- Coordinator._journal_answered <- JournalWriter.answered <- Persisted   and reports
+    Channel.make_current    makes the version of a durable `Committed` the current one
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class _ChannelStop(msgspec.Struct, frozen=True):
 
 _JOURNAL_ANSWERS: Final = (Persisted, PersistFailed)
 _ENGINE_ANSWERS: Final = (Prepared, Paused, Transferred, Verified, Serving, Failed)
-"""As tuples, made once: a union in the middle of a function is made anew with every message."""
+"""Tuples made once: a union inside of a function would be made anew for every message."""
 _Work = AnyEvent | _Silent | _ChannelTick | _ChannelStop
 
 
@@ -109,7 +110,7 @@ class Coordinator:
         stride: int = 1,
         keyed: bool = False,
     ) -> None:
-        """`stride`: by how much this start has raised the epochs of `restored`; `keyed`: nobody joins without a key."""
+        """`stride`: the amount by which this start raised all epochs. `keyed`: every agent needs a trusted key."""
         self.boot = boot
         self.limits = limits
         self.membership = Membership(limits)
@@ -120,7 +121,7 @@ class Coordinator:
         self.stopping = False
         self._queued_work: deque[_Work] = deque()
         self._to_flush: dict[ChannelId, Channel] = {}
-        """Of which something is to be noted when the event is over."""
+        """Channels to flush when the event is over."""
         self._effects = EffectQueue(limits.answers)
         self.replies = self._effects.replies
         self._journal_writer = JournalWriter(self._effects, limits.probe_s)
@@ -128,10 +129,10 @@ class Coordinator:
             boot, limits, routing, self.channels, self.membership, out=self._effects, stride=stride, keyed=keyed
         )
 
-    # -- the door ---------------------------------------------------------------------------------------------------
+    # -- entry ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: AnyEvent, now: float) -> tuple[AnyEffect, ...]:
-        """Take `event`, which happened at `now` (monotonic seconds). Raises `IllegalMove` on a token not given out."""
+        """Take `event`, which happened at `now` (monotonic seconds). Raises `IllegalMove` on an unknown token."""
         if isinstance(event, _JOURNAL_ANSWERS):
             self._journal_answered(event, now)
         elif isinstance(event, Burst):
@@ -150,7 +151,7 @@ class Coordinator:
         return self._effects.take()
 
     def next_deadline(self) -> float | None:
-        """When a `Tick` is due; None when nothing is waited for."""
+        """The time at which a `Tick` is due; None if no deadline is set."""
         due = earlier(self.membership.next_deadline(), self._journal_writer.retry_at)
         for channel in self.channels.values():
             due = earlier(due, channel.next_deadline())
@@ -158,22 +159,22 @@ class Coordinator:
 
     @property
     def read_only(self) -> bool:
-        """Whether the journal took no record when it was last tried."""
+        """True if the journal refused the last record."""
         return self._journal_writer.read_only
 
     @property
     def idle(self) -> bool:
-        """Whether nobody's next step waits for a message: no lease, no round, nothing asked and not answered."""
+        """True while there is no lease, no round and no unacknowledged command or unfinished write."""
         return not self._journal_writer.writing and all(channel.idle for channel in self.channels.values())
 
     @property
     def stopped(self) -> bool:
-        """Whether a requested stop is complete: no round, nothing being written."""
+        """True once a requested stop is complete: no round runs and no record is being written."""
         idle = all(channel.round is None for channel in self.channels.values())
         return self.stopping and idle and self._journal_writer.writing is None and not self._queued_work
 
     def status(self, now: float) -> status.StatusView:
-        """What may be known of the whole."""
+        """The status document."""
         return status.StatusView(
             boot=self.boot,
             read_only=self.read_only,
@@ -184,13 +185,13 @@ class Coordinator:
         )
 
     def check(self) -> None:
-        """Raise `InvariantBroken` unless everything agrees with everything else."""
+        """Raise `InvariantBroken` unless all parts agree with each other."""
         self.membership.check()
         self.blobs.check()
         for channel in self.channels.values():
             channel.check()
         if self._effects:
-            raise InvariantBroken("effects were left behind")
+            raise InvariantBroken("effects were left in the queue")
 
     # -- work -------------------------------------------------------------------------------------------------------
 
@@ -221,7 +222,7 @@ class Coordinator:
                 assert_never(work)
 
     def _flush(self, channel: Channel | None, now: float) -> None:
-        """Bring out everything that `channel`, if there is one, wants sent, noted and written now, in its order."""
+        """Queue the effects of `channel` that are due, in its order."""
         if channel is None:
             return
         for out in channel.flush(now):
@@ -247,7 +248,7 @@ class Coordinator:
                 self._effects.refuse(peer, late.agent, late.request, late.answer)
 
     def _unsent(self, event: Unsent, now: float) -> None:
-        """A command that nobody can be told is not waited for."""
+        """A message cannot be encoded for the wire: its channel does not wait for an answer."""
         for agent in filter(None, map(self.membership.on, event.peers)):
             channel = self.channels[agent.channel]
             channel.unsent(agent.name, event.message, event.reason, now)
@@ -325,7 +326,7 @@ class Coordinator:
             case Acquire() | Release() | Publish() | Offered() | Sent() | Abandon():
                 self._from_trainer(agent, message, peer, now)
             case Hello() | Prepared() | Paused() | Transferred() | Verified() | Serving() | Failed():
-                raise InvariantBroken(f"{message.kind} is taken elsewhere")
+                raise InvariantBroken(f"{message.kind} is handled elsewhere")
             case _:
                 assert_never(message)
 
@@ -393,11 +394,11 @@ class Coordinator:
                 assert_never(message)
 
     def _missing(self, *digests: str) -> str:
-        """The first of these blobs that is not here; empty when all are. One without a name is not asked for."""
+        """The first of these digests without a blob; empty if there is none. Empty digests are skipped."""
         return next((digest for digest in digests if digest and digest not in self.blobs), "")
 
     def _refused_now(self) -> Decision | None:
-        """Why nothing new may begin; None when it may."""
+        """Why no new lease or round may begin; None if it may."""
         if self.stopping:
             return Decision(RefusalCode.SHUTTING_DOWN, "the coordinator is stopping", 5.0)
         if self.read_only:

@@ -1,7 +1,7 @@
-"""What the coordinator wants done, in the order in which it came about, until its driver takes it. Pure.
+"""The effects of an event, in order, until the driver takes them; and the journal writer. Pure.
 
-That order is part of the contract (effects.py). Here stands also what was answered under which key, so that the same
-request gets the same answer; and the pen, with which one record is written at a time.
+The order is part of the contract (effects.py). `EffectQueue` also remembers replies by request key, so that a repeated
+request gets the same reply. `JournalWriter` writes one record at a time.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ from .pending_commands import AgentCommand
 from .reply_cache import Decision, ReplyCache
 
 HEARTBEAT_KEY: Final = RequestId("heartbeat")
-"""Heartbeats carry no key; this one stands in the `Refused` that tells a stranger to say `Hello`."""
+"""`Refused.request` of a refused heartbeat, which has no key: an unknown agent is told to say `Hello`."""
 _KEYLESS: Final = (Heartbeat, Bye)
 _REMEMBERED: Final = (Publish, Release, Offered, Sent, Abandon)
-"""As tuples, made once: a union in the middle of a function is made anew with every message."""
+"""Tuples made once: a union inside of a function would be made anew for every message."""
 
 
 class EffectQueue:
     """The effects of one event after the other."""
 
     def __init__(self, answers: int) -> None:
-        """`answers` are remembered by request key."""
+        """`answers` is the number of remembered replies."""
         self.replies = ReplyCache(answers)
         self._effects: list[AnyEffect] = []
         self._open_acknowledge: list[tuple[Peer, Request]] | None = None
-        """Of the last effect, if it is an `Acknowledge`."""
+        """Requests of the last effect, if that is an `Acknowledge`."""
 
     def __len__(self) -> int:
         return len(self._effects)
 
     def take(self) -> tuple[AnyEffect, ...]:
-        """Everything since this was asked last."""
+        """The effects since the last call."""
         effects, self._effects, self._open_acknowledge = tuple(self._effects), [], None
         return effects
 
@@ -84,11 +84,11 @@ class EffectQueue:
         self._effects.append(effect)
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
-        """To one connection."""
+        """Send to one connection."""
         self._add(SendTo(peer, message, blob))
 
     def tell(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
-        """To many connections, or one, or none."""
+        """Send the same to any number of connections."""
         if len(peers) > 1:
             self._add(SendToAll(peers, message))
         elif peers:
@@ -103,11 +103,11 @@ class EffectQueue:
         self._add(persist)
 
     def observe(self, what: AnyObservation) -> None:
-        """For logs and metrics."""
+        """Report an observation to logs and metrics."""
         self._add(Observe(what))
 
     def answer(self, peer: Peer, agent: AgentId, message: Message, verdict: Decision) -> None:
-        """An `Ack`, or a refusal with its reason."""
+        """Reply with an `Ack`, or with a refusal and its reason."""
         if verdict.code is not None:
             self.refuse(peer, agent, message, verdict)
         elif not isinstance(message, _KEYLESS):
@@ -116,14 +116,14 @@ class EffectQueue:
             self.acknowledge(peer, message)
 
     def acknowledge(self, peer: Peer, message: Request) -> None:
-        """`message` was taken. Those that come together are one effect."""
+        """Acknowledge `message`. Consecutive acknowledgements are one effect."""
         if self._open_acknowledge is None:
             self._open_acknowledge = []
             self._effects.append(Acknowledge(self._open_acknowledge))
         self._open_acknowledge.append((peer, message))
 
     def refuse(self, peer: Peer, agent: str, message: Message, verdict: Decision) -> None:
-        """A refusal changed nothing and is not remembered."""
+        """Refuse `message`, which changed nothing. Refusals are not remembered."""
         code = verdict.code or RefusalCode.NOT_ALLOWED
         request = HEARTBEAT_KEY if isinstance(message, _KEYLESS) else message.request
         self.send(peer, Refused(request=request, code=code, reason=verdict.reason, retry_after_s=verdict.retry_after_s))
@@ -131,28 +131,28 @@ class EffectQueue:
 
 
 class WriteResult(NamedTuple):
-    """How a write went."""
+    """The result of a write."""
 
     record: AnyRecord
     channel: Channel | None
     failed: str | None
-    """Why the record is not durable."""
+    """Why the record is not durable; None if it is."""
     again: bool
-    """Whether it may be so later."""
+    """True if a later try may succeed."""
 
 
 class JournalWriter:
-    """Asks the driver to write, and takes its answers: one record at a time, and whether the journal takes any.
+    """Asks the driver to write one record at a time, and tracks whether the journal takes records.
 
-    While `writing` is set, the coordinator takes up nothing new: whatever an answer or a command depends on is durable
-    before it leaves.
+    While `writing` is set, the coordinator handles no further event: a record is durable before any answer or command
+    that depends on it leaves.
     """
 
     def __init__(self, out: EffectQueue, probe_s: float) -> None:
         self.writing: tuple[Persist, Channel | None] | None = None
         self.read_only = False
         self.retry_at: float | None = None
-        """When a journal that takes no writes is tried again."""
+        """Time of the next try to write to a journal that refused the last record."""
         self._out = out
         self._probe_s = probe_s
         self._tokens = 0
@@ -160,14 +160,14 @@ class JournalWriter:
     def write(self, record: AnyRecord, channel: Channel | None) -> None:
         """Make `record` durable; `channel` waits for it."""
         if self.writing:
-            raise InvariantBroken(f"{record} was to be written while {self.writing[0].record} still is")
+            raise InvariantBroken(f"{record} was to be written during the write of {self.writing[0].record}")
         self._tokens += 1
         persist = Persist(token=Token(self._tokens), record=record)
         self.writing = (persist, channel)
         self._out.persist(persist)
 
     def answered(self, event: Persisted | PersistFailed, now: float) -> WriteResult:
-        """The driver says how it went. Raises `IllegalMove` on a token not given out."""
+        """Take the driver's answer. Raises `IllegalMove` on an unknown token."""
         if self.writing is None or self.writing[0].token != event.token:
             expected = self.writing[0].token if self.writing else "none"
             raise IllegalMove("coordinator", f"writing {expected}", f"{type(event).__name__}({event.token})")
@@ -181,14 +181,14 @@ class JournalWriter:
         return WriteResult(persist.record, channel, failed, again)
 
     def tick(self, now: float) -> None:
-        """Time has passed: try again whether the journal takes a record."""
+        """Probe a journal that refused the last record, if it is time."""
         if self.retry_at is not None and now >= self.retry_at:
             self.retry_at = now + self._probe_s
             self.write(Probe(), None)
 
 
 class SendToAgents(msgspec.Struct, frozen=True):
-    """Send `message` to whatever connections `agents` are on."""
+    """Send `message` to the connections of `agents`."""
 
     agents: tuple[AgentId, ...]
     message: ToAgent
@@ -200,9 +200,9 @@ CHANNEL_RECORDS: Final = (EpochTaken, EpochRaised, Committed, RoundClosed)
 
 
 def group_by_command(due: Iterable[tuple[tuple[AgentId, ...], AgentCommand]]) -> list[SendToAgents]:
-    """What many are told alike, at once to all of them; who is told two things is told the first one first.
+    """One effect for each command, in the order of the first agent told.
 
-    That is one object (round_commands.py): to compare values would cost more than it saves.
+    Equal commands of a round are one object (round_commands.py), so they are grouped by identity.
     """
     alike: dict[int, tuple[list[AgentId], AgentCommand]] = {}
     for agents, command in due:

@@ -1,8 +1,8 @@
-"""What the coordinator asks of the world, and what it wants written down.
+"""The effects of the coordinator's machine: journal records, observations, and what the driver is to do.
 
-Effects are carried out in the order in which they were returned, and that order is part of the contract: nothing that
-depends on a record is in a tuple before the driver has answered `Persisted` for it. So no message leaves that a power
-cut could make untrue.
+The driver carries effects out in the order in which they were returned. That order is part of the contract: an effect
+that depends on a record is returned only after the driver has answered `Persisted` for it. So a power cut cannot make a
+message untrue that was sent before.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from .states import RoundState
 
 
 class JournalRecord(msgspec.Struct, frozen=True, kw_only=True, tag_field="record"):
-    """Root of what is made durable. Writing the same record twice is the same as writing it once."""
+    """Root of the journal records. Writing a record twice has the effect of writing it once."""
 
 
 class EpochTaken(JournalRecord, frozen=True, tag="EpochTaken"):
-    """`epoch` belongs to `holder` from now on; every lower one is refused for ever."""
+    """`epoch` is granted to `holder`; every lower one is refused from now on."""
 
     channel: Channel
     epoch: Epoch
     holder: AgentId
     version: Version
-    redrive: bool = False
-    """The epoch re-drives engines of a running round; otherwise it begins a lease."""
+    in_round: bool = msgspec.field(default=False, name="redrive")
+    """True for the epoch of a retry or a later wave of a running round; otherwise the epoch begins a lease."""
     rollback: bool = False
-    """Under this lease the channel may go back to a lower version."""
+    """True if the channel may go back to a lower version under this lease."""
 
 
 class EpochRaised(JournalRecord, frozen=True, tag="EpochRaised"):
-    """An engine has seen an epoch that this journal did not know of: `epoch`, and the next one, are far above it."""
+    """The channel's epoch is raised to `epoch`, far above one that an engine has seen and the journal did not know."""
 
     channel: Channel
     epoch: Epoch
     engine: AgentId
-    """Who said so."""
+    """The engine that reported it."""
 
 
 class Committed(JournalRecord, frozen=True, tag="Committed"):
-    """`version` is what the channel serves from now on."""
+    """`version` is committed: once this is durable, the channel makes it current (`Channel.make_current`)."""
 
     channel: Channel
     epoch: Epoch
@@ -64,34 +64,34 @@ class Committed(JournalRecord, frozen=True, tag="Committed"):
     manifest: Digest
     table: Digest
     request: RequestId
-    """The `Publish` that asked for it: asked again, it is answered as committed from now on, whatever comes later."""
+    """Key of the `Publish`: if repeated, it is answered as committed from now on."""
     announced: Epoch
-    """The epoch of that `Publish`: `epoch` is higher where engines were driven again."""
+    """Epoch of that `Publish`; `epoch` is higher after a retry."""
     question: str
-    """Of that `Publish` (`answers.question`)."""
+    """Digest of that `Publish` (`reply_cache.question`)."""
     engines: tuple[AgentId, ...]
-    """Who holds it, verified."""
+    """Engines that hold the version, verified."""
     rollback: bool = False
-    """The trainer asked for it although the channel had this version, or a higher one, already."""
+    """True if the trainer asked to go back to this version, or to take it again."""
 
 
 class RoundClosed(JournalRecord, frozen=True, tag="RoundClosed"):
-    """How a round ended: the answer that the same `Publish` gets from now on. Replaces that of its `Committed`."""
+    """How a round ended: the reply to a repeated `Publish` from now on. Replaces the reply of its `Committed`."""
 
     request: RequestId
     done: RoundDone
     question: str
-    """Of the `Publish` (`answers.question`)."""
+    """Digest of the `Publish` (`reply_cache.question`)."""
 
 
 class ChannelForgotten(JournalRecord, frozen=True, tag="ChannelForgotten"):
-    """Nothing is known of `channel` any more: somebody in charge said so, while no coordinator ran."""
+    """All of `channel` is forgotten, by an operator's command while no coordinator ran."""
 
     channel: Channel
 
 
 class Probe(JournalRecord, frozen=True, tag="Probe"):
-    """Nothing new; shows whether the journal takes writes again."""
+    """An empty record that shows whether the journal takes writes again."""
 
 
 AnyRecord = EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotten | Probe
@@ -100,11 +100,11 @@ AnyRecord = EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotte
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """Root of what is told to logs and metrics. Carries no secrets and changes nothing."""
+    """Root of the reports to logs and metrics. Carries no secrets and changes nothing."""
 
     @property
     def event(self) -> str:
-        """Name of the log line: part of the interface, and so independent of the class name."""
+        """Name of the log line: part of the interface, so it does not depend on the class name."""
         return str(self.__struct_config__.tag)
 
 
@@ -116,7 +116,7 @@ class AgentJoined(Observation, frozen=True, tag="agent_joined"):
     channel: Channel
     incarnation: str
     returning: bool
-    """The incarnation was known: only its connection is new."""
+    """True if the incarnation was known and only its connection is new."""
 
 
 class AgentLeft(Observation, frozen=True, tag="agent_left"):
@@ -129,7 +129,7 @@ class AgentLeft(Observation, frozen=True, tag="agent_left"):
 
 
 class LeaseGranted(Observation, frozen=True, tag="lease_granted"):
-    """A trainer may publish."""
+    """A trainer was granted the lease."""
 
     channel: Channel
     holder: AgentId
@@ -147,18 +147,18 @@ class LeaseEnded(Observation, frozen=True, tag="lease_ended"):
 
 
 class EngineAhead(Observation, frozen=True, tag="engine_ahead"):
-    """An engine has seen a higher epoch than the journal knew: an older journal was restored, or one begun anew."""
+    """An engine has seen a higher epoch than the journal knew: an older or a new journal is in use."""
 
     channel: Channel
     engine: AgentId
     known: Epoch
-    """The highest until then."""
+    """Highest epoch before."""
     epoch: Epoch
-    """... and now."""
+    """Highest epoch now."""
 
 
 class StateEntered(Observation, frozen=True, tag="state_entered"):
-    """A round went on to `state`; it spent `seconds` in `left`."""
+    """A round entered `state` after `seconds` in `left`."""
 
     channel: Channel
     version: Version
@@ -169,7 +169,7 @@ class StateEntered(Observation, frozen=True, tag="state_entered"):
 
 
 class EngineFailed(Observation, frozen=True, tag="engine_failed"):
-    """An engine did not keep up with its round."""
+    """An engine failed in its round."""
 
     channel: Channel
     engine: AgentId
@@ -180,7 +180,7 @@ class EngineFailed(Observation, frozen=True, tag="engine_failed"):
 
 
 class TransferRetried(Observation, frozen=True, tag="redriven"):
-    """These engines are sent everything again under a new epoch."""
+    """These engines are sent the version again under a new epoch."""
 
     channel: Channel
     version: Version
@@ -189,13 +189,13 @@ class TransferRetried(Observation, frozen=True, tag="redriven"):
 
 
 class RoundEnded(Observation, frozen=True, tag="round_ended"):
-    """A round is over; `done` is what the trainer is told."""
+    """A round is over; `done` is the trainer's report."""
 
     channel: Channel
     outcome: Outcome
     done: RoundDone
     stood_s: float = 0.0
-    """As the trainer said in `Publish`."""
+    """`Publish.stood_s`."""
 
 
 class ReadinessChanged(Observation, frozen=True, tag="readiness_changed"):
@@ -208,7 +208,7 @@ class ReadinessChanged(Observation, frozen=True, tag="readiness_changed"):
 
 
 class RoundReadiness(Observation, frozen=True, tag="round_readiness"):
-    """Engines entered or left the ready list as a part of their round: thousands at once; its end tells more."""
+    """Engines entered or left the ready list as part of their round, perhaps thousands at once."""
 
     channel: Channel
     engines: tuple[AgentId, ...]
@@ -252,7 +252,7 @@ AnyObservation = (
 
 
 class Effect(msgspec.Struct, frozen=True, kw_only=True):
-    """Root of the seldom effects."""
+    """Root of the infrequent effects."""
 
 
 class Persist(Effect, frozen=True):
@@ -263,7 +263,7 @@ class Persist(Effect, frozen=True):
 
 
 class SendTo(msgspec.Struct, frozen=True):
-    """Send to one connection. If it is gone, say `PeerLost` and go on."""
+    """Send to one connection. If it is gone, the driver reports `ConnectionLost` and goes on."""
 
     peer: Peer
     message: ToAgent
@@ -278,21 +278,21 @@ class SendToAll(msgspec.Struct, frozen=True):
 
 
 class Acknowledge(msgspec.Struct, frozen=True):
-    """Say `Ack` for each of these, unless what its agent is told next says the same (ack_batching.py)."""
+    """Send an `Ack` for each request, unless the next command to its agent implies it (ack_batching.py)."""
 
     requests: list[tuple[Peer, Request]]
-    """By whom, and what, in the order in which they came."""
+    """Connection and request, in the order of arrival."""
 
 
 class Evict(Effect, frozen=True):
-    """Forget the connection: what still arrives from it is answered as from a stranger."""
+    """Forget the connection: its later messages are answered as those of an unknown agent."""
 
     peer: Peer
     reason: str
 
 
 class Observe(msgspec.Struct, frozen=True):
-    """For logs and metrics."""
+    """Report an observation to logs and metrics."""
 
     what: AnyObservation
 

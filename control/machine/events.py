@@ -1,6 +1,6 @@
-"""What may happen to the coordinator: the only things that `Coordinator.handle` takes.
+"""The events that `Coordinator.handle` takes.
 
-Whoever drives the machine owns sockets, disk and clock, and tells it here what they did.
+The driver owns sockets, disk and clock, and reports here what they did.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ Peer = NewType("Peer", bytes)
 """One connection, by the id that the ROUTER gave it. A reconnected agent has a new one."""
 
 Token = NewType("Token", int)
-"""Ties a `Persist` effect to the event that says how it went."""
+"""Ties a `Persist` effect to the event with its result."""
 
 
 ANY_CHANNEL: Final = Channel("*")
-"""Among a principal's channels: all of them."""
+"""Among a principal's channels, stands for all channels."""
 
 
 class Principal(msgspec.Struct, frozen=True):
-    """Whom a connection's key belongs to, and what the allow-list trusts that agent with."""
+    """The owner of a connection's key by the allow-list: an agent's name, its role and its channels."""
 
     name: AgentId
     role: Role
     channels: tuple[Channel, ...]
 
     def covers(self, channel: Channel) -> bool:
-        """Whether it may act in `channel`."""
+        """Whether the principal may act in `channel`."""
         return ANY_CHANNEL in self.channels or channel in self.channels
 
 
 class MessageReceived(msgspec.Struct, frozen=True):
-    """A decoded message came in. Made by the bus, thousands in a second, and taken as it is."""
+    """A decoded message arrived. The bus makes thousands of these in a second."""
 
     peer: Peer
     message: ToCoordinator
     blob: bytes | None = None
     principal: Principal | None = None
-    """Whom the connection's key belongs to, as of now; null where no keys are used."""
+    """Present owner of the connection's key; None without keys."""
 
 
 class Burst(msgspec.Struct, frozen=True):
-    """Messages that came in together, in order.
+    """Messages that arrived together, in order.
 
-    The same as one after the other, but what is only noted of them, and asked of nobody, is noted once.
+    The result is that of one event for each, but each channel is flushed once, after the last one.
     """
 
     messages: Sequence[MessageReceived]
@@ -59,13 +59,13 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectionLost(Event, frozen=True):
-    """A connection is gone, or takes no more messages. Its agent may come back on another one."""
+    """A connection is gone, or takes no more messages. Its agent may return on another one."""
 
     peer: Peer
 
 
 class Unsent(Event, frozen=True):
-    """`message` is none that could travel: it reached none of `peers`, and never will."""
+    """`message` cannot be encoded for the wire: it will reach none of `peers`."""
 
     peers: tuple[Peer, ...]
     message: ToAgent
@@ -73,14 +73,14 @@ class Unsent(Event, frozen=True):
 
 
 class TrustLost(Event, frozen=True):
-    """The allow-list does not trust `agent` any more, or not with the same."""
+    """The allow-list has dropped `agent`, or changed its role or channels."""
 
     agent: AgentId
     reason: str
 
 
 class Tick(Event, frozen=True):
-    """The time that `Coordinator.next_deadline` named has come. Early or repeated ticks do no harm."""
+    """The time of `Coordinator.next_deadline` has come. Early or repeated ticks have no effect."""
 
 
 class Persisted(Event, frozen=True):
@@ -95,11 +95,11 @@ class PersistFailed(Event, frozen=True):
     token: Token
     reason: str
     again: bool = True
-    """Whether it may be written later; else the journal is well, and does not take this one."""
+    """True if a later try may succeed; False if the journal is well and rejects this record."""
 
 
 class StopRequested(Event, frozen=True):
-    """Grant nothing more and bring running rounds to an end; `Coordinator.stopped` says when that is so."""
+    """Grant no more leases and end the running rounds; `Coordinator.stopped` is True once that is done."""
 
 
 AnyEvent = (

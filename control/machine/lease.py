@@ -1,7 +1,7 @@
-"""Who may change a channel: at most one trainer, under an epoch that only grows. Pure.
+"""The lease of a channel: at most one trainer may publish, under an epoch that only grows. Pure.
 
-A lease is a courtesy that keeps trainers from wasting work. What keeps a former holder from changing anything is the
-epoch: whoever receives a message compares it, whatever the clock says.
+The lease keeps trainers from wasted work. The epoch is what keeps a former holder from changing anything: every
+receiver compares it, whatever the clock says.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     holder: AgentId
     incarnation: Incarnation
     epoch: Epoch
-    """Rises when engines are re-driven; the holder learns it from `Send`."""
+    """Present epoch; it rises with every retry or wave. The holder learns it from `Send`."""
     first_epoch: Epoch
-    """As granted."""
+    """Epoch as granted."""
     version: Version
     granted_at: float
     heard_at: float
     rollback: bool = False
-    """The channel may go back under it."""
+    """True if the channel may go back to a lower version under this lease."""
 
     def expires_at(self, lease_s: float) -> float:
-        """When the lease ends if the holder stays silent."""
+        """The time at which the lease ends if the holder stays silent."""
         return self.heard_at + lease_s
 
 
 _ENDING_S: Final = 0.2
-"""Engines that resume are mostly through in less."""
+"""Seconds after which to acquire again while a round ends: most engines resume in less."""
 
 
 def may_acquire(
@@ -65,9 +65,9 @@ def may_acquire(
     now: float,
     lease_s: float,
 ) -> Decision:
-    """Whether `agent` may take the channel. Its own unused lease does not stand in its way; a running round does.
+    """Whether `agent` may acquire the lease. It may replace its own unused lease, but not during a round.
 
-    `round_` is the state of that. One that can only come to its end is waited for, whosever it is.
+    `round_` is the state of the running round. A trainer whose own round can only end by now is told to wait for that.
     """
     in_round = round_ is not None
     if lease is None and not in_round:
@@ -106,7 +106,7 @@ def may_use(lease: Lease | None, agent: AgentId, incarnation: Incarnation, epoch
 
 
 class LateGrant(msgspec.Struct, frozen=True):
-    """The answer to a request that had to wait for the journal."""
+    """The answer to an `Acquire`, which had to wait for the journal."""
 
     agent: AgentId
     request: Acquire
@@ -114,7 +114,7 @@ class LateGrant(msgspec.Struct, frozen=True):
 
 
 class LeaseHolder:
-    """Who holds the channel, and who waits for an epoch to become durable."""
+    """The lease of one channel, and the request that waits for its epoch to become durable."""
 
     def __init__(self, channel: Channel, limits: Limits, event_trace: Sequence[object]) -> None:
         self.lease: Lease | None = None
@@ -124,11 +124,11 @@ class LeaseHolder:
         self._requested: tuple[Agent, Acquire] | None = None
 
     def held_by(self, agent: Agent) -> bool:
-        """Whether the lease is this incarnation's."""
+        """Whether this incarnation holds the lease."""
         return self.lease is not None and (self.lease.holder, self.lease.incarnation) == (agent.name, agent.incarnation)
 
     def request(self, agent: Agent, message: Acquire, epoch: Epoch) -> EpochTaken:
-        """Nothing speaks against the wish of `agent`: the record that has to be durable before it is granted."""
+        """Note the request of `agent`. Returns the record that must be durable before the lease is granted."""
         self._requested = (agent, message)
         return EpochTaken(
             channel=self._channel, epoch=epoch, holder=agent.name, version=message.version, rollback=message.rollback
@@ -142,9 +142,12 @@ class LeaseHolder:
         routes: Callable[[Agent], Mapping[AgentId, Route]],
         now: float,
     ) -> tuple[LeaseEnded | LateGrant | LeaseGranted, ...]:
-        """The epoch is durable: the lease is that of whoever asked. `routes` are told to who said where it is."""
+        """The epoch is durable: grant the lease to the trainer that requested it.
+
+        `routes` gives the routes of a trainer that has reported its topology.
+        """
         if self._requested is None:
-            raise InvariantBroken(f"epoch {record.epoch} is durable, but nobody asked for it", self._event_trace)
+            raise InvariantBroken(f"epoch {record.epoch} is durable, but no trainer requested it", self._event_trace)
         agent, message = self._requested
         self._requested = None
         ended = self.end("its holder acquired again")
@@ -173,7 +176,7 @@ class LeaseHolder:
         return (*ended, LateGrant(agent.name, message, granted), note)
 
     def refuse(self, reason: str) -> tuple[LateGrant, ...]:
-        """The epoch could not be written: whoever asked is told to come again."""
+        """The epoch could not be written: tell the trainer to acquire again later."""
         requested, self._requested = self._requested, None
         if requested is None:
             return ()
@@ -186,26 +189,26 @@ class LeaseHolder:
             self.lease = msgspec.structs.replace(self.lease, epoch=epoch)
 
     def heard(self, agent: Agent, now: float) -> None:
-        """A trainer is alive; if it holds the lease, that goes on."""
+        """A trainer is alive: if it holds the lease, the lease is extended."""
         if self.lease and self.held_by(agent):
             self.lease = msgspec.structs.replace(self.lease, heard_at=now)
 
     def end(self, reason: str) -> tuple[LeaseEnded, ...]:
-        """The channel is free, if it was not."""
+        """End the lease, if there is one."""
         lease, self.lease = self.lease, None
         if lease is None:
             return ()
         return (LeaseEnded(channel=self._channel, holder=lease.holder, epoch=lease.epoch, reason=reason),)
 
     def next_deadline(self, *, in_round: bool) -> float | None:
-        """When the lease ends if nothing is heard, or nothing published."""
+        """The time at which the lease ends unless its holder is heard, or publishes."""
         if self.lease is None:
             return None
         silent = self.lease.expires_at(self._limits.lease_s)
         return silent if in_round else min(silent, self.lease.granted_at + self._limits.publish_s)
 
     def overdue(self, now: float, *, in_round: bool) -> str:
-        """Why the lease ends now; empty while it goes on."""
+        """Why the lease ends at `now`; empty if it does not."""
         due = self.next_deadline(in_round=in_round)
         if self.lease is None or due is None or now < due:
             return ""

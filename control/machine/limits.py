@@ -1,4 +1,4 @@
-"""Every wait of the coordinator, in seconds, and every bound. Values only; PROTOCOL.md says what each one promises."""
+"""Deadlines of the coordinator, in seconds, and its bounds. PROTOCOL.md says what each one promises."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Final
 import msgspec
 
 WATCHDOG_S: Final = 8.0
-"""Somebody stands in, over `distributed`, for a sidecar or source that has said nothing for so long.
+"""Silence after which a watchdog takes the place of a sidecar or a source in a `distributed` group.
 
-A constant of theirs (engine_agent/engines/sglang/group_watchdog.py,
-dataplane/transports/distributed/source_watchdog.py), for whose end the coordinator waits.
+The watchdogs (engine_agent/engines/sglang/group_watchdog.py, dataplane/transports/distributed/source_watchdog.py) use
+it, and the coordinator's deadlines allow for it.
 """
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long the coordinator waits for whom, and how much it keeps."""
+    """The deadlines and bounds of one coordinator."""
 
     heartbeat_s: float = 1.0
     """How often agents say that they are alive."""
@@ -34,28 +34,28 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retry_max_s: float = 8.0
     """... up to this."""
     grace_s: float = 5.0
-    """How much longer the coordinator waits than it told an agent to: the agent's own account is worth more."""
+    """Extra wait beyond an agent's own deadline: the agent's own report says more than a timeout."""
     prepare_s: float = 60.0
     pause_s: float = 60.0
     offer_s: float = 60.0
     verify_s: float = 300.0
     commit_s: float = 30.0
-    """How long a version waits for a journal that does not take writes."""
+    """Longest wait of a commit for a journal that refuses writes."""
     resume_s: float = 120.0
     abort_s: float = 60.0
     straggle_s: float = 10.0
-    """How long a round waits for its last engines, once others serve the version: its trainer stands still for it."""
+    """Longest wait for the last engines to resume once others serve the version, while the trainer waits."""
     probe_s: float = 2.0
-    """How often a journal that failed is tried again."""
+    """Time between tries of a journal that refused a record."""
     answers: int = 4096
-    """Answers remembered by request key."""
+    """Replies remembered by request key."""
     blob_bytes: int = 512 * 1024 * 1024
     """Memory for manifests and digest tables."""
     forget_s: float = 3600.0
     """How long a lost engine stays in the status document."""
     max_channels: int = 64
     max_agents: int = 2560
-    """2,048 engines and whoever else speaks. `Granted` and `RoundDone` name every engine, in one frame."""
+    """2,048 engines and other agents. `Granted` and `RoundDone` name every engine, in one frame."""
 
 
 def earlier(one: float | None, other: float | None) -> float | None:

@@ -1,12 +1,12 @@
-"""Who is there: agents by name and incarnation, their connections, and when each was last heard of. Pure.
+"""The agents that are alive: names and incarnations, their connections, and when each was last heard. Pure.
 
-A name belongs to one incarnation at a time. A newer one gets it when the old one's connection is gone, or when the old
-one was not heard of for `takeover_s`: long enough that a live agent has sent several heartbeats, short enough that a
-sidecar that was killed and restarted is back before anybody takes it for lost.
+A name belongs to one incarnation at a time. A newer incarnation gets it when the connection of the old one is gone, or
+when the old one was silent for `takeover_s`: long enough for several heartbeats of a live agent, short enough for a
+sidecar that was killed and restarted to be back before it counts as lost.
 
-A server belongs to one engine agent at a time, whatever the channel: two would pause and load it against each other,
-and the ready list would name it twice. Another name gets it when the first one said Bye or is lost, not while it may
-come back: a connection that breaks for a moment must not hand a server over to an agent that was started by mistake.
+A server belongs to one engine agent at a time, in all channels: two agents would pause and load it against each other,
+and the ready list would name it twice. Another agent gets the server once the first one has said Bye or is lost, not
+while it may still reconnect: a short disconnect must not hand a server to an agent that was started by mistake.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class Agent(msgspec.Struct, kw_only=True):
     channel: Channel
     incarnation: Incarnation
     peer: Peer | None
-    """None while its connection is gone and it may still come back."""
+    """Its connection; None while it is gone and the agent may still reconnect."""
     heard_at: float
     engine: EngineInfo | None = None
     trainer: TrainerInfo | None = None
     topology: Topology | None = None
-    """What it said last of where it is, if it did."""
+    """Its last topology report."""
     principal: Principal | None = None
-    """Whom its connection's key belonged to when it said `Hello`, as name, role and channel of that `Hello` do."""
+    """Owner of its connection's key at its `Hello`; covers that `Hello`'s name, role and channel."""
 
 
 class Membership:
-    """The agents that are taken to be alive."""
+    """The agents that count as alive."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -60,10 +60,10 @@ class Membership:
         self._by_peer: dict[Peer, AgentId] = {}
         self._by_server: dict[str, AgentId] = {}
         self._away: dict[AgentId, float] = {}
-        """Engines without a connection, and since when; the longest first."""
+        """Agents without a connection -> since when; the longest first."""
 
     def verdict(self, hello: Hello, peer: Peer, now: float) -> Decision:
-        """Whether this `Hello` may have the name, and the server, that it asks for."""
+        """Whether the name and the server of this `Hello` are free for its agent."""
         name = self._name_verdict(hello, peer, now)
         return self._server_verdict(hello, now) if name.ok else name
 
@@ -93,7 +93,7 @@ class Membership:
         return Decision(RefusalCode.SERVER_TAKEN, reason, self._limits.takeover_s)
 
     def join(self, hello: Hello, peer: Peer, now: float, principal: Principal | None = None) -> Agent:
-        """Seat the agent of `hello` on `peer`; `principal`, if there are keys, was found to be allowed to say it."""
+        """Register the agent of `hello` on connection `peer`. `principal`, with keys, was authorized to say it."""
         before = self._agents.get(hello.agent)
         if before and before.peer:
             self._by_peer.pop(before.peer, None)
@@ -118,7 +118,7 @@ class Membership:
         return agent
 
     def heard(self, peer: Peer, now: float) -> Agent | None:
-        """Who speaks on `peer`; noted as alive."""
+        """The agent on connection `peer`, marked as heard at `now`."""
         name = self._by_peer.get(peer)
         if name is None:
             return None
@@ -128,12 +128,12 @@ class Membership:
         return agent
 
     def on(self, peer: Peer) -> Agent | None:
-        """Who sits on `peer`."""
+        """The agent on connection `peer`."""
         name = self._by_peer.get(peer)
         return self._agents[name] if name is not None else None
 
     def disconnect(self, peer: Peer, now: float) -> Agent | None:
-        """The connection is gone; its agent may come back on another until it is lost."""
+        """A connection is gone; its agent may reconnect until it counts as lost."""
         name = self._by_peer.pop(peer, None)
         if name is None:
             return None
@@ -144,7 +144,7 @@ class Membership:
         return agent
 
     def expect(self, name: AgentId, now: float) -> None:
-        """Others stand still for this agent, whose connection is gone: it is lost when it is not back soon."""
+        """Engines are paused for this agent, whose connection is gone: it is lost after `reconnect_s`."""
         self._away.setdefault(name, now)
 
     def remove(self, name: AgentId) -> Agent | None:
@@ -162,7 +162,7 @@ class Membership:
         return agent
 
     def peers(self, names: Iterable[AgentId]) -> tuple[Peer, ...]:
-        """The connections of those that have one."""
+        """The connections of the named agents, without those that have none."""
         known = map(self._agents.get, names)
         return tuple([agent.peer for agent in known if agent is not None and agent.peer is not None])
 
@@ -171,22 +171,22 @@ class Membership:
         return self._agents.get(name)
 
     def trainers(self, channel: Channel) -> list[Agent]:
-        """The trainers of `channel`, who was heard of last at the end."""
+        """The trainers of `channel`, the one that was heard last at the end."""
         return [agent for agent in self._agents.values() if agent.role is Role.TRAINER and agent.channel == channel]
 
     def lost(self, now: float) -> list[Agent]:
-        """Who has not been heard of, or has had no connection, for too long."""
+        """Agents that were silent, or without a connection, for too long."""
         silent = list(takewhile(lambda agent: self._silent_at(agent) <= now, self._agents.values()))
         away = takewhile(lambda name: self._away[name] + self._limits.reconnect_s <= now, self._away)
         return silent + [agent for agent in map(self._agents.__getitem__, away) if self._silent_at(agent) > now]
 
     def silent_since(self, at: float) -> tuple[Peer, ...]:
-        """The connections of those who have said nothing since then."""
+        """The connections of agents that were silent since `at`."""
         silent = takewhile(lambda agent: agent.heard_at <= at, self._agents.values())
         return tuple([agent.peer for agent in silent if agent.peer is not None])
 
     def why_lost(self, agent: Agent, now: float) -> str:
-        """Why this agent is not waited for any longer; empty while it is."""
+        """Why this agent counts as lost; empty if it does not."""
         silence = f"was silent for {now - agent.heard_at:.1f} s"
         gone_at = self._away.get(agent.name)
         if gone_at is not None and gone_at + self._limits.reconnect_s <= now:
@@ -194,7 +194,7 @@ class Membership:
         return silence if self._silent_at(agent) <= now else ""
 
     def next_deadline(self) -> float | None:
-        """When the next agent will be lost, if nothing is heard of it."""
+        """The time at which the next agent is lost unless it is heard."""
         agent, gone_at = next(iter(self._agents.values()), None), next(iter(self._away.values()), None)
         lost_at = None if gone_at is None else gone_at + self._limits.reconnect_s
         return earlier(None if agent is None else self._silent_at(agent), lost_at)
@@ -209,20 +209,22 @@ class Membership:
         """Raise `InvariantBroken` unless connections and agents name each other."""
         for peer, name in self._by_peer.items():
             if name not in self._agents or self._agents[name].peer != peer:
-                raise InvariantBroken(f"connection {peer!r} is {name}'s, who does not sit on it")
+                raise InvariantBroken(f"connection {peer!r} is {name}'s, which is not on it")
         heard_at = float("-inf")
         for agent in self._agents.values():
             if agent.heard_at < heard_at:
                 raise InvariantBroken("agents are not in the order in which they were last heard of")
             heard_at = agent.heard_at
             if agent.peer is not None and self._by_peer.get(agent.peer) != agent.name:
-                raise InvariantBroken(f"{agent.name} sits on {agent.peer!r}, which does not know it")
+                raise InvariantBroken(f"{agent.name} is on connection {agent.peer!r}, which belongs to another agent")
             if (server := _server(agent.engine)) and self._by_server.get(server) != agent.name:
-                raise InvariantBroken(f"{agent.name} is beside {server}, which is {self._by_server.get(server)}'s")
+                raise InvariantBroken(
+                    f"{agent.name} is the agent of {server}, which is {self._by_server.get(server)}'s"
+                )
         if not self._agents.keys() >= set(self._by_server.values()):
-            raise InvariantBroken("a server is held by somebody who is not here")
+            raise InvariantBroken("a server belongs to an agent that is not here")
 
 
 def _server(engine: EngineInfo | None) -> str:
-    """By which a server is known; empty for agents without one."""
+    """Key of an agent's server: its URL, normalized; empty for an agent without a server."""
     return engine.url.rstrip("/").lower() if engine else ""

@@ -253,13 +253,10 @@ class Participants:
         """Every invariant of the participants that does not hold, in words."""
         found = Counter(participant.phase for participant in self.by_name.values())
         wrong = () if found == Counter(self._counts) else (f"engines by phase are {found}, counted as {self._counts}",)
-        still = self.count(*TRANSFER_PENDING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED, EnginePhase.BROKEN)
-        is_down = sum(participant.is_down for participant in self.by_name.values())
-        if self._max_paused and still + is_down > self._max_paused:
-            wrong = (
-                *wrong,
-                f"{still} engines stand still for the round, {is_down} fell, at most {self._max_paused} may",
-            )
+        paused = self.count(*TRANSFER_PENDING, EnginePhase.TRANSFERRED, EnginePhase.VERIFIED, EnginePhase.BROKEN)
+        down = sum(participant.is_down for participant in self.by_name.values())
+        if self._max_paused and paused + down > self._max_paused:
+            wrong = (*wrong, f"{paused} engines are paused and {down} down, at most {self._max_paused} may be")
         gpus = Counter((each.transport, gpu) for each in self.in_wave(*TRANSFER_PENDING) for gpu in each.gpus)
         conflicts = tuple(
             f"two members of the group of {kind} are on GPU {gpu}" for (kind, gpu), n in gpus.items() if n > 1

@@ -1,4 +1,4 @@
-"""What agents were told and have not answered yet, and when each is told again. One duty per agent."""
+"""Commands that wait for an acknowledgement, and the times at which they are sent again. One entry per agent."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ AgentCommand = ToEngine | ToTrainer
 
 
 class PendingCommand(msgspec.Struct, eq=False):
-    """What agents that were told it together have not answered: a command, and perhaps one to be carried out after it.
+    """One command, or two to be carried out in order, that several agents have not acknowledged.
 
-    They are told it again together, so thousands have one duty and one timer. Whose duty it is not any more, because it
-    answered or was told something else, is found out when it is looked at.
+    The agents were told together and are told again together, so thousands share one timer. An agent that has answered
+    or got another command is dropped from `agents` when the timer fires.
     """
 
     commands: tuple[AgentCommand, ...]
     wait_s: float
     due_at: float
     agents: list[AgentId]
-    """Empty once nobody is left and no timer waits for it."""
+    """Agents that may still have to be told; empty once no timer waits for them."""
     rest: PendingCommand | None = None
-    """Of those that have answered the first of two commands since they were told."""
+    """Entry of agents that have acknowledged the first of two commands since the last send."""
 
 
 class PendingCommands:
-    """Commands without an answer. Assigning a new one replaces the last.
+    """Commands that are sent again until acknowledged. A new command to an agent replaces the last one.
 
-    Who is due next is read from a heap of duties: neither a command to thousands nor an answer of one of them looks at
-    the others.
+    Timers are in a heap of entries, so neither a command to thousands of agents nor the answer of one of them costs a
+    look at the others.
     """
 
     def __init__(self, retry_s: float, retry_max_s: float) -> None:
@@ -41,32 +41,32 @@ class PendingCommands:
         self._retry_max_s = retry_max_s
         self._by_agent: dict[AgentId, PendingCommand] = {}
         self._timers: list[tuple[float, int, PendingCommand]] = []
-        """When they are due; of those due at the same time the one with the lower turn goes first."""
+        """Heap of due time, sequence number and entry."""
         self._new: list[PendingCommand] = []
-        """Told for the first time, which is mostly at once, without passing through the heap."""
+        """Entries not sent yet. Most are sent at once and never enter the heap."""
         self._sequence = itertools.count()
 
     def assign(self, agent: AgentId, command: AgentCommand, now: float) -> None:
-        """`agent` is to be told `command` now, and again until `drop`."""
+        """Send `command` to `agent` now, and again until `drop`."""
         self.assign_all((agent,), (command,), now)
 
     def assign_all(self, agents: Sequence[AgentId], commands: tuple[AgentCommand, ...], now: float) -> None:
-        """The same of all of these, and of one command or two: the second is told at once behind the first."""
+        """Send one command, or two in order, to all of `agents`."""
         pending = PendingCommand(commands, self._retry_s, now, list(agents))
         self._by_agent.update(dict.fromkeys(agents, pending))
         self._new.append(pending)
 
     def get(self, agent: AgentId) -> AgentCommand | None:
-        """What `agent` has not answered yet: the first of it."""
+        """The first command that `agent` has not acknowledged."""
         pending = self._by_agent.get(agent)
         return pending.commands[0] if pending else None
 
     def all(self) -> list[tuple[AgentId, AgentCommand]]:
-        """What everybody has not answered yet: the first of it."""
+        """Each agent with the first command that it has not acknowledged."""
         return [(agent, pending.commands[0]) for agent, pending in self._by_agent.items()]
 
     def acknowledge_first(self, agent: AgentId) -> None:
-        """`agent` has answered the first of two commands. The second was told with it, and is repeated alone now."""
+        """`agent` has acknowledged the first of two commands: only the second is sent again."""
         pending = self._by_agent.get(agent)
         if pending is None or len(pending.commands) < 2:
             return
@@ -78,19 +78,19 @@ class PendingCommands:
         self._by_agent[agent] = rest
 
     def drop(self, agent: AgentId) -> None:
-        """The command was answered, or nobody is left to answer it."""
+        """The command was acknowledged, or its agent is gone."""
         self._by_agent.pop(agent, None)
         if not self._by_agent:
             self._timers.clear()
             self._new.clear()
 
     def resend_now(self, agent: AgentId, now: float) -> None:
-        """`agent` is back on a new connection: tell it at once."""
+        """Send again at once: `agent` is back on a new connection."""
         if pending := self._by_agent.get(agent):
             self.assign_all((agent,), pending.commands, now)
 
     def due(self, now: float) -> list[tuple[tuple[AgentId, ...], AgentCommand]]:
-        """What is to be sent now, the longest due first; each waits twice as long before the next time."""
+        """Commands to send now, the longest due first. The wait before the next time doubles."""
         ready: list[PendingCommand] = []
         while self._timers and self._timers[0][0] <= now:
             ready.append(heapq.heappop(self._timers)[2])
@@ -103,7 +103,7 @@ class PendingCommands:
         return [told for pending in ready for told in self._take_due(pending, now)]
 
     def next_deadline(self) -> float | None:
-        """When something is due."""
+        """The time at which the next command is due."""
         for pending in self._new:
             self._schedule(pending)
         self._new.clear()

@@ -1,6 +1,6 @@
-"""Who comes, who is heard, who goes; and what a channel is told of it. Pure.
+"""Registration: agents join, send heartbeats and leave, and their channels are told. Pure.
 
-Whatever happens to an agent returns the channel that it concerned, if it did: that may have something to say.
+Each event returns the channel that has to be flushed after it, if there is one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .route import Routing
 
 
 class Registration:
-    """The members, and the channels that they bring with them."""
+    """Registers agents in `membership` and makes their channels on demand."""
 
     def __init__(
         self,
@@ -36,10 +36,10 @@ class Registration:
         self._channels, self._membership, self._out = channels, membership, out
         self._stride, self._keyed = stride, keyed
 
-    # -- who comes --------------------------------------------------------------------------------------------------
+    # -- joining ----------------------------------------------------------------------------------------------------
 
     def may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Decision:
-        """Whether an agent is taken in; `before` is who has its name."""
+        """Whether an agent may join; `before` is the agent that has its name."""
         verdict = may_join(message, event.principal, self._membership.on(event.peer), before, keyed=self._keyed)
         if verdict.ok and message.channel not in self._channels and len(self._channels) >= self._limits.max_channels:
             found = f"{len(self._channels)} channels are known, max_channels = {self._limits.max_channels}"
@@ -48,7 +48,7 @@ class Registration:
         return self._membership.verdict(message, event.peer, now) if verdict.ok else verdict
 
     def welcome(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Channel:
-        """Take it in; `before` is the same incarnation as it was known."""
+        """Register an agent; `before` is its own earlier registration, if this incarnation is known."""
         peer = event.peer
         if before and before.peer and before.peer != peer:
             self._out.evict(before.peer, "came back on another connection")
@@ -84,10 +84,10 @@ class Registration:
             channel.trainer_joined(agent, now)
         return channel
 
-    # -- who is heard -----------------------------------------------------------------------------------------------
+    # -- alive ------------------------------------------------------------------------------------------------------
 
     def heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> Channel | None:
-        """It is well; its server may have changed under it."""
+        """An agent is alive; the heartbeat of an engine may report a change of its server."""
         channel = self._channels[agent.channel]
         if message.seq:
             allowed = channel.allowed_versions
@@ -97,39 +97,39 @@ class Registration:
         return channel if moved else None
 
     def located(self, agent: Agent, message: Topology) -> None:
-        """It says where it is."""
+        """An agent reported its topology."""
         agent.topology = message
         if agent.role is Role.ENGINE:
             self._channels[agent.channel].engine_located(agent.name, message)
 
-    # -- who goes ---------------------------------------------------------------------------------------------------
+    # -- leaving ----------------------------------------------------------------------------------------------------
 
     def disconnected(self, peer: Peer, now: float) -> None:
-        """A connection is gone. Its agent may come back on another, within a time."""
+        """A connection is gone. Its agent may reconnect within `reconnect_s`."""
         agent = self._membership.disconnect(peer, now)
         channel = self._channels.get(agent.channel) if agent else None
         if agent and channel and channel.round and channel.round.waits_for(agent.name):
             self._membership.expect(agent.name, now)
 
     def missed(self, channel: Channel, now: float) -> None:
-        """Engines stand still for a trainer's bytes from now on: its connection may be gone already."""
+        """Engines are about to pause for a trainer: if its connection is gone already, it has `reconnect_s` left."""
         agent = self._membership.get(channel.round.holder) if channel.round else None
         if agent and agent.peer is None:
             self._membership.expect(agent.name, now)
 
     def distrusted(self, event: TrustLost, now: float) -> Channel | None:
-        """Its key is not on the list any more."""
+        """The allow-list has dropped an agent's key: remove the agent."""
         agent = self._membership.get(event.agent)
         return self.leave(agent, f"is not trusted any more: {event.reason}", now) if agent else None
 
     def give_up_on(self, name: AgentId, now: float) -> Channel | None:
-        """It may have been silent for too long."""
+        """Remove an agent if it was silent for too long."""
         agent = self._membership.get(name)
         reason = self._membership.why_lost(agent, now) if agent else ""
         return self.leave(agent, reason, now) if agent and reason else None
 
     def leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> Channel:
-        """It is gone for good: so is its lease, and its part in a round."""
+        """Remove an agent for good, with its lease and its part in a round."""
         self._membership.remove(agent.name)
         if evict and agent.peer:
             self._out.evict(agent.peer, reason)

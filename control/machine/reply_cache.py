@@ -1,4 +1,8 @@
-"""What is answered: yes or why not; the same to the same request; how rounds ended, also before a restart. Pure."""
+"""Replies: decisions with their reasons, the replies to repeated requests, and what a restart restores of them. Pure.
+
+`ReplyCache` keeps the replies to requests in memory. `RoundReplies` keeps how rounds ended, which the journal keeps too
+(`Restored`).
+"""
 
 from __future__ import annotations
 
@@ -31,31 +35,32 @@ from ..protocol import (
 from .effects import Committed, RoundClosed
 
 KeyedRequest = Acquire | Release | Publish | Offered | Sent | Abandon
-"""Requests whose answer is remembered."""
+"""Requests whose reply is remembered."""
 
 MAX_ROUND_REPLIES: Final = 32
-"""Finished rounds whose answer is remembered, per channel, in memory and by the journal: the trainer of one asks about
-its last. Each may take a megabyte, in which it names every engine; but an engine is in one channel."""
+"""Replies kept for finished rounds, per channel, in memory and in the journal: a trainer asks about its last round.
+Each may take a megabyte, because it names every engine of the channel."""
 MAX_GRANTS: Final = 64
-"""Grants that are remembered: each describes every engine that was there, a megabyte of a large fleet."""
+"""Remembered grants. Each describes every engine: a megabyte for a large fleet."""
 
 MAX_HISTORY: Final = 64
-"""Committed versions that are remembered, so that people can see what a channel may go back to."""
+"""Committed versions that are remembered, so that an operator can see what a channel may go back to."""
 _NOT_CLOSED: Final = "was committed; the coordinator ended before the round did, and how its engines fared was not kept"
 
 _ENCODE: Final = msgspec.msgpack.Encoder()
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """An answer and why. `code` is set when the answer is no."""
+    """Yes, or a refusal with its code and reason."""
 
     code: RefusalCode | None
+    """None for yes."""
     reason: str = ""
     retry_after_s: float = 0.0
 
     @property
     def ok(self) -> bool:
-        """Nothing speaks against it."""
+        """True for yes."""
         return self.code is None
 
 
@@ -65,12 +70,12 @@ YES = Decision(None)
 class _Reply(NamedTuple):
     kind: str
     question: bytes
-    """Its digest: an offer may be long, and thousands are remembered."""
+    """Digest of the request: an offer may be long, and thousands are remembered."""
     reply: Ack | Granted
 
 
 class ReplyCache:
-    """What requests were answered, by who asked and under which key: asked again, the same is said again."""
+    """Replies by agent and request key: a repeated request gets the same reply."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -78,7 +83,7 @@ class ReplyCache:
         self._grants: deque[tuple[AgentId, RequestId]] = deque()
 
     def get(self, agent: AgentId, message: KeyedRequest) -> Ack | Granted | Decision | None:
-        """What `agent` was told, unless that was too long ago; or why its key is not for this question."""
+        """The earlier reply to this request, if remembered; or a refusal if its key was used for another request."""
         known = self._by_key.get((agent, message.request))
         if known is None:
             return None
@@ -87,7 +92,7 @@ class ReplyCache:
         return key_reused(message, known.kind)
 
     def remember(self, agent: AgentId, message: KeyedRequest, reply: Ack | Granted) -> None:
-        """`agent` asked `message` and is told `reply`; the oldest one may be forgotten."""
+        """Keep the reply to `message` of `agent`; the oldest replies are dropped."""
         self._by_key[agent, message.request] = _Reply(message.kind, _digest(message), reply)
         if isinstance(reply, Granted):
             self._grants.append((agent, message.request))
@@ -105,40 +110,40 @@ def _digest(message: KeyedRequest) -> bytes:
 
 
 def question(message: KeyedRequest) -> str:
-    """Its digest in hex: equal for equal messages, also of a sender that knows fewer fields."""
+    """Digest of a request in hex: equal for equal messages, even from a sender that knows fewer fields."""
     return _digest(message).hex()
 
 
 def key_reused(message: KeyedRequest, before: str) -> Decision:
-    """For a key that was used already."""
-    reason = f"key {message.request} was used for another {before}: every question has a key of its own"
+    """The refusal of a request whose key was used for another one."""
+    reason = f"key {message.request} was used for another {before}: every request has a key of its own"
     return Decision(RefusalCode.NOT_ALLOWED, reason)
 
 
 class RoundReply(msgspec.Struct, frozen=True):
-    """How the round of a `Publish` ended, as it is remembered under the key of that."""
+    """How the round of a `Publish` ended."""
 
     done: RoundDone
     question: str = ""
-    """Of the `Publish`, see `question`; empty if it was written before these were kept."""
+    """Digest of the `Publish`, see `question()`; empty in records of older releases."""
     closed: bool = True
-    """Otherwise all that is known is that its version became durable: `done` names no engines."""
+    """False if only the commit is known, because the coordinator ended before the round: `done` names no engines."""
 
 
 class RoundReplies:
-    """How rounds ended, by the key of their `Publish`, the oldest forgotten first."""
+    """How rounds ended, by the key of their `Publish`; the oldest are dropped."""
 
     def __init__(self, restored: Mapping[RequestId, RoundReply]) -> None:
         self.last: RoundDone | None = None
-        """The round that ended last, in this life of the coordinator."""
+        """Report of the last finished round since the coordinator started."""
         self._by_request = dict(restored)
 
     def get(self, request: RequestId) -> RoundReply | None:
-        """How the round of `request` ended, if it did."""
+        """How the round of `request` ended; None if unknown."""
         return self._by_request.get(request)
 
     def contradicts(self, message: Publish) -> Decision | None:
-        """Why the round of this key was not this one's; None when it was, or when there was none."""
+        """A refusal if the finished round with this key was another one; None otherwise."""
         known = self._by_request.get(message.request)
         if known is None:
             return None
@@ -148,7 +153,7 @@ class RoundReplies:
         return key_reused(message, "Publish")
 
     def remember(self, request: RequestId, round_reply_of: RoundReply) -> None:
-        """The round of `request` ended like this."""
+        """Keep how the round of `request` ended."""
         self.last = round_reply_of.done
         self._by_request[request] = round_reply_of
         while len(self._by_request) > MAX_ROUND_REPLIES:
@@ -156,7 +161,7 @@ class RoundReplies:
 
 
 def already_committed(message: Publish, epoch: Epoch, holders: Sequence[AgentId]) -> RoundDone:
-    """For a version that was committed before, at `epoch`, and that `holders` hold today."""
+    """The report for a version that was committed earlier, at `epoch`, and that `holders` hold now."""
     return RoundDone(
         channel=message.channel,
         epoch=message.epoch,
@@ -171,7 +176,7 @@ def already_committed(message: Publish, epoch: Epoch, holders: Sequence[AgentId]
 
 
 def never_begun(version: Version, message: Abandon) -> RoundDone:
-    """For a lease that was given up before anything was published under it."""
+    """The report for a lease that was abandoned before `Publish`."""
     return RoundDone(
         channel=message.channel,
         epoch=message.epoch,
@@ -184,33 +189,33 @@ def never_begun(version: Version, message: Abandon) -> RoundDone:
 
 
 class PastVersion(msgspec.Struct, frozen=True):
-    """A version that was committed, now or once."""
+    """An entry of a channel's history: a version that is or was current."""
 
     version: Version
     epoch: Epoch
     rollback: bool = False
-    """The channel went back to it, or took it again."""
+    """True if the channel went back to it, or took it again."""
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
-    """What the journal knows of a channel."""
+    """A channel as the journal restores it."""
 
     epoch: Epoch = Epoch(0)
     committed: HeldVersion | None = None
     committed_epoch: Epoch = Epoch(0)
     answers: Mapping[RequestId, RoundReply] = {}
     history: tuple[PastVersion, ...] = ()
-    """What was committed, oldest first; the last `MAX_HISTORY`."""
+    """The last `MAX_HISTORY` committed versions, oldest first."""
 
 
 def history_with(history: tuple[PastVersion, ...], commit: Committed | PastVersion) -> tuple[PastVersion, ...]:
-    """`history` with `commit`, which may be in it already: a record may be written twice."""
+    """`history` with `commit` added, unless it is the last entry already: a record may be written twice."""
     past = PastVersion(commit.version, commit.epoch, commit.rollback)
     return history if history[-1:] == (past,) else (*history, past)[-MAX_HISTORY:]
 
 
 def round_reply_of(record: Committed | RoundClosed) -> RoundReply:
-    """What the `Publish` of `record` is answered once that is durable, unless a later record says more."""
+    """The reply to the `Publish` of `record` once that is durable, until a later record replaces it."""
     if isinstance(record, RoundClosed):
         return RoundReply(record.done, record.question)
     done = RoundDone(

@@ -414,7 +414,7 @@ class Round:
 
     def _next_epoch(self, epoch: Epoch) -> EpochTaken:
         """The record of the epoch for the next attempt."""
-        return EpochTaken(channel=self.channel, epoch=epoch, holder=self.holder, version=self.version, redrive=True)
+        return EpochTaken(channel=self.channel, epoch=epoch, holder=self.holder, version=self.version, in_round=True)
 
     def _closed(self, now: float) -> RoundClosed:
         return RoundClosed(request=self.publish.request, done=self.done(now), question=question(self.publish))

@@ -1,4 +1,4 @@
-"""The states of a round and of an engine in it, and every legal move, as data. Decides nothing.
+"""The states of a round and the phases of an engine in it, with every legal move, as tables.
 
 PROTOCOL.md draws its diagrams from these tables; a test compares.
 """
@@ -13,63 +13,63 @@ from ..protocol import IllegalMove
 
 
 class RoundState(enum.StrEnum):
-    """Where the round of a channel stands. Every state but IDLE has a deadline."""
+    """States of a round. Every state but IDLE has a deadline."""
 
-    __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every answer
+    __hash__ = str.__hash__  # the one of enums is written in Python, and called for every answer
 
     IDLE = "idle"
-    """No round. Engines serve what they hold."""
+    """No round is running. Engines serve the version that they hold."""
     PREPARING = "preparing"
     """Engines compare the manifest with their servers, while they serve."""
     OFFERING = "offering"
-    """The trainer opens its half of the transports. Engines that are not driven again still serve."""
+    """The trainer opens its half of the transports. Engines serve, except those of a retry."""
     PAUSING = "pausing"
-    """Engines stop generating, and each begins to take the version as soon as it stands still, or all do."""
+    """Engines of the wave pause. Each takes the version once it is paused, or once all are (`Policy.min_engines`)."""
     TRANSFERRING = "transferring"
-    """All stand still, bytes travel. An engine that fails from its pause on may hold mixed weights."""
+    """All engines of the wave are paused and receive bytes. A failing engine may hold mixed weights."""
     VERIFYING = "verifying"
-    """The trainer's half is over; engines compare what they hold with the digest table."""
+    """The trainer's half is over. Engines compare their weights with the digest table."""
     COMMITTING = "committing"
-    """Enough engines are verified; the version is on its way to disk. No engine knows yet."""
+    """Enough engines are verified, and the commit is on its way to the journal. No engine is told yet."""
     RESUMING = "resuming"
     """The version is durable and cannot be taken back. Verified engines are told until they serve it."""
     ABORTING = "aborting"
-    """The round came to nothing. Clean engines resume the old version, others stay paused."""
+    """The round failed. Clean engines resume the previous version; others stay paused."""
 
 
 class EnginePhase(enum.StrEnum):
-    """Where one engine of a round stands."""
+    """Phases of one engine in a round."""
 
     __hash__ = str.__hash__
 
     PREPARING = "preparing"
-    """Was sent `Prepare`."""
+    """It was sent `Prepare`, and serves."""
     PREPARED = "prepared"
-    """Fits the manifest; still serves."""
+    """It fits the manifest, serves, and waits for its wave."""
     PAUSING = "pausing"
-    """Was sent `Pause` and, unless all are waited for, `Transfer`."""
+    """It was sent `Pause` and, unless all must pause first, `Transfer`."""
     PAUSED = "paused"
-    """Generates nothing, holds its old weights, and waits for the others."""
+    """It generates nothing, holds its old weights, and waits for the others of its wave to pause."""
     TRANSFERRING = "transferring"
-    """Generates nothing and takes the version; its weights may be mixed."""
+    """It generates nothing and takes the version; its weights may be mixed."""
     TRANSFERRED = "transferred"
-    """Loaded every bucket; not compared yet."""
+    """It has loaded everything, and not verified it yet."""
     VERIFIED = "verified"
-    """Holds exactly the new version; paused, labeled with the old one."""
+    """It holds exactly the new version; it is paused, and labeled with the old version."""
     BROKEN = "broken"
-    """Failed in the transfer; may be sent everything again."""
+    """It failed in the transfer, and waits for a retry."""
     RESUMING = "resuming"
-    """Was sent `Commit`."""
+    """It was sent `Commit`, and resumes with the new version."""
     LEAVING = "leaving"
-    """Was sent `Abort`."""
+    """It was sent `Abort`, and resumes with its old version if it is clean."""
     SERVING = "serving"
-    """Serves the new version."""
+    """It serves the new version."""
     LEFT = "left"
-    """Serves the old version again."""
+    """It serves the old version, or had no part in the round."""
     QUARANTINED = "quarantined"
-    """Does not serve before a complete verified transfer."""
+    """It does not serve before a complete verified transfer."""
     LOST = "lost"
-    """Stopped answering."""
+    """It stopped answering."""
 
 
 ROUND_MOVES: Final[Mapping[RoundState, frozenset[RoundState]]] = {
@@ -91,10 +91,10 @@ ROUND_MOVES: Final[Mapping[RoundState, frozenset[RoundState]]] = {
     RoundState.RESUMING: frozenset({RoundState.IDLE, RoundState.OFFERING}),
     RoundState.ABORTING: frozenset({RoundState.IDLE}),
 }
-"""PREPARING -> COMMITTING: a channel without engines. VERIFYING -> OFFERING: a re-drive. OFFERING -> COMMITTING: a
-re-drive that could not begin. PAUSING -> VERIFYING: one whose trainer was lost. RESUMING -> OFFERING: the next wave of
-a rolling round. Where the version is durable already, as in a later wave or a catch-up, RESUMING follows when there is
-no more to wait for. There is no way from there to ABORTING: what is durable rolls forward."""
+"""PREPARING -> COMMITTING: a channel without engines. VERIFYING -> OFFERING: a retry. OFFERING -> COMMITTING: a retry
+that could not begin. PAUSING -> VERIFYING: the trainer was lost during a retry. RESUMING -> OFFERING: the next wave of
+a rolling round. If the version is durable already, in a later wave or a resync, RESUMING follows once there is no more
+to wait for. No move leads from RESUMING to ABORTING: a durable version only goes forward."""
 
 BEFORE_COMMIT: Final = frozenset(RoundState) - {
     RoundState.IDLE,
@@ -112,10 +112,10 @@ TIMED_AS: Final[Mapping[RoundState, str]] = {
     RoundState.RESUMING: "resume",
     RoundState.ABORTING: "abort",
 }
-"""Under which name the seconds of a state are reported."""
+"""Name of each state in `RoundDone.seconds`."""
 
 SENDING: Final = frozenset({RoundState.PAUSING, RoundState.TRANSFERRING})
-"""The trainer's half stands, and engines come to it as they are paused."""
+"""States in which the trainer's half is open and engines receive from it."""
 
 BARRIER_PHASES: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
     RoundState.PREPARING: (EnginePhase.PREPARED,),
@@ -124,9 +124,9 @@ BARRIER_PHASES: Final[Mapping[RoundState, tuple[EnginePhase, ...]]] = {
     RoundState.VERIFYING: (EnginePhase.VERIFIED,),
     RoundState.RESUMING: (EnginePhase.SERVING,),
 }
-"""The states in which engines are waited for, and the phases of those that have come through.
+"""Phases that have reached the barrier of each state that waits for engines.
 
-`StragglerPolicy` says for how long. A late engine leaves the round, as one that ran into the step's deadline does.
+`StragglerPolicy` says for how long. A straggler is excluded, as if it had missed the deadline of the state.
 """
 
 ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
@@ -167,7 +167,7 @@ ENGINE_MOVES: Final[Mapping[EnginePhase, frozenset[EnginePhase]]] = {
 }
 
 FINISHED: Final = frozenset({EnginePhase.SERVING, EnginePhase.LEFT, EnginePhase.QUARANTINED, EnginePhase.LOST})
-"""Phases from which an engine does not hold up the end of its round."""
+"""Final phases: the round does not wait for an engine in one of them."""
 
 _State = TypeVar("_State", bound=enum.StrEnum)
 
@@ -179,7 +179,7 @@ def move(
     wanted: _State,
     event_trace: Sequence[object] = (),
 ) -> _State:
-    """The state `wanted`, if `table` allows to go there from `found`. Raises `IllegalMove` otherwise."""
+    """The state `wanted`, if `table` has a move to it from `found`. Raises `IllegalMove` otherwise."""
     if wanted not in table[found]:
         raise IllegalMove(machine, found.value, f"a move to {wanted.value}", event_trace)
     return wanted

@@ -1,4 +1,4 @@
-"""The status document: what an operator, a router or a test may know, as JSON. A pure function of the machine."""
+"""The status document of the coordinator, for operators and request routers, as JSON: a pure function of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .membership import Membership
 from .states import RoundState
 
 LENT: Final = "lent"
-"""`EngineView.state` of an engine whose memory is somebody else's until another version is committed."""
+"""`EngineView.state` of an engine whose memory is released until a later version is committed."""
 _ENCODER: Final = msgspec.json.Encoder(decimal_format="number")
 
 
@@ -29,16 +29,16 @@ class HeldStatus(msgspec.Struct, frozen=True):
 
 
 class PastStatus(msgspec.Struct, frozen=True):
-    """A version that was committed once."""
+    """A version of the channel's history."""
 
     version: int
     epoch: int
     rollback: bool
-    """The channel went back to it."""
+    """True if the channel went back to it."""
 
 
 class LeaseView(msgspec.Struct, frozen=True):
-    """Who may change a channel."""
+    """The lease of a channel."""
 
     holder: str
     epoch: int
@@ -54,13 +54,13 @@ class RoundView(msgspec.Struct, frozen=True):
     epoch: int = 0
     age_s: float = 0.0
     mode: str = ""
-    """Whether the trainer waits for the round (``live``) or trains on (``snapshot``)."""
+    """``live``: the trainer waits for the round; ``snapshot``: it goes on training."""
     engines: dict[str, str] = {}
     """Engine -> its phase."""
     max_paused: int = 0
-    """How many of them may stand still at a time; 0: all."""
+    """Most engines that may be paused at a time; 0: all."""
     catch_up: bool = False
-    """It brings the committed version to engines that are behind."""
+    """True for the round of a resync, which brings the committed version to stale engines."""
 
 
 class EngineView(msgspec.Struct, frozen=True):
@@ -68,10 +68,10 @@ class EngineView(msgspec.Struct, frozen=True):
 
     url: str
     state: str
-    """``lost``, ``dirty``, ``pending``, ``lent`` (pending, its memory given back until another version is committed),
+    """``lost``, ``dirty``, ``pending``, ``lent`` (pending, its memory released until a later version is committed),
     ``paused``, ``serving``, or its phase in the running round."""
     version: int | None
-    """That it says it holds, verified."""
+    """Version that it holds, verified."""
     lag: int
     """Committed version minus its own. 0 while nothing is committed; all of it for an engine without a version, or with
     one that was never committed here, or that the channel went back from."""
@@ -87,7 +87,7 @@ class EngineView(msgspec.Struct, frozen=True):
     device: str
     transports: tuple[TransportKind, ...]
     known: bool = True
-    """Its version is one that was committed here, as far as is remembered."""
+    """True if its version was committed in this channel, as far as the history goes."""
 
 
 class ChannelView(msgspec.Struct, frozen=True):
@@ -99,9 +99,9 @@ class ChannelView(msgspec.Struct, frozen=True):
     round: RoundView
     engines: dict[str, EngineView]
     ready: tuple[str, ...]
-    """URLs that requests may be sent to."""
+    """URLs of engines to which requests may be sent."""
     history: tuple[PastStatus, ...] = ()
-    """What was committed, oldest first, as far as it is remembered; the last one is served."""
+    """Committed versions, oldest first, as far as remembered; the last one is current."""
 
 
 class StatusView(msgspec.Struct, frozen=True):
@@ -116,11 +116,11 @@ class StatusView(msgspec.Struct, frozen=True):
 
 
 class StandbyView(msgspec.Struct, frozen=True):
-    """What a coordinator that stands by says instead of any document."""
+    """The document of a coordinator on standby, instead of any other."""
 
     stands_by: bool
     leader: str
-    """Empty while nobody leads, or nobody knows."""
+    """Name of the leader; empty while there is none or it is unknown."""
     endpoint: str
 
 
@@ -187,7 +187,7 @@ def _held(held: HeldVersion | None, epoch: int) -> HeldStatus | None:
 
 
 def _was_committed(held: HeldVersion, committed: HeldVersion | None, past: AbstractSet[Version]) -> bool:
-    """Whether a channel with this history knows what an engine says it holds. Only the newest tables are remembered."""
+    """Whether `held` was committed in a channel with this history, which has the digest table of the newest alone."""
     if committed is None:
         return False
     if held.version == committed.version:
@@ -198,7 +198,7 @@ def _was_committed(held: HeldVersion, committed: HeldVersion | None, past: Abstr
 def _engine(
     engine: EngineRecord, channel: Channel, past: AbstractSet[Version], members: Membership, now: float
 ) -> EngineView:
-    """`past`: what was committed in the channel, as far as is remembered."""
+    """`past`: versions committed in the channel, as far as remembered."""
     verdict = readiness(engine, channel.phase(engine.name), channel.versions_allowed_to(engine.name))
     held, committed, info = engine.held, channel.committed, engine.info
     version = held.version if held else None

@@ -189,8 +189,8 @@ MUTATIONS: Final = (
         "re-drive-without-new-epoch",
         "one-holder",
         ROUND,
-        "channel=self.channel, epoch=epoch, holder=self.holder, version=self.version, redrive=True",
-        "channel=self.channel, epoch=self.epoch, holder=self.holder, version=self.version, redrive=True",
+        "channel=self.channel, epoch=epoch, holder=self.holder, version=self.version, in_round=True",
+        "channel=self.channel, epoch=self.epoch, holder=self.holder, version=self.version, in_round=True",
     ),
     _m(
         "commits-with-too-few-engines",

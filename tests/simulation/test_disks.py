@@ -102,7 +102,7 @@ def disk() -> Iterator[SqliteDisk]:
 
 
 def taken(epoch: int) -> EpochTaken:
-    return EpochTaken(channel=CHANNEL, epoch=Epoch(epoch), holder=AgentId("t0"), version=Version(1), redrive=False)
+    return EpochTaken(channel=CHANNEL, epoch=Epoch(epoch), holder=AgentId("t0"), version=Version(1), in_round=False)
 
 
 def test_the_real_journal_loses_only_what_was_being_written(disk: SqliteDisk) -> None:

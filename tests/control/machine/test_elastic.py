@@ -500,7 +500,7 @@ def test_a_coordinator_that_restarts_between_waves_keeps_what_is_durable() -> No
     rolling = Rolling(2, 1)
     world = rolling.world
     world.crash_on = lambda effect: (
-        isinstance(getattr(effect, "record", None), EpochTaken) and effect.record.redrive  # type: ignore[union-attr]
+        isinstance(getattr(effect, "record", None), EpochTaken) and effect.record.in_round  # type: ignore[union-attr]
     )
     rolling.trainer.acquire(1)
     world.settle()

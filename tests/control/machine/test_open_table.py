@@ -337,7 +337,7 @@ def test_an_older_engine_that_comes_after_the_lease_is_left_out_at_once() -> Non
         "e1": Outcome.COMMITTED,
         "e2": Outcome.ABORTED,
     }
-    assert "has not said that it knows how" in next(each.reason for each in done.engines if each.engine == "e2")
+    assert "has not said to support" in next(each.reason for each in done.engines if each.engine == "e2")
     assert older.got(Prepare) == []
     trainer.open_table = False
     assert world.publish(trainer, 2).outcome is Outcome.COMMITTED
