@@ -1,17 +1,7 @@
-"""What a training loop uses to publish its weights: `TrainerAgent`, and a source for its framework.
+"""The trainer's side: sources of weights, and the agent that publishes them. README.md has the rooms, in order.
 
-agent         TrainerAgent: connect, publish, close, on every rank
-report        PublishReport: what publish returns; errors: what it raises
-settings      everything that can be set; its environment variables begin with WEIGHTBUS_TRAINER_
-source        the seam to a training framework; megatron, fsdp, full_tensor, hf_module and exported are sources
-background    publishes snapshots behind the training loop; watcher publishes checkpoints of a folder
-publication   the machine that decides; leader, drive, staging, delivery carry it out on the root rank
-live          what engines must report of their parameters after a load
-lag           how far training may be ahead of what engines serve
-lineage       which version wrote each token of a response, and whether to learn from it
-quantized     another source's weights, quantized on their way; archive keeps versions as files
-
-The names below are loaded when they are asked for: the command line passes through here without torch.
+The face below is what ``weightbus`` itself offers (REFERENCE.md). Names are loaded when they are used, so the command
+line runs without torch.
 """
 
 from typing import TYPE_CHECKING
@@ -19,10 +9,36 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .machine import PublishHandle as PublishHandle, PublishReport as PublishReport
-    from .publish import TrainerAgent as TrainerAgent
+    from .machine import (
+        AgentClosed as AgentClosed,
+        ConnectFailed as ConnectFailed,
+        CoordinatorLost as CoordinatorLost,
+        LeaseBusy as LeaseBusy,
+        PublishFailed as PublishFailed,
+        PublishHandle as PublishHandle,
+        PublishRefused as PublishRefused,
+        PublishReport as PublishReport,
+        RoundAborted as RoundAborted,
+        SourceFailed as SourceFailed,
+        Superseded as Superseded,
+        TooFarAhead as TooFarAhead,
+        TrainerError as TrainerError,
+        WeightsChanged as WeightsChanged,
+    )
+    from .publish import (
+        Progress as Progress,
+        TrainerAgent as TrainerAgent,
+    )
     from .settings import TrainerSettings as TrainerSettings
-    from .source import Source as Source
+    from .source import (
+        AssemblyFailed as AssemblyFailed,
+        LayoutMismatch as LayoutMismatch,
+        RanksDisagree as RanksDisagree,
+        Source as Source,
+        SourceError as SourceError,
+        UnknownParameter as UnknownParameter,
+        UnsupportedModel as UnsupportedModel,
+    )
     from .sources import (
         ExportedSource as ExportedSource,
         FSDPSource as FSDPSource,
@@ -31,6 +47,11 @@ if TYPE_CHECKING:
         bridge_exporter as bridge_exporter,
     )
     from .sources.megatron import MegatronSource as MegatronSource
-    from .staleness import Lineage as Lineage, Staleness as Staleness
+    from .staleness import (
+        Lineage as Lineage,
+        Staleness as Staleness,
+        StalenessVerdict as StalenessVerdict,
+        UnknownLineage as UnknownLineage,
+    )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

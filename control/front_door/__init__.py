@@ -1,11 +1,11 @@
 """weightbus: moves the weights of a model in training into the engines that serve it, while they serve.
 
-What a user may import stands here, and nowhere else. Everything below, ``weightbus.control`` to
-``weightbus.engine_agent``, is private by convention: it may change in any release. The one exception is a name that
-stands in launch flags of servers, ``weightbus.engine_agent.worker_loader.load``.
+The names below are the public interface, documented in trainer_agent/REFERENCE.md. Everything else, from
+``weightbus.control`` to ``weightbus.engine_agent``, is private by convention and may change in any release. The one
+exception is a name in launch flags of servers, ``weightbus.engine_agent.worker_loader.load``.
 
-This folder is packaged as ``weightbus`` itself (pyproject.toml). Names are loaded when they are asked for, so
-``import weightbus`` imports no torch.
+This folder is packaged as ``weightbus`` itself (pyproject.toml). Names are loaded when they are used, so ``import
+weightbus`` imports no torch.
 """
 
 from typing import TYPE_CHECKING
@@ -13,19 +13,47 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
+    from weightbus.control.protocol import (
+        ConfigurationError as ConfigurationError,
+        EngineReport as EngineReport,
+        Outcome as Outcome,
+        RefusalCode as RefusalCode,
+        WeightbusError as WeightbusError,
+    )
     from weightbus.trainer_agent import (
+        AgentClosed as AgentClosed,
+        AssemblyFailed as AssemblyFailed,
+        ConnectFailed as ConnectFailed,
+        CoordinatorLost as CoordinatorLost,
         ExportedSource as ExportedSource,
         FSDPSource as FSDPSource,
         FullTensorSource as FullTensorSource,
         HFModuleSource as HFModuleSource,
+        LayoutMismatch as LayoutMismatch,
+        LeaseBusy as LeaseBusy,
         Lineage as Lineage,
         MegatronSource as MegatronSource,
+        Progress as Progress,
+        PublishFailed as PublishFailed,
         PublishHandle as PublishHandle,
+        PublishRefused as PublishRefused,
         PublishReport as PublishReport,
+        RanksDisagree as RanksDisagree,
+        RoundAborted as RoundAborted,
         Source as Source,
+        SourceError as SourceError,
+        SourceFailed as SourceFailed,
         Staleness as Staleness,
+        StalenessVerdict as StalenessVerdict,
+        Superseded as Superseded,
+        TooFarAhead as TooFarAhead,
         TrainerAgent as TrainerAgent,
+        TrainerError as TrainerError,
         TrainerSettings as TrainerSettings,
+        UnknownLineage as UnknownLineage,
+        UnknownParameter as UnknownParameter,
+        UnsupportedModel as UnsupportedModel,
+        WeightsChanged as WeightsChanged,
         bridge_exporter as bridge_exporter,
     )
 else:
