@@ -92,8 +92,8 @@ def test_modules_are_imported_by_one_name() -> None:
 
 
 def test_inside_a_folder_imports_are_relative() -> None:
-    """`weightbus.` in an import always means that a boundary is crossed."""
-    for path in MODULES:
+    """`weightbus.` in an import always means that a boundary is crossed. The front door is `weightbus` itself."""
+    for path in (path for path in MODULES if "front_door" not in path.parts):
         own = f"weightbus.{relative(path).split('/')[0]}"
         for line, name in imported(path):
             assert not f"{name}.".startswith(f"{own}."), f"{relative(path)}:{line} imports its own {own}"
