@@ -42,7 +42,7 @@ from ..machine import (
 from ..quantized import as_served
 from ..settings import SECTION, TrainerSettings
 from ..source import Source, SourceError
-from .deferred_digests import settled
+from .deferred_digests import settle_device
 from .pipeline_broadcast import PipelineBroadcast, VersionLayout
 from .publisher_context import Progress
 from .rank_commands import (
@@ -77,7 +77,7 @@ class TrainerAgent:
         manifest: Manifest,
         rank_zero: RankZero | None,
         memory_export: MemoryExport | None = None,
-        stages: PipelineBroadcast | None = None,
+        pipeline: PipelineBroadcast | None = None,
     ) -> None:
         self.settings = settings
         self.manifest = manifest
@@ -85,7 +85,7 @@ class TrainerAgent:
         self._source = source
         self._rank_zero = rank_zero
         self._memory_export = memory_export
-        self._stages = stages
+        self._pipeline = pipeline
         self._ranks = CommandedRanks(source)
         self._unusable = ""
 
@@ -133,7 +133,7 @@ class TrainerAgent:
             settings = loaded.value
         source = as_served(source, settings)
         layout = VersionLayout.of(source, settings)
-        return cls(source, settings, layout.manifest, *_start(source, settings, layout, progress), layout.stages)
+        return cls(source, settings, layout.manifest, *_start(source, settings, layout, progress), layout.pipeline)
 
     @property
     def is_rank_zero(self) -> bool:
@@ -210,9 +210,9 @@ class TrainerAgent:
         self._unusable = self._unusable or "was closed"
         rank_zero, self._rank_zero = self._rank_zero, None
         memory_export, self._memory_export = self._memory_export, None
-        stages, self._stages = self._stages, None
-        if stages is not None:
-            stages.close()
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.close()
         if rank_zero is not None:
             rank_zero.close()
         if memory_export is not None:
@@ -269,8 +269,8 @@ class TrainerAgent:
                         self._memory_export.join_sends(
                             Address(command.address, token=command.token), command.epoch, command.deadline_s
                         )
-                    case ReadStage() | RefillStage() | JoinBroadcast() if cause is None and self._stages is not None:
-                        self._stages.obey(command)
+                    case ReadStage() | RefillStage() | JoinBroadcast() if cause is None and self._pipeline is not None:
+                        self._pipeline.execute(command)
                     case KeepWaiting():
                         pass
                     case SnapshotTaken() if command.version == version and cause is None:
@@ -302,7 +302,7 @@ class TrainerAgent:
 
     def _settled(self, result: PublicationResult) -> PublicationResult:
         """The end, once nothing reads this rank's weights any more."""
-        return result if self._memory_export is None else settled(result, self._memory_export.settle)
+        return result if self._memory_export is None else settle_device(result, self._memory_export.settle)
 
     def _alone(self, version: int, cause: BaseException | None) -> PublicationEnd:
         """The end as this rank sees it, when the leader cannot be heard any more."""

@@ -52,7 +52,7 @@ class Delivery:
         session: TransferSession,
         senders: Mapping[TransportKind, Sender],
         peers: Mapping[TransportKind, Sequence[Peer]],
-        slots: Sequence[Slot],
+        buffers: Sequence[Slot],
         deadline_s: float,
         sources: Sources | None = None,
     ) -> None:
@@ -61,13 +61,13 @@ class Delivery:
         self.epoch = session.epoch
         self._turn = threading.Condition()
         deadline = time.monotonic() + deadline_s
-        self._slots = slots
+        self._buffers = buffers
         self._buckets = len(session.manifest.buckets)
         self._sources = sources or Sources.one(self._buckets)
         self._filled = 0
-        self._tabled = False
+        self._table_sent = False
         self._lanes = [
-            _Lane(kind, senders[kind], peers[kind], session, slots, deadline, self._turn, self._sources)
+            _Lane(kind, senders[kind], peers[kind], session, buffers, deadline, self._turn, self._sources)
             for kind in sorted(peers)
         ]
 
@@ -79,19 +79,19 @@ class Delivery:
             self._turn.wait_for(lambda: all(lane.offered or lane.over for lane in self._lanes), _OFFER_S)
             return tuple(_offer(lane.kind, lane.address) for lane in self._lanes if lane.address is not None)
 
-    def told(self) -> None:
+    def offers_received(self) -> None:
         """The coordinator knows of the offers. Until now no receiver could come, so only now they are waited for."""
         with self._turn:
             for lane in self._lanes:
-                lane.told = True
+                lane.offers_received = True
             self._turn.notify_all()
 
-    def tabled(self, tabled: Tabled) -> None:
+    def send_digest_table(self, tabled: Tabled) -> None:
         """The digest table of a session that was begun without. To be called after `open`; counts once."""
-        if not self._tabled:
-            self._tabled = True
+        if not self._table_sent:
+            self._table_sent = True
             for lane in self._lanes:
-                lane.tabled(tabled)
+                lane.send_digest_table(tabled)
 
     @property
     def unopened(self) -> dict[str, str]:
@@ -112,7 +112,7 @@ class Delivery:
                 return None
             row = self._sources.row_at(self._filled)
             alive = [lane for lane in self._lanes if not lane.over and not lane.in_place]
-            taken = self._sources.needed(row, len(self._slots))
+            taken = self._sources.needed(row, len(self._buffers))
             return row if alive and all(lane.reclaimed > taken for lane in alive) else None
 
     @property
@@ -183,7 +183,7 @@ class _Lane:
         sender: Sender,
         peers: Sequence[Peer],
         session: TransferSession,
-        slots: Sequence[Slot],
+        buffers: Sequence[Slot],
         deadline: float,
         turn: threading.Condition,
         sources: Sources,
@@ -191,13 +191,13 @@ class _Lane:
         self.kind = kind
         self.in_place = transports.by_name(kind).in_place
         self.address: Address | None = None
-        self.offered = self.told = self.over = self.stopped = False
+        self.offered = self.offers_received = self.over = self.stopped = False
         self.filled = self.reclaimed = 0
         self.failed: dict[str, str] = {}
         self.spared: frozenset[str] = frozenset()
         self.differing: tuple[str, ...] = ()
         self.peers = peers
-        self._sender, self._session, self._slots = sender, session, slots
+        self._sender, self._session, self._buffers = sender, session, buffers
         self._deadline, self._turn, self._sources = deadline, turn, sources
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"weightbus-{kind}", daemon=True)
@@ -205,7 +205,7 @@ class _Lane:
     def start(self) -> None:
         self._thread.start()
 
-    def tabled(self, tabled: Tabled) -> None:
+    def send_digest_table(self, tabled: Tabled) -> None:
         if self.address is None or not isinstance(self._sender, Tabling):
             return
         try:
@@ -255,23 +255,23 @@ class _Lane:
                 self._turn.notify_all()
 
     def _carry(self) -> None:
-        memory = self._slots[0].memory
+        memory = self._buffers[0].memory
         if memory.device.type == "cuda":
             torch.cuda.set_device(memory.device)
         address = self._sender.offer(self._session, self.peers)
         with self._turn:
             self.address, self.offered = address, True
             self._turn.notify_all()
-            self._turn.wait_for(lambda: self.told or self.stopped, self._left("the offer to be told"))
+            self._turn.wait_for(lambda: self.offers_received or self.stopped, self._left("the offer to be told"))
         self._sender.ready(self._left("the receivers"))
-        count, depth = len(self._session.manifest.buckets), len(self._slots)
+        count, depth = len(self._session.manifest.buckets), len(self._buffers)
         if self.in_place:
             return self._sender.finish(self._left("the receivers to finish"))
         for row in self._sources.rows:
             self._reclaim(self._sources.needed(row, depth))
             for index in row:
                 self._await(index)
-                slot = self._slots[self._sources.place(index) % depth]
+                slot = self._buffers[self._sources.place(index) % depth]
                 self._sender.send(index, slot, self._left(f"bucket {index} to be taken"))
         self._sender.finish(self._left("the last bucket to be confirmed"))
         return self._reclaim(count - 1)

@@ -6,7 +6,6 @@ other ranks meanwhile.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -35,10 +34,11 @@ from weightbus.dataplane.transports.disk import Notes, saved_version
 from ..checkpoints import Saving
 from ..machine import Mode, PublishReport, Stopwatch, events as ev, publication
 from ..source import SourceError
-from . import deferred_digests as open_table, rank_commands as commands
 from .bucket_staging import WeightsDiffer
+from .deferred_digests import DeferredDigests, needed_before_offer, remove_unable
 from .delivery import Delivery
 from .publisher_context import Progress, PublisherContext
+from .rank_commands import KeepWaiting
 
 _log = get_log(__name__)
 
@@ -67,8 +67,9 @@ class PublicationDriver:
         self._stood_s = stood_s
         self.machine = publication.Publication(version, context.settings.limits(), catch_up=catch_up)
         self.cause: BaseException | None = None
-        self._of = context
+        self._context = context
         self._watch = Stopwatch()
+        self._deferred = DeferredDigests(context, version, self._watch)
         self._keep_alive_at = time.monotonic()
         self._engines: dict[str, m.EngineInfo] = {}
         self._routes: Mapping[str, m.TransportKind] | None = None
@@ -76,8 +77,6 @@ class PublicationDriver:
         self._publish_keys: dict[int, RequestId] = {}
         self._delivery: Delivery | None = None
         self._silent = False
-        self._table_upload: threading.Thread | None = None
-        """Gives the coordinator the table that was closed."""
         self._saving: Saving | None = None
         self._announced: m.Publish | None = None
         self._saved = self._save_error = ""
@@ -93,7 +92,7 @@ class PublicationDriver:
             event = self._perform(effects.popleft()) if effects else self._wait()
             if event is not None:
                 effects.extend(self._handle(event))
-        result = open_table.settle(self._of.staging, self.version, self._watch, self.machine.result)
+        result = self._deferred.settle(self.machine.result)
         self._conclude_saving(result)
         return result
 
@@ -106,7 +105,7 @@ class PublicationDriver:
             self._perform(effect)
         self._stop_delivery()
         result = self.machine.result or publication.PublicationResult(ending, str(error))
-        result = open_table.settle(self._of.staging, self.version, self._watch, result)
+        result = self._deferred.settle(result)
         self._conclude_saving(result)
         return result
 
@@ -127,10 +126,10 @@ class PublicationDriver:
         self._keep_ranks_waiting(now)
         if self._delivery is None:
             until = min(self._keep_alive_at, deadline if deadline is not None else self._keep_alive_at)
-            return self._event(self._of.bus.next(max(0.0, until - now)))
+            return self._event(self._context.bus.next(max(0.0, until - now)))
         if self.machine.digests_deferred and not self.machine.table:
             return self._await_digests()
-        return self._event(self._of.bus.next(0.0)) or self._watch_over(self._delivery)
+        return self._event(self._context.bus.next(0.0)) or self._watch_over(self._delivery)
 
     def _watch_over(self, delivery: Delivery) -> ev.AnyEvent | None:
         if delivery.over:
@@ -144,7 +143,7 @@ class PublicationDriver:
             delivery.wait(_POLL_S)
             return None
         try:
-            self._of.staging.refill(row, self._watch)
+            self._context.staging.refill(row, self._watch)
         except WeightsDiffer as error:
             return self._source_failed(error)
         except SourceError as error:
@@ -155,8 +154,8 @@ class PublicationDriver:
 
     def _keep_ranks_waiting(self, now: float) -> None:
         if now >= self._keep_alive_at:
-            self._of.ranks.tell(commands.KeepWaiting())
-            self._keep_alive_at = now + self._of.settings.beat_s
+            self._context.ranks.tell(KeepWaiting())
+            self._keep_alive_at = now + self._context.settings.beat_s
 
     def _event(self, message: m.ToAgent | None) -> ev.AnyEvent | None:
         """What a message of the coordinator means to the machine; None for what does not concern it."""
@@ -170,7 +169,7 @@ class PublicationDriver:
                     message.epoch, message.version, message.outcome, message.reason, message.engines, message.seconds
                 )
             case m.Welcome():
-                restarted, self._of.boot = message.boot != self._of.boot, message.boot
+                restarted, self._context.boot = message.boot != self._context.boot, message.boot
                 self._log.warning("coordinator_back", restarted=restarted, boot=message.boot)
                 return ev.Reconnected(message.committed, restarted)
             case _:
@@ -230,42 +229,43 @@ class PublicationDriver:
             return ev.AttemptFailed(ev.EndReason.INTERNAL, f"the coordinator answered Acquire with {answer.kind}")
         self._engines, self._committed = answer.engines, answer.committed
         self._routes = answer.routes or None
-        self._of.staging.granted(awaited=answer.may_leave_open)
+        if self._context.staging.in_place is not None:
+            self._context.staging.in_place.ready_flags = answer.may_leave_open
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
-        may_leave_open = not self._catch_up and open_table.allowed(self._of, self.version, answer)
-        return ev.LeaseObtained(answer.epoch, answer.committed, may_leave_open)
+        may_defer = not self._catch_up and self._deferred.allowed(answer)
+        return ev.LeaseObtained(answer.epoch, answer.committed, may_defer)
 
     def _prepare_ahead(self) -> ev.AnyEvent | None:
-        """Have what engines will read be made while the lease is asked for. What is wrong if that fails."""
+        """Begin to compute what engines read while the lease is requested. Returns the failure if there is one."""
         try:
-            self._of.staging.make(self._watch)
+            self._context.staging.prepare(self._watch)
         except SourceError as error:
             return self._source_failed(error)
         return None
 
     def _assemble(self) -> ev.AnyEvent:
-        staging = self._of.staging
-        if self._saving is None and self._of.archive is not None and not self._catch_up:
-            self._saving = self._of.archive.saving(self.version, staging.manifest)
+        staging = self._context.staging
+        if self._saving is None and self._context.archive is not None and not self._catch_up:
+            self._saving = self._context.archive.saving(self.version, staging.manifest)
         try:
+            self._deferred.collect()
             table = staging.digest(self.version, self._engines, self._watch, self._saving, self._routes)
         except SourceError as error:
             return self._source_failed(error)
         if self._catch_up and self._committed is not None and self._committed.table != table.digest():
             table = self._adopt_committed_table(table, self._committed)
-        return self._digested(table)
+        return self._digests_ready(table)
 
-    def _digested(self, table: DigestTable) -> ev.DigestsReady:
-        manifest = self._of.staging.manifest
+    def _digests_ready(self, table: DigestTable) -> ev.DigestsReady:
+        manifest = self._context.staging.manifest
         seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
         self._log.info("digested", bytes=manifest.nbytes, buckets=len(manifest.buckets), **seconds)
         return ev.DigestsReady(table.digest())
 
     def _await_digests(self) -> ev.AnyEvent:
-        """Wait for the table of a version that was announced without, and give it to whoever takes the version."""
-        staging = self._of.staging
+        """Wait for deferred digests; send the table to the receivers and to the coordinator."""
         try:
-            table = staging.close_table(self.version, self._watch)
+            table = self._deferred.collect()
         except SourceError as error:
             return self._source_failed(error)
         if table is None:
@@ -273,20 +273,20 @@ class PublicationDriver:
                 "the ranks cannot digest what they expose any more: the table has to be made of buckets"
             )
         self._send_table_to_receivers(table)
-        self._table_upload = open_table.give(self._of.bus, table, 6 * self._of.settings.request_timeout_s)
-        return self._digested(table)
+        self._deferred.upload(table)
+        return self._digests_ready(table)
 
     def _send_table_to_receivers(self, table: DigestTable) -> None:
-        """To the receivers of the delivery that runs."""
         if self._delivery is not None and self._announced is not None:
-            signer = self._of.signer.table(self._announced, Digest(table.digest())) if self._of.signer else b""
-            self._delivery.tabled(Tabled(table, signer))
+            signer = self._context.signer
+            signature = signer.table(self._announced, Digest(table.digest())) if signer else b""
+            self._delivery.send_digest_table(Tabled(table, signature))
 
     def _adopt_committed_table(self, ours: DigestTable, held: m.HeldVersion) -> DigestTable:
-        """The committed table where it is of these weights: ours differs when it was made for other engines."""
-        staging = self._of.staging
+        """The committed table if it is of these weights: it differs from ours if it was made for other engines."""
+        staging = self._context.staging
         try:
-            blob = self._of.bus.get_blob(held.table, deadline_s=6 * self._of.settings.request_timeout_s)
+            blob = self._context.bus.get_blob(held.table, deadline_s=6 * self._context.settings.request_timeout_s)
             staging.adopt(DigestTable.decode(blob, staging.manifest))
         except (RequestRefused, CoordinatorUnreachable, DataplaneError, ValueError) as error:
             self._log.info("other_weights", committed=held.table[:12], ours=ours.digest()[:12], error=str(error))
@@ -294,7 +294,7 @@ class PublicationDriver:
         return staging.table
 
     def _announce(self, effect: ev.AnnounceRound) -> ev.AnyEvent:
-        staging, patience_s = self._of.staging, self._of.settings.request_timeout_s
+        staging, timeout_s = self._context.staging, self._context.settings.request_timeout_s
         with self._watch.phase("announce"):
             manifest = Digest(staging.name)
             table = Digest("") if effect.digests_deferred else Digest(staging.table.digest())
@@ -307,43 +307,43 @@ class PublicationDriver:
                 table=table,
                 bytes=staging.manifest.nbytes,
                 buckets=len(staging.manifest.buckets),
-                policy=self._of.settings.policy(),
-                mode=self._of.mode.value,
+                policy=self._context.settings.policy(),
+                mode=self._context.mode.value,
                 rollback=self._rollback,
                 catch_up=self._catch_up,
                 stood_s=self._stood_s,
             )
-            if self._of.signer:
-                message = self._of.signer.publication(message, self._committed)
+            if self._context.signer:
+                message = self._context.signer.publication(message, self._committed)
             self._announced = message
             blobs = {manifest: staging.blob}
             if not effect.digests_deferred:
                 blobs[table] = staging.table.encode()
-            self._of.bus.request_with(message, blobs, patience_s, 6 * patience_s)
+            self._context.bus.request_with(message, blobs, timeout_s, 6 * timeout_s)
         self._log.info("announced", epoch=effect.epoch, manifest=manifest[:12], table=table[:12])
         return (
             self._export_before_digests() if effect.digests_deferred else None
         ) or ev.RoundAccepted()  # engines prepare meanwhile
 
     def _export_before_digests(self) -> ev.AnyEvent | None:
-        """What engines read is exposed where a table follows, also where the answer to the announcement got lost."""
+        """Export what engines read while its digests are deferred. Returns the failure if there is one.
+
+        Called for the announcement and for a delivery: the answer to the announcement may get lost.
+        """
         if self.machine.digests_deferred and not self.machine.table:
             try:
-                self._of.staging.leave_open(self._watch)
+                self._deferred.export()
             except SourceError as error:
                 return self._source_failed(error)
         return None
 
     def _deliver(self, effect: ev.StartDelivery) -> ev.AnyEvent | None:
-        """Open the lanes and say where they are; from then on `_wait` watches them.
-
-        Where a receiver would wait on a device for what the ranks still make there, that is waited for first.
-        """
-        of, staging = self._of, self._of.staging
+        """Open the senders and offer them to the coordinator; from then on `_wait` watches the delivery."""
+        of, staging = self._context, self._context.staging
         if failed_early := self._export_before_digests():
             return failed_early
         peers = self._peers(effect)
-        unable = open_table.unable(peers, of.senders) if self.machine.digests_deferred else {}
+        unable = remove_unable(peers, of.senders) if self.machine.digests_deferred else {}
         table = None if self.machine.digests_deferred else staging.table
         session = TransferSession(of.settings.channel, effect.epoch, self.version, staging.manifest, table)
         sources = staging.sources(effect.receivers)
@@ -352,13 +352,13 @@ class PublicationDriver:
                 sender.divide(sources)
         deadline_s = effect.deadline_s
         self._delivery = delivery = Delivery(session, of.senders, peers, staging.buffers, deadline_s, sources)
-        staging.have_sent(offers := delivery.open(), effect.epoch, deadline_s, alone=sources is None)
+        staging.join_ranks(offers := delivery.open(), effect.epoch, deadline_s, alone=sources is None)
         if staging.whole:
             delivery.filled(len(staging.manifest.buckets))
         self._log.info("sending", epoch=effect.epoch, receivers={kind.value: len(each) for kind, each in peers.items()})
-        tabled = self._table_first(effect) if self.machine.digests_deferred else None
-        if isinstance(tabled, ev.AttemptFailed | ev.DigestsUnavailable):
-            return tabled
+        digested = self._digests_before_offer(effect) if self.machine.digests_deferred else None
+        if isinstance(digested, ev.AttemptFailed | ev.DigestsUnavailable):
+            return digested
         epoch, failed = Epoch(effect.epoch), _bounded({**delivery.unopened, **unable})
         if of.signer:
             offers = tuple(of.signer.offer(offer, epoch) for offer in offers)
@@ -368,12 +368,12 @@ class PublicationDriver:
         try:
             self._request(offered)
         finally:
-            delivery.told()  # an answer may be lost where the offer was not
-        return tabled if not self.machine.table else None
+            delivery.offers_received()  # an answer may be lost where the offer was not
+        return digested if not self.machine.table else None
 
     def _peers(self, effect: ev.StartDelivery) -> dict[m.TransportKind, list[Peer]]:
-        """By transport, for each of which there is a sender."""
-        of = self._of
+        """Receivers by transport; makes the senders that are missing."""
+        of = self._context
         peers: dict[m.TransportKind, list[Peer]] = {}
         for receiver in effect.receivers:
             peers.setdefault(receiver.transport, []).append(Peer(receiver.engine, receiver.tp))
@@ -384,12 +384,12 @@ class PublicationDriver:
                 of.senders[kind] = of.make_sender(kind)
         return peers
 
-    def _table_first(self, effect: ev.StartDelivery) -> ev.AnyEvent | None:
-        """What has to be known of an open table before the delivery that was just opened is offered."""
-        staging = self._of.staging
+    def _digests_before_offer(self, effect: ev.StartDelivery) -> ev.AnyEvent | None:
+        """Send the digest table to the receivers of a new delivery, if it is known or has to be known by now."""
+        staging = self._context.staging
         if staging.known is not None:
             self._send_table_to_receivers(staging.known)
-        elif open_table.first(staging, effect.receivers):
+        elif needed_before_offer(staging, effect.receivers):
             return self._await_digests()
         return None
 
@@ -400,7 +400,7 @@ class PublicationDriver:
         for kind in delivery.stop():
             # Its thread is stuck inside: it keeps the old sender, the next delivery gets a new one.
             self._log.warning("sender_stuck", transport=kind.value, epoch=delivery.epoch)
-            self._of.senders.pop(kind, None)
+            self._context.senders.pop(kind, None)
 
     def _report_sent(self, effect: ev.ReportDelivery) -> ev.AnyEvent:
         failed = _bounded(effect.failed)
@@ -417,10 +417,11 @@ class PublicationDriver:
             spared=spared,
         )
         if table:
-            patience_s = self._of.settings.request_timeout_s
-            if self._table_upload is not None:
-                self._table_upload.join(patience_s)
-            self._of.bus.request_with(message, {table: self._of.staging.table.encode()}, patience_s, 6 * patience_s)
+            timeout_s = self._context.settings.request_timeout_s
+            self._deferred.await_upload(timeout_s)
+            self._context.bus.request_with(
+                message, {table: self._context.staging.table.encode()}, timeout_s, 6 * timeout_s
+            )
         else:
             self._request(message)
         return ev.ReportAcknowledged(effect.epoch)
@@ -434,7 +435,7 @@ class PublicationDriver:
 
     def _send_farewell(self, message: m.Release | m.Abandon) -> None:
         try:
-            self._of.bus.request(message, deadline_s=_FAREWELL_S)
+            self._context.bus.request(message, deadline_s=_FAREWELL_S)
         except (RequestRefused, CoordinatorUnreachable, ClientClosed) as error:
             # The lease runs out by itself; this only makes it quicker.
             self._log.debug("farewell_unheard", message=message.kind, error=str(error))
@@ -446,9 +447,9 @@ class PublicationDriver:
             return None
         if result.ending is not ev.EndReason.COMMITTED:
             return saving.discard()
-        staging = self._of.staging
+        staging = self._context.staging
         notes = Notes(
-            channel=self._of.settings.channel,
+            channel=self._context.settings.channel,
             epoch=self.machine.epoch,
             version=self.version,
             manifest=staging.name,
@@ -467,22 +468,22 @@ class PublicationDriver:
 
     def report(self, result: publication.PublicationResult) -> PublishReport:
         """What is known now."""
-        ended, manifest = self.machine.ended, self._of.staging.manifest
+        ended, manifest = self.machine.ended, self._context.staging.manifest
         theirs = {name: each for name, each in ended.seconds.items() if name != "total"} if ended else {}
         return PublishReport(
-            channel=self._of.settings.channel,
+            channel=self._context.settings.channel,
             version=self.version,
             epoch=self.machine.epoch,
             outcome=m.Outcome.COMMITTED if result.ending is ev.EndReason.COMMITTED else m.Outcome.ABORTED,
             reason=result.reason,
-            mode=self._of.mode,
+            mode=self._context.mode,
             attempts=max(1, self.machine.attempt),
             tensors=len(manifest.tensors),
             buckets=len(manifest.buckets),
             bytes=manifest.nbytes,
             seconds={**self._watch.seconds, **theirs, "total": self._watch.total()},
             engines=ended.engines if ended else (),
-            manifest=self._of.staging.name,
+            manifest=self._context.staging.name,
             table=self.machine.table,
             saved=self._saved,
             save_error=self._save_error,
@@ -492,22 +493,22 @@ class PublicationDriver:
 
     @property
     def _channel(self) -> Channel:
-        return Channel(self._of.settings.channel)
+        return Channel(self._context.settings.channel)
 
     def _key(self) -> RequestId:
-        return self._of.bus.new_request()
+        return self._context.bus.new_request()
 
     def _request(self, message: m.ToCoordinator) -> m.ToAgent:
-        return self._of.bus.request(message, deadline_s=self._of.settings.request_timeout_s)
+        return self._context.bus.request(message, deadline_s=self._context.settings.request_timeout_s)
 
     def _source_failed(self, error: SourceError | WeightsDiffer) -> ev.AttemptFailed:
         self.cause, differ = error, isinstance(error, WeightsDiffer)
         return ev.AttemptFailed(ev.EndReason.WEIGHTS_CHANGED if differ else ev.EndReason.SOURCE_FAILED, str(error))
 
     def _show(self, buckets_sent: int = 0) -> None:
-        if self._of.progress is not None:
-            buckets = len(self._of.staging.manifest.buckets)
-            self._of.progress(Progress(self.version, self.machine.state.value, buckets_sent, buckets))
+        if self._context.progress is not None:
+            buckets = len(self._context.staging.manifest.buckets)
+            self._context.progress(Progress(self.version, self.machine.state.value, buckets_sent, buckets))
 
 
 def _bounded(failed: Mapping[str, str]) -> dict[str, str]:

@@ -35,7 +35,7 @@ class VersionLayout(NamedTuple):
     """What a version consists of, and who can send which part of it."""
 
     manifest: Manifest
-    stages: PipelineBroadcast | None
+    pipeline: PipelineBroadcast | None
     """None where one rank sends everything."""
     places: tuple[ProcessLocation, ...] = ()
     """Where the ranks are; told where that matters for who sends."""
@@ -52,9 +52,11 @@ class VersionLayout(NamedTuple):
             if ranks[0] == 0 and len(ranks) > 1:
                 owners = [ranks.index(root) for root in roots]
                 manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes)
-                stages = PipelineBroadcast(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
+                pipeline = PipelineBroadcast(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
                 told = source.collect(msgspec.msgpack.encode(location_of(source.rank, source.device)))
-                return cls(manifest, stages, tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in told))
+                return cls(
+                    manifest, pipeline, tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in told)
+                )
         return cls(Manifest.of(source.model, tensors, settings.bucket_bytes), None)
 
 
@@ -91,25 +93,25 @@ class PipelineBroadcast:
         manifest: Manifest,
         sources: Sources,
         ranks: Sequence[int],
-        slots: int,
+        depth: int,
         head_dim: int | None = None,
     ) -> None:
-        """`ranks` are those of the `sources`, the leader's first. With `slots` slots on each."""
+        """`ranks` are those of the `sources`, the leader's first. `depth` is the number of staging buffers on each."""
         self.sources = sources
         self._source, self._manifest = source, manifest
         self._roots = tuple(ranks[number] for number in sources.of)
         self._number = list(ranks).index(source.rank) if source.rank in ranks else None
         self._own = sources.own(self._number) if self._number is not None else ()
-        self._depth = slots
-        self._slots: Sequence[Slot] = ()
+        self._depth = depth
+        self._buffers: Sequence[Slot] = ()
         self._plan = SglangDigestPlan(manifest, (), head_dim)
         self._head_dim = head_dim
         self._digests: dict[int, bytes] = {}
         self._part = SourceRank(self._number, source.device) if self._number else None
 
-    def lend(self, slots: Sequence[Slot]) -> None:
+    def lend(self, buffers: Sequence[Slot]) -> None:
         """On the leader: where its buckets go."""
-        self._slots = slots
+        self._buffers = buffers
 
     def read(self, wanted: Collection[EngineKind], watch: Stopwatch) -> StageDigests:
         """Every stage reads and digests its buckets. Raises `SourceError` on every rank when one cannot."""
@@ -160,16 +162,16 @@ class PipelineBroadcast:
         filled = len(buckets) if whole else 0
         self._part.begin(address, epoch, self.sources, buckets, deadline_s, filled)
 
-    def obey(self, command: commands.PipelineCommand) -> None:
+    def execute(self, command: commands.PipelineCommand) -> None:
         """Do what the leader says; it does the same by its own calls. What fails here ends the session for all."""
         try:
-            self._obey(command, Stopwatch())
+            self._execute(command, Stopwatch())
         except BaseException:
             if self._part is not None:
                 self._part.stop()
             raise
 
-    def _obey(self, command: commands.PipelineCommand, watch: Stopwatch) -> None:
+    def _execute(self, command: commands.PipelineCommand, watch: Stopwatch) -> None:
         match command:
             case commands.ReadStage():
                 self.read(command.wanted, watch)
@@ -187,7 +189,7 @@ class PipelineBroadcast:
         """Leave the group, and let go of the slots."""
         if self._part is not None:
             self._part.close()
-        self._slots = ()
+        self._buffers = ()
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
@@ -196,12 +198,12 @@ class PipelineBroadcast:
 
     def _memory(self, index: int) -> torch.Tensor:
         """The slot of one of this rank's buckets."""
-        if not self._slots:
+        if not self._buffers:
             nbytes = max(self._manifest.buckets[own].nbytes for own in self._own)
             device = self._source.device
             count = min(self._depth, len(self._own))
-            self._slots = [_Memory(torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(count)]
-        return self._slots[self.sources.place(index) % len(self._slots)].memory
+            self._buffers = [_Memory(torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(count)]
+        return self._buffers[self.sources.place(index) % len(self._buffers)].memory
 
     def _read(self, wanted: frozenset[EngineKind], watch: Stopwatch) -> _Found:
         if self._part is not None:

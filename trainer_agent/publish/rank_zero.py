@@ -56,8 +56,9 @@ from ..quantized import KnowsServed
 from ..settings import SendsOver, TrainerSettings
 from ..source import Source, SourceError, head_dim_of
 from .background_publisher import BackgroundPublisher
-from .bucket_staging import BucketStaging, InPlaceExport, StagingPool
+from .bucket_staging import BucketStaging, StagingPool
 from .driver import PublicationDriver
+from .in_place_export import InPlaceExport
 from .lag_limit import LagLimit
 from .pipeline_broadcast import VersionLayout
 from .publisher_context import Progress, PublisherContext
@@ -308,8 +309,8 @@ def start_rank_zero(
                 pool,
                 ranks,
                 head_dim_of(source),
-                None if memory_export is None else InPlaceExport(memory_export, _trainer_info(source, kinds)),
-                layout.stages,
+                None if memory_export is None else InPlaceExport(memory_export, ranks, _trainer_info(source, kinds)),
+                layout.pipeline,
             ),
             make_sender=_sender_maker(source, settings, memory_export),
             senders={},

@@ -23,10 +23,11 @@ from weightbus.control.protocol.ids import AgentId, Digest
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports.interface import Peer, Tabled
 from weightbus.trainer_agent.checkpoints.archive import Archive, ArchivePolicy
+from weightbus.trainer_agent.export.export_state import ExportState
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.export.topology import topology_of
 from weightbus.trainer_agent.machine.events import EndReason
-from weightbus.trainer_agent.publish import deferred_digests as open_table
+from weightbus.trainer_agent.publish import deferred_digests, driver
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
 from weightbus.trainer_agent.publish.delivery import Delivery
 from weightbus.trainer_agent.settings import TrainerSettings
@@ -59,7 +60,7 @@ class _Seal:
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     """One that has published version 1, with its table, to engines that copy out of another device."""
     made = Rig(tmp_path, monkeypatch, quantized=False)
-    monkeypatch.setattr(open_table, "first", lambda _staging, _receivers: False)
+    monkeypatch.setattr(driver, "needed_before_offer", lambda _staging, _receivers: False)
     made.publish(1)
     made.trainer.step()
     yield made
@@ -131,7 +132,9 @@ def test_where_a_receiver_is_on_the_same_device_the_table_comes_first(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its copy would wait there for what is still made, and so would its clients."""
-    monkeypatch.setattr(open_table, "first", lambda _staging, receivers: any(each.shares for each in receivers))
+    monkeypatch.setattr(
+        driver, "needed_before_offer", lambda _staging, receivers: any(each.shares for each in receivers)
+    )
     monkeypatch.setattr(
         m, "ReceivingEngine", lambda **fields: msgspec.structs.replace(_Receiver(**fields), shares=True)
     )
@@ -156,7 +159,7 @@ def test_what_is_on_the_device_that_makes_the_table_waits_for_it(*, shares: bool
     memory = SimpleNamespace(device=torch.device(device))
     staging = cast(BucketStaging, SimpleNamespace(buffers=[SimpleNamespace(memory=memory)]))
 
-    assert open_table.first(staging, receivers) is waits
+    assert deferred_digests.needed_before_offer(staging, receivers) is waits
 
 
 def test_the_table_that_follows_is_signed(rig: Rig) -> None:
@@ -252,7 +255,7 @@ def test_where_the_answer_to_the_announcement_is_lost_engines_read_what_is_of_th
     plain = Delivery.open
 
     def opening(delivery: Delivery) -> tuple[m.Endpoint, ...]:
-        exported.append(rig.rank_zero._context.staging.open)
+        exported.append(rig.memory_export.state is ExportState.EXPORTED_DIGESTING)
         return plain(delivery)
 
     monkeypatch.setattr(Delivery, "open", opening)
@@ -347,8 +350,8 @@ def test_a_table_that_is_given_twice_counts_once() -> None:
     pool, kind = BucketBuffers("cpu", 1, session.manifest.largest_bucket, CHANNEL), m.TransportKind.DIRECT
     delivery = Delivery(begun, {kind: sender}, {kind: [Peer("e0", 1)]}, pool.buffers, 60.0)
     delivery.open()
-    delivery.tabled(tabled)
-    delivery.tabled(tabled)
+    delivery.send_digest_table(tabled)
+    delivery.send_digest_table(tabled)
     delivery.stop()
     pool.close()
     assert sender.gave == {1: [tabled]}

@@ -71,7 +71,7 @@ def test_receivers_are_waited_for_once_they_can_come(pool: BucketBuffers, told: 
     delivery = Delivery(session, {LOCAL: sender}, {LOCAL: [Peer("e0", 1)]}, pool.buffers, 60.0)
     assert [offer.address for offer in delivery.open()] == ["/fake/1"]
     if told:
-        delivery.told()
+        delivery.offers_received()
         until = time.monotonic() + 30.0
         while "ready" not in sender.calls and time.monotonic() < until:
             delivery.wait(0.01)
@@ -90,7 +90,7 @@ def test_a_transport_that_cannot_open_costs_the_others_nothing(pool: BucketBuffe
     assert [(offer.transport, offer.address) for offer in offers] == [(LOCAL, "/fake/1")]
     assert delivery.unopened == dict.fromkeys(("e1", "e2"), "no port can be opened")
     assert not delivery.over
-    delivery.told()
+    delivery.offers_received()
     until(lambda: "ready" in well.calls, "the others to be waited for", 30.0)
     for bucket in range(len(session.manifest.buckets)):
         until(lambda: delivery.wanted() is not None, "room for a bucket", 30.0)

@@ -36,9 +36,10 @@ from weightbus.trainer_agent.machine.errors import PublishFailed
 from weightbus.trainer_agent.machine.events import EndReason
 from weightbus.trainer_agent.machine.publication import PublicationResult
 from weightbus.trainer_agent.machine.publish_report import Mode, PublishReport
-from weightbus.trainer_agent.publish import deferred_digests as open_table, rank_commands as commands
+from weightbus.trainer_agent.publish import deferred_digests, rank_commands as commands
 from weightbus.trainer_agent.publish.agent import TrainerAgent
-from weightbus.trainer_agent.publish.bucket_staging import BucketStaging, InPlaceExport
+from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
+from weightbus.trainer_agent.publish.in_place_export import InPlaceExport
 from weightbus.trainer_agent.publish.publisher_context import PublisherContext
 from weightbus.trainer_agent.publish.rank_zero import RankZero
 from weightbus.trainer_agent.quantized import quantized_assembly
@@ -234,7 +235,9 @@ class Rig:
             settings=settings,
             bus=self.coordinator,
             ranks=ranks,
-            staging=BucketStaging(self.source, manifest, pool, ranks, None, InPlaceExport(self.memory_export, info)),
+            staging=BucketStaging(
+                self.source, manifest, pool, ranks, None, InPlaceExport(self.memory_export, ranks, info)
+            ),
             make_sender=lambda _kind: self.sender,
             senders={},
             boot=self.coordinator.boot,
@@ -501,7 +504,7 @@ def test_a_device_that_does_not_come_to_an_end_is_not_waited_for_for_ever(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent is of no use then, and says why; a trainer that went on would change what is read."""
-    monkeypatch.setattr(open_table, "SETTLE_S", 0.1)
+    monkeypatch.setattr(deferred_digests, "SETTLE_S", 0.1)
     rig.publish(1)
     rig.coordinator.refusals[m.Acquire] = deque([REFUSED])
     rig.device.stuck = True
@@ -514,7 +517,7 @@ def test_a_device_that_does_not_come_to_an_end_is_not_waited_for_for_ever(
 @pytest.mark.parametrize("stuck", [False, True])
 def test_other_ranks_wait_for_their_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, stuck: bool) -> None:
     """The leader's lease was refused while they made theirs."""
-    monkeypatch.setattr(open_table, "SETTLE_S", 0.1)
+    monkeypatch.setattr(deferred_digests, "SETTLE_S", 0.1)
     report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
     said = (
         commands.ExportMemory(digests=True),

@@ -47,7 +47,7 @@ class Served(ToyShard):
 
 
 class Making:
-    """Stands for a GPU: `ResidentQuantization.prepare` runs in a thread, which stops at every flag until it may go on."""
+    """Stands for a GPU: `ResidentQuantization.prepare` runs in a thread, which stops at every flag for permission."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.may = threading.Semaphore(0)
