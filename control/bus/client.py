@@ -448,8 +448,8 @@ class BusClient:
         if self._topology is None:
             return
         key, where = self.new_request(), self._topology()
-        self._locating, self._whole = key, whole and where.awaits_tables
-        message = msgspec.structs.replace(where, request=key, awaits_tables=self._whole)
+        self._locating, self._whole = key, whole and where.supports_deferred_digests
+        message = msgspec.structs.replace(where, request=key, supports_deferred_digests=self._whole)
         self._handle(Asked(key, message, None, self._clock() + LOCATE_S, LOCATE_S))
 
     def _settle(self, key: RequestId, outcome: _Answered | WeightbusError) -> None:

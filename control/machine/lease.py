@@ -28,7 +28,7 @@ from .effects import EpochTaken, LeaseEnded, LeaseGranted
 from .limits import Limits
 from .membership import Agent
 from .reply_cache import YES, Decision
-from .route import Route, may_leave_open
+from .route import Route, may_defer_digests
 from .states import BEFORE_COMMIT, RoundState
 
 
@@ -170,7 +170,7 @@ class LeaseHolder:
             committed=committed,
             engines={str(name): info for name, info in engines.items()},
             routes={str(name): each.transport for name, each in told.items() if each.transport},
-            may_leave_open=may_leave_open(told.values()),
+            may_defer_digests=may_defer_digests(told.values()),
         )
         note = LeaseGranted(channel=self._channel, holder=agent.name, epoch=record.epoch, version=message.version)
         return (*ended, LateGrant(agent.name, message, granted), note)

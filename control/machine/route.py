@@ -28,7 +28,7 @@ class TransferEnds(msgspec.Struct, frozen=True):
     def both_await_tables(self) -> bool:
         """True if both have reported that they can handle deferred digests."""
         told = self.from_trainer, self.from_engine
-        return all(each is not None and each.awaits_tables for each in told)
+        return all(each is not None and each.supports_deferred_digests for each in told)
 
 
 class Objection(NamedTuple):
@@ -46,7 +46,7 @@ class Route(msgspec.Struct, frozen=True):
     reason: str
     shares_gpu: bool = False
     """True if a worker is known to be on a GPU of the trainer."""
-    awaits_tables: bool = False
+    supports_deferred_digests: bool = False
     """`TransferEnds.both_await_tables`."""
     objections: dict[TransportKind, Objection] = {}
     """Why each faster transport was not chosen, fastest first."""
@@ -58,15 +58,20 @@ Routing = Callable[[Mapping[AgentId, TransferEnds]], Mapping[AgentId, Route]]
 """A policy: returns a route for every engine of a fleet that is served together, given in order of preference."""
 
 
-def may_leave_open(routes: Iterable[Route]) -> bool:
+def may_defer_digests(routes: Iterable[Route]) -> bool:
     """Whether a live version's digest table may be deferred: every routed engine uses `direct` and can handle it."""
     routed = [each for each in routes if each.transport]
-    return bool(routed) and all(each.awaits_tables and each.transport is TransportKind.DIRECT for each in routed)
+    return bool(routed) and all(
+        each.supports_deferred_digests and each.transport is TransportKind.DIRECT for each in routed
+    )
 
 
 def open_routes(routes: Mapping[AgentId, Route]) -> Mapping[AgentId, Route]:
     """The routes for a version with deferred digests: engines that cannot handle them get none."""
-    return {name: each if each.awaits_tables or not each.transport else _LEFT_OUT for name, each in routes.items()}
+    return {
+        name: each if each.supports_deferred_digests or not each.transport else _LEFT_OUT
+        for name, each in routes.items()
+    }
 
 
 _LEFT_OUT: Final = Route(

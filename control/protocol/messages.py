@@ -132,7 +132,7 @@ class Topology(Message, frozen=True, tag="Topology"):
     """Transports that the agent does not offer, with the reason."""
     takes: dict[TransportKind, Count] = {}  # noqa: RUF012  # msgspec gives each its own
     """Bytes of a version that the worker with the most received, by transport used so far (engines only)."""
-    awaits_tables: bool = False
+    supports_deferred_digests: bool = msgspec.field(default=False, name="awaits_tables")
     """True if the agent supports deferred digests."""
 
 
@@ -391,9 +391,9 @@ class Granted(Message, frozen=True, tag="Granted"):
     engines: dict[str, EngineInfo]
     routes: dict[str, TransportKind] = {}  # noqa: RUF012  # msgspec gives each its own
     """Transport of each engine for a live version now. Empty for trainers that sent no `Topology`."""
-    may_leave_open: bool = False
-    """True if a live version may have deferred digests: trainer and engines support them (`awaits_tables`), and all
-    engines would take the version by `direct`."""
+    may_defer_digests: bool = msgspec.field(default=False, name="may_leave_open")
+    """True if a live version may have deferred digests: trainer and engines support them, and all engines would take
+    the version by `direct`."""
 
 
 class Send(Message, frozen=True, tag="Send"):

@@ -71,7 +71,7 @@ def topology_of(
         ),
         lacking=lacks,
         takes={TransportKind(kind): size for kind, size in takes.items()},
-        awaits_tables=True,
+        supports_deferred_digests=True,
     )
 
 

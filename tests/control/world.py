@@ -183,7 +183,7 @@ class Agent:
         """What was said and not answered; said again with every heartbeat."""
         self.boot = 0
         self.said: list[ToCoordinator] = []
-        self.awaits_tables = False
+        self.supports_deferred_digests = False
         """It says so after every `Welcome`."""
 
     def key(self) -> RequestId:
@@ -228,8 +228,8 @@ class Agent:
             if message.boot != self.boot:
                 self.pending.clear()
             self.boot = message.boot
-            if self.awaits_tables:
-                self.say(Topology(request=self.key(), awaits_tables=True))
+            if self.supports_deferred_digests:
+                self.say(Topology(request=self.key(), supports_deferred_digests=True))
         stranger = isinstance(message, Refused) and message.code is RefusalCode.UNKNOWN_AGENT
         if stranger and not any(isinstance(said, Hello) for said, _ in self.pending.values()):
             self.connect()
@@ -546,17 +546,17 @@ class World:
                 agent.connect()
         self.settle()
 
-    def engine(self, name: str, *, awaits_tables: bool = False, **changes: object) -> Engine:
+    def engine(self, name: str, *, supports_deferred_digests: bool = False, **changes: object) -> Engine:
         engine = Engine(self, name, engine_info(name, **changes))
-        engine.awaits_tables = awaits_tables
+        engine.supports_deferred_digests = supports_deferred_digests
         self.agents[name] = engine
         engine.live()
         self.settle()
         return engine
 
-    def trainer(self, name: str = "trainer", *, awaits_tables: bool = False, **changes: object) -> Trainer:
+    def trainer(self, name: str = "trainer", *, supports_deferred_digests: bool = False, **changes: object) -> Trainer:
         trainer = Trainer(self, name, trainer_info(**changes))
-        trainer.awaits_tables = awaits_tables
+        trainer.supports_deferred_digests = supports_deferred_digests
         self.agents[name] = trainer
         trainer.live()
         self.settle()

@@ -46,7 +46,7 @@ class FakeCoordinator:
         """Raised instead of an answer to the next messages of a type."""
         self.after: dict[type[m.Message], deque[Callable[[], None]]] = {}
         """Called after the answer to the next messages of a type was made."""
-        self.awaits_tables = True
+        self.supports_deferred_digests = True
         """The engines know versions whose digest table follows."""
         self.redrives = 0
         self.closed = False
@@ -188,7 +188,7 @@ class FakeCoordinator:
                     lease_s=10.0,
                     committed=self.committed,
                     engines=self.engines,
-                    may_leave_open=self.awaits_tables and kinds == {_DIRECT},
+                    may_defer_digests=self.supports_deferred_digests and kinds == {_DIRECT},
                 )
             case m.Publish():
                 if message.epoch != self.epoch and self._round is None:

@@ -480,7 +480,7 @@ class EngineProcess(Process):
             request=RequestId("filled-in-by-the-client"),
             files=f"host/{own}",
             folder=own,
-            awaits_tables=not self.older,
+            supports_deferred_digests=not self.older,
         )
 
     def _heartbeat(self) -> Heartbeat:

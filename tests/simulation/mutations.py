@@ -250,9 +250,13 @@ MUTATIONS: Final = (
         "leaves-tables-open-for-who-does-not-know-them",
         "understood",
         "control/machine/route.py",
-        "all(each.awaits_tables and each.transport is TransportKind.DIRECT for each in routed)",
-        "all(each.transport is TransportKind.DIRECT for each in routed)",
-        ("control/machine/route.py", "each if each.awaits_tables or not each.transport else _LEFT_OUT", "each"),
+        "each.supports_deferred_digests and each.transport is TransportKind.DIRECT for each in routed",
+        "each.transport is TransportKind.DIRECT for each in routed",
+        (
+            "control/machine/route.py",
+            "each if each.supports_deferred_digests or not each.transport else _LEFT_OUT",
+            "each",
+        ),
     ),
     _m(  # found by the simulation in our own code; two keep each other's watch
         "is-refused-for-a-round-that-it-gave-up",

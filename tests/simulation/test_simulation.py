@@ -68,7 +68,7 @@ class Nonsense:
             pick((None, *TransportKind)),
             "",
             shares_gpu=pick((True, False)),
-            awaits_tables=ends.both_await_tables,
+            supports_deferred_digests=ends.both_await_tables,
             gpus=gpus,
         )
 

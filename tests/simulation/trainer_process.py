@@ -213,7 +213,7 @@ class TrainerProcess(Process):
         assert isinstance(answer, m.Granted)
         self._committed = answer.committed
         newer = answer.committed is None or version > answer.committed.version
-        return ev.LeaseObtained(answer.epoch, answer.committed, answer.may_leave_open and newer)
+        return ev.LeaseObtained(answer.epoch, answer.committed, answer.may_defer_digests and newer)
 
     def _announce(self, client: Client, version: int, effect: ev.AnnounceRound) -> Thread:
         epoch, blobs = effect.epoch, (b"the layout", self._blob(version))
@@ -340,7 +340,7 @@ class TrainerProcess(Process):
             request=RequestId("filled-in-by-the-client"),
             files="host/0",
             folder="0",
-            awaits_tables=self._world.scenario.open_tables,
+            supports_deferred_digests=self._world.scenario.open_tables,
         )
 
 

@@ -65,7 +65,7 @@ def topology_of(
             NetworkInterface(name=each.name, addresses=each.addresses, mbps=each.mbps) for each in network_interfaces()
         ),
         lacking={kind: _lack(kind, settings, refusals) for kind in PREFERRED if kind not in kinds},
-        awaits_tables=settings.open_tables,
+        supports_deferred_digests=settings.open_tables,
     )
 
 

@@ -47,7 +47,7 @@ class DeferredDigests:
         newer = granted.committed is None or self._version > granted.committed.version
         able = isinstance(of.senders.get(TransportKind.DIRECT), Tabling)
         kept = of.archive is not None and of.archive.keeps(self._version)
-        wanted = granted.may_leave_open and of.settings.open_tables and of.mode is Mode.LIVE
+        wanted = granted.may_defer_digests and of.settings.open_tables and of.mode is Mode.LIVE
         return wanted and newer and able and not kept and self._digests_begun
 
     def export(self) -> None:

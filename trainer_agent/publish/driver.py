@@ -230,7 +230,7 @@ class PublicationDriver:
         self._engines, self._committed = answer.engines, answer.committed
         self._routes = answer.routes or None
         if self._context.staging.in_place is not None:
-            self._context.staging.in_place.ready_flags = answer.may_leave_open
+            self._context.staging.in_place.ready_flags = answer.may_defer_digests
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
         may_defer = not self._catch_up and self._deferred.allowed(answer)
         return ev.LeaseObtained(answer.epoch, answer.committed, may_defer)

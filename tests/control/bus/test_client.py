@@ -664,7 +664,7 @@ def test_an_older_coordinator_is_told_what_it_knows(there: Coordinator, monkeypa
     monkeypatch.setattr(client_module, "LOCATE_S", 1.0)
 
     def older(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
-        if isinstance(item.message, Topology) and item.message.awaits_tables:
+        if isinstance(item.message, Topology) and item.message.supports_deferred_digests:
             return Refused(request=RequestId("rejected"), code=RefusalCode.NOT_ALLOWED, reason="unknown field"), None
         return (Ack(request=item.message.request), None) if isinstance(item.message, Topology) else there.usual(item)
 
@@ -672,15 +672,17 @@ def test_an_older_coordinator_is_told_what_it_knows(there: Coordinator, monkeypa
     client = BusClient(
         BusSettings(endpoint=f"tcp://127.0.0.1:{there.port}", timing=QUICK),
         hello,
-        topology=lambda: Topology(request=RequestId("filled in"), network="rack 1", awaits_tables=True),
+        topology=lambda: Topology(request=RequestId("filled in"), network="rack 1", supports_deferred_digests=True),
     )
     with client:
         client.start(DEADLINE_S)
-        there.wait_for(lambda: any(isinstance(each, Topology) and not each.awaits_tables for each in there.seen))
+        there.wait_for(
+            lambda: any(isinstance(each, Topology) and not each.supports_deferred_digests for each in there.seen)
+        )
         there.wait_for(lambda: not client._session.pending)
         told = [each for each in there.seen if isinstance(each, Topology)]
         assert {each.network for each in told} == {"rack 1"}
-        assert [each.awaits_tables for each in told if not each.awaits_tables] == [False]
+        assert [each.supports_deferred_digests for each in told if not each.supports_deferred_digests] == [False]
         count = there.count(Topology)
         assert client.status() == b"{}"
         assert there.count(Topology) == count

@@ -34,8 +34,8 @@ DIRECT, LOCAL, DISK = TransportKind.DIRECT, TransportKind.LOCAL, TransportKind.D
 
 def fleet(**policy: object) -> tuple[World, Engine, Engine, Trainer]:
     world = World()
-    engines = tuple(world.engine(name, awaits_tables=True) for name in ("e0", "e1"))
-    trainer = world.trainer(awaits_tables=True)
+    engines = tuple(world.engine(name, supports_deferred_digests=True) for name in ("e0", "e1"))
+    trainer = world.trainer(supports_deferred_digests=True)
     trainer.open_table, trainer.policy = True, Policy(**policy)  # type: ignore[arg-type]
     return world, engines[0], engines[1], trainer
 
@@ -140,7 +140,7 @@ def test_without_its_table_nothing_is_committed(lost: str) -> None:
     trainer.stop_before = None
     if lost == "dies":
         trainer.live()
-    again = world.trainer("another", awaits_tables=True)
+    again = world.trainer("another", supports_deferred_digests=True)
     again.open_table = True
     assert world.publish(again, 2).outcome is Outcome.COMMITTED
     assert e0.generating
@@ -309,12 +309,12 @@ def test_a_table_may_follow_where_everybody_said_that_it_knows_how(
     """Nobody is asked for what it did not say, and an older trainer is not told what it would not understand."""
     world = World()
     for at, (know, kind) in enumerate(zip(knows, kinds, strict=True)):
-        world.engine(f"e{at}", awaits_tables=know, transports=(kind,))
-    trainer = world.trainer(awaits_tables=trainer_knows, transports=(DIRECT, LOCAL))
+        world.engine(f"e{at}", supports_deferred_digests=know, transports=(kind,))
+    trainer = world.trainer(supports_deferred_digests=trainer_knows, transports=(DIRECT, LOCAL))
     if not trainer_knows:
         trainer.say(Topology(request=trainer.key()))
     answer = granted(world, trainer)
-    assert answer.may_leave_open is open_
+    assert answer.may_defer_digests is open_
     assert (b"may_leave_open" in codec.TO_AGENT.encode(answer)[1]) is open_
 
 
@@ -348,7 +348,7 @@ def test_an_older_engine_that_comes_after_the_lease_is_left_out_at_once() -> Non
 def test_an_open_table_needs_somebody_who_knows_how_to_wait_for_it() -> None:
     """Refused at once, and published again with its table; as in a channel without engines."""
     world = World()
-    engine, trainer = world.engine("e0"), world.trainer(awaits_tables=True)
+    engine, trainer = world.engine("e0"), world.trainer(supports_deferred_digests=True)
     trainer.open_table = True
     trainer.acquire(1)
     while not trainer.got(Refused):
@@ -363,13 +363,13 @@ def test_an_open_table_needs_somebody_who_knows_how_to_wait_for_it() -> None:
 def test_who_comes_back_says_again_what_it_knows() -> None:
     """Another life of an agent may be an older one."""
     world, e0, _, trainer = fleet()
-    e0.awaits_tables = False
+    e0.supports_deferred_digests = False
     e0.die()
     world.now += world.limits.takeover_s
     e0.live()
     world.settle()
     trainer.info = msgspec.structs.replace(trainer.info, transports=(DIRECT,))
-    assert not granted(world, trainer).may_leave_open
+    assert not granted(world, trainer).may_defer_digests
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -386,7 +386,7 @@ def test_asked_again_after_a_restart_the_announcement_is_answered_with_who_holds
     trainer.deaf = later
     world.restart()
     if later:
-        other = world.trainer("other", awaits_tables=True)
+        other = world.trainer("other", supports_deferred_digests=True)
         assert world.publish(other, 2).outcome is Outcome.COMMITTED
         trainer.deaf = False
         trainer.say(asked)

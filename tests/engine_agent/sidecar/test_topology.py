@@ -142,7 +142,7 @@ def test_what_a_server_cannot_take_is_said_with_advice(
     assert {kind.value for kind in told.lacking} == lacking
     assert all(words in each.needed for each in told.lacking.values())
     assert told.takes == {TransportKind.DIRECT: 7}
-    assert told.awaits_tables
+    assert told.supports_deferred_digests
     assert told.files
     assert told.folder
     sent = msgspec.structs.replace(told, request=RequestId("k"))

@@ -339,7 +339,7 @@ def test_the_coordinator_is_told_who_would_leave_tables_open(switched_off: bool,
     """Only such a trainer is allowed to; one that is older than the word would not understand the permission."""
     settings = TrainerSettings(channel="c", open_tables=not switched_off)
     told = topology_of(settings, (DIRECT,), (), runtime_dir=tmp_path, refusals={})
-    assert told.awaits_tables is not switched_off
+    assert told.supports_deferred_digests is not switched_off
 
 
 def test_a_table_that_is_given_twice_counts_once() -> None:

@@ -362,7 +362,7 @@ def test_only_who_knows_how_to_wait_is_told_of_parts(rig: Rig, switched_off: boo
     layouts = set()
     for version, all_know in enumerate((True, True, False, False, True, True), 1):
         # Nor is a trainer told so that did not say that it knows how.
-        rig.coordinator.awaits_tables = awaits = all_know and not switched_off
+        rig.coordinator.supports_deferred_digests = awaits = all_know and not switched_off
         rig.trainer.step()
 
         result, happened = rig.publish(version)

@@ -109,7 +109,7 @@ class Publisher(Trainer):
         match message:
             case Granted() if effect is not None:
                 self.on_grant()
-                self.feed(ev.LeaseObtained(message.epoch, message.committed, message.may_leave_open))
+                self.feed(ev.LeaseObtained(message.epoch, message.committed, message.may_defer_digests))
             case Refused() if effect is not None:
                 self.feed(ev.RequestDenied(message.code, message.reason, message.retry_after_s))
             case Ack() if isinstance(effect, ev.AnnounceRound):
@@ -140,7 +140,7 @@ def world() -> World:
     """Two engines that take versions by `direct`, and know tables that follow."""
     made = World()
     for name in ("e0", "e1"):
-        made.engine(name, awaits_tables=True, transports=(TransportKind.DIRECT,))
+        made.engine(name, supports_deferred_digests=True, transports=(TransportKind.DIRECT,))
     return made
 
 
@@ -148,7 +148,7 @@ def world() -> World:
 def trainer(world: World) -> Publisher:
     made = Publisher(world, "trainer", trainer_info(transports=(TransportKind.DIRECT,)))
     world.agents["trainer"] = made
-    made.awaits_tables = True
+    made.supports_deferred_digests = True
     made.machine, made.asked = publication.Publication(VERSION, publication.PublishLimits()), {}
     made.live()
     world.settle()
