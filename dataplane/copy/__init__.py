@@ -24,8 +24,14 @@ if TYPE_CHECKING:
         PreparedDigest as PreparedDigest,
         WaitStage as WaitStage,
     )
-    from .copy_rows import CopySide as CopySide, make_copy_table as make_copy_table, merge_copy_rows as merge_copy_rows
-    from .copy_table import AXES as AXES, ITEM_SIZES as ITEM_SIZES, CopyTable as CopyTable
+    from .copy_table import (
+        AXES as AXES,
+        ITEM_SIZES as ITEM_SIZES,
+        CopySide as CopySide,
+        CopyTable as CopyTable,
+        make_copy_table as make_copy_table,
+        merge_copy_rows as merge_copy_rows,
+    )
     from .device_fence import DeviceFence as DeviceFence
     from .engine_selection import copy_engine_for as copy_engine_for, copy_streams_setting as copy_streams_setting
     from .ready_flags import (

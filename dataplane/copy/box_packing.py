@@ -17,8 +17,7 @@ import torch
 from ..digest import tensor_digest as integrity
 from ..errors import DigestMismatch
 from ..tensors import DTYPES, Column, Shards, TensorSpec, packed_strides, served_dtypes
-from .copy_rows import CopySide, make_copy_table
-from .copy_table import ITEM_SIZES, CopyTable
+from .copy_table import ITEM_SIZES, CopySide, CopyTable, make_copy_table
 
 _ALIGNMENT: Final = 16
 

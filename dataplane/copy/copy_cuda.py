@@ -15,13 +15,11 @@ import torch
 from ..errors import CopyEnginesUnavailable
 from ..tensors import Column
 from .box_digests import BoxTable, Lanes
-from .copy_engine import WaitStage, no_wait
+from .copy_engine import StagedCopies, WaitStage, no_wait, split_by_stage
 from .copy_table import CopyTable
 from .copy_torch import TorchCopies
-from .memcpy_batch import CopyBatch
-from .memcpy_runs import Mask, rows_for_copy_engines, split_into_runs
+from .memcpy_batch import CopyBatch, Mask, rows_for_copy_engines, split_into_runs
 from .peer_copies import PeerCopies
-from .staged_copies import StagedCopies, split_by_stage
 from .tiles import SOURCE, VECTORS, Tiles, staged_tiles, word_tiles
 
 

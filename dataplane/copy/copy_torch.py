@@ -12,9 +12,8 @@ import torch
 from ..digest import mix_words
 from ..tensors import DTYPES, Column
 from .box_digests import WORD_BYTES, BoxTable, Lanes
-from .copy_engine import PreparedCopies, WaitStage, no_wait
+from .copy_engine import PreparedCopies, StagedCopies, WaitStage, no_wait, split_by_stage
 from .copy_table import CopyTable
-from .staged_copies import StagedCopies, split_by_stage
 
 _UNSIGNED: Final[dict[int, type[np.unsignedinteger]]] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _BLOCK_WORDS: Final = 64 * 1024

@@ -1,4 +1,4 @@
-"""Runs of bytes (memcpy_runs.py) through the copy engines of a GPU: some calls of cuMemcpyBatchAsync.
+"""Runs of bytes (memcpy_batch.py) through the copy engines of a GPU: some calls of cuMemcpyBatchAsync.
 
 What the calls take is made ready once. They go to streams in turn, so that several engines work. Graphs of memcpy
 nodes would be as many commands for the engines, and more work to launch.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,84 @@ import numpy.typing as npt
 
 from ..errors import CopyEnginesUnavailable
 from ..memory import error_name
-from .memcpy_runs import SHARES, CopyRuns, split_into_batches
+from ..tensors import Column
+from .copy_table import AXES, ITEM_SIZES, CopyTable
+
+MIN_RUN_BYTES: Final = 1024 * 1024
+"""Bytes. Shorter runs are the kernel's: to hand one over costs the host half a microsecond, and an engine as much."""
+MAX_RUN_BYTES: Final = 32 * 1024 * 1024
+"""Bytes. Longer ones are cut, so that batches can be as long as they should."""
+SHARES: Final = (1, 1, 2, 4, 8, 8, 8, 8, 8, 8)
+"""Of the bytes, in the batches that are handed over one after another. An engine begins when all of its batch is
+handed over: the first are short, and while one is copied, the next twice as long one is handed over. And each begins
+late by a little, which the other engines make good while it does (tests/gpu/crosswise.py)."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class CopyRuns:
+    """Bytes that lie one after another on both sides. All columns are (runs,) int64."""
+
+    source: Column
+    """Address of the first byte."""
+    target: Column
+    nbytes: Column
+    stage: Column
+    """Runs of a stage are handed over before those of the next one."""
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, runs: Column) -> CopyRuns:
+        """The runs named, in their order."""
+        return CopyRuns(*(getattr(self, field.name)[runs] for field in fields(self)))
+
+
+def rows_for_copy_engines(table: CopyTable, remote: Column) -> Mask:
+    """(rows,): rows without casts that read from a peer (`remote`: (regions,) 0 or 1) in runs that are worth it."""
+    worth: Mask = (table.run * ITEM_SIZES[table.target_dtype] >= MIN_RUN_BYTES) & (table.casts == 0)
+    found: Mask = worth & (remote[table.source] != 0)
+    return found
+
+
+def split_into_runs(
+    table: CopyTable, source_base: Column, target_base: Column, stages: Column | None = None
+) -> CopyRuns:
+    """The runs of a table without casts, long ones in parts; bases are the addresses of the regions.
+
+    `stages` are those of the rows; without them all are of stage 0.
+    """
+    nbytes = table.run * ITEM_SIZES[table.target_dtype]
+    parts = -(-nbytes // MAX_RUN_BYTES)
+    count: Column = table.grid.prod(axis=1, dtype=np.int64) * parts
+    row = np.repeat(np.arange(len(table)), count)
+    number = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    number, part = np.divmod(number, parts[row])
+    begin = part * MAX_RUN_BYTES
+    source: Column = (source_base[table.source] + table.source_at)[row] + begin
+    target: Column = (target_base[table.target] + table.target_at)[row] + begin
+    for axis in range(AXES - 1, -1, -1):
+        number, index = np.divmod(number, table.grid[row, axis])
+        source += index * table.source_step[row, axis]
+        target += index * table.target_step[row, axis]
+    stage = np.zeros(len(row), np.int64) if stages is None else stages[row]
+    return CopyRuns(source, target, np.minimum(nbytes[row] - begin, MAX_RUN_BYTES), stage)
+
+
+def split_into_batches(runs: CopyRuns, shares: Sequence[int] = SHARES) -> list[CopyRuns]:
+    """Batches to hand over one after another, none of them empty: runs that follow one another, by their `shares`.
+
+    Each is of one stage: those that a stage cuts are two.
+    """
+    runs = runs.take(np.argsort(runs.stage, kind="stable"))
+    before = np.cumsum(runs.nbytes) - runs.nbytes
+    ends = np.cumsum(shares) * int(runs.nbytes.sum()) // sum(shares)
+    call: Column = np.searchsorted(ends, before, side="right")
+    begins: Column = np.flatnonzero(np.diff(call, prepend=-1) | np.diff(runs.stage, prepend=-1))
+    borders: list[int] = [*begins.tolist(), len(runs)]
+    return [runs.take(np.arange(a, b)) for a, b in itertools.pairwise(borders)]
+
 
 _IN_STREAM_ORDER: Final = 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM."""

@@ -41,8 +41,7 @@ from crosswise_parts import Lost, Side, columns, rows, same, whole
 
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.copy.engine_selection import DEFAULT_COPY_STREAMS, copy_engine_for
-from weightbus.dataplane.copy.memcpy_batch import CopyBatch
-from weightbus.dataplane.copy.memcpy_runs import SHARES, split_into_runs
+from weightbus.dataplane.copy.memcpy_batch import SHARES, CopyBatch, split_into_runs
 
 ROUNDS = 6
 LONG_S = 1.5
