@@ -60,10 +60,10 @@ def test_a_trillion_parameters_on_512_gpus_take_seconds(capsys: pytest.CaptureFi
 
 
 def test_the_documents_show_what_it_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The example of trainer_agent/README.md, line by line."""
+    """The example of trainer_agent/GUIDE.md, line by line."""
     config = tmp_path / "config.json"
     config.write_text(json.dumps(KIMI_K2))
-    told = (Path(__file__).parents[3] / "trainer_agent" / "README.md").read_text()
+    told = (Path(__file__).parents[3] / "trainer_agent" / "GUIDE.md").read_text()
     shown = told.partition("$ weightbus simulate-fleet --model Kimi-K2 ")[2].partition("```")[0].splitlines()
     assert main(["simulate-fleet", "--model", str(tmp_path), *shown[0].split()]) == 0
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown[1:]
