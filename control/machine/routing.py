@@ -392,7 +392,7 @@ def _differ(one: str, other: str) -> bool:
 
 
 def _gpu_of(place: ProcessLocation) -> str:
-    return place.seat or place.device
+    return place.nccl_gpu_id or place.device
 
 
 def _of(topology: Topology | None) -> Topology:

@@ -82,7 +82,7 @@ class ProcessLocation(Fragment, frozen=True):
     """UUID of the process's GPU; ``cpu`` without one."""
     reach: dict[str, PeerAccess] | None = None
     """Access to the other visible GPUs, by UUID. Null: the driver could not be queried."""
-    seat: Text = ""
+    nccl_gpu_id: Text = msgspec.field(default="", name="seat")
     """Identity of the GPU within an NCCL group; empty: its UUID."""
 
 

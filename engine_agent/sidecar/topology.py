@@ -152,7 +152,7 @@ def _placed(
             host=host_identity(),
             device=seen[number].uuid,
             reach={} if alone else {other: PeerAccess(word) for other, word in seen[number].reach.items()},
-            seat=nccl_gpu_id(seen[number].uuid, nccl_host) if nccl_host else "",
+            nccl_gpu_id=nccl_gpu_id(seen[number].uuid, nccl_host) if nccl_host else "",
         )
         for rank, number in enumerate(numbers)
     ]

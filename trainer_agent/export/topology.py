@@ -37,8 +37,8 @@ def location_of(rank: int, device: torch.device) -> ProcessLocation:
     """Where this process is, whose weights lie on `device`."""
     name = device_name(device)
     reach = None if device.type != "cuda" else _reach(name)
-    seat = "" if (seat := nccl_gpu_id_here(name)) == name else seat
-    return ProcessLocation(rank=rank, host=host_identity(), device=name, reach=reach, seat=seat)
+    gpu_id = "" if (gpu_id := nccl_gpu_id_here(name)) == name else gpu_id
+    return ProcessLocation(rank=rank, host=host_identity(), device=name, reach=reach, nccl_gpu_id=gpu_id)
 
 
 def topology_of(

@@ -151,7 +151,7 @@ def test_who_nccl_takes_for_several_hosts_is_in_one_group() -> None:
     """Whoever says so in NCCL's own variable stands in for hosts with GPUs of their own."""
     world, trainer = fleet({"a": ("gpu-0",), "b": ("gpu-0",)})
     for name in "ab":
-        place = ProcessLocation(rank=0, host="h1", device="gpu-0", seat=f"{name}/gpu-0")
+        place = ProcessLocation(rank=0, host="h1", device="gpu-0", nccl_gpu_id=f"{name}/gpu-0")
         agent = world.agents[name]
         agent.say(Topology(request=agent.key(), places=(place,)))
     world.settle()

@@ -71,13 +71,13 @@ def test_a_worker_that_sees_only_its_own_gpu_reaches_no_other(monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("driver")
-@pytest.mark.parametrize(("told", "seat"), [({}, ""), ({"NCCL_HOSTID": "far"}, "far/gpu-a")])
+@pytest.mark.parametrize(("told", "gpu_id"), [({}, ""), ({"NCCL_HOSTID": "far"}, "far/gpu-a")])
 def test_what_nccl_takes_for_another_host_is_said(
-    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], seat: str
+    monkeypatch: pytest.MonkeyPatch, told: dict[str, str], gpu_id: str
 ) -> None:
     """By the server's own environment: two such servers on one GPU are in one group."""
     monkeypatch.setattr(whereabouts, "environment_of", lambda _pid: told)
-    assert [each.seat for each in places_of(facts(device="cuda", gpus=(0,), process=(1, 1)))] == [seat]
+    assert [each.nccl_gpu_id for each in places_of(facts(device="cuda", gpus=(0,), process=(1, 1)))] == [gpu_id]
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def test_what_the_driver_does_not_say_is_not_told(monkeypatch: pytest.MonkeyPatc
 def test_a_rank_of_another_host_for_nccl_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """By which its GPU is another member's for a group."""
     monkeypatch.setenv(NCCL_HOSTID, "trainer")
-    assert location_of(0, GPU).seat == "trainer/gpu-a"
-    assert not location_of(0, torch.device("cpu")).seat
+    assert location_of(0, GPU).nccl_gpu_id == "trainer/gpu-a"
+    assert not location_of(0, torch.device("cpu")).nccl_gpu_id
 
 
 @pytest.mark.usefixtures("driver")
