@@ -35,24 +35,6 @@ CALL_S: Final = 30.0
 """Deadline of a call that only changes a flag. The server answers it at once unless its scheduler is stuck."""
 
 
-class Keys(msgspec.Struct, frozen=True):
-    """API keys that the server asks for; empty where it asks for none."""
-
-    api: str = ""
-    admin: str = ""
-
-
-class EngineConnection(msgspec.Struct, frozen=True):
-    """What it takes to speak to one server."""
-
-    url: str
-    keys: Keys = Keys()
-    dialect: str = ""
-    """Version as which an unknown version of the server is treated; empty for its own."""
-    memory_file: Path | None = None
-    """File in which released memory is remembered across restarts of the sidecar; None: nowhere."""
-
-
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What one process generation of a server is. `label` and `model_path` as they were when read."""
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final, cast
 from weightbus.control.protocol import ConfigurationError
 
 if TYPE_CHECKING:
-    from .interface import Engine, EngineConnection
+    from .connection import EngineConnection
+    from .interface import Engine
 
 DEFAULT: Final = "sglang"
 KINDS: Final = {DEFAULT: f"{__package__}.sglang.sglang_server:open_engine"}

@@ -12,7 +12,8 @@ import httpcore
 import msgspec
 
 from ...errors import ServerRefused, ServerSilent, ServerUnreachable
-from ..interface import Keys, Observer
+from ..connection import Keys
+from ..interface import Observer
 from .bounded_http import TimedNetwork, TooLong
 
 MAX_REASON: Final = 400

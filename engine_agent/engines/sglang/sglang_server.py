@@ -20,7 +20,8 @@ from weightbus.dataplane.transports.distributed import StoreProxy
 
 from ...errors import AnotherGeneration, NothingToGive, ServerError, ServerRefused, ServerSilent
 from .. import checkpoint_spec
-from ..interface import CALL_S, Engine, EngineConnection, Keys, Limitation, Observer
+from ..connection import EngineConnection, Keys
+from ..interface import CALL_S, Engine, Limitation, Observer
 from ..local_process import loopback_of, start_time
 from . import compatibility, preflight
 from .api_versions import Dialect, dialect_of

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 from weightbus.control.cli.entry_point import main
 from weightbus.control.cli.settings_loader import load
 from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.engine_agent.engines.interface import Keys
+from weightbus.engine_agent.engines.connection import Keys
 from weightbus.engine_agent.errors import KeyFileUnusable
 from weightbus.engine_agent.sidecar.api_keys import read_keys
 from weightbus.engine_agent.sidecar.driver import EngineAgent

@@ -19,7 +19,7 @@ import pytest
 
 from weightbus.control.machine.limits import Limits
 from weightbus.control.server.settings import CoordinatorSettings
-from weightbus.engine_agent.engines.interface import Keys
+from weightbus.engine_agent.engines.connection import Keys
 from weightbus.engine_agent.engines.sglang import group_watchdog as stand_in
 from weightbus.engine_agent.engines.sglang.group_watchdog import GroupWatchdog
 
