@@ -1,4 +1,4 @@
-"""Memory of all ranks, offered to direct and sends; where the ranks are."""
+"""Memory of all ranks, exported for `direct` and `sends`; the ranks' topology."""
 
 from typing import TYPE_CHECKING
 

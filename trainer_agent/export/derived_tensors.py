@@ -1,7 +1,7 @@
-"""Copies, in served form, of the few pieces that are not served as they are trained: norms that are kept around zero.
+"""Copies, in served form, of the few shards that are not served as they are trained: norms kept around zero.
 
-A reader copies bytes. What a trainer adds to before it is served has to lie somewhere with it added: in one tensor of
-this rank, refreshed before every publication, and exported like the others.
+A reader copies bytes. A shard to which a number is added before it is served is kept with the number added in a derived
+tensor of its rank, which is refreshed before every publication and exported like the other tensors.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from weightbus.dataplane.tensors import DTYPES, Shards, packed_strides, served_d
 
 
 class DerivedTensors:
-    """The shifted pieces of one rank. `pieces` are all of its pieces, and none of them is shifted."""
+    """Derived tensors of one rank. `pieces` are all of its shards, none of them shifted."""
 
     def __init__(self, pieces: Shards, storages: int, device: torch.device) -> None:
-        """`storages` is how many local tensors there are; what is mirrored becomes those after them."""
+        """`storages` is the number of local tensors; derived tensors are numbered after them."""
         rows = np.flatnonzero(pieces.shift != 0)
         self._shifted = pieces.take(rows)
         self.tensors: list[torch.Tensor] = []
-        """One for each dtype that shifted pieces are served in."""
+        """One for each dtype in which shifted shards are served."""
         served = served_dtypes(self._shifted)
         storage, dtype, offset, stride = (
             each.copy() for each in (pieces.storage, pieces.dtype, pieces.offset, pieces.stride)
@@ -45,7 +45,7 @@ class DerivedTensors:
 
     @torch.no_grad()
     def refresh(self, storages: Sequence[torch.Tensor]) -> None:
-        """Copy what the pieces hold now, with their shifts added as they are when buckets are assembled."""
+        """Copy the current values of the shifted shards, with their shifts added."""
         for row in range(len(self._shifted)):
             piece, copy = self._shifted.at(row), self._mirrored.at(row)
             source, target = storages[piece.view.storage], self.tensors[copy.view.storage - self._storages]

@@ -195,7 +195,7 @@ class MemoryExport:
         self._source = source
         self._manifest = manifest
         self._exporter = RegionExporter(runtime_dir, channel, source.rank) if read else None
-        self._own = LocalMemory(source.rank) if sent else None
+        self._sent_memory = LocalMemory(source.rank) if sent else None
         self._sends = RankSender(channel, source.rank)
         self.unreadable = "" if read else "it was not asked for"
         """Why engines cannot read the memory; empty if they can."""
@@ -310,8 +310,8 @@ class MemoryExport:
 
         Sends do not look at ready flags: they wait until all of the memory is complete.
         """
-        if self._own is not None:
-            self._sends.begin(address, epoch, self._own.regions, deadline_s)
+        if self._sent_memory is not None:
+            self._sends.begin(address, epoch, self._sent_memory.regions, deadline_s)
 
     def close(self) -> None:
         """Stop exporting. Engines notice before they read again."""
@@ -365,7 +365,7 @@ class MemoryExport:
         self._tensors = [*used, *local.derived.tensors]
         exports, unreadable = self._export_to_readers(local, ready_flags=ready_flags)
         # After that: exporting moves storages of the host.
-        own = None if self._own is None else self._own.describe(self._tensors)
+        own = None if self._sent_memory is None else self._sent_memory.describe(self._tensors)
         if exports is not self._maps[0] or own is not self._maps[1]:  # both are the same while nothing has moved
             self._maps = exports, own
             self._name = "".join((local.digest, *(each.digest() if each else "-" for each in self._maps)))
@@ -387,7 +387,7 @@ class MemoryExport:
             parts = local.ready_parts if ready_flags else None
             return self._exporter.export(self._tensors, settled=False, parts=parts), ""
         except (NotExportable, Unsupported, OSError) as error:
-            if self._own is None:
+            if self._sent_memory is None:
                 raise
             return None, f"{error}" or type(error).__name__
 
@@ -480,7 +480,7 @@ class MemoryExport:
             self._exported_weights = ExportedWeights(
                 pieces, tuple(ExportMap.decode(each.exports) for each in layouts), exporters
             )
-        if self._own is not None:
+        if self._sent_memory is not None:
             self._described = ExportedWeights(pieces, tuple(ExportMap.decode(each.own) for each in layouts), ())
         self._division, self._undigestible = None, ""
         self._drop_share()

@@ -1,4 +1,4 @@
-"""Where the ranks of a trainer are, and what they do not offer: what the leader tells the coordinator of it."""
+"""Topology of a trainer's ranks, and the transports it lacks: what rank 0 tells the coordinator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NO_KEY: Final = RequestId("filled-in-by-the-client")
 
 
 def location_of(rank: int, device: torch.device) -> ProcessLocation:
-    """Where this process is, whose weights lie on `device`."""
+    """Location of this process, whose weights are on `device`."""
     name = device_name(device)
     reach = None if device.type != "cuda" else _reach(name)
     gpu_id = "" if (gpu_id := nccl_gpu_id_here(name)) == name else gpu_id
@@ -49,9 +49,9 @@ def topology_of(
     runtime_dir: Path,
     refusals: dict[TransportKind, str],
 ) -> Topology:
-    """What the leader tells. `kinds` are offered, `refusals` say why some that were wanted cannot be.
+    """The `Topology` message. `kinds` are offered; `refusals` say why transports that were wanted are not.
 
-    Which GPUs reach each other is told for the root's own host: no engine elsewhere reads anybody's memory.
+    Which GPUs reach each other is told for rank 0's own host: engines on other hosts read no rank's memory.
     """
     here = host_identity()
     return Topology(

@@ -141,7 +141,7 @@ def raise_for(result: PublicationResult, report: PublishReport, cause: BaseExcep
 
 
 class PublicationEnd(NamedTuple):
-    """How a publication ended, as the training loop is told."""
+    """How a publication ended: what the training loop receives."""
 
     result: PublicationResult
     report: PublishReport

@@ -337,11 +337,11 @@ class Publication:
         self._timeout_reason = ""
         if self._committed_here():
             return (*self._stop_delivery(), *self._finish(_HIDDEN_COMMIT))
-        said = self._table_unreported and event.code is not RefusalCode.STALE_EPOCH
+        carried_table = self._table_unreported and event.code is not RefusalCode.STALE_EPOCH
         passes = event.retry_after_s > 0 or event.code is RefusalCode.UNKNOWN_BLOB
-        if event.code in _TRANSIENT or (said and passes):
+        if event.code in _TRANSIENT or (carried_table and passes):
             return self._retry_later(event.retry_after_s or self.limits.retry_s, now)
-        if said:
+        if carried_table:
             return self._replace_round(event.reason, now)
         if self.state in (PublicationState.WAITING, PublicationState.SENDING):
             # An offer or a report came too late. How the round stands is learned by announcing it once more.

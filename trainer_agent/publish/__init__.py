@@ -1,4 +1,9 @@
-"""`TrainerAgent`, and rank 0 that drives the publication machine."""
+"""Publishing a version: `TrainerAgent`, and rank 0's drivers of the publication machine.
+
+From the decision to the bytes: machine/publication.py decides; driver.py carries its effects out; rank_zero.py speaks
+with the other ranks (rank_commands.py); bucket_staging.py, in_place_export.py and pipeline_broadcast.py read the
+weights; delivery.py sends them.
+"""
 
 from typing import TYPE_CHECKING
 

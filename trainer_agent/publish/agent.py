@@ -5,8 +5,8 @@
     report = agent.publish(version)                                  # on every rank, between two optimizer steps
     handle = agent.publish(version, mode="snapshot")                 # or: go on training as soon as it is copied
 
-Every call is collective over the ranks of the source. The root rank leads: it speaks with the coordinator, owns the
-staging memory and sends; the others follow its orders. What is raised or returned is the same on every rank.
+Every call is collective over the ranks of the source. Rank 0 speaks with the coordinator, owns the staging buffers and
+sends; the other ranks execute its commands. Results and errors are the same on every rank.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class TrainerAgent:
     ) -> None:
         self.settings = settings
         self.manifest = manifest
-        """What every version consists of."""
+        """Tensors and buckets of every version."""
         self._source = source
         self._rank_zero = rank_zero
         self._memory_export = memory_export
@@ -105,18 +105,18 @@ class TrainerAgent:
         progress: Callable[[Progress], None] | None = None,
         **more: object,
     ) -> Self:
-        """Describe the weights, connect to the coordinator and make the staging memory. Collective.
+        """Describe the weights, connect to the coordinator and allocate the staging buffers. Collective.
 
-        Every field of `TrainerSettings` may be given by name, the rarer ones through `more`; what is not given comes
-        from the environment (``WEIGHTBUS_TRAINER_...``), then `file`, then the default. `settings` replaces all that.
-        Give equal arguments on every rank. Where the checkpoint that engines serve is quantized (`served`,
-        `hf_config_dir` or the source's own config say so), weights are quantized on their way. `progress` is called on
-        the root, from inside `publish` or from the thread that publishes snapshots.
+        Every field of `TrainerSettings` may be given by name, the rarer ones through `more`; a field that is not given
+        comes from the environment (``WEIGHTBUS_TRAINER_...``), then `file`, then the default. `settings` replaces all
+        of them. Give equal arguments on every rank. If the checkpoint that engines serve is quantized (by `served`,
+        `hf_config_dir` or the source's own config), weights are quantized on their way. `progress` is called on rank 0,
+        from inside `publish` or from the thread that publishes snapshots.
 
         Raises:
-            ConfigurationError: what was given cannot work.
+            ConfigurationError: the arguments or settings cannot work.
             SourceError: the weights cannot be described.
-            ConnectFailed: the leader could not be started; the message says why, on every rank.
+            ConnectFailed: rank 0 could not be started; the message says why, on every rank.
         """
         if settings is None:
             kinds = (transport,) if isinstance(transport, str) else transport
@@ -133,20 +133,20 @@ class TrainerAgent:
             settings = loaded.value
         source = as_served(source, settings)
         layout = VersionLayout.of(source, settings)
-        return cls(source, settings, layout.manifest, *_start(source, settings, layout, progress), layout.pipeline)
+        return cls(source, settings, layout.manifest, *_start_rank(source, settings, layout, progress), layout.pipeline)
 
     @property
     def is_rank_zero(self) -> bool:
-        """This rank speaks for the group."""
+        """True on the rank that speaks for the group."""
         return self._rank_zero is not None
 
     @property
     def committed(self) -> int | None:
-        """The channel's committed version, as the coordinator said it last; None for none, and on other ranks."""
+        """The channel's committed version, as of the coordinator's last message; None for none, and on other ranks."""
         return self._rank_zero.committed if self._rank_zero else None
 
     def history(self) -> tuple[PastStatus, ...]:
-        """What was committed in the channel, oldest first, as far as the coordinator remembers. Root rank only."""
+        """Versions committed in the channel, oldest first, as far as the coordinator remembers. Rank 0 only."""
         if self._rank_zero is None:
             raise AgentClosed("only the leading rank of an open agent can ask the coordinator")
         return self._rank_zero.history()
@@ -160,29 +160,31 @@ class TrainerAgent:
     def publish(
         self, version: int, mode: Literal["live", "snapshot"] = "live", *, rollback: bool = False
     ) -> PublishReport | PublishHandle:
-        """Bring the weights, as they are now, to every engine of the channel as `version`. Collective.
+        """Publish the weights, as they are now, to every engine of the channel as `version`. Collective.
 
         `version` must be above the committed one, unless `rollback` says that the channel is to go back: a trainer that
         resumed from an older checkpoint is refused otherwise, and goes back live. ``live`` reads the parameters while
-        engines take them: do not change them before this returns. ``snapshot`` copies them and returns; the copy is
-        published behind the training loop's back, after those taken before, as the settings `snapshots` and `overlap`
-        say. With `max_lag` it returns when training may go on: no engine that requests are sent to is further behind
-        `version` than that. Live versions wait for all snapshots.
+        engines load them: do not change them before this returns. ``snapshot`` copies them and returns; the copy is
+        published in the background, after earlier snapshots, as the settings `snapshots` and `overlap` say. With
+        `max_lag` it returns when training may go on: no engine that takes requests is further behind `version` than
+        that. Live versions wait for all snapshots.
 
         Raises:
             PublishFailed: the version was not committed, or could not be copied; its `report` tells what happened.
             TooFarAhead: engines did not come closer than `max_lag`; the snapshot is published all the same.
-            ValueError: `version` is no version, or the arguments contradict each other. Nothing was said to anybody.
+            ValueError: `version` is not a version, or the arguments contradict each other. No message was sent.
         """
         _check_version(version)
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
         if Mode(mode) is Mode.LIVE:
-            led = self._rank_zero.publish(version, rollback=rollback) if self._rank_zero else self._heard_end(version)
+            led = self._rank_zero.publish(version, rollback=rollback) if self._rank_zero else self._receive_end(version)
             return self._conclude(led)
         if rollback:
             raise ValueError("a channel goes back live: publish with mode = live")
-        taken, future = self._rank_zero.snapshot(version) if self._rank_zero else (self._follow(version), None)
+        taken, future = (
+            self._rank_zero.snapshot(version) if self._rank_zero else (self._follow_rank_zero(version), None)
+        )
         if not isinstance(taken, SnapshotTaken):
             self._conclude(taken)
             raise unexpected_command(Finish(*taken[:2]), "to fail, or to take a snapshot")
@@ -193,20 +195,20 @@ class TrainerAgent:
         return handle
 
     def catch_up(self, version: int) -> PublishReport:
-        """Bring `version`, which is committed, to engines that came or came back since, and to no others. Collective.
+        """Deliver `version`, which is committed, to engines that registered since, and to no others. Collective.
 
         The parameters must be those of `version`, and are refused otherwise: call this between the publication and the
-        next step. Engines that are not behind go on as if nothing was, and where none is, nothing is read. Snapshots
-        need no call: the last one is kept, and brought by itself. Raises a `PublishFailed` as `publish` does; the
-        version stays committed in any case.
+        next step. Engines that hold the version are not affected, and if no engine lacks it, no weights are read.
+        Snapshots need no call: the last one is kept and delivered automatically. Raises a `PublishFailed` as `publish`
+        does; the version stays committed in any case.
         """
         _check_version(version)
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable}: connect a new one")
-        return self._conclude(self._rank_zero.catch_up(version) if self._rank_zero else self._heard_end(version))
+        return self._conclude(self._rank_zero.catch_up(version) if self._rank_zero else self._receive_end(version))
 
     def close(self) -> None:
-        """Leave the channel and free the staging memory. Not collective; may be called twice. The source stays."""
+        """Leave the channel and free the staging buffers. Not collective; may be called twice."""
         self._unusable = self._unusable or "was closed"
         rank_zero, self._rank_zero = self._rank_zero, None
         memory_export, self._memory_export = self._memory_export, None
@@ -227,7 +229,7 @@ class TrainerAgent:
         self.close()
 
     def _conclude(self, end: PublicationEnd) -> PublishReport:
-        """Return the report, or raise what the verdict stands for."""
+        """Return the report, or raise the error that the result stands for."""
         result, report, cause = end
         if result.ending is EndReason.SOURCE_FAILED:
             self._unusable = f"lost its source ({result.reason})"
@@ -235,21 +237,21 @@ class TrainerAgent:
         return report
 
     def _await_end(self, version: int, future: Future[PublicationEnd] | None) -> PublishReport:
-        """How a snapshot's publication ended. Collective."""
+        """Wait for the end of a snapshot's publication. Collective."""
         if self._unusable:
             raise AgentClosed(f"this agent {self._unusable} before the publication of version {version} was waited for")
         if self._rank_zero and future:
             return self._conclude(self._rank_zero.follow(version, future))
-        return self._conclude(self._heard_end(version))
+        return self._conclude(self._receive_end(version))
 
-    def _heard_end(self, version: int) -> PublicationEnd:
-        end = self._follow(version)
+    def _receive_end(self, version: int) -> PublicationEnd:
+        end = self._follow_rank_zero(version)
         if isinstance(end, SnapshotTaken):
-            return self._alone(version, unexpected_command(end, "the end of its publication"))
+            return self._failed_alone(version, unexpected_command(end, "the end of its publication"))
         return end
 
-    def _follow(self, version: int) -> PublicationEnd | SnapshotTaken:  # noqa: C901, PLR0912  one line for each order
-        """Do what the leader says until the publication is over, or a snapshot is taken and training may go on."""
+    def _follow_rank_zero(self, version: int) -> PublicationEnd | SnapshotTaken:  # noqa: C901, PLR0912  one line for each command
+        """Execute rank 0's commands until the publication has ended, or a snapshot is taken and training may go on."""
         cause: BaseException | None = None
         while True:
             try:
@@ -276,7 +278,7 @@ class TrainerAgent:
                     case SnapshotTaken() if command.version == version and cause is None:
                         return command
                     case Finish() if command.report.version == version:
-                        return PublicationEnd(self._settled(command.result), command.report, cause)
+                        return PublicationEnd(self._settle(command.result), command.report, cause)
                     case (
                         AssembleBucket()
                         | PrepareExport()
@@ -285,27 +287,29 @@ class TrainerAgent:
                         | JoinSends()
                         | SnapshotTaken()
                     ) if cause is not None:
-                        # The leader did not notice that this rank failed; its collective will run out of time.
-                        return self._alone(version, cause)
+                        # Rank 0 did not notice that this rank failed; its collective will run out of time.
+                        return self._failed_alone(version, cause)
                     case RefillStage() | JoinBroadcast() if cause is not None:
-                        pass  # the leader has heard, or will hear, that this source gave up
+                        pass  # rank 0 has learned, or will learn, that this source failed
                     case ReadStage() if cause is not None:
-                        return self._alone(version, cause)
+                        return self._failed_alone(version, cause)
                     case _:
-                        return self._alone(version, unexpected_command(command, f"an order for version {version}"))
+                        return self._failed_alone(
+                            version, unexpected_command(command, f"a command for version {version}")
+                        )
             except Exception as error:  # noqa: BLE001  logged, and raised in the end as this rank's cause
                 if cause is not None:
-                    return self._alone(version, cause)
-                # The leader's collective failed too, or will: it may still be able to say how it ended.
+                    return self._failed_alone(version, cause)
+                # Rank 0's collective failed too, or will: it may still be able to report how the publication ended.
                 _log.exception("rank_failed", version=version)
                 cause = error
 
-    def _settled(self, result: PublicationResult) -> PublicationResult:
-        """The end, once nothing reads this rank's weights any more."""
+    def _settle(self, result: PublicationResult) -> PublicationResult:
+        """The result, once no device reads this rank's weights any more."""
         return result if self._memory_export is None else settle_device(result, self._memory_export.settle)
 
-    def _alone(self, version: int, cause: BaseException | None) -> PublicationEnd:
-        """The end as this rank sees it, when the leader cannot be heard any more."""
+    def _failed_alone(self, version: int, cause: BaseException | None) -> PublicationEnd:
+        """The end as this rank sees it, when rank 0 cannot be heard any more."""
         result = PublicationResult(EndReason.SOURCE_FAILED, f"{cause}")
         report = PublishReport(
             channel=self.settings.channel,
@@ -321,21 +325,21 @@ class TrainerAgent:
 
 
 def _check_version(version: object) -> None:
-    """Every rank is given the same one: none of them begins."""
+    """Raise `ValueError`, on every rank alike, before a publication begins."""
     if isinstance(version, bool) or not isinstance(version, int) or not 0 <= version <= MAX_VERSION:
         raise ValueError(f"version = {version!r}: a whole number from 0 to 2**53 is expected, the training step, say")
 
 
-def _start(
+def _start_rank(
     source: Source,
     settings: TrainerSettings,
     layout: VersionLayout,
     progress: Callable[[Progress], None] | None,
 ) -> tuple[RankZero | None, MemoryExport | None]:
-    """The leader on the root, and each other rank's exposure; or `ConnectFailed` on every rank."""
+    """Start rank 0, or the memory export of another rank. Raises `ConnectFailed` on every rank."""
     ranks = CommandedRanks(source)
     if not source.root:
-        return None, _await_leader(ranks, memory_export_of(source, settings, layout.manifest))
+        return None, _await_rank_zero(ranks, memory_export_of(source, settings, layout.manifest))
     try:
         rank_zero = start_rank_zero(source, settings, layout, progress)
     except BaseException as error:
@@ -351,8 +355,8 @@ def _start(
     return rank_zero, None
 
 
-def _await_leader(ranks: CommandedRanks, memory_export: MemoryExport | None) -> MemoryExport | None:
-    """Do what the leader says until it stands. None where the ranks' memory cannot be exposed."""
+def _await_rank_zero(ranks: CommandedRanks, memory_export: MemoryExport | None) -> MemoryExport | None:
+    """Execute rank 0's commands until it has started. Returns None if the ranks' memory cannot be exported."""
     while True:
         match ranks.hear():
             case RankZeroReady():
@@ -360,7 +364,7 @@ def _await_leader(ranks: CommandedRanks, memory_export: MemoryExport | None) -> 
             case ExportMemory() if memory_export is not None:
                 try:
                     memory_export.export()
-                except NotExportable:  # the leader heard the same, says it, and goes on without
+                except NotExportable:  # rank 0 learned the same, logs it, and goes on without
                     memory_export.close()
                     memory_export = None
             case RankZeroFailed(reason):
@@ -368,4 +372,4 @@ def _await_leader(ranks: CommandedRanks, memory_export: MemoryExport | None) -> 
                     memory_export.close()
                 raise ConnectFailed(reason)
             case command:
-                raise unexpected_command(command, "the leader to stand")
+                raise unexpected_command(command, "rank 0 to have started")

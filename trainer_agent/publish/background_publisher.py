@@ -1,7 +1,7 @@
-"""Publishes snapshots behind the training loop's back: one thread of the root rank, no collective, no parameter.
+"""Publishes snapshots in the background of the training loop: one thread of rank 0, no collective, no parameter.
 
-The training loop's thread takes snapshots and hands them over; this one drives their publications, in order, one at a
-time. Both speak through one lock; nothing is polled.
+The training loop's thread takes snapshots and enqueues them; the publishing thread drives their publications, in order,
+one at a time. Both share one lock.
 """
 
 from __future__ import annotations
@@ -32,48 +32,48 @@ _log = get_log(__name__)
 
 
 Publish = Callable[[int, int], PublicationEnd]
-"""Drives a version, from the buffer of the second argument, to its end. Does not raise."""
+"""Publishes a version from the buffer of the second argument. Does not raise."""
 
 
 class EngineResyncs(Protocol):
-    """Engines that came after their version was committed. Both are called on the thread of the snapshots."""
+    """Resync of engines that registered after a version was committed. Called on the publishing thread."""
 
-    look_s: float
-    """How often they are looked for; 0: never."""
+    poll_s: float
+    """Seconds between two looks for engines that are behind; 0: never."""
 
     def behind(self, version: int) -> bool:
-        """Whether an engine is here without `version`, which is committed. Does not raise."""
+        """True if an engine is present without the committed `version`. Does not raise."""
         ...
 
     def bring(self, version: int, buffer: int) -> None:
-        """Bring it to them, from that buffer. Does not raise."""
+        """Deliver the version to these engines, from that buffer. Does not raise."""
         ...
 
 
 class BackgroundPublisher:
-    """The snapshots of one leader, and the thread that publishes them. All methods are the training loop's.
+    """Snapshots of rank 0, and the thread that publishes them. All methods are called by the training loop's thread.
 
-    The last one that was committed is kept until its buffer is needed: who comes later is brought it.
+    The last committed snapshot is kept until its buffer is needed: engines that register later receive it.
     """
 
     def __init__(  # noqa: PLR0917  made in one place
         self,
-        stores: list[SnapshotBuffer],
+        buffers: list[SnapshotBuffer],
         overlap: Overlap,
         publish: Publish,
         resyncs: EngineResyncs,
         channel: str,
         device: torch.device,
     ) -> None:
-        self._stores = stores
+        self._buffers = buffers
         self._publish = publish
         self._resyncs = resyncs
-        self._kept: tuple[int, int] | None = None
-        """The version that was committed last, and its buffer, while nothing else is in it."""
+        self._last_committed: tuple[int, int] | None = None
+        """The version that was committed last, and its buffer, until the buffer is claimed."""
         self._channel = channel
         self._device = device
-        self._turn = threading.Condition()
-        self._queue = SnapshotQueue(len(stores), overlap)
+        self._changed = threading.Condition()
+        self._queue = SnapshotQueue(len(buffers), overlap)
         self._ends: dict[int, Future[PublicationEnd]] = {}
         self._ended = 0
         self._closing = False
@@ -81,115 +81,115 @@ class BackgroundPublisher:
 
     @property
     def pending(self) -> int:
-        """Publications that have not ended."""
-        with self._turn:
+        """Number of publications that have not ended."""
+        with self._changed:
             return self._queue.pending
 
     def is_pending(self, version: int) -> bool:
-        """A publication of this version has not ended."""
-        with self._turn:
+        """True if a publication of this version has not ended."""
+        with self._changed:
             return version in self._ends
 
     def idle(self, timeout_s: float) -> bool:
-        """Wait until nothing is being published; False when that took longer."""
-        with self._turn:
-            return self._turn.wait_for(lambda: self._queue.idle, timeout_s)
+        """Wait until no publication runs; False if that took longer than `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._queue.idle, timeout_s)
 
     @property
     def ended(self) -> int:
-        """How many publications have ended so far."""
-        with self._turn:
+        """Number of publications that have ended."""
+        with self._changed:
             return self._ended
 
     def wait_for_end(self, after: int, timeout_s: float) -> None:
         """Return when more than `after` publications have ended, at the latest after `timeout_s`."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._ended > after, timeout_s)
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended > after, timeout_s)
 
     def claim(self, timeout_s: float) -> SnapshotClaim | None:
-        """A buffer for the next snapshot; None when none became free in time. Superseded versions end here."""
-        with self._turn:
+        """Claim a buffer for the next snapshot; None if none became free in time. Superseded versions end here."""
+        with self._changed:
             claim = self._queue.claim()
             if claim is None:
-                self._turn.wait(timeout_s)
+                self._changed.wait(timeout_s)
                 claim = self._queue.claim()
-            if claim and self._kept and self._kept[1] == claim.buffer:
-                self._kept = None
+            if claim and self._last_committed and self._last_committed[1] == claim.buffer:
+                self._last_committed = None
             for version in claim.superseded if claim else ():
                 self._end(version, EndReason.SUPERSEDED, "a newer snapshot took its place before its round began")
             return claim
 
     def buffer_of(self, claim: SnapshotClaim) -> SnapshotBuffer:
-        """Where the snapshot goes."""
-        return self._stores[claim.buffer]
+        """The buffer that was claimed."""
+        return self._buffers[claim.buffer]
 
     def enqueue(self, version: int) -> Future[PublicationEnd]:
-        """The claimed buffer holds `version`: publish it. The future never raises."""
+        """Publish `version`, which the claimed buffer holds. The future never raises."""
         future: Future[PublicationEnd] = Future()
-        with self._turn:
+        with self._changed:
             self._queue.filled(version)
             self._ends[version] = future
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="weightbus-snapshots", daemon=True)
                 self._thread.start()
-            self._turn.notify_all()
+            self._changed.notify_all()
         return future
 
     def discard(self) -> None:
-        """The claimed buffer could not be filled."""
-        with self._turn:
+        """Return the claimed buffer unused."""
+        with self._changed:
             self._queue.discard()
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def close(self, patience_s: float) -> None:
-        """Drop what has not begun, let what has begun end, free the memory."""
-        with self._turn:
+        """Drop snapshots that have not begun, wait for the running publication, free the buffers."""
+        with self._changed:
             self._closing = True
             for version in self._queue.cancel_waiting():
                 self._end(version, EndReason.ABORTED, "the agent was closed before its round began")
-            self._turn.notify_all()
+            self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(patience_s)
             if self._thread.is_alive():
                 _log.warning("snapshot_abandoned", channel=self._channel, patience_s=patience_s)
                 return
-        for store in self._stores:
+        for store in self._buffers:
             store.close()
 
     def _run(self) -> None:
         with self._on_own_stream():
             while True:
-                with self._turn:
-                    look_s = self._resyncs.look_s if self._kept else 0.0
-                    self._turn.wait_for(lambda: not self._queue.idle or self._closing, look_s or None)
-                    begun, kept = self._queue.begin(), self._kept
+                with self._changed:
+                    poll_s = self._resyncs.poll_s if self._last_committed else 0.0
+                    self._changed.wait_for(lambda: not self._queue.idle or self._closing, poll_s or None)
+                    begun, kept = self._queue.begin(), self._last_committed
                     if begun is None and self._closing:
                         return
                 if begun is not None:
-                    self._carry(*begun)
+                    self._publish_next(*begun)
                 elif kept is not None:
-                    self._catch_up(*kept)
+                    self._resync(*kept)
 
-    def _catch_up(self, version: int, buffer: int) -> None:
+    def _resync(self, version: int, buffer: int) -> None:
         if not self._resyncs.behind(version):
             return
-        with self._turn:
-            if self._closing or self._kept != (version, buffer) or not self._queue.reuse(buffer):
+        with self._changed:
+            if self._closing or self._last_committed != (version, buffer) or not self._queue.reuse(buffer):
                 return
         self._resyncs.bring(version, buffer)
-        with self._turn:
+        with self._changed:
             self._queue.finish()
-            self._turn.notify_all()
+            self._changed.notify_all()
 
-    def _carry(self, version: int, buffer: int) -> None:
-        self._stores[buffer].wait()
+    def _publish_next(self, version: int, buffer: int) -> None:
+        self._buffers[buffer].wait()
         end = self._publish(version, buffer)
-        with self._turn:
+        with self._changed:
             self._queue.finish()
-            self._kept = (version, buffer) if end[0].ending is EndReason.COMMITTED else None
+            self._last_committed = (version, buffer) if end[0].ending is EndReason.COMMITTED else None
             self._ended += 1
             self._ends.pop(version).set_result(end)
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def _end(self, version: int, ending: EndReason, reason: str) -> None:
         report = PublishReport.unpublished(self._channel, version, Mode.SNAPSHOT, reason)
@@ -198,7 +198,7 @@ class BackgroundPublisher:
 
     @contextlib.contextmanager
     def _on_own_stream(self) -> Generator[None]:
-        """On a GPU: not in line behind the kernels of the next training step."""
+        """Use an own CUDA stream, so that copies do not wait behind the kernels of the next training step."""
         if self._device.type != "cuda":
             yield
             return

@@ -258,7 +258,7 @@ class BucketStaging:
 
 
 def _broadcast_alone(others: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None) -> bool:
-    """Whether all who take buckets take them by broadcast: nobody needs them gathered on one rank."""
+    """True if all engines that take buckets take them by broadcast: none needs them gathered on one rank."""
     if routes is None:
         return False
     ways = [transports.by_name(kind) for name in others if (kind := routes.get(name)) is not None]

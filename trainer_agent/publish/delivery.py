@@ -1,12 +1,12 @@
-"""The transfer of one epoch on the trainer's side: every bucket, to every receiver, by one lane for each transport.
+"""The transfer of one epoch on the trainer's side: every bucket to every receiver, by one lane per transport.
 
-A lane is a thread that owns one `Sender` for the epoch and walks through its order of calls, so that a slow transport
-does not hold up another and the leader's thread stays free to assemble, to speak with its ranks and to hear the
-coordinator. Buckets of this rank lie in its slots in turn; a slot is written again only after every lane has reclaimed
-the bucket that was in it. Where stages send their own buckets (pipeline_broadcast.py) that holds for each stage's
-slots, and a row of buckets, one of each stage, is assembled at a time.
+A lane is a thread that owns one `Sender` for the epoch, so that a slow transport does not delay another and the
+driver's thread stays free to assemble, to command ranks and to hear the coordinator. A staging buffer is written again
+only after every lane has reclaimed the bucket in it. Where pipeline stages send their own buckets
+(pipeline_broadcast.py), that holds for the buffers of each stage, and a row of buckets, one of each stage, is assembled
+at a time.
 
-A lane never raises: what goes wrong becomes the failure of the engines that it serves.
+A lane never raises: its error becomes the failure of the engines that it serves.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from weightbus.dataplane.transports import (
 )
 
 _OFFER_S: Final = 30.0
-"""Opening a sender returns at once; one that does not by then is left out of the offers, and its engines fail."""
+"""Seconds for a sender to open. A sender that takes longer is not offered, and its engines fail."""
 
 _log = get_log(__name__)
 
 
 class DeliveryStopped(TransferFailed):
-    """The leader called the transfer off."""
+    """The driver stopped the transfer."""
 
 
 class Delivery:
-    """Sends the buckets of `session` through `senders`. Used by the leader's thread only."""
+    """Sends the buckets of `session` through `senders`. Used by the driver's thread only."""
 
     def __init__(  # noqa: PLR0917  made in one place
         self,
@@ -56,10 +56,10 @@ class Delivery:
         deadline_s: float,
         sources: Sources | None = None,
     ) -> None:
-        """`sources`: who sends what; this rank everything where nothing is said."""
+        """`sources`: which rank sends which bucket; None if this rank sends all of them."""
         self.session = session
         self.epoch = session.epoch
-        self._turn = threading.Condition()
+        self._changed = threading.Condition()
         deadline = time.monotonic() + deadline_s
         self._buffers = buffers
         self._buckets = len(session.manifest.buckets)
@@ -67,27 +67,27 @@ class Delivery:
         self._filled = 0
         self._table_sent = False
         self._lanes = [
-            _Lane(kind, senders[kind], peers[kind], session, buffers, deadline, self._turn, self._sources)
+            _Lane(kind, senders[kind], peers[kind], session, buffers, deadline, self._changed, self._sources)
             for kind in sorted(peers)
         ]
 
     def open(self) -> tuple[Endpoint, ...]:
-        """Start the lanes and wait for what each of them offers. A lane that cannot is left out: its engines failed."""
+        """Start the lanes and return their offers. A lane that cannot open is left out: its engines have failed."""
         for lane in self._lanes:
             lane.start()
-        with self._turn:
-            self._turn.wait_for(lambda: all(lane.offered or lane.over for lane in self._lanes), _OFFER_S)
+        with self._changed:
+            self._changed.wait_for(lambda: all(lane.offered or lane.over for lane in self._lanes), _OFFER_S)
             return tuple(_offer(lane.kind, lane.address) for lane in self._lanes if lane.address is not None)
 
     def offers_received(self) -> None:
-        """The coordinator knows of the offers. Until now no receiver could come, so only now they are waited for."""
-        with self._turn:
+        """The coordinator knows the offers: from now on receivers can connect, and lanes wait for them."""
+        with self._changed:
             for lane in self._lanes:
                 lane.offers_received = True
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def send_digest_table(self, tabled: Tabled) -> None:
-        """The digest table of a session that was begun without. To be called after `open`; counts once."""
+        """Give receivers the digest table of a session that began without. To be called after `open`; counts once."""
         if not self._table_sent:
             self._table_sent = True
             for lane in self._lanes:
@@ -95,8 +95,8 @@ class Delivery:
 
     @property
     def unopened(self) -> dict[str, str]:
-        """Engines whose lane has offered nothing, with the reason."""
-        with self._turn:
+        """Engines whose lane made no offer, with the reason."""
+        with self._changed:
             silence = f"the sender did not open within {_OFFER_S:g} s"
             return {
                 peer.engine: lane.failed.get(peer.engine, silence)
@@ -106,8 +106,8 @@ class Delivery:
             }
 
     def wanted(self) -> range | None:
-        """The buckets that should be assembled now; None when a slot is still in use, or all are there."""
-        with self._turn:
+        """Buckets to assemble now; None while a staging buffer is in use, or when all buckets are assembled."""
+        with self._changed:
             if self._filled >= self._buckets:
                 return None
             row = self._sources.row_at(self._filled)
@@ -118,64 +118,64 @@ class Delivery:
     @property
     def differing(self) -> tuple[str, ...]:
         """Tensors that another rank found changed since they were digested."""
-        with self._turn:
+        with self._changed:
             return tuple(name for lane in self._lanes for name in lane.differing)
 
     def filled(self, count: int) -> None:
-        """The first `count` buckets lie in their slots."""
-        with self._turn:
+        """The first `count` buckets are in their staging buffers."""
+        with self._changed:
             self._filled = count
             for lane in self._lanes:
                 lane.filled = count
-            self._turn.notify_all()
+            self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when a lane went on, or after `timeout_s`."""
-        with self._turn:
+        """Return when a lane has made progress, or after `timeout_s`."""
+        with self._changed:
             if not all(lane.over for lane in self._lanes):
-                self._turn.wait(timeout_s)
+                self._changed.wait(timeout_s)
 
     @property
     def over(self) -> bool:
-        """Every lane came to its end."""
-        with self._turn:
+        """True if every lane has ended."""
+        with self._changed:
             return all(lane.over for lane in self._lanes)
 
     @property
     def failed(self) -> dict[str, str]:
-        """Engines that did not get everything, with the reason."""
-        with self._turn:
+        """Engines that did not receive everything, with the reason."""
+        with self._changed:
             return {engine: reason for lane in self._lanes for engine, reason in lane.failed.items()}
 
     @property
     def spared(self) -> tuple[str, ...]:
-        """Those of `failed` that were only kept from it by others, before anything was sent to them."""
-        with self._turn:
+        """Engines of `failed` to which nothing was sent because another engine failed first."""
+        with self._changed:
             return tuple(engine for lane in self._lanes for engine in sorted(lane.spared))
 
     def withdraw(self, engines: Mapping[str, str]) -> None:
-        """Somebody else knows that these have failed, and why: their lanes do not wait for them."""
-        with self._turn:
+        """Stop waiting for engines that the coordinator excluded; values are reasons."""
+        with self._changed:
             running = [lane for lane in self._lanes if lane.offered and not lane.over]
         for lane in running:
             lane.withdraw(engines)
 
-    def stop(self, patience_s: float = 10.0) -> tuple[TransportKind, ...]:
-        """Break off. Returns the transports whose lane did not end in time: their senders must not be used again."""
-        with self._turn:
+    def stop(self, timeout_s: float = 10.0) -> tuple[TransportKind, ...]:
+        """Stop all lanes. Returns the transports whose lane did not end in time: their senders must not be reused."""
+        with self._changed:
             running = [lane for lane in self._lanes if not lane.over]
             for lane in running:
                 lane.stopped = True
-            self._turn.notify_all()
+            self._changed.notify_all()
         for lane in running:
             lane.interrupt()
-        with self._turn:
-            self._turn.wait_for(lambda: all(lane.over for lane in running), patience_s)
+        with self._changed:
+            self._changed.wait_for(lambda: all(lane.over for lane in running), timeout_s)
             return tuple(lane.kind for lane in running if not lane.over)
 
 
 class _Lane:
-    """One transport's part. Fields are shared under the delivery's condition `turn`."""
+    """One transport's part. Its fields are guarded by the delivery's condition."""
 
     def __init__(  # noqa: PLR0917  made in one place
         self,
@@ -185,7 +185,7 @@ class _Lane:
         session: TransferSession,
         buffers: Sequence[Slot],
         deadline: float,
-        turn: threading.Condition,
+        changed: threading.Condition,
         sources: Sources,
     ) -> None:
         self.kind = kind
@@ -198,7 +198,7 @@ class _Lane:
         self.differing: tuple[str, ...] = ()
         self.peers = peers
         self._sender, self._session, self._buffers = sender, session, buffers
-        self._deadline, self._turn, self._sources = deadline, turn, sources
+        self._deadline, self._changed, self._sources = deadline, changed, sources
         self._closing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"weightbus-{kind}", daemon=True)
 
@@ -219,25 +219,26 @@ class _Lane:
                 self._sender.withdraw(peer.engine, engines[peer.engine])
 
     def interrupt(self) -> None:
-        """Close the sender from outside, which ends any wait inside it. Never raises."""
+        """Close the sender from outside, which ends any wait inside it. Does not raise."""
         self._close()
 
     def _close(self) -> None:
-        """The lane and whoever interrupts it come here at the same moment, and a sender is not made for that.
+        """Close the sender. The lane and its interrupter may call this at the same moment.
 
-        What goes wrong is that the lane was in the middle of a call: it closes the sender again when it is out of it.
+        An error then means that the lane was in the middle of a call: it closes the sender again when the call has
+        returned.
         """
         with self._closing:
             try:
                 self._sender.close()
-            except Exception as error:  # noqa: BLE001  the leader has to give the round up, the lane to end
+            except Exception as error:  # noqa: BLE001  the driver has to abandon the round, the lane to end
                 reason = f"{type(error).__name__}: {error}"
                 _log.info("sender_not_closed", transport=self.kind, epoch=self._session.epoch, reason=reason)
 
     def _run(self) -> None:
         reason = ""
         try:
-            self._carry()
+            self._publish_next()
         except DataplaneError as error:
             reason = str(error) or type(error).__name__
         except Exception as error:  # noqa: BLE001  it is logged, and is the failure of this lane's engines
@@ -250,19 +251,19 @@ class _Lane:
             if reason:
                 failed = {peer.engine: failed.get(peer.engine, reason) for peer in self.peers}
             self._close()
-            with self._turn:
+            with self._changed:
                 self.failed, self.spared, self.differing, self.over = failed, spared, differing, True
-                self._turn.notify_all()
+                self._changed.notify_all()
 
-    def _carry(self) -> None:
+    def _publish_next(self) -> None:
         memory = self._buffers[0].memory
         if memory.device.type == "cuda":
             torch.cuda.set_device(memory.device)
         address = self._sender.offer(self._session, self.peers)
-        with self._turn:
+        with self._changed:
             self.address, self.offered = address, True
-            self._turn.notify_all()
-            self._turn.wait_for(lambda: self.offers_received or self.stopped, self._left("the offer to be told"))
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self.offers_received or self.stopped, self._left("the offer to be told"))
         self._sender.ready(self._left("the receivers"))
         count, depth = len(self._session.manifest.buckets), len(self._buffers)
         if self.in_place:
@@ -277,16 +278,16 @@ class _Lane:
         return self._reclaim(count - 1)
 
     def _reclaim(self, last: int) -> None:
-        """Every bucket up to `last`."""
+        """Reclaim every bucket up to `last`."""
         for index in range(self.reclaimed, last + 1):
             self._sender.reclaim(index, self._left(f"bucket {index} to be let go of"))
-            with self._turn:
+            with self._changed:
                 self.reclaimed = index + 1
-                self._turn.notify_all()
+                self._changed.notify_all()
 
     def _await(self, index: int) -> None:
-        with self._turn:
-            if not self._turn.wait_for(lambda: self.filled > index or self.stopped, self._left(f"bucket {index}")):
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.filled > index or self.stopped, self._left(f"bucket {index}")):
                 raise DeadlineExceeded(f"bucket {index} to be assembled", max(0.0, self._deadline - time.monotonic()))
             if self.stopped:
                 raise DeliveryStopped("the transfer was called off")

@@ -1,7 +1,7 @@
-"""Drives one publication on the root rank: carries out what publication.py decides, and feeds back what happened.
+"""Drives one publication on rank 0: carries the effects of machine/publication.py out, and feeds back what happened.
 
-Runs on the caller's thread but for the lanes of a delivery. Every wait is cut into pieces short enough to speak to the
-other ranks meanwhile.
+Runs on the caller's thread; senders run in threads of their own (delivery.py). Every wait is short enough to send
+`KeepWaiting` to the other ranks in between.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ from .rank_commands import KeepWaiting
 _log = get_log(__name__)
 
 _POLL_S: Final = 0.05
-"""How long a message may lie while a delivery is watched. Progress of the delivery itself wakes the leader at once."""
+"""Longest delay in seconds of a coordinator message while a delivery runs. Progress of the delivery wakes the driver.
+"""
 _FAREWELL_S: Final = 2.0
-"""How long a farewell waits for its answer: only the others' speed depends on it."""
+"""Seconds to wait for the answer to an abandoned round or a released lease; without it the lease expires by itself."""
 _TEXT: Final = 2048
-"""Bound of free text in messages."""
+"""Maximum characters of free text in messages."""
 
 
 class PublicationDriver:
-    """One publication, as the leader drives it."""
+    """Drives one publication on rank 0."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class PublicationDriver:
         stood_s: float = 0.0,
     ) -> None:
         self.version = version
-        self._rollback, self._catch_up = rollback, catch_up
+        self._rollback, self._resync = rollback, catch_up
         self._stood_s = stood_s
         self.machine = publication.Publication(version, context.settings.limits(), catch_up=catch_up)
         self.cause: BaseException | None = None
@@ -86,7 +87,7 @@ class PublicationDriver:
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def run(self) -> publication.PublicationResult:
-        """Until the machine is done. Effects are carried out in order, each before the next event is taken."""
+        """Run until the machine is done. Effects are carried out in order, each before the next event is taken."""
         effects: deque[ev.AnyEffect] = deque(self._handle(self._prepare_ahead() or ev.PublishRequested()))
         while effects or self.machine.result is None:
             event = self._perform(effects.popleft()) if effects else self._wait()
@@ -97,7 +98,7 @@ class PublicationDriver:
         return result
 
     def fail(self, error: BaseException) -> publication.PublicationResult:
-        """A step raised what nobody foresaw: give the round up, as far as that still works."""
+        """Abandon the round, as far as possible, after a step raised an unexpected exception."""
         ending = ev.EndReason.SOURCE_FAILED if isinstance(error, SourceError) else ev.EndReason.INTERNAL
         self.cause = error
         self._log.error("publication_failed", state=self.machine.state.value, exc_info=error)
@@ -118,7 +119,7 @@ class PublicationDriver:
         return effects
 
     def _wait(self) -> ev.AnyEvent | None:
-        """The next thing that happens; None after a short while, so that the caller looks again."""
+        """The next event; None after a short while, so that the caller looks again."""
         now = time.monotonic()
         deadline = self.machine.deadline
         if deadline is not None and now >= deadline:
@@ -129,9 +130,9 @@ class PublicationDriver:
             return self._event(self._context.bus.next(max(0.0, until - now)))
         if self.machine.digests_deferred and not self.machine.table:
             return self._await_digests()
-        return self._event(self._context.bus.next(0.0)) or self._watch_over(self._delivery)
+        return self._event(self._context.bus.next(0.0)) or self._watch_delivery(self._delivery)
 
-    def _watch_over(self, delivery: Delivery) -> ev.AnyEvent | None:
+    def _watch_delivery(self, delivery: Delivery) -> ev.AnyEvent | None:
         if delivery.over:
             self._delivery = None
             self._log.info("sent", epoch=delivery.epoch, failed=len(delivery.failed))
@@ -158,7 +159,7 @@ class PublicationDriver:
             self._keep_alive_at = now + self._context.settings.beat_s
 
     def _event(self, message: m.ToAgent | None) -> ev.AnyEvent | None:
-        """What a message of the coordinator means to the machine; None for what does not concern it."""
+        """The event that a message of the coordinator stands for; None for a message of no concern to the machine."""
         match message:
             case m.Send():
                 return ev.SendRequested(message.epoch, message.version, message.receivers, message.deadline_s)
@@ -205,7 +206,7 @@ class PublicationDriver:
         return None
 
     def _ask(self, step: Callable[[], ev.AnyEvent | None]) -> ev.AnyEvent | None:
-        """Do a step that asks the coordinator; a refusal or silence is an event like any other."""
+        """Do a step that sends a request; a refusal or a timeout becomes an event."""
         try:
             event = step()
         except RequestRefused as refused:
@@ -232,7 +233,7 @@ class PublicationDriver:
         if self._context.staging.in_place is not None:
             self._context.staging.in_place.ready_flags = answer.may_defer_digests
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
-        may_defer = not self._catch_up and self._deferred.allowed(answer)
+        may_defer = not self._resync and self._deferred.allowed(answer)
         return ev.LeaseObtained(answer.epoch, answer.committed, may_defer)
 
     def _prepare_ahead(self) -> ev.AnyEvent | None:
@@ -245,14 +246,14 @@ class PublicationDriver:
 
     def _assemble(self) -> ev.AnyEvent:
         staging = self._context.staging
-        if self._saving is None and self._context.archive is not None and not self._catch_up:
+        if self._saving is None and self._context.archive is not None and not self._resync:
             self._saving = self._context.archive.saving(self.version, staging.manifest)
         try:
             self._deferred.collect()
             table = staging.digest(self.version, self._engines, self._watch, self._saving, self._routes)
         except SourceError as error:
             return self._source_failed(error)
-        if self._catch_up and self._committed is not None and self._committed.table != table.digest():
+        if self._resync and self._committed is not None and self._committed.table != table.digest():
             table = self._adopt_committed_table(table, self._committed)
         return self._digests_ready(table)
 
@@ -310,7 +311,7 @@ class PublicationDriver:
                 policy=self._context.settings.policy(),
                 mode=self._context.mode.value,
                 rollback=self._rollback,
-                catch_up=self._catch_up,
+                catch_up=self._resync,
                 stood_s=self._stood_s,
             )
             if self._context.signer:
@@ -441,7 +442,7 @@ class PublicationDriver:
             self._log.debug("farewell_unheard", message=message.kind, error=str(error))
 
     def _conclude_saving(self, result: publication.PublicationResult) -> None:
-        """Keep the version's files if it was committed, and nothing otherwise."""
+        """Keep the version's files if it was committed, otherwise discard them."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
@@ -467,7 +468,7 @@ class PublicationDriver:
     # -- the report ----------------------------------------------------------------------------------------------------
 
     def report(self, result: publication.PublicationResult) -> PublishReport:
-        """What is known now."""
+        """Report of the publication as far as it came."""
         ended, manifest = self.machine.ended, self._context.staging.manifest
         theirs = {name: each for name, each in ended.seconds.items() if name != "total"} if ended else {}
         return PublishReport(
@@ -512,5 +513,5 @@ class PublicationDriver:
 
 
 def _bounded(failed: Mapping[str, str]) -> dict[str, str]:
-    """Reasons as they may travel."""
+    """Reasons, cut to the length that messages allow."""
     return {engine: reason[:_TEXT] for engine, reason in failed.items()}

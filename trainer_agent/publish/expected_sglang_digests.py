@@ -1,9 +1,10 @@
-"""What engines must report of their live parameters after a load, computed while the buckets are at hand.
+"""Digests that SGLang must report of its parameters after a load, computed while buckets are in the staging buffers.
 
 SGLang's weights_checker on CPU tensors gives the first 8 bytes of the SHA-256 of each parameter's bytes, per rank. The
-parameter is fused and cut (dataplane/digest/sglang_layout.py), and its parts may come in several buckets: a hash runs
-on as soon as its next part is there, and parts that come too early are kept. On a GPU it gives a checksum of its own,
-whose parts may come in any order (expected_sglang_digests.py).
+parameter is fused and cut (dataplane/digest/sglang_layout.py), and its parts may be in several buckets: a hash runs on
+as soon as its next part is there, and parts that come too early are kept. On a GPU it gives a checksum of its own,
+whose parts may come in any order: tables per bucket are made once, and a version costs one launch per bucket and one
+small copy to the host at its end.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from weightbus.dataplane.tensors import LiveDigests, Manifest, TensorSpec
 class GpuChecksumPlan:
     """Which run of which bucket goes where in which parameter, for one tensor-parallel size.
 
-    Raises `ValueError` when a part does not begin and end on a word: such a layout has no prediction.
+    Raises `ValueError` if a part does not begin and end on a word: such a layout has no prediction.
     """
 
     def __init__(self, manifest: Manifest, parameters: Sequence[ServedParameter]) -> None:
@@ -49,18 +50,18 @@ class GpuChecksumPlan:
         return self._zeros.copy()
 
     def table(self, index: int) -> fmix.Table:
-        """The segments of bucket `index`."""
+        """Segments of bucket `index`."""
         return self._tables[index]
 
     def table_on(self, index: int, device: torch.device) -> torch.Tensor:
-        """The same, on `device`; copied there once."""
+        """Segments of bucket `index` on `device`; copied there once."""
         found = self._on_device.get((index, device))
         if found is None:
             found = self._on_device[index, device] = torch.as_tensor(self._tables[index], device=device)
         return found
 
     def _place(self, at: int, parameter: ServedParameter) -> int:
-        """Note where every box of a parameter goes; the parameter's bytes."""
+        """Note where every box of a parameter goes; returns the parameter's bytes."""
         offset = 0
         for box in parameter.boxes:
             self._places[box.tensor].append((at, box, offset))
@@ -83,9 +84,10 @@ class GpuChecksumPlan:
 
 
 def parameters_of(parameters: Sequence[ServedParameter], fed: Collection[int] | None) -> frozenset[str]:
-    """The parameters that consist of the tensors `fed`, by their numbers; null: all.
+    """Names of the parameters that consist of the tensors `fed`, by their numbers; None: all.
 
-    Raises `ValueError` for one that consists of them in part: a stage holds the whole of a layer, or none of it.
+    Raises `ValueError` for a parameter that consists of them in part: a stage holds the whole of a layer, or none of
+    it.
     """
     if fed is None:
         return frozenset(parameter.name for parameter in parameters)
@@ -99,7 +101,7 @@ def parameters_of(parameters: Sequence[ServedParameter], fed: Collection[int] | 
 
 
 class GpuChecksumDigester:
-    """The checksums of one version. Feed it every bucket once, in any order, then ask for the result."""
+    """Checksums of one version. Feed it every bucket once, in any order, then ask for the result."""
 
     def __init__(self, layout: GpuChecksumPlan) -> None:
         self._layout = layout
@@ -120,9 +122,9 @@ class GpuChecksumDigester:
         fmix_triton.accumulate(memory, self._layout.table_on(index, memory.device), self._device)
 
     def result(self, fed: Collection[int] | None = None) -> dict[str, tuple[str, ...]]:
-        """Checksums by parameter and rank. Raises `ValueError` when a bucket was not fed.
+        """Checksums by parameter and rank. Raises `ValueError` if a bucket was not fed.
 
-        With `fed`, the numbers of tensors, of those parameters alone that consist of them.
+        With `fed`, numbers of tensors, only of the parameters that consist of them.
         """
         names = parameters_of(self._layout.parameters, fed)
         if self._missing and fed is None:
@@ -155,7 +157,7 @@ def _runs(manifest: Manifest, box: ParameterBox) -> tuple[int, int, int, int]:
 
 
 SHA256: Final = "sglang-sha256-8"
-"""Of `EngineInfo.live_digest`: servers on a CPU."""
+"""Value of `EngineInfo.live_digest` of servers on a CPU."""
 
 EngineKind = tuple[str, int]
 """An algorithm and a tensor-parallel size."""
@@ -168,7 +170,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def engine_kinds(engines: Mapping[str, EngineInfo]) -> frozenset[EngineKind]:
-    """The kinds of engine among `engines` for which a prediction can be compared."""
+    """Kinds of the `engines` whose digests can be predicted."""
     return frozenset(
         (info.live_digest, info.tp)
         for info in engines.values()
@@ -182,7 +184,7 @@ class SglangDigestPlan:
     def __init__(self, manifest: Manifest, wanted: Iterable[EngineKind], head_dim: int | None = None) -> None:
         self.manifest = manifest
         self.wanted = frozenset(wanted)
-        """What was asked for. Kinds without a known layout are left out of `layouts` and `on_gpu`."""
+        """Kinds that were asked for. Kinds without a known layout are missing in `layouts` and `on_gpu`."""
         self.layouts: dict[int, tuple[ServedParameter, ...]] = {}
         self.on_gpu: dict[int, GpuChecksumPlan] = {}
         self.uses: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
@@ -207,7 +209,7 @@ class SglangDigestPlan:
 
 
 class SglangDigester:
-    """The hashes of one version. Feed it every bucket once, in any order, then ask for the result."""
+    """Hashes of one version. Feed it every bucket once, in any order, then ask for the result."""
 
     def __init__(self, plan: SglangDigestPlan) -> None:
         self._plan = plan
@@ -216,7 +218,7 @@ class SglangDigester:
         self._fed: set[int] = set()
 
     def feed(self, index: int, memory: torch.Tensor) -> None:
-        """Take bucket `index`, packed in the first bytes of `memory`. Nothing of it is kept but parts out of turn."""
+        """Take bucket `index`, packed in the first bytes of `memory`. Only parts that come too early are copied."""
         self._fed.add(index)
         for digester in self._on_gpu.values():
             digester.feed(index, memory)
@@ -234,12 +236,12 @@ class SglangDigester:
             whole = data[start : start + spec.nbytes]
             for size, at, position in self._plan.uses[tensor]:
                 running = self._running[size][at]
-                running.take(position, _part(whole, spec, running.parameter.boxes[position]))
+                running.take(position, _part_bytes(whole, spec, running.parameter.boxes[position]))
 
     def result(self, *, partial: bool = False) -> tuple[LiveDigests, ...]:
-        """What engines of each kind must report. Raises `ValueError` when a bucket was not fed.
+        """Digests that engines of each kind must report. Raises `ValueError` if a bucket was not fed.
 
-        With `partial` of those parameters of which a bucket was fed, and as if all others were of another stage.
+        With `partial`, only of parameters whose buckets were fed; all others are taken to be of another pipeline stage.
         """
         fed = self._tensors() if partial else None
         hashed = (
@@ -250,13 +252,13 @@ class SglangDigester:
         return (*hashed, *mixed)
 
     def _tensors(self) -> frozenset[int]:
-        """Those that were fed."""
+        """Numbers of the tensors that were fed."""
         buckets = [self._plan.manifest.buckets[index] for index in self._fed]
         return frozenset(tensor for bucket in buckets for tensor in range(bucket.first, bucket.last))
 
 
 def merge_live_digests(parts: Sequence[tuple[LiveDigests, ...]]) -> tuple[LiveDigests, ...]:
-    """What stages have predicted, each of its own parameters; kinds in the order in which the first has them."""
+    """Join the predictions of pipeline stages, each of its own parameters, in the order in which kinds first occur."""
     found: dict[tuple[str, int], dict[str, tuple[str, ...]]] = {}
     for each in (each for part in parts for each in part):
         found.setdefault((each.algorithm, each.tp), {}).update(each.parameters)
@@ -264,7 +266,7 @@ def merge_live_digests(parts: Sequence[tuple[LiveDigests, ...]]) -> tuple[LiveDi
 
 
 class _Running:
-    """The hash of one parameter on one rank."""
+    """Hash of one parameter on one rank."""
 
     def __init__(self, parameter: ServedParameter) -> None:
         self.parameter = parameter
@@ -293,8 +295,8 @@ class _Running:
         return final.hexdigest()[:_DIGEST_DIGITS]
 
 
-def _part(whole: _Bytes, spec: TensorSpec, box: ParameterBox) -> _Bytes:
-    """The bytes of `box`; a view when they are contiguous. Layouts cut dimensions 0 and 1 only."""
+def _part_bytes(whole: _Bytes, spec: TensorSpec, box: ParameterBox) -> _Bytes:
+    """Bytes of `box`; a view if they are contiguous. Layouts cut dimensions 0 and 1 only."""
     dims = len(spec.shape)
     if dims == 0:
         return whole

@@ -1,6 +1,6 @@
-"""How far training may be ahead of what engines serve: the rule, and the wait for it.
+"""Limit on how far training may be ahead of what engines serve (`max_lag`): the rule, and the wait for it.
 
-    lag = the version that training goes on from - the oldest version that a request may get an answer from
+    lag = the version that training goes on from - the oldest version that a request may be answered with
 
 The coordinator keeps engines that are too far behind the committed version off its ready list (`Policy.max_lag`). The
 trainer does the other half: a snapshot's `publish` returns when training from it would not exceed `max_lag`.
@@ -25,30 +25,31 @@ from .rank_commands import CommandedRanks, KeepWaiting
 _log = get_log(__name__)
 
 _SILENT: Final = frozenset({"lost", "dirty", "pending", LENT, "quarantined"})
-"""States of engines, as the status names them, that answer no request."""
+"""States of engines, as the status names them, in which an engine answers no request."""
 
 
 class LagDecision(enum.Enum):
     """What a training loop does now."""
 
     GO = "go"
+    """Train on."""
     WAIT = "wait"
-    """A publication is under way that may bring engines closer."""
+    """Wait: a publication runs that may bring engines closer."""
     TOO_FAR = "too far"
-    """Nothing that is under way helps any more, or not in time."""
+    """Stop: no publication runs that would help, or not in time."""
 
 
 class LagStatus(msgspec.Struct, frozen=True):
-    """Training would be too far ahead."""
+    """Training is too far ahead of what engines serve."""
 
     version: int
     serving: int | None
-    """The oldest version that is served; None when the coordinator did not say."""
+    """The oldest version that is served; None if the coordinator did not answer."""
     max_lag: int
     reason: str
 
     def __str__(self) -> str:
-        """Found, expected, why."""
+        """Found and expected lag, and the reason."""
         if self.serving is None:
             found = f"what engines serve is not known, version {self.version} would be trained from"
         else:
@@ -58,10 +59,11 @@ class LagStatus(msgspec.Struct, frozen=True):
 
 
 def oldest_served(channel: ChannelView | None, max_lag: int) -> int:
-    """The oldest version that a request may get an answer from; 0 stands for the weights of a launch.
+    """The oldest version that a request may be answered with; 0 stands for the weights of a launch.
 
-    An engine in a round counts with what it had: it may be left out, and go on with that. Who is gone or quarantined,
-    or more than `max_lag` behind the committed version, gets no requests before it has the next one.
+    An engine in a round counts with the version it had: it may be left out, and go on with that. Engines that are lost
+    or quarantined, or more than `max_lag` behind the committed version, receive no requests before they have the next
+    one.
     """
     if channel is None or channel.committed is None:
         return 0
@@ -70,10 +72,10 @@ def oldest_served(channel: ChannelView | None, max_lag: int) -> int:
     return min((committed, *(each for each in versions if each is not None and 0 <= committed - each <= max_lag)))
 
 
-def decide(version: int, serving: int | None, max_lag: int, *, coming: bool, expired: bool) -> LagDecision:
-    """Whether to train from `version`, when `serving` is the oldest version served, or None if that is not known.
+def lag_decision(version: int, serving: int | None, max_lag: int, *, coming: bool, expired: bool) -> LagDecision:
+    """Whether to train from `version`; `serving` is the oldest version served, None if that is unknown.
 
-    `coming`: a publication has not ended. `expired`: there is no time left to wait.
+    `coming`: a publication has not ended. `expired`: no time is left to wait.
     """
     if serving is not None and version - serving <= max_lag:
         return LagDecision.GO
@@ -83,7 +85,7 @@ def decide(version: int, serving: int | None, max_lag: int, *, coming: bool, exp
 
 
 class StatusClient(Protocol):
-    """What is asked of control's `BusClient`."""
+    """The part of control's `BusClient` that is used here."""
 
     def status(self, deadline_s: float = 10.0) -> bytes:
         """The coordinator's status document."""
@@ -91,15 +93,15 @@ class StatusClient(Protocol):
 
 
 class LagLimit:
-    """Holds one training loop back. All methods are called on its thread, on the root rank."""
+    """Blocks one training loop. All methods are called on its thread, on rank 0."""
 
     def __init__(self, settings: TrainerSettings, coordinator: StatusClient, background: BackgroundPublisher) -> None:
         self._settings = settings
         self._coordinator = coordinator
         self._background = background
 
-    def hold(self, version: int, ranks: CommandedRanks) -> LagStatus | None:
-        """Return when training may go on from `version`, or why it may not. Collective: `ranks` hear beats."""
+    def wait_until_allowed(self, version: int, ranks: CommandedRanks) -> LagStatus | None:
+        """Block until training may go on from `version`; returns why if it may not. Collective."""
         max_lag = self._settings.max_lag
         if max_lag is None:
             return None
@@ -109,7 +111,7 @@ class LagLimit:
             ended, coming = self._background.ended, self._background.pending > 0
             serving, silence = self._serving(max_lag)
             expired = time.monotonic() >= deadline
-            match decide(version, serving, max_lag, coming=coming, expired=expired):
+            match lag_decision(version, serving, max_lag, coming=coming, expired=expired):
                 case LagDecision.GO:
                     return None
                 case LagDecision.TOO_FAR:

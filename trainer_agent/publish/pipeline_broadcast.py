@@ -1,12 +1,12 @@
-"""What every rank does where pipeline stages broadcast their own buckets: nothing is gathered across stages.
+"""Pipeline stages that broadcast their own buckets: nothing is gathered across stages.
 
 The first rank of each stage is a *source* (dataplane/transports/broadcast_order.py). It assembles the buckets of its
-stage in slots of its own, digests them, and broadcasts them to all engines; the leader's is source 0. The leader says
-what is done next, a row of buckets at a time of which every stage has one, so that stages work beside each other:
+stage in staging buffers of its own, digests them, and broadcasts them to all engines; rank 0 is source 0. Rank 0
+commands each step, a row of buckets at a time of which every stage has one, so that stages work in parallel:
 
-    Read       every stage reads its buckets once, for the digest table, which the leader puts together
-    Broadcast  sources meet the engines of an epoch
-    Refill     a row is read again, to be sent, and compared with what was digested
+    ReadStage      every stage assembles its buckets once, for the digest table, which rank 0 puts together
+    JoinBroadcast  sources join the group of an epoch
+    RefillStage    a row is assembled again, to be sent, and compared with its digests
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from .expected_sglang_digests import EngineKind, SglangDigester, SglangDigestPla
 
 
 class VersionLayout(NamedTuple):
-    """What a version consists of, and who can send which part of it."""
+    """Buckets of a version, and which ranks can send which of them."""
 
     manifest: Manifest
     pipeline: PipelineBroadcast | None
-    """None where one rank sends everything."""
+    """None if one rank sends everything."""
     places: tuple[ProcessLocation, ...] = ()
-    """Where the ranks are; told where that matters for who sends."""
+    """Locations of the ranks; exchanged only if several ranks may send."""
 
     @classmethod
     def of(cls, source: Source, settings: TrainerSettings) -> Self:
-        """Buckets of one stage each, where stages may broadcast them; the same on every rank. Collective."""
+        """Cut buckets by pipeline stage if stages may broadcast them; the same on every rank. Collective."""
         tensors = source.tensors()
         if isinstance(source, PipelineSource) and any(
             transports.by_name(kind).divides for kind in settings.preferences()
@@ -53,22 +53,22 @@ class VersionLayout(NamedTuple):
                 owners = [ranks.index(root) for root in roots]
                 manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes)
                 pipeline = PipelineBroadcast(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
-                told = source.collect(msgspec.msgpack.encode(location_of(source.rank, source.device)))
+                places = source.collect(msgspec.msgpack.encode(location_of(source.rank, source.device)))
                 return cls(
-                    manifest, pipeline, tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in told)
+                    manifest, pipeline, tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in places)
                 )
         return cls(Manifest.of(source.model, tensors, settings.bucket_bytes), None)
 
 
 class _Memory(msgspec.Struct, frozen=True):
-    """A slot of a source that does not lead: nobody opens it."""
+    """Staging buffer of a source other than rank 0; no other process opens it."""
 
     memory: torch.Tensor
     exported: bytes = b""
 
 
 class _Found(msgspec.Struct, frozen=True):
-    """What one source has read."""
+    """Digests of the buckets of one source."""
 
     digests: dict[int, bytes] = {}
     """By bucket."""
@@ -77,10 +77,10 @@ class _Found(msgspec.Struct, frozen=True):
 
 
 class StageDigests(NamedTuple):
-    """What all of them have."""
+    """Digests of all sources together."""
 
     tensors: bytes
-    """Digests, in the manifest's order."""
+    """Digests in the manifest's order."""
     live: tuple[LiveDigests, ...]
 
 
@@ -96,25 +96,25 @@ class PipelineBroadcast:
         depth: int,
         head_dim: int | None = None,
     ) -> None:
-        """`ranks` are those of the `sources`, the leader's first. `depth` is the number of staging buffers on each."""
+        """`ranks` are the ranks of the `sources`, rank 0 first; `depth` is the number of staging buffers on each."""
         self.sources = sources
         self._source, self._manifest = source, manifest
         self._roots = tuple(ranks[number] for number in sources.of)
-        self._number = list(ranks).index(source.rank) if source.rank in ranks else None
-        self._own = sources.own(self._number) if self._number is not None else ()
+        self._source_number = list(ranks).index(source.rank) if source.rank in ranks else None
+        self._context_of = sources.own(self._source_number) if self._source_number is not None else ()
         self._depth = depth
         self._buffers: Sequence[Slot] = ()
         self._plan = SglangDigestPlan(manifest, (), head_dim)
         self._head_dim = head_dim
         self._digests: dict[int, bytes] = {}
-        self._part = SourceRank(self._number, source.device) if self._number else None
+        self._source_rank = SourceRank(self._source_number, source.device) if self._source_number else None
 
     def lend(self, buffers: Sequence[Slot]) -> None:
-        """On the leader: where its buckets go."""
+        """Use rank 0's staging buffers for its buckets."""
         self._buffers = buffers
 
     def read(self, wanted: Collection[EngineKind], watch: Stopwatch) -> StageDigests:
-        """Every stage reads and digests its buckets. Raises `SourceError` on every rank when one cannot."""
+        """Assemble and digest the buckets of every stage. Raises `SourceError` on every rank if one cannot."""
         failure: Exception | None = None
         try:
             found = self._read(frozenset(wanted), watch)
@@ -134,41 +134,41 @@ class PipelineBroadcast:
         )
 
     def refill(self, first: int, last: int, watch: Stopwatch) -> Sequence[str]:
-        """Read a row of buckets again. Returns the tensors of this rank's that differ from what was digested.
+        """Assemble a row of buckets again. Returns this rank's tensors that differ from their digests.
 
-        A source that does not lead sends what it has read, or tells the leader that it must not.
+        A source other than rank 0 sends the bucket, or reports the difference to rank 0 instead.
         """
         differing_tensors: list[str] = []
         for index in range(first, last):
-            mine = self._mine(index)
-            if mine and self._part is not None:
-                self._part.wait_free(self.sources.place(index) + 1 - self._depth)
+            mine = self._is_mine(index)
+            if mine and self._source_rank is not None:
+                self._source_rank.wait_free(self.sources.place(index) + 1 - self._depth)
             found = self._gather(index, watch)
             if not mine:
                 continue
             odd = self._odd(index, found)
             differing_tensors += odd
-            if self._part is not None and odd:
-                self._part.spoil(odd)
-            elif self._part is not None:
-                self._part.filled(self.sources.place(index) + 1)
+            if self._source_rank is not None and odd:
+                self._source_rank.spoil(odd)
+            elif self._source_rank is not None:
+                self._source_rank.filled(self.sources.place(index) + 1)
         return differing_tensors
 
     def broadcast(self, address: Address, epoch: int, deadline_s: float, *, whole: bool) -> None:
-        """Have this rank take part in `epoch`, by a thread of its own; `whole`: all its buckets are there."""
-        if self._part is None:
+        """Have this rank send its buckets in `epoch`, by a thread of its own; `whole`: all are assembled."""
+        if self._source_rank is None:
             return
-        buckets = [self._memory(index)[: self._manifest.buckets[index].nbytes] for index in self._own]
+        buckets = [self._memory(index)[: self._manifest.buckets[index].nbytes] for index in self._context_of]
         filled = len(buckets) if whole else 0
-        self._part.begin(address, epoch, self.sources, buckets, deadline_s, filled)
+        self._source_rank.begin(address, epoch, self.sources, buckets, deadline_s, filled)
 
     def execute(self, command: commands.PipelineCommand) -> None:
-        """Do what the leader says; it does the same by its own calls. What fails here ends the session for all."""
+        """Execute a command of rank 0, which makes the same calls. A failure ends the session on every rank."""
         try:
             self._execute(command, Stopwatch())
         except BaseException:
-            if self._part is not None:
-                self._part.stop()
+            if self._source_rank is not None:
+                self._source_rank.stop()
             raise
 
     def _execute(self, command: commands.PipelineCommand, watch: Stopwatch) -> None:
@@ -186,43 +186,45 @@ class PipelineBroadcast:
                 assert_never(command)
 
     def close(self) -> None:
-        """Leave the group, and let go of the slots."""
-        if self._part is not None:
-            self._part.close()
+        """Leave the group, and release the staging buffers."""
+        if self._source_rank is not None:
+            self._source_rank.close()
         self._buffers = ()
 
     # -- this rank -----------------------------------------------------------------------------------------------------
 
-    def _mine(self, index: int) -> bool:
-        return self._number is not None and self.sources.of[index] == self._number
+    def _is_mine(self, index: int) -> bool:
+        return self._source_number is not None and self.sources.of[index] == self._source_number
 
     def _memory(self, index: int) -> torch.Tensor:
-        """The slot of one of this rank's buckets."""
+        """The staging buffer of one of this rank's buckets."""
         if not self._buffers:
-            nbytes = max(self._manifest.buckets[own].nbytes for own in self._own)
+            nbytes = max(self._manifest.buckets[own].nbytes for own in self._context_of)
             device = self._source.device
-            count = min(self._depth, len(self._own))
+            count = min(self._depth, len(self._context_of))
             self._buffers = [_Memory(torch.empty(nbytes, dtype=torch.uint8, device=device)) for _ in range(count)]
         return self._buffers[self.sources.place(index) % len(self._buffers)].memory
 
     def _read(self, wanted: frozenset[EngineKind], watch: Stopwatch) -> _Found:
-        if self._part is not None:
-            self._part.stop()  # an earlier session would send from the slots
+        if self._source_rank is not None:
+            self._source_rank.stop()  # an earlier session would send from the slots
         if self._plan.wanted != wanted:
-            self._plan = SglangDigestPlan(self._manifest, wanted if self._number is not None else (), self._head_dim)
+            self._plan = SglangDigestPlan(
+                self._manifest, wanted if self._source_number is not None else (), self._head_dim
+            )
         live = SglangDigester(self._plan)
         self._digests = {}
         for index in range(len(self._manifest.buckets)):
             found = self._gather(index, watch)
-            if self._mine(index):
+            if self._is_mine(index):
                 self._digests[index] = found
                 with watch.phase("digest"):
                     live.feed(index, self._memory(index))
         return _Found(self._digests, live.result(partial=True))
 
     def _gather(self, index: int, watch: Stopwatch) -> bytes:
-        """Take part in one bucket; its digests if it is this rank's."""
-        memory = self._memory(index) if self._mine(index) else None
+        """Take part in assembling a bucket; returns its digests if it is this rank's."""
+        memory = self._memory(index) if self._is_mine(index) else None
         with watch.phase("assemble"):
             self._source.assemble(self._manifest, index, memory, self._roots)
         if memory is None:
@@ -236,7 +238,7 @@ class PipelineBroadcast:
 
 
 def differing_tensors(manifest: Manifest, bucket: BucketSpec, found: bytes, expected: bytes) -> list[str]:
-    """The tensors of a bucket whose digests differ."""
+    """Names of the tensors of a bucket whose digests differ."""
     if found == expected:
         return []
     size = integrity.DIGEST_BYTES
@@ -248,7 +250,7 @@ def differing_tensors(manifest: Manifest, bucket: BucketSpec, found: bytes, expe
 
 
 def broadcast_command(offer: Endpoint, epoch: int, deadline_s: float, *, whole: bool) -> commands.JoinBroadcast:
-    """What the other sources have to know of an offer."""
+    """The command that tells the other sources of an offer."""
     return commands.JoinBroadcast(
         address=offer.address,
         group=offer.group,

@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
 LONG_S: Final = 3.0
-"""Shorter work shows nothing."""
+"""Seconds of work before the bar is shown."""
 
 
 class ProgressBar:
-    """Counts bytes; shows them after `LONG_S`, if anybody can see it."""
+    """Counts bytes; shows them after `LONG_S` if stderr is a terminal."""
 
     def __init__(self, what: str, total_bytes: int, console: Console | None = None) -> None:
         self._what, self._total = what, total_bytes
@@ -28,7 +28,7 @@ class ProgressBar:
         return self
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Add `nbytes` to the bytes done."""
         self._done += nbytes
         if self._shown is None and self._console.is_terminal and time.monotonic() - self._began > LONG_S:
             columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -1,4 +1,4 @@
-"""What outlives a publication and serves each of them, and what it speaks to."""
+"""State that outlives a publication and serves each of them, and the interfaces it is used through."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from .bucket_staging import BucketStaging
 
 
 class Bus(Protocol):
-    """What is asked of control's `BusClient`."""
+    """The part of control's `BusClient` that is used here."""
 
     def request(self, message: m.ToCoordinator, blob: bytes | None = None, deadline_s: float = 30.0) -> m.ToAgent:
-        """The answer; a refusal and silence are raised."""
+        """Send `message` and return the answer. Raises on a refusal and on a timeout."""
         ...
 
     def request_with(
         self, message: m.ToCoordinator, blobs: Mapping[Digest, bytes], deadline_s: float = 30.0, blobs_s: float = 60.0
     ) -> m.ToAgent:
-        """As `request`, and see that the coordinator has `blobs`, by their digests, which the message names."""
+        """As `request`, after uploading those of `blobs` that the coordinator lacks, by their digests."""
         ...
 
     def put_blob(self, blob: bytes, deadline_s: float = 60.0, digest: str = "") -> Digest:
-        """See that the coordinator has `blob`, of that digest. From any thread."""
+        """Upload `blob`, of that digest, unless the coordinator has it. From any thread."""
         ...
 
     def get_blob(self, digest: Digest, deadline_s: float = 60.0) -> bytes:
-        """The blob of that digest."""
+        """Download the blob of that digest."""
         ...
 
     def next(self, timeout_s: float) -> m.ToAgent | None:
-        """What the coordinator says unasked."""
+        """The next message that the coordinator sends unasked; None after `timeout_s`."""
         ...
 
     @property
     def committed(self) -> int | None:
-        """The channel's committed version, as the coordinator said it last."""
+        """The channel's committed version, as of the coordinator's last message."""
         ...
 
     def status(self, deadline_s: float = 10.0) -> bytes:
@@ -53,16 +53,16 @@ class Bus(Protocol):
         ...
 
     def new_request(self) -> RequestId:
-        """A key for a request that is not a repetition."""
+        """A key for a request that is not a retry."""
         ...
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the channel."""
         ...
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Where a publication stands, for whoever shows it."""
+    """Progress of a publication, for display."""
 
     version: int
     state: str
@@ -71,23 +71,23 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class PublicationSigner(Protocol):
-    """Signs for this trainer."""
+    """Signs the messages of this trainer."""
 
     def publication(self, message: m.Publish, previous: m.HeldVersion | None) -> m.Publish:
-        """`message`, to follow the committed version `previous`."""
+        """Sign `message`, which follows the committed version `previous`."""
         ...
 
     def table(self, message: m.Publish, table: Digest) -> bytes:
-        """Why `table` is to be believed for `message`, which left it open."""
+        """Sign `table` as the digest table of `message`, which deferred it."""
         ...
 
     def offer(self, offer: m.Endpoint, epoch: Epoch) -> m.Endpoint:
-        """`offer`, for one epoch."""
+        """Sign `offer` for one epoch."""
         ...
 
 
 class PublisherContext(msgspec.Struct):
-    """What outlives a publication and serves each of them."""
+    """State that outlives a publication and serves each of them."""
 
     settings: TrainerSettings
     bus: Bus
@@ -96,10 +96,10 @@ class PublisherContext(msgspec.Struct):
     make_sender: Callable[[m.TransportKind], Sender]
     senders: MutableMapping[m.TransportKind, Sender]
     boot: int
-    """The life of the coordinator that was last heard of."""
+    """Process generation of the coordinator, as of its last `Welcome`."""
     progress: Callable[[Progress], None] | None = None
     mode: Mode = Mode.LIVE
     signer: PublicationSigner | None = None
-    """Null where no keys are used."""
+    """None if no keys are used."""
     archive: Archive | None = None
-    """Keeps versions as files; null where none are kept."""
+    """Keeps versions as files; None if none are kept."""

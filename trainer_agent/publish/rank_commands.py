@@ -1,8 +1,8 @@
-"""What the leader tells the other ranks of its group, step by step, through `Source.agree`.
+"""Commands of rank 0 to the other ranks of its group, sent through `Source.agree`.
 
-Every collective of a publication is announced by an order, so that all ranks make the same calls whatever the
-coordinator says. A rank that waits hears something every few seconds, so that its group's timeout is about dead leaders
-and not about long rounds.
+Every collective of a publication is preceded by a command, so that all ranks make the same calls whatever the
+coordinator answers. A waiting rank receives `KeepWaiting` every few seconds, so that its group's timeout detects a dead
+rank 0 and not a long round.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ..source import Source
 
 
 class RankCommand(msgspec.Struct, frozen=True, tag=True):
-    """Root of what the leader says."""
+    """Base class of commands."""
 
 
 class RankZeroReady(RankCommand, frozen=True, tag="Ready"):
-    """The leader stands; `publish` may be called."""
+    """Rank 0 has started; `publish` may be called."""
 
 
 class RankZeroFailed(RankCommand, frozen=True, tag="NotReady"):
-    """The leader could not be started."""
+    """Rank 0 could not be started."""
 
     reason: str
 
@@ -36,7 +36,7 @@ class AssembleBucket(RankCommand, frozen=True, tag="Assemble"):
 
 
 class PrepareExport(RankCommand, frozen=True, tag="Make"):
-    """Begin to make what this rank lets others read, from its weights as they are now; with `digests`, to digest it."""
+    """Begin to compute the exported memory from the weights as they are now; with `digests`, to digest it."""
 
     digests: bool
     ready_flags: bool = msgspec.field(default=False, name="parts")
@@ -48,17 +48,17 @@ class ExportMemory(RankCommand, frozen=True, tag="Expose"):
 
     digests: bool
     prepared: bool = msgspec.field(default=False, name="made")
-    """`PrepareExport` was said in this publication: nothing is begun anew."""
+    """True if `PrepareExport` was sent in this publication: nothing is begun anew."""
     ready_flags: bool = msgspec.field(default=False, name="parts")
     """As of `PrepareExport`."""
 
 
 class DigestExported(RankCommand, frozen=True, tag="Digest"):
-    """Digest this rank's share of what it has exposed."""
+    """Digest this rank's share of the exported memory."""
 
 
 class JoinSends(RankCommand, frozen=True, tag="Join"):
-    """Take part in sending `epoch`, by a thread of this rank's own, to whoever comes to `address`."""
+    """Take part in sending `epoch` to the engines that connect to `address`, by a thread of this rank's own."""
 
     address: str
     token: str
@@ -67,20 +67,23 @@ class JoinSends(RankCommand, frozen=True, tag="Join"):
 
 
 class ReadStage(RankCommand, frozen=True, tag="Read"):
-    """Read and digest the buckets of this rank's stage, and what of `wanted` engines report of them."""
+    """Assemble and digest the buckets of this rank's pipeline stage.
+
+    `wanted` are the kinds of engine whose digests are predicted.
+    """
 
     wanted: tuple[tuple[str, int], ...]
 
 
 class RefillStage(RankCommand, frozen=True, tag="Refill"):
-    """Read buckets `first` to `last`, exclusive, once more; each on its stage, which sends it."""
+    """Assemble buckets `first` to `last`, exclusive, again; each on its pipeline stage, which sends it."""
 
     first: int
     last: int
 
 
 class JoinBroadcast(RankCommand, frozen=True, tag="Broadcast"):
-    """Where this rank is a source, have it meet the engines of `epoch`."""
+    """If this rank is a source of the broadcast, have it join the group of `epoch`."""
 
     address: str
     group: str
@@ -90,32 +93,32 @@ class JoinBroadcast(RankCommand, frozen=True, tag="Broadcast"):
     epoch: int
     deadline_s: float
     whole: bool
-    """What was read last is all there; otherwise each bucket is read again."""
+    """True if all buckets are in the staging buffers; otherwise each is assembled again."""
 
 
 class KeepWaiting(RankCommand, frozen=True, tag="Beat"):
-    """Nothing to do; the leader is alive."""
+    """Nothing to do; rank 0 is alive."""
 
 
 class SnapshotTaken(RankCommand, frozen=True, tag="Taken"):
-    """The snapshot of `version` is taken; nobody is needed for the rest."""
+    """The snapshot of `version` is taken; the rest of its publication needs no other rank."""
 
     version: int
     stood_s: float = 0.0
-    """How long training stood still for engines to catch up, or for a buffer."""
+    """Seconds for which training was blocked: for engines to catch up, or for a buffer."""
     ahead: str = ""
-    """Why training must not go on from it, though its publication does."""
+    """Why training must not go on from it although its publication does; empty if it may."""
 
 
 class Finish(RankCommand, frozen=True, tag="Finish"):
-    """The publication is over."""
+    """The publication has ended."""
 
     result: PublicationResult = msgspec.field(name="verdict")
     report: PublishReport
 
 
 PipelineCommand = ReadStage | RefillStage | JoinBroadcast
-"""What `stages.Stages` carries out."""
+"""Commands that `PipelineBroadcast` executes."""
 AnyRankCommand = (
     RankZeroReady
     | RankZeroFailed
@@ -134,31 +137,31 @@ _DECODER: Final[msgspec.msgpack.Decoder[AnyRankCommand]] = msgspec.msgpack.Decod
 
 
 class CommandedRanks:
-    """The group of one source, as the leader and the others speak in it."""
+    """The group of one source, as rank 0 and the other ranks speak in it."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
 
     def tell(self, command: AnyRankCommand) -> None:
-        """Root only: give `command` to every rank. Collective."""
+        """Send `command` to every rank. Rank 0 only; collective."""
         self._source.agree(msgspec.msgpack.encode(command))
 
     def hear(self) -> AnyRankCommand:
-        """Others only: the leader's next order. Collective."""
+        """Receive rank 0's next command. Other ranks only; collective."""
         return _DECODER.decode(self._source.agree(None))
 
 
-def unexpected_command(command: AnyRankCommand, expected: str) -> RuntimeError:  # noqa: C901  one line for each order
-    """The error of a rank that is not where the leader believes it to be."""
+def unexpected_command(command: AnyRankCommand, expected: str) -> RuntimeError:  # noqa: C901  one line for each command
+    """The error of a rank whose calls do not match rank 0's."""
     match command:
         case RankZeroReady() | RankZeroFailed():
-            told = "that the leader stands"
+            told = "that rank 0 has started"
         case AssembleBucket():
             told = f"to assemble bucket {command.index}"
         case PrepareExport():
-            told = "to make what it exposes"
+            told = "to prepare its export"
         case ExportMemory():
-            told = "to expose its memory"
+            told = "to export its memory"
         case DigestExported():
             told = "to digest its share"
         case JoinSends():

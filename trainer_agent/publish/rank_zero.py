@@ -1,4 +1,4 @@
-"""The root rank's half of the trainer agent: what it holds for all publications, and how one ends on every rank."""
+"""Rank 0's half of the trainer agent: state that outlives publications, and the end of each on every rank."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _log = get_log(__name__)
 
 
 class RankZero:
-    """Publishes version after version. Not for several threads at once."""
+    """Publishes version after version. Not thread-safe."""
 
     def __init__(
         self, context: PublisherContext, pool: StagingPool, source: Source, memory_export: MemoryExport | None = None
@@ -81,7 +81,7 @@ class RankZero:
         self._times: dict[int, SnapshotTimes] = {}
         snapshots = SnapshotPublisher(context, pool, source, self._times)
         self._background = BackgroundPublisher(
-            snapshots.stores,
+            snapshots.buffers,
             context.settings.overlap,
             snapshots.publish,
             snapshots,
@@ -92,28 +92,28 @@ class RankZero:
             _log.warning("settings_doubted", channel=context.settings.channel, reason=doubt)
         self._lag_limit = LagLimit(context.settings, context.bus, self._background)
         self._stood_s = 0.0
-        """Since the last snapshot was handed over."""
+        """Seconds for which training was blocked since the last snapshot was enqueued."""
 
     @property
     def committed(self) -> int | None:
-        """The channel's committed version, as the coordinator said it last."""
+        """The channel's committed version, as of the coordinator's last message."""
         return self._context.bus.committed
 
     def history(self) -> tuple[PastStatus, ...]:
-        """What was committed in the channel, oldest first, as far as the coordinator remembers."""
+        """Versions committed in the channel, oldest first, as far as the coordinator remembers."""
         settings = self._context.settings
         document = self._context.bus.status(settings.request_timeout_s)
         known = parse(document).channels.get(settings.channel)
         return known.history if known else ()
 
     def behind(self, version: int) -> tuple[str, ...]:
-        """The engines that are here without `version`, which is committed; none where another one is."""
+        """Engines that are present without the committed `version`; none if another version is committed."""
         settings = self._context.settings
         known = parse(self._context.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
         return engines_behind(known, version)
 
     def catch_up(self, version: int) -> PublicationEnd:
-        """Bring `version`, which is committed, to the engines that lack it, and tell every rank how that ended."""
+        """Deliver the committed `version` to the engines that lack it, and tell every rank how that ended."""
         try:
             lacking = self.behind(version)
         except WeightbusError as error:
@@ -131,13 +131,13 @@ class RankZero:
         return end
 
     def publish(self, version: int, *, rollback: bool = False, catch_up: bool = False) -> PublicationEnd:
-        """Bring `version` to its end and tell every rank. Raises only what is no `Exception`, after telling them."""
+        """Publish `version` and tell every rank how that ended. Raises only what is no `Exception`, afterwards."""
         drive = PublicationDriver(self._context, version, rollback=rollback, catch_up=catch_up)
         try:
             self._wait_for_snapshots()
             result = drive.run()
         except BaseException as error:
-            # The other ranks wait for an order, whatever happened here.
+            # The other ranks wait for a command, whatever happened here.
             result = drive.fail(error)
             if not isinstance(error, Exception):
                 self._tell(result, drive.report(result))
@@ -148,10 +148,10 @@ class RankZero:
         return PublicationEnd(result, report, drive.cause)
 
     def snapshot(self, version: int) -> tuple[SnapshotTaken, Future[PublicationEnd]] | tuple[PublicationEnd, None]:
-        """Copy the weights and tell every rank to go on; the future says how the publication ended, and never raises.
+        """Copy the weights and tell every rank to go on. The future of the publication's end never raises.
 
-        Of a snapshot that could not be taken the end is returned, and every rank told. With `max_lag` returns when
-        training may go on, or when it is known that it may not.
+        If the snapshot could not be taken its end is returned, and every rank told. With `max_lag` blocks until
+        training may go on, or until it is known that it may not.
         """
         watch = Stopwatch()
         claimed = False
@@ -172,9 +172,9 @@ class RankZero:
             return end, None
         self._times[version] = SnapshotTimes(watch.seconds["snapshot"], self._stood_s + watch.seconds["claim"])
         future = self._background.enqueue(version)
-        future.add_done_callback(lambda _: self._times.pop(version, None))  # nobody drives what is superseded
+        future.add_done_callback(lambda _: self._times.pop(version, None))  # a superseded version has no driver
         with watch.phase("hold"):
-            ahead = self._lag_limit.hold(version, self._context.ranks)
+            ahead = self._lag_limit.wait_until_allowed(version, self._context.ranks)
         self._stood_s = watch.seconds["hold"]
         taken = SnapshotTaken(version, watch.seconds["claim"] + self._stood_s, str(ahead) if ahead else "")
         self._context.ranks.tell(taken)
@@ -199,7 +199,7 @@ class RankZero:
         return end
 
     def close(self) -> None:
-        """Let go of senders, memory and the coordinator; each of them, whatever the others do."""
+        """Close senders, buffers and the connection to the coordinator; each of them even if another fails."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._context.bus.close)
             stack.callback(self._pool.close)
@@ -237,7 +237,7 @@ class RankZero:
         self._context.ranks.tell(KeepWaiting())
 
     def _longest_wait_s(self) -> float:
-        """How long all publications that are ahead can take, by their own deadlines."""
+        """Upper bound in seconds of all pending publications, by their own deadlines."""
         limits = self._context.settings.limits()
         return (
             self._background.pending * (limits.attempts * (limits.acquire_s + limits.round_s) + limits.abandon_s) + 1.0
@@ -265,11 +265,11 @@ _WARNING: Final = 30
 def start_rank_zero(
     source: Source, settings: TrainerSettings, layout: VersionLayout, progress: Callable[[Progress], None] | None = None
 ) -> RankZero:
-    """Connect to the coordinator and make the staging memory. Root only."""
+    """Connect to the coordinator and allocate the staging buffers. Rank 0 only."""
     manifest = layout.manifest
     check_configs(settings.served, settings.hf_config_dir)
     archive = _archive(source, settings)
-    memory_export, refusals = _tried(memory_export_of(source, settings, manifest), source, settings)
+    memory_export, refusals = _first_export(memory_export_of(source, settings, manifest), source, settings)
     kinds = tuple(kind for kind in settings.transports() if kind not in refusals)
     if not kinds:
         raise ConfigurationError(
@@ -285,7 +285,7 @@ def start_rank_zero(
         if memory_export is not None:
             undo.callback(memory_export.close)
         curve = agent_key_files(settings.keys, settings.name, insecure_loopback=settings.insecure_loopback)
-        told = topology_of(
+        topology = topology_of(
             settings,
             kinds,
             memory_export.places if memory_export else layout.places or (location_of(0, source.device),),
@@ -294,8 +294,8 @@ def start_rank_zero(
         )
         bus = BusClient(
             BusSettings(endpoint=settings.coordinator, curve=curve),
-            _hello(source, settings, kinds),
-            topology=lambda: told,
+            _hello_maker(source, settings, kinds),
+            topology=lambda: topology,
         )
         undo.callback(bus.close)
         ranks = CommandedRanks(source)
@@ -316,7 +316,7 @@ def start_rank_zero(
             senders={},
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
-            signer=_Seal(settings, curve) if curve else None,
+            signer=_Signer(settings, curve) if curve else None,
             archive=archive,
         )
         undo.pop_all()
@@ -324,17 +324,17 @@ def start_rank_zero(
 
 
 def _archive(source: Source, settings: TrainerSettings) -> Archive | None:
-    """What keeps versions as files, where that was asked for."""
+    """The archive that keeps versions as files; None if none was asked for."""
     if not settings.save_every or settings.save_dir is None:
         return None
-    told = source.served if isinstance(source, KnowsServed) else None
-    config_dir = settings.hf_config_dir or settings.served or (told if isinstance(told, Path) else None)
+    served = source.served if isinstance(source, KnowsServed) else None
+    config_dir = settings.hf_config_dir or settings.served or (served if isinstance(served, Path) else None)
     policy = ArchivePolicy(settings.save_every, settings.keep_last, settings.keep_every)
     return Archive(settings.save_dir, settings.channel, policy, config_dir)
 
 
 def memory_export_of(source: Source, settings: TrainerSettings, manifest: Manifest) -> MemoryExport | None:
-    """The means to let engines read this rank, where that was asked for and can be. The same answer on every rank."""
+    """This rank's memory export; None if no transport needs one or the source has none. The same on every rank."""
     in_place = _in_place(settings.preferences()).values()
     read, sent = (any(each.reads_memory is wanted for each in in_place) for wanted in (True, False))
     if not (read or sent) or not isinstance(source, Exportable):
@@ -343,12 +343,13 @@ def memory_export_of(source: Source, settings: TrainerSettings, manifest: Manife
     return MemoryExport(source, manifest, folder, settings.channel, read=read, sent=sent)
 
 
-def _tried(
+def _first_export(
     memory_export: MemoryExport | None, source: Source, settings: TrainerSettings
 ) -> tuple[MemoryExport | None, dict[TransportKind, str]]:
-    """Expose once, at the start: what cannot be exported goes through staging buckets, by the next transport.
+    """Export once, at the start: memory that cannot be exported is published through buckets, by the next transport.
 
-    Returns also which transports are out because of that, and why. That is worth a warning only to who named them.
+    Returns also the transports that are not possible because of that, with reasons. They are logged as warnings only if
+    the settings name these transports.
     """
     wanted = _in_place(settings.preferences())
     level = _WARNING if _in_place(settings.transport) else _INFO
@@ -371,7 +372,7 @@ def _tried(
 
 
 def _in_place(kinds: Iterable[TransportKind]) -> dict[TransportKind, Transport]:
-    """Those of `kinds` that give the ranks' memory itself."""
+    """The transports of `kinds` that transfer the ranks' memory itself."""
     return {kind: each for kind in kinds if (each := transports.by_name(kind)).in_place}
 
 
@@ -387,27 +388,27 @@ def _without_nixl(settings: TrainerSettings) -> dict[TransportKind, str]:
     return {TransportKind.SENDS: reason}
 
 
-class _Seal:
-    """This trainer's own. Its secret stays in here: nothing that is shown or logged holds it."""
+class _Signer:
+    """Signs with this trainer's secret key, which is neither shown nor logged."""
 
     def __init__(self, settings: TrainerSettings, curve: CurveFiles) -> None:
         self._name, self._channel = AgentId(settings.name), Channel(settings.channel)
         self._secret = read_secret_key(curve.secret)
 
     def publication(self, message: Publish, previous: HeldVersion | None) -> Publish:
-        """`message`, to follow the committed version `previous`."""
+        """Sign `message`, which follows the committed version `previous`."""
         return sign_publication(message, self._name, self._secret, previous)
 
     def table(self, message: Publish, table: Digest) -> bytes:
-        """Why `table` is to be believed for `message`, which left it open."""
+        """Sign `table` as the digest table of `message`, which deferred it."""
         return sign_digest_table(message, table, self._secret).encode("ascii")
 
     def offer(self, offer: Endpoint, epoch: Epoch) -> Endpoint:
-        """`offer`, for one epoch."""
+        """Sign `offer` for one epoch."""
         return sign_endpoint(offer, self._channel, epoch, self._secret)
 
 
-def _hello(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:
+def _hello_maker(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:
     incarnation = Incarnation(os.urandom(8).hex())
     trainer = _trainer_info(source, kinds)
     greetings = itertools.count(1)

@@ -1,7 +1,8 @@
-"""A copy of all buckets of one version on the root rank, so that training may go on while it is published.
+"""Snapshots: copies of all buckets of one version on rank 0, and their publications.
 
-It is taken on the training loop's own thread, because assembling is collective: on a thread of its own its collectives
-would meet the training step's, in another order on every rank. What is left to the background reads this memory alone.
+A snapshot is taken on the training loop's own thread, because assembling is collective: on another thread its
+collectives would meet the training step's, in a different order on every rank. Afterwards the publishing thread reads
+the snapshot's buffer alone.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class SnapshotBuffer:
         self._taken: torch.cuda.Event | None = None
 
     def take(self, assemble: Callable[[int, torch.Tensor], None]) -> None:
-        """Have every bucket assembled, one after another, and keep it. On a GPU this only enqueues."""
+        """Assemble every bucket into the buffer, one after another. On a GPU this only enqueues work."""
         if not self._buckets:
             self._buckets = [self._empty(bucket.nbytes) for bucket in self._manifest.buckets]
         direct = self._device.type != "cuda" or self._memory is SnapshotMemory.DEVICE
@@ -53,7 +54,7 @@ class SnapshotBuffer:
             self._taken.record()
 
     def wait(self) -> None:
-        """Return when all of it is there. For the thread that reads it."""
+        """Block until the snapshot is complete. Called by the thread that reads it."""
         if self._taken is not None:
             self._taken.synchronize()
 
@@ -63,7 +64,7 @@ class SnapshotBuffer:
         out[: kept.numel()].copy_(kept, non_blocking=True)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._buckets = []
 
     def _empty(self, nbytes: int) -> torch.Tensor:
@@ -79,29 +80,29 @@ class SnapshotBuffer:
 
 
 class SnapshotSource:
-    """A `Source` of one process over a snapshot: no rank takes part, no parameter is read."""
+    """A `Source` of one process over a snapshot: no other rank takes part, no parameter is read."""
 
     def __init__(self, source: Source, store: SnapshotBuffer) -> None:
         self._source = source
-        self._store = store
+        self._snapshot_buffer = store
 
     @property
     def model(self) -> str:
-        """Architecture of the snapshot."""
+        """Architecture of the model."""
         return self._source.model
 
     @property
     def root(self) -> bool:
-        """There is nobody else."""
+        """True: it is the only rank."""
         return True
 
     @property
     def device(self) -> torch.device:
-        """Where buckets are wanted."""
+        """Device on which buckets are wanted."""
         return self._source.device
 
     def tensors(self) -> Sequence[TensorSpec]:
-        """What the snapshot consists of."""
+        """Tensors of the snapshot."""
         return self._source.tensors()
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
@@ -109,7 +110,7 @@ class SnapshotSource:
         del manifest
         if out is None:
             raise ValueError("the root gives a buffer")
-        self._store.read(index, out)
+        self._snapshot_buffer.read(index, out)
 
     def agree(self, blob: bytes | None) -> bytes:
         """Return `blob`: the other ranks train."""
@@ -122,66 +123,68 @@ _log = get_log(__name__)
 
 
 class SnapshotTimes(NamedTuple):
-    """What a training loop gave for a snapshot, in seconds."""
+    """Seconds for which a training loop was blocked for a snapshot."""
 
     snapshot: float
     stood: float
 
 
 class SnapshotPublisher:
-    """Driven with the leader's bus, senders and slots, and weights of their own.
+    """Publishes snapshots with rank 0's connection, senders and staging buffers, from sources of their own.
 
-    Implements `background.Latecomers`, too.
+    Implements `background_publisher.EngineResyncs`, too.
     """
 
     def __init__(
         self, context: PublisherContext, pool: StagingPool, source: Source, times: dict[int, SnapshotTimes]
     ) -> None:
         settings, staging = context.settings, context.staging
-        self.stores = [
+        self.buffers = [
             SnapshotBuffer(staging.manifest, source.device, settings.snapshot_memory) for _ in range(settings.snapshots)
         ]
-        self.look_s = settings.catch_up_s
+        self.poll_s = settings.catch_up_s
         self._context, self._times = context, times
         self._warned: set[str] = set()
-        """Why engines that are behind were not looked for, as far as that was said."""
+        """Errors that were logged while looking for engines that are behind."""
         self._contexts: list[PublisherContext] = []
-        for store in self.stores:
+        for store in self.buffers:
             stored = SnapshotSource(source, store)
             ranks = CommandedRanks(stored)
             own = BucketStaging(stored, staging.manifest, pool, ranks, staging.head_dim)
             self._contexts.append(msgspec.structs.replace(context, ranks=ranks, staging=own, mode=Mode.SNAPSHOT))
 
     def publish(self, version: int, buffer: int) -> PublicationEnd:
-        """Drive it to its end."""
+        """Publish a new version from `buffer`."""
         took = self._times.pop(version)
-        result, report, cause = self._run(PublicationDriver(self._own(buffer), version, stood_s=took.stood), buffer)
+        result, report, cause = self._run(
+            PublicationDriver(self._context_of(buffer), version, stood_s=took.stood), buffer
+        )
         report = msgspec.structs.replace(report, seconds={"snapshot": took.snapshot, **report.seconds})
         log_publication_end(result, report)
         return PublicationEnd(result, report, cause)
 
     def behind(self, version: int) -> bool:
-        """Whether an engine is here without it, and nobody is about to bring it anything."""
+        """True if an engine is present without `version`, and no lease is held to deliver another one."""
         settings = self._context.settings
         try:
             known = parse(self._context.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
         except WeightbusError as error:
-            self._warn(str(error))
+            self._warn_once(str(error))
             return False
         return known is not None and known.lease is None and bool(engines_behind(known, version))
 
     def bring(self, version: int, buffer: int) -> None:
-        """Drive it to those who lack it. How that ended is in the log."""
-        result, report, _ = self._run(PublicationDriver(self._own(buffer), version, catch_up=True), buffer)
+        """Deliver the version to the engines that lack it. The log says how that ended."""
+        result, report, _ = self._run(PublicationDriver(self._context_of(buffer), version, catch_up=True), buffer)
         log_publication_end(result, report)
 
-    def _warn(self, error: str) -> None:
-        """Once for each reason: it is looked again in a moment, and the reason may stay."""
+    def _warn_once(self, error: str) -> None:
+        """Log each error once: the next look is a moment later, and the error may stay."""
         if error not in self._warned and len(self._warned) < _REASONS:
             self._warned.add(error)
             _log.warning("not_looked_for_latecomers", error=error, advice=_ADVICE)
 
-    def _own(self, buffer: int) -> PublisherContext:
+    def _context_of(self, buffer: int) -> PublisherContext:
         own = self._contexts[buffer]
         own.boot = self._context.boot
         return own
@@ -196,9 +199,9 @@ class SnapshotPublisher:
 
 
 def engines_behind(channel: ChannelView | None, version: int) -> tuple[str, ...]:
-    """The engines of `channel` that are here and could take its committed version, if that is `version`.
+    """Engines of `channel` that are present and could take its committed version, if that is `version`.
 
-    Who has given its memory back is brought the next one.
+    An engine that has released its memory receives the next version.
     """
     if channel is None or channel.committed is None or channel.committed.version != version:
         return ()
@@ -210,7 +213,7 @@ def engines_behind(channel: ChannelView | None, version: int) -> tuple[str, ...]
 
 
 def log_publication_end(result: PublicationResult, report: PublishReport) -> None:
-    """One line for each publication."""
+    """Log one line for each publication."""
     _log.log(
         _LEVELS.get(result.ending, _ERROR),
         "publication_over",
@@ -224,7 +227,7 @@ def log_publication_end(result: PublicationResult, report: PublishReport) -> Non
 
 
 _REASONS: Final = 64
-"""Of so many is warned at most: some name what changes."""
+"""Maximum number of different errors that are logged: some contain numbers that change."""
 _ADVICE: Final = (
     "engines that come later are not brought this version meanwhile: see whether `weightbus status` answers here, and"
     " whether the coordinator is of the same release"

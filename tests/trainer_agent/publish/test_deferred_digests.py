@@ -41,7 +41,7 @@ from .test_made_ahead import DIRECT, Coordinator, Rig
 WAIT_S = 30.0
 
 
-class _Seal:
+class _Signer:
     """Signs by saying what it was asked to sign."""
 
     def publication(self, message: m.Publish, previous: m.HeldVersion | None) -> m.Publish:
@@ -164,7 +164,7 @@ def test_what_is_on_the_device_that_makes_the_table_waits_for_it(*, shares: bool
 
 def test_the_table_that_follows_is_signed(rig: Rig) -> None:
     """For the publication that left it open."""
-    rig.rank_zero._context.signer = _Seal()
+    rig.rank_zero._context.signer = _Signer()
 
     rig.publish(2)
 

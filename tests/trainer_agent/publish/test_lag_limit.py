@@ -17,7 +17,7 @@ from weightbus.control.protocol.enums import TransportKind
 from weightbus.trainer_agent.machine.errors import RoundAborted, TooFarAhead
 from weightbus.trainer_agent.publish import lag_limit as lag
 from weightbus.trainer_agent.publish.agent import TrainerAgent
-from weightbus.trainer_agent.publish.lag_limit import LagDecision, LagLimit, LagStatus, decide, oldest_served
+from weightbus.trainer_agent.publish.lag_limit import LagDecision, LagLimit, LagStatus, lag_decision, oldest_served
 from weightbus.trainer_agent.settings import TrainerSettings
 
 from .test_snapshots import PATIENCE_S, Gate, Loop
@@ -39,7 +39,7 @@ from .test_snapshots import PATIENCE_S, Gate, Loop
 )
 def test_the_rule(serving: int | None, coming: bool, expired: bool, expected: LagDecision) -> None:
     """Go on within the bound; wait while something comes or nothing is known; say so when nothing helps any more."""
-    assert decide(5, serving, 1, coming=coming, expired=expired) is expected
+    assert lag_decision(5, serving, 1, coming=coming, expired=expired) is expected
 
 
 def view(committed: int | None, engines: dict[str, tuple[int | None, str]]) -> ChannelView:
@@ -103,7 +103,7 @@ def test_a_publication_that_ends_while_the_status_is_asked_for_is_waited_for(mon
     monkeypatch.setattr(lag, "parse", lambda _: SimpleNamespace(channels={"c": answers.pop(0)}))
     settings = TrainerSettings(channel="c", max_lag=1)
     pacer = LagLimit(settings, SimpleNamespace(status=status), cast("Any", background))
-    assert pacer.hold(7, cast("Any", SimpleNamespace(tell=lambda _: None))) is None
+    assert pacer.wait_until_allowed(7, cast("Any", SimpleNamespace(tell=lambda _: None))) is None
     assert waited == [0]
 
 

@@ -35,9 +35,12 @@ def test_that_is_found_out_when_the_trainer_starts(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(nixl_group, "_MODULES", ("nixl_of_no_version",))
     monkeypatch.setattr(rank_zero, "CommandedRanks", Mock())
     memory_export = Mock(MemoryExport, unreadable="")
-    assert rank_zero._tried(memory_export, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS}
+    assert rank_zero._first_export(memory_export, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS}
     memory_export.unreadable = "a rank is on another host"
-    assert rank_zero._tried(memory_export, Mock(), BY_NIXL)[1].keys() == {TransportKind.SENDS, TransportKind.DIRECT}
+    assert rank_zero._first_export(memory_export, Mock(), BY_NIXL)[1].keys() == {
+        TransportKind.SENDS,
+        TransportKind.DIRECT,
+    }
 
 
 def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:

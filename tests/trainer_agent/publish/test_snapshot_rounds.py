@@ -99,7 +99,7 @@ def test_what_a_round_learns_of_the_coordinator_is_kept(fails: bool) -> None:
     seen: list[int] = []
 
     def drive(buffer: int, learns: int) -> PublicationDriver:
-        own = rounds._own(buffer)
+        own = rounds._context_of(buffer)
         seen.append(own.boot)
 
         def run() -> str:
