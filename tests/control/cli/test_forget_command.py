@@ -1,4 +1,4 @@
-"""Channels that nobody needs any more make room for others, by a command and by nothing else."""
+"""Unused channels make room for others, by a command and by nothing else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_named_is_forgotten_and_the_rest_kept(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Versions, answers and history: who uses the name again begins anew. The audit trail says so."""
+    """Versions, answers and history: a channel of that name begins anew. The audit trail records it."""
     assert main(["forget-channel", "policy", "--journal", str(path)]) == 0
     said = capsys.readouterr()
     assert said.out == "forgotten policy\n"

@@ -46,7 +46,7 @@ def test_what_is_no_address_is_not_asked(url: str, command: str, capsys: pytest.
 
 
 @pytest.mark.parametrize("command", ["plan", "status"])
-def test_nobody_waits_for_ever(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_waits_for_ever(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A day is enough for a page; more than a clock can count is a typing error."""
     assert main([command, "--url", "http://127.0.0.1:1", "--timeout-s", "1e300"]) == 2
     assert "timeout_s" in capsys.readouterr().err

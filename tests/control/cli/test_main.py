@@ -220,7 +220,7 @@ def test_check_config_refuses_the_keys_that_a_start_would(tmp_path: Path, capsys
 def test_check_config_names_the_keys_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who names no folder uses the usual one, and is shown it; who does without keys uses none."""
+    """Without a folder the default one is used and shown; without keys none is."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     usual = f"# default: {tmp_path / 'weightbus' / 'keys'} is used"
     assert main(["keygen"]) == 0
@@ -249,7 +249,7 @@ def test_a_wrong_word_is_answered_with_the_right_ones(tmp_path: Path, capsys: py
 
 
 def test_check_config_refuses_to_listen_without_keys(capsys: pytest.CaptureFixture[str]) -> None:
-    """Off the loopback there is no way without keys, and nobody has to start a coordinator to learn it."""
+    """Off the loopback keys are required, and `--check-config` already says so."""
     assert main(["coordinator", "--insecure-loopback", "--bind=0.0.0.0", "--check-config"]) == 2
     assert "without keys the bus may only listen on the loopback" in capsys.readouterr().err
 
@@ -302,10 +302,10 @@ def test_check_config_says_what_is_set_in_vain(given: list[str], said: str, caps
         (["--lease-s=8.5", "--silence-s=8.5", "--heartbeat-s=0.5"], [], ""),
     ],
 )
-def test_who_ends_attempts_before_workers_are_let_go_is_told(
+def test_settings_that_end_attempts_before_watchdogs_are_warned_about(
     given: list[str], named: list[str], least: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Who stands in for a sidecar or a source waits for 8 s, and cannot be told of a shorter wait."""
+    """The watchdogs of a sidecar and of a source wait for 8 s, and cannot be given a shorter wait."""
     assert main(["coordinator", "--insecure-loopback", "--check-config", *given]) == 0
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ends_too_soon: ")]
     assert [line.split()[2] for line in said] == named
@@ -322,7 +322,7 @@ def test_check_config_says_nothing_of_what_is_used(capsys: pytest.CaptureFixture
 
 
 def test_a_coordinator_that_is_alone_warns_of_what_it_does_without(tmp_path: Path) -> None:
-    """At its start: who set it believes that agents are told another address."""
+    """At its start: the operator believes that agents are told another address."""
     command = [sys.executable, "-m", "weightbus.control", "coordinator", "--log-format=json", "--insecure-loopback"]
     command += ["--router-port=0", "--http-port=0", "--advertise=tcp://10.0.0.5:5750", f"--journal={tmp_path / 'j'}"]
     command += ["--lease-s=5"]
@@ -415,8 +415,8 @@ def test_trust(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.split() == ["changed", "t0"]
 
 
-def test_nobody_is_locked_out_by_an_addition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A name that is none, and a key that another agent has, are refused: with them the list would trust nobody."""
+def test_an_addition_locks_no_agent_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An invalid name, and a key of another agent, are refused: they would make the list invalid."""
     where = ["--keys", str(tmp_path)]
     assert main(["keygen", *where, "e0"]) == 0
     policy = ["--role", "engine", "--channels", "policy"]
@@ -467,7 +467,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(lines) == {"weightbus", "python", "libzmq", *commands.PACKAGES}
 
 
-def test_status_of_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_of_an_absent_coordinator(capsys: pytest.CaptureFixture[str]) -> None:
     """A coordinator that is away is one clear line; an address that is none is a configuration error."""
     assert main(["status", "--url", "http://127.0.0.1:1"]) == 1
     text = capsys.readouterr().err
@@ -510,7 +510,7 @@ def _line_with(process: subprocess.Popen[str], event: str) -> str:
 
 
 def test_what_a_coordinator_does_without_is_warned_of_at_once(tmp_path: Path) -> None:
-    """Though it cannot reach its store: nobody would learn why it does nothing, nor that it has no keys."""
+    """Even without its store: otherwise no line would say why it does nothing, and that it has no keys."""
     command = [sys.executable, "-m", "weightbus.control", "coordinator", "--log-format=json", "--insecure-loopback"]
     command += ["--router-port=0", "--http-port=0", "--store=etcd://127.0.0.1:1", f"--journal={tmp_path / 'j'}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path) as process:

@@ -130,7 +130,7 @@ def test_refused(environ: dict[str, str], flags: dict[str, object], said: str) -
     ],
 )
 def test_file_refused(tmp_path: Path, text: str, said: str) -> None:
-    """A file with a name that nobody reads, or a value of the wrong type, stops the process before it starts."""
+    """A file with an unknown name, or a value of the wrong type, stops the process before it starts."""
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(ConfigurationError, match=said):
@@ -192,7 +192,7 @@ def test_sections_do_not_begin_each_other() -> None:
 
 
 def test_coordinator_defaults_are_the_limits_defaults() -> None:
-    """The machine's waits have one default, whoever states it; the ports are those of the documentation."""
+    """The machine's waits have one default in both places; the ports are those of the documentation."""
     found = load(CoordinatorSettings, "coordinator").value
     assert found.limits() == Limits()
     assert (found.router_port, found.http_port, found.bind) == (5750, 5752, "127.0.0.1")

@@ -310,7 +310,7 @@ def test_a_reader_that_is_older_than_a_field() -> None:
 
 
 def test_every_message_and_fragment_keeps_the_rule() -> None:
-    """No type is lax about fields it does not know, and none sends what nobody said."""
+    """No type accepts unknown fields, and none sends a field that has its default."""
     for each in (*m.Message.__subclasses__(), *m.Fragment.__subclasses__()):
         config = each.__struct_config__
         assert config.forbid_unknown_fields, each
@@ -381,7 +381,7 @@ def test_no_server_is_of_a_size_that_cannot_be(field: str) -> None:
             codec.TO_COORDINATOR.decode([header, msgspec.msgpack.encode(sized(size))])
 
 
-def test_sender_refuses_what_nobody_would_read() -> None:
+def test_sender_refuses_what_no_receiver_would_read() -> None:
     """A value out of bounds fails where it was made, with the name of the field."""
     with pytest.raises(Malformed, match=r"Acquire: .*channel"):
         codec.TO_COORDINATOR.encode(m.Acquire(request=KEY, channel=Channel("a b"), version=VERSION))

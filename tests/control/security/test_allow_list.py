@@ -1,4 +1,4 @@
-"""The allow-list: written whole, read with suspicion, followed, and trusting nobody when in doubt."""
+"""The allow-list: replaced atomically, checked when read, followed, and without trust while invalid."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_is_written_is_read(path: Path) -> None:
-    """Every key that Z85 allows survives the file; nobody else may write it."""
+    """Every key that Z85 allows survives the file; other users may not write it."""
     assert read_allow_list(path).agents == {"e0": E0, "t0": T0}
     assert path.stat().st_mode & 0o777 == 0o600
     for number in range(200):
@@ -58,7 +58,7 @@ def test_what_is_written_is_read(path: Path) -> None:
 
 
 def test_an_edit_survives_a_power_cut(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who was removed stays so: the list's bytes are on the disk before its name, and its name before the answer."""
+    """A removal survives a crash: the file's bytes are synced before its name, and its name before the answer."""
     disk = DiskCalls(monkeypatch)
     with edit_allow_list(path) as agents:
         del agents["e0"]
@@ -137,7 +137,7 @@ def test_what_is_wrong_is_named(path: Path, old: str, new: str, problem: str) ->
 
 
 def test_a_list_that_others_may_write_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever can write it decides who may publish."""
+    """Write access to the file decides which trainer may publish."""
     for mode in (0o620, 0o602):
         path.chmod(mode)
         with pytest.raises(PeerKeyError, match="chmod"):
@@ -177,8 +177,8 @@ def test_the_list_is_followed(path: Path) -> None:
     assert trust.principals(fresh=True) is found
 
 
-def test_who_is_trusted_with_the_same_stays_the_same(path: Path) -> None:
-    """A change of one entry leaves the others the objects they were: whoever compares them need not look inside."""
+def test_an_unchanged_principal_stays_the_same_object(path: Path) -> None:
+    """A change of one entry leaves the principals of the others the same objects, which are compared by identity."""
     with edit_allow_list(path) as agents:
         agents["other"] = msgspec.structs.replace(E0, key="o" * 40)
     trust = AllowList(path)
@@ -190,8 +190,8 @@ def test_who_is_trusted_with_the_same_stays_the_same(path: Path) -> None:
     assert after[E0.key].channels == ("elsewhere",)
 
 
-def test_in_doubt_nobody_is_trusted(path: Path) -> None:
-    """A list that went, or was broken by hand, lets nobody in, says why, and recovers by itself."""
+def test_an_invalid_list_trusts_no_agent(path: Path) -> None:
+    """While the file is missing or invalid no agent is let in; the reason is told, and a valid file is used at once."""
     trust = AllowList(path)
     good = path.read_bytes()
     for spoil in (path.unlink, lambda: path.write_text("nonsense")):
@@ -205,8 +205,8 @@ def test_in_doubt_nobody_is_trusted(path: Path) -> None:
     assert trust.principals(fresh=True) == {}
 
 
-def test_that_nobody_is_trusted_is_said_aloud(path: Path) -> None:
-    """Once, with the reason, though nobody may be here to be cut off; and once that all is well again."""
+def test_an_invalid_list_is_logged_once(path: Path) -> None:
+    """One log line with the reason, even without a connected agent; and one when the file is valid again."""
     trust = AllowList(path)
     good = path.read_bytes()
     with structlog.testing.capture_logs() as lines:

@@ -122,13 +122,13 @@ def test_what_is_not_signed_may_be_changed() -> None:
 
 
 def test_no_seal_is_no_publication() -> None:
-    """Where keys are used, a version that nobody signed is refused."""
+    """Where keys are used, an unsigned version is refused."""
     assert kind(offered(publication())) is VerificationFailureKind.UNSIGNED
 
 
 def test_only_trainers_of_the_channel_are_believed() -> None:
-    """A stranger, an engine and a trainer of another channel sign as well as anybody, and in vain."""
-    for name, pair in (("nobody", TRAINER), ("e0", ENGINE), ("t1", OTHER)):
+    """Valid signatures of a stranger, an engine and a trainer of another channel are refused."""
+    for name, pair in (("stranger", TRAINER), ("e0", ENGINE), ("t1", OTHER)):
         forged = sign_publication(publication(), AgentId(name), pair.secret, None)
         assert kind(offered(forged)) is VerificationFailureKind.UNKNOWN_SIGNER, name
 
@@ -248,8 +248,8 @@ def test_bytes_come_from_where_the_trainer_said() -> None:
         {"signature": "0" * 128},
     ],
 )
-def test_nobody_sends_engines_elsewhere(lie: dict[str, object]) -> None:
-    """Digests made for speed do not resist whoever may choose the bytes: so only the trainer names the sender."""
+def test_engines_cannot_be_redirected(lie: dict[str, object]) -> None:
+    """Digests made for speed do not resist an attacker that chooses the bytes: so only the trainer names the sender."""
     offer = msgspec.structs.replace(sign_endpoint(OFFER, CHANNEL, Epoch(9), TRAINER.secret), **lie)
     found = verify_endpoint(transfer(offer), AgentId("t0"), TRUSTED)
     assert found is not None
@@ -262,7 +262,7 @@ def test_every_field_of_an_offer_is_signed() -> None:
 
 
 def test_an_offer_is_of_one_epoch_and_one_trainer() -> None:
-    """Not the one of the attempt before, not another trainer's, and none of somebody who is not trusted any more."""
+    """Not the one of the attempt before, not another trainer's, and none of a trainer that is not trusted any more."""
     offer = sign_endpoint(OFFER, CHANNEL, Epoch(9), TRAINER.secret)
     for message, signer, found in (
         (transfer(offer, epoch=10), AgentId("t0"), VerificationFailureKind.REDIRECTED),
@@ -300,7 +300,7 @@ def test_a_table_that_follows_is_believed_by_its_own_signature() -> None:
 
 
 def test_a_signature_under_a_table_is_good_for_one_table_of_one_publication() -> None:
-    """Not for other bits, not for a later epoch, and not by whoever is not trusted any more."""
+    """Not for other bits, not for a later epoch, and not by a trainer that is not trusted any more."""
     publish, table = left_open(), held(5).table
     signature = sign_digest_table(publish, table, TRAINER.secret)
     prepare = offered(publish)
@@ -309,9 +309,9 @@ def test_a_signature_under_a_table_is_good_for_one_table_of_one_publication() ->
         found = verify_digest_table(about, name, signature, TRUSTED)
         assert found is not None
         assert found.kind is VerificationFailureKind.FORGED
-    for nobody in (None, msgspec.structs.replace(prepare, publication_signature=None), prepare):
-        trusted = TRUSTED if nobody is not prepare else {}
-        found = verify_digest_table(nobody, table, signature, trusted)
+    for unsigned in (None, msgspec.structs.replace(prepare, publication_signature=None), prepare):
+        trusted = TRUSTED if unsigned is not prepare else {}
+        found = verify_digest_table(unsigned, table, signature, trusted)
         assert found is not None
         assert found.kind is VerificationFailureKind.UNKNOWN_SIGNER
 
@@ -320,7 +320,7 @@ def test_a_signature_under_a_table_is_good_for_one_table_of_one_publication() ->
     "now", [entry(Role.TRAINER, TRAINER, "another"), entry(Role.ENGINE, TRAINER), None], ids=["channel", "role", "gone"]
 )
 def test_every_signature_is_judged_by_the_list_as_it_is_now(now: AllowListEntry | None) -> None:
-    """Who is trusted with something else since `Prepare` is believed neither a table nor an offer any more."""
+    """A signer whose entry changed since `Prepare` is believed neither a table nor an endpoint any more."""
     publish, table = left_open(), held(5).table
     offer = sign_endpoint(Endpoint(transport=TransportKind.LOCAL, address="a"), CHANNEL, Epoch(9), TRAINER.secret)
     transfer = Transfer(
@@ -344,6 +344,6 @@ def test_every_signature_is_judged_by_the_list_as_it_is_now(now: AllowListEntry 
 
 
 def test_an_open_publication_is_not_that_of_any_table() -> None:
-    """Who carries it can neither fill a table in nor take one out."""
+    """The coordinator can neither fill a table in nor take one out."""
     assert kind(offered(left_open(), table=digest("evil"))) is VerificationFailureKind.FORGED
     assert kind(offered(signed_publication(), table=Digest(""))) is VerificationFailureKind.FORGED

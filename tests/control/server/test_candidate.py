@@ -36,7 +36,7 @@ HELLO = Hello(
 
 
 class Follower:
-    """An election that somebody else has won."""
+    """An election that another coordinator has won."""
 
     def stand(self) -> LeaderRecord:
         return LeaderRecord("c0", "tcp://127.0.0.1:1")
@@ -86,7 +86,7 @@ def answered(link: DealerLink, message: ToCoordinator | bytes) -> Refused:
 
 
 def test_every_refusal_is_answered_and_counted(standby: StandbyServer) -> None:
-    """Whoever says something is sent to the leader; what is no message is refused as one that leads would."""
+    """Agents are sent to the leader; bytes that are no message are refused as by a leader."""
     link = DealerLink(f"tcp://127.0.0.1:{standby.ports.router}")
     link.open()
     try:
@@ -109,10 +109,10 @@ def test_every_refusal_is_answered_and_counted(standby: StandbyServer) -> None:
 
 
 @pytest.mark.parametrize("command", ["status", "plan"])
-def test_people_who_ask_a_standby_are_told_who_leads(
+def test_a_standby_names_the_leader_to_people(
     standby: StandbyServer, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    """It knows nothing of the channels, and says whom to ask."""
+    """The standby knows no channels, and names the coordinator to ask."""
     url = f"http://127.0.0.1:{standby.ports.http}"
     until = time.monotonic() + DEADLINE_S
     pause = threading.Event()
@@ -139,7 +139,7 @@ class Unreachable:
 
 
 def test_a_store_that_cannot_be_asked_is_told_once_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the start on, where nobody has been asked before, and again when it went away again."""
+    """From the start on, before the first answer, and again after a new failure."""
     monkeypatch.setattr(module, "ELECTION_S", 0.0)
     standby = StandbyServer(CoordinatorSettings(insecure_loopback=True, router_port=0, http_port=0), None)
     problems = ["refused", "refused", "timed out", "timed out", "", "timed out", "timed out"]
@@ -183,10 +183,10 @@ def _cannot(*_given: object) -> None:
 
 
 @pytest.mark.parametrize("fails", ["EtcdJournal", "CoordinatorProcess"])
-def test_who_is_elected_and_cannot_lead_lets_another(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_elected_candidate_that_cannot_lead_resigns(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store went away between election and boot: the term is given back at once, and the next one is stood for.
 
-    A term that is kept is renewed by its own thread, and nobody would lead for as long as this process lives.
+    A term that is kept is renewed by its own thread: no coordinator would lead while this process lives.
     """
     term = Term()
     Standby.terms = [term, None]

@@ -41,7 +41,7 @@ def settings(folder: Path, port: int = 0) -> CoordinatorSettings:
         http_port=0,
         journal=folder / "journal.sqlite",
         heartbeat_s=0.1,
-        silence_s=DEADLINE_S,  # nobody is lost because the machine is busy
+        silence_s=DEADLINE_S,  # no agent is lost because the machine is busy
         takeover_s=0.5,
     )
 
@@ -269,14 +269,14 @@ def test_readiness_follows_the_loop(running: Running, tmp_path: Path) -> None:
     stuck.close()
 
 
-def test_a_coordinator_that_trusts_nobody_is_not_ready(tmp_path: Path) -> None:
-    """Nobody can join it: whoever looks after it has to hear of that before the fleet is gone."""
+def test_a_coordinator_with_an_invalid_allow_list_is_not_ready(tmp_path: Path) -> None:
+    """No agent can join it: its operator has to learn that before the fleet is gone."""
     keys = tmp_path / "keys"
     make_deployment_keys(keys, [AgentKeys(AgentId("e0"), m.Role.ENGINE, (CHANNEL,))])
     locked = msgspec.structs.replace(settings(tmp_path), insecure_loopback=False, keys=keys)
     with contextlib.closing(CoordinatorProcess(locked)) as service:
         assert service.readiness().ready
-        assert service.server.machine._registration._keyed, "the machine knows that nobody joins without a key"
+        assert service.server.machine._registration._keyed, "the machine knows that no agent joins without a key"
         trust = keys / ALLOW_LIST_FILE
         good = trust.read_bytes()
         trust.write_text("nonsense")

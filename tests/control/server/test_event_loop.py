@@ -192,7 +192,7 @@ def test_whole_round_over_sockets_and_a_restart(start: Callable[..., Running]) -
 
 
 def test_what_is_no_message_is_refused_and_the_loop_goes_on(start: Callable[..., Running]) -> None:
-    """Garbage gets an answer, is observed, and harms nobody."""
+    """Garbage gets an answer, is observed, and harms no agent."""
     bus = MemoryBus()
     observed: list[AnyObservation] = []
     start(bus, observed)
@@ -222,7 +222,7 @@ class _Distrusting(MemoryBus):
         return found
 
 
-def test_who_is_distrusted_loses_its_lease(start: Callable[..., Running]) -> None:
+def test_a_distrusted_trainer_loses_its_lease(start: Callable[..., Running]) -> None:
     """What the bus finds out of a key reaches the machine: the lease of its trainer ends at once."""
     bus = _Distrusting()
     observed: list[AnyObservation] = []
@@ -241,7 +241,7 @@ def test_who_is_distrusted_loses_its_lease(start: Callable[..., Running]) -> Non
 
 
 def test_stop_while_a_trainer_holds_a_lease(start: Callable[..., Running]) -> None:
-    """A stop takes the lease back and refuses the next; it does not wait for anybody."""
+    """A stop takes the lease back and refuses the next; it waits for no agent."""
     bus = MemoryBus()
     running = start(bus)
     wire = Wire(bus.link)
@@ -254,9 +254,7 @@ def test_stop_while_a_trainer_holds_a_lease(start: Callable[..., Running]) -> No
     assert running.server.status.channels[CHANNEL].lease is None
 
 
-def test_a_stop_waits_for_nobody_longer_than_it_says(
-    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_waits_no_longer_than_stated(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is durable is carried on, for as long as `STOP_S`: a service manager kills soon after that (N60)."""
     assert f"at most {module.STOP_S:g} s; then the sockets close" in " ".join(PROTOCOL.read_text().split())
     monkeypatch.setattr(module, "STOP_S", 0.5)
@@ -324,7 +322,7 @@ def test_journal_that_fails_is_tried_again() -> None:
 
 
 class NewerJournal(FailingJournal):
-    """A journal that holds a version of which nobody knows."""
+    """A journal that holds a version unknown to its writer."""
 
     def write(self, record: AnyRecord) -> None:
         if isinstance(record, Committed):
@@ -423,7 +421,7 @@ def test_an_acknowledgement_leaves_before_the_next_command(tmp_path: Path) -> No
     journal.close()
 
 
-def test_a_stream_of_heartbeats_gathers_while_nobody_waits(tmp_path: Path) -> None:
+def test_a_stream_of_heartbeats_is_batched_while_idle(tmp_path: Path) -> None:
     """Messages that follow one another closely are looked at together, but never while a lease is held or asked for."""
     gathered: list[float] = []
     bus, now = MemoryBus(), [0.0]
@@ -458,7 +456,7 @@ def test_a_stream_of_heartbeats_gathers_while_nobody_waits(tmp_path: Path) -> No
     journal.close()
 
 
-def test_who_ends_without_a_word_is_missed_though_nothing_is_sent_to_it(start: Callable[..., Running]) -> None:
+def test_an_agent_that_ends_silently_is_missed_without_traffic(start: Callable[..., Running]) -> None:
     """Others may stand still for it, and its silence counts only after `silence_s`."""
     bus = RouterBus("127.0.0.1", 0)
     running = start(bus)

@@ -95,7 +95,7 @@ def test_page_that_cannot_be_made(world: World) -> None:
 
 
 def test_silent_client_is_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection on which nothing is asked ends by itself, and holds up nobody."""
+    """A connection without a request ends by itself, and delays no other."""
     handler = world.port._server.RequestHandlerClass
     monkeypatch.setattr(handler, "timeout", 2.0)
     with socket.create_connection(("127.0.0.1", world.port.port), timeout=30) as idle:

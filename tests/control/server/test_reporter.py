@@ -42,7 +42,7 @@ def test_a_flood_of_refusals_is_counted_and_hardly_logged() -> None:
     ],
 )
 def test_an_engine_s_late_answer_is_counted_and_not_told(message: str, code: RefusalCode, told: bool) -> None:
-    """To be late is nobody's fault, and the engine need do nothing. A trainer that is late has lost its lease."""
+    """A late engine is normal and need do nothing. A late trainer has lost its lease."""
     metrics = Metrics(MetricSource.COORDINATOR)
     with capture_logs() as lines:
         ObservationReporter(metrics).observe(Refusal(agent="e0", message=message, code=code, reason="x"))
@@ -75,7 +75,7 @@ def shown(world: World, engine: str) -> tuple[float | None, float | None]:
 
 @pytest.mark.parametrize("health", [EngineHealth.CLEAN, EngineHealth.PENDING])
 def test_a_version_that_was_never_committed_here_is_none(health: EngineHealth) -> None:
-    """An engine may say that it holds anything: what another store's channel committed, or nobody did."""
+    """An engine may report any version: one of another store's channel, or one never committed."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
 
@@ -97,7 +97,7 @@ def test_a_version_that_was_never_committed_here_is_none(health: EngineHealth) -
     assert says(held(3)) == (3, 4)
 
 
-def test_who_did_not_go_back_with_its_channel_lags_by_all_of_it() -> None:
+def test_an_engine_that_missed_a_rollback_lags_by_its_whole_version() -> None:
     """It holds a version that was committed once, above the committed one: that is not to be up to date."""
     world = World()
     world.engine("e0")

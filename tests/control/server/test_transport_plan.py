@@ -107,7 +107,7 @@ def test_what_is_told_counts_from_the_next_round_on(world: World) -> None:
     assert [each.transport for each in prepared if isinstance(each, Prepare)] == [SENDS, SENDS, LOCAL]
 
 
-def test_who_moves_or_comes_between_two_versions_is_routed_anew(world: World) -> None:
+def test_an_engine_that_moves_or_joins_between_versions_is_routed_anew(world: World) -> None:
     """What was chosen for the last version holds while every engine is where it was, and no longer."""
     trainer = world.trainer("t", transports=(LOCAL, SENDS))
     before = {each.engine: each.transport for each in world.publish(trainer, 1).engines}
@@ -298,8 +298,8 @@ def test_a_file_without_an_end_is_refused(document: bytes) -> None:
         fleet_file.plan_described_fleet(document)
 
 
-def test_a_plan_of_a_file_asks_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whoever names a coordinator as well is told so; a file that is not there is a setting that is wrong."""
+def test_a_plan_from_a_file_asks_no_coordinator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A `--url` given as well causes a warning; a missing file is a wrong setting."""
     file = tmp_path / "fleet.json"
     file.write_text(json.dumps(FLEET))
     assert main(["plan", "--file", str(file)]) == 0
