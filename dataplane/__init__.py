@@ -1,13 +1,14 @@
 """The data plane: what a version consists of, and how its bytes get from a trainer into engines. Knows no policy.
 
-manifest      layouts, buckets, digest tables: pure data
-boxes, pieces, cover, dealing   which part of which tensor lies where in whose memory: pure data
-integrity     digests of tensors, on CPU and GPU
-staging       the buffers in which buckets are packed; segments, handles: how they are named to other processes
-transport     the seam: Sender, Receiver, EngineServer
-local, distributed, disk     the three transports; transports picks one by name
-direct        the fourth, which DIRECT.md explains: recording, plan, copy_table and proof are its data; copy_engine
-              carries copies out; exports, shared_memory and importer share memory; worker_wire leads the workers
-frames, lines   messages between two processes; a sender's connections, none of which waits for another
-errors        what can go wrong, by what the caller can do
+Rooms, in the order in which to read them (README.md follows one weight through them):
+
+tensors      names, dtypes, shapes, shards, manifests and digest tables: pure data
+digest       checksums of tensors, and those that SGLang gives of its own parameters
+processes    sockets, deadlines, threads and process groups between processes
+memory       memory that other processes open, and staging buffers
+copy         strided copies and digests on one device
+quantize     quantization schemes, and the kernels
+reshard      load trace and shards make a plan, a plan a schedule; verification
+transports   the interface, the registry, and a folder each: direct, sends, local, distributed, disk
+errors       all errors, by what the caller can do about them
 """

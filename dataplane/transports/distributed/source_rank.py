@@ -3,7 +3,7 @@
 The rank's loop fills slots and says so (`filled`); a thread has everything else: it meets the leader and the engines in
 the leader's store, forms this source's group, broadcasts each bucket when it is there, and says which have been taken.
 It ends with the session, whoever ends that, and at the latest at the deadline; the group outlives a session that ended
-well. SENDS.md's ranks (`rank_sender.py`) are its kin.
+well. The ranks of `sends` (`rank_sender.py`) are its kin.
 """
 
 from __future__ import annotations

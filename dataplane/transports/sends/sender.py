@@ -3,7 +3,7 @@
 The leader moves no weights here. It listens, gives receivers the layout, makes their plans once more, and, when all
 have prepared, has trainer ranks and workers join one group (p2p_group.py) in which the schedules (send_schedule.py) are
 carried out. Until then a receiver that does not come is left out. From then on the group is one: whoever fails fails it
-for all that are not through, everybody is told at once, and the next epoch forms a new one. SENDS.md tells it all.
+for all that are not through, everybody is told at once, and the next epoch forms a new one. README.md tells it all.
 """
 
 from __future__ import annotations
