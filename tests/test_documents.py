@@ -278,7 +278,7 @@ def _read_settings(arguments: list[str]) -> None:
     else:
         kind, section = getattr(command, "kind", None), getattr(command, "section", "")
     if kind is not None and whole:
-        settings_loader.from_args(kind, section, args)
+        settings_loader.settings_from_args(kind, section, args)
 
 
 def _check_make(arguments: list[str]) -> None:
@@ -326,4 +326,4 @@ def test_settings_examples_are_read(tmp_path: Path) -> None:
         file.write_text(example.text)
         for section in tomllib.loads(example.text):
             assert section in kinds, f"{example}: no command reads [{section}]"
-            settings_loader.load(kinds[section], section, file=file)
+            settings_loader.load_settings(kinds[section], section, file=file)

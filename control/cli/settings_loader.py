@@ -12,8 +12,8 @@ secret: it is never printed, and has no flag, because ``ps`` shows flags. ``extr
 that is in effect while the field is None, for ``--check-config``. A ``ValueError`` raised by the Struct's
 ``__post_init__`` becomes a `ConfigurationError`.
 
-A command uses two calls: `configure` adds one flag for each field to its parser, `from_args` loads the settings.
-`SettingsCommand` makes both.
+A command uses two calls: `add_settings_flags` adds one flag for each field to its parser, and `settings_from_args`
+loads the settings. `SettingsCommand` makes both.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ResolvedSettings(msgspec.Struct, Generic[S], frozen=True):
         return fields_of(type(self.value))
 
 
-def load(
+def load_settings(
     kind: type[S],
     section: str,
     *,
@@ -135,7 +135,7 @@ def load(
         raise ConfigurationError(f"[{section}] {problem}") from problem
 
 
-def configure(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:
+def add_settings_flags(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> None:
     """Add one flag for each setting of `kind` to `parser`, and ``--config`` and ``--check-config``."""
     for field in fields_of(kind):
         field.add_to(parser)
@@ -145,11 +145,11 @@ def configure(parser: argparse.ArgumentParser, kind: type[msgspec.Struct]) -> No
     )
 
 
-def from_args(kind: type[S], section: str, args: argparse.Namespace) -> ResolvedSettings[S]:
-    """Load settings of `kind` from the flags of `configure`, the process environment and the file."""
+def settings_from_args(kind: type[S], section: str, args: argparse.Namespace) -> ResolvedSettings[S]:
+    """Load settings of `kind` from the flags of `add_settings_flags`, the process environment and the file."""
     given = vars(args)
     flags = {field.name: given.get(field.name) for field in fields_of(kind)}
-    return load(kind, section, file=given.get("config"), environ=os.environ, flags=flags)
+    return load_settings(kind, section, file=given.get("config"), environ=os.environ, flags=flags)
 
 
 class SettingsCommand(Generic[S]):
@@ -161,11 +161,11 @@ class SettingsCommand(Generic[S]):
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Add one flag for each setting."""
-        configure(parser, self.kind)
+        add_settings_flags(parser, self.kind)
 
     def run(self, args: argparse.Namespace) -> int:
         """Load the settings, then print them (``--check-config``) or run the command."""
-        resolved = from_args(self.kind, self.section, args)
+        resolved = settings_from_args(self.kind, self.section, args)
         if args.check_config:
             print(resolved.render())  # noqa: T201
             self.check(resolved.value)

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from . import security_settings as security_settings
     from .allow_list import (
         ALLOW_LIST_FILE as ALLOW_LIST_FILE,
         RELOAD_S as RELOAD_S,
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         KeysFolder as KeysFolder,
         agent_key_files as agent_key_files,
         allow_list_path as allow_list_path,
+        check_endpoint as check_endpoint,
         check_endpoints as check_endpoints,
         check_key_settings as check_key_settings,
         check_url as check_url,

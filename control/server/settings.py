@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from ..journal import StoreLogin
 from ..machine import Limits
-from ..security import InsecureLoopback, KeysFolder, security_settings as security, state_folder
+from ..security import InsecureLoopback, KeysFolder, check_endpoint, check_key_settings, state_folder
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
 _EVERYWHERE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - compared, not bound
@@ -87,7 +87,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[LogFormat, Meta(description="auto: for people on a terminal, else JSON")] = LogFormat.AUTO
 
     def __post_init__(self) -> None:
-        security.check_key_settings(self.keys, insecure_loopback=self.insecure_loopback)
+        check_key_settings(self.keys, insecure_loopback=self.insecure_loopback)
         for name, least, would in (
             ("silence_s", 2, "lose an agent"),
             ("lease_s", 2, "end a lease, and have engines resume in mid-round"),
@@ -104,7 +104,7 @@ class CoordinatorSettings(msgspec.Struct, frozen=True, kw_only=True):
             _check_address(name, getattr(self, name))
         self._check_ports()
         if self.advertise:
-            security.check_endpoint("advertise", self.advertise)
+            check_endpoint("advertise", self.advertise)
 
     def _check_ports(self) -> None:
         """Raise `ValueError` for a port used twice. Port 0 means any free port, so it may occur twice."""

@@ -7,7 +7,7 @@ from types import FrameType
 
 from rich.console import Console
 
-from weightbus.control.cli import settings_loader as settings
+from weightbus.control.cli import add_settings_flags, settings_from_args
 from weightbus.control.log import get_log
 from weightbus.control.server import configure_logging
 
@@ -23,11 +23,11 @@ class EngineAgentCommand:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """One flag for each setting."""
-        settings.configure(parser, EngineAgentSettings)
+        add_settings_flags(parser, EngineAgentSettings)
 
     def run(self, args: argparse.Namespace) -> int:
         """Serve, and leave the server as it is at the end."""
-        resolved = settings.from_args(EngineAgentSettings, SECTION, args)
+        resolved = settings_from_args(EngineAgentSettings, SECTION, args)
         read_keys(resolved.value)  # a file that cannot be used is known before anything runs
         if args.check_config:
             Console(highlight=False).print(resolved.render(), markup=False)

@@ -8,7 +8,7 @@ from types import FrameType
 from rich.console import Console
 
 from weightbus.control.bus import check_keys
-from weightbus.control.cli import settings_loader as settings
+from weightbus.control.cli import add_settings_flags, settings_from_args
 from weightbus.control.server import configure_logging
 
 from ..settings import TrainerSettings
@@ -24,11 +24,11 @@ class TrainerAgentCommand:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """One flag for each setting."""
-        settings.configure(parser, WatchSettings)
+        add_settings_flags(parser, WatchSettings)
 
     def run(self, args: argparse.Namespace) -> int:
         """Watch, and finish what is being published before leaving."""
-        resolved = settings.from_args(WatchSettings, SECTION, args)
+        resolved = settings_from_args(WatchSettings, SECTION, args)
         if args.check_config:
             Console(highlight=False).print(resolved.render(), markup=False)
             _check_keys(resolved.value.trainer())
@@ -57,11 +57,11 @@ class RollbackCommand:
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """The version, and one flag for each setting."""
         parser.add_argument("version", type=_version, metavar="VERSION", help="a version that was committed before")
-        settings.configure(parser, RollbackSettings)
+        add_settings_flags(parser, RollbackSettings)
 
     def run(self, args: argparse.Namespace) -> int:
         """Go back, or say why not. The committed version itself is done already: exit code 0."""
-        resolved = settings.from_args(RollbackSettings, rollback_settings.SECTION, args)
+        resolved = settings_from_args(RollbackSettings, rollback_settings.SECTION, args)
         if args.check_config:
             Console(highlight=False).print(resolved.render(), markup=False)
             _check_keys(resolved.value.trainer())

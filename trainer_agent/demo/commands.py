@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from weightbus.control.cli import settings_loader as settings
+from weightbus.control.cli import add_settings_flags, settings_from_args
 
 from .settings import SECTION, DemoSettings
 
@@ -17,11 +17,11 @@ class Demo:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """Give `parser` the demo's flags."""
-        settings.configure(parser, DemoSettings)
+        add_settings_flags(parser, DemoSettings)
 
     def run(self, args: argparse.Namespace) -> int:
         """Run the demo, or show its settings."""
-        resolved = settings.from_args(DemoSettings, SECTION, args)
+        resolved = settings_from_args(DemoSettings, SECTION, args)
         if args.check_config:
             print(resolved.render())  # noqa: T201 - what the flag asks for
             return 0

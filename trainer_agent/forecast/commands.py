@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 from rich.console import Console
 
-from weightbus.control.cli import settings_loader as settings
+from weightbus.control.cli import add_settings_flags, settings_from_args
 
 from .settings import SECTION, SimulateSettings
 
@@ -24,11 +24,11 @@ class SimulateFleetCommand:
 
     def configure(self, parser: argparse.ArgumentParser) -> None:
         """One flag for each setting."""
-        settings.configure(parser, SimulateSettings)
+        add_settings_flags(parser, SimulateSettings)
 
     def run(self, args: argparse.Namespace) -> int:
         """Calculate and print."""
-        resolved = settings.from_args(SimulateSettings, SECTION, args)
+        resolved = settings_from_args(SimulateSettings, SECTION, args)
         console = Console(highlight=False, soft_wrap=True)
         if args.check_config:
             console.print(resolved.render(), markup=False)

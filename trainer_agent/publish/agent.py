@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self, overload
 
-from weightbus.control.cli import settings_loader as settings_file
+from weightbus.control.cli import load_settings
 from weightbus.control.log import get_log
 from weightbus.control.machine import PastStatus
 from weightbus.control.protocol import MAX_VERSION, Outcome, TransportKind
@@ -129,7 +129,7 @@ class TrainerAgent:
                 **{key: str(value) if isinstance(value, Path) else value for key, value in more.items()},
             }
             environment = os.environ if environ is None else environ
-            loaded = settings_file.load(TrainerSettings, SECTION, file=file, environ=environment, flags=given)
+            loaded = load_settings(TrainerSettings, SECTION, file=file, environ=environment, flags=given)
             settings = loaded.value
         source = as_served(source, settings)
         layout = VersionLayout.of(source, settings)

@@ -13,7 +13,7 @@ import pytest
 from msgspec import Meta
 
 from weightbus.control.cli import settings_loader as settings
-from weightbus.control.cli.settings_loader import ResolvedSettings, SettingSource, load
+from weightbus.control.cli.settings_loader import ResolvedSettings, SettingSource, load_settings
 from weightbus.control.machine.limits import Limits
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.server.settings import CoordinatorSettings
@@ -55,7 +55,7 @@ def file(tmp_path: Path) -> Path:
 def resolve(
     environ: dict[str, str] | None = None, file: Path | None = None, **flags: object
 ) -> ResolvedSettings[Example]:
-    return load(Example, "demo", file=file, environ=environ or {}, flags=flags)
+    return load_settings(Example, "demo", file=file, environ=environ or {}, flags=flags)
 
 
 def test_precedence(file: Path) -> None:
@@ -115,7 +115,7 @@ def test_text_becomes_a_value(name: str, text: str, value: object) -> None:
 def test_refused(environ: dict[str, str], flags: dict[str, object], said: str) -> None:
     """What is wrong is named with where it stands and what would be right."""
     with pytest.raises(ConfigurationError, match=said):
-        load(Example, "demo", environ=environ, flags=flags)
+        load_settings(Example, "demo", environ=environ, flags=flags)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_secret_is_never_shown() -> None:
         key: Annotated[str, Meta(extra={"secret": True}, min_length=20)]
 
     with pytest.raises(ConfigurationError) as error:
-        load(Bounded, "demo", flags={"key": "s3cret"})
+        load_settings(Bounded, "demo", flags={"key": "s3cret"})
     assert "s3cret" not in str(error.value)
 
 
@@ -162,14 +162,14 @@ def test_rendered_settings_can_be_read_again(tmp_path: Path) -> None:
 def test_flags_are_made_from_fields(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One flag for each field, with its description and default; one that is not given leaves the others their say."""
     parser = argparse.ArgumentParser()
-    settings.configure(parser, Example)
+    settings.add_settings_flags(parser, Example)
     text = parser.format_help()
     assert "who it is for (needed)" in text
     assert "50 % of what (default: 3)" in text
     assert "{calm,wild}" in text
     monkeypatch.setenv("WEIGHTBUS_DEMO_COUNT", "9")
     args = parser.parse_args(["--config", str(file), "--no-loud", "--wait-s", "1"])
-    found = settings.from_args(Example, "demo", args)
+    found = settings.settings_from_args(Example, "demo", args)
     assert (found.value.name, found.value.count, found.value.wait_s, found.value.loud) == ("file", 9, 1.0, False)
     assert found.origins["loud"].source is SettingSource.FLAG
     assert args.check_config is False
@@ -182,7 +182,7 @@ def test_union_of_types_is_no_setting() -> None:
         what: int | str = 1
 
     with pytest.raises(TypeError, match="one type"):
-        load(Odd, "demo")
+        load_settings(Odd, "demo")
 
 
 def test_sections_do_not_begin_each_other() -> None:
@@ -193,7 +193,7 @@ def test_sections_do_not_begin_each_other() -> None:
 
 def test_coordinator_defaults_are_the_limits_defaults() -> None:
     """The machine's waits have one default in both places; the ports are those of the documentation."""
-    found = load(CoordinatorSettings, "coordinator").value
+    found = load_settings(CoordinatorSettings, "coordinator").value
     assert found.limits() == Limits()
     assert (found.router_port, found.http_port, found.bind) == (5750, 5752, "127.0.0.1")
 
@@ -215,7 +215,7 @@ def test_coordinator_defaults_are_the_limits_defaults() -> None:
 def test_coordinator_settings_refused(flags: dict[str, object], said: str) -> None:
     """Settings that cannot work together, or at all."""
     with pytest.raises(ConfigurationError, match=said):
-        load(CoordinatorSettings, "coordinator", flags=flags)
+        load_settings(CoordinatorSettings, "coordinator", flags=flags)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_coordinator_settings_refused(flags: dict[str, object], said: str) -> No
 )
 def test_ports_that_do_not_meet(flags: dict[str, object]) -> None:
     """Whatever is free is never the same twice, and one port of two addresses is two ports."""
-    load(CoordinatorSettings, "coordinator", flags=flags)
+    load_settings(CoordinatorSettings, "coordinator", flags=flags)
 
 
 def test_journal_does_not_follow_the_working_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from weightbus.control.cli.entry_point import main
-from weightbus.control.cli.settings_loader import load
+from weightbus.control.cli.settings_loader import load_settings
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.engine_agent.engines.connection import Keys
 from weightbus.engine_agent.errors import KeyFileUnusable
@@ -24,7 +24,7 @@ def _quiet_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings(**changes: object) -> EngineAgentSettings:
-    return load(EngineAgentSettings, SECTION, flags={"name": "e0", "channel": "c", **changes}).value
+    return load_settings(EngineAgentSettings, SECTION, flags={"name": "e0", "channel": "c", **changes}).value
 
 
 def written(path: Path, text: str, mode: int = 0o600) -> Path:
@@ -37,7 +37,7 @@ def written(path: Path, text: str, mode: int = 0o600) -> Path:
 def test_keys_of_the_server_are_never_shown(key: str) -> None:
     """Neither --check-config nor the agent's log says what opens the server."""
     environ = {f"WEIGHTBUS_ENGINE_AGENT_{key.upper()}": SECRET}
-    resolved = load(EngineAgentSettings, SECTION, environ=environ, flags={"name": "e0", "channel": "c"})
+    resolved = load_settings(EngineAgentSettings, SECTION, environ=environ, flags={"name": "e0", "channel": "c"})
     assert getattr(resolved.value, key) == SECRET
     shown = resolved.render()
     assert SECRET not in shown
@@ -102,7 +102,7 @@ def test_a_key_is_given_once() -> None:
     environ = {"WEIGHTBUS_ENGINE_AGENT_API_KEY": SECRET}
     flags = {"name": "e0", "channel": "c", "api_key_file": "/run/key"}
     with pytest.raises(ConfigurationError, match="api_key and api_key_file are both given") as refused:
-        load(EngineAgentSettings, SECTION, environ=environ, flags=flags)
+        load_settings(EngineAgentSettings, SECTION, environ=environ, flags=flags)
     assert SECRET not in str(refused.value)
 
 
@@ -111,10 +111,10 @@ def test_a_key_in_a_settings_file_that_others_can_read(tmp_path: Path, mode: int
     """It is a secret file like any other, and is warned of; without a key in it the file is nobody's concern."""
     text = f'[{SECTION}]\nname = "e0"\nchannel = "c"\n'
     with_key = written(tmp_path / "key.toml", f'{text}api_key = "{SECRET}"\n', mode)
-    found = load(EngineAgentSettings, SECTION, file=with_key).exposed()
+    found = load_settings(EngineAgentSettings, SECTION, file=with_key).exposed()
     assert bool(found) is (mode == 0o644)
     assert SECRET not in str(found)
-    assert not load(EngineAgentSettings, SECTION, file=written(tmp_path / "plain.toml", text, mode)).exposed()
+    assert not load_settings(EngineAgentSettings, SECTION, file=written(tmp_path / "plain.toml", text, mode)).exposed()
 
 
 def test_settings_come_from_environment_and_file(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_settings_come_from_environment_and_file(tmp_path: Path) -> None:
     file = tmp_path / "w.toml"
     file.write_text('[engine_agent]\nname = "e0"\nchannel = "c"\n')
     environ = {"WEIGHTBUS_ENGINE_AGENT_API_KEY": SECRET}
-    found = load(EngineAgentSettings, SECTION, file=file, environ=environ).value
+    found = load_settings(EngineAgentSettings, SECTION, file=file, environ=environ).value
     assert (found.name, found.channel, found.api_key) == ("e0", "c", SECRET)
 
 
@@ -175,7 +175,7 @@ def test_check_config_reads_the_bus_keys_and_the_allow_list(tmp_path: Path, caps
 def test_a_mask_is_no_secret(key: str) -> None:
     """Settings that were shown, and read back, do not open a server with stars."""
     with pytest.raises(ConfigurationError, match="give the secret itself"):
-        load(
+        load_settings(
             EngineAgentSettings,
             SECTION,
             environ={f"WEIGHTBUS_ENGINE_AGENT_{key.upper()}": "******"},
