@@ -73,7 +73,7 @@ class Bench:
         for index, bucket in enumerate(manifest.buckets):
             tensors = manifest.tensors_of(index)
             packed = torch.cat([weights[tensor.name].contiguous().view(torch.uint8).flatten() for tensor in tensors])
-            slot = index % self.memory.buffers
+            slot = index % self.memory.count
             self.memory.memory(slot)[: bucket.nbytes] = packed
             lent = self.memory.lend(slot, self.engine.tp)
             self.engine.load_shared(SharedBucket(index, bucket, tensors, lent), CALL_S)

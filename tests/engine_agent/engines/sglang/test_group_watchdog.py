@@ -26,7 +26,7 @@ from weightbus.engine_agent.engines.sglang.group_watchdog import GroupWatchdog
 SIDECAR = """
 import sys, time
 from weightbus.engine_agent.engines.sglang.group_watchdog import GroupWatchdog
-from weightbus.engine_agent.engines.interface import Keys
+from weightbus.engine_agent.engines.connection import Keys
 stand_in = GroupWatchdog(sys.argv[1], Keys(admin="secret"), float(sys.argv[2]))
 for line in sys.stdin:
     how, *groups = line.split()
