@@ -26,7 +26,7 @@ from ..export import Exportable
 from ..source import Source
 from .quantization_plan import QuantizedWeight, QuantizeJob, RankWork, WeightDivision, WeightPlace
 from .quantized_uploads import WeightUploads
-from .ready_flags import bytes_with_marks, marks_at, ready_parts_of
+from .ready_flags import ReadyFlags
 
 _ELSEWHERE: Final = -1
 """The rank of all but the root, where only the root has anything to do."""
@@ -167,23 +167,23 @@ class QuantizedAssembly:
         if bound is None or bound.at != at or (self._away and (near is None or len(near.views) < len(work.jobs))):
             views = near.views if near is not None else {}
             tasks = [self._task(job, out, views.get(number)) for number, job in enumerate(work.jobs)]
-            parts = itertools.pairwise((0, *self._cuts(index), len(tasks)))
+            parts = itertools.pairwise((0, *self._job_cuts(index), len(tasks)))
             bound = self._bound[index] = _Bound(
                 at, tuple(prepare_tasks(tasks[a:b], self._source.device) for a, b in parts)
             )
         for part, each in enumerate(bound.tasks):
             each.run()
             if part < len(bound.tasks) - 1:
-                self._mark(part)
+                self._set_flag(part)
         if near is not None:
             self._near().used(index)
 
-    def _cuts(self, index: int) -> tuple[int, ...]:
+    def _job_cuts(self, index: int) -> tuple[int, ...]:
         """Jobs of a bucket behind which something is told before the next ones are begun."""
         del index
         return ()
 
-    def _mark(self, part: int) -> None:
+    def _set_flag(self, part: int) -> None:
         """Everything up to such a job was launched."""
 
     def _near(self) -> WeightUploads:
@@ -285,9 +285,8 @@ class ResidentQuantization(QuantizedAssembly):
         held = source.held(source.tensors())
         base = int(held.storage.max()) + 1 if len(held) else 0
         kept = division.kept(source.rank, base)
-        self._parts = ready_parts_of(kept.work)
-        self._marks_at = marks_at(kept.work)
-        work = msgspec.structs.replace(kept.work, arena_bytes=bytes_with_marks(kept.work, self._parts))
+        self._flags = ReadyFlags(kept.work)
+        work = msgspec.structs.replace(kept.work, arena_bytes=self._flags.arena_bytes)
         super().__init__(division, source, source, work)
         self.round = secrets.randbits(48)
         """Grows with every `make`. Another trainer, whose memory this was, will hardly have had the same."""
@@ -316,7 +315,7 @@ class ResidentQuantization(QuantizedAssembly):
             self._write_shapes()
         self._take_memory()
         self.round += 1
-        self._marks.zero_()
+        self._flags.clear(self._arena)
         _wait_for(self._source.device)  # a training step may write on any stream, and `_begin` has what it left done
         if len(self._lanes) < len(self.sums_of):
             self._lanes = torch.zeros((len(self.sums_of), 2), dtype=torch.int64, device=self._source.device)
@@ -326,16 +325,14 @@ class ResidentQuantization(QuantizedAssembly):
                     self._kept[number] = self._gather(number)
             self._quantize(index, None)
             self._kept = {number: memory for number, memory in self._kept.items() if number in self._later[index]}
-        if self._parts:
-            self._mark(len(self._parts) - 1)
+        if self._flags.parts:
+            self._set_flag(len(self._flags.parts) - 1)
 
     @property
     def parts(self) -> ArenaParts | None:
         """Where in `memory` which part of the arena ends; None when nothing is made."""
         storages = self.pieces.storage[self.pieces.storage >= self._work.base]
-        if not self._parts or not len(storages):
-            return None
-        return ArenaParts(int(storages.min()), tuple(part.end for part in self._parts), self._marks_at)
+        return self._flags.in_memory(int(storages.min())) if len(storages) else None
 
     @property
     def memory(self) -> Sequence[torch.Tensor]:
@@ -346,15 +343,11 @@ class ResidentQuantization(QuantizedAssembly):
         """(2, tensors of `sums_of`) uint64: what `make` has summed up. Waits for it."""
         return np.ascontiguousarray(self._lanes.cpu().numpy().view(np.uint64).T)
 
-    @property
-    def _marks(self) -> torch.Tensor:
-        return self._arena[self._marks_at :].view(torch.int64) if self._parts else self._lanes[:0]
+    def _job_cuts(self, index: int) -> tuple[int, ...]:
+        return () if index else self._flags.job_cuts
 
-    def _cuts(self, index: int) -> tuple[int, ...]:
-        return () if index else tuple(part.jobs for part in self._parts[:-1])
-
-    def _mark(self, part: int) -> None:
-        self._marks[part].fill_(self.round)
+    def _set_flag(self, part: int) -> None:
+        self._flags.set(self._arena, part, self.round)
 
     def _write_shapes(self) -> None:
         """Once for an arena: they are the same in every version."""

@@ -343,12 +343,14 @@ def test_no_mark_of_what_was_there_before_is_read(rig: Rig, monkeypatch: pytest.
     rig.publish(1)
     standing = rig.memory_export._source._resident  # type: ignore[attr-defined]
     seen: list[list[int]] = []
-    monkeypatch.setattr(quantized_assembly, "_wait_for", lambda _device: seen.append(standing._marks.tolist()))
-    standing._marks.fill_(2**62)
+    monkeypatch.setattr(
+        quantized_assembly, "_wait_for", lambda _device: seen.append(standing._flags.of(standing._arena).tolist())
+    )
+    standing._flags.of(standing._arena).fill_(2**62)
 
     rig.memory_export.prepare(digests=False, ready_flags=True)
 
-    assert seen == [[0] * len(standing._parts)]
+    assert seen == [[0] * len(standing._flags.parts)]
 
 
 @pytest.mark.parametrize("switched_off", [False, True])

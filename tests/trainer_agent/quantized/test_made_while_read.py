@@ -53,7 +53,7 @@ class Making:
         self.may = threading.Semaphore(0)
         self.ends = 0
         self._begun = threading.Event()
-        make, mark = ResidentQuantization.prepare, ResidentQuantization._mark
+        make, mark = ResidentQuantization.prepare, ResidentQuantization._set_flag
 
         def begin(resident: ResidentQuantization) -> None:
             self._begun.clear()
@@ -67,7 +67,7 @@ class Making:
             mark(resident, part)
 
         monkeypatch.setattr(ResidentQuantization, "prepare", begin)
-        monkeypatch.setattr(ResidentQuantization, "_mark", stop)
+        monkeypatch.setattr(ResidentQuantization, "_set_flag", stop)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from weightbus.dataplane.tensors.shards import DTYPES as DTYPE_NAMES
 from weightbus.trainer_agent.export.memory_export import FlaggingSource
 from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, QuantizeJob, RankWork, WeightPlace
 from weightbus.trainer_agent.quantized.quantized_assembly import ResidentQuantization
-from weightbus.trainer_agent.quantized.ready_flags import SHARES, ReadyPart, bytes_with_marks, marks_at, ready_parts_of
+from weightbus.trainer_agent.quantized.ready_flags import SHARES, ReadyFlags, ReadyPart, ready_parts_of
 
 from ...kit.quantized_world import small, tensor_parallel
 from .test_quantized_memory import sources_of
@@ -40,8 +40,10 @@ def test_parts_grow_with_what_a_reader_has_copied_meanwhile() -> None:
         ReadyPart(64, 1024),
     )
     assert len(ready_parts_of(many)) == len(SHARES) + 1
-    assert marks_at(many) == 1024
-    assert bytes_with_marks(many, ready_parts_of(many)) == 1024 + 5 * 8
+    flags = ReadyFlags(many)
+    assert flags.offset == 1024
+    assert flags.arena_bytes == 1024 + 5 * 8
+    assert flags.job_cuts == (4, 8, 16, 32)
 
 
 @pytest.mark.parametrize(
@@ -76,10 +78,10 @@ def test_marks_are_set_behind_what_they_speak_of(monkeypatch: pytest.MonkeyPatch
 
 def check_round(monkeypatch: pytest.MonkeyPatch, resident: ResidentQuantization) -> None:
     shown: list[tuple[list[int], torch.Tensor]] = []
-    mark = ResidentQuantization._mark
+    mark = ResidentQuantization._set_flag
 
     def watched(self: ResidentQuantization, part: int) -> None:
-        shown.append((self._marks.tolist(), self._arena.clone()))
+        shown.append((self._flags.of(self._arena).tolist(), self._arena.clone()))
         mark(self, part)
 
     begun: list[list[int]] = []
@@ -87,11 +89,11 @@ def check_round(monkeypatch: pytest.MonkeyPatch, resident: ResidentQuantization)
 
     def first(self: ResidentQuantization, index: int, out: torch.Tensor | None) -> None:
         if not index:
-            begun.append(self._marks.tolist())
+            begun.append(self._flags.of(self._arena).tolist())
         quantize(self, index, out)
 
     with monkeypatch.context() as watching:
-        watching.setattr(ResidentQuantization, "_mark", watched)
+        watching.setattr(ResidentQuantization, "_set_flag", watched)
         watching.setattr(ResidentQuantization, "_quantize", first)
         resident.prepare()
     parts = resident.parts
@@ -104,7 +106,7 @@ def check_round(monkeypatch: pytest.MonkeyPatch, resident: ResidentQuantization)
     for part, (marks, then) in enumerate(shown):
         assert marks == [resident.round] * part + [0] * (len(parts.ends) - part)
         assert torch.equal(then[: parts.ends[part]], arena[: parts.ends[part]])
-    assert resident._marks.tolist() == [resident.round] * len(parts.ends)
+    assert resident._flags.of(resident._arena).tolist() == [resident.round] * len(parts.ends)
     assert all(a < b for a, b in zip(parts.ends, parts.ends[1:], strict=False))
 
 
