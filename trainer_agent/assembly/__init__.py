@@ -1,4 +1,4 @@
-"""Shards of many ranks become buckets on one: gather plan, gathers, uploads."""
+"""Assembly: shards of many ranks become buckets on one, by a gather plan, messages and uploads from host memory."""
 
 from typing import TYPE_CHECKING
 

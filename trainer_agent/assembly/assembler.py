@@ -1,14 +1,15 @@
-"""How the pieces that many ranks hold become one bucket on the root: the execution of what gather_plan.py planned.
+"""Assembles buckets from the shards of many ranks: executes what gather_plan.py planned.
 
-No rank learns anything in a round that another does not know. For each bucket a rank that holds something makes one
-batched copy and one batch of sends; the root makes one batch of receives, most of them straight into the bucket, and
-one batched copy of its own pieces and of the loose ones of others. Parcels go to the root directly: a gather over each
-tensor-parallel group first would move every byte twice, and give every rank what only the root needs.
+All ranks execute the same plan, so that none has to learn anything in a round. For each bucket a rank that holds shards
+makes one batched copy and one batch of sends; the root of the bucket makes one batch of receives, most of them straight
+into the bucket, and one batched copy of its own shards and of the packed messages of others. Contributions go to the
+root directly: a gather over each tensor-parallel group first would move every byte twice, and give every rank data that
+only the root needs.
 
-Memory beyond the bucket itself: on a rank its own parcel at most, on the root the loose pieces of the others; both
-together are never more than the bucket. Parameters in pinned host memory are uploaded as they are, one bucket ahead
-(host_uploads.py, two buffers); other host memory is packed in pinned memory and goes to the device of the buckets as
-one copy for each bucket. Where parameters are is asked for every pass: trainers offload between phases.
+Memory beyond the bucket itself: a rank needs at most the bytes of its contribution, the root the packed messages of the
+others; both together are never more than the bucket. Parameters in pinned host memory are uploaded as they are, one
+bucket ahead (host_uploads.py, two buffers); other host memory is packed in pinned memory and copied to the device once
+for each bucket. Addresses of the parameters are read for every pass: trainers offload between phases.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from .gather_plan import BucketPlan, GatherContribution, GatherMessage, Placemen
 from .host_uploads import Uploads, UploadSpans, UploadStream, is_pinned, upload_spans_of, upload_stream_for
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in ITEM_BYTES}
-"""The dtypes that may travel, by the names that manifests use."""
+"""Dtypes that may travel, by the names that manifests use."""
 
 
 _ROUNDED: Final = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+"""Dtypes that may be cast to a served dtype."""
 
 
 def unreadable_reason(tensor: torch.Tensor, *, rounded: bool) -> str:
-    """What to do about a tensor whose memory is not its values; nothing for one that can be read.
+    """Advice about a tensor whose memory is not its values; empty for a tensor that can be read.
 
-    `rounded`: it is served in another dtype, perhaps. Values that have a scale beside them would lose it.
+    `rounded`: it may be served in another dtype. Values with a separate scale would lose it.
     """
     if tensor.is_meta:
         return "it has no values yet: build the source after the model was loaded"
@@ -47,7 +49,7 @@ def unreadable_reason(tensor: torch.Tensor, *, rounded: bool) -> str:
 
 
 def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:
-    """Raise `LayoutMismatch` unless `manifest` holds exactly the tensors of `served`, in whatever order."""
+    """Raise `LayoutMismatch` unless `manifest` holds exactly the tensors of `served`, in any order."""
     if len(manifest.tensors) == len(served) and set(manifest.tensors) == set(served):
         return
     odd = sorted({tensor.name for tensor in set(manifest.tensors) ^ set(served)})
@@ -58,12 +60,12 @@ def check_manifest(manifest: Manifest, served: Sequence[TensorSpec]) -> None:
 
 
 def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
-    """The tensor is not on `device`, which stands for any GPU when it has no index."""
+    """True if `tensor` is not on `device`, which stands for any GPU if it has no index."""
     return tensor.device.type != device.type or device not in {torch.device(device.type), tensor.device}
 
 
 class GatherExchange:
-    """The group in which parcels travel. Knows nothing of tensors but their bytes."""
+    """The process group in which gather messages travel. Knows nothing of tensors but their bytes."""
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         """`ranks` are global ranks by rank of the source's group."""
@@ -71,11 +73,11 @@ class GatherExchange:
         self._ranks = tuple(ranks)
 
     def send(self, messages: Sequence[torch.Tensor], root: int) -> None:
-        """Hand `messages` to rank `root`; they may be written again afterwards (on a GPU: in stream order)."""
+        """Send `messages` to rank `root`; they may be written again afterwards (on a GPU: in stream order)."""
         self._run([dist.P2POp(dist.isend, message, self._ranks[root], self._group) for message in messages])
 
     def receive(self, messages: Sequence[tuple[int, torch.Tensor]], meanwhile: Callable[[], None]) -> None:
-        """Fill each tensor with what its rank sends; several of one rank in the order in which it sends them.
+        """Receive into each tensor from its rank; several of one rank in the order in which it sends them.
 
         `meanwhile` is called while they are on their way.
         """
@@ -96,7 +98,7 @@ class GatherExchange:
 
 
 class MemoryAccess(NamedTuple):
-    """How memory is told apart, and how it is uploaded. Another one stands in for a GPU in tests."""
+    """How host memory is recognized and uploaded. Tests replace it to stand for a GPU."""
 
     is_elsewhere: Callable[[torch.Tensor, torch.device], bool] = is_elsewhere
     is_pinned: Callable[[torch.Tensor], bool] = is_pinned
@@ -115,7 +117,7 @@ class Assembler:
         exchange: GatherExchange | None,
         memory_access: MemoryAccess = MemoryAccess(),  # noqa: B008  immutable
     ) -> None:
-        """`storages` are what pieces number; `exchange` may be None where this rank neither sends nor receives.
+        """`storages` are what shards number; `exchange` may be None where this rank neither sends nor receives.
 
         `roots` as `buckets` were planned with.
         """
@@ -129,11 +131,11 @@ class Assembler:
         self._pinned: PinnedStaging | None = None
         self._uploads: Uploads | None = None
         self._spans_by_bucket: list[UploadSpans | None] = []
-        """By bucket, what of this rank's parcel is uploaded as it lies; empty before the first pass."""
+        """By bucket, spans of this rank's contribution that are uploaded as they lie; empty before the first pass."""
         self._pinned_storages: dict[int, int] = {}
-        """Storages in pinned host memory as the cargoes were made: number and bytes of an element."""
+        """Storages in pinned host memory when the spans were computed: number and bytes of an element."""
         self._places: list[int] = []
-        """Where all storages were then: each may be put elsewhere, on another device too."""
+        """Addresses of all storages at that time: each may be moved, to another device too."""
 
     @torch.no_grad()
     def run(self, index: int, out: torch.Tensor | None, device: torch.device) -> None:
@@ -144,14 +146,14 @@ class Assembler:
         if out is not None:
             self._gather(index, out)
         elif self._rank in bucket:
-            self._contribute(index, device)
+            self._send_contribution(index, device)
         if index == len(self._buckets) - 1:
             if self._uploads is not None:
                 self._uploads.settle()  # the trainer may step its parameters now
             self._scratch = self._pinned = self._uploads = None  # a round is over: the memory is the trainer's again
 
     def _begin_pass(self, device: torch.device) -> None:
-        """Parameters may have been moved and changed since the last one."""
+        """Recompute upload spans if parameters have moved since the last pass."""
         places = addresses_of(self._storages)
         if places == self._places:
             return
@@ -168,7 +170,7 @@ class Assembler:
         ]
 
     def _upload_spans(self, contribution: GatherContribution, device: torch.device) -> UploadSpans | None:
-        """What is uploaded as it lies; None where nothing is, or something else has to be packed on the host."""
+        """Spans to upload; None if there are none, or if some of the contribution has to be packed on the host."""
         storages = {place.storage for place in _placements(contribution.messages)}
         hidden = {
             each
@@ -179,8 +181,8 @@ class Assembler:
             return None
         return upload_spans_of(_placements(contribution.messages), self._pinned_storages)
 
-    def _uploaded(self, index: int, device: torch.device) -> Callable[[Placement], torch.Tensor] | None:
-        """Where the parcel's pieces are on the device, if they are uploaded as they lie."""
+    def _uploaded_views(self, index: int, device: torch.device) -> Callable[[Placement], torch.Tensor] | None:
+        """Views of the contribution's shards on the device, if they are uploaded as they lie."""
         wanted = self._spans_by_bucket[index] if self._spans_by_bucket else None
         if wanted is None:
             return None
@@ -191,7 +193,7 @@ class Assembler:
         return lambda place: taken(place) if place.storage in wanted.spans else self._source(place)
 
     def _upload_next(self, index: int) -> None:
-        """The buffer of bucket `index` was read, in stream order: begin with the next one."""
+        """Begin the next upload: bucket `index` was read from its buffer, in stream order."""
         assert self._uploads is not None
         self._uploads.used()
         for later in range(index + 1, len(self._buckets)):
@@ -200,22 +202,26 @@ class Assembler:
                 return self._uploads.begin(later, wanted)
         return None
 
-    def _contribute(self, index: int, device: torch.device) -> None:
+    def _send_contribution(self, index: int, device: torch.device) -> None:
         contribution = self._buckets[index][self._rank]
-        away = self._away(contribution, device)
-        packed = [message for message in contribution.messages if message.staged or away]
-        memory = self._memory(contribution.nbytes if away else contribution.staged_bytes, device, away=away)
-        near = self._uploaded(index, device)
+        on_other_device = self._on_other_device(contribution, device)
+        packed = [message for message in contribution.messages if message.staged or on_other_device]
+        memory = self._memory(
+            contribution.nbytes if on_other_device else contribution.staged_bytes,
+            device,
+            on_other_device=on_other_device,
+        )
+        near = self._uploaded_views(index, device)
         if near is not None:
             self._pack(packed, memory, near)
             self._upload_next(index)
-        elif away and device.type == "cuda":
+        elif on_other_device and device.type == "cuda":
             self._upload(contribution, memory)
         else:
             self._pack(packed, memory, self._source)
         sent: list[torch.Tensor] = []
         for message in contribution.messages:
-            if message.staged or away:
+            if message.staged or on_other_device:
                 sent.append(memory[message.offset : message.offset + message.nbytes])
             else:
                 (place,) = message.placements
@@ -225,10 +231,12 @@ class Assembler:
     def _gather(self, index: int, out: torch.Tensor) -> None:
         bucket = self._buckets[index]
         peers = {rank: contribution for rank, contribution in bucket.items() if rank != self._rank}
-        memory = self._memory(sum(contribution.packed_bytes for contribution in peers.values()), out.device, away=False)
+        memory = self._memory(
+            sum(contribution.packed_bytes for contribution in peers.values()), out.device, on_other_device=False
+        )
         starts = accumulate((contribution.packed_bytes for contribution in peers.values()), initial=0)
         received: list[tuple[int, torch.Tensor]] = []
-        copies = _Copies()
+        copies = _CopyBatch()
         for (rank, contribution), start in zip(peers.items(), starts, strict=False):
             for message in contribution.messages:
                 if message.bucket_offset is not None:
@@ -251,15 +259,15 @@ class Assembler:
         copies.run()
 
     def _fill(self, index: int, contribution: GatherContribution, out: torch.Tensor) -> None:
-        """The root's own pieces into the bucket."""
-        copies = _Copies()
-        near = self._uploaded(index, out.device)
+        """Copy the root's own shards into the bucket."""
+        copies = _CopyBatch()
+        near = self._uploaded_views(index, out.device)
         if near is not None:
             for place in _placements(contribution.messages):
                 copies.add(_in_bucket(out, place), near(place), place.shift)
             copies.run()
             return self._upload_next(index)
-        if out.device.type != "cuda" or not self._away(contribution, out.device):
+        if out.device.type != "cuda" or not self._on_other_device(contribution, out.device):
             for place in _placements(contribution.messages):
                 copies.add(_in_bucket(out, place), self._source(place), place.shift)
         else:
@@ -273,14 +281,14 @@ class Assembler:
     def _pack(
         self, messages: Sequence[GatherMessage], memory: torch.Tensor, source: Callable[[Placement], torch.Tensor]
     ) -> None:
-        """The pieces of `messages`, one after another, in `memory`."""
-        copies = _Copies()
+        """Copy the shards of `messages`, one after another, into `memory`."""
+        copies = _CopyBatch()
         for place in _placements(messages):
             copies.add(_in_contribution(memory, place), source(place), place.shift)
         copies.run()
 
     def _upload(self, contribution: GatherContribution, memory: torch.Tensor) -> None:
-        """The whole parcel, packed in pinned host memory, then in `memory` on a GPU: one copy, in stream order."""
+        """Pack the whole contribution in pinned host memory and copy it to `memory` on a GPU, in stream order."""
         if self._pinned is None:
             largest = max(bucket[self._rank].nbytes for bucket in self._buckets if self._rank in bucket)
             self._pinned = PinnedStaging(largest)
@@ -293,35 +301,38 @@ class Assembler:
         storage = self._storages[place.storage]
         return storage.as_strided(place.shape, place.strides, storage.storage_offset() + place.offset)
 
-    def _away(self, contribution: GatherContribution, device: torch.device) -> bool:
-        """Some of the parameters are not where the buckets are: on a GPU and in host memory, or the other way."""
+    def _on_other_device(self, contribution: GatherContribution, device: torch.device) -> bool:
+        """True if some parameters are not where the buckets are: on a GPU and in host memory, or the reverse."""
         return any(
             self._memory_access.is_elsewhere(self._storages[place.storage], device)
             for place in _placements(contribution.messages)
         )
 
     def _connected_exchange(self) -> GatherExchange:
-        assert self._exchange is not None, "the plan gives parcels to a rank outside the exchange"
+        assert self._exchange is not None, "the plan gives contributions to a rank outside the exchange"
         return self._exchange
 
-    def _memory(self, nbytes: int, device: torch.device, *, away: bool) -> torch.Tensor:
+    def _memory(self, nbytes: int, device: torch.device, *, on_other_device: bool) -> torch.Tensor:
         if self._scratch is None or self._scratch.numel() < nbytes:
-            largest = max((self._scratch_bytes(index, away=away) for index in range(len(self._buckets))), default=0)
+            largest = max(
+                (self._scratch_bytes(index, on_other_device=on_other_device) for index in range(len(self._buckets))),
+                default=0,
+            )
             self._scratch = torch.empty(largest, dtype=torch.uint8, device=device)
         return self._scratch[:nbytes]
 
-    def _scratch_bytes(self, index: int, *, away: bool) -> int:
+    def _scratch_bytes(self, index: int, *, on_other_device: bool) -> int:
         bucket = self._buckets[index]
         if self._rank == self._roots[index]:
             return sum(contribution.packed_bytes for rank, contribution in bucket.items() if rank != self._rank)
         contribution = bucket.get(self._rank)
         if contribution is None:
             return 0
-        return contribution.nbytes if away else contribution.staged_bytes
+        return contribution.nbytes if on_other_device else contribution.staged_bytes
 
 
 class PinnedStaging:
-    """Two pieces of pinned memory, taken in turn: one is packed while the other is on its way to a GPU."""
+    """Two pinned buffers, used alternately: one is packed while the other is copied to a GPU."""
 
     def __init__(self, nbytes: int) -> None:
         self._memory = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
@@ -329,21 +340,21 @@ class PinnedStaging:
         self._turn = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Memory that may be written now; waits until what was in it has arrived."""
+        """Memory that may be written now; blocks until its last copy has ended."""
         event = self._events[self._turn]
         if event is not None:
             event.synchronize()
         return self._memory[self._turn][:nbytes]
 
     def sent(self, device: torch.device) -> None:
-        """What was taken is on its way, in the current stream of `device`."""
+        """The buffer that was taken is being copied, in the current stream of `device`."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         event.record(torch.cuda.current_stream(device))
         self._events[self._turn] = event
         self._turn = 1 - self._turn
 
 
-class _Copies:
+class _CopyBatch:
     """Copies that are made in one call, cast where dtypes differ."""
 
     def __init__(self) -> None:
@@ -356,7 +367,7 @@ class _Copies:
         self._sources.append(source + shift if shift else source)
 
     def run(self) -> None:
-        """Make them; torch has no public name for it."""
+        """Make the copies; torch has no public name for it."""
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
@@ -366,13 +377,13 @@ def _placements(messages: Sequence[GatherMessage]) -> Iterable[Placement]:
 
 
 def _in_contribution(contribution: torch.Tensor, place: Placement) -> torch.Tensor:
-    """The piece within the parcel, contiguous."""
+    """The shard within the contribution, contiguous."""
     typed = contribution[place.contribution_offset : place.contribution_offset + place.nbytes].view(DTYPES[place.dtype])
     return typed.view(place.shape)
 
 
 def _in_bucket(out: torch.Tensor, place: Placement) -> torch.Tensor:
-    """The piece within its served tensor, inside the bucket."""
+    """The shard within its served tensor, inside the bucket."""
     item = ITEM_BYTES[place.dtype]
     typed = out[: out.numel() // item * item].view(DTYPES[place.dtype])
     return typed.as_strided(place.shape, place.bucket_strides, typed.storage_offset() + place.bucket_offset // item)

@@ -1,4 +1,4 @@
-"""What a source plans for buckets, by where they are assembled: asked for with each, made when something is new."""
+"""Cache of what a source plans for buckets: asked for with each bucket, made when manifest or roots are new."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class BucketPlanCache(Generic[T]):
-    """Of the last manifest for each choice of roots."""
+    """Keeps the plan of the last manifest for each choice of roots."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, ...] | None, tuple[Manifest, T]] = {}
@@ -23,7 +23,10 @@ class BucketPlanCache(Generic[T]):
         roots: Sequence[int] | None,
         make: Callable[[Manifest, Sequence[int] | None], T],
     ) -> T:
-        """Raises what `make` raises. `roots`, one for each bucket, are not read again while they are one tuple."""
+        """The plan; made by `make`, whose errors are raised, if it is new.
+
+        `roots`, one for each bucket, are not compared again while they are the same tuple.
+        """
         last = self._last
         if last is not None and last[0] is manifest and last[1] is roots:
             return last[2]

@@ -1,13 +1,14 @@
-"""Who sends what for one bucket, and where it lands: computed once per manifest, as plain data. No torch.
+"""Gather plan: which rank sends what for one bucket, and where it lands. Computed once per manifest, as plain data.
 
-For each bucket every rank has one *parcel* for its root: its pieces, in the order in which they lie in the bucket. All
-buckets have one root, or each that of the stage which holds its tensors. A parcel travels as few messages:
+For each bucket every rank has one *contribution* for its root: its shards, in the order in which they lie in the
+bucket. All buckets have one root, or each that of the pipeline stage that holds its tensors. A contribution travels as
+few messages:
 
-    straight    a long run of bytes that lies in the bucket as it was sent: received where it belongs
-    loose       everything else (columns of row-parallel weights, small tensors), one message, taken apart by the root
+    zero-copy   a long run of bytes that lies in the bucket as it was sent: received in place
+    packed      all other shards (columns of row-parallel weights, small tensors), one message, unpacked by the root
 
-Whole experts and whole pipeline stages are straight; of a tensor-parallel shard, the rows are. A straight message of
-one contiguous piece is not packed either: it is sent from the parameter's own memory.
+Whole experts and whole pipeline stages are zero-copy; of a tensor-parallel shard, the rows are. A zero-copy message of
+one contiguous shard is not staged by its sender either: it is sent from the parameter's own memory.
 """
 
 from __future__ import annotations
@@ -30,31 +31,32 @@ from weightbus.dataplane.tensors import (
 )
 
 ZERO_COPY_BYTES: Final = 1 << 20
-"""Shorter runs go loose: a message of its own costs more than copying so little."""
+"""Minimum bytes of a zero-copy message: for fewer, a message of its own costs more than the copy."""
 
 _ALIGNMENT: Final = 16
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """One strided copy: from local tensor `storage` into a parcel, where it is contiguous, and into the bucket."""
+    """One strided copy: from local tensor `storage` into a contribution, contiguous there, and into the bucket."""
 
     storage: int
     dtype: str
-    """In which it is served; the local tensor may have another."""
+    """Served dtype; the local tensor may have another."""
     shape: tuple[int, ...]
     offset: int
-    """Elements from the first of the local tensor; so `strides`."""
+    """Elements from the first of the local tensor, as `strides`."""
     strides: tuple[int, ...]
     contribution_offset: int
-    """Bytes; so `bucket_offset`."""
+    """Bytes from the start of the contribution."""
     bucket_offset: int
+    """Bytes from the start of the bucket."""
     bucket_strides: tuple[int, ...]
     """Elements."""
     shift: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes as it is served."""
+        """Bytes in the served dtype."""
         size = ITEM_BYTES[self.dtype]
         for extent in self.shape:
             size *= extent
@@ -62,28 +64,28 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class GatherMessage(msgspec.Struct, frozen=True):
-    """Consecutive bytes of a parcel that travel together."""
+    """Consecutive bytes of a contribution that travel together."""
 
     offset: int
-    """Bytes from the start of the parcel."""
+    """Bytes from the start of the contribution."""
     nbytes: int
     placements: tuple[Placement, ...]
     bucket_offset: int | None
-    """Where all of it lies in the bucket; None for loose pieces."""
+    """Where all of a zero-copy message lies in the bucket; None for a packed message."""
     staged: bool
-    """False for what can be sent from where it is."""
+    """False if the message is sent from the parameter's memory; true if it is first copied."""
 
 
 class GatherContribution(msgspec.Struct, frozen=True):
-    """What one rank contributes to one bucket."""
+    """What one rank sends for one bucket."""
 
     messages: tuple[GatherMessage, ...]
-    """In the order in which they are sent; those that need no packing come last."""
+    """In the order in which they are sent; messages that are not staged come last."""
     nbytes: int
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes that a rank needs beyond its parameters, if those are where the bucket is."""
+        """Bytes that the rank needs beyond its parameters, if those are where the bucket is."""
         return max((message.offset + message.nbytes for message in self.messages if message.staged), default=0)
 
     @property
@@ -93,7 +95,7 @@ class GatherContribution(msgspec.Struct, frozen=True):
 
 
 BucketPlan = dict[int, GatherContribution]
-"""By rank, ascending; ranks that contribute nothing are absent."""
+"""Contributions by rank, ascending; ranks that send nothing are absent."""
 
 
 def plan(
@@ -104,7 +106,7 @@ def plan(
     roots: Sequence[int] | None = None,
     zero_copy_bytes: int = ZERO_COPY_BYTES,
 ) -> tuple[BucketPlan, ...]:
-    """The parcels of every bucket: all of them on its root, its own on another rank.
+    """Contributions to every bucket: all of them on its root, the own one on another rank.
 
     `roots` is, by bucket, the rank that it is assembled on; rank 0 where nothing is said. `pieces` hold every element
     exactly once (`cover.once`, `cover.prove`) and describe the manifest's tensors, in whatever order; the same on every
@@ -228,12 +230,12 @@ def _runs(rows: Sequence[_Row], zero_copy_bytes: int) -> tuple[list[list[_Row]],
 
 
 def _in_place(run: Sequence[_Row]) -> bool:
-    """One piece, in memory as it is served: it can be sent without being packed."""
+    """True for one shard in memory as it is served: it is sent without a copy."""
     return len(run) == 1 and run[0].as_served
 
 
 def _progressions(rows: Sequence[_Row]) -> Iterable[Placement]:
-    """Equal copies at equal distances as one with an axis more: the groups of a fused QKV, for example."""
+    """Merge equal copies at equal distances into one with one more axis: the groups of a fused QKV, for example."""
     at = 0
     while at < len(rows):
         count, step = _progression(rows, at)
@@ -251,7 +253,7 @@ def _progressions(rows: Sequence[_Row]) -> Iterable[Placement]:
 
 
 def _progression(rows: Sequence[_Row], at: int) -> tuple[int, tuple[int, int]]:
-    """How many rows from `at` are equal and equally far apart, and how far."""
+    """Number of rows from `at` that are equal and equally far apart, and their distance."""
     count, step = 1, (0, 0)
     while at + count < len(rows):
         before, after = rows[at + count - 1], rows[at + count]
@@ -264,7 +266,7 @@ def _progression(rows: Sequence[_Row], at: int) -> tuple[int, tuple[int, int]]:
 
 
 def _distance(before: _Row, after: _Row) -> tuple[int, int] | None:
-    """How far two equal copies of one tensor are apart, in elements of the storage and bytes of the bucket."""
+    """Distance of two equal copies of one tensor, in elements of the storage and bytes of the bucket."""
     a, b = before.placement, after.placement
     if before.tensor != after.tensor or a.storage != b.storage or a.shape != b.shape:
         return None

@@ -1,12 +1,12 @@
-"""Parameters in pinned host memory on their way to a GPU: by bucket, in two buffers, the next while this one is used.
+"""Uploads of parameters in pinned host memory to a GPU, by bucket in two buffers: one fills while the other is used.
 
-    params (host, pinned) --one contiguous copy for each span--> buffer (device) --strided, cast--> bucket or parcel
+    params (host, pinned) --one contiguous copy for each span--> buffer (device) --strided, cast--> bucket or message
 
-A *span* is the shortest run of one parameter that holds everything a bucket needs of it. It travels as it lies there,
-in the parameter's own dtype: nothing is packed or cast by the CPU, so that the bus is what limits it. While bucket `i`
-is assembled, digested and sent, the spans of bucket `i + 1` are copied on a stream of their own.
+A *span* is the shortest run of one parameter that holds everything a bucket needs of it. It is copied as it lies, in
+the parameter's own dtype: the CPU packs and casts nothing, so that the bus is the limit. While bucket `i` is assembled,
+digested and sent, the spans of bucket `i + 1` are copied on a stream of their own.
 
-Whoever owns the parameters may change them once `settle` has returned.
+The parameters may change once `settle` has returned.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import torch
 from .gather_plan import Placement
 
 WASTE: Final = 1.25
-"""Spans may be so many times what is needed of them; sparser ones are packed on the host first."""
+"""Maximum ratio of the bytes of spans to the bytes needed; sparser contributions are packed on the host."""
 _ALIGNMENT: Final = 256
 
 
 class UploadSpan(NamedTuple):
-    """A run of one storage, and where it lies in a buffer."""
+    """A run of one storage, and its place in a buffer."""
 
     storage: int
     begin: int
     """Elements of the storage."""
     size: int
     at: int
-    """Bytes in the buffer."""
+    """Bytes from the start of the buffer."""
 
 
 class UploadSpans(NamedTuple):
@@ -45,7 +45,7 @@ class UploadSpans(NamedTuple):
 
 
 def upload_spans_of(placements: Iterable[Placement], item_bytes: Mapping[int, int]) -> UploadSpans | None:
-    """The spans of `placements`, those of the storages in `item_bytes`; None if they would be mostly waste.
+    """Spans of `placements` in the storages of `item_bytes`; None if most of their bytes would be waste.
 
     `item_bytes` holds the bytes of an element of every storage that has to be uploaded.
     """
@@ -70,58 +70,58 @@ def upload_spans_of(placements: Iterable[Placement], item_bytes: Mapping[int, in
 
 
 class UploadStream(Protocol):
-    """Copies from host memory into one of two buffers, behind the caller's back. Used by one thread."""
+    """Copies from host memory into one of two buffers, in the background of the caller. Used by one thread."""
 
-    def copy(self, turn: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Begin to copy into buffer `turn`, once everything that reads it has been read."""
+    def copy(self, buffer: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Begin to copy into `buffer`, once all reads of it have ended."""
         ...
 
-    def arrived(self, turn: int) -> None:
-        """What the caller does from now on comes after the copies into buffer `turn`."""
+    def arrived(self, buffer: int) -> None:
+        """Later work of the caller comes after the copies into `buffer`."""
         ...
 
-    def used(self, turn: int) -> None:
-        """The caller reads nothing more of what is in buffer `turn`."""
+    def used(self, buffer: int) -> None:
+        """The caller's reads of `buffer` have been enqueued."""
         ...
 
     def settle(self) -> None:
-        """Return when no copy reads host memory any more."""
+        """Block until no copy reads host memory."""
         ...
 
 
 class Uploads:
-    """The buffers of one assembler, for passes over its buckets in order.
+    """Upload buffers of one assembler, for passes over its buckets in order.
 
-    A pass that was given up leaves a bucket behind that was begun and not taken. The next pass begins with an earlier
-    one, so that it is uploaded anew before it is taken: the weights may have changed.
+    An abandoned pass leaves a bucket that was begun and not taken. The next pass begins with an earlier bucket, so that
+    it is uploaded anew before it is taken: the weights may have changed.
     """
 
     def __init__(
         self, storages: Sequence[torch.Tensor], device: torch.device, upload_stream: UploadStream, nbytes: int
     ) -> None:
-        """`nbytes` are those of the largest cargo."""
+        """`nbytes` are the bytes of the largest bucket's spans."""
         self._storages = storages
         self._upload_stream = upload_stream
         self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
-        for turn in range(2):
-            upload_stream.used(turn)  # by whoever had this memory before
-        self._turn = 0
+        for buffer in range(2):
+            upload_stream.used(buffer)  # by the memory's previous owner
+        self._buffer_index = 0
         self._begun: tuple[int, UploadSpans] | None = None
-        """Bucket and cargo that are on their way into the buffer whose turn it is."""
+        """Bucket and spans that are being copied into the next buffer."""
 
     def begin(self, bucket: int, wanted: UploadSpans) -> None:
-        """Upload `wanted` into the buffer whose turn is next."""
+        """Upload the spans of a bucket into the next buffer."""
         targets = [self._in_buffer(span) for span in wanted.spans.values()]
         sources = [self._flat(span) for span in wanted.spans.values()]
-        self._upload_stream.copy(self._turn, targets, sources)
+        self._upload_stream.copy(self._buffer_index, targets, sources)
         self._begun = bucket, wanted
 
     def take(self, bucket: int, wanted: UploadSpans) -> Callable[[Placement], torch.Tensor]:
-        """Where placements of `wanted` lie on the device; begun already, or now. Ends with `used`."""
+        """Views of a bucket's placements on the device; uploaded already, or now. Ends with `used`."""
         if self._begun is None or self._begun[0] != bucket:
             self.begin(bucket, wanted)
         self._begun = None
-        self._upload_stream.arrived(self._turn)
+        self._upload_stream.arrived(self._buffer_index)
         near = {span.storage: self._in_buffer(span) for span in wanted.spans.values()}
 
         def view(place: Placement) -> torch.Tensor:
@@ -132,18 +132,18 @@ class Uploads:
         return view
 
     def used(self) -> None:
-        """What was taken has been read, in the caller's order: its buffer is free after that."""
-        self._upload_stream.used(self._turn)
-        self._turn = 1 - self._turn
+        """The views of the last `take` were read, in the caller's order: the buffer is free after that."""
+        self._upload_stream.used(self._buffer_index)
+        self._buffer_index = 1 - self._buffer_index
 
     def settle(self) -> None:
-        """Return when the parameters may be changed."""
+        """Block until the parameters may change."""
         self._upload_stream.settle()
 
     def _in_buffer(self, span: UploadSpan) -> torch.Tensor:
         storage = self._storages[span.storage]
         nbytes = span.size * storage.element_size()
-        return self._buffers[self._turn][span.at : span.at + nbytes].view(storage.dtype)
+        return self._buffers[self._buffer_index][span.at : span.at + nbytes].view(storage.dtype)
 
     def _flat(self, span: UploadSpan) -> torch.Tensor:
         storage = self._storages[span.storage]
@@ -151,7 +151,7 @@ class Uploads:
 
 
 class CudaUploadStream:
-    """Implements `UploadStream`: a stream of its own, and events between it and the caller's."""
+    """Implements `UploadStream`: a CUDA stream of its own, and events between it and the caller's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -159,59 +159,59 @@ class CudaUploadStream:
         self._copied = [_event() for _ in range(2)]
         self._used = [_event() for _ in range(2)]
 
-    def copy(self, turn: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Enqueue; on a GPU an event that was never recorded is over."""
+    def copy(self, buffer: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Enqueue the copies; waiting for an event that was never recorded returns at once."""
         if targets:
             targets[0].record_stream(self._stream)  # its memory is not given to others before these copies are over
-        self._stream.wait_event(self._used[turn])
+        self._stream.wait_event(self._used[buffer])
         with torch.cuda.stream(self._stream):
             copy_each(targets, sources)
-        self._copied[turn].record(self._stream)
+        self._copied[buffer].record(self._stream)
 
-    def arrived(self, turn: int) -> None:
-        """The current stream waits."""
-        torch.cuda.current_stream(self._device).wait_event(self._copied[turn])
+    def arrived(self, buffer: int) -> None:
+        """The current stream waits for the copies."""
+        torch.cuda.current_stream(self._device).wait_event(self._copied[buffer])
 
-    def used(self, turn: int) -> None:
-        """As far as the current stream has been filled."""
-        self._used[turn].record(torch.cuda.current_stream(self._device))
+    def used(self, buffer: int) -> None:
+        """Record an event in the current stream."""
+        self._used[buffer].record(torch.cuda.current_stream(self._device))
 
     def settle(self) -> None:
-        """The host waits."""
+        """The host waits for the copies."""
         self._stream.synchronize()
 
 
 class HostUploadStream:
-    """Implements `UploadStream` without a GPU: every copy is over when it was asked for."""
+    """Implements `UploadStream` without a GPU: every copy ends before the call returns."""
 
-    def copy(self, turn: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy(self, buffer: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Copy."""
-        del turn
+        del buffer
         copy_each(targets, sources)
 
-    def arrived(self, turn: int) -> None:
-        """They have."""
+    def arrived(self, buffer: int) -> None:
+        """Return: the copies have ended."""
 
-    def used(self, turn: int) -> None:
-        """Nothing waits for it."""
+    def used(self, buffer: int) -> None:
+        """Return: no copy waits for it."""
 
     def settle(self) -> None:
-        """Nothing is on its way."""
+        """Return: no copy runs."""
 
 
 def upload_stream_for(device: torch.device) -> UploadStream:
-    """What uploads to `device`."""
+    """The upload stream of `device`."""
     return CudaUploadStream(device) if device.type == "cuda" else HostUploadStream()
 
 
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """One call for all; from pinned memory it only enqueues. torch has no public name for it."""
+    """Copy all in one call; from pinned memory it only enqueues. torch has no public name for it."""
     if targets:
         torch._foreach_copy_(list(targets), list(sources), non_blocking=True)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
-    """A GPU can read it by itself, while the CPU does something else."""
+    """True if a GPU can read the tensor by itself, while the CPU does other work."""
     return tensor.device.type == "cpu" and tensor.is_pinned()
 
 

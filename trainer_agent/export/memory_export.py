@@ -35,7 +35,7 @@ from .topology import location_of
 
 @runtime_checkable
 class Exportable(Protocol):
-    """A source whose tensors other processes can read. Every rank holds one."""
+    """A source with tensors that other processes can read. Every rank holds one."""
 
     @property
     def rank(self) -> int:
@@ -76,7 +76,7 @@ class SummingSource(PreparingSource, Protocol):
     """A source that accumulates checksums of what it computes, so that digests need not read all of it again."""
 
     def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
-        """Shards of `held` whose checksums are accumulated. The same in every version."""
+        """Shards of `held` with accumulated checksums. The same in every version."""
         ...
 
     def sums(self) -> Lanes:
@@ -429,7 +429,7 @@ class MemoryExport:
             torch.cuda.synchronize(self._device)
 
     def _share_of(self, division: DigestDivision) -> DigestShare:
-        """This rank's share without the tensors whose checksums the source accumulates."""
+        """This rank's share without the tensors that the source itself sums up."""
         rank, self._known = self._source.rank, None
         if not isinstance(self._source, SummingSource):
             return division.share(rank, PASS_BYTES)

@@ -77,7 +77,7 @@ class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def unpublished(cls, channel: str, version: int, mode: Mode, reason: str) -> Self:
-        """Report of a version whose round never began."""
+        """Report of a version without a round."""
         return cls(channel=channel, version=version, epoch=0, outcome=Outcome.ABORTED, mode=mode, reason=reason)
 
     @property

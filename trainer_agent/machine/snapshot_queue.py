@@ -25,7 +25,7 @@ class Overlap(enum.StrEnum):
     WAIT = "wait"
     """Every version is published; a new snapshot waits until a buffer is free."""
     SUPERSEDE = "supersede"
-    """Snapshots whose publication has not begun are dropped; a publication that has begun goes on to its end."""
+    """Waiting snapshots are dropped; a publication that has begun goes on to its end."""
 
 
 class SnapshotMemory(enum.StrEnum):
@@ -113,7 +113,7 @@ class SnapshotQueue:
         self._running = None
 
     def cancel_waiting(self) -> tuple[int, ...]:
-        """Drop all snapshots whose publication has not begun; returns their versions."""
+        """Drop all waiting snapshots; returns their versions."""
         dropped = tuple(version for version, _ in self._waiting)
         self._free.extend(buffer for _, buffer in self._waiting)
         self._waiting.clear()

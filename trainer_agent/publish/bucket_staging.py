@@ -1,6 +1,6 @@
 """Assembling a version into buckets on all ranks, and its digest table. Rank 0's side.
 
-A model whose buckets all fit the staging buffers is assembled once and stays there until the publication ends. A larger
+A model that fits the staging buffers is assembled once and stays there until the publication ends. A larger
 one is assembled twice: for the digests, which the round needs first, and again to be sent. Both passes must read the
 same weights; the second is compared bucket by bucket.
 """

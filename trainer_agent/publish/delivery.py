@@ -95,7 +95,7 @@ class Delivery:
 
     @property
     def unopened(self) -> dict[str, str]:
-        """Engines whose lane made no offer, with the reason."""
+        """Engines without an offer, because their lane failed to open; values are reasons."""
         with self._changed:
             silence = f"the sender did not open within {_OFFER_S:g} s"
             return {

@@ -1,4 +1,4 @@
-"""A source whose weights are quantized before they leave."""
+"""Quantization at the trainer: a source whose weights are quantized before they leave."""
 
 from typing import TYPE_CHECKING
 

@@ -1,15 +1,15 @@
-"""Who quantizes which weight, from what, into what: computed once per manifest, as plain data. No torch.
+"""Quantization plan: which rank quantizes which weight, from what, into what. Computed once per manifest. No torch.
 
-A rank whose pieces of a weight all lie on the grain of its scheme quantizes them for itself: experts and whole rows
-once, at their owner. What it makes is a piece like any other, of another tensor, and travels as parcels do. A weight
-that is cut across its blocks is gathered by the root first, in the dtype in which it would be served.
+A rank whose shards of a weight all lie on the grain of its scheme quantizes them for itself: experts and whole rows
+once, at their owner. The results are shards like any other, of another tensor, and travel as gather messages do. A
+weight that is cut across its blocks is gathered by the root first, in the dtype in which it would be served.
 
-    jobs       what a rank quantizes for one bucket: from its own memory, or on the root from what was gathered
+    jobs       what a rank quantizes for one bucket: from its own memory, or on the root from gathered weights
     raw        the layout in which the root gathers: one bucket for each set of buckets that its weights end up in
-    pieces     everything that travels: results in the arena of a rank, and what is not quantized where it lies
+    pieces     everything that travels: results in the arena of a rank, and unquantized tensors where they lie
 
-The root's own results go straight into the bucket. Those of the others lie in an *arena*, memory that is used again for
-the next bucket; it is numbered behind the local tensors, once for each dtype.
+The root's own results go straight into the bucket. Those of the other ranks lie in an *arena*, memory that is reused
+for the next bucket; it is numbered behind the local tensors, once for each dtype.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ _ALIGNMENT: Final = 16
 
 
 class QuantizedWeight(msgspec.Struct, frozen=True):
-    """A weight that is quantized, and what it becomes."""
+    """A weight that is quantized, and the tensors it becomes."""
 
     spec: TensorSpec
     scheme: Scheme
     parts: tuple[QuantizedPart, ...]
     outputs: tuple[TensorSpec, ...]
-    """As `parts`, under their names."""
+    """The tensors of `parts`, in their order."""
 
     @property
     def computed(self) -> tuple[tuple[QuantizedPart, TensorSpec], ...]:
-        """Those that follow from its elements: all but ``weight_shape``."""
+        """Parts that are computed from its elements: all but ``weight_shape``."""
         both = zip(self.parts, self.outputs, strict=True)
         return tuple((part, spec) for part, spec in both if part.cell[0])
 
 
 class WeightPlace(msgspec.Struct, frozen=True):
-    """Where a rectangle of a tensor goes: bytes from the start of the bucket or the arena, strides in elements."""
+    """Destination of a rectangle of a tensor: bytes from the start of the bucket or the arena, strides in elements."""
 
     arena: bool
     offset: int
@@ -72,17 +72,17 @@ class QuantizeJob(msgspec.Struct, frozen=True):
     weight: int
     shape: tuple[int, ...]
     held: Shard | None
-    """Own memory that it reads; None for what was gathered."""
+    """Own memory that it reads; None if it reads a gathered weight."""
     raw: tuple[int, int]
-    """... the raw bucket in which that lies, and its first byte there."""
+    """The raw bucket with the gathered weight, and its first byte there."""
     targets: tuple[WeightPlace, ...]
-    """Of every part but ``weight_shape``."""
+    """Destinations of every part but ``weight_shape``."""
     sums: tuple[int, WordLayout] | None = None
-    """The number of the sums that its elements are added to, and where they lie in their tensor."""
+    """Number of the checksums that its elements are added to, and where they lie in their tensor."""
 
 
 class CopyJob(msgspec.Struct, frozen=True):
-    """A gathered tensor that stays as it is: from a raw bucket into the bucket. Root only."""
+    """A gathered tensor that is not quantized: copied from a raw bucket into the bucket. Root only."""
 
     raw: tuple[int, int]
     target: WeightPlace
@@ -96,10 +96,10 @@ class WeightShape(msgspec.Struct, frozen=True):
 
 
 class BucketWork(msgspec.Struct, frozen=True):
-    """What one rank does for one bucket before parcels travel."""
+    """Work of one rank for one bucket, before gather messages travel."""
 
     raws: tuple[int, ...]
-    """The raw buckets that it needs, on every rank alike."""
+    """Raw buckets that it needs, on every rank alike."""
     jobs: tuple[QuantizeJob, ...]
     copies: tuple[CopyJob, ...]
     shapes: tuple[WeightShape, ...]
@@ -110,22 +110,22 @@ class RankWork(msgspec.Struct, frozen=True):
 
     buckets: tuple[BucketWork, ...]
     raw: Manifest | None
-    """What is gathered; None when nothing is."""
+    """Layout of gathered weights; None if none are gathered."""
     arena_bytes: int
     base: int
-    """The number of the arena's first storage: that of dtype `d` is ``base + DTYPES.index(d)``."""
+    """Number of the arena's first storage: the storage of dtype `d` is ``base + DTYPES.index(d)``."""
 
 
 class ResidentWork(msgspec.Struct, frozen=True):
-    """One rank's part in all buckets at once, for memory that stays."""
+    """One rank's part in all buckets at once, for an arena that stays in memory."""
 
     work: RankWork
     results: tuple[Shard, ...]
-    """What lies in the arena then."""
+    """Shards in the arena."""
     summed: tuple[Shard, ...]
-    """Those of them that jobs sum up."""
+    """Shards of `results` whose checksums are accumulated by jobs."""
     sums: tuple[str, ...]
-    """By number: the tensor that they are of."""
+    """Tensors of the checksums, by number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,27 +133,27 @@ class WeightDivision:
     """Which weights are divided among their holders and which are gathered; the same on every rank."""
 
     manifest: Manifest
-    """Of what the weights become."""
+    """Manifest of the quantized tensors."""
     weights: tuple[QuantizedWeight, ...]
     pieces: Shards | None
-    """Every raw element once; None when it is not known where they lie."""
+    """Shards that hold every raw element once; None if their places are unknown."""
     rows: Mapping[str, Sequence[int]]
-    """By raw tensor: its pieces."""
+    """Rows of `pieces` by raw tensor."""
     places: Mapping[str, tuple[int, int]]
     """By tensor of the manifest: its bucket, and the byte in it where it begins."""
     local: Mapping[int, Sequence[tuple[int, int]]]
-    """By rank: weights, and the pieces of them that it quantizes for itself."""
+    """By rank: weights, and the rows of their shards that it quantizes for itself."""
     gathered: frozenset[int]
     """Weights that no holder can quantize alone."""
     plain: tuple[TensorSpec, ...]
-    """What is gathered although it stays as it is, because nobody knows where it lies."""
+    """Tensors that are gathered although they are not quantized, because their place is unknown."""
     raw: Manifest | None
-    """What is gathered: a bucket for each set of buckets that its weights end up in."""
+    """Layout of gathered weights: a bucket for each set of buckets that its weights end up in."""
     raw_places: Mapping[str, tuple[int, int]]
     serves: tuple[tuple[int, ...], ...]
     """By raw bucket: the buckets that need it."""
     roots: tuple[int, ...]
-    """By bucket: the rank that it is assembled on."""
+    """By bucket: the rank on which it is assembled."""
 
     @classmethod
     def of(
@@ -170,7 +170,7 @@ class WeightDivision:
         """
         joined = None if pieces is None else cover.merge_adjacent(pieces)
         rows, places = _rows_by_tensor(joined), _places(manifest)
-        gathered = [index for index, each in enumerate(weights) if not _divides(each, joined, rows)]
+        gathered = [index for index, each in enumerate(weights) if not _divisible(each, joined, rows)]
         plain = _plain(manifest, weights) if joined is None else ()
         groups: dict[tuple[int, ...], list[TensorSpec]] = defaultdict(list)
         for index in gathered:
@@ -195,7 +195,7 @@ class WeightDivision:
         )
 
     def raw_pieces(self) -> Shards | None:
-        """Where what is gathered lies; None when that is not known."""
+        """Shards of the gathered weights; None if their places are unknown."""
         if self.pieces is None:
             return None
         rows = sorted(row for index in self.gathered for row in self.rows[self.weights[index].spec.name])
@@ -203,24 +203,24 @@ class WeightDivision:
 
     @property
     def raw_roots(self) -> tuple[int, ...]:
-        """By raw bucket: the rank that it is gathered on."""
+        """By raw bucket: the rank on which it is gathered."""
         return tuple(self.roots[buckets[0]] for buckets in self.serves)
 
     def raws_of(self, bucket: int) -> tuple[int, ...]:
-        """The raw buckets with weights that end up, or in part, in `bucket`."""
+        """Raw buckets with weights that end up, or in part, in `bucket`."""
         return tuple(number for number, buckets in enumerate(self.serves) if bucket in buckets)
 
     def work(self, rank: int) -> RankWork:
-        """What `rank` does."""
-        return _Draft(self, rank).work()
+        """Work of `rank`."""
+        return _WorkBuilder(self, rank).work()
 
-    def kept(self, rank: int, base: int) -> ResidentWork:
-        """What `rank` does where its results stay where it makes them; `base` numbers the arena's first storage."""
-        draft = _Draft(self, rank, base)
+    def resident_work(self, rank: int, base: int) -> ResidentWork:
+        """Work of `rank` where its results stay in memory; `base` numbers the arena's first storage."""
+        draft = _WorkBuilder(self, rank, base)
         return ResidentWork(draft.work(), tuple(draft.results), tuple(draft.summed), tuple(draft.sums))
 
     def traveling(self) -> Shards:
-        """Pieces of the manifest's tensors: what is quantized elsewhere than on its root, and what is not quantized."""
+        """Shards of the manifest's tensors: those quantized elsewhere than on their root, and those not quantized."""
         held: dict[int, list[Shard]] = defaultdict(list)
         if self.pieces is not None:
             quantized = {weight.spec.name for weight in self.weights}
@@ -228,24 +228,24 @@ class WeightDivision:
                 for row in rows if name not in quantized else ():
                     held[int(self.pieces.rank[row])].append(self.pieces.at(row))
             for rank in sorted(set(self.pieces.rank.tolist())):
-                held[rank].extend(_Draft(self, rank).results)
+                held[rank].extend(_WorkBuilder(self, rank).results)
         return Shards.join([Shards.of(self.manifest.tensors, held[rank], rank) for rank in sorted({0, *held})])
 
 
-class _Draft:
-    """One rank's work, while it is put together."""
+class _WorkBuilder:
+    """Builds one rank's work."""
 
     def __init__(self, division: WeightDivision, rank: int, keeps: int | None = None) -> None:
         """`keeps`: results stay in an arena, which begins with this storage."""
         self._of = division
         self._rank = rank
-        self._keeps = keeps is not None
+        self._resident_arena = keeps is not None
         self._jobs: list[list[QuantizeJob]] = [[] for _ in division.manifest.buckets]
         self.results: list[Shard] = []
-        """What it makes for others, in its arena."""
+        """Shards that it quantizes for other ranks, in its arena."""
         self.summed: list[Shard] = []
         self.sums: dict[str, int] = {}
-        """By tensor: their number."""
+        """Number of the checksums, by tensor."""
         self._ends = [0] * len(self._jobs)
         mine = None if division.pieces is None else division.pieces.of_rank(rank)
         first = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
@@ -273,22 +273,25 @@ class _Draft:
         return RankWork(tuple(buckets), of.raw, max(self._ends, default=0), self._base)
 
     def _job(self, index: int, weight: QuantizedWeight, box: Box, held: Shard | None, raw: tuple[int, int]) -> None:
-        """Once for each bucket that a part of the weight is in: nearly always one."""
+        """Add a job for each bucket that a part of the weight is in: nearly always one."""
         made = weight.computed
         buckets = sorted({self._of.places[spec.name][0] for _, spec in made})
-        if self._keeps:  # all that needs nobody else at once, the rest as it is gathered
+        if self._resident_arena:  # jobs that need no other rank at once, the rest as weights are gathered
             buckets = [0] if held is not None else buckets[:1]
         if held is None:
             buckets = [bucket for bucket in buckets if self._at_root(bucket)]
         for bucket in buckets:
             targets = tuple(self._target(bucket, part, spec, part.box(box)) for part, spec in made)
-            sums = self._summed(weight, box, held, len(made)) if self._keeps else None
+            sums = self._summed(weight, box, held, len(made)) if self._resident_arena else None
             self._jobs[bucket].append(QuantizeJob(index, box.shape, held, raw, targets, sums))
 
     def _summed(
         self, weight: QuantizedWeight, box: Box, held: Shard | None, parts: int
     ) -> tuple[int, WordLayout] | None:
-        """Whether the elements of the job whose `parts` were placed last are summed up as they are made."""
+        """Number of the checksums that a job's elements are added to; None if they are not.
+
+        Refers to the job whose `parts` were placed last.
+        """
         words = word_layout(weight.scheme, box, weight.spec.shape)
         if words is None or (held is not None and held.view.strides[-1] != 1):
             return None
@@ -297,16 +300,18 @@ class _Draft:
         return self.sums.setdefault(elements.tensor, len(self.sums)), words
 
     def _target(self, bucket: int, part: QuantizedPart, spec: TensorSpec, box: Box) -> WeightPlace:
-        """In the bucket for its root; in the arena for the others, and for what belongs to another bucket."""
+        """Destination in the bucket on its root; in the arena on other ranks, and for parts of another bucket."""
         home, begin = self._of.places[spec.name]
-        if self._at_root(bucket) and home == bucket and not self._keeps:
+        if self._at_root(bucket) and home == bucket and not self._resident_arena:
             strides = contiguous_strides(spec.shape)
             first = sum(at * step for at, step in zip(box.start, strides, strict=True))
             return WeightPlace(False, begin + first * ITEM_BYTES[part.dtype], part.dtype, box.shape, strides)
-        return self._in_arena(0 if self._keeps else bucket, spec, box, result=home == bucket or self._keeps)
+        return self._in_arena(
+            0 if self._resident_arena else bucket, spec, box, result=home == bucket or self._resident_arena
+        )
 
     def _in_arena(self, bucket: int, spec: TensorSpec, box: Box, *, result: bool) -> WeightPlace:
-        """Memory for `box` of a tensor, behind what lies there for the same bucket."""
+        """Reserve memory for `box` of a tensor, behind the data of the same bucket."""
         item = ITEM_BYTES[spec.dtype]
         offset = self._ends[bucket]
         self._ends[bucket] += -(-box.size * item // _ALIGNMENT) * _ALIGNMENT
@@ -317,7 +322,7 @@ class _Draft:
         return WeightPlace(True, offset, spec.dtype, box.shape, strides)
 
     def _take_gathered(self) -> None:
-        """What a root does with what others sent, and what is not computed."""
+        """Add a root's jobs on gathered weights, and the tensors that are not computed."""
         for index in sorted(self._of.gathered):
             weight = self._of.weights[index]
             raw = self._of.raw_places[weight.spec.name]
@@ -337,7 +342,7 @@ class _Draft:
         return self._of.roots[bucket] == self._rank
 
     def _whole(self, spec: TensorSpec) -> WeightPlace:
-        if self._keeps:
+        if self._resident_arena:
             return self._in_arena(0, spec, Box.whole(spec.shape), result=True)
         return WeightPlace(False, self._of.places[spec.name][1], spec.dtype, spec.shape, contiguous_strides(spec.shape))
 
@@ -352,7 +357,7 @@ def _places(manifest: Manifest) -> dict[str, tuple[int, int]]:
 
 
 def _plain(manifest: Manifest, weights: Sequence[QuantizedWeight]) -> tuple[TensorSpec, ...]:
-    """The manifest's tensors that no weight becomes."""
+    """Tensors of the manifest that no weight becomes."""
     made = {spec.name for weight in weights for spec in weight.outputs}
     return tuple(spec for spec in manifest.tensors if spec.name not in made)
 
@@ -366,8 +371,8 @@ def _rows_by_tensor(pieces: Shards | None) -> Mapping[str, list[int]]:
     return found
 
 
-def _divides(weight: QuantizedWeight, pieces: Shards | None, rows: Mapping[str, Sequence[int]]) -> bool:
-    """Every holder of a part can quantize it alone."""
+def _divisible(weight: QuantizedWeight, pieces: Shards | None, rows: Mapping[str, Sequence[int]]) -> bool:
+    """True if every holder of a shard can quantize it alone."""
     if pieces is None:
         return False
     found = [pieces.at(row) for row in rows[weight.spec.name]]
@@ -380,7 +385,7 @@ def _local(
     pieces: Shards | None,
     rows: Mapping[str, Sequence[int]],
 ) -> Mapping[int, Sequence[tuple[int, int]]]:
-    """By rank: the pieces that it quantizes for itself."""
+    """By rank: the shards that it quantizes for itself."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
     holders: list[int] = [] if pieces is None else pieces.rank.tolist()
     for index, weight in enumerate(weights):

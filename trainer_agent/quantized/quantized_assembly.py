@@ -1,7 +1,7 @@
-"""Carries out what quantization_plan.py divides: one rank's part of a bucket, or all of it in memory that stays.
+"""Executes what quantization_plan.py divided: one rank's part of a bucket, or all of it in memory that stays.
 
-Assembly   bucket by bucket: results travel to the root as parcels, the arena is used again
-Standing   all of this rank's results at once, in an arena of its own, for engines that copy by themselves
+QuantizedAssembly      bucket by bucket: results travel to the root as gather messages, the arena is reused
+ResidentQuantization   all of this rank's results at once, in an arena of its own, for engines that copy themselves
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ from .quantized_uploads import WeightUploads
 from .ready_flags import ReadyFlags
 
 _ELSEWHERE: Final = -1
-"""The rank of all but the root, where only the root has anything to do."""
+"""Rank of all but the root, where only the root has work."""
 
 
 @runtime_checkable
 class ShardedSource(Protocol):
-    """A source that says where what it serves lies, on every rank."""
+    """A source that knows the places of all shards, on every rank."""
 
     @property
     def rank(self) -> int:
-        """Of this process, in the source's group."""
+        """Rank of this process in the source's group."""
         ...
 
     @property
     def pieces(self) -> Shards:
-        """Every element of every tensor once, the same on every rank; `storage` numbers what `memory` gives."""
+        """Shards that hold every element of every tensor once, the same on every rank.
+
+        `storage` is an index into `memory`.
+        """
         ...
 
     @property
     def exchange(self) -> GatherExchange | None:
-        """How parcels travel between the ranks that `pieces` names; None where nothing does."""
+        """How gather messages travel between the ranks that `pieces` names; None if none do."""
         ...
 
     def memory(self) -> Sequence[torch.Tensor]:
@@ -58,17 +61,17 @@ class ShardedSource(Protocol):
 
 @runtime_checkable
 class ReadableSource(Source, ShardedSource, Exportable, Protocol):
-    """A source that says where what it serves lies, and whose memory engines can read."""
+    """A sharded source with memory that engines can read."""
 
 
 @dataclass
 class _Bound:
-    """The jobs of one bucket, bound to memory."""
+    """Jobs of one bucket, bound to memory."""
 
     at: tuple[int, ...]
-    """Where all of that is."""
+    """Addresses of all of that memory."""
     tasks: tuple[PreparedTasks, ...]
-    """By the parts that they are done in."""
+    """By the ready parts in which they are done."""
 
     @property
     def keeps(self) -> bool:
@@ -77,13 +80,13 @@ class _Bound:
 
 
 class QuantizedAssembly:
-    """Carries out one rank's work for one manifest: quantizes its part of a bucket, and has it travel to the root."""
+    """Executes one rank's work for one manifest: quantizes its part of a bucket, and sends it to the root."""
 
     def __init__(
         self,
         division: WeightDivision,
         source: Source,
-        described: ShardedSource | None,
+        sharded: ShardedSource | None,
         work: RankWork | None = None,
         memory_access: MemoryAccess = MemoryAccess(),  # noqa: B008  immutable
     ) -> None:
@@ -91,44 +94,44 @@ class QuantizedAssembly:
         self._source = source
         self._memory_access = memory_access
         self._uploads: WeightUploads | None = None
-        self._described = described
+        self._sharded = sharded
         self._manifest = division.manifest
         self._weights = division.weights
-        rank = described.rank if described else (0 if source.root else _ELSEWHERE)
+        rank = sharded.rank if sharded else (0 if source.root else _ELSEWHERE)
         self._work = work or division.work(rank)
-        travels = described is not None and work is None
+        travels = sharded is not None and work is None
         self._roots, self._raw_roots = division.roots, division.raw_roots
         self._traveling = (
             plan(division.manifest, division.traveling(), rank=rank, roots=division.roots) if travels else ()
         )
         raw_pieces = division.raw_pieces()
         raw = division.raw if raw_pieces is not None else None
-        self._raw_plan = (
+        self._gather_plan = (
             plan(raw, raw_pieces, rank=rank, roots=self._raw_roots) if raw and raw_pieces is not None else ()
         )
         self._rank = rank
         self._storages: list[torch.Tensor] | None = None
         self._places: list[int] = []
-        """Where they are: a parameter stays the same object when other memory is put under it."""
+        """Addresses of the storages: a parameter stays the same object when other memory is put under it."""
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._lanes = torch.empty((0, 2), dtype=torch.int64)
-        """Of what jobs sum up."""
+        """Checksums that jobs accumulate."""
         self._assembler: Assembler | None = None
         self._gatherer: Assembler | None = None
-        self._kept: dict[int, torch.Tensor | None] = {}
+        self._gathered: dict[int, torch.Tensor | None] = {}
         self._bound: dict[int, _Bound] = {}
         self._constants: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.no_grad()
     def run(self, index: int, out: torch.Tensor | None) -> None:
         """Take part in bucket `index`."""
-        if index == 0 or (self._described is not None and self._storages is None):
+        if index == 0 or (self._sharded is not None and self._storages is None):
             self._begin()
         self._take_memory()
         work = self._work.buckets[index]
         for number in work.raws:
-            if number not in self._kept:
-                self._kept[number] = self._gather(number)
+            if number not in self._gathered:
+                self._gathered[number] = self._gather(number)
         self._quantize(index, out)
         if out is not None:
             for copy in work.copies:
@@ -138,14 +141,14 @@ class QuantizedAssembly:
                 _view(out, shape.target).copy_(self._numbers(shape.numbers))
         if self._assembler is not None:
             self._assembler.run(index, out, self._source.device)
-        self._let_go(index)
+        self._release(index)
 
     def _begin(self) -> None:
-        """A pass begins: the source's tensors may have been put elsewhere."""
-        self._kept = {}
-        if self._described is None:
+        """Begin a pass: the source's tensors may have been moved."""
+        self._gathered = {}
+        if self._sharded is None:
             return
-        storages = self._described.memory()[: self._work.base]
+        storages = self._sharded.memory()[: self._work.base]
         self._storages = list(storages)
         places = addresses_of(storages)
         if places == self._places:
@@ -155,16 +158,20 @@ class QuantizedAssembly:
         self._assembler = self._uploads = None
 
     def _quantize(self, index: int, out: torch.Tensor | None) -> None:
-        """This rank's jobs; bound once for as long as all memory stays where it is."""
+        """Run this rank's jobs; bound once for as long as all memory stays where it is."""
         work = self._work.buckets[index]
         if not work.jobs:
             return
-        gathered = [memory for number in work.raws if (memory := self._kept[number]) is not None]
-        near = self._near().take(index) if self._away else None
+        gathered = [memory for number in work.raws if (memory := self._gathered[number]) is not None]
+        near = self._weight_uploads().take(index) if self._weights_on_host else None
         at = tuple(each.data_ptr() for each in (self._arena, *gathered, *(() if out is None else (out,))))
         at = at if near is None else (*at, near.at)
         bound = self._bound.get(index)
-        if bound is None or bound.at != at or (self._away and (near is None or len(near.views) < len(work.jobs))):
+        if (
+            bound is None
+            or bound.at != at
+            or (self._weights_on_host and (near is None or len(near.views) < len(work.jobs)))
+        ):
             views = near.views if near is not None else {}
             tasks = [self._task(job, out, views.get(number)) for number, job in enumerate(work.jobs)]
             parts = itertools.pairwise((0, *self._job_cuts(index), len(tasks)))
@@ -176,34 +183,34 @@ class QuantizedAssembly:
             if part < len(bound.tasks) - 1:
                 self._set_flag(part)
         if near is not None:
-            self._near().used(index)
+            self._weight_uploads().used(index)
 
     def _job_cuts(self, index: int) -> tuple[int, ...]:
-        """Jobs of a bucket behind which something is told before the next ones are begun."""
+        """Jobs of a bucket behind which a ready flag is set."""
         del index
         return ()
 
     def _set_flag(self, part: int) -> None:
-        """Everything up to such a job was launched."""
+        """Called when all jobs up to such a cut were launched."""
 
-    def _near(self) -> WeightUploads:
-        """What uploads parameters from where they are now."""
+    def _weight_uploads(self) -> WeightUploads:
+        """Uploads of parameters from where they are now."""
         if self._uploads is None:
             self._uploads = WeightUploads(self._work, self._storages or (), self._source.device, self._memory_access)
         return self._uploads
 
     def _take_memory(self) -> None:
-        """The arena, and who reads from it and from the source's tensors."""
+        """Allocate the arena, and bind the assemblers that read from it and from the source's tensors."""
         if self._arena.numel() < self._work.arena_bytes:
             self._arena = torch.empty(self._work.arena_bytes, dtype=torch.uint8, device=self._source.device)
             self._assembler = None
-        if self._described is None or self._assembler is not None:
+        if self._sharded is None or self._assembler is not None:
             return
         assert self._storages is not None
         views = [_whole_items(self._arena, name) for name in DTYPE_NAMES]
-        exchange = self._described.exchange
+        exchange = self._sharded.exchange
         self._assembler = Assembler(self._traveling, [*self._storages, *views], self._rank, self._roots, exchange)
-        self._gatherer = Assembler(self._raw_plan, self._storages, self._rank, self._raw_roots, exchange)
+        self._gatherer = Assembler(self._gather_plan, self._storages, self._rank, self._raw_roots, exchange)
 
     def _task(self, job: QuantizeJob, out: torch.Tensor | None, near: torch.Tensor | None) -> QuantizeTask:
         weight = self._weights[job.weight]
@@ -223,23 +230,23 @@ class QuantizedAssembly:
         return part.to(self._source.device, non_blocking=is_pinned(part))
 
     def _numbers(self, numbers: tuple[int, ...]) -> torch.Tensor:
-        """On the device of the buckets; models have few different shapes."""
+        """The numbers as a tensor on the device of the buckets; models have few different shapes."""
         if numbers not in self._constants:
             self._constants[numbers] = torch.tensor(numbers, device=self._source.device)
         return self._constants[numbers]
 
     @property
-    def _away(self) -> bool:
-        """Parameters are in host memory and buckets are not: what was uploaded for a task was of another version."""
+    def _weights_on_host(self) -> bool:
+        """True if parameters are in host memory and buckets are not: uploads of another pass are stale then."""
         return any(self._memory_access.is_elsewhere(each, self._source.device) for each in (self._storages or ())[:1])
 
     def _gather(self, number: int) -> torch.Tensor | None:
-        """A raw bucket in memory of its root; None on the other ranks, which give their parts of it."""
+        """A raw bucket in memory of its root; None on the other ranks, which send their parts of it."""
         raw = self._raw_manifest
         memory: torch.Tensor | None = None
         if self._rank == self._raw_roots[number]:
             memory = torch.empty(raw.buckets[number].nbytes, dtype=torch.uint8, device=self._source.device)
-        if self._described is None:
+        if self._sharded is None:
             self._source.assemble(raw, number, memory)
         else:
             assert self._gatherer is not None
@@ -252,62 +259,64 @@ class QuantizedAssembly:
         return self._work.raw
 
     def _raw(self, number: int) -> torch.Tensor:
-        memory = self._kept[number]
+        memory = self._gathered[number]
         assert memory is not None, "only the root has what was gathered"
         return memory
 
-    def _let_go(self, index: int) -> None:
-        """Of what no later bucket needs; after the last one of everything: the memory is the trainer's again."""
+    def _release(self, index: int) -> None:
+        """Free raw buckets that no later bucket needs; after the last bucket free everything."""
         later = {number for work in self._work.buckets[index + 1 :] for number in work.raws}
-        self._kept = {number: memory for number, memory in self._kept.items() if number in later}
+        self._gathered = {number: memory for number, memory in self._gathered.items() if number in later}
         if index in self._bound and self._bound[index].keeps:
             del self._bound[index]
         if index == len(self._work.buckets) - 1:
-            self._kept = {}
+            self._gathered = {}
             if self._uploads is not None:
                 self._uploads.settle()
-            if self._away and self._source.device.type == "cuda":
+            if self._weights_on_host and self._source.device.type == "cuda":
                 torch.cuda.current_stream(self._source.device).synchronize()  # pinned parameters may be stepped now
             self._arena = torch.empty(0, dtype=torch.uint8)
             self._assembler = self._gatherer = None
 
 
 class ResidentQuantization(QuantizedAssembly):
-    """All that one rank quantizes, in an arena that stays where it is, so that others can read it.
+    """All that one rank quantizes, in an arena that stays where it is, so that engines can read it.
 
-    Engines may read a part of the arena once its mark, which lies behind everything in the arena, shows the number of
-    the round: the device takes all marks away before it writes anything, and writes each behind its part. A publication
-    ends before the next one makes anything.
+    Engines may read a part of the arena once its ready flag shows the number of the round (ready_flags.py). A
+    publication ends before the next one is prepared.
     """
 
     def __init__(self, division: WeightDivision, source: ReadableSource) -> None:
-        """`division` is of the source's pieces."""
+        """`division` is of the source's shards."""
         held = source.held(source.tensors())
         base = int(held.storage.max()) + 1 if len(held) else 0
-        kept = division.kept(source.rank, base)
-        self._flags = ReadyFlags(kept.work)
-        work = msgspec.structs.replace(kept.work, arena_bytes=self._flags.arena_bytes)
+        resident_work = division.resident_work(source.rank, base)
+        self._flags = ReadyFlags(resident_work.work)
+        work = msgspec.structs.replace(resident_work.work, arena_bytes=self._flags.arena_bytes)
         super().__init__(division, source, source, work)
         self.round = secrets.randbits(48)
-        """Grows with every `make`. Another trainer, whose memory this was, will hardly have had the same."""
+        """Value of the ready flags; grows with every `prepare`. Random at first: memory may hold flags of another
+        trainer."""
         quantized = {weight.spec.name for weight in division.weights}
         plain = [row for row in range(len(held)) if held.tensors[int(held.boxes.space[row])].name not in quantized]
-        pieces = [*(held.at(row) for row in plain), *kept.results]
-        later = [each.raws for each in kept.work.buckets]
+        pieces = [*(held.at(row) for row in plain), *resident_work.results]
+        """Shards of the served tensors in `memory`."""
+        later = [each.raws for each in resident_work.work.buckets]
         self._later = [frozenset(raw for raws in later[index:] for raw in raws) for index in range(1, len(later) + 1)]
-        """By bucket: what is gathered and needed behind it."""
+        """By bucket: gathered weights that later buckets need."""
         self.pieces = Shards.of(division.manifest.tensors, pieces, source.rank)
         """Of the served tensors, in what `memory` gives."""
-        self.summed = Shards.of(division.manifest.tensors, kept.summed, source.rank)
-        """Those of them that are summed up while they are made."""
-        self.sums_of = kept.sums
-        """The tensors that `sums` are of."""
+        self.summed = Shards.of(division.manifest.tensors, resident_work.summed, source.rank)
+        """Shards of `pieces` whose checksums are accumulated."""
+        self.sums_of = resident_work.sums
+        """Tensors of `sums`, in order."""
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Quantize everything as it is now. Collective. On a GPU that has only begun, in the order of its stream.
+        """Quantize everything as it is now. Collective. On a GPU the work has only begun, in stream order.
 
-        What is not quantized is there, and marks show nothing newer than this round: both are read before a mark is.
+        Tensors that are not quantized are complete, and no ready flag shows this round yet: both are read before a flag
+        is.
         """
         self._begin()
         if self._arena.numel() < self._work.arena_bytes:
@@ -321,26 +330,28 @@ class ResidentQuantization(QuantizedAssembly):
             self._lanes = torch.zeros((len(self.sums_of), 2), dtype=torch.int64, device=self._source.device)
         for index, work in enumerate(self._work.buckets):
             for number in work.raws:
-                if number not in self._kept:
-                    self._kept[number] = self._gather(number)
+                if number not in self._gathered:
+                    self._gathered[number] = self._gather(number)
             self._quantize(index, None)
-            self._kept = {number: memory for number, memory in self._kept.items() if number in self._later[index]}
+            self._gathered = {
+                number: memory for number, memory in self._gathered.items() if number in self._later[index]
+            }
         if self._flags.parts:
             self._set_flag(len(self._flags.parts) - 1)
 
     @property
     def parts(self) -> ArenaParts | None:
-        """Where in `memory` which part of the arena ends; None when nothing is made."""
+        """Parts and ready flags of the arena in `memory`; None if nothing is quantized."""
         storages = self.pieces.storage[self.pieces.storage >= self._work.base]
         return self._flags.in_memory(int(storages.min())) if len(storages) else None
 
     @property
     def memory(self) -> Sequence[torch.Tensor]:
-        """The source's own tensors, and the arena once for each dtype, as `make` has left them."""
+        """The source's own tensors, and the arena once for each dtype, as of the last `prepare`."""
         return [*(self._storages or ()), *(_whole_items(self._arena, name) for name in DTYPE_NAMES)]
 
     def sums(self) -> Lanes:
-        """(2, tensors of `sums_of`) uint64: what `make` has summed up. Waits for it."""
+        """(2, tensors of `sums_of`) uint64: checksums that `prepare` accumulated. Blocks until it has ended."""
         return np.ascontiguousarray(self._lanes.cpu().numpy().view(np.uint64).T)
 
     def _job_cuts(self, index: int) -> tuple[int, ...]:
@@ -350,7 +361,7 @@ class ResidentQuantization(QuantizedAssembly):
         self._flags.set(self._arena, part, self.round)
 
     def _write_shapes(self) -> None:
-        """Once for an arena: they are the same in every version."""
+        """Write the shape tensors, once for an arena: they are the same in every version."""
         for work in self._work.buckets:
             for shape in work.shapes:
                 _view(self._arena, shape.target).copy_(self._numbers(shape.numbers))
@@ -377,7 +388,7 @@ def _view(memory: torch.Tensor, place: WeightPlace) -> torch.Tensor:
 
 
 def _typed(memory: torch.Tensor, at: int, place: WeightPlace) -> torch.Tensor:
-    """The gathered tensor, of the same dtype and shape as where it goes."""
+    """The gathered tensor, of the dtype and shape of its destination."""
     count = ITEM_BYTES[place.dtype]
     for extent in place.shape:
         count *= extent

@@ -1,14 +1,14 @@
 """A `Source` over another one that serves its weights quantized, as the served checkpoint's own config says.
 
-    trainer's memory --(cast, quantize: each rank its own whole blocks)--> arena --(parcels)--> bucket on the root
-    cut blocks -----(parcels, as they would be served)--> raw memory on the root --(quantize)--> bucket
+    trainer memory --(cast, quantize: each rank its own whole blocks)--> arena --(gather messages)--> bucket on the root
+    cut blocks -----(gather messages, as they would be served)--> raw memory on the root --(quantize)--> bucket
 
-So half of the bytes travel, every expert is quantized once, at its owner, and everything behind this seam (digests,
-staging, snapshots, transports, files) sees tensors of the quantized checkpoint and nothing else. Sources that cannot
-say where their tensors lie are gathered whole by the root, which quantizes them alone.
+Half of the bytes travel, every expert is quantized once, at its owner, and everything behind this interface (digests,
+staging, snapshots, transports, files) sees tensors of the quantized checkpoint and nothing else. Sources that do
+not know the places of their shards are gathered whole by the root, which quantizes them alone.
 
-Engines that copy by themselves read what ranks quantize into memory that stays, and what is not quantized where it
-lies: shard to shard, with nothing assembled.
+Engines that copy memory themselves read what ranks quantize into memory that stays, and unquantized tensors where they
+lie: shard to shard, with no bucket.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class QuantizedSource:
     ) -> None:
         """`stored` are the tensors of the served checkpoint, where its files are at hand; `served` is that checkpoint.
 
-        Raises `UnknownScheme` for weights of which it cannot be told whether they are quantized, or that cannot be.
+        Raises `UnknownScheme` for weights that cannot be quantized, or of which it is unknown whether they are.
         """
         self._source = source
         self.served: Path | Mapping[str, Any] = {} if served is None else served
@@ -68,7 +68,7 @@ class QuantizedSource:
             for spec, scheme in schemes
             if scheme
         )
-        """What is quantized, and into what."""
+        """Weights that are quantized, and what they become."""
         if not self.weights:
             why = "files leave all of them as they are" if stored else "quantization_config means none of them"
             raise UnknownScheme(
@@ -76,13 +76,13 @@ class QuantizedSource:
                 f" {why}; give the checkpoint that engines serve, or the plain one if that is it"
             )
         if source.device.type == "cuda":
-            self._tell_what_is_slow()
+            self._warn_without_kernel()
         made = {weight.spec.name: weight.outputs for weight in self.weights}
         self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
-        self._described = source if isinstance(source, ShardedSource) else None
+        self._sharded = source if isinstance(source, ShardedSource) else None
         self._planned = BucketPlanCache[QuantizedAssembly]()
 
-    def _tell_what_is_slow(self) -> None:
+    def _warn_without_kernel(self) -> None:
         slow = [each for each in self.weights if tile_shape(each.scheme, each.spec.shape) is None]
         if slow:
             _log.warning(
@@ -101,51 +101,51 @@ class QuantizedSource:
 
     @property
     def root(self) -> bool:
-        """The other source's."""
+        """True on the root rank of the other source."""
         return self._source.root
 
     @property
     def device(self) -> torch.device:
-        """Where the buckets are."""
+        """Device of the buckets."""
         return self._source.device
 
     def tensors(self) -> Sequence[TensorSpec]:
-        """What is served: in place of each weight that is quantized, what it becomes."""
+        """Served tensors: in place of each quantized weight, the tensors it becomes."""
         return self._tensors
 
     def assemble(
         self, manifest: Manifest, index: int, out: torch.Tensor | None, roots: Sequence[int] | None = None
     ) -> None:
-        """Pack bucket `index`, quantized, into `out` on its root. Collective; see `PipelineSource.assemble`."""
+        """Pack bucket `index` of quantized tensors into `out` on its root. Collective; see `Staged.assemble`."""
         if (out is not None) != self._is_root(index, roots):
             raise ValueError("the root of a bucket, and only its root, gives a buffer")
         self._planned.of(manifest, roots, self._assembly).run(index, out)
 
     def agree(self, blob: bytes | None) -> bytes:
-        """Hand the root's `blob` to every rank. Collective; see `Source.agree`."""
+        """Send the root's `blob` to every rank. Collective; see `Source.agree`."""
         return self._source.agree(blob)
 
     def _is_root(self, index: int, roots: Sequence[int] | None) -> bool:
-        if roots is None or self._described is None:
+        if roots is None or self._sharded is None:
             return self.root
-        return self._described.rank == roots[index]
+        return self._sharded.rank == roots[index]
 
     def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> QuantizedAssembly:
         check_manifest(manifest, self._tensors)
-        if self._described is None:
+        if self._sharded is None:
             division = WeightDivision.of(manifest, self.weights, None)
             return QuantizedAssembly(division, self._source, None)
-        division = WeightDivision.of(manifest, self.weights, self._described.pieces, roots)
+        division = WeightDivision.of(manifest, self.weights, self._sharded.pieces, roots)
         if division.gathered:
             names = sorted(division.weights[index].spec.name for index in division.gathered)
             _log.info("gathered_to_quantize", weights=len(names), of=len(self.weights), first=names[0])
-        return QuantizedAssembly(division, self._source, self._described)
+        return QuantizedAssembly(division, self._source, self._sharded)
 
 
 class ReadableQuantizedSource(QuantizedSource):
-    """The same of a source whose memory engines can read. Satisfies `Exportable`, too.
+    """A quantized source with memory that engines can read. Satisfies `Exportable` and its extensions, too.
 
-    Costs every rank as many bytes as what it quantizes becomes, from the first time that it is exposed.
+    Costs every rank the bytes of its quantized weights, from the first export on.
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class ReadableQuantizedSource(QuantizedSource):
 
     @property
     def rank(self) -> int:
-        """The other source's."""
+        """Rank of this process in the other source's group."""
         return self._readable.rank
 
     def roots(self) -> Sequence[int]:
-        """What a weight becomes is assembled where the other source would assemble the weight."""
+        """Tensors of a weight are assembled where the other source would assemble the weight."""
         if not isinstance(self._readable, PipelineSource):
             return (0,) * len(self._tensors)
         raw = dict(zip(self._raw, self._readable.roots(), strict=True))
@@ -174,17 +174,17 @@ class ReadableQuantizedSource(QuantizedSource):
         return tuple(raw[spec] for spec in self._raw for _ in range(made.get(spec, 1)))
 
     def held(self, tensors: Sequence[TensorSpec]) -> Shards:
-        """What this rank quantizes, once in the group, and all that it holds of what stays as it is."""
+        """Shards that this rank quantizes, once in the group, and all of its unquantized shards."""
         return self._resident_quantization().pieces.ordered(tensors)
 
     def prepare(self) -> None:
-        """Begin to quantize this rank's tensors as they are now. Collective; see `exposure.Making`."""
+        """Begin to quantize this rank's tensors as they are now. Collective; see `PreparingSource`."""
         self._resident_quantization().prepare()
 
     def memory(self, *, prepared: bool = False) -> Sequence[torch.Tensor]:
         """This rank's tensors, and behind them what they are quantized into, as they are now. Collective.
 
-        `made`: as they were at `make`, which was called before.
+        `prepared`: as of the last `prepare`.
         """
         resident = self._resident_quantization()
         if not prepared:
@@ -192,27 +192,27 @@ class ReadableQuantizedSource(QuantizedSource):
         return resident.memory
 
     def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
-        """What of `held` is summed up while it is made; see `exposure.Summing`."""
+        """Shards of `held` whose checksums are accumulated; see `SummingSource`."""
         resident = self._resident_quantization()
         number = {spec.name: index for index, spec in enumerate(tensors)}
         of = np.array([number[name] for name in resident.sums_of], np.int64)
         return FusedDigests(resident.summed.ordered(tensors), of)
 
     def sums(self) -> Lanes:
-        """(2, sums of `summed`) uint64, as of the last `make`. Waits for it."""
+        """(2, checksums of `summed`) uint64, as of the last `prepare`. Blocks until it has ended."""
         return self._resident_quantization().sums()
 
     def ready_parts(self) -> ArenaParts | None:
-        """What of `memory` is made part by part; see `exposure.Marking`."""
+        """Parts of `memory` with ready flags; see `FlaggingSource`."""
         return self._resident_quantization().parts
 
     @property
     def round(self) -> int:
-        """What the marks of the parts show when the last `make` has come so far."""
+        """Value of the ready flags since the last `prepare`."""
         return self._resident_quantization().round
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
-        """What every rank passed, by rank. Collective."""
+        """Gather `blob` of every rank, by rank. Collective."""
         return self._readable.collect(blob)
 
     def _resident_quantization(self) -> ResidentQuantization:
@@ -245,10 +245,10 @@ def as_served(source: Source, settings: TrainerSettings) -> Source:
 
 
 def quantized(source: Source, served: Path | Mapping[str, Any] | None) -> Source:
-    """`source` as the served checkpoint wants it: itself where that is not quantized.
+    """`source` as the served checkpoint requires it: itself if that is not quantized.
 
-    `served` is the checkpoint's folder, or the content of its ``config.json``. Also returns `source` itself when its
-    tensors are those of the quantized checkpoint already. Raises `UnsupportedModel` when it cannot be done.
+    `served` is the checkpoint's folder, or the content of its ``config.json``. Also returns `source` itself if its
+    tensors are those of the quantized checkpoint already. Raises `UnsupportedModel` if it cannot be quantized so.
     """
     if served is None:
         return source
@@ -269,12 +269,12 @@ def quantized(source: Source, served: Path | Mapping[str, Any] | None) -> Source
 
 
 def _is_quantized(spec: TensorSpec) -> bool:
-    """Integers alone say nothing: models have buffers of them."""
+    """True for a tensor of a quantized checkpoint. Integer dtypes are no sign: models have integer buffers."""
     return spec.dtype in {"float8_e4m3fn", "float8_e5m2"} or spec.name.endswith(".weight_packed")
 
 
 def _check_no_other(served: Path | Mapping[str, Any]) -> None:
-    """Raise `UnknownScheme` for a quantization that stands elsewhere than in the config."""
+    """Raise `UnknownScheme` for a quantization that is described elsewhere than in the config."""
     if isinstance(served, Path) and (served / "hf_quant_config.json").is_file():
         raise UnknownScheme(
             f"{served} is quantized as its hf_quant_config.json says, which is not understood: serve a checkpoint with"
@@ -283,9 +283,9 @@ def _check_no_other(served: Path | Mapping[str, Any]) -> None:
 
 
 def _stored(folder: Path) -> Mapping[str, TensorSpec] | None:
-    """The tensors of the served checkpoint, by its files' headers; None where only its config is.
+    """Tensors of the served checkpoint, by its files' headers; None if it has only a config.
 
-    Raises `UnknownScheme` for files that are not all there: names would say less than they do.
+    Raises `UnknownScheme` if files are missing: their names would be incomplete.
     """
     try:
         return {place.spec.name: place.spec for place in folders.safetensors(folder)}

@@ -1,6 +1,6 @@
-"""What a rank quantizes of parameters in pinned host memory: uploaded by bucket in two buffers.
+"""Uploads of weights in pinned host memory that a rank quantizes: by bucket, in two buffers.
 
-The weights of bucket `i + 1` are on their way while those of bucket `i` are quantized, digested and sent.
+The weights of bucket `i + 1` are copied while those of bucket `i` are quantized, digested and sent.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from .quantization_plan import QuantizeJob, RankWork
 
 
 class UploadedWeights(NamedTuple):
-    """The weights of one bucket on the device."""
+    """Weights of one bucket on the device."""
 
     at: int
-    """Address of the buffer that they are in."""
+    """Address of their buffer."""
     views: dict[int, torch.Tensor]
-    """By number of the bucket's job; a job that is not here reads where its weight lies."""
+    """By number of the bucket's job; a job that is missing reads its weight where it lies."""
 
 
 class WeightUploads:
-    """For one pass over the buckets of `work` after another, as long as all storages stay where they are."""
+    """Uploads for passes over the buckets of `work`, as long as all storages stay where they are."""
 
     def __init__(
         self, work: RankWork, storages: Sequence[torch.Tensor], device: torch.device, memory_access: MemoryAccess
@@ -39,7 +39,7 @@ class WeightUploads:
         self._uploads: Uploads | None = None
 
     def take(self, index: int) -> UploadedWeights | None:
-        """What bucket `index` needs, begun already or now; None where nothing is uploaded. Ends with `used`."""
+        """Weights of bucket `index`, uploaded already or now; None if none are uploaded. Ends with `used`."""
         wanted = self._spans_by_bucket[index]
         if wanted is None:
             return None
@@ -54,7 +54,7 @@ class WeightUploads:
         return UploadedWeights(next(iter(views.values())).untyped_storage().data_ptr(), views)
 
     def used(self, index: int) -> None:
-        """What was taken for bucket `index` was read, in stream order: the next upload begins."""
+        """Begin the next upload: the weights of bucket `index` were read, in stream order."""
         assert self._uploads is not None
         self._uploads.used()
         for later in range(index + 1, len(self._spans_by_bucket)):
@@ -64,7 +64,7 @@ class WeightUploads:
         return None
 
     def settle(self) -> None:
-        """A pass is over: return when the parameters may be changed, and free the buffers."""
+        """End a pass: block until the parameters may change, and free the buffers."""
         if self._uploads is not None:
             self._uploads.settle()
             self._uploads = None
@@ -76,7 +76,7 @@ def _upload_spans(jobs: Sequence[QuantizeJob], far: dict[int, int]) -> UploadSpa
 
 
 def _place(job: QuantizeJob) -> Placement | None:
-    """Where a job reads; None for what was gathered."""
+    """Where a job reads; None if it reads a gathered weight."""
     if job.held is None:
         return None
     view = job.held.view

@@ -30,7 +30,7 @@ from weightbus.trainer_agent.assembly.host_uploads import (
 from .test_assembler import CPU, SHAPES, Post, World, cut
 
 
-class LateLane:
+class LateUploads:
     """Copies at the last moment that is allowed, and objects to whoever does not wait."""
 
     def __init__(self) -> None:
@@ -43,25 +43,25 @@ class LateLane:
         self.settled = True
         """Nothing that was begun can read the parameters any more, whatever the order of the device."""
 
-    def copy(self, turn: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        assert turn not in self.reading, "the buffer is being read"
+    def copy(self, buffer: int, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        assert buffer not in self.reading, "the buffer is being read"
         for target in targets:
             target.view(torch.uint8).fill_(0xA5)  # whoever reads it now reads nonsense
-        self.pending[turn] = targets, sources
+        self.pending[buffer] = targets, sources
         self.settled = False
         self.begun.append(sum(target.nbytes for target in targets))
         self.places.append(targets[0].data_ptr())
 
-    def arrived(self, turn: int) -> None:
-        copy_each(*self.pending.pop(turn))
-        self.reading.add(turn)
+    def arrived(self, buffer: int) -> None:
+        copy_each(*self.pending.pop(buffer))
+        self.reading.add(buffer)
 
-    def used(self, turn: int) -> None:
-        self.reading.discard(turn)
+    def used(self, buffer: int) -> None:
+        self.reading.discard(buffer)
 
     def settle(self) -> None:
-        for turn in tuple(self.pending):
-            copy_each(*self.pending.pop(turn))
+        for buffer in tuple(self.pending):
+            copy_each(*self.pending.pop(buffer))
         self.settled = True
 
 
@@ -93,10 +93,10 @@ def test_uploaded_pieces_give_the_same_bytes(
     plans = {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=zero_copy_bytes) for rank in world.rows}
     memory = {each.data_ptr() for storages in world.storages.values() for each in storages}
     away = memory if data.draw(st.booleans()) else data.draw(st.sets(st.sampled_from(sorted(memory))))
-    streams: list[LateLane] = []
+    streams: list[LateUploads] = []
 
     def upload_stream(_device: torch.device) -> UploadStream:
-        streams.append(LateLane())
+        streams.append(LateUploads())
         return streams[-1]
 
     world.check(manifest, plans, far(HostUploadStream(), away)._replace(upload_stream=upload_stream))
@@ -126,7 +126,7 @@ def contents(assembler: Assembler, index: int) -> float:
 def test_the_next_bucket_is_on_its_way_while_one_is_used() -> None:
     """One ahead and no further: two buffers. What travels is float32, as it lies; what arrives is bfloat16."""
     manifest, storages, pieces = offloaded()
-    upload_stream = LateLane()
+    upload_stream = LateUploads()
     assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(upload_stream))
     for index in range(5):
         assert contents(assembler, index) == index
@@ -140,7 +140,7 @@ def test_the_next_bucket_is_on_its_way_while_one_is_used() -> None:
 def test_when_the_last_bucket_is_there_nobody_reads_the_parameters() -> None:
     """Training goes on then."""
     manifest, storages, pieces = offloaded()
-    upload_stream = LateLane()
+    upload_stream = LateUploads()
     assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(upload_stream))
     for index in range(4):
         contents(assembler, index)
@@ -154,11 +154,11 @@ def test_when_the_last_bucket_is_there_nobody_reads_the_parameters() -> None:
 def test_what_was_uploaded_for_a_pass_that_was_given_up_is_not_used(stopped_after: int) -> None:
     """The weights have changed since: every pass begins anew."""
     manifest, storages, pieces = offloaded()
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(LateLane()))
-    for turn in range(3):
-        last = 4 if turn == 2 else stopped_after
+    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(LateUploads()))
+    for buffer in range(3):
+        last = 4 if buffer == 2 else stopped_after
         for index in range(last + 1):
-            assert contents(assembler, index) == index + 10 * turn
+            assert contents(assembler, index) == index + 10 * buffer
         for storage in storages:
             storage.add_(10)
 
@@ -166,7 +166,7 @@ def test_what_was_uploaded_for_a_pass_that_was_given_up_is_not_used(stopped_afte
 def test_parameters_that_come_back_are_not_uploaded() -> None:
     """Where they are is asked for every pass: trainers offload between phases."""
     manifest, storages, pieces = offloaded()
-    upload_stream = LateLane()
+    upload_stream = LateUploads()
     there = {storage.data_ptr() for storage in storages}
     assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(upload_stream, there))
     for _ in range(2):
@@ -186,7 +186,7 @@ def test_another_rank_sends_what_it_uploaded() -> None:
         world.give(index % 2, name, Box.whole(shape))
     manifest = Manifest.of("M", world.tensors, 100)
     plans = {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=1) for rank in (0, 1)}
-    upload_stream = LateLane()
+    upload_stream = LateUploads()
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     assemblers = {
         rank: Assembler(plans[rank], world.storages[rank], rank, None, Post(rank, letters), memory_access)

@@ -19,7 +19,7 @@ from weightbus.trainer_agent.quantized.quantized_assembly import QuantizedAssemb
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource
 
 from ...kit.quantized_world import RANKS, SHAPES, Rank, World, cut, of, small
-from ..assembly.test_host_uploads import LateLane, far
+from ..assembly.test_host_uploads import LateUploads, far
 
 
 class Offloaded(QuantizedSource):
@@ -28,20 +28,22 @@ class Offloaded(QuantizedSource):
     memory_access: MemoryAccess
 
     def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> QuantizedAssembly:
-        assert self._described is not None
-        division = WeightDivision.of(manifest, self.weights, self._described.pieces, roots)
-        return QuantizedAssembly(division, self._source, self._described, memory_access=self.memory_access)
+        assert self._sharded is not None
+        division = WeightDivision.of(manifest, self.weights, self._sharded.pieces, roots)
+        return QuantizedAssembly(division, self._source, self._sharded, memory_access=self.memory_access)
 
 
-def sources_of(world: World, scheme: Scheme, streams: list[LateLane], away: set[int] | None) -> list[QuantizedSource]:
+def sources_of(
+    world: World, scheme: Scheme, streams: list[LateUploads], away: set[int] | None
+) -> list[QuantizedSource]:
     def upload_stream(_device: torch.device) -> UploadStream:
-        streams.append(LateLane())
+        streams.append(LateUploads())
         return streams[-1]
 
     sources = []
     for rank in range(RANKS):
         source = Offloaded(Rank(world, rank), of(scheme))
-        source.memory_access = far(LateLane(), away)._replace(upload_stream=upload_stream)
+        source.memory_access = far(LateUploads(), away)._replace(upload_stream=upload_stream)
         sources.append(source)
     return list(sources)
 
@@ -57,7 +59,7 @@ def test_what_is_uploaded_is_quantized_to_the_same_bytes(
         for box in cut(Box.whole(shape), data):
             world.give(data.draw(st.integers(0, RANKS - 1)), name, box)
     memory = {each.data_ptr() for storages in world.storages.values() for each in storages}
-    streams: list[LateLane] = []
+    streams: list[LateUploads] = []
     away = None if data.draw(st.booleans()) else data.draw(st.sets(st.sampled_from(sorted(memory))))
 
     world.check(scheme, sources_of(world, scheme, streams, away), bucket_bytes)
@@ -72,7 +74,7 @@ def test_the_next_weights_are_on_their_way_while_one_bucket_is_quantized() -> No
     names = [name for name in SHAPES if name.endswith("_proj.weight")]
     for name, shape in SHAPES.items():
         world.give(0, name, Box.whole(shape))
-    streams: list[LateLane] = []
+    streams: list[LateUploads] = []
     root, *_ = sources_of(world, scheme, streams, None)
     manifest = Manifest.of("M", root.tensors(), 1)
     sizes = {4 * world.full[name].numel() for name in names}
