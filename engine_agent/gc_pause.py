@@ -1,8 +1,8 @@
-"""Python's garbage collector rests while a server is asked to take a version, in the server and in its sidecar.
+"""Python's garbage collector is paused while a server takes a version, in the server and in its sidecar.
 
-A process that serves a model has millions of objects, and looking at all of them takes it half a second or more. What
-an exchange makes, the names of ten thousand tensors for instance, is enough to set that off, and then every thread of
-the process waits for it, with the server and the round. A sidecar has fewer objects, and few rounds without such.
+A process that serves a model has millions of objects, and a collection takes it half a second or more. The objects of
+one exchange, such as the names of ten thousand tensors, are enough to start a collection, and then every thread of the
+process waits for it, with the server and the round. A sidecar has fewer objects, and few rounds without a collection.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 _lock = threading.Lock()
-_resting = 0
+_paused = 0
 _was_on = False
 
 
 @contextmanager
-def resting() -> Generator[None]:
-    """Nothing is collected meanwhile but by counting references. Several may overlap; the last one ends it."""
-    global _resting, _was_on  # noqa: PLW0603 - there is one collector
+def gc_paused() -> Generator[None]:
+    """Pause the cyclic collector; reference counting goes on. Contexts may overlap: the last one ends the pause."""
+    global _paused, _was_on  # noqa: PLW0603 - there is one collector
     with _lock:
-        if not _resting:
+        if not _paused:
             _was_on = gc.isenabled()
             gc.disable()
-        _resting += 1
+        _paused += 1
     try:
         yield
     finally:
         with _lock:
-            _resting -= 1
-            if not _resting and _was_on:
+            _paused -= 1
+            if not _paused and _was_on:
                 gc.enable()

@@ -1,15 +1,14 @@
-"""What an engine agent does about its server, as a pure machine: `handle(event, now)` returns the effects, in order.
+"""The decisions of a sidecar about its server, as a pure machine: `handle(event, now)` returns the effects, in order.
 
-What the server holds, and whether it may generate, is the affair of `Weights` (weight_state.py), a machine of its own;
-here is what is done about it. The rules that keep a client from an answer of mixed weights are short:
+The state of the weights is a machine of its own (`Weights`, weight_state.py); this one decides what to do about it.
+Three rules keep a client from an answer of mixed weights:
 
-* before the first byte of what is served changes, the server is paused and a durable record calls it dirty;
-* a dirty or pending server is not resumed by anything but the commit of a version that it was proven to hold;
-* another launch of the server is another server: whatever was known of it is forgotten, and it is paused at once.
+* before the first byte of served weights changes, the server is paused and a durable record calls it dirty;
+* a dirty or pending server is resumed by the commit of a version that was verified on it, and by nothing else;
+* another process generation is another server: all facts about it are forgotten, and it is paused at once.
 
 One operation runs at a time. A command that comes meanwhile waits for its end, a `Transfer` behind its `Pause`; an
-abort, or a command of a higher epoch, also asks it to end soon. control/protocol/PROTOCOL.md says what the coordinator
-expects.
+abort, or a command of a higher epoch, also asks it to end soon. control/protocol/PROTOCOL.md draws both sides.
 """
 
 from collections import deque
@@ -49,10 +48,9 @@ from .events import (
     OperationDone,
     OperationFailed,
     PauseServer,
-    Proven,
     Receive,
-    ReceiveBeside,
     Received,
+    ReceiveDoubleBuffered,
     ReleaseServer,
     Remember,
     Result,
@@ -62,6 +60,7 @@ from .events import (
     StateRecord,
     TimePassed,
     Validate,
+    VerificationPassed,
     Verify,
     Welcomed,
 )
@@ -72,50 +71,50 @@ from .operation_state import (
     QueuedCommands,
     RunningOperation,
     ServerView,
-    filled_in,
-    told,
+    trace_line,
     view_of,
+    with_digest_table,
 )
 from .pause_lease import PauseLease
 from .recorded_state import RecordedState
 from .reply_cache import PendingReplies
 
-STORY: Final = 48
-"""Recent events that an error carries."""
+TRACE_EVENTS: Final = 48
+"""Number of recent events that an error carries."""
 
 
 class EngineMachine:
     """The machine of one engine. Drive it from one thread."""
 
     def __init__(self, channel: Channel, incarnation: str, record: StateRecord | None) -> None:
-        self.story: deque[str] = deque(maxlen=STORY)
-        self.weights = w.Weights(self.story)
+        self.trace: deque[str] = deque(maxlen=TRACE_EVENTS)
+        self.weights = w.Weights(self.trace)
         self.up = False
         self.epoch = Epoch(record.epoch if record else 0)
         self.identity = ""
         self.reason = "the server has not answered yet"
-        self._ledger = RecordedState(record)
+        self._recorded = RecordedState(record)
         self._prepared: tuple[Version, Digest, Digest] | None = None
-        """What was last found to fit, and to come from a trainer: nothing else is taken."""
-        self._beside = DoubleBuffering()
+        """Version, manifest and table that were last validated: no other is received."""
+        self._double_buffering = DoubleBuffering()
         self._checkpoint = ""
         self._labeled: Version | None = None
-        """The version that the server is labeled with ahead of its commit."""
+        """Version with which the server was labeled ahead of its commit."""
         self._running: RunningOperation | None = None
         self._waiting = QueuedCommands()
         self._answers = PendingReplies(channel, incarnation)
         self._reached: Step | None = None
-        """The last step of the round that was answered: what has failed when the server is lost before the next."""
+        """The last step of the round that got a reply; it has failed if the server is lost before the next."""
         self._numbers = 0
-        self.mandate = PauseLease()
+        self.pause_lease = PauseLease()
         self._paused_at: float | None = None
 
-    # -- the door -----------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
-        """Take `event`, which happened at `now`, and say what is to be done about it, in order."""
+        """Take `event`, which happened at `now`, and return the effects, in order."""
         if not isinstance(event, TimePassed):
-            self.story.append(f"{now:.3f} {told(event)}")
+            self.trace.append(f"{now:.3f} {trace_line(event)}")
         match event:
             case Commanded():
                 effects = self._command(event.message, now)
@@ -135,35 +134,35 @@ class EngineMachine:
 
     @property
     def health(self) -> EngineHealth:
-        """Of the weights, in the coordinator's words."""
+        """Health of the weights, in the coordinator's terms."""
         return self.weights.health
 
     @property
     def held(self) -> HeldVersion | None:
-        """The version that the server holds whole."""
+        """The complete, verified version on the server."""
         return self.weights.held
 
     @property
     def paused(self) -> bool | None:
-        """Whether the server generates nothing; null: not known."""
+        """Whether the server is paused; null: not known."""
         return self.weights.paused
 
     def view(self) -> ServerView:
-        """What may be said of the engine now. A server that does not answer holds nothing that counts."""
+        """The view of the engine now. A server that does not answer counts as holding no version."""
         return view_of(
             self.weights, self._running, up=self.up, reached=self._reached, epoch=self.epoch, reason=self.reason
         )
 
     def check(self) -> None:
-        """Raise `InvariantBroken`, with the recent story, when fields contradict each other."""
+        """Raise `InvariantBroken`, with the event trace, when fields contradict each other."""
         self.weights.check()
         if self._waiting.next is not None and self._running is None:
-            raise InvariantBroken("a command waits for nothing", tuple(self.story))
+            raise InvariantBroken("a command waits for nothing", tuple(self.trace))
         if self._running is not None and self._running.number != self._numbers:
-            raise InvariantBroken("an operation was begun while another one ran", tuple(self.story))
+            raise InvariantBroken("an operation was begun while another one ran", tuple(self.trace))
 
     def _learn(self, event: w.WeightEvent, now: float) -> tuple[Remember, ...]:
-        """Something is known of the weights; what must be durable because of it."""
+        """Tell `Weights` a fact; returns what must be durable because of it."""
         return tuple(self._remember() for _ in self.weights.handle(event, now))
 
     # -- commands -----------------------------------------------------------------------------------------------------
@@ -195,12 +194,12 @@ class EngineMachine:
                 assert_never(message)
 
     def _wait(self, message: ToEngine, running: RunningOperation) -> tuple[Effect, ...]:
-        """Something runs. The same command again needs nothing; another one is next, and may shorten what runs."""
+        """Queue a command behind the running operation. A repeated one is dropped; another may end the operation."""
         served = running.command
         if served is not None and served.epoch == message.epoch:
             if type(served) is type(message):
                 return ()
-            if answered := self._answers.again(message):  # it led to what runs now
+            if answered := self._answers.again(message):  # it led to the running operation
                 return answered
         self._waiting.add(message)
         if isinstance(message, Abort) or (served is not None and served.epoch < message.epoch):
@@ -210,15 +209,15 @@ class EngineMachine:
     def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PREPARE, self.reason)
-        self._beside.mode = command.policy.pause.value
+        self._double_buffering.mode = command.policy.pause.value
         serving = self.held if self.health is EngineHealth.CLEAN else None
         return self._run(Validate(command, self._checkpoint, serving), command, now)
 
     def _pause(self, command: Pause, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PAUSE, self.reason)
-        self.mandate.lease_s, self._beside.mode = command.lease_s, command.mode.value
-        if self._beside.may(self.weights):
+        self.pause_lease.lease_s, self._double_buffering.mode = command.lease_s, command.mode.value
+        if self._double_buffering.applies(self.weights):
             self._reached = Step.PAUSE
             return (self._answers.paused(command, 0.0),)
         return self._run(PauseServer(command.mode.value, command.deadline_s), command, now)
@@ -229,20 +228,25 @@ class EngineMachine:
         if not self._fits(command):
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
-        if self._beside.may(self.weights):
-            return self._run(ReceiveBeside(command, self._checkpoint), command, now)
+        if self._double_buffering.applies(self.weights):
+            return self._run(ReceiveDoubleBuffered(command, self._checkpoint), command, now)
         if self.paused is not True and self._answers.gave(Pause, command.epoch):
             return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
         if self.paused is not True:
-            return self._run(PauseServer(self._beside.mode, HOLD_S), command, now)  # what was to stop it got lost
-        known = self._ledger.took(self.epoch)
+            return self._run(
+                PauseServer(self._double_buffering.mode, HOLD_S), command, now
+            )  # what was to stop it got lost
+        known = self._recorded.begin_transfer(self.epoch)
         dirty = self._learn(w.TransferBegan(command.version), now)
         self._reached, self.reason, self._labeled = Step.PAUSE, f"began to take version {command.version}", None
         return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))
 
-    def _fits(self, told: ToEngine) -> bool:
-        """It is the transfer of what was prepared last."""
-        return isinstance(told, Transfer) and (told.version, told.manifest, told.table) == self._prepared
+    def _fits(self, trace_line: ToEngine) -> bool:
+        """Whether it is the transfer of the version that was prepared last."""
+        return (
+            isinstance(trace_line, Transfer)
+            and (trace_line.version, trace_line.manifest, trace_line.table) == self._prepared
+        )
 
     def _commit(self, command: Commit, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -257,12 +261,12 @@ class EngineMachine:
         return self._run(ReleaseServer(command.version, command.flush, command.deadline_s, labeled), command, now)
 
     def _abort(self, command: Abort, now: float) -> tuple[Effect, ...]:
-        """Also where nothing was paused: that the server serves is said when it has just answered, not from memory."""
+        """Release the server, also where it was not paused: that it serves is reported when it has just answered."""
         self._answers.forget()
         self._reached = None
         if not self.up or self.health is not EngineHealth.CLEAN:
             return self._fail(command, Step.RESUME, self.reason)
-        return self._run(ReleaseServer(None, False, command.deadline_s, look=self.mandate.doubted), command, now)
+        return self._run(ReleaseServer(None, False, command.deadline_s, look=self.pause_lease.doubted), command, now)
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -286,10 +290,10 @@ class EngineMachine:
         return effects
 
     def _outlived(self, running: RunningOperation, result: Result, now: float) -> tuple[Effect, ...]:
-        """The server was launched again meanwhile, on the same address: the calls may have met either of the two."""
+        """End of an operation during which the server was launched again: the calls may have met either generation."""
         effects: tuple[Effect, ...] = self._learn(w.WeightsDoubted(), now)
-        untouched = isinstance(result, OperationFailed) and not result.touched
-        if isinstance(running.operation, Receive) and not untouched:
+        unchanged = isinstance(result, OperationFailed) and not result.dirty
+        if isinstance(running.operation, Receive) and not unchanged:
             effects = (*effects, *self._learn(w.WeightsDirtied(), now))
         if running.command is None:
             return effects
@@ -299,13 +303,13 @@ class EngineMachine:
         self, running: RunningOperation, result: Result, now: float
     ) -> tuple[Effect, ...]:
         command, seconds = running.command, now - running.started
-        self.mandate.doubted |= isinstance(result, OperationFailed)
+        self.pause_lease.doubted |= isinstance(result, OperationFailed)
         match running.operation:
             case Validate():
                 return self._validated(command, result, seconds)
             case PauseServer():
                 return self._pausing_ended(command, result, seconds, now)
-            case ReceiveBeside():
+            case ReceiveDoubleBuffered():
                 return self._staging_ended(running.operation.command, result, now)
             case Receive():
                 return self._receiving_ended(running.operation.command, result, seconds, now)
@@ -321,7 +325,7 @@ class EngineMachine:
         if isinstance(result, OperationFailed):
             return self._fail(command, Step.PREPARE, result.reason)
         self._prepared = (command.version, command.manifest, command.table)
-        self._beside.able = isinstance(result, OperationDone) and result.beside
+        self._double_buffering.able = isinstance(result, OperationDone) and result.double_buffered
         self._reached = Step.PREPARE
         return (self._answers.prepared(command, seconds),)
 
@@ -340,21 +344,23 @@ class EngineMachine:
         stilled = self._learn(w.ServerPaused(), now)
         if command is None:
             return (*stilled, Note("server_held_back", self.reason))
-        self.mandate.quiet_since, self._reached = now, Step.PAUSE
+        self.pause_lease.quiet_since, self._reached = now, Step.PAUSE
         if isinstance(command, Transfer):
             return (*stilled, *(self._unless_unwanted(command) or self._transfer(command, now)))
         return (*stilled, self._answers.paused(command, seconds))
 
     def _staging_ended(self, command: Transfer, result: Result, now: float) -> tuple[Effect, ...]:
-        """Nothing that is served has changed. Whether it was taken or has to be taken now, the server stands for it."""
+        """No served weight has changed. Received or still to be received, the version needs the server paused now."""
         if isinstance(result, OperationFailed):
             return self._fail(command, Step.TRANSFER, result.reason)
-        return self._unless_unwanted(command) or self._run(PauseServer(self._beside.mode, HOLD_S), command, now)
+        return self._unless_unwanted(command) or self._run(
+            PauseServer(self._double_buffering.mode, HOLD_S), command, now
+        )
 
     def _unless_unwanted(self, command: Transfer) -> tuple[Effect, ...]:
-        """What was taken beside is not put into place when something else was asked for meanwhile."""
+        """Fail `command` when another one came meanwhile: the second buffer is not swapped in then."""
         other = self._waiting.next
-        return self._fail(command, Step.TRANSFER, f"{other.kind} came before the flip") if other else ()
+        return self._fail(command, Step.TRANSFER, f"{other.kind} came before the swap") if other else ()
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
         if not isinstance(result, Received) or not (command.table or result.table):
@@ -363,34 +369,34 @@ class EngineMachine:
                 if isinstance(result, OperationFailed)
                 else "the transfer ended without a receipt or a table"
             )
-            if isinstance(result, OperationFailed) and not result.touched:
+            if isinstance(result, OperationFailed) and not result.dirty:
                 self.reason = reason
-                return (*self._learn(w.WeightsUntouched(), now), *self._fail(command, Step.TRANSFER, reason))
+                return (*self._learn(w.WeightsUnchanged(), now), *self._fail(command, Step.TRANSFER, reason))
             self.reason = f"version {command.version} was not taken completely: {reason}"
             return (*self._learn(w.WeightsDirtied(), now), *self._fail(command, Step.TRANSFER, reason))
-        command, arrived = filled_in(command, result), self._learn(w.WeightsDirtied(), now)
+        command, arrived = with_digest_table(command, result), self._learn(w.WeightsDirtied(), now)
         transferred = self._answers.transferred(command, result, seconds)
         if result.verified_by:
-            return (*arrived, transferred, *self._proven(command, Proven(result.verified_by), 0.0, now))
+            return (*arrived, transferred, *self._proven(command, VerificationPassed(result.verified_by), 0.0, now))
         return (*arrived, transferred, *self._run(Verify(command, result.checked), command, now))
 
     def _verifying_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
-        if not isinstance(result, Proven):
+        if not isinstance(result, VerificationPassed):
             reason = result.reason if isinstance(result, OperationFailed) else "the check ended without a proof"
             self.reason = f"version {command.version} was not proven: {reason}"
             return self._fail(command, Step.VERIFY, reason)
         return self._proven(command, result, seconds, now)
 
-    def _proven(self, command: Transfer, result: Proven, seconds: float, now: float) -> tuple[Effect, ...]:
+    def _proven(self, command: Transfer, result: VerificationPassed, seconds: float, now: float) -> tuple[Effect, ...]:
         held = HeldVersion(version=command.version, manifest=command.manifest, table=command.table)
         loaded = self._learn(w.VersionVerified(held), now)
         self._reached, self.reason = Step.VERIFY, f"holds version {command.version}, which is not committed yet"
-        # Requests wait. While the coordinator commits, the server gets its label, and the true state is written.
+        # Requests wait: the server gets its label, and the state is written, while the coordinator commits.
         label = self._run(Label(command.version, HOLD_S), None, now)
         return (self._answers.verified(command, result, seconds), *label, *loaded)
 
     def _labeling_ended(self, version: int, result: Result) -> tuple[Effect, ...]:
-        """Without a label by now, the server gets it before it is resumed."""
+        """A server without its label by now gets it before it is resumed."""
         if isinstance(result, OperationFailed):
             return (Note("label_failed", result.reason),)
         self._labeled = Version(version)
@@ -405,11 +411,11 @@ class EngineMachine:
                 return (*doubted, Note("resume_failed", result.reason))
             return (*doubted, *self._fail(command, Step.RESUME, result.reason))
         self._reached, self.reason = None, ""
-        self.mandate.doubted &= not release.look
+        self.pause_lease.doubted &= not release.look
         freed = w.ServerResumed(ordered=command is not None) if release.version is None else w.VersionCommitted()
         kept = self._learn(freed, now)
         if command is None:
-            return (*kept, Note("resumed_by_itself", f"nothing heard for {self.mandate.lease_s:g} s"))
+            return (*kept, Note("resumed_by_itself", f"nothing heard for {self.pause_lease.lease_s:g} s"))
         return (*kept, self._serving(command, seconds, now))
 
     # -- answers ------------------------------------------------------------------------------------------------------
@@ -424,28 +430,28 @@ class EngineMachine:
         return (failed, Note("step_failed", f"{step.value}: {reason}"))
 
     def _remember(self) -> Remember:
-        return self._ledger.remember(self.identity, self.health, self.held, self.epoch, self._checkpoint)
+        return self._recorded.remember(self.identity, self.health, self.held, self.epoch, self._checkpoint)
 
     def _arm(self) -> tuple[Effect, ...]:
-        """The server comes to a stand for a transfer: the record that has to be there then is written meanwhile."""
-        return self._ledger.arm(self.identity, self.health, self.epoch, self._checkpoint)
+        """Write the record that a transfer needs while the server is being paused for it."""
+        return self._recorded.write_ahead(self.identity, self.health, self.epoch, self._checkpoint)
 
     def _set_right(self) -> tuple[Effect, ...]:
-        """A record that was written ahead of a transfer which does not begin is not true any more."""
+        """Write the record again if it was written ahead of a transfer that does not begin."""
         pausing = self._running is not None and isinstance(self._running.operation, PauseServer)
-        return () if pausing or not self._ledger.ahead else (self._remember(),)
+        return () if pausing or not self._recorded.ahead else (self._remember(),)
 
     # -- the coordinator and the server come and go -------------------------------------------------------------------
 
     def _welcomed(self, welcome: Welcome) -> tuple[Effect, ...]:
         """Keep weights and pause as they are: the coordinator settles every engine after its Hello."""
-        if welcome.boot == self.mandate.boot:
+        if welcome.boot == self.pause_lease.boot:
             return ()
-        self.mandate.boot = welcome.boot
+        self.pause_lease.boot = welcome.boot
         return (ForgetAnswers(),)
 
     def _found(self, event: ServerFound, now: float) -> tuple[Effect, ...]:
-        was_up, known = self.up, self.identity or self._ledger.identity
+        was_up, known = self.up, self.identity or self._recorded.identity
         self.up = True
         if self.identity == event.identity:
             if not was_up:
@@ -453,31 +459,31 @@ class EngineMachine:
             return () if was_up else (Note("server_answers_again"),)
         self.identity = event.identity
         self._prepared = self._reached = self._labeled = self._paused_at = None
-        self.mandate.anew(now)
+        self.pause_lease.anew(now)
         self._answers.forget()
         return (*self._shorten(), *self._recognize(event, known, now))
 
     def _shorten(self) -> tuple[Effect, ...]:
-        """What runs for nobody, or on a server that is gone, need not run to its deadline."""
+        """End the running operation soon: its result is not needed, or its server is gone."""
         if self._running is None:
             return ()
         self._running.ending = True
         return (Cancel(self._running.number),)
 
     def _recognize(self, event: ServerFound, known: str, now: float) -> tuple[Effect, ...]:
-        record = self._ledger.record
+        record = self._recorded.record
         if known == event.identity and record is not None:
-            self.mandate.ours = record.health is not EngineHealth.PENDING  # which needs no round to be written
+            self.pause_lease.ours = record.health is not EngineHealth.PENDING  # which needs no round to be written
             known_again = self._learn(w.ServerRecognized(record.health, record.held), now)
             self._checkpoint = record.checkpoint or event.checkpoint
             self.reason = "" if self.health is EngineHealth.CLEAN else "found as an earlier agent left it"
             return (*known_again, Note("server_recognized", self.health.value))
-        return self._new_launch(event, now, restarted=bool(known))
+        return self._new_generation(event, now, restarted=bool(known))
 
-    def _new_launch(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
-        """Clean only while nobody can have updated anything: after that, launch weights are an unknown version."""
-        self._checkpoint, self.mandate.ours = (event.undefined and self._checkpoint) or event.checkpoint, False
-        updated = event.undefined or self._ledger.record is not None or self.epoch > 0 or event.label.isdigit()
+    def _new_generation(self, event: ServerFound, now: float, *, restarted: bool) -> tuple[Effect, ...]:
+        """Clean only if no update can have happened before: else the weights of a launch are an unknown version."""
+        self._checkpoint, self.pause_lease.ours = (event.undefined and self._checkpoint) or event.checkpoint, False
+        updated = event.undefined or self._recorded.record is not None or self.epoch > 0 or event.label.isdigit()
         kept = self._learn(w.ServerLaunched(fresh=not updated), now)
         if not updated:
             self.reason = ""
@@ -491,30 +497,32 @@ class EngineMachine:
         self.up, self.reason = False, f"the server does not answer: {reason}"
         self._answers.forget()
         reached, self._reached = self._reached, None
-        if reached is None or self._running is not None:  # what runs will break by itself, and say so
+        if reached is None or self._running is not None:  # the running operation will fail by itself, and reply
             return (*self._shorten(), Note("server_lost", reason))
         failed = self._answers.lost(self.epoch, reached, self.view().health, self.reason)
         return (failed, Note("server_lost", reason))
 
-    # -- what the agent does by itself --------------------------------------------------------------------------------
+    # -- without a command ------------------------------------------------------------------------------------------
 
     def _tick(self, heard_at: float, now: float) -> tuple[Effect, ...]:
         """The pause lease: a clean server must not stay paused because the coordinator is gone.
 
-        Who was asked to end is asked again: the first time it may have been between two waits that can be ended.
+        An operation that was asked to end is asked again: it may have been between two waits that can be ended.
         """
         if self._running is not None and self._running.ending:
             return (Cancel(self._running.number),)
         clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
         return (
-            self._unasked(ReleaseServer(None, False, HOLD_S), now) if clean and self.mandate.over(heard_at, now) else ()
+            self._unasked(ReleaseServer(None, False, HOLD_S), now)
+            if clean and self.pause_lease.over(heard_at, now)
+            else ()
         )
 
     def _hold(self, now: float) -> tuple[Effect, ...]:
-        """A server that must not generate is paused, whatever happened to it."""
+        """Pause a server that must not generate."""
         held_back = self.health is EngineHealth.CLEAN or self.paused is True
         return () if held_back or not self.up else self._unasked(PauseServer(PauseMode.RETRACT.value, HOLD_S), now)
 
     def _unasked(self, operation: Operation, now: float) -> tuple[Effect, ...]:
-        may = self.mandate.given and self._running is None and self.mandate.due(now)
+        may = self.pause_lease.given and self._running is None and self.pause_lease.due(now)
         return self._run(operation, None, now) if may else ()

@@ -1,7 +1,4 @@
-"""What may happen to an engine (events), what is done about it (effects), and the operations a worker carries out.
-
-Plain values. Times are monotonic seconds, given from outside.
-"""
+"""Events, effects and operations of an engine, as plain values. Times are monotonic seconds, given from outside."""
 
 import msgspec
 
@@ -9,15 +6,15 @@ from weightbus.control.protocol import EngineHealth, EngineMessage, HeldVersion,
 
 
 class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be known of a server after the agent was killed. Kept in the state folder."""
+    """Facts about a server that must survive the sidecar. Kept in the state folder."""
 
     identity: str
-    """Of the launch it speaks of; for any other launch it says only that there was one."""
+    """Process generation it is of; about any other it tells only that there was one."""
     health: EngineHealth
     held: HeldVersion | None = None
     epoch: int = 0
     checkpoint: str = ""
-    """Folder the server was launched with; after a load from disk the server itself names another."""
+    """Folder that the server was launched with; after a load from disk the server itself names another."""
 
 
 # -- operations: at most one at a time ---------------------------------------------------------------------------------
@@ -41,40 +38,40 @@ class Validate(_Operation, frozen=True, tag="validate"):
     command: Prepare
     checkpoint: str
     serving: HeldVersion | None = None
-    """The committed version that the server holds now: what is offered must follow it."""
+    """The committed version that is served now, which the prepared one must follow."""
 
 
 class PauseServer(_Operation, frozen=True, tag="pauseserver"):
-    """Stop the server generating."""
+    """Stop the server from generating."""
 
     mode: str
     deadline_s: float
 
 
-class ReceiveBeside(_Operation, frozen=True, tag="stage"):
-    """Take the version beside the weights that are served, while the server generates. Changes nothing."""
+class ReceiveDoubleBuffered(_Operation, frozen=True, tag="stage"):
+    """Receive the version into a second buffer while the server generates. Changes no served weight."""
 
     command: Transfer
     checkpoint: str
 
 
 class Receive(_Operation, frozen=True, tag="receive"):
-    """Take every bucket and load it; or put into place what `ReceiveBeside` took."""
+    """Receive every bucket and load it; or swap in what `ReceiveDoubleBuffered` received."""
 
     command: Transfer
     checkpoint: str
 
 
 class Verify(_Operation, frozen=True, tag="verify"):
-    """Compare what the server holds with the digest table."""
+    """Compare the weights on the server with the digest table."""
 
     command: Transfer
     checked: bool
-    """Every byte was compared with the table before the server saw it."""
+    """True if every byte was compared with the table before it reached the server."""
 
 
 class Label(_Operation, frozen=True, tag="label"):
-    """Label the server, which stays paused, with the version that it was proven to hold."""
+    """Label the server, which stays paused, with the verified version."""
 
     version: int
     deadline_s: float
@@ -87,21 +84,21 @@ class ReleaseServer(_Operation, frozen=True, tag="release"):
     flush: bool
     deadline_s: float
     labeled: bool = False
-    """It has the label of `version` already."""
+    """True if it has the label of `version` already."""
     look: bool = False
-    """Something failed, and the server may be why: see it generate before it is said to."""
+    """True if the server has to be seen to generate, because an operation failed and the server may be the cause."""
 
 
-Operation = Validate | PauseServer | ReceiveBeside | Receive | Verify | Label | ReleaseServer
+Operation = Validate | PauseServer | ReceiveDoubleBuffered | Receive | Verify | Label | ReleaseServer
 
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
 class OperationDone(msgspec.Struct, frozen=True):
-    """It worked."""
+    """The operation succeeded."""
 
-    beside: bool = False
-    """Of `Validate`: the version can be taken beside the weights that are served."""
+    double_buffered: bool = False
+    """Of `Validate`: True if the version can be received into a second buffer."""
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -111,31 +108,31 @@ class Received(msgspec.Struct, frozen=True):
     buckets: int
     checked: bool
     verified_by: str = ""
-    """How the server was found to hold what the table says, where that is a part of taking it. Empty: `Verify` asks."""
+    """Method of verification, where that is part of the transfer; empty where `Verify` has to follow."""
     table: str = ""
-    """The digest table that came with it and is believed, where the command left it open."""
+    """Digest of the table that came with the tensors and is trusted, where the command left it open."""
 
 
-class Proven(msgspec.Struct, frozen=True):
-    """The server holds what the table says."""
+class VerificationPassed(msgspec.Struct, frozen=True):
+    """The weights on the server are those of the digest table."""
 
     verified_by: str
 
 
 class OperationFailed(msgspec.Struct, frozen=True):
-    """It did not work. `touched`: weights may have changed."""
+    """The operation failed. `dirty`: weights may have changed."""
 
     reason: str
-    touched: bool = False
+    dirty: bool = False
 
 
-Result = OperationDone | Received | Proven | OperationFailed
+Result = OperationDone | Received | VerificationPassed | OperationFailed
 
 # -- events -----------------------------------------------------------------------------------------------------------
 
 
 class Commanded(msgspec.Struct, frozen=True):
-    """The coordinator said so."""
+    """The coordinator sent a command."""
 
     message: ToEngine
 
@@ -154,17 +151,17 @@ class Operated(msgspec.Struct, frozen=True):
 
 
 class ServerFound(msgspec.Struct, frozen=True):
-    """The server answers, and this is who it is."""
+    """The server answers; its facts."""
 
     identity: str
     label: str
     checkpoint: str = ""
     undefined: bool = False
-    """It has given its weights back since it was launched."""
+    """True if it has released its weights since it was launched."""
 
     @property
     def lost(self) -> str:
-        """Why nothing that was known of the server before holds of this one."""
+        """Why facts about the server from before do not hold any more."""
         return "the server has given its memory back" if self.undefined else "the server was restarted"
 
 
@@ -175,7 +172,7 @@ class ServerGone(msgspec.Struct, frozen=True):
 
 
 class TimePassed(msgspec.Struct, frozen=True):
-    """Time passed. `heard_at` is when the coordinator was last heard of, in whatever words."""
+    """Time passed. `heard_at` is when the last message of the coordinator came."""
 
     heard_at: float
 
@@ -194,32 +191,32 @@ class Remember(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Tell the coordinator, again and again until it has acknowledged."""
+    """Send `message` to the coordinator, again until it is acknowledged."""
 
     message: EngineMessage
 
 
 class ForgetAnswers(msgspec.Struct, frozen=True):
-    """Another boot of the coordinator: stop repeating what was said to the one before."""
+    """Stop repeating replies to an earlier boot of the coordinator."""
 
 
 class RunOperation(msgspec.Struct, frozen=True):
-    """Give the worker an operation."""
+    """Give the worker thread an operation."""
 
     number: int
     operation: Operation
     identity: str = ""
-    """The launch of the server that it is meant for. No other may be changed by it."""
+    """Process generation of the server that it is meant for. No other may be changed by it."""
 
 
 class Cancel(msgspec.Struct, frozen=True):
-    """Make operation `number` end soon; its result is still awaited. Said again until it has ended."""
+    """Make operation `number` end soon; its result is still awaited. Repeated until it has ended."""
 
     number: int
 
 
 class Note(msgspec.Struct, frozen=True):
-    """Something worth a line in the log."""
+    """A line for the log."""
 
     event: str
     detail: str = ""

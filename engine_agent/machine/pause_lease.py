@@ -1,41 +1,44 @@
-"""When the agent may pause or resume its server unasked: whose it is, and since when nobody was heard of."""
+"""The pause lease: how long a sidecar keeps its server paused without hearing from the coordinator.
+
+It also tells whether a sidecar may pause or resume the server without a command at all.
+"""
 
 from .operation_state import UNSETTLED_S
 
 _PATIENCE_S = 1.0
-"""Between two tries."""
+"""Seconds between two tries."""
 
 
 class PauseLease:
-    """Of one launch of the server."""
+    """The lease of one process generation of the server."""
 
     def __init__(self) -> None:
         self.boot = 0
-        """Of the coordinator that welcomed this agent last."""
+        """Boot number of the coordinator that welcomed this sidecar last; 0 before."""
         self.ours = False
-        """The record of a round on this very launch says so."""
+        """True if the record shows that a round of this sidecar met this process generation."""
         self.lease_s = UNSETTLED_S
         """How long a clean server stays paused without news."""
         self.quiet_since = 0.0
-        """It cannot have been quiet for longer."""
+        """Earliest time from which silence counts."""
         self.doubted = False
-        """Something failed since the server was last seen to generate. Whose fault it was is not known here."""
+        """True if an operation failed since the server was last seen to generate; the cause is not known here."""
         self._tried_at = float("-inf")
 
     def anew(self, now: float) -> None:
-        """Another server, of which nothing was heard yet."""
+        """Begin for another process generation."""
         self.quiet_since, self.lease_s, self.doubted = now, UNSETTLED_S, False
 
     @property
     def given(self) -> bool:
-        """Whether this server is ours to pause or resume unasked: a stray agent must not touch that of another.
+        """Whether the sidecar may pause or resume the server unasked: a stray one must not touch the server of another.
 
-        A welcome says so, or the record of a round on this very launch.
+        A welcome allows it, or the record of a round on this process generation.
         """
         return self.boot > 0 or self.ours
 
     def over(self, heard_at: float, now: float) -> bool:
-        """The coordinator was last heard of at `heard_at`, and that is too long ago."""
+        """Whether `heard_at`, when the coordinator was last heard of, is too long ago."""
         return now >= max(heard_at, self.quiet_since) + self.lease_s
 
     def due(self, now: float) -> bool:

@@ -1,8 +1,8 @@
-"""The record of one server, as the machine sees it: what is on disk, and what is written there ahead of time.
+"""The record of one server, as the machine sees it: its content on disk, and what is written there ahead of time.
 
-Before the first byte of what is served changes, the record calls the server dirty. To write that takes as long as to
-pause a server, so both are done at a time: while the server comes to a stand, the record says already what will be true
-when it does. Should nothing come of it, the record is of a worse state than the true one until it is written again.
+Before the first byte of served weights changes, the record calls the server dirty. To write that takes as long as to
+pause a server, so both happen at a time: while the server is being paused, the record already calls it dirty. If no
+transfer follows, the record is of a worse state than the true one until it is written again.
 """
 
 import msgspec
@@ -16,24 +16,24 @@ class RecordedState:
     """Makes the records of one engine."""
 
     def __init__(self, record: StateRecord | None) -> None:
-        """`record`: what an earlier agent left."""
+        """`record` is what an earlier sidecar left."""
         self.record = record
-        """As last written, or about to be."""
+        """The record as last written, or about to be."""
         self.ahead = False
-        """It calls the server dirty for the sake of a transfer that has not begun."""
+        """True while the record calls the server dirty for a transfer that has not begun."""
 
     @property
     def identity(self) -> str:
-        """Of the launch that the record speaks of."""
+        """Identity of the process generation that the record is of."""
         return self.record.identity if self.record else ""
 
     def remember(
         self, identity: str, health: EngineHealth, held: HeldVersion | None, epoch: Epoch, folder: str
     ) -> Remember:
-        """Write what is true now.
+        """Write the present state.
 
-        That a version waits for its commit, or has just got it, may be written late: nothing depends on it, and until
-        then the record is of a worse state of the same launch and epoch.
+        A version that waits for its commit, or has just got it, may be written late: nothing depends on it, and until
+        then the record is of a worse state of the same process generation and epoch.
         """
         self.ahead = False
         before = self.record
@@ -41,10 +41,10 @@ class RecordedState:
         waited = before == msgspec.structs.replace(self.record, health=EngineHealth.PENDING)
         return Remember(self.record, late=held is not None and (health is not EngineHealth.CLEAN or waited))
 
-    def arm(self, identity: str, health: EngineHealth, epoch: Epoch, folder: str) -> tuple[Remember, ...]:
-        """Write what will be true once a transfer begins; nothing, when it is written already.
+    def write_ahead(self, identity: str, health: EngineHealth, epoch: Epoch, folder: str) -> tuple[Remember, ...]:
+        """Write the state that a transfer will begin with; nothing, if it is written already.
 
-        Only of a clean server: of any other the record says what an agent that is restarted should not forget.
+        Only for a clean server: for any other the record has facts that a restarted sidecar must not forget.
         """
         if health is not EngineHealth.CLEAN:
             return ()
@@ -54,7 +54,7 @@ class RecordedState:
         self.ahead = True
         return (remembered,)
 
-    def took(self, epoch: Epoch) -> bool:
-        """The transfer of `epoch` begins. Returns whether that is written already."""
+    def begin_transfer(self, epoch: Epoch) -> bool:
+        """Note that the transfer of `epoch` begins. Returns whether the record already says so."""
         ahead, self.ahead = self.ahead, False
         return ahead and self.record is not None and self.record.epoch == epoch

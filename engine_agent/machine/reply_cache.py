@@ -1,4 +1,4 @@
-"""What an engine tells the coordinator, and what it would tell it again when a command is repeated."""
+"""Replies of one engine to the coordinator, kept so that a repeated command gets the same reply."""
 
 from typing import Final
 
@@ -22,45 +22,45 @@ from weightbus.control.protocol import (
     Version,
 )
 
-from .events import Answer, Proven, Received
+from .events import Answer, Received, VerificationPassed
 
 _REASON: Final = 2000
 
 
 class PendingReplies:
-    """Makes the answers of one engine, each under a key of its own, and remembers those to the current epoch."""
+    """Makes the replies of one engine, each under a key of its own, and remembers those of the current epoch."""
 
     def __init__(self, channel: Channel, incarnation: str) -> None:
         self._channel = channel
-        self._incarnation = incarnation
+        self._generation = incarnation
         self._keys = 0
         self._given: dict[type[ToEngine], tuple[EngineMessage, ...]] = {}
 
     def forget(self) -> None:
-        """Nothing said so far answers a command that comes from now on."""
+        """Drop all replies: none of them answers a command that comes from now on."""
         self._given.clear()
 
     def gave(self, kind: type[ToEngine], epoch: Epoch) -> bool:
-        """Something was said to a command of this kind at `epoch`."""
+        """Whether a command of this kind got a reply at `epoch`."""
         return any(message.epoch == epoch for message in self._given.get(kind, ()))
 
     def again(self, command: ToEngine) -> tuple[Answer, ...]:
-        """What was said to such a command at its epoch; empty when nothing was, and it must be carried out."""
+        """The earlier replies to `command`; empty when it has to be carried out."""
         given = self._given.get(type(command), ())
         return tuple(Answer(message) for message in given if message.epoch == command.epoch)
 
     def prepared(self, command: ToEngine, seconds: float) -> Answer:
-        """The manifest fits."""
+        """Reply that the manifest fits."""
         message = Prepared(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
         return self._give(command, message)
 
     def paused(self, command: ToEngine, seconds: float) -> Answer:
-        """The server is paused."""
+        """Reply that the server is paused."""
         message = Paused(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
         return self._give(command, message)
 
     def transferred(self, command: Transfer, received: Received, seconds: float) -> Answer:
-        """Every bucket was loaded."""
+        """Reply that every bucket was loaded."""
         message = Transferred(
             request=self._key(),
             channel=self._channel,
@@ -71,8 +71,8 @@ class PendingReplies:
         )
         return self._give(command, message)
 
-    def verified(self, command: Transfer, proven: Proven, seconds: float) -> Answer:
-        """The server holds the version. Said after, and repeated with, that it was transferred."""
+    def verified(self, command: Transfer, proven: VerificationPassed, seconds: float) -> Answer:
+        """Reply that the weights are the version. Sent after `transferred`, and repeated together with it."""
         message = Verified(
             request=self._key(),
             channel=self._channel,
@@ -85,7 +85,7 @@ class PendingReplies:
         return self._give(command, message, after=self._given.get(Transfer, ()))
 
     def serving(self, command: ToEngine, version: Version | None, seconds: float, paused_s: float) -> Answer:
-        """Said afresh each time: what is served is a fact of now, not of when the command first came."""
+        """Reply which version is served. Made anew each time: it is a fact of now, not of the first command."""
         message = Serving(
             request=self._key(),
             channel=self._channel,
@@ -97,7 +97,7 @@ class PendingReplies:
         return Answer(message)
 
     def failed(self, command: ToEngine, step: Step, health: EngineHealth, reason: str) -> Answer:
-        """`step` of `command` did not work, and the server is `health` now."""
+        """Reply that `step` of `command` failed, and the server is `health` now."""
         lost = self.lost(command.epoch, step, health, reason)
         if isinstance(command, Prepare | Pause | Transfer):
             earlier = self._given.get(type(command), ()) if step is Step.VERIFY else ()
@@ -105,7 +105,7 @@ class PendingReplies:
         return lost
 
     def lost(self, epoch: Epoch, step: Step, health: EngineHealth, reason: str) -> Answer:
-        """Something went wrong between two commands. Not repeated: the next command meets the server as it is then."""
+        """Report a failure between two commands. Not repeated: the next command finds the server as it is then."""
         message = Failed(
             request=self._key(),
             channel=self._channel,
@@ -122,4 +122,4 @@ class PendingReplies:
 
     def _key(self) -> RequestId:
         self._keys += 1
-        return RequestId(f"{self._incarnation}-{self._keys}")
+        return RequestId(f"{self._generation}-{self._keys}")

@@ -76,7 +76,7 @@ class Resync:
         """Whether to look for the committed version now. `found` or `missed` follows."""
         if self.stage is not ResyncStage.WATCHING:
             return False
-        if self._known is None or not view.lent:
+        if self._known is None or not view.memory_released:
             there = (committed, view.held.version if view.held else None)
             self._known = max((each for each in there if each is not None), default=None)
         if not self._lacks(view, committed):
@@ -139,7 +139,7 @@ class Resync:
         """
         if committed is None or not view.up or view.epoch <= 0 or view.doing or view.reached is not None:
             return False
-        if view.lent and self._known is not None and committed <= self._known:
+        if view.memory_released and self._known is not None and committed <= self._known:
             return False
         return view.held is None or view.held.version < committed
 

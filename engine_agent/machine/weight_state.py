@@ -1,11 +1,11 @@
 """The weights of one server, as a pure machine: which version they are, how far from it, and whether they may be used.
 
-`handle(event, now)` takes what was found out about the server and returns what has to be durable before anything that
-depends on it. `TABLE` says for every event and state what follows; what it does not say raises and changes nothing.
+`handle(event, now)` takes a fact about the server and returns what has to be durable before anything that depends on
+it. `TABLE` has the next state for every event and state; an event that it lacks raises and changes nothing.
 control/protocol/PROTOCOL.md draws it.
 
-Two things only are behind all of it: a server generates in `CLEAN` and `SERVING` and in no other state, and whoever
-reads the record after a crash finds a state that is not better than the true one.
+Two rules are behind it: a server generates in `CLEAN` and `SERVING` and in no other state, and the record on disk is
+never of a better state than the true one, so that a crash at any moment is safe.
 """
 
 import enum
@@ -19,20 +19,20 @@ from weightbus.control.protocol import EngineHealth, HeldVersion, IllegalMove, I
 
 
 class WeightState(enum.StrEnum):
-    """What a server holds. The version that a state speaks of is `Weights.version`."""
+    """State of the weights on a server. The version that it refers to is `Weights.version`."""
 
     UNKNOWN = "unknown"
-    """Whole weights, perhaps, but of no version that was proven here: not seen yet, or launched again."""
+    """Complete weights, perhaps, but of no version that was verified here: not seen yet, or launched again."""
     CLEAN = "clean"
-    """Whole weights: those of the launch, or a version that was committed. May generate."""
+    """Complete weights: those of the launch, or a version that was committed. May generate."""
     PAUSED = "paused"
     """As clean, and generates nothing."""
     STAGED = "staged"
-    """The version is being taken. On disk the server is dirty already; how much has arrived is known at the end."""
+    """The version is being received. On disk the server is dirty; how much has arrived is known at the end."""
     DIRTY = "dirty"
-    """Something of a version arrived, and it was not proven that it is all of it. Never generates."""
+    """Part of a version arrived, and it was not verified to be all of it. Never generates."""
     LOADED = "loaded"
-    """Proven to be the version, and not committed. Never generates."""
+    """Verified to be the version, and not committed. Never generates."""
     SERVING = "serving"
     """The version is committed, the server labeled with it. Generates."""
 
@@ -46,7 +46,7 @@ HEALTH: Final[Mapping[WeightState, EngineHealth]] = {
     WeightState.LOADED: EngineHealth.PENDING,
     WeightState.SERVING: EngineHealth.CLEAN,
 }
-"""What the coordinator is told, and what the record says."""
+"""Health as the coordinator is told it, and as the record has it."""
 
 GENERATES: Final = frozenset({WeightState.CLEAN, WeightState.SERVING})
 
@@ -54,14 +54,14 @@ GENERATES: Final = frozenset({WeightState.CLEAN, WeightState.SERVING})
 
 
 class ServerRecognized(msgspec.Struct, frozen=True):
-    """The record speaks of this very launch."""
+    """The record is of this process generation of the server."""
 
     health: EngineHealth
     held: HeldVersion | None
 
 
 class ServerLaunched(msgspec.Struct, frozen=True):
-    """Another launch. `fresh`: nobody can have updated its weights, so they are the ones it was launched with."""
+    """Another process generation. `fresh`: no update can have happened, so the weights are those of the launch."""
 
     fresh: bool
 
@@ -71,25 +71,25 @@ class ServerPaused(msgspec.Struct, frozen=True):
 
 
 class WeightsDoubted(msgspec.Struct, frozen=True):
-    """A call was lost: whether the server generates is not known any more."""
+    """A call was lost: whether the server generates is not known."""
 
 
 class TransferBegan(msgspec.Struct, frozen=True):
-    """`version` is about to be taken."""
+    """`version` is about to be received."""
 
     version: Version
 
 
-class WeightsUntouched(msgspec.Struct, frozen=True):
-    """It came to nothing before the server was asked to change anything."""
+class WeightsUnchanged(msgspec.Struct, frozen=True):
+    """The transfer failed before the server was asked to change anything."""
 
 
 class WeightsDirtied(msgspec.Struct, frozen=True):
-    """Something of it, or all of it, has reached the server."""
+    """Part of the version, or all of it, has reached the server."""
 
 
 class VersionVerified(msgspec.Struct, frozen=True):
-    """The server holds exactly `held`."""
+    """The weights are exactly the version `held`."""
 
     held: HeldVersion
 
@@ -102,7 +102,7 @@ class ServerResumed(msgspec.Struct, frozen=True):
 
 
 class VersionCommitted(msgspec.Struct, frozen=True):
-    """The version that is held is committed, the server labeled with it, and it generates."""
+    """The verified version is committed, the server labeled with it, and it generates."""
 
 
 WeightEvent = (
@@ -111,7 +111,7 @@ WeightEvent = (
     | ServerPaused
     | WeightsDoubted
     | TransferBegan
-    | WeightsUntouched
+    | WeightsUnchanged
     | WeightsDirtied
     | VersionVerified
     | ServerResumed
@@ -125,7 +125,7 @@ TABLE: Final[Mapping[type[WeightEvent], Mapping[WeightState, tuple[WeightState, 
     ServerPaused: {_U: (_U,), _C: (_P,), _P: (_P,), _D: (_D,), _L: (_L,), _S: (_P,)},
     WeightsDoubted: {_U: (_U,), _C: (_C,), _P: (_C,), _T: (_T,), _D: (_D,), _L: (_L,), _S: (_S,)},
     TransferBegan: {_U: (_T,), _P: (_T,), _D: (_T,), _L: (_T,)},
-    WeightsUntouched: {_T: (_U, _P, _D, _L)},
+    WeightsUnchanged: {_T: (_U, _P, _D, _L)},
     WeightsDirtied: {_T: (_D,), _D: (_D,), _U: (_D,)},
     VersionVerified: {_D: (_L,)},
     ServerResumed: {_C: (_C,), _P: (_C,), _S: (_C,)},
@@ -133,8 +133,8 @@ TABLE: Final[Mapping[type[WeightEvent], Mapping[WeightState, tuple[WeightState, 
 }
 """Event -> state -> state.
 
-`WeightsUntouched` goes back to where `TransferBegan` came from. `WeightsDirtied` in UNKNOWN: a transfer that was meant
-for an earlier launch may have met this one. DIRTY is left by a complete, proven transfer, and by nothing else.
+`WeightsUnchanged` goes back to where `TransferBegan` came from. `WeightsDirtied` in UNKNOWN: a transfer that was meant
+for an earlier launch may have met this one. DIRTY is left by a complete, verified transfer, and by nothing else.
 
 `ServerRecognized` and `ServerLaunched` are not in it: another launch of the server is another server, and begins
 anew."""
@@ -143,7 +143,7 @@ MOVES: Final[Mapping[WeightState, frozenset[WeightState]]] = {
     state: frozenset(to for row in TABLE.values() for to in row.get(state, ()) if to is not state)
     for state in WeightState
 }
-"""The same without the events, for the diagram."""
+"""Moves without the events, for the diagram."""
 
 
 class Keep(msgspec.Struct, frozen=True):
@@ -156,18 +156,18 @@ class Keep(msgspec.Struct, frozen=True):
 class Weights:
     """The machine of one server's weights."""
 
-    def __init__(self, story: deque[str]) -> None:
-        """`story` takes a line for every move, and goes into the errors."""
+    def __init__(self, trace: deque[str]) -> None:
+        """`trace` gets a line for every move, and goes into the errors."""
         self.state = WeightState.UNKNOWN
         self.held: HeldVersion | None = None
-        """What is held whole; null while nothing is, and for the weights of a launch."""
+        """The complete, verified version on the server; null without one, and for the weights of a launch."""
         self.taking: Version | None = None
-        """The version that is on its way in."""
+        """The version that is being received."""
         self.paused: bool | None = None
-        """Null: not known; somebody before us may have paused it."""
-        self._story = story
+        """Whether the server is paused; null: not known, an earlier sidecar may have paused it."""
+        self._trace = trace
         self._before: tuple[WeightState, HeldVersion | None] = (self.state, None)
-        """What it was before the version that is being taken."""
+        """State and version from before the transfer that is under way."""
 
     @property
     def health(self) -> EngineHealth:
@@ -176,11 +176,11 @@ class Weights:
 
     @property
     def version(self) -> Version | None:
-        """The one that the state speaks of; null: none, or the weights of the launch."""
+        """The version that the state refers to; null: none, or the weights of the launch."""
         return self.held.version if self.held else self.taking
 
     def handle(self, event: WeightEvent, now: float) -> tuple[Keep, ...]:
-        """Take `event`, which happened at `now`. Raises `IllegalMove` on one that the state does not know."""
+        """Take `event`, which happened at `now`. Raises `IllegalMove` on an event that the state does not allow."""
         if isinstance(event, ServerRecognized | ServerLaunched):
             return self._begin(event, now)
         before = (self.state, self.held)
@@ -192,7 +192,7 @@ class Weights:
                 self.paused = None
             case TransferBegan():
                 self._before, self.held, self.taking = before, None, event.version
-            case WeightsUntouched():
+            case WeightsUnchanged():
                 self.held, self.taking = self._before[1], None
             case WeightsDirtied():
                 self.held = None
@@ -209,41 +209,41 @@ class Weights:
     def check(self) -> None:
         """Raise `InvariantBroken` when fields contradict each other."""
         for wrong in self._contradictions():
-            raise InvariantBroken(f"weights in state {self.state}: {wrong}", tuple(self._story))
+            raise InvariantBroken(f"weights in state {self.state}: {wrong}", tuple(self._trace))
 
     def _contradictions(self) -> tuple[str, ...]:
         state, held = self.state, self.held
         found = {
             "a server that is not clean may generate": self.paused is False and state not in GENERATES,
             "it generates, and is known to be paused": self.paused is True and state in GENERATES,
-            "paused, and nobody knows": state is WeightState.PAUSED and self.paused is not True,
+            "paused, and not known to be": state is WeightState.PAUSED and self.paused is not True,
             "loaded nothing": state is WeightState.LOADED and held is None,
-            "a version is held that was not proven": held is not None
+            "a version is held that was not verified": held is not None
             and state in {WeightState.UNKNOWN, WeightState.STAGED, WeightState.DIRTY},
             "serves no version": state is WeightState.SERVING and held is None,
-            "being taken, and nobody knows what": state is WeightState.STAGED and self.taking is None,
+            "being received, and no version is named": state is WeightState.STAGED and self.taking is None,
         }
         return tuple(what for what, wrong in found.items() if wrong)
 
     def _begin(self, event: ServerRecognized | ServerLaunched, now: float) -> tuple[Keep, ...]:
-        """A server that was not known before. What is known from its record need not be written again."""
+        """A process generation that was not known before. Facts from its record need not be written again."""
         self.paused, self.taking, self.held = None, None, None
         if isinstance(event, ServerLaunched):
             self.state = WeightState.CLEAN if event.fresh else WeightState.UNKNOWN
         else:
             self.state = _AS_RECORDED[event.health, event.held is not None]
             self.held = None if self.state is WeightState.DIRTY else event.held
-        self._story.append(f"{now:.3f} weights begin anew: {self}")
+        self._trace.append(f"{now:.3f} weights begin anew: {self}")
         return (Keep(self.health, None),) if event == ServerLaunched(fresh=False) else ()
 
     def _go(self, event: WeightEvent, now: float) -> None:
         choice = TABLE[type(event)].get(self.state, ())
-        wanted = self._before[0] if isinstance(event, WeightsUntouched) else next(iter(choice), None)
+        wanted = self._before[0] if isinstance(event, WeightsUnchanged) else next(iter(choice), None)
         if wanted is None or wanted not in choice:
-            raise IllegalMove("weights", str(self), type(event).__name__, tuple(self._story))
+            raise IllegalMove("weights", str(self), type(event).__name__, tuple(self._trace))
         if wanted is not self.state:
             self.state = wanted
-            self._story.append(f"{now:.3f} weights {wanted} after {type(event).__name__}")
+            self._trace.append(f"{now:.3f} weights {wanted} after {type(event).__name__}")
 
     def __str__(self) -> str:
         """As in the protocol: ``CLEAN(7)``, ``STAGED(8)``, ``DIRTY``."""

@@ -153,7 +153,7 @@ class EngineAgent:
         self._speaker = ReplySender(lambda: self._bus, settings.name)
         self._watch = ServerMonitor(self._server, self._events.put, settings.poll_s)
         self._saved = FileResync(settings, self._worker)
-        self._giving = MemoryRelease(self._server, self._events.put, self._records.read)
+        self._memory_release = MemoryRelease(self._server, self._events.put, self._records.read)
         self._rehearsal = Prerecorder(
             settings, self._server, lambda: self._view, self._events.put, self._worker.foresee
         )
@@ -180,7 +180,7 @@ class EngineAgent:
             registry=self.metrics.registry,
             readiness=self._readiness,
             status=self._status,
-            actions={"/give-back": lambda: self._giving.ask(self._view, self._operations.put)}
+            actions={"/give-back": lambda: self._memory_release.ask(self._view, self._operations.put)}
             if self.settings.gives_back
             else {},
         )
@@ -338,7 +338,7 @@ class EngineAgent:
         self._dispatcher.dispatch(event, time.monotonic())
         if self._dispatcher.problem and not before:
             self._log.error("record_not_written", reason=self._dispatcher.problem, path=str(self._records.path))
-        self._show(msgspec.structs.replace(self._machine.view(), lent=self._giving.lent))
+        self._show(msgspec.structs.replace(self._machine.view(), memory_released=self._memory_release.active))
 
     def _post(self, event: Event) -> None:
         self._events.put(event)
@@ -452,7 +452,7 @@ class EngineAgent:
             live_digest=self._server.digest_algorithm,
             health=view.health,
             held=view.held,
-            lent=view.lent,
+            lent=view.memory_released,
         )
         return Hello(
             request=RequestId("filled-in-by-the-client"),
@@ -471,7 +471,7 @@ class EngineAgent:
 
     def _heartbeat(self) -> Heartbeat:
         view = self._view
-        return Heartbeat(seq=0, epoch=view.epoch, health=view.health, held=view.held, lent=view.lent)
+        return Heartbeat(seq=0, epoch=view.epoch, health=view.health, held=view.held, lent=view.memory_released)
 
     def _connected(self) -> bool:
         bus = self._bus

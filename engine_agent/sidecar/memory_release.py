@@ -40,7 +40,7 @@ class MemoryRelease:
         self._begun = False
 
     @property
-    def lent(self) -> bool:
+    def active(self) -> bool:
         """The weights' memory is given back, or about to be: nobody but a new version asks for it."""
         return self._begun or self._server.weights_released
 

@@ -59,7 +59,7 @@ from weightbus.dataplane.transports.disk import SavedReceiver, SavedVersion
 
 from ..engines import CALL_S, Engine
 from ..errors import CalledOff, EngineAgentError, NotTrusted, ServerError, UnfitManifest, WrongWeights
-from ..gc_pause import resting
+from ..gc_pause import gc_paused
 from ..machine import (
     SAVED,
     Label,
@@ -67,13 +67,13 @@ from ..machine import (
     OperationDone,
     OperationFailed,
     PauseServer,
-    Proven,
     Receive,
-    ReceiveBeside,
     Received,
+    ReceiveDoubleBuffered,
     ReleaseServer,
     Result,
     Validate,
+    VerificationPassed,
     Verify,
 )
 from .settings import VerificationMode
@@ -149,16 +149,16 @@ class OperationExecutor:
         self._server.pin(identity)
         step, started = operation.name, time.monotonic()
         try:
-            with resting():
+            with gc_paused():
                 result = self._perform(operation)
         except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
             if isinstance(error, NotTraceable):
                 self._server.mark_unrecordable(str(error))
             self._vitals.learn(error, identity)
-            result = OperationFailed(str(error) or type(error).__name__, self._touched(operation))
+            result = OperationFailed(str(error) or type(error).__name__, self._left_dirty(operation))
         except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("operation_failed_unforeseen", operation=step)
-            result = OperationFailed(f"{type(error).__name__}: {error}", self._touched(operation))
+            result = OperationFailed(f"{type(error).__name__}: {error}", self._left_dirty(operation))
         self._metrics.observe(STEP_SECONDS, time.monotonic() - started, step=step)
         if isinstance(result, OperationFailed):
             self._metrics.add(STEP_FAILURES, step=step)
@@ -202,7 +202,7 @@ class OperationExecutor:
             receiver.shutdown()
         self._receivers.clear()
 
-    def _touched(self, operation: Operation) -> bool:
+    def _left_dirty(self, operation: Operation) -> bool:
         """Whether weights may have changed: as the receiver or the server saw it, whoever was more afraid."""
         active = self._active
         return isinstance(operation, Receive) and (self._server.dirty or (active is not None and active.touched))
@@ -217,10 +217,10 @@ class OperationExecutor:
                 self._vitals.look(self._launch)
                 layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
                 receiver = self._receivers.get(command.transport.value)
-                return OperationDone(beside=isinstance(receiver, Stager) and receiver.can_stage(layout))
+                return OperationDone(double_buffered=isinstance(receiver, Stager) and receiver.can_stage(layout))
             case PauseServer(mode, deadline_s):
                 self._server.pause(mode, min(deadline_s, CALL_S))
-            case ReceiveBeside(command, folder):
+            case ReceiveDoubleBuffered(command, folder):
                 self._settle_quietly(command.deadline_s)
                 self._stage(command, folder)
             case Receive(command, folder):
@@ -423,12 +423,12 @@ class OperationExecutor:
         live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)
         if live is not None:
             compare(live.parameters, self._server.live_digests(proof_s(layout.nbytes)))
-            return Proven("live-digest")
+            return VerificationPassed("live-digest")
         if checked:
-            return Proven("bucket-digest")
+            return VerificationPassed("bucket-digest")
         if self._proof is VerificationMode.AVAILABLE:
             _log.warning("version_unproven", version=command.version, transport=command.offer.transport.value)
-            return Proven("")
+            return VerificationPassed("")
         raise WrongWeights(
             "verify",
             f"this server cannot report digests that the trainer can predict (found {wanted[0] or 'none'} at tp"

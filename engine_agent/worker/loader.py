@@ -22,7 +22,7 @@ from weightbus.dataplane.errors import DataplaneError, NotTraceable
 from weightbus.dataplane.processes import Deadline, Frames
 from weightbus.dataplane.transports import worker_messages as wire
 
-from ..gc_pause import resting
+from ..gc_pause import gc_paused
 from .worker_state import WorkerState
 
 _PATIENCE_S: Final = 120.0
@@ -38,7 +38,7 @@ _watch: threading.Thread | None = None
 def serve_sidecar(model: torch.nn.Module, socket: str) -> None:
     """Carry out the messages of the sidecar that listens at the path `socket`, for `model`. Never raises."""
     try:
-        with resting():
+        with gc_paused():
             _exchange(model, socket)
     except (DataplaneError, OSError, ValueError) as error:
         _log.error("weightbus: the exchange with the sidecar broke off: %s", error)

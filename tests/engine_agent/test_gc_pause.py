@@ -13,7 +13,7 @@ import torch
 from weightbus.control.protocol.enums import PauseMode
 from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.engine_agent.errors import ServerError
-from weightbus.engine_agent.gc_pause import resting
+from weightbus.engine_agent.gc_pause import gc_paused
 from weightbus.engine_agent.machine.events import OperationFailed, PauseServer
 from weightbus.engine_agent.sidecar.operation_executor import OperationExecutor
 from weightbus.engine_agent.worker import loader as worker_loader
@@ -30,7 +30,7 @@ def usual() -> Generator[None]:
 
 def test_it_rests_until_the_last_one_leaves() -> None:
     """Servers of several models call the loader again before it has returned."""
-    one, other = resting(), resting()
+    one, other = gc_paused(), gc_paused()
     one.__enter__()
     other.__enter__()
     one.__exit__(None, None, None)
@@ -40,7 +40,7 @@ def test_it_rests_until_the_last_one_leaves() -> None:
 
 
 def test_it_ends_with_an_error_too() -> None:
-    with pytest.raises(KeyError), resting():
+    with pytest.raises(KeyError), gc_paused():
         raise KeyError
     assert gc.isenabled()
 
@@ -48,7 +48,7 @@ def test_it_ends_with_an_error_too() -> None:
 def test_a_server_without_a_collector_does_not_get_one() -> None:
     """Some switch it off, and collect when they like."""
     gc.disable()
-    with resting():
+    with gc_paused():
         pass
     assert not gc.isenabled()
 

@@ -18,7 +18,6 @@ from weightbus.engine_agent.machine.events import (
     Operation,
     OperationDone,
     OperationFailed,
-    Proven,
     Received,
     Remember,
     Result,
@@ -27,6 +26,7 @@ from weightbus.engine_agent.machine.events import (
     ServerGone,
     StateRecord,
     TimePassed,
+    VerificationPassed,
     Welcomed,
 )
 
@@ -138,14 +138,17 @@ class World:
         run = self._pending.pop(0)
         self.now += seconds
         name = type(run.operation).__name__
-        good: dict[str, Result] = {"Receive": Received(1000, 2, checked=True), "Verify": Proven("live-digest")}
+        good: dict[str, Result] = {
+            "Receive": Received(1000, 2, checked=True),
+            "Verify": VerificationPassed("live-digest"),
+        }
         effects = self.event(Operated(run.number, result or good.get(name, OperationDone())))
         if isinstance(self.doing, Label) and not self.slow_label:
             self.end(seconds=0.0)
         return effects
 
-    def fail(self, *, touched: bool = False) -> tuple[Effect, ...]:
-        return self.end(OperationFailed("it broke", touched))
+    def fail(self, *, dirty: bool = False) -> tuple[Effect, ...]:
+        return self.end(OperationFailed("it broke", dirty))
 
     # -- whole stretches
 

@@ -49,10 +49,9 @@ from weightbus.engine_agent.machine.events import (
     OperationDone,
     OperationFailed,
     PauseServer,
-    Proven,
     Receive,
-    ReceiveBeside,
     Received,
+    ReceiveDoubleBuffered,
     ReleaseServer,
     Remember,
     Result,
@@ -62,6 +61,7 @@ from weightbus.engine_agent.machine.events import (
     StateRecord,
     TimePassed,
     Validate,
+    VerificationPassed,
     Verify,
     Welcomed,
 )
@@ -331,8 +331,8 @@ class EngineProcess(Process):
                 if command.table:
                     yield from self._blob(command.table, command.deadline_s)
                 yield 0.02 + 0.3 * self._world.data_rng.random()
-                return OperationDone(beside=self.beside)
-            case ReceiveBeside(command):
+                return OperationDone(double_buffered=self.beside)
+            case ReceiveDoubleBuffered(command):
                 if self._world.trust is not None:
                     self._object(verify_endpoint(command, self._signer, self._world.trust))
                 yield 0.2
@@ -398,9 +398,9 @@ class EngineProcess(Process):
             yield from self.call(lambda: found.append(tuple(self.server.buckets)), CALL_S)
             if found[0] != wanted:
                 raise TransferBroken("the server does not hold what the table says")
-            return Proven("live-digest")
+            return VerificationPassed("live-digest")
         if checked:
-            return Proven("bucket-digest")
+            return VerificationPassed("bucket-digest")
         raise TransferBroken("nothing can prove this version")
 
     def _label(self, version: int, deadline_s: float) -> Thread:

@@ -409,7 +409,7 @@ MUTATIONS: Final = (
         "takes-a-broken-transfer-for-clean",
         "no-mixed-tokens",
         APPLICATION,
-        "            if isinstance(result, OperationFailed) and not result.touched:\n                self.reason",
+        "            if isinstance(result, OperationFailed) and not result.dirty:\n                self.reason",
         "            if isinstance(result, OperationFailed):\n                self.reason",
     ),
     _m(
@@ -423,7 +423,7 @@ MUTATIONS: Final = (
         "forgets-that-it-is-dirty-where-nothing-was-written-ahead",
         "no-mixed-tokens",
         APPLICATION,
-        "        known = self._ledger.took(self.epoch)\n",
+        "        known = self._recorded.begin_transfer(self.epoch)\n",
         "        known = True\n",
     ),
     _m(
@@ -438,14 +438,14 @@ MUTATIONS: Final = (
         "commit-verified",
         APPLICATION,
         "return (*arrived, transferred, *self._run(Verify(command, result.checked), command, now))",
-        "return (transferred, *self._verifying_ended(command, Proven('trust me'), seconds, now))",
+        "return (transferred, *self._verifying_ended(command, VerificationPassed('trust me'), seconds, now))",
     ),
     _m(
         "lost-resume",
         "ready-is-ready",
         APPLICATION,
         "        return self._run("
-        "ReleaseServer(None, False, command.deadline_s, look=self.mandate.doubted), command, now)",
+        "ReleaseServer(None, False, command.deadline_s, look=self.pause_lease.doubted), command, now)",
         "        return (self._serving(command, 0.0, now),)",
     ),
     _m(

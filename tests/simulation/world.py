@@ -367,7 +367,7 @@ class World:
                 and server.paused
                 and machine.up
                 and machine.health is EngineHealth.CLEAN
-                and machine.mandate.given
+                and machine.pause_lease.given
                 and not self._hears(engine)
             )
             if not held_up:

@@ -138,7 +138,7 @@ def test_transfer_untouched_is_clean_again_and_resumes_on_abort() -> None:
     world.to_serving()
     world.to_paused(2, 8)
     world.transfer(2, 8)
-    failed = only(world.fail(touched=False))
+    failed = only(world.fail(dirty=False))
     assert (failed.step, failed.health) == (Step.TRANSFER, CLEAN)
     assert world.record is not None
     assert world.record.health is CLEAN
@@ -235,7 +235,7 @@ def test_touched_weights_stay_dirty_through_abort_and_commit(at: str) -> None:
     world.transfer()
     if at == "verify":
         world.end()
-    failed = only(world.fail(touched=True))
+    failed = only(world.fail(dirty=True))
     assert failed.health is DIRTY
     assert failed.step is (Step.VERIFY if at == "verify" else Step.TRANSFER)
     aborted = world.abort()
@@ -249,7 +249,7 @@ def test_a_dirty_engine_is_mended_by_a_redrive() -> None:
     world = World()
     world.to_paused()
     world.transfer(1)
-    world.fail(touched=True)
+    world.fail(dirty=True)
     assert ran(world.transfer(2)) == ["Receive"]
     world.end()
     assert isinstance(only(world.end()), m.Verified)
@@ -283,9 +283,9 @@ def to_staged(world: World) -> None:
     """A clean server takes a version beside what it serves."""
     world.to_serving()
     world.prepare(2, 8)
-    world.end(OperationDone(beside=True))
+    world.end(OperationDone(double_buffered=True))
     assert ran(world.pause(2)) == []
-    assert ran(world.transfer(2, 8)) == ["ReceiveBeside"]
+    assert ran(world.transfer(2, 8)) == ["ReceiveDoubleBuffered"]
 
 
 def test_a_version_taken_beside_stops_the_server_for_the_flip() -> None:
@@ -293,12 +293,12 @@ def test_a_version_taken_beside_stops_the_server_for_the_flip() -> None:
     world = World()
     world.to_serving()
     world.prepare(2, 8)
-    world.end(OperationDone(beside=True))
+    world.end(OperationDone(double_buffered=True))
     paused = world.pause(2)
     assert isinstance(only(paused), m.Paused)
     assert ran(paused) == []
     assert (world.machine.paused, world.machine.health) == (False, CLEAN)
-    assert ran(world.transfer(2, 8)) == ["ReceiveBeside"]
+    assert ran(world.transfer(2, 8)) == ["ReceiveDoubleBuffered"]
     assert (world.machine.paused, world.machine.health) == (False, CLEAN)
     pause, remember = world.end()
     assert ran((pause,)) == ["PauseServer"]
@@ -313,7 +313,7 @@ def test_a_version_taken_beside_stops_the_server_for_the_flip() -> None:
     assert only(world.end()).version == 8
 
 
-@pytest.mark.parametrize("ends", ["ReceiveBeside", "PauseServer"])
+@pytest.mark.parametrize("ends", ["ReceiveDoubleBuffered", "PauseServer"])
 def test_a_version_not_taken_beside_costs_nothing(ends: str) -> None:
     """Its transfer failed, and it serves what it served: an abort finds it clean."""
     world = World()
@@ -370,7 +370,7 @@ def test_a_doubt_ends_with_what_it_was_about() -> None:
     assert world.doing == ReleaseServer(None, False, 30.0)
 
 
-@pytest.mark.parametrize("during", ["ReceiveBeside", "PauseServer"])
+@pytest.mark.parametrize("during", ["ReceiveDoubleBuffered", "PauseServer"])
 def test_an_abort_keeps_it_from_being_put_into_place(during: str) -> None:
     """Whatever had arrived beside the weights: nothing of it reaches them."""
     world = World()
@@ -390,9 +390,9 @@ def test_a_server_that_does_not_generate_takes_nothing_beside() -> None:
     world = World()
     world.to_paused()
     world.transfer()
-    world.fail(touched=True)
+    world.fail(dirty=True)
     world.prepare(epoch=2)
-    world.end(OperationDone(beside=True))
+    world.end(OperationDone(double_buffered=True))
     assert ran(world.pause(epoch=2)) == ["PauseServer"]
     world.end()
     assert ran(world.transfer(epoch=2)) == ["Receive"]
@@ -432,7 +432,7 @@ def test_abort_ends_a_running_transfer_and_is_carried_out_after_it() -> None:
     world.to_paused()
     world.transfer()
     assert cancels(world.abort())
-    failed, after = answers(world.fail(touched=True))
+    failed, after = answers(world.fail(dirty=True))
     assert (failed.step, failed.health) == (Step.TRANSFER, DIRTY)
     assert (after.step, after.health) == (Step.RESUME, DIRTY)
 
@@ -446,7 +446,7 @@ def test_what_was_asked_to_end_is_asked_again_until_it_does() -> None:
     world.abort()
     assert cancels(world.tick(0.5))
     assert cancels(world.tick(0.5))
-    world.fail(touched=False)
+    world.fail(dirty=False)
     assert not cancels(world.tick(0.5))
 
 
@@ -540,7 +540,7 @@ def test_pause_lease_never_resumes_dirty_or_pending() -> None:
     dirty, loaded = World(), World()
     dirty.to_paused()
     dirty.transfer()
-    dirty.fail(touched=True)
+    dirty.fail(dirty=True)
     loaded.to_loaded()
     for world in (dirty, loaded):
         for _ in range(50):
@@ -573,7 +573,7 @@ def test_a_server_that_only_blinked_is_what_it_was() -> None:
     assert clean.machine.view().health is CLEAN
     dirty.to_paused()
     dirty.transfer()
-    dirty.fail(touched=True)
+    dirty.fail(dirty=True)
     dirty.gone()
     dirty.found()
     assert dirty.machine.view().health is DIRTY
@@ -702,7 +702,7 @@ def test_an_operation_that_outlived_its_server_says_nothing_of_the_new_one(touch
     world.to_paused(2, 8)
     world.transfer(2, 8)
     assert cancels(world.found("second"))
-    failed = only(world.fail(touched=touched))
+    failed = only(world.fail(dirty=touched))
     assert (failed.step, failed.health) == (Step.TRANSFER, DIRTY if touched else PENDING)
     assert world.machine.view().held is None
     assert type(world.doing).__name__ == "PauseServer"
@@ -753,7 +753,7 @@ class AnyOrder(RuleBasedStateMachine):
         if ok:
             self.world.end()
         else:
-            self.world.fail(touched=touched)
+            self.world.fail(dirty=touched)
 
     @rule()
     def lost(self) -> None:

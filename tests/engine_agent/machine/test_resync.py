@@ -97,7 +97,7 @@ def test_memory_that_was_given_back_is_not_taken_for_what_was_there(looked_befor
     machine = Resync("c", 10.0)
     if looked_before:  # the coordinator's word for 7 may come later than the version itself
         assert not machine.looks(view(held=SEVEN), 6, 0.0)
-    lent = view(lent=True, health=EngineHealth.PENDING)
+    lent = view(memory_released=True, health=EngineHealth.PENDING)
     for now in (1.0, 100.0, 1000.0):
         assert not machine.looks(lent, 7, now)
     assert machine.found(SEVEN, "/saved", lent, 1000.0) is None
@@ -220,14 +220,14 @@ def test_a_server_that_gave_its_memory_back_does_not_load_the_files_of_what_it_h
     url = f"http://127.0.0.1:{deployment.agent.http_port}"
     assert httpx.post(f"{url}/give-back", trust_env=False, timeout=60).status_code == 200
     machine = deployment.agent._saved._machine
-    until("the look", lambda: deployment.view.lent and machine._known == 7)
+    until("the look", lambda: deployment.view.memory_released and machine._known == 7)
     assert httpx.get(f"{url}/status", trust_env=False).json()["engine"]["lent"] is True
     now = time.monotonic()
     assert not machine.looks(deployment.view, 7, now)
     assert not machine.looks(deployment.view, 7, now + 1000.0)
     publish(deployment, 8)
     until("the next version", lambda: deployment.view.held is not None and deployment.view.held.version == 8)
-    assert not deployment.view.lent
+    assert not deployment.view.memory_released
     assert (deployment.fake.lent, deployment.fake.label) == (set(), "8")
 
 

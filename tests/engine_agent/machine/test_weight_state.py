@@ -29,7 +29,7 @@ from weightbus.engine_agent.machine.weight_state import (
     WeightsDirtied,
     WeightsDoubted,
     WeightState,
-    WeightsUntouched,
+    WeightsUnchanged,
 )
 
 SEVEN = HeldVersion(version=Version(7), manifest=Digest("a" * 64), table=Digest("b" * 64))
@@ -37,7 +37,7 @@ EVENTS: tuple[WeightEvent, ...] = (
     ServerPaused(),
     WeightsDoubted(),
     TransferBegan(Version(8)),
-    WeightsUntouched(),
+    WeightsUnchanged(),
     WeightsDirtied(),
     VersionVerified(SEVEN),
     ServerResumed(ordered=True),
@@ -116,7 +116,7 @@ def test_dirty_is_left_by_a_proof_and_by_nothing_else() -> None:
     assert not reached & GENERATES
     machine = weights(WeightState.DIRTY)
     machine.handle(TransferBegan(Version(8)), 2.0)
-    machine.handle(WeightsUntouched(), 3.0)
+    machine.handle(WeightsUnchanged(), 3.0)
     assert machine.state is WeightState.DIRTY, "what was spared goes back to what it was, and not to something better"
 
 
@@ -131,7 +131,7 @@ def test_what_was_spared_is_what_it_was(state: WeightState) -> None:
     before = (machine.state, machine.held, machine.health)
     assert machine.handle(TransferBegan(Version(9)), 3.0) in {(Keep(EngineHealth.DIRTY, None),), ()}
     assert str(machine) == "STAGED(9)"
-    machine.handle(WeightsUntouched(), 4.0)
+    machine.handle(WeightsUnchanged(), 4.0)
     machine.check()
     assert (machine.state, machine.held, machine.health) == before
 

@@ -92,7 +92,7 @@ def test_an_unbelieved_version_is_refused_before_anything_is_read(tmp_path: Path
         deadline_s=1.0,
     )
     result = made.perform(Receive(transfer, ""))
-    assert result == OperationFailed(result.reason, touched=False)
+    assert result == OperationFailed(result.reason, dirty=False)
     assert "(unknown_signer)" in result.reason
     (tmp_path / ALLOW_LIST_FILE).unlink()
     result = made.perform(Validate(msgspec.structs.replace(prepare, publication_signature=signed), ""))
@@ -111,7 +111,7 @@ def test_a_server_that_is_gone_does_not_come_to_the_sender() -> None:
     result = gone.perform(Receive(TRANSFER, ""))
     assert isinstance(result, OperationFailed)
     assert "/model_info" in result.reason
-    assert not result.touched
+    assert not result.dirty
     assert not made
 
 
@@ -203,7 +203,7 @@ def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
     result = agent.perform(Receive(msgspec.structs.replace(TRANSFER, offer=local), ""))
     assert isinstance(result, OperationFailed)
     assert str(problem) in result.reason
-    assert result.touched is touched
+    assert result.dirty is touched
     assert calls == ["end_update"]
 
 
@@ -327,7 +327,7 @@ def test_a_transfer_is_called_off_while_it_still_fetches_its_blobs() -> None:
         result = ended.result(60.0)
     assert isinstance(result, OperationFailed)
     assert "called off" in result.reason
-    assert (result.touched, made) == (False, [])
+    assert (result.dirty, made) == (False, [])
 
 
 def test_an_operation_that_was_called_off_before_it_began_asks_nothing() -> None:
@@ -360,7 +360,7 @@ def test_a_server_of_which_a_worker_has_died_is_asked_nothing_more(
     receive = Receive(msgspec.structs.replace(TRANSFER, offer=Endpoint(transport=kind, address="/run/x")), "")
     result, calls = made.did(receive, "two")
     assert isinstance(result, OperationFailed)
-    assert result.touched
+    assert result.dirty
     assert not calls
     for operation in (PauseServer("retract", 60.0), RELEASE, Label(7, 5.0)):
         assert made.did(operation, "two") == (OperationFailed("worker 1 of the server has died"), [])
@@ -525,7 +525,7 @@ def test_a_table_that_nobody_signed_is_not_believed(
     before = METERS.registry.get_sample_value(name, cause) or 0.0
     result, _ = taken(tmp_path, monkeypatch, signed=signed)
     assert isinstance(result, OperationFailed)
-    assert result.touched
+    assert result.dirty
     assert "(forged)" in result.reason
     assert METERS.registry.get_sample_value(name, cause) == before + 1
 
@@ -534,8 +534,8 @@ def test_a_table_of_another_version_or_none_proves_nothing(tmp_path: Path, monke
     """Where nothing is signed, too."""
     result, _ = taken(tmp_path / "a", monkeypatch, signed="without keys", version=6)
     assert isinstance(result, OperationFailed)
-    assert result.touched
+    assert result.dirty
     result, _ = taken(tmp_path / "b", monkeypatch, signed="never")
     assert isinstance(result, OperationFailed)
-    assert result.touched
+    assert result.dirty
     assert "did not come" in result.reason

@@ -109,7 +109,7 @@ def test_only_a_proven_version_that_waits_for_its_commit_or_got_it_is_written_la
     world.to_paused()
     kept = [each.late for effects in (world.transfer(), world.end()) for each in effects if hasattr(each, "late")]
     assert True not in kept
-    ledger = world.machine._ledger
+    recorded = world.machine._recorded
     held = HeldVersion(version=7, manifest="a" * 64, table="b" * 64)  # type: ignore[arg-type]
     other = msgspec.structs.replace(held, version=Version(8))
     for health, holds, epoch, late in (
@@ -124,7 +124,7 @@ def test_only_a_proven_version_that_waits_for_its_commit_or_got_it_is_written_la
         (EngineHealth.CLEAN, held, 2, True),
         (EngineHealth.CLEAN, held, 2, False),
     ):
-        assert ledger.remember("i", health, holds, Epoch(epoch), "").late is late
+        assert recorded.remember("i", health, holds, Epoch(epoch), "").late is late
     dispatcher.lost(record(5), OSError(errno.ENOSPC, "No space left on device"))
     assert dispatcher.unsaved == record(5)
     dispatcher.retry()

@@ -58,7 +58,7 @@ def test_a_server_that_was_silent_is_refused_before_anybody_stands_still() -> No
     worker = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(MetricSource.ENGINE))
     validate = Validate(cast("Any", None), "", None)
     assert isinstance(worker.perform(PauseServer("retract", 60.0), "launch"), OperationFailed)
-    assert worker.perform(validate, "launch") == OperationFailed("answers: no answer", touched=False)
+    assert worker.perform(validate, "launch") == OperationFailed("answers: no answer", dirty=False)
     assert server.asked == ["pause", "answers"]
 
 
