@@ -1,4 +1,4 @@
-"""What travels between agents and coordinator: messages, their encoding, ids, errors, Ed25519 signatures."""
+"""Messages between agents and coordinator: their encoding, enumerations, ids, errors, and Ed25519 signatures."""
 
 from . import codec as codec
 from .codec import (

@@ -9,10 +9,10 @@ from typing import Annotated, Final, NewType
 import msgspec
 
 AgentId = NewType("AgentId", str)
-"""A trainer or engine agent, unique in a deployment and stable across its restarts."""
+"""Name of a trainer or engine agent, unique in a deployment and stable across restarts."""
 
 Channel = NewType("Channel", str)
-"""One model being synchronized: its lease, its versions and its engines."""
+"""Name of one synchronized model, with its own lease, versions and engines."""
 
 Version = NewType("Version", int)
 """The trainer's number of a state of the weights. Grows with every commit of a channel, except for a rollback."""

@@ -1,4 +1,4 @@
-"""Keys on disk, the allow list, signed publications, and the settings by which a process is told of them."""
+"""Key files, the allow-list, signed publications, and the security settings of every process."""
 
 from typing import TYPE_CHECKING
 

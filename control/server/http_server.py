@@ -49,7 +49,7 @@ class HttpPort:
         plan: Callable[[], bytes] | None = None,
         actions: Mapping[str, Callable[[], Readiness]] | None = None,
     ) -> None:
-        """Binds at once; port 0 takes a free one.
+        """Bind the port; 0 takes a free one.
 
         `status` and `plan` return JSON documents; `refresh` is called before the metrics are read. `actions` maps
         paths to functions that a POST calls; the result says whether the action was carried out.
