@@ -189,7 +189,7 @@ def trace(transport: str, root: Path) -> dict[str, list[str]]:
             command = [sys.executable, "-m", "tests.round_trace", "--program", json.dumps(job | ports)]
             with (root / f"{name}.log").open("wb") as log:
                 running.append(subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
-        until(lambda: all((root / f"{name}.json").exists() for name in PROGRAMS) or _ended(running), "the round", 120.0)
+        until(lambda: all((root / f"{name}.json").exists() for name in PROGRAMS) or _ended(running), "the round", 240.0)
         if not (root / "report.json").exists():
             raise RuntimeError("\n".join((root / f"{name}.log").read_text()[-3000:] for name in PROGRAMS))
         outcomes = json.loads((root / "report.json").read_text())

@@ -21,7 +21,7 @@ def section(title: str) -> str:
 
 
 @pytest.mark.real
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_steady_round_calls_the_functions_that_the_page_names(tmp_path: Path) -> None:
     """Each process calls its functions of the table; those of a weight are called over `local` or `direct`."""
     found = {transport: trace(transport, tmp_path / transport) for transport in ("local", "direct")}
