@@ -1,22 +1,22 @@
-"""What can go wrong with tensors, by what the caller can do about it.
+"""Errors of the data plane, by what a caller can do about them.
 
     DataplaneError
         ManifestError            a layout that cannot travel: the publisher must change it
-            CoverageError        pieces that do not make up a tensor exactly once: names it
+            CoverageError        shards that do not make up a tensor exactly once: names it
         TransferFailed           bytes did not arrive: retryable under a new epoch
-            StaleSession         the other side speaks of another epoch
-            Forged               somebody without the session's token spoke in it
-            PeerLost             the other side died or stopped answering
-            WorkerDied           a process of the server has ended: all of it ends, and answers nothing meanwhile
+            StaleSession         the peer is in another epoch
+            ForgedMessage        a message without the session's token
+            PeerLost             the peer died or stopped answering
+            WorkerDied           a process of the server has ended: the server ends too, and answers no call meanwhile
             DeadlineExceeded     the wait ran out
-                TurnLate         a turn's messages did not move in its time: less at a time may do
-            NoRoom               a member had no memory for what it moves: less at a time may do
-            DigestMismatch       what arrived is not what was sent: names the tensor and both digests
+                ChunkTimeout     a chunk's messages did not move in time: smaller chunks may do
+            OutOfStagingMemory   a member had no memory for its staging: smaller chunks may do
+            DigestMismatch       the bytes that arrived are not those that were sent: names tensor and digests
         NotExportable            this memory cannot be shared with another process: use staging
         OutOfSharedMemory        the host has no room for a staging buffer: says how much is asked and free
         Unsupported              the transport cannot serve this engine: says which can
-            NotRecordable        nothing can be copied straight into its parameters, in this launch of its server
-        NoCopyEngines            a GPU's copy engines cannot be used: a kernel copies instead
+            NotTraceable         the engine's parameters cannot be written directly, in this launch of its server
+        CopyEnginesUnavailable   a GPU's copy engines cannot be used: a kernel copies instead
 
 Errors carry their fields; messages say what was found, what was expected and what to do.
 """
@@ -31,7 +31,7 @@ class ManifestError(DataplaneError):
 
 
 class CoverageError(ManifestError):
-    """The pieces of a tensor leave a part of it out, or hold a part twice."""
+    """The shards of a tensor leave a part of it out, or hold a part twice."""
 
     def __init__(self, tensor: str, detail: str) -> None:
         self.tensor = tensor
@@ -43,7 +43,7 @@ class TransferFailed(DataplaneError):
 
 
 class StaleSession(TransferFailed):
-    """The other side speaks of another epoch than this session's, or makes another round's weights."""
+    """The peer is in another epoch than this session, or makes another round's weights."""
 
     def __init__(self, found: int, expected: int, what: str = "epoch") -> None:
         self.found = found
@@ -52,7 +52,7 @@ class StaleSession(TransferFailed):
 
 
 class ForgedMessage(TransferFailed):
-    """Somebody who does not know the session's token spoke in it."""
+    """A message came from a peer that does not know the session's token."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -63,11 +63,11 @@ class ForgedMessage(TransferFailed):
 
 
 class PeerLost(TransferFailed):
-    """The other side died or closed the session before the end."""
+    """The peer died, or closed the session before its end."""
 
 
 class WorkerDied(TransferFailed):
-    """The process of a worker has ended. Its server ends too, and takes seconds in which no call is answered."""
+    """The process of a worker has ended. Its server ends too, and for seconds answers no call."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -75,7 +75,7 @@ class WorkerDied(TransferFailed):
 
 
 class DeadlineExceeded(TransferFailed):
-    """A wait ran out."""
+    """A wait took longer than its deadline."""
 
     def __init__(self, waiting_for: str, seconds: float) -> None:
         self.waiting_for = waiting_for
@@ -84,15 +84,15 @@ class DeadlineExceeded(TransferFailed):
 
 
 class ChunkTimeout(DeadlineExceeded):
-    """A turn's messages did not move in its time. Where nobody stands still, less at a time may do."""
+    """A chunk's messages did not move in time. Where no member has stalled, smaller chunks may do."""
 
 
 class OutOfStagingMemory(TransferFailed):
-    """A member of a transfer had no memory for what it packs or receives. Less at a time may do."""
+    """A member of a transfer had no memory for packing or receiving. Smaller chunks may do."""
 
 
 class DigestMismatch(TransferFailed):
-    """What arrived is not what the manifest's digest table says."""
+    """The bytes that arrived do not have the digest of the manifest's table."""
 
     def __init__(self, tensor: str, found: str, expected: str) -> None:
         self.tensor = tensor
@@ -122,11 +122,11 @@ class Unsupported(DataplaneError):
 
 
 class NotTraceable(Unsupported):
-    """An engine's loader cannot be followed, or what it keeps not be proven. Whole buckets can serve it."""
+    """An engine's loader cannot be traced, or its parameters not verified. Transports of whole buckets can serve it."""
 
 
 class CopyEnginesUnavailable(DataplaneError):
-    """The copy engines of a GPU cannot be used; the kernel copies what they would have."""
+    """The copy engines of a GPU cannot be used; the kernel copies their rows."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(

@@ -1,4 +1,7 @@
-"""Copies and digests of strided boxes on one device: torch, Triton, CUDA copy engines."""
+"""Copies and digests of strided boxes on one device: torch, Triton, CUDA copy engines.
+
+copy_table and box_digests are data; copy_engine is the interface; copy_torch, copy_cuda and copy_triton execute it.
+"""
 
 from typing import TYPE_CHECKING
 

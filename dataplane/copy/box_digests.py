@@ -1,12 +1,11 @@
-"""Digests of tensors that lie in boxes, anywhere: the same 16 bytes that tensor_digest.py gives for the packed tensor.
+"""Digests of tensors from their boxes, in place: the same 16 bytes that tensor_digest.py gives for the packed tensor.
 
-Algorithm ``mix64x2`` sums over the 64-bit words of a tensor's packed bytes, each mixed with its position. A sum does
-not care who adds which part: every rank of a box adds the words of its box, and the parts of all ranks together
-are the digest of the tensor. So nobody packs a tensor to digest it, and a trainer's shards and an engine's fused
-parameters are compared without a common cut.
+Algorithm ``mix64x2`` sums over the 64-bit words of a tensor's packed bytes, each mixed with its position. Every rank
+adds the words of the boxes that it holds, and the sums of all ranks are the digest of the tensor. So no tensor is
+packed to be digested, and a trainer's shards and an engine's fused parameters are compared without a common cut.
 
-It works where every box begins and ends on a word along the tensor's last axis: four elements of bfloat16. Boxes that
-do not are *odd*; whoever has one reads it back and digests the packed tensor.
+It works where every box begins and ends on a word along the tensor's last axis: four elements of bfloat16. Other boxes
+are *odd*; they are read back, and the assembled tensor is digested (box_packing.py).
 
 A row is a box of one tensor (its *group*) in one region of memory::
 
@@ -36,14 +35,14 @@ Lanes = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, eq=False)
 class BoxTable:
-    """Rows as columns of int64."""
+    """Boxes to digest, as columns of int64."""
 
     groups: int
-    """Tensors that are digested; `group` is below it."""
+    """Number of tensors that are digested; `group` is below it."""
     group: Column
     """(rows,): the tensor that the box is a part of."""
     region: Column
-    """(rows,): which memory."""
+    """(rows,): index of the memory region."""
     at: Column
     """(rows,): bytes from the beginning of the region to the first element."""
     item: Column
@@ -66,22 +65,22 @@ class BoxTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read."""
+        """Bytes that a digest reads."""
         return int((self.words * np.prod(self.grid, axis=1, dtype=np.int64)).sum()) * WORD_BYTES
 
     def take(self, rows: Column) -> BoxTable:
-        """The rows named, in their order."""
+        """The given rows, in their order."""
         columns = {field.name: getattr(self, field.name)[rows] for field in fields(self) if field.name != "groups"}
         return BoxTable(groups=self.groups, **columns)
 
     def encode(self) -> bytes:
-        """The columns; `groups` travels beside them."""
+        """The columns as bytes; `groups` travels beside them."""
         columns: list[Column] = [getattr(self, field.name) for field in fields(self) if field.name != "groups"]
         return np.column_stack(columns).astype("<i8").tobytes()
 
     @classmethod
     def decode(cls, blob: bytes, groups: int) -> BoxTable:
-        """Read what `encode` wrote. Raises `ManifestError` on anything else; `check` says whether it fits memory."""
+        """The table that `encode` wrote. Raises `ManifestError` on anything else; `check` compares it with memory."""
         width = 7 + 3 * AXES
         if len(blob) % (8 * width):
             raise ManifestError(f"not a table of boxes: {len(blob)} bytes, expected a multiple of {8 * width}")
@@ -96,7 +95,7 @@ class BoxTable:
         return table
 
     def check(self, region_bytes: Column) -> None:
-        """Raise `ManifestError` unless every row stays inside of regions of these sizes."""
+        """Raise `ManifestError` unless every row stays inside regions of these sizes, in bytes."""
         if not len(self):
             return
         grids = ((self.grid[:, axis], self.step[:, axis]) for axis in range(AXES))
@@ -115,7 +114,7 @@ class BoxTable:
 
 
 def odd_boxes(shards: Shards) -> Column:
-    """(odd,): rows of shards that do not consist of whole words of the packed tensor, or do not hold its bytes.
+    """(odd,): rows of shards that are no whole words of the packed tensor, or do not hold its bytes.
 
     A shard that is cast or shifted holds other bytes than the tensor that is served.
     """
@@ -128,10 +127,10 @@ def odd_boxes(shards: Shards) -> Column:
 def make_box_table(
     shards: Shards, region: Column, at: Column, group: Column | None = None, groups: int | None = None
 ) -> BoxTable:
-    """Digest rows of `shards`, none of which may be odd.
+    """The rows that digest `shards`, none of which may be odd.
 
     `region` and `at`, both (shards,), say in which memory each shard's local tensor begins, and at which byte. `group`,
-    (shards,), and `groups` say what is summed up together: the parts of each tensor, unless they are given.
+    (shards,), and `groups` say which boxes share a sum: the shards of each tensor by default.
     """
     grids, item = _grids(shards)
     row = grids.row
@@ -156,7 +155,7 @@ def make_box_table(
 
 
 def _grids(shards: Shards) -> tuple[Grids, Column]:
-    """The grids of all shards, steps in elements: in memory, and in the packed tensor; and bytes of an element."""
+    """The grids of all shards, steps in elements, in memory and in the packed tensor; and bytes of an element."""
     grids = collapse_axes(shards.boxes.extents, (shards.stride, served_strides(shards)), AXES + 1)
     return grids, ITEM_SIZES[shards.dtype[grids.row]]
 

@@ -1,7 +1,7 @@
 """Copies and digests on a GPU: tables are cut into tiles once, and every round is one launch for each vector size.
 
-Where it is asked for, copy engines take long runs out of a peer's memory (peer_copies.py). Rows that cast are done by
-torch, all in one call; few traces have any.
+Copy engines take long runs out of a peer's memory where streams are given for them (peer_copies.py). Rows that cast are
+copied by torch, all in one call; few plans have any.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .tiles import SOURCE, VECTORS, Tiles, staged_tiles, word_tiles
 
 
 class CudaCopyEngine:
-    """Implements `CopyEngine` for one GPU. Sources may be a peer's memory that was opened for it."""
+    """`CopyEngine` for one GPU. Source regions may be a peer's memory that was opened for it."""
 
     def __init__(
         self,
         device: torch.device,
-        branches: int = 0,
+        streams: int = 0,
         remote: Collection[int] = (),
         library: ctypes.CDLL | None = None,
     ) -> None:
-        """Copy engines read from regions whose addresses are `remote`, on `branches` streams; 0: the kernel does.
+        """`remote` are addresses of peer memory; copy engines read it on `streams` streams, or the kernel if that is 0.
 
-        `library` stands for libcuda.
+        `library` replaces libcuda in tests.
         """
         self._device = device
-        self._branches = branches
+        self._streams = streams
         self._remote = frozenset(remote)
         self._library = library
 
@@ -52,7 +52,7 @@ class CudaCopyEngine:
         """Bind a table."""
         stages = np.zeros(len(table), np.int64) if stages is None else stages
         by_engines: Mask = np.zeros(len(table), np.bool_)
-        if self._branches and len(table):
+        if self._streams and len(table):
             remote = np.array([each.data_ptr() in self._remote for each in sources], np.int64)
             by_engines = rows_for_copy_engines(table, remote)
 
@@ -64,7 +64,7 @@ class CudaCopyEngine:
         long = np.flatnonzero(by_engines)
         try:
             runs = split_into_runs(table.take(long), _bases(sources), _bases(targets), stages[long])
-            batch = CopyBatch(runs, self._branches, self._library)
+            batch = CopyBatch(runs, self._streams, self._library)
         except CopyEnginesUnavailable as error:
             return self._staged(kernel(np.ones(len(table), np.bool_)), str(error))
         rest = kernel(~by_engines)
@@ -73,7 +73,7 @@ class CudaCopyEngine:
     def prepare_parts(
         self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> dict[int, CudaCopies]:
-        """Bind a table of which each part is launched by itself. All parts together cost what one does."""
+        """Bind a table whose parts are launched one by one. All parts together cost as much as one."""
         order = np.argsort(parts, kind="stable")
         table, parts = table.take(order), parts[order]
         plain = np.flatnonzero(table.casts == 0)
@@ -87,7 +87,7 @@ class CudaCopyEngine:
         }
 
     def _staged(self, stages: dict[int, CudaCopies], fallback_reason: str = "") -> CudaCopies | StagedCopies:
-        """What the kernel does alone."""
+        """Copies that the kernel alone executes."""
         only = stages.get(0) if len(stages) == 1 else None
         if only is None:
             return StagedCopies(stages, self._device, fallback_reason)
@@ -100,7 +100,7 @@ class CudaCopyEngine:
 
 
 class CudaCopies:
-    """Implements `PreparedCopies`."""
+    """`PreparedCopies` by kernel."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class CudaCopies:
         *,
         tiles: list[Tiles],
     ) -> None:
-        """`tiles` are of the rows that cast nothing."""
+        """`tiles` are those of rows without casts."""
         self.fallback_reason = ""
         self._device = device
         self._casts = TorchCopies(table.take(np.flatnonzero(table.casts)), sources, targets)
@@ -121,18 +121,18 @@ class CudaCopies:
 
     @property
     def busy(self) -> bool:
-        """Something that was launched is under way."""
+        """True while launched copies are running."""
         return not torch.cuda.current_stream(self._device).query()
 
     def run(self, ready: WaitStage = no_wait) -> None:
-        """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
+        """Copy every row, after all streams of the device have ended; blocks until done."""
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()
             self.launch(ready)
             torch.cuda.current_stream().synchronize()
 
     def launch(self, ready: WaitStage = no_wait) -> None:
-        """Copy every row, in the order of the current stream of this device."""
+        """Copy every row, on the current stream of this device."""
         from .copy_triton import copy  # noqa: PLC0415  triton is not there without a GPU
 
         ready(0)
@@ -142,7 +142,7 @@ class CudaCopies:
             self._casts.launch()
 
     def move_source(self, source: torch.Tensor | None) -> None:
-        """The only region that is copied from lies here now. Raises `ValueError` where it is aligned otherwise."""
+        """The only source region has moved. Raises `ValueError` for another alignment."""
         if source is not None:
             moved = source.data_ptr() - self._source_at
             if moved % VECTORS[0]:
@@ -155,13 +155,13 @@ class CudaCopies:
         self._memory = ((source,) if source is not None else (), self._memory[1])
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._tiles, self._memory = [], ((), ())
         self._casts.close()
 
 
 class CudaDigest:
-    """Implements `PreparedDigest`."""
+    """`PreparedDigest` by kernel."""
 
     def __init__(self, device: torch.device, table: BoxTable, regions: Sequence[torch.Tensor]) -> None:
         self._device = device
@@ -170,7 +170,7 @@ class CudaDigest:
         self._memory = regions
 
     def launch(self) -> None:
-        """Begin to sum up every group, in the order of the current stream of this device."""
+        """Start to sum every group, on the current stream of this device."""
         from .copy_triton import accumulate  # noqa: PLC0415  triton is not there without a GPU
 
         with torch.cuda.device(self._device):
@@ -179,19 +179,19 @@ class CudaDigest:
                 accumulate(table, item, self._lanes)
 
     def lanes(self) -> Lanes:
-        """The sums of both lanes of every group, once they are there."""
+        """The sums of the last `launch`; blocks until they are there."""
         from .copy_triton import as_lanes  # noqa: PLC0415  triton is not there without a GPU
 
         with torch.cuda.device(self._device):
             return as_lanes(self._lanes)
 
     def run(self) -> Lanes:
-        """The sums of both lanes of every group, as they are now."""
+        """`launch` and `lanes`."""
         self.launch()
         return self.lanes()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._tiles, self._memory = [], ()
 
 

@@ -1,17 +1,18 @@
-"""The one form in which copies are carried out: a table of strided boxes. Pure data; copy_engine.py carries it out.
+"""A table of strided copies: the one form in which copies are planned, sent and executed. Pure data, by column.
 
-A row copies a grid of runs. A *run* is `run` elements that lie one after another on both sides; the grid has up to
-three axes, and a step along one of them moves by so many bytes at the source and at the target::
+A row copies a grid of runs. A *run* is `run` elements that are contiguous on both sides; the grid has up to three axes,
+each with a step in bytes at the source and at the target::
 
     for i, j, k in grid[0] x grid[1] x grid[2]:
         target[target_at + (i, j, k) . target_step] = source[source_at + (i, j, k) . source_step]     (`run` elements)
 
 A whole tensor is one run; a column slice a grid of rows; a transposed matrix a grid of single elements; the experts of
 a layer, stacked in the engine and apart in the trainer's buffer, one grid. `source_dtype` and `target_dtype` differ
-where a value is cast on its way, as torch's `copy_` does it.
+where a value is cast, as torch's `copy_` does it.
 
 Places are byte offsets into *regions*, which both sides number alike: at the source the allocations that trainers
-export (export_map.py), at the target the trace's targets.
+export (export_map.py), at the target the load trace's targets. `make_copy_table` builds rows from pairs of boxes,
+`merge_copy_rows` joins rows that continue each other.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ ITEM_SIZES: Final[Column] = np.array([ITEM_BYTES[dtype] for dtype in DTYPES], np
 
 @dataclass(frozen=True, eq=False)
 class CopyTable:
-    """Rows as columns; every column is int64."""
+    """Copies as columns of int64."""
 
     source: Column
-    """(rows,): which source region."""
+    """(rows,): index of the source region."""
     target: Column
-    """(rows,): which target region."""
+    """(rows,): index of the target region."""
     source_at: Column
     """(rows,): bytes from the beginning of the source region to the first element."""
     target_at: Column
-    """(rows,)."""
+    """(rows,): bytes from the beginning of the target region to the first element."""
     source_dtype: Column
     """(rows,): index into `DTYPES`."""
     target_dtype: Column
-    """(rows,)."""
+    """(rows,): index into `DTYPES`."""
     run: Column
     """(rows,): elements of a run."""
     grid: Column
@@ -57,7 +58,7 @@ class CopyTable:
     source_step: Column
     """(rows, AXES): bytes; 0 where an axis is not used."""
     target_step: Column
-    """(rows, AXES)."""
+    """(rows, AXES): bytes; 0 where an axis is not used."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -77,19 +78,19 @@ class CopyTable:
 
     @property
     def casts(self) -> Column:
-        """(rows,) 0 or 1: rows that convert."""
+        """(rows,) 0 or 1: rows that convert the dtype."""
         different: Column = (self.source_dtype != self.target_dtype).astype(np.int64)
         return different
 
     def take(self, rows: Column) -> CopyTable:
-        """The rows named, in their order."""
+        """The given rows, in their order."""
         if is_identity(rows, len(self)):
             return self
         return CopyTable(*(getattr(self, field.name)[rows] for field in fields(self)))
 
     @classmethod
     def empty(cls) -> CopyTable:
-        """No rows."""
+        """A table without rows."""
         flat, wide = np.empty(0, np.int64), np.empty((0, AXES), np.int64)
         return cls(flat, flat, flat, flat, flat, flat, flat, wide, wide, wide)
 
@@ -108,17 +109,17 @@ class CopyTable:
 
     @classmethod
     def of_numbers(cls, numbers: Column) -> CopyTable:
-        """The table that `numbers` gave."""
+        """The table of a matrix that `numbers` gave."""
         wide = [numbers[:, 7 + AXES * part : 7 + AXES * (part + 1)] for part in range(3)]
         return cls(*(numbers[:, column] for column in range(7)), *wide)
 
     def encode(self) -> bytes:
-        """What travels: the same bytes for the same rows, on every machine."""
+        """The columns as bytes: the same for the same rows on every machine."""
         return self.numbers().astype("<i8").tobytes()
 
     @classmethod
     def decode(cls, blob: bytes) -> CopyTable:
-        """Read what `encode` wrote. Raises `ManifestError` on anything else; `check` says whether it fits memory."""
+        """The table that `encode` wrote. Raises `ManifestError` on anything else; `check` compares it with memory."""
         width = 7 + 3 * AXES
         if len(blob) % (8 * width):
             raise ManifestError(f"not a table of copies: {len(blob)} bytes, expected a multiple of {8 * width}")
@@ -129,7 +130,10 @@ class CopyTable:
         return hashlib.sha256(self.encode()).hexdigest()
 
     def check(self, source_bytes: Column, target_bytes: Column) -> None:
-        """Raise `ManifestError` unless every row stays inside of regions of these sizes. No kernel asks again."""
+        """Raise `ManifestError` unless every row stays inside regions of these sizes, in bytes.
+
+        Kernels check nothing.
+        """
         dtypes = np.stack([self.source_dtype, self.target_dtype])
         if len(self) == 0:
             return
@@ -170,14 +174,14 @@ _ENDLESS: Final = 2.0**60
 
 @dataclass(frozen=True, eq=False)
 class CopySide:
-    """One side of copies: where each box begins, and how it lies."""
+    """One side of copies: where each box begins, and its strides."""
 
     region: Column
-    """(copies,)."""
+    """(copies,): index of the region."""
     at: Column
     """(copies,): bytes from the beginning of the region to the box's first element."""
     dtype: Column
-    """(copies,)."""
+    """(copies,): index into `DTYPES`."""
     stride: Column
     """(copies, axes): elements."""
 
@@ -188,7 +192,7 @@ class CopySide:
 
 
 def make_copy_table(extent: Column, source: CopySide, target: CopySide) -> CopyTable:
-    """Rows that copy boxes of `extent`, (copies, axes), each from its place at the source to that at the target."""
+    """Rows that copy boxes of `extent`, (copies, axes), from their places at the source to those at the target."""
     # Axes in the order in which they lie at the target, so that those can be joined that a transposed tensor swaps.
     distance = np.where(extent > 1, -target.stride, np.iinfo(np.int64).min)
     sorted_by = _ascending(distance, (extent, source.stride, target.stride))
@@ -218,10 +222,10 @@ def make_copy_table(extent: Column, source: CopySide, target: CopySide) -> CopyT
 
 
 def merge_copy_rows(table: CopyTable) -> CopyTable:
-    """Fewer rows that copy the same: rows of one form at equal distances become one row with an axis more.
+    """The same copies in fewer rows: rows of one shape at equal distances become one row with an axis more.
 
-    Experts that are stacked in the engine, groups of heads, the layers of one buffer. What follows without a gap on
-    both sides becomes one run.
+    These are experts that are stacked in the engine, groups of heads, the layers of one buffer. Neighbors without a gap
+    on both sides become one run.
     """
     before = -1
     while len(table) != before:

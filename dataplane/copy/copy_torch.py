@@ -1,4 +1,4 @@
-"""Copies and digests with torch and numpy: the CPU twin, and the reference for kernels."""
+"""Copies and digests with torch and numpy: the implementation for CPUs, and the reference for kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCK_WORDS: Final = 64 * 1024
 
 
 class TorchCopyEngine:
-    """Implements `CopyEngine`. One torch view for each row and side, made once."""
+    """`CopyEngine` with one torch view for each row and side, made once."""
 
     def prepare_copies(
         self,
@@ -37,7 +37,7 @@ class TorchCopyEngine:
     def prepare_parts(
         self, table: CopyTable, parts: Column, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
     ) -> dict[int, TorchCopies]:
-        """Bind a table of which each part is launched by itself."""
+        """Bind a table whose parts are launched one by one."""
         return {at: TorchCopies(rows, sources, targets) for at, rows in split_by_stage(table, parts).items()}
 
     def prepare_digest(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> TorchDigest:
@@ -46,7 +46,7 @@ class TorchCopyEngine:
 
 
 class TorchCopies:
-    """Implements `PreparedCopies`."""
+    """`PreparedCopies` by torch."""
 
     def __init__(self, table: CopyTable, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         self.fallback_reason = ""
@@ -58,7 +58,7 @@ class TorchCopies:
 
     @property
     def busy(self) -> bool:
-        """A CPU does nothing by itself."""
+        """False: a CPU copies synchronously."""
         return False
 
     def run(self, ready: WaitStage = no_wait) -> None:
@@ -68,17 +68,17 @@ class TorchCopies:
             torch.cuda.current_stream(self._to[0].device).synchronize()
 
     def launch(self, ready: WaitStage = no_wait) -> None:
-        """Copy every row, in the order of the current stream."""
+        """Copy every row, on the current stream."""
         ready(0)
         if self._to:
             torch._foreach_copy_(self._to, self._from)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
     def move_source(self, source: torch.Tensor | None) -> None:
-        """The only region that is copied from lies here now. Raises `ValueError` where it is aligned otherwise."""
+        """The only source region has moved. Raises `ValueError` for another alignment."""
         self._from = [] if source is None else self._views([source])
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._from, self._to = [], []
 
     def _views(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -89,7 +89,7 @@ class TorchCopies:
 
 
 class TorchDigest:
-    """Implements `PreparedDigest`."""
+    """`PreparedDigest` by numpy."""
 
     def __init__(self, table: BoxTable, regions: Sequence[torch.Tensor]) -> None:
         self._table = table
@@ -97,7 +97,7 @@ class TorchDigest:
         self._lanes: Lanes = np.zeros((2, table.groups), np.uint64)
 
     def launch(self) -> None:
-        """Sum up every group: a CPU does nothing by itself."""
+        """Sum every group; synchronous."""
         table = self._table
         lanes = np.zeros((2, table.groups), np.uint64)
         for row in range(len(table)):
@@ -106,16 +106,16 @@ class TorchDigest:
         self._lanes = lanes
 
     def lanes(self) -> Lanes:
-        """The sums of both lanes of every group."""
+        """The sums of the last `launch`."""
         return self._lanes
 
     def run(self) -> Lanes:
-        """The sums of both lanes of every group, as they are now."""
+        """`launch` and `lanes`."""
         self.launch()
         return self.lanes()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._regions = []
 
 

@@ -2,11 +2,11 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
 # ruff: noqa: ANN001, ANN202, N803
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
-"""Tiles on a GPU (tiles.py): copied, and summed up. One launch for each vector size. Imported only when needed.
+"""Kernels that copy and sum the tiles of tiles.py, one launch for each vector size. Imported only when needed.
 
-Every thread moves several 16-byte vectors, all of whose loads are issued before the first store; Triton alone would
-load 8 bytes at a time, because it cannot know how strides are aligned, so loads and stores are PTX. Addresses may point
-into a peer GPU's memory that was opened for this device.
+A thread moves several 16-byte vectors, and issues all loads before the first store. Triton alone would load 8 bytes at
+a time, because it cannot know how strides are aligned, so loads and stores are PTX. Addresses may point into a peer
+GPU's memory that was opened for this device.
 """
 
 import numpy as np
@@ -68,7 +68,7 @@ def _copy_small(table, VECTOR: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _mixed(word, index):
-    """What a word at its place adds to both lanes (tensor_digest.py)."""
+    """The contribution of a word at its place to both lanes (tensor_digest.py)."""
     x = word + (index + 1).to(tl.uint64) * _PHI
     x = (x ^ (x >> 30)) * _MIX_1
     x = (x ^ (x >> 27)) * _MIX_2

@@ -1,4 +1,4 @@
-"""How far a device has come with what it was given to do, asked without waiting for it longer than a deadline."""
+"""Progress of a device through its queued work, polled with a deadline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOOK_S: Final = 0.0005
 
 
 class DeviceFence:
-    """Behind all that the current stream of `device` was given when this was made."""
+    """A point behind all work that was queued on the current stream of `device` when this was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -22,11 +22,11 @@ class DeviceFence:
             self._event.record(torch.cuda.current_stream(device))
 
     def reached(self) -> bool:
-        """Whether the device has done all of that. Raises RuntimeError when it has failed."""
+        """True when the device is done with it. Raises RuntimeError when the device has failed."""
         return self._event is None or self._event.query()  # type: ignore[no-untyped-call]
 
     def wait(self, deadline: Deadline) -> None:
-        """Return when it has. Raises `DeadlineExceeded`, and RuntimeError as `reached`."""
+        """Block until `reached`. Raises `DeadlineExceeded`, and RuntimeError as `reached`."""
         while not self.reached():
             deadline.check("the device to finish what it was given")
             time.sleep(_LOOK_S)

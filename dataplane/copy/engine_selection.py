@@ -1,4 +1,4 @@
-"""Which engine copies on a device, and by how many branches of a GPU's own copy engines."""
+"""The copy engine of a device, and the number of streams for a GPU's hardware copy engines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .copy_engine import CopyEngine
 from .copy_torch import TorchCopyEngine
 
 DEFAULT_COPY_STREAMS: Final = 4
-"""Streams that copy engines read a peer's memory on, unless the environment says otherwise."""
+"""Streams on which copy engines read a peer's memory, unless the environment says otherwise."""
 COPY_STREAMS_SETTING: Final = "WEIGHTBUS_WORKER_BRANCHES"
-"""In the environment of the engine's server, whose workers copy."""
+"""Environment variable of the engine's server."""
 MAX_COPY_STREAMS: Final = 32
 
 
 def copy_streams_setting(environment: Mapping[str, str]) -> int:
-    """On how many streams copy engines are to read from a peer; 0: a kernel copies all. Raises `Unsupported`."""
+    """Streams for copy engines that read from a peer; 0: a kernel copies everything. Raises `Unsupported`."""
     asked = environment.get(COPY_STREAMS_SETTING, "")
     if not asked:
         return DEFAULT_COPY_STREAMS
@@ -32,14 +32,14 @@ def copy_streams_setting(environment: Mapping[str, str]) -> int:
     return int(asked)
 
 
-def copy_engine_for(device: torch.device, branches: int = 0, remote: Collection[int] = ()) -> CopyEngine:
-    """The engine of a device. Raises `Unsupported` for one that has none.
+def copy_engine_for(device: torch.device, streams: int = 0, remote: Collection[int] = ()) -> CopyEngine:
+    """The copy engine of a device. Raises `Unsupported` for a device without one.
 
-    On a GPU, long runs out of regions on another one, whose addresses are `remote`, go through copy engines, on so many
-    streams (`branches`), if any are asked for.
+    On a GPU, long runs out of peer memory, at the addresses `remote`, go through hardware copy engines on `streams`
+    streams.
     """
     if device.type == "cpu":
         return TorchCopyEngine()
     if device.type == "cuda":
-        return CudaCopyEngine(device, branches, remote)
+        return CudaCopyEngine(device, streams, remote)
     raise Unsupported(f"there is no copy engine for {device}: let this engine take the local transport")

@@ -1,7 +1,11 @@
-"""Runs of bytes (memcpy_batch.py) through the copy engines of a GPU: some calls of cuMemcpyBatchAsync.
+"""Long runs of bytes through the hardware copy engines of a GPU, by a few calls of cuMemcpyBatchAsync.
 
-What the calls take is made ready once. They go to streams in turn, so that several engines work. Graphs of memcpy
-nodes would be as many commands for the engines, and more work to launch.
+A copy engine moves contiguous bytes with one command, which is fast for long runs. Two GPUs that read from each other
+at the same time are faster with it than with a kernel, whose requests travel against the other GPU's bytes; on one GPU
+the kernel is faster.
+
+The arguments of the calls are prepared once. Calls go to streams round robin, so that several engines work. Graphs of
+memcpy nodes would be as many commands for the engines, and more work to launch.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
 """
 
@@ -22,38 +26,40 @@ from ..tensors import Column
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 
 MIN_RUN_BYTES: Final = 1024 * 1024
-"""Bytes. Shorter runs are the kernel's: to hand one over costs the host half a microsecond, and an engine as much."""
+"""Bytes. The kernel copies shorter runs: submitting one costs the host half a microsecond, and an engine as much."""
 MAX_RUN_BYTES: Final = 32 * 1024 * 1024
-"""Bytes. Longer ones are cut, so that batches can be as long as they should."""
+"""Bytes. Longer runs are cut, so that batches can be as long as they should."""
 SHARES: Final = (1, 1, 2, 4, 8, 8, 8, 8, 8, 8)
-"""Of the bytes, in the batches that are handed over one after another. An engine begins when all of its batch is
-handed over: the first are short, and while one is copied, the next twice as long one is handed over. And each begins
-late by a little, which the other engines make good while it does (tests/gpu/crosswise.py)."""
+"""Relative sizes of batches, in the order of their submission.
+
+An engine begins when all of its batch is submitted: the first are short, and while one is copied, the next twice as
+long one is submitted. Each begins a little late, which the other engines make good meanwhile (tests/gpu/crosswise.py).
+"""
 
 Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
 class CopyRuns:
-    """Bytes that lie one after another on both sides. All columns are (runs,) int64."""
+    """Runs that are contiguous on both sides. All columns are (runs,) int64."""
 
     source: Column
     """Address of the first byte."""
     target: Column
     nbytes: Column
     stage: Column
-    """Runs of a stage are handed over before those of the next one."""
+    """Runs of a stage are submitted before those of the next one."""
 
     def __len__(self) -> int:
         return len(self.source)
 
     def take(self, runs: Column) -> CopyRuns:
-        """The runs named, in their order."""
+        """The given runs, in their order."""
         return CopyRuns(*(getattr(self, field.name)[runs] for field in fields(self)))
 
 
 def rows_for_copy_engines(table: CopyTable, remote: Column) -> Mask:
-    """(rows,): rows without casts that read from a peer (`remote`: (regions,) 0 or 1) in runs that are worth it."""
+    """(rows,): rows without casts, with long runs, that read from a peer; `remote` is (regions,) 0 or 1."""
     worth: Mask = (table.run * ITEM_SIZES[table.target_dtype] >= MIN_RUN_BYTES) & (table.casts == 0)
     found: Mask = worth & (remote[table.source] != 0)
     return found
@@ -84,9 +90,9 @@ def split_into_runs(
 
 
 def split_into_batches(runs: CopyRuns, shares: Sequence[int] = SHARES) -> list[CopyRuns]:
-    """Batches to hand over one after another, none of them empty: runs that follow one another, by their `shares`.
+    """Batches to submit one after another, none of them empty: consecutive runs, sized by `shares`.
 
-    Each is of one stage: those that a stage cuts are two.
+    A batch has runs of one stage; a batch that a stage border cuts becomes two.
     """
     runs = runs.take(np.argsort(runs.stage, kind="stable"))
     before = np.cumsum(runs.nbytes) - runs.nbytes
@@ -117,14 +123,14 @@ def _columns(runs: CopyRuns) -> list[npt.NDArray[np.uint64]]:
 
 
 class CopyBatch:
-    """Copies that were made ready. Their memory is the caller's to keep."""
+    """Batches of copies, prepared. The caller keeps the memory alive."""
 
     def __init__(
-        self, runs: CopyRuns, branches: int, library: ctypes.CDLL | None = None, shares: Sequence[int] = SHARES
+        self, runs: CopyRuns, streams: int, library: ctypes.CDLL | None = None, shares: Sequence[int] = SHARES
     ) -> None:
-        """On at most so many streams, a call for each share.
+        """On at most `streams` streams, a call for each share. Raises `CopyEnginesUnavailable`.
 
-        `library` stands for libcuda. Raises `CopyEnginesUnavailable`.
+        `library` replaces libcuda in tests.
         """
         try:
             self._library = library if library is not None else ctypes.CDLL("libcuda.so.1")
@@ -136,24 +142,24 @@ class CopyBatch:
         self._attributes = _Attributes(_IN_STREAM_ORDER)
         self._first = ctypes.c_size_t(0)
         self._calls = [(int(each.stage[0]), _columns(each)) for each in split_into_batches(runs, shares)]
-        self._branches = min(branches, len(self._calls))
+        self._stream_count = min(streams, len(self._calls))
 
     def __len__(self) -> int:
         """Streams that `launch` needs."""
-        return self._branches
+        return self._stream_count
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Those that there are runs of, in their order."""
+        """The stages that have runs, ascending."""
         return tuple(dict.fromkeys(stage for stage, _ in self._calls))
 
     def launch(self, streams: Sequence[int], stage: int | None = None) -> None:
-        """Copy a stage, or all, in the orders of streams with these handles, of which none is the default one.
+        """Submit a stage, or all, to streams with these handles, none of which is the default stream.
 
-        Raises `CopyEnginesUnavailable`; some of it may be under way then.
+        Raises `CopyEnginesUnavailable`; some copies may be running then.
         """
-        if len(streams) != self._branches:
-            raise ValueError(f"{len(streams)} streams, expected {self._branches}")
+        if len(streams) != self._stream_count:
+            raise ValueError(f"{len(streams)} streams, expected {self._stream_count}")
         for stream, (of, columns) in zip(itertools.cycle(streams), self._calls, strict=False):
             if stage not in {None, of}:
                 continue

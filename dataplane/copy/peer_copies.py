@@ -1,6 +1,6 @@
-"""Copies out of a peer GPU's memory: its long runs by copy engines, and the rest by the kernel at the same time.
+"""Copies out of a peer GPU's memory: long runs by copy engines, the rest by the kernel at the same time.
 
-Stage by stage: what a stage waits for holds up neither what was launched before, nor the engines at its end.
+A stage that waits for its sources delays neither earlier stages nor the engines that execute them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .memcpy_batch import CopyBatch
 
 
 class PeerCopies:
-    """Implements `PreparedCopies`."""
+    """`PreparedCopies` by copy engines and kernel."""
 
     def __init__(
         self,
@@ -27,7 +27,10 @@ class PeerCopies:
         instead: Callable[[], Mapping[int, PreparedCopies]],
         memory: Sequence[torch.Tensor],
     ) -> None:
-        """`rest` is the kernel's, by stage; `instead` binds what `batch` copies to it. `memory` is held meanwhile."""
+        """`rest` are the kernel's copies, by stage; `instead` binds the rows of `batch` to it.
+
+        `memory` is kept alive.
+        """
         self.fallback_reason = ""
         self._device = device
         self._batch: CopyBatch | None = batch
@@ -43,12 +46,12 @@ class PeerCopies:
 
     @property
     def busy(self) -> bool:
-        """Something that was launched is under way."""
+        """True while launched copies are running."""
         kernel = next((copies.busy for stage in self._kernel.values() for copies in stage), False)  # all on one stream
         return kernel or not all(stream.query() for stream in self._streams)
 
     def run(self, ready: WaitStage = no_wait) -> None:
-        """Copy every row, once whatever the device still computes from the targets has ended, on any stream."""
+        """Copy every row, after all streams of the device have ended; blocks until done."""
         with self._on_device():
             torch.cuda.synchronize()
             try:
@@ -57,9 +60,9 @@ class PeerCopies:
                 torch.cuda.current_stream().synchronize()
 
     def launch(self, ready: WaitStage = no_wait) -> None:
-        """Copy every row, in the order of the current stream of this device.
+        """Copy every row, on the current stream of this device.
 
-        Should the driver refuse a batch, the kernel copies what it would have, from now on: `fallback_reason` says why.
+        When the driver refuses a batch, the kernel copies its rows from then on, and `fallback_reason` says why.
         """
         with self._on_device():
             for stream in self._streams:
@@ -75,7 +78,7 @@ class PeerCopies:
                     torch.cuda.current_stream(self._device).wait_stream(stream)
 
     def _launch_batch(self, stage: int) -> None:
-        """What the copy engines do of a stage."""
+        """Submit the copy engines' rows of a stage."""
         if self._batch is None:
             return
         try:
@@ -88,12 +91,12 @@ class PeerCopies:
                     copies.launch()
 
     def move_source(self, source: torch.Tensor | None) -> None:
-        """Raises `ValueError`: a peer's memory is opened where it is, and bound anew when it is elsewhere."""
+        """Raise `ValueError`: a peer's memory has its address in the batch, and is bound anew when it moves."""
         del source
         raise ValueError("copies out of a peer's memory are bound anew when it is elsewhere")
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         for stream in self._streams:
             stream.synchronize()
         for copies in self._kernel.values():
@@ -104,7 +107,7 @@ class PeerCopies:
         self._stages = []
 
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
-        """Its context is the thread's. Without a GPU there is none."""
+        """The device's context for this thread; none without a GPU."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
     def _handles(self, batch: CopyBatch) -> list[int]:

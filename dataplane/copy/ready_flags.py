@@ -1,8 +1,8 @@
-"""Reads memory while it is made: which copies need which parts of it, and whether those are there.
+"""Ready flags: copies that read memory while it is made, stage by stage.
 
-A trainer rank makes what it serves quantized from the beginning of its arena on, and its device writes a flag behind
-each part: the number of the round. Ready flags lie in the memory that is read, so that a reader needs nobody's word.
-Until they show the round that it was told, a part is what an earlier round made of it, or half of each.
+A trainer rank makes quantized weights from the beginning of its arena on, and its device writes a flag behind each
+part: the number of the round. Flags lie in the memory that is read, so a reader needs no message. Until a flag shows
+the round of the offer, the part is that of an earlier round, or a mixture.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from ..tensors import Column
 from .copy_table import AXES, ITEM_SIZES, CopyTable
 
 _LOOK_S: Final = 0.0001
+"""Seconds between looks."""
 _SPIN_S: Final = 0.00005
-"""A look at a GPU's memory takes less, unless something is in its way."""
+"""Seconds. A look at a GPU's memory takes less, unless the link is busy."""
 _ALIVE_S: Final = 0.01
-"""How often it is looked whether whoever makes it is there."""
+"""Seconds between looks whether the making rank is alive."""
 
 NeededParts = tuple[tuple[int, int], ...]
-"""(rank, parts): so many of what the rank makes, from the first on, are read."""
+"""(rank, parts): the first `parts` parts of the rank's arena are read."""
 
 
 def stages_of_rows(table: CopyTable, made: Mapping[int, ArenaRegion]) -> Column:
-    """(rows,): how many parts of what it reads have to be there for each row. `made` is by number of the source.
+    """(rows,): the number of parts that must be there before each row is copied. `made` is by source region.
 
-    0 where a row reads nothing that is made. A row that reaches from one part into another needs both, and one that
-    reaches beyond the last needs all.
+    0 where a row reads no arena. A row that crosses parts needs all of them, and one that reaches beyond the last part
+    needs every part.
     """
     stages = np.zeros(len(table), np.int64)
     reach = (table.grid - 1) * table.source_step
@@ -51,7 +52,7 @@ def stages_of_rows(table: CopyTable, made: Mapping[int, ArenaRegion]) -> Column:
 
 
 def needed_parts_by_stage(table: CopyTable, stages: Column, ranks: Mapping[int, int]) -> dict[int, NeededParts]:
-    """By stage, what its rows read; `ranks`, by number of the source, of those that are made."""
+    """The parts that each stage reads. `ranks` are those of the source regions with an arena."""
     pairs: list[list[int]] = np.unique(np.stack([stages, table.source], axis=1), axis=0).tolist()
     found: dict[int, set[tuple[int, int]]] = {}
     for stage, number in pairs:
@@ -61,7 +62,7 @@ def needed_parts_by_stage(table: CopyTable, stages: Column, ranks: Mapping[int, 
 
 
 def ready_flags_in(region: torch.Tensor, made: ArenaRegion) -> torch.Tensor:
-    """(parts,) int64: the flags in a region, 1-D uint8. Raises `ManifestError` where they are not inside of it."""
+    """(parts,) int64: the flags in a region, 1-D uint8. Raises `ManifestError` where they lie outside of it."""
     end = made.flags + READY_FLAG_BYTES * len(made.ends)
     if made.flags < 0 or made.flags % READY_FLAG_BYTES or end > len(region) or not made.ends:
         raise ManifestError(f"{len(made.ends)} flags at byte {made.flags} are not in a region of {len(region)} bytes")
@@ -69,10 +70,10 @@ def ready_flags_in(region: torch.Tensor, made: ArenaRegion) -> torch.Tensor:
 
 
 class ReadyFlags:
-    """The flags of all ranks that a reader reads of. Used from one thread."""
+    """The flags of all ranks that a worker reads from. Used from one thread."""
 
     def __init__(self, flags: Mapping[int, torch.Tensor], alive: Callable[[], None]) -> None:
-        """`flags`, (parts,) int64, by rank, on one device. `alive` raises where a rank is gone."""
+        """`flags`, (parts,) int64, are by rank, on one device. `alive` raises where a rank is gone."""
         self._flags = dict(flags)
         self._alive = alive
         self._wanted: Callable[[], None] = alive
@@ -80,24 +81,24 @@ class ReadyFlags:
         self._there: dict[int, int] = {}
         self._deadline = Deadline(0.0)
         self.seconds = 0.0
-        """Waited since `begin` while nothing was copied."""
+        """Seconds waited since `begin` without a running copy."""
         device = next((each.device for each in self._flags.values()), torch.device("cpu"))
         self._far = _DeviceFlags(self._flags, device) if device.type == "cuda" else None
 
     def begin(self, rounds: Mapping[int, int], within_s: float, wanted: Callable[[], None]) -> None:
-        """From now on the flags of each rank have to show its round, within so many seconds. 0: all is there.
+        """Start a round: each rank's flags have to show its number within `within_s` seconds. 0: all parts are there.
 
-        `wanted` raises where nobody wants that any more.
+        `wanted` raises when the round is called off.
         """
         self._rounds, self._deadline, self.seconds = rounds, Deadline(within_s), 0.0
         self._wanted = wanted
         self._there = {rank: len(each) for rank, each in self._flags.items() if not rounds.get(rank)}
 
     def wait(self, needs: Sequence[tuple[int, int]], busy: Callable[[], bool]) -> None:
-        """Return when these parts are there; `busy` says whether something is copied meanwhile.
+        """Block until these parts are there; `busy` says whether copies are running meanwhile.
 
-        Raises `PeerLost` for a rank that is gone, `StaleSession` for one that makes a newer round, what `wanted`
-        raises, and `DeadlineExceeded` with the part that is missing.
+        Raises `PeerLost` for a rank that is gone, `StaleSession` for one that makes a newer round, the errors of
+        `wanted`, and `DeadlineExceeded` with the missing part.
         """
         looked_at = time.perf_counter()
         asked_at = looked_at
@@ -116,14 +117,14 @@ class ReadyFlags:
             looked_at = now
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         if self._far is not None:
             self._far.close()
             self._far = None
         self._flags = {}
 
     def _missing(self, needs: Sequence[tuple[int, int]]) -> int | None:
-        """Who has not made everything yet."""
+        """A rank that has not made all needed parts; None when there is none."""
         if self._first(needs) is None:
             return None
         lacking = {rank: each for rank, each in self._flags.items() if self._there.get(rank, 0) < len(each)}
@@ -155,10 +156,10 @@ class _DeviceFlags:
         self._read = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._shown = {rank: torch.zeros(len(each), dtype=torch.int64, pin_memory=True) for rank, each in flags.items()}
         self._looked_at: dict[int, torch.Tensor] = {}
-        """What they show comes to lie here, while it is on its way."""
+        """Pinned copies of the flags, while a look is running."""
 
     def look(self, flags: Mapping[int, torch.Tensor]) -> dict[int, list[int]]:
-        """What these ranks' showed a moment ago. Nothing while a look is under way; that is ended first."""
+        """The flags of a moment ago. Empty while the copy that fetches them is running."""
         if not self._looked_at:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 for rank, each in flags.items():
@@ -173,5 +174,5 @@ class _DeviceFlags:
         return found
 
     def close(self) -> None:
-        """Return once nothing reads the memory any more."""
+        """Block until nothing reads the memory any more."""
         self._stream.synchronize()

@@ -1,11 +1,11 @@
-"""Tables of strided boxes become tiles: work for one block of a GPU's threads each.
+"""Tables of strided boxes become tiles: the work of one thread block each.
 
-A tile is a rectangle of *vectors*, 1 to 16 bytes that are moved by one load and one store: `rows` runs of `width`
-vectors, both sides at their own stride. At most `TILE_VECTORS` vectors, so that a block keeps all of them in flight at
-once. Rows whose places or strides are no multiple of 16 bytes get smaller vectors.
+A tile is a rectangle of *vectors*, 1 to 16 bytes that one load and one store move: `rows` runs of `width` vectors, each
+side with its own stride, at most `TILE_VECTORS` vectors, so that a block keeps all of them in flight. Rows whose places
+or strides are no multiple of 16 bytes get smaller vectors.
 
-How rows are cut is worked out on the host, by row. There are a hundred times as many tiles: those are written where
-they will be read, on the GPU itself (tiles_triton.py): one core takes longer for them than NVLink for the weights.
+The host decides by row how rows are cut. There are a hundred times as many tiles: the GPU that reads them writes them
+(tiles_triton.py), because a core takes longer for them than NVLink for the weights.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ TILE_VECTORS: Final = 2048
 TILE_WORDS: Final = 4 * TILE_VECTORS
 """64 KB to digest: a block adds up its threads' sums only once for all of it."""
 VECTORS: Final = (16, 8, 4, 2, 1)
-"""Bytes. A thread moves one with a single instruction."""
+"""Bytes. A thread moves a vector with a single instruction."""
 SOURCE: Final = 0
 """The column of copies that holds addresses of sources."""
 
 
 class Tiles(NamedTuple):
-    """Of one size of vectors, as the kernels of copy_triton.py read them."""
+    """Tiles of one vector size, as the kernels of copy_triton.py read them."""
 
     vector: int
     """Bytes of a vector of copies. Of digests, of an element: 8 where words lie whole in memory, 16 where pairs do."""
@@ -55,9 +55,9 @@ def reciprocal(width: torch.Tensor) -> torch.Tensor:
 def staged_tiles(
     table: CopyTable, stages: Column, source_base: Column, target_base: Column, device: torch.device
 ) -> dict[int, list[Tiles]]:
-    """The tiles of a table without casts, by stage, and for each one of every size of vectors that it has.
+    """The tiles of a table without casts, by stage, one entry for each vector size.
 
-    Bases are the addresses of the regions. `stages`, (rows,), ascend: their tiles are parts of what is written at once.
+    Bases are the addresses of the regions. `stages`, (rows,), ascend: tiles of a stage are a slice of one tensor.
     Columns: addresses of the first bytes of source and target; bytes from one run to the next, of both; and the shape.
     """
     found: dict[int, list[Tiles]] = defaultdict(list)

@@ -2,10 +2,10 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,unused-ignore,misc,no-any-return"
 # ruff: noqa: ANN001, ANN202, N803, PLR0917
 # A Triton kernel is not Python that a type checker can follow: the checks are off in this one small file.
-"""Writes the tables of tiles.py on the GPU that will read them, in one launch. Imported only when needed.
+"""A kernel that writes the tables of tiles.py on the GPU that will read them. Imported only when needed.
 
-Beside a scheduler that works, every call of torch waits its turn for the interpreter: written by torch, the tiles of
-31 GB took 0.9 s there (tests/gpu/joiner.py), and on one core of the host 0.5 s.
+Beside a busy scheduler every call of torch waits for the interpreter: written by torch, the tiles of 31 GB took 0.9 s
+there (tests/gpu/joiner.py), and on one core of the host 0.5 s.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Checksums of tensors, and those that SGLang gives of its own parameters (with the layout they are taken over)."""
+"""Digests of tensors, and the checksums that SGLang gives of its own parameters, with the layout behind them."""
 
 from typing import TYPE_CHECKING
 

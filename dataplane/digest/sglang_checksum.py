@@ -34,7 +34,7 @@ Table = npt.NDArray[np.int64]
 
 
 class ChecksumLanes:
-    """Where every parameter's tiles begin in one array of lanes, and how the lanes become checksums.
+    """The layout of all parameters' tiles in one array of lanes, and the checksums that follow from the lanes.
 
     Args:
         sizes: bytes of every parameter. Must be multiples of four: others cannot be cut at words.

@@ -39,7 +39,7 @@ class ServedParameter(msgspec.Struct, frozen=True):
 
 
 MODELS: Final = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-"""Architectures whose layout is known. All were compared with real servers."""
+"""Architectures with a known layout. All were compared with real servers."""
 
 _VOCABULARY_PADDING: Final = 64
 _LAYER: Final = re.compile(r"^(model\.layers\.\d+\.)(.+)$")

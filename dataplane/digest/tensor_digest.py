@@ -1,15 +1,15 @@
-"""Digests of tensors: what was sent, what arrived, and the same answer on a CPU and on a GPU.
+"""Digests of tensors as they were sent and as they arrived, the same on a CPU and on a GPU.
 
-Algorithm ``mix64x2``, 16 bytes per tensor. A tensor's bytes are read as little-endian 64-bit words w[0], w[1], ...,
-the last one padded with zeros; all arithmetic is modulo 2**64::
+Algorithm ``mix64x2``, 16 bytes per tensor. A tensor's bytes are read as little-endian 64-bit words w[0], w[1], ..., the
+last one padded with zeros; all arithmetic is modulo 2**64::
 
     x = splitmix64(w[i] + (i + 1) * PHI)            one word at one place, a bijection of the word
     y = x * LANE_B;  y ^= y >> 32                   a second, independent view of it
     A = sum of x,  B = sum of y                     sums, so that any order and any cut of the work gives them
     digest = splitmix64(A + bytes * LANE_A), splitmix64(B + bytes * LANE_B), both little-endian
 
-It notices flipped bits, words that changed places, shifts, omissions and a wrong length. It does not resist somebody
-who wants a collision: the peers of a transfer are trusted, the path between them is not.
+It detects flipped bits, words that changed places, shifts, omissions and a wrong length. It does not resist an attacker
+constructing a collision: the peers of a transfer are trusted, the path between them is not.
 """
 
 from collections.abc import Sequence
@@ -74,7 +74,7 @@ def check_digests(memory: torch.Tensor, offsets: Sequence[int], expected: bytes,
 
 
 def mix_words(words: _Words, at: _Bounds) -> _Words:
-    """(2,): what words of one tensor, at these indexes of its packed words, add to its two lanes."""
+    """(2,): the contribution to both lanes of words of one tensor, at these indexes of its packed words."""
     x = words + (at.astype(np.uint64) + np.uint64(1)) * np.uint64(PHI)
     scratch = np.empty_like(x)
     _splitmix(x, scratch)

@@ -1,8 +1,8 @@
-"""The few calls of the CUDA driver that torch does not offer: what an allocation is, and CUDA IPC by plain handles.
+"""Calls of the CUDA driver that torch does not offer: what an allocation is, and CUDA IPC by plain handles.
 
-The driver's interface is stable across CUDA versions, and its library is there wherever a GPU is; neither cuda-python
-nor torch's private tuples are needed. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html
-All calls need a current context: torch has made one for the device that is current in the thread.
+The driver's interface is stable across CUDA versions, and its library is installed with every GPU; neither cuda-python
+nor torch's private tuples are needed. https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html All calls need
+a current context: torch has made one for the device that is current in the thread.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Handle(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What one cudaMalloc returned."""
+    """The memory that one cudaMalloc returned."""
 
     base: int
     nbytes: int
@@ -51,7 +51,7 @@ class Driver:
             raise NotExportable(f"the CUDA driver cannot be loaded: {error}") from error
 
     def allocation(self, pointer: int) -> Allocation:
-        """The allocation that device memory at `pointer` is a part of. Raises `NotExportable`."""
+        """The allocation that holds the device memory at `pointer`. Raises `NotExportable`."""
         base, nbytes, identity = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_uint64()
         capable = ctypes.c_int()
         where = ctypes.c_uint64(pointer)
@@ -69,7 +69,7 @@ class Driver:
         return Allocation(int(base.value), int(nbytes.value), int(identity.value))
 
     def mapped(self, pointer: int) -> bool:
-        """Whether there is memory at `pointer`: torch_memory_saver takes it away and keeps the addresses."""
+        """True when there is memory at `pointer`: torch_memory_saver frees memory and keeps the addresses."""
         code, found = self._attribute(_MAPPED, pointer)
         if not code:
             return bool(found)
@@ -77,13 +77,13 @@ class Driver:
         return code != _INVALID or self._attribute(_MEMORY_TYPE, pointer)[0] != _INVALID
 
     def _attribute(self, attribute: int, pointer: int) -> tuple[int, int]:
-        """The driver's code, and what it found."""
+        """The driver's code, and the attribute."""
         found, where = ctypes.c_int(0), ctypes.c_uint64(pointer)
         code = self._library.cuPointerGetAttribute(ctypes.byref(found), ctypes.c_int(attribute), where)
         return int(code), found.value
 
     def ipc_handle(self, allocation: Allocation) -> bytes:
-        """How another process of this host opens it. Raises `NotExportable`."""
+        """The handle by which another process of this host opens the allocation. Raises `NotExportable`."""
         handle = _Handle()
         self._export(self._library.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(allocation.base)))
         return ctypes.string_at(ctypes.byref(handle), HANDLE_BYTES)
@@ -111,7 +111,7 @@ class Driver:
 
 
 def error_name(library: ctypes.CDLL, code: int) -> str:
-    """What libcuda calls the error, and its number."""
+    """Libcuda's name of the error, and its number."""
     name = ctypes.c_char_p()
     library.cuGetErrorName(ctypes.c_int(code), ctypes.byref(name))
     return f"{name.value.decode() if name.value else 'CUDA error'}, {code}"

@@ -1,4 +1,4 @@
-"""Which device: an index means another GPU in another process, a GPU's uuid means the same one everywhere."""
+"""GPU identity across processes: an index means another GPU in another process, a uuid the same one everywhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 NCCL_HOSTID: Final = "NCCL_HOSTID"
-"""NCCL's own variable: processes with other values are on other hosts for it, whatever GPU they share."""
+"""NCCL's own variable: processes with other values count as other hosts, whatever GPU they share."""
 
 
 def device_name(device: torch.device) -> str:
@@ -19,7 +19,7 @@ def device_name(device: torch.device) -> str:
 
 
 def nccl_gpu_id(gpu: str, nccl_host: str) -> str:
-    """The name of a GPU as one place in a group: NCCL takes no two ranks on one. Empty where there is none.
+    """The identity of a GPU as NCCL sees it, which takes no two ranks on one. Empty for a CPU.
 
     `nccl_host` is the value of `NCCL_HOSTID`, empty where it is not set.
     """
@@ -29,12 +29,12 @@ def nccl_gpu_id(gpu: str, nccl_host: str) -> str:
 
 
 def nccl_gpu_id_here(gpu: str) -> str:
-    """The same for this process."""
+    """`nccl_gpu_id` with this process's environment."""
     return nccl_gpu_id(gpu, os.environ.get(NCCL_HOSTID, ""))
 
 
 def readable_peers(device: torch.device) -> tuple[str, ...]:
-    """The other GPUs, visible to this process, whose memory `device` reads directly."""
+    """Uuids of the other GPUs, visible to this process, whose memory `device` reads directly."""
     if device.type != "cuda":
         return ()
     others = (torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index != device.index)

@@ -1,11 +1,11 @@
-"""What a trainer rank lets others read: its allocations, once each, and where its local tensors lie in them. Pure data.
+"""The memory that a trainer rank exports: its allocations, once each, and where local tensors lie in them. Pure data.
 
-A *region* is one allocation of the exporting process: a block of shared memory, or what one cudaMalloc returned. It is
-opened once by each reader and holds many storages. How a region is opened is no part of this: handles travel over the
-exporter's socket (export_messages.py), and are useless to anybody who has only read an `ExportMap`.
+A *region* is one allocation of the exporting process: a block of shared memory, or what one cudaMalloc returned. A
+reader opens it once; it holds many storages. Handles are not in the map: they travel over the exporter's socket
+(export_messages.py), so a reader of the map alone can open nothing.
 
-Ownership: the exporter owns the memory and promises, for as long as a reader's connection is open, not to free a region
-of the generation that the reader opened. What the regions hold may be read between `publish` and its return only.
+Ownership: the exporter owns the memory, and frees no region of the generation that a reader opened while that reader's
+connection is open. The contents may be read between `publish` and its return only.
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ class ExportedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc
 
     region: int
     offset: int
-    """Bytes."""
+    """Bytes from the beginning of the region."""
 
 
 class ArenaParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A local tensor that is made anew for every version, from its beginning on, and may be read while it is."""
+    """A local tensor that is made anew for every version, from its beginning on, and may be read while it is made."""
 
     storage: int
-    """Its number among the places."""
+    """Its index in `ExportMap.places`."""
     ends: tuple[int, ...]
     """Bytes from its beginning, ascending: where each part ends."""
     flags: int = msgspec.field(name="marks")
-    """... and where an int64 for each part lies: it shows the number of the round in which the part was made last."""
+    """Bytes from its beginning to the ready flags, an int64 for each part: the number of the round that made it last.
+    """
 
 
 class ArenaRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The same as readers know it. All but the region itself are bytes from the beginning of that region."""
+    """`ArenaParts` as readers know them: all but `region` in bytes from the beginning of that region."""
 
     region: int
     begin: int
@@ -59,16 +60,16 @@ class ArenaRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Everything that one rank exports. Equal layouts have equal maps, in whatever process and generation."""
+    """The exported memory of one rank. Equal layouts have equal maps, in any process and generation."""
 
     rank: int = msgspec.field(name="holder")
     host: str
-    """`host.host_identity` of the process."""
+    """`host_identity` of the process."""
     regions: tuple[Region, ...]
     places: tuple[ExportedTensor, ...]
-    """By the number that shards give a local tensor as `storage`."""
+    """Of each local tensor, by the number that shards give as `storage`."""
     parts: ArenaParts | None = None
-    """What of it is made part by part, if anything is. All else is there when it is offered."""
+    """The local tensor that is made part by part, if any. All others are complete when they are offered."""
 
     @property
     def made(self) -> ArenaRegion | None:
@@ -109,7 +110,7 @@ class ExportMap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
 
 def _inside(export: ExportMap) -> bool:
-    """Every place is one of a region that there is."""
+    """True when every place lies in a region of the map."""
     try:
         region, offset = export.columns()
         sizes = np.array([each.nbytes for each in export.regions], np.int64)

@@ -1,4 +1,4 @@
-"""How regions are handed over: fixed structs on a Unix SEQPACKET socket whose peer is looked at before it is spoken to.
+"""The exporter's wire: fixed structs on a Unix SEQPACKET socket, spoken only after the peer's user was checked.
 
 A reader asks for regions of one generation; the exporter answers with one record for each, and with file descriptors in
 the same order for those in host memory. The connection that stays open is the reader's lease.
@@ -37,7 +37,7 @@ _UUID: Final = re.compile(r"^[A-Za-z0-9-]{8,48}$")
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """Reader: these regions, of this generation."""
+    """Reader: regions of one generation."""
 
     generation: int
     regions: tuple[int, ...]
@@ -54,14 +54,14 @@ class GrantedRegions(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True):
-    """Exporter: all that was asked for."""
+    """Exporter: all regions of the request."""
 
     generation: int
     regions: tuple[GrantedRegions, ...]
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """Exporter: no. `generation` is the one that there is."""
+    """Exporter: refusal. `generation` is the present one."""
 
     generation: int
     reason: str
@@ -88,7 +88,7 @@ def encode_refuse(refuse: Refuse) -> bytes:
 
 
 def decode_ask(packet: bytes) -> Ask:
-    """Read what a reader says. Raises `TransferFailed` on anything else."""
+    """A reader's packet. Raises `TransferFailed` on anything else."""
     kind, count, generation = _head(packet)
     if kind != _ASK or not 0 < count <= BATCH or len(packet) != _HEAD.size + count * _NUMBER.size:
         raise TransferFailed(f"a packet of {len(packet)} bytes asks for no regions")
@@ -96,7 +96,7 @@ def decode_ask(packet: bytes) -> Ask:
 
 
 def decode_answer(packet: bytes) -> Grant | Refuse:
-    """Read what an exporter says. Raises `TransferFailed` on anything that it cannot have said."""
+    """An exporter's packet. Raises `TransferFailed` on anything else."""
     kind, count, generation = _head(packet)
     if kind == _REFUSE:
         return Refuse(generation, packet[_HEAD.size :].decode("utf-8", "replace"))
@@ -125,7 +125,7 @@ def _granted(region: int, memory: int, nbytes: int, raw_uuid: bytes, handle: byt
 
 
 def send(sock: socket.socket, packet: bytes, fds: Sequence[int] = ()) -> None:
-    """Raises `PeerLost`."""
+    """Send a packet, with descriptors. Raises `PeerLost`."""
     try:
         if fds:
             socket.send_fds(sock, [packet], list(fds), socket.MSG_NOSIGNAL)

@@ -1,8 +1,8 @@
-"""What memory can be opened by other processes, and how: storages of the host, allocations of a GPU.
+"""The memory that other processes can open, and how: storages on a host, allocations on a GPU.
 
-On a host torch moves a storage into anonymous shared memory without changing who refers to it: parameters, views and
-optimizers go on as before. Nothing has a name in ``/dev/shm``, so nothing is left behind by whoever dies, and the
-kernel keeps what a reader has mapped. One descriptor is open for each storage.
+On a host torch moves a storage into anonymous shared memory in place: parameters, views and optimizers go on as before.
+Nothing has a name in ``/dev/shm``, so a dead process leaves nothing behind, and the kernel keeps what a reader has
+mapped. One descriptor is open for each storage.
 
 On a GPU a region is what one cudaMalloc returned, and holds many storages; CUDA IPC names it by a handle of 64 bytes.
 """
@@ -27,11 +27,11 @@ _SPARE_DESCRIPTORS: Final = 256
 
 @dataclass(slots=True, eq=False)
 class ExportedRegion:
-    """One region, and what keeps it from being freed."""
+    """A region, and the storages that keep it from being freed."""
 
     region: Region
     kind: int
-    """`export_wire.HOST` or `CUDA`."""
+    """`export_messages.HOST` or `CUDA`."""
     storages: list[torch.UntypedStorage]
     fd: int = -1
     uuid: str = ""
@@ -42,24 +42,24 @@ class ExportableMemory(Protocol):
     """One kind of memory."""
 
     outlives: bool
-    """What a reader has mapped stays readable when the exporter lets go of it."""
+    """True where a reader's mapping stays readable after the exporter frees the memory."""
 
     def share(
         self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedRegion]
     ) -> tuple[dict[int, ExportedRegion], tuple[ExportedTensor, ...]]:
-        """The regions of `tensors` by identity, those in `known` as they are, and where each tensor begins.
+        """The regions of `tensors` by identity, those in `known` unchanged, and where each tensor begins.
 
         An identity is never given to another region. Raises `NotExportable`.
         """
         ...
 
     def settle(self) -> None:
-        """Wait until what this process has written can be read by others."""
+        """Block until this process's writes are visible to others."""
         ...
 
 
 def exportable_memory_of(tensors: Sequence[torch.Tensor]) -> ExportableMemory:
-    """How the memory of `tensors` is shared. Raises `NotExportable` for tensors of several devices."""
+    """The kind of memory that `tensors` lie in. Raises `NotExportable` for several devices."""
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise NotExportable(f"one rank's tensors are on {sorted(map(str, devices))}, expected one device")
@@ -72,14 +72,14 @@ def exportable_memory_of(tensors: Sequence[torch.Tensor]) -> ExportableMemory:
 
 
 class ExportableHostMemory:
-    """Implements `ExportableMemory`: a region for each storage."""
+    """`ExportableMemory` on a host: a region for each storage."""
 
     outlives = True
 
     def share(
         self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedRegion]
     ) -> tuple[dict[int, ExportedRegion], tuple[ExportedTensor, ...]]:
-        """Move storages into shared memory, where they are."""
+        """Move storages into shared memory in place."""
         held: dict[int, ExportedRegion] = {}
         places: list[ExportedTensor] = []
         numbers: dict[int, int] = {}
@@ -94,11 +94,11 @@ class ExportableHostMemory:
         return held, tuple(places)
 
     def settle(self) -> None:
-        """Nothing is written behind a CPU's back."""
+        """A CPU has no pending writes."""
 
 
 class ExportableDeviceMemory:
-    """Implements `ExportableMemory`: a region for each allocation of one GPU."""
+    """`ExportableMemory` on one GPU: a region for each allocation."""
 
     outlives = False
 
@@ -110,7 +110,7 @@ class ExportableDeviceMemory:
     def share(
         self, tensors: Sequence[torch.Tensor], known: Mapping[int, ExportedRegion]
     ) -> tuple[dict[int, ExportedRegion], tuple[ExportedTensor, ...]]:
-        """Name the allocations that the tensors lie in."""
+        """Name the allocations that the tensors lie in, after `settle`."""
         held: dict[int, ExportedRegion] = {}
         places: list[ExportedTensor] = []
         numbers: dict[int, int] = {}
@@ -138,7 +138,7 @@ class ExportableDeviceMemory:
         return held, tuple(places)
 
     def settle(self) -> None:
-        """Wait for all streams: a training step may write on any."""
+        """Synchronize all streams: a training step may write on any."""
         torch.cuda.synchronize(self._device)
 
 

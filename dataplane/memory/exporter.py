@@ -1,7 +1,7 @@
-"""Serves what a trainer rank exports: a socket, generations, and leases. exportable_memory.py knows kinds of memory.
+"""Serves the memory that a trainer rank exports: a socket, generations, and leases.
 
-The connection that a reader keeps open is its lease: whatever it was granted is kept for it, also when the trainer has
-put other storages in its place.
+The connection that a reader keeps open is its lease: regions that it was granted are kept for it, also when the trainer
+has replaced the storages. exportable_memory.py knows the kinds of memory.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .tensor_bytes import addresses_of
 
 _MAX_PATH: Final = 107
 _END_S: Final = 10.0
-"""For the thread that serves readers. It waits for none of them."""
+"""Seconds for the thread that serves readers to end. It waits for none of them."""
 _LOG: Final = logging.getLogger(__name__)
 
 
 class RegionExporter:
-    """Implements the exporting side. One for each rank; readers are served by a thread of its own."""
+    """The exporting side of one rank. A thread of its own serves readers."""
 
     def __init__(self, runtime_dir: Path, channel: str, rank: int) -> None:
         self._path = runtime_dir / f"{channel}-export-{rank}-{os.getpid()}.sock"
@@ -55,7 +55,7 @@ class RegionExporter:
 
     @property
     def readers(self) -> int:
-        """Connections that are open."""
+        """Open connections."""
         with self._lock:
             return len(self._leases)
 
@@ -64,7 +64,7 @@ class RegionExporter:
     ) -> ExportMap:
         """Make the memory of `tensors` readable, `parts` of it before they are made. Raises `NotExportable`.
 
-        Without `settled` it may return before all that this process writes there is written: `settle` waits for that.
+        Without `settled` it may return while this process still writes there: `settle` waits for that.
         """
         if self._memory is None:
             self._memory = exportable_memory_of(tensors)
@@ -86,19 +86,19 @@ class RegionExporter:
         return self._map
 
     def settle(self) -> None:
-        """Return when all that this process has begun to write in what is exported is written."""
+        """Block until every write to the exported memory that this process has begun is done."""
         if self._memory is not None:
             self._memory.settle()
 
     def address(self) -> str:
-        """The socket that readers connect to."""
+        """Path of the socket that readers connect to."""
         return os.fspath(self._path)
 
     def close(self) -> None:
-        """Take no more readers and hang up on the present ones.
+        """Take no more readers and close the present connections.
 
-        What they have mapped of the host's memory, the kernel keeps for them. A GPU's memory is kept here until they
-        have closed their end, by the thread, which nobody waits for.
+        The kernel keeps host memory that readers have mapped. A GPU's memory is kept here, by the thread, until its
+        readers have closed their end.
         """
         with self._lock:
             if self._listener is not None:
@@ -157,14 +157,17 @@ class RegionExporter:
                         self._hear(selector, key.fileobj)
 
     def _ended(self) -> bool:
-        """Closed, and nobody holds a lease."""
+        """True when closed and without leases."""
         with self._lock:
             return self._thread is not threading.current_thread() and not self._leases
 
     def _stirred(
         self, selector: selectors.BaseSelector, stirred: socket.socket, listener: socket.socket | None
     ) -> socket.socket | None:
-        """Look whether we are being closed; returns the socket that is still listened on."""
+        """Handle a wake-up: when closing, stop listening and close leases.
+
+        Returns the socket that is still listened on.
+        """
         if not stirred.recv(64):
             selector.unregister(stirred)
         with self._lock:

@@ -1,7 +1,9 @@
-"""Which GPUs a process sees, and which of them read each other's memory, as the driver says. No torch, no context.
+"""The GPUs that a process sees, and which of them read each other's memory, as the driver reports.
 
-It is asked in a process of its own, with the environment of the process that is meant: CUDA reads CUDA_VISIBLE_DEVICES
-once, and numbers what is left. `python -m weightbus.dataplane.memory.gpu_topology` prints what it sees as JSON.
+No torch, no context.
+
+Asked in a process of its own, with the environment of the process in question: CUDA reads CUDA_VISIBLE_DEVICES once,
+and numbers the rest. `python -m weightbus.dataplane.memory.gpu_topology` prints the result as JSON.
 https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__PEER__ACCESS.html
 """
 
@@ -22,16 +24,18 @@ _ANSWER_S: Final = 20.0
 _P2P_BY_NVLINK: Final = 2
 """NVML_P2P_CAPS_INDEX_NVLINK."""
 VISIBILITY_VARIABLES: Final = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "NVIDIA_VISIBLE_DEVICES", "LD_LIBRARY_PATH")
-"""Variables that decide which GPUs a process sees, and under which numbers."""
+"""Environment variables that decide which GPUs a process sees, and under which numbers."""
 
 
 class VisibleGpu(msgspec.Struct, frozen=True):
-    """One GPU that the process sees; its place in the list is its number there."""
+    """One GPU that the process sees; its place in the list is its index there."""
 
     uuid: str
     reach: dict[str, str]
-    """How it reads the memory of the others that are seen, by uuid: ``nvlink``, ``p2p`` or ``none``. Where NVML is not
-    there to be asked, ``p2p`` stands for both."""
+    """By uuid, how it reads the memory of the other visible GPUs: ``nvlink``, ``p2p`` or ``none``.
+
+    Without NVML, ``p2p`` stands for both.
+    """
 
 
 class GpuSurveyFailed(Exception):
@@ -39,7 +43,7 @@ class GpuSurveyFailed(Exception):
 
 
 def gpus_visible_here() -> tuple[VisibleGpu, ...]:
-    """What this process sees. Raises `GpuSurveyFailed`."""
+    """The GPUs that this process sees. Raises `GpuSurveyFailed`."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -58,7 +62,7 @@ def gpus_visible_here() -> tuple[VisibleGpu, ...]:
 
 
 def gpus_visible_to(environment: Mapping[str, str]) -> tuple[VisibleGpu, ...]:
-    """What a process of this host sees whose `environment` this is. Takes about a second. Raises `GpuSurveyFailed`."""
+    """The GPUs that a process of this host with `environment` sees. Takes about a second. Raises `GpuSurveyFailed`."""
     chosen = {name: environment[name] for name in VISIBILITY_VARIABLES if name in environment}
     own = {name: value for name, value in os.environ.items() if name not in VISIBILITY_VARIABLES}
     command = [sys.executable, "-m", "weightbus.dataplane.memory.gpu_topology"]
@@ -74,7 +78,7 @@ def gpus_visible_to(environment: Mapping[str, str]) -> tuple[VisibleGpu, ...]:
 
 
 class _Nvml:
-    """libnvidia-ml, which knows how two GPUs are connected; silent where it is not there."""
+    """libnvidia-ml, which knows how two GPUs are connected; answers False where it is missing."""
 
     def __init__(self) -> None:
         try:
@@ -85,7 +89,7 @@ class _Nvml:
             self._library = None if library.nvmlInit_v2() else library
 
     def linked(self, one: str, other: str) -> bool:
-        """Peer access between them goes over NVLink."""
+        """True when peer access between the two goes over NVLink."""
         if self._library is None:
             return False
         ends = [ctypes.c_void_p(), ctypes.c_void_p()]
@@ -98,7 +102,7 @@ class _Nvml:
 
 
 def _uuid(driver: ctypes.CDLL, number: int) -> str:
-    """As torch writes it."""
+    """The uuid as torch writes it."""
     device, found = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     _check(driver.cuDeviceGet(ctypes.byref(device), ctypes.c_int(number)), "cuDeviceGet")
     _check(driver.cuDeviceGetUuid_v2(ctypes.byref(found), device), "cuDeviceGetUuid_v2")

@@ -1,4 +1,4 @@
-"""Opens what exporters share, once each, and holds it round after round. The worker's side of exporter.py."""
+"""Opens exported regions, once each, and keeps them open round after round. The worker's side of exporter.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MakeStorage = Callable[[int, torch.device, int], torch.UntypedStorage]
 
 
 class RegionImporter:
-    """Implements the importing side. Used from one thread at a time."""
+    """The importing side. Used from one thread at a time."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         """`device` is the reader's; without one, only host memory can be opened."""
@@ -30,7 +30,7 @@ class RegionImporter:
         self._exporters: dict[int, _Exporter] = {}
 
     def open(self, address: str, rank: int, generation: int, regions: Sequence[int], deadline_s: float) -> None:
-        """Open these regions of `rank`; what is open of this generation stays, older generations are closed."""
+        """Open these regions of `rank`. Open regions of this generation stay, older generations are closed."""
         known = self._exporters.get(rank)
         if known is None or known.generation != generation or known.address != address or known.dead():
             if known is not None:
@@ -42,15 +42,18 @@ class RegionImporter:
             known.ask(missing[at : at + wire.BATCH], Deadline(deadline_s))
 
     def region(self, rank: int, region: int) -> torch.Tensor:
-        """1-D uint8, to be read only. It must not be used after `close` or after a newer generation was opened."""
+        """1-D uint8, read only. Valid until `close`, or until a newer generation is opened."""
         return self._exporters[rank].regions[region]
 
     def remote(self, rank: int, region: int) -> bool:
-        """It lies on another GPU than the reader's. The driver calls memory that was opened the reader's own."""
+        """True when the region lies on another GPU than the reader's.
+
+        The driver calls every opened region the reader's own.
+        """
         return region in self._exporters[rank].remote
 
     def keep(self, ranks: Collection[int]) -> None:
-        """Let go of all others: they are read no more, and their end is nobody's."""
+        """Close the regions of all other ranks; their death is no longer an error."""
         for rank in [each for each in self._exporters if each not in ranks]:
             self._exporters.pop(rank).close()
 
@@ -61,18 +64,18 @@ class RegionImporter:
                 raise PeerLost(f"trainer rank {rank}, whose memory is being read, is gone")
 
     def alive(self) -> bool:
-        """Every process behind an open region still exports it."""
+        """True when every process behind an open region still exports it."""
         return not any(exporter.dead() for exporter in self._exporters.values())
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all regions."""
         for exporter in self._exporters.values():
             exporter.close()
         self._exporters = {}
 
 
 class _Exporter:
-    """One connection, which is the lease."""
+    """One connection to an exporter, which is the lease."""
 
     def __init__(self, address: str, generation: int, device: torch.device, deadline: Deadline) -> None:
         self.address = address
@@ -113,7 +116,7 @@ class _Exporter:
                 os.close(fd)
 
     def _take(self, answer: wire.Grant | wire.Refuse, asked: tuple[int, ...], fds: Sequence[int]) -> None:
-        """Open what an answer hands over. Mappings keep memory of their own alive; the descriptors are not ours."""
+        """Open the regions of an answer. Mappings keep memory alive; the caller closes the descriptors."""
         if isinstance(answer, wire.Refuse):
             if answer.generation != self.generation:
                 raise StaleSession(answer.generation, self.generation)
@@ -147,7 +150,7 @@ class _Exporter:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (granted.nbytes,), (1,))
 
     def dead(self) -> bool:
-        """Its process ended, or it hung up."""
+        """True when its process ended, or hung up."""
         watched = [self._socket.fileno(), *([self._pidfd] if self._pidfd >= 0 else [])]
         poll = select.poll()
         for fd in watched:
@@ -155,7 +158,7 @@ class _Exporter:
         return bool(poll.poll(0))
 
     def close(self) -> None:
-        """Unmap, then hang up: the exporter frees what nobody holds a connection for."""
+        """Unmap, then hang up: the exporter frees memory without leases."""
         self.regions = {}
         if self._driver is not None:
             with torch.cuda.device(self._device):
@@ -175,5 +178,5 @@ def _mapped(fd: int, nbytes: int) -> torch.Tensor:
         raise TransferFailed(f"a region of {nbytes} bytes came as {found} bytes of shared memory")
     mapped = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that nobody may write to it, which is the point
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that it cannot be written, as intended
         return torch.frombuffer(mapped, dtype=torch.uint8)

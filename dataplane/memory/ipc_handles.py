@@ -1,7 +1,7 @@
-"""How a slot's memory is named in a message: two fixed binary structs, read back with every bound checked.
+"""The handle of a staging buffer in a message: two fixed binary structs, decoded with every bound checked.
 
-torch's own way of sharing pickles a private tuple. `export_cuda` is the only place that touches that tuple; what
-travels is plain fields, and the side that needs torch's form again builds it from them.
+torch's own way of sharing pickles a private tuple. `export_cuda` is the only function that touches that tuple; plain
+fields travel, and the side that needs torch's form again builds it from them.
 """
 
 import re
@@ -61,13 +61,13 @@ class HostSegment(msgspec.Struct, frozen=True):
 
 
 def encode_host(segment: HostSegment) -> bytes:
-    """The struct that names a shared-memory segment."""
+    """The struct of a shared-memory segment."""
     name = segment.name.encode("ascii")
     return _HOST.pack(_MAGIC, _KIND_HOST, len(name), segment.nbytes, segment.generation, name)
 
 
 def encode_cuda(memory: CudaMemory) -> bytes:
-    """The struct that names device memory."""
+    """The struct of device memory."""
     uuid = memory.device_uuid.encode("ascii")
     fields = (memory.handle, memory.ref_counter_handle, memory.event_handle)
     if len(uuid) > 48 or any(len(field) > 128 for field in fields):
@@ -79,7 +79,7 @@ def encode_cuda(memory: CudaMemory) -> bytes:
 
 
 def decode(data: bytes) -> HostSegment | CudaMemory:
-    """Read either struct. Raises `TransferFailed` on anything that the encoders cannot have written."""
+    """Decode either struct. Raises `TransferFailed` on bytes that the encoders cannot have written."""
     kind = data[4] if len(data) > 4 and data[:4] == _MAGIC else 0
     if kind == _KIND_HOST and len(data) == _HOST.size:
         return _decode_host(data)
@@ -107,7 +107,7 @@ def _decode_cuda(data: bytes) -> CudaMemory:
 
 
 def export_cuda(memory: torch.Tensor) -> CudaMemory:
-    """Name device memory so that another process of this host can open it. `memory` begins its storage.
+    """The handle by which another process of this host opens `memory`, which begins its storage.
 
     Raises `NotExportable` for memory of expandable segments, which torch shares by file descriptors that only a child
     process can take over.

@@ -1,6 +1,6 @@
-"""Describes the memory of one rank to itself: the storages of its tensors, in which places of a plan are found again.
+"""The storages of one rank's tensors, described as an export map (export_map.py) although nothing is exported.
 
-Nothing is exported. The map has the form of an exported one (export_map.py), so that plans are made from either.
+`sends` plans from such maps, and finds the places of a plan in them again.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .tensor_bytes import addresses_of
 
 
 class LocalMemory:
-    """One rank's storages, numbered in the order in which its tensors name them."""
+    """One rank's storages, numbered in the order in which its tensors first name them."""
 
     def __init__(self, rank: int) -> None:
         self._holder = rank
         self._pointers: list[int] = []
         self._map: ExportMap | None = None
         self.regions: tuple[torch.Tensor, ...] = ()
-        """1-D uint8 over each, in the numbers of the map. They keep the storages alive."""
+        """1-D uint8 over each storage, numbered as in the map. They keep the storages alive."""
 
     def describe(self, tensors: Sequence[torch.Tensor]) -> ExportMap:
-        """The map of these; the one before, while nothing has moved. Raises `Unsupported` for several devices."""
+        """The map of `tensors`; the previous one while no address changed. Raises `Unsupported` for several devices."""
         pointers = addresses_of(tensors)
         if self._map is not None and pointers == self._pointers:
             return self._map

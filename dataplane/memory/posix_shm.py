@@ -1,8 +1,8 @@
-"""POSIX shared memory by name: created, opened, and swept up after processes that died.
+"""POSIX shared memory by name: created, opened, and removed after processes that died.
 
-A name carries the process that owns it (PID namespace, PID, start time), so that the next one to start can tell
-leftovers from memory in use. Memory is reserved when it is created: a full ``/dev/shm`` is an error here and not a
-SIGBUS in the middle of a copy.
+A name carries its owner (PID namespace, PID, start time), so that the next process can tell leftovers from memory in
+use. Memory is reserved when it is created: a full ``/dev/shm`` is an error here and not a SIGBUS in the middle of a
+copy.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ def map_readonly(name: str, nbytes: int) -> npt.NDArray[np.uint8]:
 
 
 def remove_leftovers() -> tuple[str, ...]:
-    """Unlink the segments of processes of this PID namespace that no longer run; says which."""
+    """Unlink the segments of ended processes of this PID namespace; returns their names."""
     swept: list[str] = []
     for path in DIRECTORY.glob("weightbus-*"):
         match = _NAME.match(path.name)

@@ -1,7 +1,7 @@
-"""The buffers in which buckets are packed: allocated once, exported once, reused round after round.
+"""Staging buffers in which buckets are packed: allocated once, exported once, reused round after round.
 
-A pool belongs to the process that created it. A buffer may be written again when the sender's `reclaim` has returned
-for the bucket that was sent from it, and not before.
+They belong to the process that made them. A buffer may be written again once the sender's `reclaim` has returned for
+the bucket that was sent from it, and not before.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class HostStagingBuffer:
         self.exported = handles.encode_host(handles.HostSegment(self._segment.name, nbytes, generation))
 
     def close(self) -> None:
-        """Give the memory back; what others have mapped lives on until they drop it."""
+        """Free the memory; processes that have mapped it keep it until they unmap it."""
         self._segment.close()
         self.memory = torch.empty(0, dtype=torch.uint8)
 
 
 class CudaStagingBuffer:
-    """One plain allocation on a GPU, opened by other processes through CUDA IPC."""
+    """One cudaMalloc on a GPU, opened by other processes through CUDA IPC."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._pool: torch.cuda.MemPool | None = None
@@ -48,7 +48,7 @@ class CudaStagingBuffer:
         self.exported = handles.encode_cuda(named)
 
     def close(self) -> None:
-        """Give the memory back to torch's allocator."""
+        """Return the memory to torch's allocator."""
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._pool = None
 
@@ -56,8 +56,8 @@ class CudaStagingBuffer:
 def allocate_without_expandable_segments(device: torch.device, nbytes: int) -> tuple[torch.cuda.MemPool, torch.Tensor]:
     """Memory of one cudaMalloc, where torch's allocator makes expandable segments, and the pool that it belongs to.
 
-    A pool of its own, so that no free block of an expandable segment is taken; and the setting is off meanwhile, for
-    which torch has a private function only. Settings that stand in the environment are put back as they are there.
+    It has a pool of its own, so that no free block of an expandable segment is taken, and the setting is off meanwhile,
+    for which torch has a private function only. Settings from the environment are restored afterwards.
     """
     before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
     if "expandable_segments" not in before:
@@ -74,17 +74,17 @@ def allocate_without_expandable_segments(device: torch.device, nbytes: int) -> t
 
 
 class BucketBuffers:
-    """`buffers` buffers of `buffer_bytes` each on one device.
+    """`buffers` staging buffers of `buffer_bytes` each on one device.
 
-    Raises `NotExportable` when the device's memory cannot be opened by other processes, `OutOfSharedMemory` when the
-    host has no room. Leftovers of dead processes are swept up first.
+    Raises `NotExportable` when other processes cannot open the device's memory, `OutOfSharedMemory` when the host has
+    no room. Leftovers of dead processes are removed first.
     """
 
     def __init__(self, device: torch.device | str, buffers: int, buffer_bytes: int, name: str) -> None:
         self.device = torch.device(device)
         self.buffer_bytes = buffer_bytes
         self.generation = next(_GENERATIONS)
-        """Tells this pool's buffers from those of an earlier pool of this process."""
+        """Distinguishes these buffers from earlier ones of this process."""
         self._buffers: list[HostStagingBuffer | CudaStagingBuffer] = []
         if self.device.type not in {"cpu", "cuda"}:
             raise NotExportable(f"memory of {self.device} cannot be shared: stage buckets on cpu or cuda")
@@ -101,11 +101,11 @@ class BucketBuffers:
 
     @property
     def buffers(self) -> list[HostStagingBuffer | CudaStagingBuffer]:
-        """The buffers, each a `transport.Slot`."""
+        """The buffers."""
         return self._buffers
 
     def close(self) -> None:
-        """Give everything back. May be called twice; not while a bucket is on its way."""
+        """Free all buffers. May be called twice; not while a bucket is being sent."""
         for buffer in self._buffers:
             buffer.close()
         self._buffers = []

@@ -1,4 +1,4 @@
-"""The memory of tensors as bytes, which is what tables of copies and of boxes speak of."""
+"""The memory of tensors as bytes, in which copy tables and box tables count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def addresses_of(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Where each begins. In a steady round this is all that is asked of thousands of tensors: no loop of Python's."""
+    """Addresses of the first elements.
+
+    A steady round asks thousands of tensors for this alone, without a Python loop.
+    """
     return list(map(torch.Tensor.data_ptr, tensors))
 
 

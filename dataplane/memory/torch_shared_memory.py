@@ -1,14 +1,14 @@
 """Shared memory that an inference server's workers can map with torch's own file_system sharing.
 
-The receiver copies a bucket here, checks the copy, and only then tells the server: what the trainer does to its own
-memory afterwards cannot reach the server. Three properties of torch's sharing (2.9 to 2.13, libshm) shape this file:
+The receiver copies a bucket here, checks the copy, and only then tells the server: later writes of the trainer to its
+own memory cannot reach the server. Three properties of torch's sharing (2.9 to 2.13, libshm) shape this module:
 
 * A worker connects to a ``torch_shm_manager`` whose socket is named in the payload. One is started here, with its
   output closed, in place of the one torch would fork with our standard error. It ends by itself when its last client
   has gone; the workers stay connected, so it may outlive us until the server ends, and does no harm.
-* The first bytes of a segment count its users, and whoever takes the count to zero unlinks the name, dying with an
-  uncaught C++ exception if that fails. The count is therefore kept far above what workers give back, and the name is
-  unlinked by us alone.
+* The first bytes of a segment count its users. The process that takes the count to zero unlinks the name, and dies with
+  an uncaught C++ exception if that fails. The count is therefore kept far above what workers give back, and only this
+  process unlinks the name.
 * A worker gives back one use for each time it opens the memory.
 """
 
@@ -34,13 +34,13 @@ _USES_PER_RANK: Final = 16
 _MAX_PATH: Final = 107
 """sun_path of a Unix socket, less its terminating zero."""
 _MANAGER_FAILED: Final = b"ERROR: "
-"""What its only line begins with when it comes to nothing (torch/lib/libshm/manager.cpp)."""
+"""Begin of the manager's only line when it fails (torch/lib/libshm/manager.cpp)."""
 _MANAGER_NAME_BYTES: Final = len("/torch-shm-dir-XXXXXX/manager.sock")
-"""What the manager adds to the folder that it is given."""
+"""Bytes that the manager adds to the path of its folder."""
 
 
 class TorchSharedBuffers:
-    """Up to `buffers` segments of one size, made at the first need, kept across rounds, remade only when too small."""
+    """Up to `buffers` segments of one size, allocated when first needed and replaced only when too small."""
 
     def __init__(self, runtime_dir: Path, buffers: int = 2) -> None:
         self._runtime_dir = runtime_dir
@@ -62,11 +62,11 @@ class TorchSharedBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def holds(self, nbytes: int) -> bool:
-        """There are buffers, and of at least so many bytes."""
+        """True when there are buffers of at least `nbytes`."""
         return bool(self._buffers) and self._buffers[0].nbytes >= nbytes
 
     @property
@@ -75,15 +75,18 @@ class TorchSharedBuffers:
         return len(self._buffers)
 
     def memory(self, index: int) -> torch.Tensor:
-        """The bytes of a buffer, 1-D uint8."""
+        """The bytes of buffer `index`, 1-D uint8."""
         return self._buffers[index].memory
 
     def lend(self, index: int, tp: int) -> HostMemory:
-        """What the `tp` ranks of a server open. To be called for every load: it counts the uses that they give back."""
+        """The handle that the `tp` ranks of a server open.
+
+        Call it for every load: it counts the uses that they give back.
+        """
         return self._buffers[index].lend(tp)
 
     def close(self) -> None:
-        """Unlink everything. What workers still have mapped stays valid for them."""
+        """Unlink all segments. Memory that workers have mapped stays valid for them."""
         self._drop()
         if self._manager is not None:
             self._manager.close()
@@ -116,7 +119,7 @@ class _Buffer:
 
 
 def _short_enough(runtime_dir: Path) -> Path:
-    """Where the manager may make its folder: torch says "no such file" of a socket whose name does not fit."""
+    """A folder for the manager's socket, whose path must fit sun_path: torch only says "no such file" otherwise."""
     for folder in (runtime_dir, Path(tempfile.gettempdir()), Path("/tmp"), Path("/dev/shm")):  # noqa: S108 - its folder is its own
         if len(os.fsencode(folder)) + _MANAGER_NAME_BYTES <= _MAX_PATH and os.access(folder, os.W_OK):
             return folder

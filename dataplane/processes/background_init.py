@@ -1,4 +1,7 @@
-"""What is made on a thread of its own while its maker waits for others: tables of 30 GB take as long as a group."""
+"""A value that is built on a thread of its own while its user waits for other processes.
+
+Tables of 30 GB take as long to build as a process group to form.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from . import torch_threads
 from .deadline import Deadline
 
 BOUND_S: Final = 60.0
-"""For memory to be had and tables to be written: seconds where there is much of it, for ever where a driver hangs."""
+"""Seconds to allocate memory and write tables; a driver may hang for ever there."""
 _LOG: Final = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 
 class BackgroundInit(Generic[_T]):
-    """Begun when it is made."""
+    """The result of a function that starts when this is constructed."""
 
     def __init__(self, make: Callable[[], _T], late: Callable[[], None] = lambda: None) -> None:
-        """`late` is called, by its thread, when `make` has returned after `settle` had given it up."""
+        """`late` is called on the thread when `make` returns after `settle` has given it up."""
         self._made: Future[_T] = Future()
         self._deadline = Deadline(BOUND_S)
         self._lock = threading.Lock()
-        """Held when `make` has ended, and when it is given up: one of the two is first."""
+        """Orders the end of `make` and giving it up."""
         self._given_up = False
 
         def run() -> None:
@@ -45,15 +48,15 @@ class BackgroundInit(Generic[_T]):
         torch_threads.start(run, "weightbus-binding")
 
     def result(self) -> _T:
-        """Wait for it. Raises what `make` raised, and `DeadlineExceeded` when `BOUND_S` are over."""
+        """The value; blocks. Raises the exception of `make`, and `DeadlineExceeded` after `BOUND_S`."""
         if not wait([self._made], self._deadline.left()).done:
             raise DeadlineExceeded("what is sent or received to be bound to memory", self._deadline.seconds)
         return self._made.result()
 
     def settle(self) -> bool:
-        """Wait until nothing is made any more, however it ended.
+        """Block until `make` has ended, with or without success.
 
-        False when `BOUND_S` are over: what it is made of belongs to its thread from then on, and to nobody else.
+        False after `BOUND_S`: from then on the thread alone owns the objects that `make` uses.
         """
         wait([self._made], self._deadline.left())
         with self._lock:

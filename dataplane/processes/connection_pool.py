@@ -1,8 +1,8 @@
-"""Connections that one thread reads and writes as far as they go: whoever stands still keeps nobody else waiting.
+"""Connections of one session, read and written by one thread without blocking, so that a stalled peer delays no other.
 
-What somebody says comes in parts, and is given on when a message is whole; what it is told waits for room, in a queue
-of its own. Whoever stands still in the middle of either is lost after `STALL_S`, alone. What it did while nobody
-pumped counts: a leader that plans for seconds, or was stopped, is away itself.
+A message is handed on when all of its bytes have arrived; outgoing bytes wait in a queue of their own for room in the
+socket. A peer that stalls in the middle of either is dropped after `STALL_S`. Bytes that arrived while the pool was not
+polled count: rank 0 plans for seconds, or may have been stopped itself.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from ..errors import DataplaneError, PeerLost, TransferFailed
 from .frames import Frames
 
 STALL_S: Final = 10.0
-"""For a peer that stands still in the middle of what it says or is told, and for the first words of one that comes."""
+"""Seconds for a peer that stalls in the middle of a message, or does not read, and for the first message of a new one.
+"""
 MAX_UNSENT: Final = 32
-"""Parts of messages that wait for room: whoever asks on and reads nothing is lost before they fill the memory."""
+"""Parts of messages in a peer's queue. A peer that asks on and does not read is dropped before they fill the memory."""
 _CLOSED: Final = (ValueError, LookupError, RuntimeError, OSError)
-"""What a selector or a queue raises that another thread closes meanwhile."""
+"""Exceptions of a selector or a queue that another thread closes meanwhile."""
 
 
 class PooledConnection:
-    """Somebody that is connected, or is to be."""
+    """A peer that is connected, or is expected to connect."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        """Empty for somebody who has not said yet who it is."""
+        """Empty until the peer has said its name."""
         self.frames: Frames | None = None
         self.unsent: deque[memoryview] = deque()
-        """What it is told and has no room for yet."""
+        """Bytes that wait for room in the socket."""
         self.progress_at = 0.0
-        """When it last had room; or it came."""
+        """Monotonic time at which the socket last took bytes; or the peer connected."""
         self.received_at = 0.0
-        """When anything of what it says last came."""
+        """Monotonic time at which the last bytes of the peer came."""
 
 
 class Watched(Protocol):
-    """What selectors take."""
+    """An object with a descriptor, as selectors take it."""
 
     def fileno(self) -> int:
-        """Of what is looked at."""
+        """The descriptor."""
         ...
 
 
@@ -53,12 +54,15 @@ L = TypeVar("L", bound=PooledConnection)
 
 
 class ConnectionPool(Generic[L]):
-    """Of one session. Used from one thread; `end` from any, and then `drop` and `close`."""
+    """The connections of one session. Used from one thread.
+
+    `end` from any, after which `drop` and `close` may be too.
+    """
 
     def __init__(self, on_message: Callable[[L, bytes], None], on_lost: Callable[[L, str], None]) -> None:
-        """`heard` is given every message, `lost` whoever has to be let go of, with the reason; it does that.
+        """`on_message` gets every message, `on_lost` a peer that has to be dropped and the reason. It calls `drop`.
 
-        A `DataplaneError` of `heard` is such a reason.
+        A `DataplaneError` of `on_message` is such a reason.
         """
         self._on_message, self._on_lost = on_message, on_lost
         self._connections: dict[L, None] = {}
@@ -66,11 +70,14 @@ class ConnectionPool(Generic[L]):
         self._selector = selectors.DefaultSelector()
 
     def watch(self, what: Watched | int, ready: Callable[[], None]) -> None:
-        """Call `ready` whenever there is something to read."""
+        """Call `ready` whenever `what` is readable."""
         self._selector.register(what, selectors.EVENT_READ, ready)
 
     def add(self, connection: L, frames: Frames) -> None:
-        """It is connected. Raises `TransferFailed` when this is closed; the connection is, too, then."""
+        """Serve a peer over established `frames`.
+
+        Raises `TransferFailed`, and closes `frames`, when the pool is closed.
+        """
         connection.frames, connection.progress_at = frames, time.monotonic()
         connection.unsent = deque()
         self._connections[connection] = None
@@ -81,7 +88,7 @@ class ConnectionPool(Generic[L]):
             raise TransferFailed("the sender was closed") from error
 
     def identify(self, guest: L, connection: L) -> None:
-        """The guest has said that it is `connection`, whose the connection is from now on."""
+        """Move the connection of `guest`, whose name was unknown, to the peer that it has said to be."""
         connection.frames, connection.unsent, connection.progress_at = guest.frames, guest.unsent, time.monotonic()
         guest.frames, guest.unsent = None, deque()
         self._connections.pop(guest, None)
@@ -90,9 +97,10 @@ class ConnectionPool(Generic[L]):
             self._selector.modify(connection.frames, _wanted(connection), connection)
 
     def send(self, connection: L, message: bytes) -> None:
-        """At once as far as it has room, and as it reads. Nobody, if it is gone already.
+        """Queue `message` and send what the socket takes now. Does nothing for a dropped peer.
 
-        Raises `PeerLost`, also for one that has `MAX_UNSENT` to read; `TransferFailed` when this is closed meanwhile.
+        Raises `PeerLost` for a failed connection or a queue of `MAX_UNSENT` parts, `TransferFailed` when the pool is
+        closed.
         """
         frames = connection.frames
         if frames is None:
@@ -110,7 +118,10 @@ class ConnectionPool(Generic[L]):
             raise TransferFailed("the sender was closed") from error
 
     def drop(self, connection: L, last: bytes = b"") -> None:
-        """Hang up. `last` is said before, if there is room for it and nothing else is half said."""
+        """Close a peer's connection.
+
+        `last` is sent before, if the socket takes it and no other message is half sent.
+        """
         frames, connection.frames = connection.frames, None
         self._connections.pop(connection, None)
         if frames is None:
@@ -126,9 +137,9 @@ class ConnectionPool(Generic[L]):
         frames.close()
 
     def poll(self, timeout_s: float) -> None:
-        """Everything that can be read and written within that time, or at the end of it; not all that there is.
+        """Read and write what is ready within `timeout_s` seconds, a block for each connection, and drop stalled peers.
 
-        Raises `TransferFailed` when this is closed meanwhile.
+        Raises `TransferFailed` when the pool is closed meanwhile.
         """
         if self._ended.is_set():
             raise TransferFailed("the sender was closed")
@@ -138,7 +149,7 @@ class ConnectionPool(Generic[L]):
                 if not isinstance(key.data, PooledConnection):
                     key.data()
                     continue
-                connection: L = key.data  # type: ignore[assignment]  # those that were taken
+                connection: L = key.data  # type: ignore[assignment]  # registered by `add`
                 if events & selectors.EVENT_WRITE:
                     self._guarded(connection, self._push)
                 if events & selectors.EVENT_READ:
@@ -150,7 +161,7 @@ class ConnectionPool(Generic[L]):
             raise TransferFailed("the sender was closed") from error
 
     def silent_for(self, connection: L, seconds: float) -> bool:
-        """For so long it has said nothing, and read nothing of what it is told; nor is there anything to pull."""
+        """True when for `seconds` the peer has sent nothing and read nothing, and no bytes of it wait in the socket."""
         if time.monotonic() - max(connection.received_at, connection.progress_at) <= seconds:
             return False
         frames = connection.frames
@@ -161,15 +172,15 @@ class ConnectionPool(Generic[L]):
 
     @property
     def ended(self) -> bool:
-        """Nobody is heard of any more."""
+        """True once `end` was called; no message is delivered any more."""
         return self._ended.is_set()
 
     def end(self) -> None:
-        """Whoever pumps finds out by this. From now on connections are let go of, and nothing else."""
+        """Make `poll` and `send` raise `TransferFailed`, from any thread. Only `drop` and `close` may follow."""
         self._ended.set()
 
     def close(self) -> None:
-        """Hang up on everybody who was not let go of. Whoever pumps finds out by this, too."""
+        """`end`, and close every connection that was not dropped."""
         self.end()
         self._selector.close()
         for connection in tuple(self._connections):
@@ -184,7 +195,7 @@ class ConnectionPool(Generic[L]):
             self._on_lost(connection, str(error))
 
     def _pull(self, connection: L) -> None:
-        """Take what it has said; raises `DataplaneError`."""
+        """Read a block; deliver the message if it is complete. Raises `DataplaneError`."""
         frames = connection.frames
         if frames is None:  # let go of by an earlier event of the same batch
             return
@@ -194,7 +205,7 @@ class ConnectionPool(Generic[L]):
             self._on_message(connection, found)
 
     def _push(self, connection: L) -> None:
-        """Tell it what it has room for now. Raises `PeerLost`."""
+        """Send what the socket takes now. Raises `PeerLost`."""
         frames = connection.frames
         if frames is None:
             return
@@ -213,7 +224,7 @@ class ConnectionPool(Generic[L]):
     def _drop_stalled(self) -> None:
         for connection in tuple(self._connections):
             if connection.unsent and _stalled(connection):
-                self._guarded(connection, self._push)  # there may be room since nobody looked
+                self._guarded(connection, self._push)  # there may be room since the last poll
                 if connection.unsent and _stalled(connection):
                     self._on_lost(connection, f"it has read nothing for {STALL_S:.1f} s of what it was told")
             elif (
@@ -229,7 +240,7 @@ class ConnectionPool(Generic[L]):
 
 
 def _stalled(connection: PooledConnection) -> bool:
-    """With what it has to read, or to say first."""
+    """True when no outgoing byte, or no first message, has made progress for `STALL_S`."""
     return time.monotonic() - connection.progress_at > STALL_S
 
 

@@ -6,18 +6,18 @@ from ..errors import DeadlineExceeded
 
 
 class Deadline:
-    """`seconds` from now, on the monotonic clock."""
+    """A point `seconds` from now on the monotonic clock."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds that remain, never below zero."""
+        """Seconds that remain, at least zero."""
         return max(0.0, self._end - time.monotonic())
 
     def check(self, waiting_for: str) -> float:
-        """Seconds that remain. Raises `DeadlineExceeded` when there are none."""
+        """Seconds that remain. Raises `DeadlineExceeded`, naming `waiting_for`, when there are none."""
         left = self.left()
         if not left:
             raise DeadlineExceeded(waiting_for, self.seconds)

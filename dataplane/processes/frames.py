@@ -1,4 +1,4 @@
-"""Messages of any size between two processes of one user on one host: a stream socket, a length before each message."""
+"""Messages of any size between two processes of one user on one host: a Unix stream socket, a length before each."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .deadline import Deadline
 from .unix_sockets import peer_pid
 
 MAX_FRAME: Final = 512 * 1024 * 1024
-"""A recording of a million copies takes a fifth of it."""
+"""Bytes. A load trace of a million copies takes a fifth of it."""
 _LENGTH: Final = struct.Struct("<Q")
 _BLOCK: Final = 1024 * 1024
 _JOINED: Final = 64 * 1024
-"""Up to so many bytes a message is copied behind its length: one packet, and not two."""
+"""Bytes. Up to so many a message is copied behind its length: one packet instead of two."""
 _ENDING_S: Final = 0.5
-"""From a process's last connection to its end."""
+"""Seconds from a process's last connection to its end."""
 _LOOK_S: Final = 0.005
 
 
 class Frames:
-    """One end of an established connection. Whoever is at the other end has been looked at."""
+    """One end of an established connection, whose other end was found to be a process of this user."""
 
     limit: int = MAX_FRAME
-    """Bytes of the largest message that is taken."""
+    """Bytes of the largest message that is accepted."""
     _length: int | None = None
-    """Of the message that is being pulled, once it is known."""
+    """Bytes of the message that is being pulled, once its length has arrived."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -42,7 +42,7 @@ class Frames:
 
     @classmethod
     def connect(cls, path: str, deadline: Deadline) -> Self:
-        """Connect to a listening socket. Raises `PeerLost` when nobody of our user listens there."""
+        """Connect to the listening socket `path`. Raises `PeerLost` when no process of this user listens there."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(deadline.check(path))
@@ -56,11 +56,14 @@ class Frames:
             raise
 
     def fileno(self) -> int:
-        """For selectors."""
+        """The socket's descriptor, for selectors."""
         return self._socket.fileno()
 
     def framed(self, message: bytes) -> tuple[memoryview, ...]:
-        """As it travels next in this connection, for `push`: whoever wraps a message sends it."""
+        """The parts of `message` as it travels next, for `push`.
+
+        A framed message must be sent: with a MAC it has a number.
+        """
         mac = self._mac_of(message)
         head = _LENGTH.pack(len(mac) + len(message)) + mac
         if len(message) <= _JOINED:
@@ -68,12 +71,12 @@ class Frames:
         return memoryview(head), memoryview(message)
 
     def _mac_of(self, message: bytes) -> bytes:
-        """What is said before it."""
+        """The bytes before a message: none here, a MAC in `MacFrames`."""
         del message
         return b""
 
     def send(self, message: bytes, deadline: Deadline) -> None:
-        """Raises `PeerLost`, `DeadlineExceeded`."""
+        """Send `message`, blocking until it is written. Raises `PeerLost`, `DeadlineExceeded`."""
         try:
             for part in self.framed(message):
                 self._socket.settimeout(deadline.check("room to send"))
@@ -84,7 +87,10 @@ class Frames:
             raise PeerLost(f"the other end is gone: {error}") from error
 
     def push(self, part: memoryview) -> memoryview:
-        """Send of what was `framed` what the other end has room for now; what is left of it. Raises `PeerLost`."""
+        """Send as much of a `framed` part as the socket takes now, without blocking; returns the rest.
+
+        Raises `PeerLost`.
+        """
         try:
             self._socket.settimeout(0.0)
             return part[self._socket.send(part) :]
@@ -94,13 +100,13 @@ class Frames:
             raise PeerLost(f"the other end is gone: {error}") from error
 
     def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
-        """The next message. Raises `PeerLost`, `DeadlineExceeded`."""
+        """The next message; blocks. Raises `PeerLost`, and `DeadlineExceeded` naming `waiting_for`."""
         return self._exactly(self._announced(self._exactly(_LENGTH.size, deadline, waiting_for)), deadline, waiting_for)
 
     def pull(self) -> bytes | None:
-        """Take what is there of the next message; the message, once that is all of it. Raises `PeerLost`.
+        """Read a block of the next message without blocking; the message, once it is complete. Raises `PeerLost`.
 
-        Whoever has begun to pull does not `receive`.
+        Not to be mixed with `receive`.
         """
         if self._length is None:
             self._read(_LENGTH.size)
@@ -116,11 +122,11 @@ class Frames:
 
     @property
     def mid_message(self) -> bool:
-        """A part of a message was pulled, and the rest has not come."""
+        """True when a part of a message was pulled and the rest has not arrived."""
         return self._length is not None or bool(self._received)
 
     def _read(self, count: int) -> None:
-        """What is there of so many bytes, and no more than a block."""
+        """Read what is there of `count` bytes, at most a block."""
         if len(self._received) == count:
             return
         try:
@@ -141,7 +147,7 @@ class Frames:
         return length
 
     def _exactly(self, count: int, deadline: Deadline, waiting_for: str) -> bytes:
-        """Memory is taken as bytes come, and not for what is only announced."""
+        """Read `count` bytes. Memory grows with the bytes that arrive, not with an announced length."""
         found = bytearray()
         while len(found) < count:
             try:
@@ -157,7 +163,10 @@ class Frames:
         return bytes(found)
 
     def peer_ended(self) -> bool:
-        """The process at the other end has ended. False also where it cannot be seen: in another container."""
+        """True when the process at the other end has ended.
+
+        False also where it cannot be seen, in another container.
+        """
         try:
             state = Path(f"/proc/{self.pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
         except OSError:
@@ -165,24 +174,27 @@ class Frames:
         return state.split()[0] in {"Z", "X"}
 
     def readable(self) -> bool:
-        """Something was said, or the other end has hung up: `receive` need not wait for the beginning of it."""
+        """True when bytes have arrived or the other end has hung up: `receive` finds a beginning at once."""
         return self.readable_within(0.0)
 
     def readable_within(self, within_s: float) -> bool:
-        """The same, or it is within so many seconds."""
+        """The same, waiting up to `within_s` seconds."""
         poll = select.poll()
         poll.register(self._socket.fileno(), select.POLLIN | select.POLLHUP)
         return bool(poll.poll(within_s * 1000))
 
     def close(self) -> None:
-        """Twice is fine."""
+        """Close the connection. May be called twice."""
         with contextlib.suppress(OSError):  # the other end may have closed first
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def find_ended_peer(ends: Iterable[tuple[int, Frames]]) -> int | None:
-    """The number of an end whose process has ended, or is about to: it closes its connections first."""
+    """The number of an end whose process has ended, or is about to: it closes its connections first.
+
+    Blocks up to 0.5 s.
+    """
     until, suspects = time.monotonic() + _ENDING_S, tuple(ends)
     try:
         while suspects := tuple((number, frames) for number, frames in suspects if frames.readable()):
@@ -192,13 +204,13 @@ def find_ended_peer(ends: Iterable[tuple[int, Frames]]) -> int | None:
             if time.monotonic() >= until:
                 return None
             time.sleep(_LOOK_S)
-    except ValueError:  # they were closed meanwhile, by whoever called it off
+    except ValueError:  # closed meanwhile by another thread
         return None
     return None
 
 
 class FrameListener:
-    """A socket of a name that only this user can connect to."""
+    """A named Unix socket that only this user can connect to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -210,7 +222,7 @@ class FrameListener:
             self._socket.bind(os.fspath(new))
             new.chmod(0o600)
             self._socket.listen(128)
-            new.rename(path)  # whoever finds the name can connect
+            new.rename(path)  # the name appears when the socket listens
         except OSError as error:
             self._socket.close()
             with contextlib.suppress(OSError):
@@ -218,11 +230,11 @@ class FrameListener:
             raise PeerLost(f"the socket {path} cannot be opened: {error}: shorten runtime_dir?") from error
 
     def fileno(self) -> int:
-        """For selectors."""
+        """The socket's descriptor, for selectors."""
         return self._socket.fileno()
 
     def accept(self, deadline: Deadline, waiting_for: str) -> Frames:
-        """The next connection of a process of this user. Raises `DeadlineExceeded`."""
+        """The next connection of a process of this user; blocks. Raises `DeadlineExceeded`, `PeerLost` when closed."""
         while True:
             self._socket.settimeout(deadline.check(waiting_for))
             try:
@@ -237,8 +249,8 @@ class FrameListener:
                 sock.close()
 
     def close(self) -> None:
-        """Twice is fine."""
-        with contextlib.suppress(OSError):  # nobody may be connected
+        """Close the socket and remove its name. May be called twice."""
+        with contextlib.suppress(OSError):  # there may be no connection
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self.path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Which machine this is and how it is reached, so that two agents can tell what they share."""
+"""Identity of this machine and its network interfaces, so that two agents can tell what they share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _SIOCGIFADDR: Final = 0x8915
 
 
 class HostInterface(NamedTuple):
-    """One network interface that others may come through; the loopback is none."""
+    """A network interface with a routable address."""
 
     name: str
     addresses: tuple[str, ...]
     mbps: int
-    """Megabits a second as its driver says; 0 where it does not (virtual ones)."""
+    """Link speed in Mbit/s as the driver reports it; 0 where it does not (virtual interfaces)."""
 
 
 def host_identity() -> str:
@@ -38,17 +38,20 @@ def host_identity() -> str:
 
 
 def network_identity() -> str:
-    """The network namespace of this process: whoever has the same one shares its loopback. Empty where unknown."""
+    """The network namespace of this process; processes with the same one share a loopback. Empty where unknown."""
     return _namespace("net")
 
 
 def files_identity() -> str:
-    """The mount namespace: whoever has the same one sees the same files under the same names. Empty where unknown."""
+    """The mount namespace; processes with the same one see the same files under the same names. Empty where unknown."""
     return _namespace("mnt")
 
 
 def folder_identity(folder: Path) -> str:
-    """Equal where two processes of one host see the same folder, whatever they call it. Empty where it is not there."""
+    """Device and inode of `folder`: equal for two processes of a host that see the same one.
+
+    Empty where it does not exist.
+    """
     try:
         found = folder.stat()
     except OSError:
@@ -57,7 +60,7 @@ def folder_identity(folder: Path) -> str:
 
 
 def network_interfaces() -> tuple[HostInterface, ...]:
-    """Those that have an address, the loopback left out."""
+    """The interfaces with an address, without loopback and link-local ones."""
     six = _ipv6()
     found: list[HostInterface] = []
     for _, name in socket.if_nameindex():
@@ -88,7 +91,7 @@ def _ipv4(name: str) -> str:
 
 
 def _ipv6() -> dict[str, list[str]]:
-    """By interface. Each line is: address, index, length of the prefix, scope, flags, name."""
+    """Addresses by interface. Each line is: address, index, length of the prefix, scope, flags, name."""
     found: dict[str, list[str]] = {}
     with contextlib.suppress(OSError):  # no IPv6 here
         for line in _IPV6.read_text(encoding="ascii").splitlines():

@@ -1,8 +1,8 @@
-"""Messages between two hosts, each with a MAC by the epoch's token: a stranger who reaches the port says nothing.
+"""Messages between two hosts over TCP, each with a MAC keyed by the epoch's token: a stranger cannot inject a message.
 
-The token is new in every epoch and travels on the authenticated bus, never here. Both ends give a number of their own
-at the beginning, and count what they send: what was said in another connection, or before, is no message. Contents can
-be read on the way: they are layouts and plans, not weights.
+The token is new in every epoch and travels on the authenticated bus, never here. Both ends contribute a nonce and
+number their messages, so a message of another connection, or an earlier one, is refused. Contents are readable on the
+way: they are layouts and plans, not weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import socket
 from typing import Final
 from urllib.parse import urlsplit
 
-# torch.distributed has this name only where it was built with it, and type checkers do not see it there.
 from ..errors import DeadlineExceeded, ForgedMessage, PeerLost, TransferFailed
 from .deadline import Deadline
 from .frames import Frames
@@ -39,7 +38,10 @@ class MacFrames(Frames):
 
     @classmethod
     def reach(cls, address: str, token: str, deadline: Deadline) -> MacFrames:
-        """Connect to ``tcp://host:port``. Raises `PeerLost`, `TransferFailed` for what is no such address."""
+        """Connect to ``tcp://host:port``.
+
+        Raises `PeerLost`, `DeadlineExceeded`, `TransferFailed` for another kind of address.
+        """
         where = parse_tcp_address(address)
         try:
             sock = socket.create_connection(where, deadline.check(address))
@@ -57,7 +59,10 @@ class MacFrames(Frames):
         return frames
 
     def handshake(self, deadline: Deadline) -> None:
-        """Exchange numbers, and show one another that both know the token, before a message of any size is read."""
+        """Exchange nonces, and prove that both ends know the token, before a message of any size is read.
+
+        Raises `ForgedMessage`.
+        """
         mine = secrets.token_bytes(_NONCE_BYTES)
         theirs = self._exchange(mine, deadline)
         both = mine + theirs if self._listening else theirs + mine
@@ -68,7 +73,7 @@ class MacFrames(Frames):
         self._sent = self._heard = 1
 
     def _exchange(self, mine: bytes, deadline: Deadline) -> bytes:
-        """Say as many bytes as the other end says."""
+        """Send `mine` and read as many bytes of the other end."""
         try:
             self._socket.settimeout(deadline.check("a greeting"))
             self._socket.sendall(mine)
@@ -84,11 +89,11 @@ class MacFrames(Frames):
         return mac
 
     def receive(self, deadline: Deadline, waiting_for: str) -> bytes:
-        """The next message. Raises `PeerLost`, `DeadlineExceeded`, `ForgedMessage`."""
+        """The next message; blocks. Raises `PeerLost`, `DeadlineExceeded`, `ForgedMessage`."""
         return self._opened(super().receive(deadline, waiting_for))
 
     def pull(self) -> bytes | None:
-        """What is there of the next message; see `Frames`. Raises `PeerLost`, `ForgedMessage`."""
+        """See `Frames.pull`. Raises `PeerLost`, `ForgedMessage`."""
         found = super().pull()
         return None if found is None else self._opened(found)
 
@@ -105,7 +110,7 @@ class MacFrames(Frames):
 
 
 class MacListener:
-    """A TCP port of one address of this host."""
+    """A TCP port on one address of this host."""
 
     def __init__(self, host: str, token: str) -> None:
         self._token = token
@@ -113,26 +118,26 @@ class MacListener:
         self.address = f"tcp://{bracket_ipv6(host)}:{self._socket.getsockname()[1]}"
 
     def accept(self, deadline: Deadline) -> MacFrames:
-        """The next connection, still to be greeted. Raises `DeadlineExceeded`, `PeerLost`."""
+        """The next connection, before its handshake; blocks. Raises `DeadlineExceeded`, `PeerLost`."""
         try:
-            self._socket.settimeout(deadline.check("somebody"))
+            self._socket.settimeout(deadline.check("a connection"))
             sock, _ = self._socket.accept()
         except TimeoutError as error:
-            raise DeadlineExceeded("somebody", deadline.seconds) from error
+            raise DeadlineExceeded("a connection", deadline.seconds) from error
         except OSError as error:
             raise PeerLost("the port was closed") from error
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return MacFrames(sock, self._token, listening=True)
 
     def close(self) -> None:
-        """Twice is fine."""
-        with contextlib.suppress(OSError):  # nobody may be connected
+        """Close the port. May be called twice."""
+        with contextlib.suppress(OSError):  # there may be no connection
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def parse_tcp_address(address: str) -> tuple[str, int]:
-    """Of ``tcp://host:port``. Raises `TransferFailed` for anything else."""
+    """Host and port of ``tcp://host:port``. Raises `TransferFailed` for anything else."""
     try:
         url = urlsplit(address)
         host, port = url.hostname, url.port
@@ -144,12 +149,12 @@ def parse_tcp_address(address: str) -> tuple[str, int]:
 
 
 def bracket_ipv6(host: str) -> str:
-    """As it stands before a port: a colon of IPv6 is none between the two."""
+    """`host` as it stands before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def listen_tcp(host: str) -> socket.socket:
-    """A TCP port of one address of this machine. Raises `TransferFailed` where there can be none."""
+    """A listening socket on an ephemeral port of `host`. Raises `TransferFailed` where it cannot be opened."""
     try:
         return socket.create_server((host, 0), family=address_family(host), backlog=128)
     except OSError as error:
@@ -159,13 +164,16 @@ def listen_tcp(host: str) -> socket.socket:
 
 
 def address_family(host: str) -> socket.AddressFamily:
-    """IPv6 where `host` has no address of IPv4. Raises OSError where it has none at all."""
+    """IPv4 where `host` has such an address, otherwise IPv6. Raises OSError where it has neither."""
     found = {family for family, *_ in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     return socket.AF_INET if socket.AF_INET in found else socket.AF_INET6
 
 
 def local_address_towards(host: str, port: int) -> str:
-    """The address of this machine at which whoever is at `host` sees it. Nothing is sent."""
+    """The address of this machine that a packet to `host` would carry. Sends nothing.
+
+    Raises `PeerLost` without a route.
+    """
     try:
         with socket.socket(address_family(host), socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
@@ -176,5 +184,5 @@ def local_address_towards(host: str, port: int) -> str:
 
 
 def new_token() -> str:
-    """A secret for one epoch."""
+    """A random secret for one epoch."""
     return secrets.token_hex(16)

@@ -1,4 +1,4 @@
-"""torch's process group backends, built directly: its default group, its timeouts and its registry stay as they are."""
+"""torch's process group backends, constructed directly: the default group, its timeouts and registry stay untouched."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _UNWATCHED: Final = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # a watchdog that hangs in the driver would end the process too
 }
 _MAKING: Final = threading.Lock()
-"""Held while a group is made: its settings are those of the whole process meanwhile."""
+"""Held while a group is constructed: its environment variables are those of the whole process meanwhile."""
 _ABORT_S: Final = 5.0
-"""How long NCCL may take to break a group before nobody waits for it any more."""
+"""Seconds for NCCL to abort a group before its thread is left alone."""
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _ABORT_TAG: Final = 0x7FFFFFFF
-"""No message has it."""
+"""A tag that no message has."""
 
 
 class GlooReceive(Protocol):
-    """What torch's stubs leave out of ProcessGroupGloo."""
+    """The part of ProcessGroupGloo that torch's stubs leave out."""
 
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> c10d.Work:  # noqa: N803
         """Torch's own."""
@@ -43,10 +43,10 @@ class GlooReceive(Protocol):
 
 
 def break_gloo(backend: GlooReceive, rank: int, size: int) -> None:
-    """Close all connections of `rank`, which frees whoever waits at their other ends, and here in another thread.
+    """Close all connections of `rank`, which ends every wait at their other ends, and of other threads here.
 
-    Gloo has no abort (2.13: a no-op), but a receive that runs out of time does that. One from a rank that has ended
-    fails in another way, which closes nothing; so each of the others is tried.
+    Gloo has no abort (2.13: a no-op), but a receive that times out closes them. A receive from a rank that has ended
+    fails in another way and closes nothing, so each peer is tried.
     """
     for peer in range(size):
         if peer != rank:
@@ -55,7 +55,7 @@ def break_gloo(backend: GlooReceive, rank: int, size: int) -> None:
 
 
 def make_gloo_group(store: c10d.Store, host: str, rank: int, size: int, timeout: timedelta) -> object:
-    """A ``ProcessGroupGloo`` that others reach at `host`. Blocks until all ranks have come; raises RuntimeError."""
+    """A ``ProcessGroupGloo`` that peers reach at `host`. Blocks until all ranks have joined; raises RuntimeError."""
     make = cast("Callable[..., object]", c10d.ProcessGroupGloo)  # the stubs know only its form without options
     options = c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]  # noqa: SLF001  # pyright: ignore[reportUnknownMemberType]
@@ -64,7 +64,7 @@ def make_gloo_group(store: c10d.Store, host: str, rank: int, size: int, timeout:
 
 
 class Abortable(Protocol):
-    """What torch's stubs leave out of ProcessGroupNCCL."""
+    """The part of ProcessGroupNCCL that torch's stubs leave out."""
 
     def abort(self) -> None:
         """Torch's own."""
@@ -75,11 +75,11 @@ def make_nccl_group(store: c10d.Store, rank: int, size: int, deadline: Deadline)
     """A ``ProcessGroupNCCL`` that torch's watchdog leaves alone. It connects at its first call.
 
     Our deadlines decide. A watchdog that sees an error of NCCL's, which a peer's death is, keeps ``abort`` waiting for
-    a minute while it dumps what it knows, and has the monitor of the process's first group end the process eight
-    minutes later. It is not told of the works of a group that waits for them itself.
+    a minute while it dumps its state, and has the monitor of the process's first group end the process eight minutes
+    later. It is not told of the works of a group in blocking-wait mode.
 
-    One of ours is made at a time; raises `DeadlineExceeded` where another one keeps it waiting. A group that the
-    program makes by itself on another thread, in the moment that this takes, has our settings too.
+    One group is constructed at a time; raises `DeadlineExceeded` when another one takes too long. A group that the
+    program constructs on another thread at the same moment gets our settings too.
     """
     options = c10d.ProcessGroupNCCL.Options()
     options._timeout = timedelta(days=1)  # noqa: SLF001
@@ -93,12 +93,12 @@ def make_nccl_group(store: c10d.Store, rank: int, size: int, deadline: Deadline)
 
 
 def abort_nccl(backend: Abortable, seconds: float = _ABORT_S) -> None:
-    """Break a group off, and wait for that so long: what NCCL does there may take as long as the driver likes."""
+    """Abort a group and wait up to `seconds`: NCCL's part may take as long as the driver likes."""
     run_aside(backend.abort).join(seconds)
 
 
 def run_aside(function: Callable[[], None]) -> threading.Thread:
-    """On a thread of its own: how a group ends that is of no use any more. That it fails is no news."""
+    """Run `function` on a thread of its own and ignore its RuntimeError: the end of a group that is of no more use."""
 
     def quietly() -> None:
         with contextlib.suppress(RuntimeError):
@@ -109,7 +109,7 @@ def run_aside(function: Callable[[], None]) -> threading.Thread:
 
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Generator[None, None, None]:
-    """Torch reads these settings from the environment when a group is made, and nowhere else."""
+    """Set environment variables: torch reads these when a group is constructed, and nowhere else."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
@@ -123,9 +123,9 @@ def _environment(settings: Mapping[str, str]) -> Generator[None, None, None]:
 
 
 BUCKET_TIMEOUT_S: Final = 30.0
-"""How long one bucket may take, and what its bytes take at `_LEAST_BYTES_S`, where nobody else shows how long it takes.
+"""Seconds for one bucket, besides its bytes at `_LEAST_BYTES_S`, where no other receiver shows how long it takes.
 
-A server puts the bucket before it into place meanwhile, and compiles kernels for the first one.
+A server loads the bucket before it meanwhile, and compiles kernels for the first one.
 """
 
 
@@ -147,5 +147,5 @@ def process_group_backend(device: torch.device) -> str:
 
 
 def bucket_timeout_s(nbytes: int) -> float:
-    """How long a server may take for a bucket of `nbytes`: beyond that it stands still."""
+    """Seconds after which a server that has not taken a bucket of `nbytes` counts as stalled."""
     return BUCKET_TIMEOUT_S + nbytes / _LEAST_BYTES_S

@@ -1,4 +1,4 @@
-"""Reaching the store in which a group meets, when its server may have ended already."""
+"""The rendezvous store of a group: serving it, and connecting to one whose server may have ended."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .mac_frames import listen_tcp, parse_tcp_address
 
 
 def connect_store(address: str, deadline: Deadline) -> TCPStore:
-    """A client of the store at ``tcp://host:port``, which waits for no key beyond `deadline`.
+    """A client of the store at ``tcp://host:port``, whose waits for keys end with `deadline`.
 
-    Raises `PeerLost`, `DeadlineExceeded`, `TransferFailed` for what is no such address. To be called on a thread of
-    torch_threads.py: nobody can call it off.
+    Raises `PeerLost`, `DeadlineExceeded`, `TransferFailed` for another kind of address. To be called on a thread of
+    torch_threads.py, because it cannot be cancelled.
     """
     host, port = parse_tcp_address(address)
     _knock(host, port, deadline)
@@ -38,8 +38,8 @@ def connect_store(address: str, deadline: Deadline) -> TCPStore:
 def warm_up_name_resolution() -> threading.Thread:
     """Have torch make its first store now, on a thread of its own; once in a process.
 
-    Torch asks the resolver for the name of everybody whom a store is connected to. If no name server answers it waits
-    for each of them for 10 s, and asks no more after that: otherwise in the middle of the process's first round.
+    Torch resolves the host name of every peer of a store. Without a name server it waits 10 s for each, and only the
+    first time: otherwise in the middle of the process's first round.
     """
     return torch_threads.start(_make_a_store, "weightbus-names")
 
@@ -49,7 +49,7 @@ def _make_a_store() -> None:
 
 
 def _knock(host: str, port: int, deadline: Deadline) -> None:
-    """Torch would try to reach a store that has ended for twice its deadline, and cannot be called off meanwhile."""
+    """Connect once: torch would retry an ended store for twice its deadline, and cannot be cancelled meanwhile."""
     try:
         socket.create_connection((host, port), deadline.check("the group's store")).close()
     except TimeoutError as error:
@@ -68,5 +68,5 @@ def serve_store(host: str) -> c10d.TCPStore:
 
 
 def join_store(server: c10d.TCPStore) -> c10d.TCPStore:
-    """A client of `server`: it holds nothing open, so that the last reference to `server` ends the store for all."""
+    """A client of `server`. It keeps no server alive: the last reference to `server` ends the store for all."""
     return c10d.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)

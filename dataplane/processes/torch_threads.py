@@ -1,9 +1,9 @@
-"""Threads that wait inside of torch. The interpreter waits for them a little when it ends.
+"""Daemon threads that block inside torch, and are waited for a little when the interpreter ends.
 
-A daemon thread that comes back from C++ into an interpreter that is ending is ended on the spot, in the middle of
-pybind11's frames, which the C++ runtime takes for an error: "terminate called without an active exception", and a
-program that did everything right ends with SIGABRT. Threads that are not daemons would keep a program for as long as a
-peer that died keeps torch.
+A daemon thread that returns from C++ into an interpreter that is finalizing is ended in the middle of pybind11's
+frames, which the C++ runtime takes for an error: "terminate called without an active exception", and a program that did
+everything right ends with SIGABRT. Threads that are not daemons would keep a program for as long as a dead peer keeps
+torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Final, Protocol, TypeVar
 from .thread_latency import without_timer_slack
 
 PATIENCE_S: Final = 10.0
-"""For all of them together; NCCL's abort and a wait of gloo's that was broken off take less."""
+"""Seconds for all of them together; NCCL's abort and a broken wait of gloo's take less."""
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,7 @@ _started: Final[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
 
 def start(target: Callable[[], None], name: str) -> threading.Thread:
-    """A daemon thread that runs `target`."""
+    """Start a daemon thread that runs `target`, without timer slack."""
 
     def run() -> None:
         without_timer_slack()
@@ -42,7 +42,7 @@ def start(target: Callable[[], None], name: str) -> threading.Thread:
 
 
 class SerialCalls:
-    """Calls that cannot be broken off: one after the other, on a thread that is there while there are any."""
+    """Calls that cannot be cancelled once begun, one after another, on a thread that exists while there are any."""
 
     def __init__(self, name: str) -> None:
         """`name` is the thread's."""
@@ -50,7 +50,7 @@ class SerialCalls:
         self._line = _Line()
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
-        """Have it called, after those before it."""
+        """Queue `function`; its result is the future's."""
         future: Future[_T] = Future()
         line = self._line
         with line.lock:
@@ -61,7 +61,10 @@ class SerialCalls:
         return future
 
     def give_up(self) -> None:
-        """What has not begun is cancelled. What does not return keeps its thread; the next call gets another one."""
+        """Cancel calls that have not begun.
+
+        A call that does not return keeps its thread; the next call gets another one.
+        """
         line, self._line = self._line, _Line()
         with line.lock:
             waiting, line.waiting = tuple(line.waiting), deque()
@@ -70,9 +73,10 @@ class SerialCalls:
 
 
 def run_all_within(seconds: float, calls: Sequence[Callable[[], None]], name: str) -> None:
-    """Have `calls` made beside one another, on threads called `name`, and wait for all of them together so long.
+    """Run `calls` in parallel, on threads called `name`, and wait up to `seconds` for all of them together.
 
-    What does not return by then keeps its thread. Raises what the first one raised that failed, after the others.
+    A call that does not return by then keeps its thread. Raises the exception of the first that failed, after the
+    others.
     """
     futures = [SerialCalls(name).submit(call) for call in calls]
     done = wait(futures, seconds).done
@@ -89,7 +93,7 @@ class _Line:
         self.lock = threading.Lock()
         self.waiting: deque[tuple[_Cancellable, Callable[[], None]]] = deque()
         self.served = False
-        """A thread looks at it."""
+        """True while a thread works on the queue."""
 
 
 def _serve(line: _Line) -> None:

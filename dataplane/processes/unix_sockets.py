@@ -1,4 +1,4 @@
-"""Unix sockets of one user: where they lie, who may reach them, which process is at the other end."""
+"""Unix sockets of one user: their folder, its permissions, and the process at the other end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import PeerLost, Unsupported
 
 
 def why_not_private(path: Path, kind: int) -> str:
-    """Why `path` is not a folder or socket (`kind`: S_IFDIR, S_IFSOCK) of ours alone; empty when it is.
+    """The reason why `path` is not a folder or socket (`kind`: S_IFDIR, S_IFSOCK) of this user alone; empty when it is.
 
     Looks at the entry itself: a link is neither.
     """
@@ -39,7 +39,7 @@ def open_runtime_dir(path: Path) -> None:
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """PID of the other end. Raises `PeerLost` when it belongs to another user."""
+    """PID of the process at the other end; 0 in another PID namespace. Raises `PeerLost` when another user owns it."""
     raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", raw)
     if uid != os.getuid():
@@ -48,6 +48,6 @@ def peer_pid(sock: socket.socket) -> int:
 
 
 def default_runtime_dir() -> Path:
-    """Where sockets go unless the settings say otherwise: short, and this user's alone."""
+    """The folder of sockets unless settings name another: a short path, of this user alone."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     return Path(base, "weightbus") if base else Path(tempfile.gettempdir(), f"weightbus-{os.getuid()}")

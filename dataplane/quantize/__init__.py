@@ -1,4 +1,7 @@
-"""Quantization schemes, the config that names them, and the kernels."""
+"""Quantization schemes, the config that names them, and the kernels.
+
+schemes and hf_quantization_config are pure; quantize_torch is the arithmetic's reference, quantize_triton the kernels.
+"""
 
 from typing import TYPE_CHECKING
 

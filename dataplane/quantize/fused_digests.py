@@ -1,9 +1,9 @@
-"""Which quantized elements are summed up for their digest while they are made, instead of being read again. Pure.
+"""Which quantized elements are summed for their digest while they are made, instead of being read again. Pure.
 
-A program of the kernel that quantizes FP8 holds whole rows of its tile when it stores them: eight elements are a word
-of the packed tensor, if rows and boxes begin and end on one, and a sum does not care who adds which words
-(box_digests.py). Everything else, scales among it, is read again from where it lies: scales are four bytes, half a
-word, and a part in sixteen thousand of the whole.
+A program of the FP8 kernel holds whole rows of its tile when it stores them: eight elements are a word of the packed
+tensor, if rows and boxes begin and end on one, and the order of a sum's words does not matter (box_digests.py).
+Everything else, scales among it, is read again in place: scales are four bytes, half a word, and a part in sixteen
+thousand of the whole.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from ..tensors import Box, Column, Shards, intersect, volumes
 from .schemes import Element, Scheme
 
 WORD: Final = 8
-"""Elements of FP8 in a word."""
+"""FP8 elements in a word."""
 _MOST: Final = 1 << 31
 """Words of a tensor that the kernel's table has room for."""
 
 
 class WordLayout(NamedTuple):
-    """Where the words of a box lie in its packed tensor."""
+    """The words of a box in its packed tensor."""
 
     at: int
-    """Index of the first one."""
+    """Index of the first word."""
     step: int
-    """From one row to the next."""
+    """Words from one row to the next."""
 
 
 @dataclass(frozen=True, eq=False)
 class FusedDigests:
-    """What one rank has the sums of."""
+    """The sums of one rank that were made while quantizing."""
 
     shards: Shards
-    """All that is in them."""
+    """All shards in the sums."""
     tensor: Column
-    """(sums,): the tensor that each is of, all different."""
+    """(sums,): the tensor of each sum, all different."""
 
 
 def word_layout(scheme: Scheme, box: Box, shape: Sequence[int]) -> WordLayout | None:
-    """Where the elements of `box` lie, of a weight of `shape` that `scheme` quantizes; None if they are read again.
+    """The words of `box`, of a weight of `shape` that `scheme` quantizes; None if they are read again.
 
     That is: for anything but FP8 with a scale for a block or a row; where a row of the tensor, of the box or of a block
     is no whole number of words; and for a tensor of 16 GiB or more.
@@ -58,7 +58,7 @@ def word_layout(scheme: Scheme, box: Box, shape: Sequence[int]) -> WordLayout | 
 
 
 def fully_summed_tensors(chosen: Shards, summed: Shards) -> Column:
-    """The tensors of which `summed`, disjoint shards of one rank, are exactly what falls to it in `chosen`; ascending.
+    """The tensors whose share in `chosen` is exactly `summed`, disjoint shards of one rank; ascending.
 
     Both are of the same tensors, in the same order.
     """

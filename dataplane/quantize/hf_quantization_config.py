@@ -1,9 +1,9 @@
-"""Which weights of a checkpoint are quantized, and how: read from its ``quantization_config``. Pure, no torch.
+"""Which weights of a checkpoint are quantized, and how, by its ``quantization_config``. Pure, no torch.
 
-Understood are ``fp8`` and ``mxfp8`` (DeepSeek-V3, Qwen3-FP8) and ``compressed-tensors``. Whatever changes what the
-served numbers mean and is not understood is refused with `UnknownScheme`: weights never pass as they are because a
-word in a config was not known. A checkpoint's own files, where they are at hand, say which modules are quantized;
-without them it is decided by names, and a name that could be either is refused too.
+Understood are ``fp8`` and ``mxfp8`` (DeepSeek-V3, Qwen3-FP8) and ``compressed-tensors``. A config that changes the
+meaning of the served numbers in an unknown way is refused with `UnknownScheme`: weights never pass unquantized because
+a word was not known. A checkpoint's own files, where they are at hand, say which modules are quantized; without them
+names decide, and a name that could be either is refused too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LINEAR: Final = re.compile(
 _OTHER: Final = re.compile(
     r"(.*embed\w*|wte|wpe|.*norm\w*|ln_\w+|gate|router|shared_expert_gate|weights_proj|.*conv\w*|in_proj_ba|in_proj_[ab])"
 )
-"""... and of those that it never quantizes: tables, norms, routers, small projections."""
+"""... and of modules that it never quantizes: tables, norms, routers, small projections."""
 _HEAD: Final = re.compile(r"(lm_head|head|output)")
 """An output layer: linear to compressed-tensors, never quantized by ``fp8``."""
 
@@ -106,25 +106,25 @@ class _Compressed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class QuantizationRule(msgspec.Struct, frozen=True):
-    """A scheme, and the modules that it is meant for: names, ``re:`` patterns, or a class of modules."""
+    """A scheme, and the modules that it is for: names, ``re:`` patterns, or a class of modules."""
 
     targets: tuple[str, ...]
     scheme: Scheme
 
 
 class Quantization(msgspec.Struct, frozen=True):
-    """What a ``quantization_config`` says."""
+    """A parsed ``quantization_config``."""
 
     method: str
     rules: tuple[QuantizationRule, ...]
     ignored: tuple[str, ...]
-    """Modules that stay as they are."""
+    """Modules that stay unquantized."""
 
     def scheme_of(self, weight: TensorSpec, stored: Mapping[str, TensorSpec] | None = None) -> Scheme | None:
-        """How `weight` is quantized; None when it stays as it is.
+        """The scheme of `weight`; None when it stays unquantized.
 
-        `stored` are the tensors of the served checkpoint, where its files are at hand: then what is quantized there is
-        quantized here, in the same dtypes. Raises `UnknownScheme` when it cannot be told, or cannot be done.
+        `stored` are the tensors of the served checkpoint, where its files are at hand: a weight that is quantized there
+        is quantized here, in the same dtypes. Raises `UnknownScheme` when it cannot be told, or cannot be done.
         """
         module, _, kind = weight.name.rpartition(".")
         scheme = None
@@ -163,7 +163,10 @@ class Quantization(msgspec.Struct, frozen=True):
         )
 
     def _from_files(self, weight: TensorSpec, module: str, stored: Mapping[str, TensorSpec]) -> Scheme | None:
-        """Whatever has a scale there is quantized; with a scheme of the config, and scales in the dtype of the file."""
+        """The scheme of a weight that has a scale in the files, with scales in the dtype of the file.
+
+        None without one.
+        """
         if not self._is_there(weight, module, stored):
             raise UnknownScheme(
                 f"the served checkpoint's files have no {weight.name!r} {weight.shape}, which is trained; they have"
@@ -194,7 +197,7 @@ class Quantization(msgspec.Struct, frozen=True):
 
     @staticmethod
     def _is_there(weight: TensorSpec, module: str, stored: Mapping[str, TensorSpec]) -> bool:
-        """Or need not be: an output layer that is tied to the table is stored once."""
+        """True when the files have it, or need not: an output layer that is tied to the table is stored once."""
         tied = _HEAD.fullmatch(module.rpartition(".")[2])
         return weight.name in stored or f"{module}.weight_packed" in stored or tied is not None
 
@@ -230,9 +233,9 @@ _KEYS: Final = ("quantization_config", "compression_config")
 
 
 def read_quantization_config(config: Mapping[str, Any]) -> Quantization | None:
-    """What ``config.json`` says about quantization; None for a checkpoint that is not quantized.
+    """The quantization of a ``config.json``; None for a checkpoint that is not quantized.
 
-    Raises `UnknownScheme` for what is not understood.
+    Raises `UnknownScheme` for a config that is not understood.
     """
     inner: object = config.get("text_config")
     inner = {} if inner is None else inner
@@ -252,7 +255,7 @@ def read_quantization_config(config: Mapping[str, Any]) -> Quantization | None:
 
 
 def _elsewhere(place: Mapping[str, Any], path: str) -> Iterator[str]:
-    """Where else in a config there is a word on quantization."""
+    """Other places in a config that mention quantization."""
     for key, value in place.items():
         at = f"{path}.{key}" if path else key
         if isinstance(value, Mapping) and value:
@@ -382,7 +385,7 @@ def _check_plain(weight: TensorSpec, module: str, stored: Mapping[str, TensorSpe
 
 
 def _alike(module: str, stored: Mapping[str, TensorSpec]) -> str:
-    """The tensor there whose name is likest to that of `module`, in words."""
+    """The tensor there whose name is closest to that of `module`, for a message."""
     wanted = module.split(".")
 
     def likeness(name: str) -> int:

@@ -1,7 +1,7 @@
 """Quantizes on a GPU: tasks become tables of tiles, made on the host once; a run is a launch for each kind of tile.
 
-Two for FP8 with one scale for a tensor: over all tensors together, the largest magnitudes first, which never leave the
-device.
+FP8 with one scale for a tensor takes two launches over all tensors together: the largest magnitudes first, which never
+leave the device.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ multiprocessor; 64 are too few (`by_registers` of tests/gpu/quantized.py)."""
 
 
 class TileShape(NamedTuple):
-    """How the weights of a scheme are cut into tiles: at most so many rows and columns."""
+    """At most so many rows and columns of a weight in a tile."""
 
     rows: int
     columns: int
 
 
 class LaunchKind(NamedTuple):
-    """What tiles of one launch have in common."""
+    """The common properties of the tiles of one launch."""
 
     scheme: Scheme
     dtype: torch.dtype
@@ -54,11 +54,11 @@ class LaunchKind(NamedTuple):
     """Addresses and steps are multiples of 16 bytes, widths of 16 elements."""
     tile: TileShape
     summed: bool = False
-    """What is stored is summed up."""
+    """True when the stored elements are summed."""
 
 
 class CudaTasks:
-    """Implements `PreparedTasks`."""
+    """`PreparedTasks` by kernel."""
 
     def __init__(self, tasks: Sequence[QuantizeTask]) -> None:
         self._rest: list[QuantizeTask] = []
@@ -80,12 +80,12 @@ class CudaTasks:
 
     @property
     def keeps(self) -> bool:
-        """What no kernel reads."""
+        """True when torch quantizes a task that no kernel supports."""
         return bool(self._rest)
 
     @torch.no_grad()
     def run(self) -> None:
-        """One launch for each kind, or two. What no kernel reads takes several passes of torch."""
+        """One launch for each kind, or two. Tasks that no kernel supports take several passes of torch."""
         self._sums.clear()
         if any(kind.scheme.flat is not None for kind, _ in self._tables):
             self._largest.zero_()
@@ -96,7 +96,7 @@ class CudaTasks:
 
 
 def tile_shape(scheme: Scheme, shape: Sequence[int]) -> TileShape | None:
-    """The tile for weights of `shape`; None for what no kernel does: a block that does not fit one program."""
+    """The tile for weights of `shape`; None where no kernel applies: a block that does not fit one program."""
     rows, columns = (size or extent for size, extent in zip(scheme.block, shape, strict=True))
     wide = _power(columns)
     if scheme.element is Element.INT4:
@@ -120,7 +120,7 @@ def launch(kind: LaunchKind, table: torch.Tensor, *, fast: bool = True, register
 def kernels_of(
     kind: LaunchKind, *, fast: bool = True, registers: int = _REGISTERS
 ) -> tuple[tuple[str, dict[str, object]], ...]:
-    """The kernels for tiles of a kind, one behind the other, and their constants.
+    """The kernels for tiles of a kind, in order, and their constants.
 
     `fast`: where multiply-adds are fused, as on every GPU.
     """
@@ -159,7 +159,7 @@ def kernels_of(
 
 
 def _several(scheme: Scheme) -> bool:
-    """A tile holds whole groups of INT4, more than one; otherwise it is one, filled up."""
+    """True when a tile holds several whole groups of INT4; otherwise it is one, padded."""
     return scheme.block[1] > 0 and TILE % scheme.block[1] == 0
 
 

@@ -1,6 +1,6 @@
-"""Quantizes many weights where they lie: with torch on a CPU, in one pass of a Triton kernel on a GPU.
+"""Quantizes many weights in place of storage: with torch on a CPU, in one pass of a Triton kernel on a GPU.
 
-Preparing is slow and happens once for a plan; `run` is what a round waits for.
+`prepare_tasks` is slow and happens once for a plan; a round waits for `run` alone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .schemes import Scheme
 
 
 class DigestSums(NamedTuple):
-    """Where the sums of a tensor's digest go, and where in it the quantized elements of a task lie.
+    """Where a tensor's digest is summed, and where in it the quantized elements of a task lie.
 
-    Sums are of the bytes as they are stored, never of what was read. Tasks that share one are prepared together.
+    Sums are of the bytes as they are stored, never of the source. Tasks that share a sum are prepared together.
     """
 
     lanes: torch.Tensor
@@ -31,17 +31,17 @@ class DigestSums(NamedTuple):
 
 
 class QuantizeTask(NamedTuple):
-    """A weight, or a part of one on the scheme's grain, and where its parts go. All of it may be strided."""
+    """A weight, or a part of one on the scheme's grain, and its outputs. All of it may be strided."""
 
     scheme: Scheme
     weight: torch.Tensor
     """(rows, columns), as it is kept."""
     served: torch.dtype
-    """In which it would be served unquantized; values are rounded to it first."""
+    """The dtype in which it would be served unquantized; values are rounded to it first."""
     outs: tuple[torch.Tensor, ...]
     """Its parts but ``weight_shape``, in the order of `Scheme.parts`."""
     sums: DigestSums | None = None
-    """Of the first of them; for what `quantize_sums.words_of` allows."""
+    """Of the first output; where `fused_digests.word_layout` allows."""
 
 
 class PreparedTasks(Protocol):
@@ -49,16 +49,16 @@ class PreparedTasks(Protocol):
 
     @property
     def keeps(self) -> bool:
-        """It keeps the memory that it is bound to; otherwise it only knows where that is."""
+        """True when it keeps references to the memory; otherwise it only knows addresses."""
         ...
 
     def run(self) -> None:
-        """Quantize every weight as it is now, and set its sums. On a GPU in the order of the current stream."""
+        """Quantize every weight as it is now, and set its sums. On a GPU on the current stream."""
         ...
 
 
 def prepare_tasks(tasks: Sequence[QuantizeTask], device: torch.device) -> PreparedTasks:
-    """Bind tasks whose memory is on `device`."""
+    """Bind tasks with memory on `device`."""
     if device.type == "cuda":
         from .quantize_cuda import CudaTasks  # noqa: PLC0415  Triton is there where a GPU is
 
@@ -67,7 +67,7 @@ def prepare_tasks(tasks: Sequence[QuantizeTask], device: torch.device) -> Prepar
 
 
 class TorchTasks:
-    """Implements `PreparedTasks`, one task after another."""
+    """`PreparedTasks` by torch, one task after another."""
 
     keeps = True
 
@@ -92,7 +92,7 @@ def run_task(task: QuantizeTask) -> None:
 
 
 class ClearedSums:
-    """The sums that tasks add to, which begin with nothing."""
+    """The sums that tasks add to, set to zero before each run."""
 
     def __init__(self, tasks: Sequence[QuantizeTask]) -> None:
         sums = [task.sums for task in tasks if task.sums is not None]
@@ -101,6 +101,6 @@ class ClearedSums:
         self._rows = torch.tensor(numbers, device=sums[0].lanes.device) if sums else None
 
     def clear(self) -> None:
-        """In the order of the current stream."""
+        """Set them to zero, on the current stream."""
         if self._lanes is not None and self._rows is not None:
             self._lanes.index_fill_(0, self._rows, 0)

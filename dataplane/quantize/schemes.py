@@ -2,7 +2,7 @@
 
 A `Scheme` is a row of a table. Its arithmetic is elsewhere (quantize_torch.py, quantize_triton.py), and so is the
 choice of scheme (hf_quantization_config.py). A weight of (rows, columns) becomes *parts*, each with a cell: the
-elements of the weight that one element of the part speaks of.
+elements of the weight behind one element of the part.
 
     scheme          parts                                             cell of the scale       defined by
     fp8-block       weight e4m3, weight_scale_inv float32             128 x 128, as set       DeepSeek-V3
@@ -14,12 +14,12 @@ elements of the weight that one element of the part speaks of.
     int4            weight_packed int32, weight_scale, weight_shape   1 x group               compressed-tensors
     int4-asymmetric the same and weight_zero_point int32              1 x group               compressed-tensors
 
-What is quantized are the values in the dtype in which the weight would be served otherwise: bfloat16 for a master in
-float32. So the result does not depend on who quantizes, and where.
+Values are quantized in the dtype in which the weight would be served otherwise: bfloat16 for a master in float32. So
+the result does not depend on the rank that quantizes.
 
-Where a NaN or an infinity is among the elements that share a scale, that scale is NaN (255 as an exponent), and so is
-what an engine makes of every one of them: weights that were lost are served as such, as unquantized ones would be, and
-never as numbers. Their elements are NaN where the format has one, and zero, with a zero point of zero, in four bits.
+Where a NaN or an infinity is among the elements that share a scale, that scale is NaN (255 as an exponent), and an
+engine makes NaN of all of them: lost weights are served as lost, as unquantized ones would be, and never as numbers.
+Their elements are NaN where the format has one, and zero, with a zero point of zero, in four bits.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ PACKED: Final = 8
 
 
 class UnknownScheme(DataplaneError):
-    """The served checkpoint asks for a quantization that there is not: what was found, what is known, what to do."""
+    """The served checkpoint asks for an unsupported quantization: says what was found, what is known, what to do."""
 
 
 class Element(enum.Enum):
-    """What a quantized element is."""
+    """The type of a quantized element."""
 
     E4M3 = "float8_e4m3fn"
     INT4 = "int4"
@@ -53,7 +53,7 @@ class Scaling(enum.Enum):
     """How a scale follows from the largest magnitude of its elements."""
 
     EXACT = "exact"
-    """That magnitude comes out as the largest number of the format, but for rounding."""
+    """That magnitude becomes the largest number of the format, but for rounding."""
     UP = "power of two, rounded up"
     """The smallest power of two with which nothing saturates."""
     NEAREST = "power of two, as compressed-tensors rounds"
@@ -79,7 +79,7 @@ class QuantizedPart(msgspec.Struct, frozen=True):
 
 
 class Scheme(msgspec.Struct, frozen=True):
-    """A row of the table."""
+    """A row of the module's table."""
 
     name: str
     element: Element
@@ -128,14 +128,14 @@ class Scheme(msgspec.Struct, frozen=True):
         return (packed, scale, zero, shape)
 
     def grain(self, shape: Sequence[int]) -> tuple[int, int]:
-        """(rows, columns) whose multiples can be quantized for themselves: no part crosses such a border."""
+        """(rows, columns) whose multiples can be quantized independently: no part crosses such a border."""
         rows, columns = self._block(shape)
         if self.element is Element.INT4:
             return rows if self.symmetric else rows * PACKED, lcm(columns, PACKED)
         return rows, columns
 
     def alone(self, box: Box, shape: Sequence[int]) -> bool:
-        """Whether who holds `box` of a weight can quantize it without asking anybody."""
+        """True when the rank that holds `box` of a weight can quantize it without other ranks' values."""
         return all(
             start % step == 0 and (stop % step == 0 or stop == extent)
             for start, stop, step, extent in zip(box.start, box.stop, self.grain(shape), shape, strict=True)

@@ -1,4 +1,4 @@
-"""Load trace x shards -> plan -> schedule, and the verification of what arrived."""
+"""Load trace x shards -> plan -> schedule, and the verification of the bytes that arrived."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
-"""The digests of a model from the memory that it is trained in: who reads what, and what the sums make up. Pure.
+"""The digests of a model from the memory that it is trained in: the share of each rank, and the sum of all. Pure.
 
-Every element is read by one of the ranks that hold it. A rank digests the boxes that fall to it where they lie, or, if
-it holds them in another dtype than the served one, as they will be served. The sums of all ranks are the digest of each
-tensor (box_digests.py), so nobody gathers a tensor. Only tensors of which some box is no whole number of words are
-put together, byte by byte; they are few and small.
+Every element is read by one of the ranks that hold it. A rank digests the boxes of its share in place, or, where it
+holds them in another dtype than the served one, as they will be served. The sums of all ranks are the digest of each
+tensor (box_digests.py), so no tensor is gathered. Only tensors with a box that is no whole number of words are
+assembled, byte by byte; they are few and small.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..quantize import fully_summed_tensors
 from ..tensors import Column, Shards, check_exact_cover, choose_replicas, packed_strides, served_dtypes
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
-"""What ranks send each other in each round. Beyond, assembling buckets is no slower."""
+"""Bytes of odd boxes that ranks may send each other in a round. Beyond, assembling buckets is no slower."""
 
 
 _NONE: Final = np.zeros(0, np.int64)
@@ -51,10 +51,10 @@ class DigestPass:
 
 @dataclass(frozen=True, eq=False)
 class DigestShare:
-    """What falls to one rank. Regions are its local tensors, by `storage`; those of passes are the buffer."""
+    """The share of one rank. Regions are its local tensors, by `storage`; those of passes are the buffer."""
 
     tensors: Column
-    """The tensors that it gives sums of, ascending."""
+    """The tensors of which it gives sums, ascending."""
     in_place: BoxTable
     passes: tuple[DigestPass, ...]
     odd: PackedBoxes
@@ -62,21 +62,21 @@ class DigestShare:
 
 @dataclass(frozen=True, eq=False)
 class DigestDivision:
-    """Who digests what, of all ranks. Every rank works it out for itself from the same shards."""
+    """The shares of all ranks. Every rank computes it from the same shards."""
 
     chosen: Shards
     odd: Column
-    """(odd,): tensors that are put together."""
+    """(odd,): tensors that are assembled."""
 
     def known(self, rank: int, summed: Shards) -> Column:
-        """The tensors of which `rank` need not read what falls to it: it has just summed up all of that.
+        """The tensors whose share `rank` need not read: it has just summed all of it while quantizing.
 
         `summed` are disjoint shards of that rank, of the same tensors.
         """
         return np.setdiff1d(fully_summed_tensors(self.chosen.of_rank(rank), summed), self.odd)
 
     def share(self, rank: int, pass_bytes: int, known: Column = _NONE) -> DigestShare:
-        """What falls to `rank`; it casts about `pass_bytes` at a time, and does not read what it has of `known`."""
+        """The share of `rank`, which casts about `pass_bytes` at a time, and does not read its part of `known`."""
         mine = self.chosen.of_rank(rank)
         apart = np.isin(mine.boxes.space, self.odd)
         cast = ~apart & (mine.dtype != served_dtypes(mine))
@@ -93,7 +93,7 @@ class DigestDivision:
     def digests(self, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> bytes:
         """The digest of every tensor, from each rank's sums of its `DigestShare.tensors` and its odd bytes.
 
-        Raises `ManifestError` when a rank gave sums of other tensors than fell to it.
+        Raises `ManifestError` when a rank gave sums of other tensors than its share has.
         """
         totals = np.zeros((2, len(self.chosen.tensors)), np.uint64)
         for rank, sums in enumerate(lanes):
@@ -115,7 +115,7 @@ class DigestDivision:
 
     @cached_property
     def _own(self) -> dict[int, Column]:
-        """By rank: the tensors that it gives sums of."""
+        """By rank: the tensors of which it gives sums."""
         even = ~np.isin(self.chosen.boxes.space, self.odd)
         ranks: list[int] = np.unique(self.chosen.rank).tolist()
         return {rank: np.unique(self.chosen.boxes.space[even & (self.chosen.rank == rank)]) for rank in ranks}
@@ -135,7 +135,7 @@ class DigestDivision:
 
 
 def divide_digest_work(shards: Shards) -> DigestDivision:
-    """Share out the digesting of `shards`, which are those of all ranks, replicas included, and without shifts.
+    """Divide the digests of `shards`, of all ranks, replicas included and without shifts, among the ranks.
 
     Raises `CoverageError` unless they make up every tensor, and `Unsupported` when too much of the model lies in boxes
     that are no whole words.

@@ -1,9 +1,9 @@
-"""What an engine's own loader does with the tensors it is given, as data: recorded once, replayed as copies.
+"""The load trace: what an engine's own loader does with its tensors, as data; recorded once, executed as copies.
 
-One `LoadTrace` speaks of one worker of one server: which part of which served tensor ends up where in its parameters.
-The copies are `Shards`, the same description that trainers give of theirs, so that a planner only has to intersect the
-two. Whatever the loader does beyond copying is in one of the lists, by name and with the reason; a tensor or an element
-of a parameter that stands in none of them and in no copy does not exist (engine_agent/worker/load_tracer.py proves it).
+One `LoadTrace` describes one worker of one server: which part of which served tensor ends up where in its parameters.
+The copies are `Shards`, the same description that trainers give of theirs, so a planner only has to intersect the two.
+Everything else that the loader does is in one of the lists, by name and with the reason; a tensor, or an element of a
+parameter, that is in none of them and in no copy does not exist (engine_agent/worker/load_tracer.py checks it).
 
 Engine memory is named by *targets*: parameters, buffers and tensors that modules hold as attributes. A target's dtype
 and strides are those of the live tensor, and offsets count elements from its first one.
@@ -25,7 +25,7 @@ from ..errors import ManifestError
 from ..tensors import ITEM_BYTES, Box, Column, Shards, TensorSpec, tensor_positions
 
 _SHOWN: Final = 4
-"""Names of a list in an account."""
+"""Names of a list in a summary."""
 
 
 class LoadTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class LoadTarget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     parameter: bool
-    """Its elements are proven to be covered. Buffers and attributes are only followed."""
+    """True for parameters, whose elements must all be accounted for. Buffers and attributes are only followed."""
     aliases: tuple[str, ...] = ()
     """Other names of the same memory: tied weights."""
 
@@ -51,11 +51,11 @@ class NotCopiedCause(enum.StrEnum):
     """Why a tensor does not travel as copies."""
 
     COMPUTED = "computed"
-    """What is stored was calculated from it: scaled, requantized, added to."""
+    """The stored value was calculated from it: scaled, requantized, added to."""
     READ = "read"
     """The loader looks at its values, so what it does next depends on them."""
     SCATTERED = "scattered"
-    """Its elements land in more or odder places than boxes can say."""
+    """Its elements land in more places than boxes can describe."""
     REBOUND = "rebound"
     """The loader replaces a tensor of the model by a new one in place of writing to it."""
     UNKNOWN_TARGET = "unknown_target"
@@ -65,7 +65,7 @@ class NotCopiedCause(enum.StrEnum):
 
 
 class StagedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor that goes through the engine's own loader, whole, in every round."""
+    """A tensor that goes whole through the engine's own loader, in every round."""
 
     tensor: int
     cause: NotCopiedCause
@@ -74,14 +74,14 @@ class StagedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TargetBox(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of one target."""
+    """A box of one target."""
 
     target: int
     box: Box
 
 
 class ConstantFill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of a target that the loader fills with one value: padding."""
+    """A box of a target that the loader fills with one value: padding."""
 
     target: int
     box: Box
@@ -90,37 +90,37 @@ class ConstantFill(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, eq=False)
 class LoadTrace:
-    """What the loader of one worker does. `copies.storage` numbers `targets`, `copies.rank` is the worker's rank."""
+    """The load trace of one worker. `copies.storage` numbers `targets`, `copies.rank` is the worker's rank."""
 
     rank: int
     targets: tuple[LoadTarget, ...]
     copies: Shards
-    """Disjoint in the targets. A shard's dtype is what is stored: another one than the tensor's is a cast."""
+    """Disjoint in the targets. A shard's dtype is that of the target: another one than the tensor's is a cast."""
     loaded: tuple[StagedTensor, ...] = ()
-    """Not copies: staged whole, given to the engine's loader, its post-load step run once."""
+    """Tensors that are no copies: staged whole, given to the engine's loader, its post-load step run once."""
     unread: tuple[int, ...] = ()
-    """Tensors that this worker asks nothing of: other ranks' experts, other stages' layers, names nobody knows."""
+    """Tensors that this worker does not ask for: other ranks' experts, other stages' layers, unknown names."""
     dropped: tuple[int, ...] = ()
-    """Tensors that were read, and of which nothing was kept."""
+    """Tensors that were read, and left no value behind."""
     constants: tuple[ConstantFill, ...] = ()
     unwritten: tuple[TargetBox, ...] = ()
-    """Parts of parameters that the loader leaves as they are."""
+    """Parts of parameters that the loader does not write."""
     rewritten: tuple[TargetBox, ...] = ()
-    """Parts that were written more than once. The copies hold what was written last."""
+    """Parts that were written more than once. The copies hold the last write."""
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """The served tensors that were offered to the loader, which is what all indexes of tensors refer to."""
+        """The served tensors that were offered to the loader; all indexes of tensors refer to them."""
         return self.copies.tensors
 
     @property
     def staged(self) -> tuple[int, ...]:
-        """The tensors that are given whole to the engine's loader."""
+        """The tensors that go whole through the engine's loader."""
         return tuple(each.tensor for each in self.loaded)
 
     @property
     def account(self) -> str:
-        """For people: what is no copy, and why; what nobody asks for, and what stays as it is."""
+        """Summary for people: tensors that are no copies and why, tensors not asked for, parts not written."""
         copied = len(np.unique(self.copies.boxes.space))
         through = [f"{self.tensors[each.tensor].name} ({each.cause}: {each.detail})" for each in self.loaded]
         apart = [f"{self.targets[each.target].name}{_ranges(each.box)}" for each in self.unwritten]
@@ -137,9 +137,9 @@ class LoadTrace:
         return "; ".join(told)
 
     def reordered(self, tensors: Sequence[TensorSpec]) -> LoadTrace | None:
-        """The same for a loader that is offered these tensors; None when they are others, or their order may matter.
+        """The trace of a loader that is offered `tensors`; None when they differ, or their order may matter.
 
-        It matters where something is written twice: what is offered last stays.
+        It matters where a place is written twice: the last tensor offered stays.
         """
         if tuple(tensors) == self.tensors:
             return self
@@ -151,7 +151,7 @@ class LoadTrace:
             return None
 
     def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> LoadTrace:
-        """The same with the tensors in the order of `tensors`; `places`, (tensors,), says where each of them is."""
+        """The trace with the tensors in the order of `tensors`; `places`, (tensors,), is the new index of each."""
         moved: list[int] = places.tolist()
         loaded = [msgspec.structs.replace(each, tensor=moved[each.tensor]) for each in self.loaded]
         return replace(
@@ -163,7 +163,7 @@ class LoadTrace:
         )
 
     def same(self, other: LoadTrace) -> bool:
-        """Whether both say the same of the same tensors. Their digests say so too, once they are made."""
+        """True when both traces are equal. So are their digests then, which cost more."""
         mine, others = [
             (each.rank, each.targets, each.loaded, each.unread, each.dropped, each.constants, each.unwritten,
              each.rewritten)
@@ -173,7 +173,7 @@ class LoadTrace:
         return mine == others and self.tensors == other.tensors and np.array_equal(*numbers)
 
     def encode(self) -> bytes:
-        """Canonical bytes: what the worker hands to its sidecar, and that to the trainer."""
+        """Canonical bytes, which the worker sends to its sidecar, and the sidecar to the trainer."""
         return self._encoded
 
     @cached_property
@@ -187,7 +187,7 @@ class LoadTrace:
 
     @classmethod
     def decode(cls, blob: bytes, tensors: Sequence[TensorSpec]) -> LoadTrace:
-        """Read and check what `encode` wrote of these tensors. Raises `ManifestError` on anything else."""
+        """The trace that `encode` wrote of these tensors, checked. Raises `ManifestError` on anything else."""
         try:
             wire = _DECODER.decode(blob)
         except (ValueError, RecursionError) as error:
@@ -200,7 +200,7 @@ class LoadTrace:
         return trace
 
     def check(self) -> None:
-        """Raise `ManifestError` when a list names a tensor or target that there is not."""
+        """Raise `ManifestError` when a list names a tensor or target that does not exist."""
         tensors, targets = len(self.tensors), len(self.targets)
         named = [*(each.tensor for each in self.loaded), *self.unread, *self.dropped]
         places = [each.target for each in self.constants]
@@ -211,7 +211,7 @@ class LoadTrace:
             raise ManifestError(f"a trace of {targets} targets names another one")
 
     def digest(self) -> str:
-        """SHA-256, hexadecimal: both sides of a plan name the trace by it."""
+        """SHA-256, hexadecimal: the name of the trace on both sides of a plan."""
         return self._digest
 
     @cached_property

@@ -1,7 +1,8 @@
-"""Trainer shards meet traced copies: what one engine worker copies from whom, as a table. Pure, by column.
+"""The reshard plan: what one engine worker copies from which trainer rank, as a table. Pure, by column.
 
-The plan is made once for a pair of layouts and used until either changes. Both sides make it for themselves from the
-same inputs, and compare digests before a byte moves: neither trusts the other's arithmetic.
+It is the intersection of the trainer's shards with a load trace, made once for a pair of layouts and used until either
+changes. Both sides make it from the same inputs, and compare digests before a byte moves: neither trusts the other's
+arithmetic.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ from .load_trace import LoadTrace
 _ALIGNMENT: Final = 16
 _FAR: Final = 2
 _UNREACHABLE: Final = 3
-"""Other hosts are not read. What is sent may come from them."""
+"""Distance of a rank that the reader cannot open. `sends` may send from it."""
 
 
 class PlanReader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The worker that a plan is for, as far as the choice among replicas asks."""
+    """The worker that a plan is for, as far as the choice among replicas depends on it."""
 
     rank: int
     host: str
     device: str
     """``cpu``, or the uuid of its GPU."""
     peers: tuple[str, ...] = ()
-    """uuids of the GPUs that it can read directly, its own left out."""
+    """uuids of the GPUs that it can read directly, without its own."""
     sent_to: bool = False
-    """It reads nothing: what it needs is sent to it, from wherever that is."""
+    """True over `sends`: the worker opens no memory, and ranks on any host send to it."""
 
 
 class SourceRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -61,19 +62,19 @@ class SourceRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
-    """What one worker does in every round."""
+    """The copies of one worker in every round."""
 
     reader: PlanReader
     trace: str
-    """Digest of the trace that it was made for."""
+    """Digest of the load trace that it was made for."""
     sources: tuple[SourceRegion, ...]
     """The regions to open. `copies.source` and `staging.source` number these."""
     copies: CopyTable
-    """Into the trace's targets."""
+    """Copies into the trace's targets."""
     staging: CopyTable
-    """Whole tensors for the engine's own loader, into one packed buffer; target region 0 is that buffer."""
+    """Copies of whole tensors for the engine's own loader into one packed buffer, target region 0."""
     staged: tuple[int, ...]
-    """The tensors in it, one after another, each beginning on a multiple of 16 bytes."""
+    """The tensors in that buffer, one after another, each beginning on a multiple of 16 bytes."""
     staging_bytes: int
 
     def digest(self) -> str:
@@ -88,12 +89,11 @@ class ReshardPlan:
 
 
 def make_plan(shards: Shards, exports: Sequence[ExportMap], trace: LoadTrace, reader: PlanReader) -> ReshardPlan:
-    """The copies of one worker.
+    """The plan of one worker.
 
-    `shards` are those of all ranks, replicas included, with `rank` naming an entry of `exports`. Every element of
-    every recorded copy comes from one of them: the nearest, and equally near ones give as many bytes. Raises
-    `CoverageError` when nobody that the reader can reach holds a part, `ManifestError` when tensors or dtypes do not
-    fit.
+    `shards` are those of all ranks, replicas included; `rank` names an entry of `exports`. Every element of every
+    traced copy comes from one of them: the nearest, and equally near ones give as many bytes. Raises `CoverageError`
+    for a part that no rank holds within the reader's reach, `ManifestError` when tensors or dtypes do not fit.
     """
     if shards.tensors != trace.tensors:
         raise ManifestError("trainer and engine speak of different tensors: record again with the current manifest")
@@ -129,7 +129,7 @@ class _Regions:
         self._places = np.zeros(ranks, np.int64)
         columns: list[tuple[Column, Column]] = []
         self._ends = np.cumsum([len(each.regions) for each in exports], dtype=np.int64)
-        """(exports,): how many regions there are of those up to each."""
+        """(exports,): regions of the exports up to each."""
         places = 0
         for each, end in zip(exports, self._ends.tolist(), strict=True):
             region, offset = each.columns()
@@ -155,7 +155,7 @@ class _Regions:
 
 
 def staging_layout(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tuple[Shards, int]:
-    """Whole tensors in one buffer; `storage` is the byte at which each begins."""
+    """Whole tensors in one buffer, as shards whose `storage` is the byte at which each begins; and its bytes."""
     shards: list[Shard] = []
     at = 0
     for index in staged:
@@ -165,7 +165,7 @@ def staging_layout(tensors: Sequence[TensorSpec], staged: Sequence[int]) -> tupl
 
 
 def rank_distances(exports: Sequence[ExportMap], reader: PlanReader) -> tuple[int, ...]:
-    """How far each rank is from the reader. Readers of one rank with the same ones have plans of the same copies."""
+    """Distance of each rank from the reader. Readers of one rank with equal distances have plans of the same copies."""
     far = [_UNREACHABLE] * (max((each.rank for each in exports), default=0) + 1)
     for each in exports:
         far[each.rank] = _distance(each, reader)
@@ -173,7 +173,7 @@ def rank_distances(exports: Sequence[ExportMap], reader: PlanReader) -> tuple[in
 
 
 def _chosen(shards: Shards, exports: Sequence[ExportMap], reader: PlanReader, wanted: Column) -> Shards:
-    """Of what the reader can reach, every element once. `wanted`, (tensors,), are how many elements it reads."""
+    """Every element once, from ranks within reach. `wanted`, (tensors,), is how many elements the reader reads."""
     far = np.array(rank_distances(exports, reader), np.int64)
     ranks = int(shards.rank.max()) + 1 if len(shards) else 0
     far = np.concatenate([far, np.full(max(ranks - len(far), 0), _UNREACHABLE)])
@@ -206,7 +206,7 @@ def _table(wanted: Shards, chosen: Shards, regions: _Regions, begin: Column | No
 
 
 def _prove(wanted: Shards, rows: Column, common: Boxes) -> None:
-    """Raise `CoverageError` unless every element of every wanted box is found. What was chosen is disjoint."""
+    """Raise `CoverageError` unless every element of every wanted box is found. The chosen shards are disjoint."""
     found = np.zeros(len(wanted), np.int64)
     np.add.at(found, rows, common.sizes)
     short = np.flatnonzero(found != wanted.boxes.sizes)

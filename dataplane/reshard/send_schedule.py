@@ -1,15 +1,16 @@
-"""A plan becomes messages: what each trainer rank sends to one engine worker, in which chunk. Pure, by column.
+"""The send schedule: a plan as messages, what each trainer rank sends to one engine worker in which chunk.
 
-A message is a run of bytes on the wire. It is sent straight out of the trainer's storage where the rows of the plan lie
-there in one shard, and received straight into the engine's parameter where they do so there; the rest is packed by the
-sender or unpacked by the receiver, out of and into staging memory of a bounded size. Small rows share a message.
+Pure, by column.
 
-Messages are dealt into *chunks*. In one chunk a pair of ranks moves at most `pair_bytes`, all pairs at a time; a rank
-begins its next chunk when it is through with this one. So staging is bounded, all pairs make headway, and nobody waits
-in a circle: whoever is in the earliest chunk waits only for others that have come to it or will.
+A message is a run of bytes on the wire. It is sent straight out of the trainer's storage where the rows of the plan are
+contiguous there, and received straight into the engine's parameter where they are contiguous there; other rows are
+packed by the sender or unpacked by the receiver, in staging memory of a bounded size. Small rows share a message.
 
-Both sides make the schedule for themselves from the plan that they agreed to; its digest is compared before a byte
-moves.
+Messages are grouped into *chunks*. In one chunk a pair of ranks moves at most `pair_bytes`, all pairs at a time; a rank
+begins its next chunk when it has finished this one. So staging is bounded and no wait is circular: a rank in the
+earliest chunk waits only for ranks that have reached it or will.
+
+Both sides make the schedule from the plan that they agreed to, and compare its digest before a byte moves.
 """
 
 from __future__ import annotations
@@ -27,38 +28,40 @@ from ..tensors import Column
 from .reshard_plan import ReshardPlan
 
 STAGING_BYTES: Final = 256 * 1024 * 1024
-"""What all pairs of one rank may stage in a chunk, where the group is not so large that `MIN_PAIR_BYTES` is more. Two
-chunks move at a time."""
+"""Bytes that all pairs of one rank may stage in a chunk, unless the group is so large that `MIN_PAIR_BYTES` is more.
+
+Two chunks move at a time.
+"""
 STAGING_BYTES_ON_GPU: Final = 2 * 1024 * 1024 * 1024
-"""There every chunk costs the same on top of its bytes: a schedule in half as many is faster (tests/gpu/wire.py)."""
+"""On a GPU every chunk has a fixed cost on top of its bytes: half as many are faster (tests/gpu/wire.py)."""
 MIN_PAIR_BYTES: Final = 1024 * 1024
 ALONE_BYTES: Final = 64 * 1024
-"""A row of so many bytes is a message of its own if it lies in one shard on either side: a copy costs more than it."""
+"""A row of so many bytes is a message of its own if it is contiguous on either side: a copy would cost more."""
 ALONE_BYTES_ON_GPU: Final = 16 * 1024 * 1024
-"""There a copy costs little, and a message of NCCL's several microseconds."""
+"""On a GPU a copy costs little, and a message of NCCL's several microseconds."""
 NOWHERE: Final = -1
-"""For the region of a message's end that is packed, or unpacked."""
+"""The region of a message's end that is packed, or unpacked."""
 _ALIGNMENT: Final = 16
 _COLUMNS: Final = 7
 
 
 def pair_bytes_for(ranks: int, device: str = "cpu") -> int:
-    """What one pair may move in a chunk, where the larger side of the group has up to `ranks` ranks on such devices.
+    """Bytes that one pair may move in a chunk, where the larger side of the group has up to `ranks` ranks on `device`.
 
-    The same for all numbers up to the next power of two: a member more should not change the schedules of the others.
+    Equal for all numbers up to the next power of two: a member more should not change the others' schedules.
     """
     most = STAGING_BYTES_ON_GPU if device == "cuda" else STAGING_BYTES
     return max(most >> (max(ranks, 1) - 1).bit_length(), MIN_PAIR_BYTES)
 
 
 def alone_bytes_for(device: str) -> int:
-    """From how many bytes on a row is a message of its own on such a device, where it can."""
+    """Bytes from which on a contiguous row is a message of its own on `device`."""
     return ALONE_BYTES_ON_GPU if device == "cuda" else ALONE_BYTES
 
 
 @dataclass(frozen=True, eq=False)
 class SendMessages:
-    """Columns of messages, each int64 of (messages,)."""
+    """Messages as columns, each int64 of (messages,)."""
 
     rank: Column
     """The trainer rank that sends it."""
@@ -78,12 +81,12 @@ class SendMessages:
 
     @property
     def chunks(self) -> int:
-        """How many there are."""
+        """Number of chunks."""
         return int(self.chunk.max()) + 1 if len(self) else 0
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Who sends any."""
+        """The trainer ranks that send any."""
         return frozenset(np.unique(self.rank).tolist())
 
     def numbers(self) -> Column:
@@ -92,12 +95,12 @@ class SendMessages:
         return np.stack(columns, axis=1)
 
     def encode(self) -> bytes:
-        """What travels."""
+        """The columns as bytes."""
         return self.numbers().astype("<i8").tobytes()
 
     @classmethod
     def decode(cls, blob: bytes) -> SendMessages:
-        """Read and check what `encode` wrote. Raises `ManifestError`."""
+        """The messages that `encode` wrote, checked. Raises `ManifestError`."""
         if len(blob) % (8 * _COLUMNS):
             raise ManifestError(f"not a table of messages: {len(blob)} bytes, expected a multiple of {8 * _COLUMNS}")
         table = np.frombuffer(blob, "<i8").astype(np.int64).reshape(-1, _COLUMNS)
@@ -107,7 +110,7 @@ class SendMessages:
         return found
 
     def check(self, regions: Column, *, sending: bool) -> None:
-        """Raise `ManifestError` unless every straight end lies inside of one of regions of these sizes."""
+        """Raise `ManifestError` unless every unpacked end lies inside one of regions of these sizes, in bytes."""
         region, at = (self.source, self.source_at) if sending else (self.target, self.target_at)
         straight = np.flatnonzero(region != NOWHERE)
         known = region[straight] < len(regions)
@@ -122,9 +125,9 @@ class SendMessages:
         return SendMessages(*(table[:, column] for column in range(_COLUMNS)))
 
     def places(self, staged: Column, *, by_chunk: bool) -> tuple[Column, int]:
-        """(messages,), and bytes: where each of `staged` (bool) lies in staging, and how much of it there must be.
+        """(messages,), and bytes: where each of `staged` (bool) lies in staging memory, and the size that this takes.
 
-        `by_chunk`: every chunk begins at its beginning again.
+        `by_chunk`: every chunk begins at the beginning of the staging memory again.
         """
         room = np.where(staged, _aligned(self.nbytes), 0)
         order = np.argsort(self.chunk, kind="stable")
@@ -140,18 +143,18 @@ class SendMessages:
 
 @dataclass(frozen=True, eq=False)
 class SendSchedule:
-    """What one worker takes from all trainer ranks. Sources are numbered as in the plan that it was made from."""
+    """The messages to one worker from all trainer ranks. Sources are numbered as in its plan."""
 
     plan: str
     """Digest of that plan."""
     messages: SendMessages
     pack: CopyTable
-    """By the sender: `target` numbers messages, `target_at` is a byte of the message."""
+    """Copies of the sender: `target` numbers messages, `target_at` is a byte of the message."""
     unpack: CopyTable
-    """By the receiver: `source` numbers messages. Target regions are those of the trace, then the plan's buffer."""
+    """Copies of the receiver: `source` numbers messages. Target regions are the trace's, then the plan's buffer."""
 
     def digest(self) -> str:
-        """SHA-256, hexadecimal. Every round compares it: counted once."""
+        """SHA-256, hexadecimal. Compared in every round, and computed once."""
         return self._digest
 
     @cached_property
@@ -160,7 +163,7 @@ class SendSchedule:
         return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()
 
     def of_rank(self, rank: int, plan: ReshardPlan) -> tuple[SendMessages, CopyTable]:
-        """What one trainer rank does: its messages and their packing, sources numbered as the regions of its own."""
+        """The messages of one trainer rank and their packing, sources numbered as its own regions."""
         region = np.array([source.region for source in plan.sources], np.int64)
         rows = np.flatnonzero(self.messages.rank == rank)
         mine = self.messages.take(rows)
@@ -175,7 +178,7 @@ class SendSchedule:
 def make_send_schedule(
     plan: ReshardPlan, targets: int, pair_bytes: int, alone_bytes: int = ALONE_BYTES
 ) -> SendSchedule:
-    """The messages of a plan, for a trace of `targets` targets. Its buffer is target number `targets`."""
+    """The messages of a plan, for a trace of `targets` targets. The plan's buffer is target number `targets`."""
     to_buffer = replace(plan.staging, target=plan.staging.target + targets)
     rank = np.array([source.rank for source in plan.sources], np.int64)
     rows = _cut(_both(plan.copies, to_buffer), max(pair_bytes // 4, _ALIGNMENT))
@@ -224,7 +227,7 @@ def _wire_dtype(rows: CopyTable) -> Column:
 
 
 def _wire_step(rows: CopyTable, dtype: Column) -> Column:
-    """(rows, AXES): steps of a grid whose runs lie one after another."""
+    """(rows, AXES): steps of a grid whose runs are packed."""
     step = np.zeros_like(rows.grid)
     reach = rows.run * ITEM_SIZES[dtype]
     for axis in range(AXES - 1, -1, -1):
@@ -234,7 +237,7 @@ def _wire_step(rows: CopyTable, dtype: Column) -> Column:
 
 
 def _dense(rows: CopyTable, step: Column, dtype: Column) -> Column:
-    """(rows,) bool: the runs lie one after another in memory, in the order of the grid."""
+    """(rows,) bool: the runs are contiguous in memory, in the order of the grid."""
     used = rows.grid > 1
     found: Column = (~used | (step == _wire_step(rows, dtype))).all(axis=1)
     return found

@@ -1,4 +1,4 @@
-"""Carries out one rank's digest share: reads its own memory once, and says what it adds to which tensors."""
+"""Executes one rank's digest share: reads its own memory once, and gives its sums by tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..memory import bytes_of, sizes_of
 from .digest_shares import DigestShare
 
 PASS_BYTES: Final = 256 * 1024 * 1024
-"""Of the buffer that masters of another dtype are cast into, a part at a time."""
+"""Bytes of the buffer into which masters of another dtype are cast, a part at a time."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +24,12 @@ class _Bound:
 
 
 class ShareDigester:
-    """One rank's share bound to its memory, which must stay where it is."""
+    """One rank's share bound to its memory, which must not move."""
 
     def __init__(
         self, share: DigestShare, tensors: Sequence[torch.Tensor], device: torch.device, engine: CopyEngine
     ) -> None:
-        """`tensors` are what shards number as `storage`."""
+        """`tensors` are numbered as `storage` in shards."""
         regions = [bytes_of(tensor) for tensor in tensors]
         sizes = sizes_of(regions)
         self._tensors = share.tensors
@@ -50,9 +50,9 @@ class ShareDigester:
             self._passes.append(_Bound(copies, engine.prepare_digest(each.boxes, [self._buffer])))
 
     def begin(self) -> None:
-        """Begin to read the memory as it is now, in the order of the current stream. Returns at once on a GPU.
+        """Start to read the memory, on the current stream. Asynchronous on a GPU.
 
-        Whatever writes the memory on another stream must have ended.
+        Writes on other streams must have ended.
         """
         self._in_place.launch()
         for each in self._passes:  # they share the buffer: the stream keeps them apart
@@ -61,7 +61,10 @@ class ShareDigester:
         self._pack_odd.launch()
 
     def result(self) -> tuple[Lanes, bytes]:
-        """(2, tensors of the share) uint64, and the odd boxes' bytes: as of the last `begin`. Waits for it."""
+        """(2, tensors of the share) uint64, and the odd boxes' bytes, of the last `begin`.
+
+        Blocks until they are there.
+        """
         lanes = self._in_place.lanes()
         for each in self._passes:
             lanes = lanes + each.digest.lanes()
@@ -69,12 +72,12 @@ class ShareDigester:
         return found, self._odd.cpu().numpy().tobytes()
 
     def run(self) -> tuple[Lanes, bytes]:
-        """`begin` and `result`: as the memory is now."""
+        """`begin` and `result`."""
         self.begin()
         return self.result()
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         for each in self._passes:
             each.copies.close()
             each.digest.close()

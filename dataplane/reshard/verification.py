@@ -1,11 +1,11 @@
-"""How the workers of one engine prove that they hold a version: what each digests, and what their sums must be. Pure.
+"""Verification that the workers of one engine hold a version: what each digests, and what the sums must be. Pure.
 
 The digest table has one digest for each whole tensor; workers hold boxes, some of them in several places. All boxes of
-all workers are cut along each other's borders into *atoms*. Every place that holds an atom must give the same sums for
-it, and the sums of a tensor's atoms, each counted once, must be the tensor's digest: then every place is right.
+all workers are cut along each other's borders into *atoms*. Every place that holds an atom must give the same sums, and
+the sums of a tensor's atoms, each counted once, must be the tensor's digest: then every place is right.
 
-Boxes that are no whole words (box_digests.py), or that hold the tensor in another dtype, are read back and put
-together; they are few and small, or the engine is refused.
+Boxes that are no whole words (box_digests.py), or that hold the tensor in another dtype, are read back and assembled;
+they are few and small, or the engine is refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .load_trace import LoadTrace, NotCopiedCause, StagedTensor
 from .reshard_plan import staging_layout
 
 MOST_ODD_BYTES: Final = 64 * 1024 * 1024
-"""What is read back in each round. Beyond, another transport is quicker."""
+"""Bytes of odd boxes that are read back in each round. Beyond, another transport is faster."""
 
 _WIDER: Final = {
     ("bfloat16", "float32"),
@@ -64,14 +64,14 @@ _WIDER: Final = {
 
 @dataclass(frozen=True, eq=False)
 class RankVerification:
-    """What one worker reports, and how to read it."""
+    """The digest report of one worker: what it digests, and how its sums are read."""
 
     table: BoxTable
-    """A group for each instance."""
+    """A group for each place that holds an atom (instance)."""
     atom: Column
-    """(instances,): the atom that each is."""
+    """(instances,): the atom of each instance."""
     odd: CopyTable
-    """Target regions to one buffer, in the served dtype."""
+    """Copies of the odd boxes into one buffer, in the served dtype."""
     odd_shards: Shards
     """The boxes in that buffer, packed one after another; `offset` counts bytes."""
     odd_bytes: int
@@ -79,16 +79,16 @@ class RankVerification:
 
 @dataclass(frozen=True, eq=False)
 class Verification:
-    """For all workers of one engine."""
+    """The verification of all workers of one engine."""
 
     tensors: tuple[TensorSpec, ...]
     atoms: Boxes
     ranks: tuple[RankVerification, ...]
     odd: tuple[int, ...]
-    """Tensors that are put together from what was read back."""
+    """Tensors that are assembled from the boxes read back."""
 
     def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Verification:
-        """The same of the same tensors in another order; `places`, (tensors,), says where in it each of them is."""
+        """The same with the tensors in the order of `tensors`; `places`, (tensors,), is the new index of each."""
         return replace(
             self,
             tensors=tuple(tensors),
@@ -103,20 +103,20 @@ class Verification:
 
     @cached_property
     def _groups(self) -> tuple[Column, Column]:
-        """(proven,): the tensors that atoms are of; (atoms,): which of them each atom is a part of."""
+        """(verified,): the tensors that atoms are of; (atoms,): which of them each atom is a part of."""
         proven, group = np.unique(self.atoms.space, return_inverse=True)
         return proven, group
 
     @cached_property
     def _sizes(self) -> Column:
-        """(proven,): bytes."""
+        """(verified,): bytes."""
         indexes: list[int] = self._groups[0].tolist()
         return np.array([self.tensors[index].nbytes for index in indexes], np.int64)
 
     def verify(self, table: DigestTable, lanes: Sequence[Lanes], odd: Sequence[bytes]) -> None:
-        """Raise `DigestMismatch` unless what the workers hold is what the digest table says, everywhere.
+        """Raise `DigestMismatch` unless the workers' sums and odd bytes agree with the digest table, in every place.
 
-        A server may stand still for it: what only depends on the layout is worked out once.
+        A server may be paused meanwhile: values that depend on the layout alone are computed once.
         """
         reading = self._reading
         for number, (rank, each) in enumerate(zip(self.ranks, lanes, strict=True)):
@@ -134,7 +134,7 @@ class Verification:
             self._compare(table, index, digest_packed_tensor(self._assembled(index, odd)))
 
     def _explain(self, table: DigestTable, lanes: Sequence[Lanes]) -> None:
-        """Raise for the first box that differs between workers, or the first tensor that is another one."""
+        """Raise for the first box that differs between workers, or the first tensor that differs from the table."""
         found = np.zeros((2, len(self.atoms)), np.uint64)
         for rank, sums in zip(self.ranks, lanes, strict=True):
             found[:, rank.atom] = sums
@@ -179,20 +179,20 @@ class Verification:
 
 @dataclass(frozen=True, eq=False)
 class _Reading:
-    """How the sums of all workers, one after another, are read."""
+    """How the sums of all workers, concatenated, are read."""
 
     again: Column
-    """Instances of an atom that another one is of, too; and that other one, at the same place of `before`."""
+    """Instances of an atom that has an earlier instance; and that one, at the same position of `before`."""
     before: Column
     by_tensor: Column
-    """(atoms,): one instance of each atom, those of a tensor together, in the order of the tensors."""
+    """(atoms,): one instance of each atom, grouped by tensor, in the order of the tensors."""
     begins: Column
-    """(proven,): where each tensor begins there."""
+    """(verified,): where each tensor begins there."""
     proven: Column | None
-    """(proven,): the tensors; None: all of the manifest."""
+    """(verified,): the tensors; None: all of the manifest."""
 
     def of(self, digests: bytes) -> bytes:
-        """Of the digests of all tensors, those of the proven ones."""
+        """The digests of the verified tensors."""
         if self.proven is None:
             return digests
         return np.frombuffer(digests, np.uint8).reshape(-1, integrity.DIGEST_BYTES)[self.proven].tobytes()
@@ -210,9 +210,9 @@ def _reading(proof: Verification) -> _Reading:
 
 
 def verifiable_trace(trace: LoadTrace) -> LoadTrace:
-    """The trace, with tensors whose cast loses bits sent through the engine's loader.
+    """The trace, with tensors whose cast loses bits staged for the engine's loader.
 
-    What is stored of them says nothing about the bits that were lost; the staged tensor does.
+    The stored value does not show the lost bits; the staged tensor does.
     """
     copies = trace.copies
     served, stored = served_dtypes(copies), copies.dtype
@@ -229,7 +229,7 @@ def verifiable_trace(trace: LoadTrace) -> LoadTrace:
 
 
 def make_verification(traces: Sequence[LoadTrace]) -> Verification:
-    """What the workers with these traces, in the order of their ranks, report. Raises `NotTraceable`."""
+    """The verification of workers with these traces, in the order of their ranks. Raises `NotTraceable`."""
     tensors = traces[0].tensors
     held = [_held(trace) for trace in traces]
     odd = np.unique(np.concatenate([each.boxes.space[odd_boxes(each)] for each, _, _ in held]))
@@ -251,7 +251,7 @@ def make_verification(traces: Sequence[LoadTrace]) -> Verification:
 
 
 def _held(trace: LoadTrace) -> tuple[Shards, Column, Column]:
-    """Everything that a worker holds of the served tensors: its copies, and whole staged tensors behind its targets."""
+    """All boxes of served tensors that a worker holds: its copies, and whole staged tensors behind its targets."""
     staging, _ = staging_layout(trace.tensors, trace.staged)
     shards = Shards.join((trace.copies, replace(staging, storage=np.zeros(len(staging), np.int64))))
     region = np.concatenate([trace.copies.storage, np.full(len(staging), len(trace.targets))])
@@ -279,7 +279,7 @@ def _atoms(boxes: Sequence[Boxes]) -> Boxes:
 
 
 def _cells(boxes: Boxes) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """The cells of the grid that the borders of these boxes of one tensor draw, as far as any of them holds them."""
+    """The cells of the grid drawn by the borders of these boxes of one tensor, where any box holds them."""
     borders = [
         np.unique(np.concatenate([boxes.start[:, axis], boxes.stop[:, axis]])).tolist()
         for axis in range(boxes.start.shape[1])
@@ -294,7 +294,7 @@ def _cells(boxes: Boxes) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
 
 
 def _complete(tensors: Sequence[TensorSpec], atoms: Boxes, odd: Column, held: Sequence[Boxes]) -> None:
-    """Raise `NotTraceable` for a tensor that the workers hold only a part of: its digest speaks of the whole."""
+    """Raise `NotTraceable` for a tensor that the workers hold only partly: its digest is that of the whole."""
     found = volumes(atoms, len(tensors))
     parts: Mapping[int, list[Box]] = defaultdict(list)
     for boxes in held:

@@ -1,4 +1,4 @@
-"""Names, dtypes, shapes, boxes, shards, manifests, coverage. Pure data; numpy, no torch (a contract worth having)."""
+"""Names, dtypes, shapes, boxes, shards, manifests, coverage. Pure data: numpy, no torch (import-linter checks it)."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Boxes: half-open intervals along every axis of a tensor, one at a time and by the million. Pure arithmetic.
+"""Boxes: half-open index ranges along every axis of a tensor, one at a time and by the million. Pure arithmetic.
 
-`Box` is one of them, for building and for messages. `Boxes` holds many as columns, each in its own index space (a
-tensor's number), and answers for all of them at once: which overlap, and whether they cover their spaces exactly once.
-A model of 20,000 tensors on 64 ranks is a million boxes, so nothing here loops over them in Python.
+`Box` is one, for building and for messages. `Boxes` are many as columns, each in its own index space (a tensor's
+number), and answer for all at once: which overlap, and whether they cover their spaces exactly once. A model of 20,000
+tensors on 64 ranks is a million boxes, so nothing here loops over them in Python.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy.typing as npt
 Column = npt.NDArray[np.int64]
 
 _PAIRS_AT_ONCE: Final = 1 << 22
-"""Candidate pairs that are compared in one step: about 200 MB of temporaries."""
+"""Candidate pairs compared in one step: about 200 MB of temporaries."""
 
 
 class Box(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Box(msgspec.Struct, frozen=True):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """The box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
@@ -40,23 +40,23 @@ class Box(msgspec.Struct, frozen=True):
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     def fits(self, shape: Sequence[int]) -> bool:
-        """Not empty, and inside a tensor of `shape`."""
+        """True when not empty, and inside a tensor of `shape`."""
         return len(self.start) == len(self.stop) == len(shape) and all(
             0 <= start < stop <= extent for start, stop, extent in zip(self.start, self.stop, shape, strict=True)
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """What both hold; None when that is nothing."""
+        """The common part; None when it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
     def subtract(self, other: Box) -> tuple[Box, ...]:
-        """What `other` does not hold, as disjoint boxes: at most two for each axis."""
+        """The part outside of `other`, as disjoint boxes: at most two for each axis."""
         common = self.intersect(other)
         if common is None:
             return (self,)
@@ -72,7 +72,7 @@ class Box(msgspec.Struct, frozen=True):
 
 
 def subtract_all(box: Box, others: Sequence[Box]) -> tuple[Box, ...]:
-    """What of `box` none of `others` holds, as disjoint boxes."""
+    """The part of `box` outside of all `others`, as disjoint boxes."""
     rest = [box]
     for other in others:
         rest = [part for each in rest for part in each.subtract(other)]
@@ -81,26 +81,26 @@ def subtract_all(box: Box, others: Sequence[Box]) -> tuple[Box, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """Many boxes as columns. Tensors of fewer axes than the columns have extent 1 on the further ones."""
+    """Many boxes as columns. Tensors with fewer axes than the columns have extent 1 on the further ones."""
 
     space: Column
-    """(boxes,): the tensor that each is a part of."""
+    """(boxes,): index of the tensor."""
     start: Column
-    """(boxes, axes)."""
+    """(boxes, axes): first index."""
     stop: Column
-    """(boxes, axes)."""
+    """(boxes, axes): index behind the last one."""
 
     def __len__(self) -> int:
         return len(self.space)
 
     @property
     def extents(self) -> Column:
-        """(boxes, axes): how far each reaches along each axis."""
+        """(boxes, axes): indexes along each axis."""
         return self.stop - self.start
 
     @property
     def sizes(self) -> Column:
-        """(boxes,): elements of each."""
+        """(boxes,): elements."""
         extents = self.extents
         sizes = np.ones(len(self), np.int64)
         for axis in range(extents.shape[1]):
@@ -108,7 +108,7 @@ class Boxes:
         return sizes
 
     def at(self, index: int) -> Box:
-        """One of them, with all axes of the columns."""
+        """The box of row `index`, with all axes of the columns."""
         return Box(tuple(self.start[index].tolist()), tuple(self.stop[index].tolist()))
 
     def take(self, rows: Column) -> Boxes:
@@ -119,7 +119,7 @@ class Boxes:
 
 
 def is_identity(rows: Column, count: int) -> bool:
-    """`rows` are all of `count` rows as they stand: what is taken is what there is."""
+    """True when `rows` are 0, 1, .. `count` - 1: taking them changes nothing."""
     return len(rows) == count and np.array_equal(rows, np.arange(count))
 
 
@@ -134,11 +134,11 @@ def pad_axes(column: Column, axes: int, fill: int) -> Column:
 
 
 def intersect(a: Boxes, b: Boxes) -> tuple[Column, Column, Boxes]:
-    """All pairs of a box of `a` and a box of `b` that overlap: rows of `a`, rows of `b`, and what both hold.
+    """All overlapping pairs of a box of `a` and a box of `b`: rows of `a`, rows of `b`, and the common parts.
 
-    Ordered by row of `a`, then of `b`. Takes time in the number of pairs, and not of all products: where a space has
-    one box of `b`, that is looked up; in each other one boxes are sorted along the axis that `b` is cut along most, and
-    only neighbors on it are compared.
+    Ordered by row of `a`, then of `b`. Takes time in the number of pairs, not of all products: a space with one box of
+    `b` is a lookup; in the others boxes are sorted along the axis that `b` is cut along most, and only neighbors on it
+    are compared.
     """
     axes = max(a.start.shape[1], b.start.shape[1])
     a = Boxes(a.space, pad_axes(a.start, axes, 0), pad_axes(a.stop, axes, 1))
@@ -156,7 +156,7 @@ def find_overlap(boxes: Boxes) -> tuple[int, int] | None:
 
 
 def volumes(boxes: Boxes, spaces: int) -> Column:
-    """(spaces,): how many elements the boxes of each space have together, common ones counted for each."""
+    """(spaces,): elements of the boxes of each space, common ones counted for each box."""
     total = np.zeros(spaces, np.int64)
     np.add.at(total, boxes.space, boxes.sizes)
     return total
@@ -192,7 +192,7 @@ def _ordered(pairs: Sequence[tuple[Column, Column]], count: int) -> tuple[Column
 
 
 def _overlap(a: Boxes, rows: Column, b: Boxes, others: Column) -> npt.NDArray[np.bool_]:
-    """(pairs,) bool: which of these pairs have something in common."""
+    """(pairs,) bool: which of these pairs overlap."""
     apart = (a.start[rows] >= b.stop[others]) | (b.start[others] >= a.stop[rows])
     found = np.ones(len(rows), bool)
     for axis in range(apart.shape[1]):

@@ -1,4 +1,7 @@
-"""Which shards to read, as few as possible, and the proof that they are every tensor exactly once. Pure, by column."""
+"""Which shards to read, as few as possible, and the check that they cover every tensor exactly once.
+
+Pure, by column.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from .shards import Shards, lexsort_rows, served_sizes
 
 _SHOWN: Final = 3
 _FRACTION_BITS: Final = 16
-"""Of the part of a tensor that is read."""
+"""Precision of the fraction of a tensor that is read."""
 _MIXED: Final = ((32, 0x9E3779B97F4A7C15), (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 """Shifts and factors of splitmix64."""
 
 
 def drop_replicas(shards: Shards) -> Shards:
-    """Every element from one rank: of what several hold, the lowest one's.
+    """Every element from one rank: the lowest of those that hold it.
 
     Copies of a whole shard are dropped; where shards overlap otherwise, those of higher ranks are cut.
     """
@@ -32,7 +35,7 @@ def drop_replicas(shards: Shards) -> Shards:
 
 
 def _apart(distinct: Shards) -> Shards:
-    """`once`, of shards of which no two are the same box."""
+    """`drop_replicas`, of shards of which no two have the same box."""
     rows, others, _ = intersect(distinct.boxes, distinct.boxes)
     earlier = (distinct.rank[others] < distinct.rank[rows]) | (
         (distinct.rank[others] == distinct.rank[rows]) & (others < rows)
@@ -43,11 +46,11 @@ def _apart(distinct: Shards) -> Shards:
 def choose_replicas(
     shards: Shards, first: int = 0, distance: Column | None = None, wanted: Column | None = None
 ) -> Shards:
-    """Every element from one rank: of what several hold, the nearest one's; equally near ones give as many bytes.
+    """Every element from one rank: the nearest that holds it; equally near ones give as many bytes.
 
-    Who gives what of equal ones is another for each `first`: not all readers begin with the same one. `distance`,
-    (ranks,), is 0 everywhere unless it is given. `wanted`, (tensors,), is how many elements of each tensor are read
-    in the end, all of them unless it is given.
+    `first`, a reader's number, rotates the choice among equals, so that not all readers begin with the same rank.
+    `distance`, (ranks,), is 0 everywhere unless it is given. `wanted`, (tensors,), is how many elements of each tensor
+    are read, all unless it is given.
     """
     if not len(shards):
         return shards
@@ -82,7 +85,7 @@ def choose_replicas(
 def expected_read_bytes(boxes: Boxes, elements: Column, item: Column, wanted: Column | None = None) -> Column:
     """(boxes,): about the bytes that are read of each, at least 1.
 
-    By tensor: how many elements it has, bytes of one, and how many are read, which are taken to lie evenly in it.
+    By tensor: `elements` that it has, `item` bytes of one, and `wanted`, how many are read, spread evenly.
     """
     nbytes = boxes.sizes * item[boxes.space]
     if wanted is not None:
@@ -92,7 +95,7 @@ def expected_read_bytes(boxes: Boxes, elements: Column, item: Column, wanted: Co
 
 
 def merge_adjacent(shards: Shards) -> Shards:
-    """Join neighbors that are neighbors in memory too, until none are left. Elements and their places stay."""
+    """Join shards that are neighbors in the tensor and in memory, until none are left. Elements and places stay."""
     before = -1
     while len(shards) != before:
         before = len(shards)
@@ -122,7 +125,7 @@ def check_exact_cover(shards: Shards) -> None:
 
 
 def _hole(shards: Shards, index: int) -> str:
-    """A part of tensor `index` that no shard holds."""
+    """A part of tensor `index` that no shard holds, for a message."""
     shape = shards.tensors[index].shape
     mine = [shards.boxes.at(row) for row in np.flatnonzero(shards.boxes.space == index).tolist()]
     wide = shape + (1,) * (shards.boxes.start.shape[1] - len(shape))
@@ -131,7 +134,7 @@ def _hole(shards: Shards, index: int) -> str:
 
 
 def _long(count: int) -> Column:
-    """A number for each rank, such that sums of different ones differ."""
+    """A pseudorandom number for each rank, so that sums over different sets of ranks differ."""
     numbers = np.arange(1, count + 1, dtype=np.uint64)
     for shift, factor in _MIXED:
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
@@ -168,7 +171,7 @@ def _merge_along(shards: Shards, axis: int) -> Shards:
 
 
 def _cut(shards: Shards, rows: Column, others: Column) -> Shards:
-    """Take out of each shard of `rows` what the shard of `others` in the same place holds. Few do, in any layout."""
+    """Remove from each shard of `rows` its overlap with the shard of `others` at the same position. Few overlap."""
     taken: dict[int, list[Box]] = {}
     for row, other in zip(rows.tolist(), others.tolist(), strict=True):
         taken.setdefault(row, []).append(shards.boxes.at(other))

@@ -1,7 +1,7 @@
-"""Boxes of many axes become grids of a few: axes of one element vanish, axes that continue each other are joined.
+"""Boxes of many axes as grids of a few: axes of one element vanish, axes that continue each other are joined.
 
-Rows are independent of one another, and all work is by column. Axis 0 of the result is the innermost, the one along
-which neighbors are closest.
+Rows are independent of one another, and all work is by column. Axis 0 of the result is the innermost, along which
+neighbors are closest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .boxes import Column, pad_axes
 
 @dataclass(frozen=True, eq=False)
 class Grids:
-    """Rows of grids, innermost axis first. `steps` has one column block for each side that was given."""
+    """Grids, innermost axis first. `steps` has one column block for each side that was given."""
 
     row: Column
     """(grids,): the box that each was made from. A box of more than `axes` axes becomes several grids."""
@@ -25,13 +25,13 @@ class Grids:
     steps: tuple[Column, ...]
     """Each (grids, axes), 0 where an axis is not used."""
     shift: tuple[Column, ...]
-    """Each (grids,): how far the grid begins behind its box's first element."""
+    """Each (grids,): distance of the grid from its box's first element."""
 
 
 def collapse_axes(extent: Column, steps: Sequence[Column], axes: int) -> Grids:
     """The grids of boxes with these extents (rows, any axes; the last one innermost) and steps on every side.
 
-    Two axes are joined where a step of the outer one goes as far as the whole inner one, on all sides.
+    Two axes are joined where a step of the outer one spans the whole inner one, on all sides.
     """
     rows, width = extent.shape
     joined = np.ones((rows, max(width, 1)), np.int64)
@@ -53,7 +53,7 @@ def collapse_axes(extent: Column, steps: Sequence[Column], axes: int) -> Grids:
 
 
 def _unroll(extent: Column, steps: Sequence[Column], axes: int) -> Grids:
-    """Make one grid for each index along axes beyond the first `axes`. No layout that we know has any."""
+    """One grid for each index along axes beyond the first `axes`. No known layout has any."""
     rows = np.arange(len(extent))
     shift = [np.zeros(len(extent), np.int64) for _ in steps]
     for axis in range(axes, extent.shape[1]):

@@ -1,8 +1,8 @@
-"""Deals items to ranks that have them in common, so that all of them give as much. Pure, by column, and exact.
+"""Load balancing: assigns items to replicas, so that all of them give as many bytes. Pure, by column, and exact.
 
-The heaviest items are dealt first, each to whoever has given least of those that hold it: what is small evens out what
-is large. Items of one weight that the same ranks have are dealt at once, so this takes time in the number of
-different weights and sets of ranks, of which a model has few, and not in that of items.
+The heaviest items are assigned first, each to the least loaded rank that holds it: small items even out large ones.
+Items of one weight with the same set of replicas are assigned at once, so this takes time in the number of different
+weights and sets, of which a model has few, and not in that of items.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from .boxes import Column
 from .shards import lexsort_rows
 
 _BITS: Final = 32
-"""Of readers' numbers."""
+"""Bits of readers' numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReplicaSets:
-    """Sets of ranks, numbered as they first appear among items: numbers that do not depend on how they are named."""
+    """Sets of ranks, numbered by first appearance among items: the numbering does not depend on the ranks' names."""
 
     of: Column
-    """(items,): the set of each."""
+    """(items,): the set of each item."""
     count: Column
-    """(sets,): how many ranks are in it."""
+    """(sets,): ranks in the set."""
     member: Column
     """(all counts,): the ranks of one set after those of another, ascending within each."""
 
 
 def factorize(keys: Column) -> tuple[Column, Column]:
-    """(items,): equal keys have one number, by first appearance. (numbers,): the item in which each appears first."""
+    """(items,): equal keys have one number, by first appearance. (numbers,): the item in which each appears first.
+
+    As pandas.factorize, in numpy.
+    """
     distinct = np.unique(keys)
     of = np.searchsorted(distinct, keys)
     firsts = np.full(len(distinct), len(keys))
@@ -44,16 +47,16 @@ def factorize(keys: Column) -> tuple[Column, Column]:
 
 
 def ragged_arange(begin: Column, count: Column, step: Column | int = 1) -> Column:
-    """`count` numbers from each `begin` on, one series after the other."""
+    """Concatenated ranges: `count` numbers from each `begin` on, `step` apart."""
     place = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
     return np.repeat(begin, count) + place * (np.repeat(step, count) if isinstance(step, np.ndarray) else step)
 
 
 def assign_balanced(sets: ReplicaSets, weight: Column, first: int = 0) -> Column:
-    """(items,): which one of its set gives each, by its place there. Weights are above 0.
+    """(items,): the rank that gives each item, as its position in the item's set. Weights are positive.
 
-    Of those who have given as little it is the next one after a place that is another for each `first`: readers with
-    few items in common sets do not all ask the same ranks for them.
+    Of equally loaded ranks it is the next one behind a position that depends on `first`: readers with few items in
+    common sets do not all ask the same ranks.
     """
     # As far from those before it as can be, whatever the number of ranks.
     turn = int(f"{first % (1 << _BITS):0{_BITS}b}"[::-1], 2)
@@ -97,9 +100,10 @@ def _ends(*columns: Column) -> Column:
 
 
 def _by_least(given: Column, weight: int, items: Column) -> Column:
-    """(all items,): which of its set gets each, always whoever has been given least; of equals the first.
+    """(all items,): the position of the least loaded rank at each item's turn; of equals the first.
 
-    `given` is (sets, ranks), of sets that have no rank in common; `items`, (sets,), of one weight, how many.
+    `given` is (sets, ranks), of sets that have no rank in common; `items`, (sets,), is how many items of `weight` each
+    set has.
     """
     order = np.argsort(given, axis=1, kind="stable")
     given = np.take_along_axis(given, order, axis=1)

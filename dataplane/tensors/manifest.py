@@ -1,12 +1,12 @@
-"""What a version consists of: tensors, their order, their cut into buckets. Pure data, no torch.
+"""What a version consists of: tensors, their order, their division into buckets. Pure data, no torch.
 
 A `Manifest` describes a *layout*; it stays the same from round to round, and its digest names it. A `DigestTable`
 belongs to one version of that layout and holds a digest for every tensor. Both travel as content-addressed blobs
 through the coordinator, which does not read them.
 
 A bucket is a packed run of bytes: its tensors one after another in the manifest's order, without padding. Tensors are
-ordered by item size, largest first, inside a bucket, so that every tensor starts on a multiple of its item size
-(SGLang exits on a misaligned bucket).
+ordered by item size, largest first, inside a bucket, so that every tensor starts on a multiple of its item size (SGLang
+exits on a misaligned bucket).
 """
 
 import hashlib
@@ -37,7 +37,7 @@ ITEM_BYTES: Final[dict[str, int]] = {
     "uint8": 1,
     "bool": 1,
 }
-"""The dtypes that may travel, by torch's own names, and their sizes in bytes."""
+"""Bytes of an element of each dtype that may travel, by torch's names."""
 
 MAX_TENSORS: Final = 1_000_000
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,255}")
@@ -45,7 +45,7 @@ _NAMES: Final = re.compile(rf"(?:{_NAME.pattern}\n)*{_NAME.pattern}")
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """One tensor by its Hugging Face name."""
+    """Name, dtype and shape of one tensor; the name is Hugging Face's."""
 
     name: str
     dtype: str
@@ -135,21 +135,21 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one version takes."""
+        """Bytes of one version."""
         return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
     def largest_bucket(self) -> int:
-        """Bytes of the largest bucket: what one staging slot must hold."""
+        """Bytes of the largest bucket: the size of a staging buffer."""
         return max(bucket.nbytes for bucket in self.buckets)
 
     def tensors_of(self, index: int) -> tuple[TensorSpec, ...]:
-        """The tensors of bucket `index`, in the order in which they are packed."""
+        """The tensors of bucket `index`, in packing order."""
         bucket = self.buckets[index]
         return self.tensors[bucket.first : bucket.last]
 
     def offsets_of(self, index: int) -> tuple[int, ...]:
-        """Where each tensor of bucket `index` begins, in bytes, and where the last one ends."""
+        """Bytes at which each tensor of bucket `index` begins, and at which the last one ends."""
         return (0, *accumulate(tensor.nbytes for tensor in self.tensors_of(index)))
 
     def encode(self) -> bytes:
@@ -158,7 +158,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
 
     @classmethod
     def decode(cls, blob: bytes) -> "Manifest":
-        """Read and check what `encode` wrote. Raises `ManifestError` on anything else."""
+        """The manifest that `encode` wrote, checked. Raises `ManifestError` on anything else."""
         manifest = _decode(blob, Manifest)
         manifest.check()
         return manifest
@@ -173,7 +173,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=Tru
 
 
 class LiveDigests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a server with `tp` tensor-parallel ranks must report for its live parameters after the load."""
+    """The checksums that a server with `tp` ranks must report of its live parameters after the load."""
 
     algorithm: str
     """Matches `EngineInfo.live_digest`; ``sglang-sha256-8`` is SGLang's weights_checker on CPU tensors."""
@@ -183,7 +183,7 @@ class LiveDigests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DigestTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=True):
-    """Digests of one version: what a receiver compares the bytes that arrived with."""
+    """Digests of one version, with which a receiver compares the bytes that arrived."""
 
     manifest: str
     version: int
@@ -203,7 +203,7 @@ class DigestTable(msgspec.Struct, frozen=True, dict=True, forbid_unknown_fields=
 
     @classmethod
     def decode(cls, blob: bytes, manifest: Manifest) -> "DigestTable":
-        """Read what `encode` wrote. Raises `ManifestError` unless it belongs to `manifest` and is complete."""
+        """The table that `encode` wrote. Raises `ManifestError` unless it belongs to `manifest` and is complete."""
         table = _decode(blob, DigestTable)
         if table.manifest != manifest.digest():
             raise ManifestError(
@@ -244,9 +244,9 @@ def _decode(blob: bytes, kind: type[_T]) -> _T:
 
 
 def _check_tensors(tensors: Sequence[TensorSpec]) -> list[int]:
-    """Bytes of each. Raises `ManifestError` for one that cannot travel, or a name that stands twice.
+    """Bytes of each tensor. Raises `ManifestError` for one that cannot travel, or a name that stands twice.
 
-    An engine may stand still for it: names are looked at together, dtypes and shapes once for all tensors of a kind.
+    A server may be paused meanwhile: names are checked together, dtypes and shapes once for all tensors of a kind.
     """
     names = [tensor.name for tensor in tensors]
     together = "\n".join(names)

@@ -1,19 +1,20 @@
-"""Shards: which part of which Hugging Face tensor lies where in the memory of which rank. Pure data, no torch.
+"""Shards: which box of which Hugging Face tensor lies where in the memory of which rank. Pure data, no torch.
 
 One description for every path: assembling whole tensors, writing files, and copying from shard to shard. A shard is a
 box of a tensor and a strided view of one local tensor of its rank, element by element the same. Fused, cut, padded,
-replicated and transposed parameters are all sets of shards; nothing else about a training framework is known here.
+replicated and transposed parameters are all sets of shards; nothing else about a training framework is known here. It
+is not torch's `Shard`, a DTensor placement.
 
-`Shard` is one, for building and for reading. `Shards` are many, as columns: what ranks exchange and planners work on
-(coverage.py: which of them to read, joined, and the proof that they are a model).
+`Shard` is one, for building and for reading. `Shards` are many, as columns: ranks exchange them and planners work on
+them (coverage.py: the choice among replicas, and the check that they are a model).
 
-    tensors     what is described: names, dtypes in which they are served, shapes
-    rank      rank that holds the shard
+    tensors     the tensors described: names, dtypes in which they are served, shapes
+    rank        rank that holds the shard
     storage     index of a local tensor, in the rank's own list of them
     dtype       of that local tensor; it may differ from the served one
     offset      elements from the first element of the local tensor
     stride      elements of the local tensor for one step along each axis of the served tensor
-    shift       what is added to every element (norms that a trainer keeps around zero); 0 for a plain copy
+    shift       added to every element (norms that a trainer keeps around zero); 0 for a plain copy
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .boxes import Box, Boxes, Column, is_identity, pad_axes
 from .manifest import ITEM_BYTES, TensorSpec
 
 DTYPES: Final = tuple(ITEM_BYTES)
-"""Their order numbers the dtypes in columns."""
+"""Dtypes by their number in columns."""
 _ITEM_BYTES: Final[Column] = np.array([*ITEM_BYTES.values()], np.int64)
 _NUMBERS: Final = {name: number for number, name in enumerate(DTYPES)}
 
@@ -42,7 +43,7 @@ _MOST_KEY: Final = 1 << 62
 
 
 class ShardView(msgspec.Struct, frozen=True):
-    """Where the elements of a box are: `offset` and `strides` in elements of local tensor `storage`."""
+    """A strided view: `offset` and `strides` in elements of local tensor `storage`."""
 
     storage: int
     offset: int
@@ -61,7 +62,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """Many shards of many ranks as columns; the module says what each column is."""
+    """Many shards of many ranks as columns; the module's docstring describes each column."""
 
     tensors: tuple[TensorSpec, ...]
     boxes: Boxes
@@ -77,7 +78,7 @@ class Shards:
 
     @classmethod
     def of(cls, tensors: Sequence[TensorSpec], shards: Iterable[Shard], rank: int = 0) -> Shards:
-        """The shards of one rank. Raises `ManifestError` for one that names no tensor or lies outside of its own."""
+        """The shards of one rank. Raises `ManifestError` for one that names no tensor or lies outside of its tensor."""
         shards = tuple(shards)
         number = {spec.name: index for index, spec in enumerate(tensors)} if shards else {}
         axes = max((len(spec.shape) for spec in (tensors if shards else ())), default=0) or 1
@@ -134,7 +135,7 @@ class Shards:
         )
 
     def at(self, index: int) -> Shard:
-        """One of them."""
+        """The shard of row `index`."""
         spec = self.tensors[int(self.boxes.space[index])]
         axes = len(spec.shape)
         box = self.boxes.at(index)
@@ -151,34 +152,37 @@ class Shards:
         return self.take(np.flatnonzero(self.rank == rank))
 
     def within(self, boxes: Boxes, rows: Column) -> Shards:
-        """The parts `boxes` of the shards of `rows`, one each; every box must lie inside of its shard."""
+        """The parts `boxes` of the shards of `rows`, one each; every box must lie inside its shard."""
         whole = self.take(rows)
         moved = np.sum((boxes.start - whole.boxes.start) * whole.stride, axis=1)
         return replace(whole, boxes=boxes, offset=whole.offset + moved)
 
     def ordered(self, tensors: Sequence[TensorSpec]) -> Shards:
-        """The same shards, with the tensors in the order of `tensors`. Raises `ManifestError` if those are others."""
+        """The same shards with tensors in the order of `tensors`. Raises `ManifestError` if those are others."""
         return self.renumbered(tensors, tensor_positions(tensors, self.tensors))
 
     def renumbered(self, tensors: Sequence[TensorSpec], places: Column) -> Shards:
-        """`ordered`, where `places`, (tensors,), says which of `tensors` each tensor is."""
+        """`ordered`, where `places`, (tensors,), is the index in `tensors` of each tensor."""
         return replace(self, tensors=tuple(tensors), boxes=replace(self.boxes, space=places[self.boxes.space]))
 
     def encode(self) -> bytes:
-        """What travels between ranks: the same bytes for the same shards, on every machine. Tensors go by digest."""
+        """Bytes that travel between ranks: the same for the same shards on every machine.
+
+        Tensors are named by digest.
+        """
         numbers = self.numbers().astype("<i8").tobytes()
         return _ENCODER.encode(_Wire(_about(self.tensors).digest, self.boxes.start.shape[1], numbers))
 
     @classmethod
     def decode(cls, blobs: Sequence[bytes], tensors: Sequence[TensorSpec]) -> Shards:
-        """What several ranks encoded, all together. Raises `ManifestError` unless it describes these tensors."""
+        """The shards that several ranks encoded, joined. Raises `ManifestError` unless they describe these tensors."""
         described = tuple(tensors)
         shards = cls.join([_decode(blob, described) for blob in blobs])
         shards.check()
         return shards
 
     def check(self) -> None:
-        """Raise `ManifestError` unless every shard is a box inside of its tensor, in a dtype that can travel."""
+        """Raise `ManifestError` unless every shard is a box inside its tensor, in a dtype that can travel."""
         known = (self.boxes.space >= 0) & (self.boxes.space < len(self.tensors))
         known &= (self.dtype >= 0) & (self.dtype < len(DTYPES)) & (self.storage >= 0) & (self.offset >= 0)
         if not known.all():
@@ -193,12 +197,12 @@ class Shards:
             raise ManifestError(f"a shard {odd.start}..{odd.stop} is empty or lies outside of its tensor")
 
     def digest(self) -> str:
-        """SHA-256, hexadecimal, of what is described: neither the order of shards nor that of tensors matters."""
+        """SHA-256, hexadecimal, of the description; independent of the order of shards and tensors."""
         named = self.ordered(sorted(self.tensors, key=lambda spec: spec.name))
         return hashlib.sha256(named.take(lexsort_rows(named.numbers())).encode()).hexdigest()
 
     def numbers(self) -> Column:
-        """(shards, columns): everything but the tensors, in a fixed order of columns."""
+        """(shards, columns): all columns but the tensors, in a fixed order."""
         ends = (self.boxes.start, self.boxes.stop, self.stride)
         return np.column_stack((self.boxes.space, self.rank, self.storage, self.dtype, self.offset, self.shift, *ends))
 
@@ -215,7 +219,7 @@ _DECODER: Final[msgspec.msgpack.Decoder[_Wire]] = msgspec.msgpack.Decoder(_Wire)
 
 @dataclass(frozen=True, eq=False)
 class _Tensors:
-    """What follows from served tensors alone; a planner asks for it again and again."""
+    """Values that follow from the served tensors alone; planners ask for them again and again."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -249,7 +253,7 @@ _MOST_KNOWN: Final = 4
 
 
 def _about(tensors: tuple[TensorSpec, ...]) -> _Tensors:
-    """Worked out once for the last few tuples of tensors: a layout's shards, plans and proofs share one."""
+    """The `_Tensors` of the last few tuples: a layout's shards, plans and verifications share one."""
     global _known  # noqa: PLW0603 - replaced as a whole: threads may ask at a time
     for each in _known:
         if each.tensors is tensors:
@@ -265,12 +269,15 @@ def _fixed(column: Column) -> Column:
 
 
 def whole_tensor_shard(spec: TensorSpec, dtype: str, storage: int) -> Shard:
-    """All of a tensor, contiguous in local tensor `storage`."""
+    """A whole tensor, contiguous in local tensor `storage`."""
     return Shard(spec.name, Box.whole(spec.shape), dtype, ShardView(storage, 0, contiguous_strides(spec.shape)))
 
 
 def tensor_positions(tensors: Sequence[TensorSpec], others: Sequence[TensorSpec]) -> Column:
-    """(others,): where each of `others` is in `tensors`. Raises `ManifestError` unless both are the same tensors."""
+    """(others,): the index in `tensors` of each of `others`.
+
+    Raises `ManifestError` unless both are the same tensors.
+    """
     place = {spec.name: index for index, spec in enumerate(tensors)}
     found = [place.get(spec.name, -1) for spec in others]
     if len(place) != len(found) or any(spec != tensors[at] for spec, at in zip(others, found, strict=True)):
@@ -279,7 +286,7 @@ def tensor_positions(tensors: Sequence[TensorSpec], others: Sequence[TensorSpec]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Elements between neighbors along each axis of a packed tensor."""
+    """Strides, in elements, of a contiguous tensor of `shape`."""
     strides = [1]
     for extent in reversed(shape[1:]):
         strides.append(strides[-1] * extent)
@@ -287,7 +294,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def packed_strides(extents: Column) -> Column:
-    """(rows, axes): elements between neighbors along each axis of packed boxes of `extents`, (rows, axes)."""
+    """(rows, axes): strides, in elements, of packed boxes of `extents`, (rows, axes)."""
     strides = np.ones_like(extents)
     strides[:, :-1] = np.cumprod(extents[:, :0:-1], axis=1)[:, ::-1]
     return strides
@@ -299,18 +306,18 @@ def served_dtypes(shards: Shards) -> Column:
 
 
 def served_sizes(tensors: tuple[TensorSpec, ...]) -> tuple[Column, Column]:
-    """(tensors,), (tensors,): how many elements each has, and the bytes of one as it is served."""
+    """(tensors,), (tensors,): elements of each tensor, and bytes of one element as served."""
     return _about(tensors).sizes
 
 
 def served_strides(shards: Shards) -> Column:
-    """(shards, axes): elements between neighbors along each axis of each shard's tensor, packed."""
+    """(shards, axes): strides, in elements, of each shard's whole tensor, packed."""
     extents = pad_axes(_about(shards.tensors).shapes, shards.boxes.start.shape[1], 1)
     return packed_strides(extents)[shards.boxes.space]
 
 
 def lexsort_rows(table: Column) -> Column:
-    """The order in which the rows of a table ascend, earlier columns first; equal rows stay in order."""
+    """The permutation that sorts the rows of a table, earlier columns first; stable."""
     keys = _keys(table)
     if len(keys) == 1:
         return np.argsort(keys[0], kind="stable")
@@ -318,7 +325,7 @@ def lexsort_rows(table: Column) -> Column:
 
 
 def _keys(table: Column) -> list[Column]:
-    """Columns by which rows ascend as by all columns of the table: those that follow one another share a number."""
+    """Fewer columns that sort rows in the same order: adjacent columns share an int64 where they fit."""
     if not len(table):
         return []
     columns = np.ascontiguousarray(table.T)
