@@ -8,15 +8,16 @@ if TYPE_CHECKING:
     from .ack_batching import AckBatcher as AckBatcher
     from .client import BusClient as BusClient, BusSettings as BusSettings, check_keys as check_keys
     from .interface import (
+        ConnectionRejected as ConnectionRejected,
         CoordinatorBus as CoordinatorBus,
         Delivery as Delivery,
-        Distrusted as Distrusted,
         Incoming as Incoming,
         Rejected as Rejected,
         Throttled as Throttled,
-        TurnedAway as TurnedAway,
+        TrustRevoked as TrustRevoked,
+        refusal_observation as refusal_observation,
+        reply_to_rejected as reply_to_rejected,
     )
-    from .rejections import answer_to as answer_to, refusal_of as refusal_of
     from .router import RouterBus as RouterBus, ServerKeys as ServerKeys, check_bind as check_bind
     from .sockets import (
         check_library as check_library,

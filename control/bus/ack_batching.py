@@ -1,8 +1,8 @@
-"""Which acknowledgements are owed, when they are said, and which need not be said at all. Pure.
+"""Acknowledgements: which are due, when they are sent, and which need not be sent at all. Pure.
 
-A command to an engine acknowledges what the engine answered to those before it: nobody sends the next step before the
-answer to the last one was taken. Where a command follows soon, as it does in every round, its engine is told one
-message and not two. Both ends go by `acknowledges`; who repeats its answer all the same gets its `Ack`.
+A command to an engine acknowledges the engine's earlier answers, because the coordinator sends the next step only after
+it has taken the answer to the last one. Where a command follows soon, as in every round, the engine gets one message
+instead of two. Both ends decide by `acknowledges`; an engine that repeats its answer all the same gets an `Ack`.
 """
 
 from __future__ import annotations
@@ -13,50 +13,50 @@ from typing import Final
 from ..machine import Peer
 from ..protocol import Ack, Commit, Message, Pause, Paused, Prepared, Request, Serving, Transfer, Transferred, Verified
 
-_COVERED: Final[Mapping[type[Message], frozenset[type[Message]]]] = {
+_IMPLIED_BY: Final[Mapping[type[Message], frozenset[type[Message]]]] = {
     Pause: frozenset({Prepared}),
     Transfer: frozenset({Prepared}),
     Commit: frozenset({Prepared, Paused, Transferred, Verified}),
 }
-"""By command: the answers, of its epoch or before, without which it would not have been given."""
-_FOLLOWED: Final = frozenset({Prepared, Verified, Serving})
-"""After these an engine has nothing to say before it is told the next step, so their `Ack` may wait for that.
+"""The answers, of the same epoch or an earlier one, that each command acknowledges."""
+_COMMAND_FOLLOWS: Final = frozenset({Prepared, Verified, Serving})
+"""Answers after which an engine waits for its next command, so their `Ack` may wait for that command.
 
-It says one thing after the other: while the `Ack` of a `Transferred` waited, so would the `Verified` behind it.
+An engine sends one answer after the other: if the `Ack` of a `Transferred` waited, the `Verified` behind it would too.
 """
 
 PROMPT_S: Final = 0.05
-"""How long an `Ack` may wait while messages come in; its agent repeats itself after ten times as long."""
+"""Longest wait of an `Ack` while messages arrive; an agent repeats its answer after ten times as long."""
 HOLD_S: Final = 0.2
-"""How long one may wait for the command that says the same."""
+"""Longest wait of an `Ack` for a command that acknowledges the same answer."""
 
 
 def acknowledges(command: Message, answer: Message) -> bool:
-    """Whether who is told `command` knows by it that its `answer` has arrived, or does not matter any more."""
-    if type(answer) not in _COVERED.get(type(command), ()):
+    """Whether `command` tells its engine that `answer` has arrived, or does not matter any more."""
+    if type(answer) not in _IMPLIED_BY.get(type(command), ()):
         return False
     answered, told = getattr(answer, "epoch", 0), getattr(command, "epoch", 0)
     return bool(answered <= told)
 
 
 class AckBatcher:
-    """What is owed to whom. Those of one connection leave in the order in which they became due."""
+    """The acknowledgements that are due. Those of one connection are sent in the order of its requests."""
 
     def __init__(self) -> None:
         self._prompt: dict[Peer, list[Request]] = {}
         self._prompt_until = 0.0
         self._held: dict[Peer, Request] = {}
-        """At most one: its agent says nothing more before it has this one, or the next command."""
+        """At most one request per connection, held for `HOLD_S`: its agent waits for a reply before its next one."""
         self._held_until = 0.0
 
     def __bool__(self) -> bool:
         return bool(self._prompt or self._held)
 
-    def owe(self, owed: Iterable[tuple[Peer, Request]], now: float) -> None:
-        """Each is to be told that what it said was taken."""
+    def add(self, requests: Iterable[tuple[Peer, Request]], now: float) -> None:
+        """Add requests to be acknowledged, each with its connection."""
         prompt, held = self._prompt, self._held
-        for peer, answer in owed:
-            if type(answer) in _FOLLOWED and peer not in held:
+        for peer, answer in requests:
+            if type(answer) in _COMMAND_FOLLOWS and peer not in held:
                 if not held:
                     self._held_until = now + HOLD_S
                 held[peer] = answer
@@ -66,15 +66,15 @@ class AckBatcher:
                 prompt.setdefault(peer, []).append(answer)
 
     @property
-    def pressing(self) -> bool:
-        """Whether some are to be said as soon as nothing is left to be read."""
+    def urgent(self) -> bool:
+        """True if acknowledgements are due as soon as no message is left to be read."""
         return bool(self._prompt)
 
-    def before(self, peers: Sequence[Peer], message: Message) -> list[tuple[Peer, Ack]]:
-        """Those that `peers` are to be told before `message`; what `message` acknowledges itself is forgotten."""
+    def take_before(self, peers: Sequence[Peer], message: Message) -> list[tuple[Peer, Ack]]:
+        """The acknowledgements to send to `peers` before `message`; those that it implies are dropped."""
         first: list[tuple[Peer, Ack]] = []
         prompt, held = self._prompt, self._held
-        covered, told = _COVERED.get(type(message), frozenset[type[Message]]()), getattr(message, "epoch", 0)
+        covered, told = _IMPLIED_BY.get(type(message), frozenset[type[Message]]()), getattr(message, "epoch", 0)
         for peer in peers:
             if prompt and (answers := prompt.pop(peer, None)):
                 left = [each for each in answers if type(each) not in covered or getattr(each, "epoch", 0) > told]
@@ -82,13 +82,15 @@ class AckBatcher:
             if answer := held.get(peer):
                 if type(answer) in covered and getattr(answer, "epoch", 0) <= told:  # as `acknowledges`, for thousands
                     del held[peer]
-                elif isinstance(answer, Serving):  # what comes now begins something else, and waits for this one
+                elif isinstance(
+                    answer, Serving
+                ):  # the message begins another round, and comes after the acknowledgement
                     del held[peer]
                     first.append((peer, _ack(answer)))
         return first
 
-    def due(self, now: float, *, quiet: bool) -> Iterator[tuple[Peer, Ack]]:
-        """Those that are to be said now. `quiet`: nothing is there to be read."""
+    def take_due(self, now: float, *, quiet: bool) -> Iterator[tuple[Peer, Ack]]:
+        """The acknowledgements to send now. `quiet`: no message is left to be read."""
         if self._prompt and (quiet or now >= self._prompt_until):
             prompt, self._prompt = self._prompt, {}
             yield from ((peer, _ack(answer)) for peer, answers in prompt.items() for answer in answers)
@@ -97,7 +99,7 @@ class AckBatcher:
             yield from ((peer, _ack(answer)) for peer, answer in held.items())
 
     def next_deadline(self) -> float | None:
-        """When some are due though nothing happens."""
+        """The time at which held acknowledgements are due."""
         return self._held_until if self._held else None
 
 

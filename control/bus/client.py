@@ -1,8 +1,8 @@
-"""What agents use to speak to the coordinator: requests that are answered or end in a typed error, and an inbox.
+"""An agent's client of the coordinator: requests that end in a reply or a typed error, and a queue of commands.
 
-One background thread owns the connection. It says Hello, sends heartbeats, repeats what is not answered, and connects
-anew when the coordinator falls silent; session.py decides when. Requests may be made from any thread. A reconnect is
-seen only as a new `Welcome` in the inbox: outstanding requests are simply sent again.
+One background thread owns the connection. It says Hello, sends heartbeats, repeats unanswered requests, and reconnects
+when the coordinator falls silent; session.py decides when. Requests may be made from any thread. A reconnect shows only
+as a new `Welcome` in the queue: outstanding requests are sent again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self, assert_never
+from typing import Final, Generic, Self, TypeVar, assert_never
 
 import msgspec
 
@@ -49,60 +49,59 @@ from ..protocol import (
     codec,
 )
 from ..security import CurveFiles, agent_key_files
-from .bounded_set import BoundedSet
 from .dealer import DealerLink
 from .interface import AgentLink
 from .session import (
     AgentSession,
-    Asked,
     Connect,
     Deliver,
-    Effect,
-    Event,
-    Garbled,
+    GarbageArrived,
     GiveUp,
-    Heard,
     Join,
-    Phase,
+    MessageArrived,
     Reject,
+    RequestSubmitted,
     Resolve,
-    SayAlive,
-    SayHello,
+    SendHeartbeat,
+    SendHello,
+    SessionEffect,
+    SessionEvent,
+    SessionPhase,
+    SessionTiming,
     Ticked,
-    Timing,
     Transmit,
 )
 
 PAGES_AHEAD: Final = 4
-"""As many as a digest table of some hundred thousand tensors has; more are given one after another."""
+"""Pages sent without waiting for their replies: those of a digest table of some hundred thousand tensors."""
 CACHED_BLOBS: Final = 8
-"""Manifests and digest tables kept: those of the version that is served and of the one that comes."""
+"""Manifests and digest tables kept: those of the current version and of the next."""
 PAGE_S: Final = 10.0
-"""After so long a page of a blob is asked for under another key, unless it is not wanted any more."""
+"""Wait after which a page of a blob is requested again under another key, if still wanted."""
 CLOSE_S: Final = 1.0
 _GRACE_S: Final = 5.0
-"""How much longer than its deadline a request waits for the thread to say so; only a thread that hangs needs it."""
+"""Extra wait of a request for the thread to report its deadline; used up only if the thread hangs."""
 
-LOCATE_S: Final = 10.0
-"""How long the coordinator is told where this agent is: one that does not know the message never acknowledges it."""
+TOPOLOGY_S: Final = 10.0
+"""Deadline of a topology report: an older coordinator never acknowledges the message."""
 
 _Answered = tuple[ToAgent, bytes | None]
 
 
-class _Locate:
-    """Say anew where this agent is."""
+class _TopologyChanged:
+    """Tells the thread to report the agent's topology."""
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the coordinator is, and how patient to be."""
+    """The coordinator's endpoint, the keys and the waits of a client."""
 
     endpoint: str = "tcp://127.0.0.1:5750"
-    """Of several, comma-separated: the one that leads is found."""
+    """Several endpoints are comma-separated: the client finds the leader."""
     curve: CurveFiles | None = None
-    timing: Timing = Timing()
+    timing: SessionTiming = SessionTiming()
 
     def check(self) -> None:
-        """Raise the `ConfigurationError` that connecting would: keys that are not there, or needed and not given."""
+        """Raise the `ConfigurationError` that connecting would: missing keys, or a bad endpoint."""
         DealerLink(self.endpoint, self.curve).close()
 
 
@@ -112,7 +111,7 @@ def check_keys(endpoint: str, keys: Path | None, name: str, *, insecure_loopback
 
 
 class BusClient:
-    """One agent's line to the coordinator."""
+    """One agent's client of the coordinator."""
 
     def __init__(
         self,
@@ -123,33 +122,35 @@ class BusClient:
         topology: Callable[[], Topology] | None = None,
         link: AgentLink | None = None,
     ) -> None:
-        """`hello`, `heartbeat` and `topology` are called on the client's thread, now and then, and must be quick.
+        """`hello`, `heartbeat` and `topology` are called on the client's thread and must be quick.
 
-        The client fills in `Hello.request`, `Heartbeat.seq` and `Topology.request` itself; the topology is told after
-        every `Welcome`. `link` stands in for the socket in tests.
+        The client fills in `Hello.request`, `Heartbeat.seq` and `Topology.request`. It sends the topology after every
+        `Welcome`. Tests pass `link` to replace the socket.
         """
         self.endpoint = settings.endpoint
         self._hello = hello
         self._heartbeat = heartbeat
         self._topology = topology
         self._clock = time.monotonic
-        self._locating: RequestId | None = None
-        self._whole = False  # `_locating` names also what an older coordinator does not understand
+        self._topology_request: RequestId | None = None
+        self._with_deferred_digests = (
+            False  # `_topology_request` names also what an older coordinator does not understand
+        )
         self._link: AgentLink = link or DealerLink(settings.endpoint, settings.curve)
         self._keys = os.urandom(8).hex()
         self._counter = itertools.count(1)
         self._session = AgentSession(settings.endpoint, self._keys, settings.timing, time.monotonic())
-        self._submitted: queue.SimpleQueue[Asked | ToCoordinator | _Locate] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[RequestSubmitted | ToCoordinator | _TopologyChanged] = queue.SimpleQueue()
         self._futures: dict[RequestId, Future[_Answered]] = {}
-        self._inbox: deque[ToAgent] = deque()
+        self._receive_queue: deque[ToAgent] = deque()
         self._changed = threading.Condition()
         self._first: Future[Welcome] = Future()
         self._welcome: Welcome | None = None
-        self._over: WeightbusError | None = None
+        self._end_error: WeightbusError | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="weightbus-client", daemon=True)
-        self._known = BoundedSet[Digest]()
-        self._cache: OrderedDict[Digest, bytes] = OrderedDict()
+        self._known_blobs = BoundedSet[Digest]()
+        self._blob_cache: OrderedDict[Digest, bytes] = OrderedDict()
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class BusClient:
             raise self._session.unreachable("Hello", deadline_s, time.monotonic()) from None
 
     def close(self) -> None:
-        """Say Bye and stop, within about a second. What still waits for an answer raises `ClientClosed`."""
+        """Say Bye and stop, within about a second. Requests without a reply raise `ClientClosed`."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -188,67 +189,67 @@ class BusClient:
 
     @property
     def welcome(self) -> Welcome | None:
-        """The newest one."""
+        """The newest `Welcome`; None before the first."""
         return self._welcome
 
     @property
     def committed(self) -> Version | None:
-        """The version that is committed in this agent's channel, as the coordinator said it last."""
+        """Current version of this agent's channel, by the coordinator's last message."""
         return self._session.committed
 
     @property
     def max_lag(self) -> int:
-        """Versions that an engine may be behind `committed` and still be ready, as the coordinator said it last."""
+        """Number of versions that an engine may be behind `committed` and still be ready."""
         return self._session.max_lag
 
     @property
     def heard_at(self) -> float | None:
-        """When the coordinator was last heard of, in whatever words; `time.monotonic` seconds."""
+        """Time of the coordinator's last message, in `time.monotonic` seconds."""
         return self._session.heard_at
 
     def new_request(self) -> RequestId:
-        """A request key that no other request has."""
+        """A new, unique request key."""
         return RequestId(f"{self._keys}-{next(self._counter)}")
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
     def request(self, message: ToCoordinator, blob: bytes | None = None, deadline_s: float = 30.0) -> ToAgent:
-        """Ask, and wait for the answer; from any thread.
+        """Send a request and block for its reply; from any thread.
 
-        Sent again until answered: the coordinator answers the same key with the same answer. Raises `RequestRefused`,
-        `CoordinatorUnreachable` or `ClientClosed`; `ProtocolError` if `message` is one that nobody could read.
+        The request is repeated until answered: the coordinator gives the same reply to the same key. Raises
+        `RequestRefused`, `CoordinatorUnreachable` or `ClientClosed`; `ProtocolError` if `message` cannot be encoded.
         """
-        return self._ask(message, blob, deadline_s)[0]
+        return self._request(message, blob, deadline_s)[0]
 
     def ask(self, message: ToCoordinator, deadline_s: float = 30.0) -> Callable[[], ToAgent]:
-        """As `request`, in two steps: sent now; what is returned waits for the answer, and raises as `request` does.
+        """Send a request now; the returned function blocks for its reply, and raises as `request` does.
 
-        What is asked before an earlier answer has come is sent behind that question, in this order. Each has a key of
-        its own: to ask the same again, wait for its answer first.
+        Requests are sent in the order of these calls. Each needs a key of its own; to repeat a request, wait for its
+        reply first.
         """
-        wait = self._begin(message, None, deadline_s)
+        wait = self._submit(message, None, deadline_s)
         return lambda: wait()[0]
 
     def request_with(
         self, message: ToCoordinator, blobs: Mapping[Digest, bytes], deadline_s: float = 30.0, blobs_s: float = 60.0
     ) -> ToAgent:
-        """As `request`, of a message that names `blobs`, by their digests: what the coordinator lacks goes ahead of it.
+        """`request` for a message that names `blobs` by their digests: missing blobs are sent ahead of it.
 
-        Few pages are not waited for before `message` is sent. Those that got lost on the way, or that the coordinator
-        has no more, are put again, and `message` is asked again. `blobs_s` is the deadline of the pages.
+        With at most `PAGES_AHEAD` pages, `message` does not wait for their replies. If the coordinator still misses a
+        blob, all are put again, and `message` is requested again. `blobs_s` is the deadline of each blob, in seconds.
         """
-        lacking = {name: blob for name, blob in blobs.items() if name not in self._known}
+        lacking = {name: blob for name, blob in blobs.items() if name not in self._known_blobs}
         if sum(_pages(blob) for blob in lacking.values()) > PAGES_AHEAD:
             for name, blob in lacking.items():
                 self.put_blob(blob, blobs_s, name)
             lacking = {}
-        boot = self._boot()
-        waits = [self._begin(*page, blobs_s) for name, blob in lacking.items() for page in self._paged(name, blob)]
-        answer = self._begin(message, None, deadline_s)
+        boot = self._coordinator_boot()
+        waits = [self._submit(*page, blobs_s) for name, blob in lacking.items() for page in self._paged(name, blob)]
+        answer = self._submit(message, None, deadline_s)
         for wait in waits:
             wait()
-        if boot == self._boot():
-            self._known.update(lacking)
+        if boot == self._coordinator_boot():
+            self._known_blobs.update(lacking)
         try:
             return answer()[0]
         except RequestRefused as refused:
@@ -259,58 +260,58 @@ class BusClient:
         return self.request(message, deadline_s=deadline_s)
 
     def post(self, message: ToCoordinator) -> None:
-        """Send without an answer. It may get lost."""
+        """Send a message that has no reply and may be lost."""
         codec.TO_COORDINATOR.encode(message)
         self._submitted.put(message)
         self._link.wake()
 
-    def locate(self) -> None:
-        """Where this agent is, or what it knows of that, has changed: tell it anew."""
-        self._submitted.put(_Locate())
+    def report_topology(self) -> None:
+        """Send the agent's topology again, because it has changed."""
+        self._submitted.put(_TopologyChanged())
         self._link.wake()
 
     def next(self, timeout_s: float) -> ToAgent | None:
         """The next command, or `Welcome` after a reconnect; None after `timeout_s`.
 
-        Raises what ended the client, once everything that came before is read.
+        Raises the error that ended the client, once all earlier messages are read.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._inbox or self._over, timeout_s)
-            if self._inbox:
-                return self._inbox.popleft()
-            if self._over is not None:
-                raise self._over
+            self._changed.wait_for(lambda: self._receive_queue or self._end_error, timeout_s)
+            if self._receive_queue:
+                return self._receive_queue.popleft()
+            if self._end_error is not None:
+                raise self._end_error
             return None
 
     def status(self, deadline_s: float = 10.0) -> bytes:
         """The coordinator's status document, JSON."""
-        _, document = self._ask(GetStatus(request=self.new_request()), None, deadline_s)
+        _, document = self._request(GetStatus(request=self.new_request()), None, deadline_s)
         return document or b""
 
     # -- blobs ---------------------------------------------------------------------------------------------------------
 
     def put_blob(self, blob: bytes, deadline_s: float = 60.0, digest: str = "") -> Digest:
-        """Give the coordinator `blob` in pages, unless it is known to have it; returns its digest.
+        """Send `blob` to the coordinator in pages, unless it is known to have it; returns its digest.
 
-        `digest` is that of the blob, if it is known already: the coordinator takes pages under no other.
-        After `RequestRefused(UNKNOWN_BLOB)` nothing is taken for known any more: put again, then ask again.
+        `digest` saves hashing if the caller knows it; the coordinator checks it. After `RequestRefused(UNKNOWN_BLOB)`
+        no blob counts as known any more: put it again, then repeat the request.
         """
         name = Digest(digest or hashlib.sha256(blob).hexdigest())
         until = time.monotonic() + deadline_s
-        while name not in self._known:
-            boot = self._boot()
+        while name not in self._known_blobs:
+            boot = self._coordinator_boot()
             self._put_pages(name, blob, until, deadline_s)
-            if boot == self._boot():  # else some pages went to a coordinator that is no more
-                self._known.add(name)
+            if boot == self._coordinator_boot():  # otherwise pages went to a coordinator that has restarted
+                self._known_blobs.add(name)
         return name
 
     def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = lambda: False) -> bytes:
-        """The blob of that digest, from the coordinator or from the last few that were read.
+        """The blob of that digest, from the coordinator or from a cache of the last few.
 
-        `unwanted` is asked between pages, and every `PAGE_S` while a page does not come: raises `BlobCancelled` once
-        it says yes.
+        `unwanted` is called between pages, and every `PAGE_S` during a page: if it returns True, the transfer ends with
+        `BlobCancelled`.
         """
-        cached = self._cache.get(digest)
+        cached = self._blob_cache.get(digest)
         if cached is not None:
             return cached
         until = time.monotonic() + deadline_s
@@ -322,7 +323,7 @@ class BusClient:
             left = max(0.0, until - time.monotonic())
             message = GetBlob(request=self.new_request(), digest=digest, page=len(pages))
             try:
-                answer, data = self._ask(message, None, min(left, PAGE_S))
+                answer, data = self._request(message, None, min(left, PAGE_S))
             except CoordinatorUnreachable:
                 if left > PAGE_S:
                     continue
@@ -339,7 +340,7 @@ class BusClient:
 
     def _put_pages(self, digest: Digest, blob: bytes, until: float, deadline_s: float) -> None:
         for message, data in self._paged(digest, blob):
-            self._ask(message, data, min(deadline_s, max(0.0, until - time.monotonic())))
+            self._request(message, data, min(deadline_s, max(0.0, until - time.monotonic())))
 
     def _paged(self, digest: Digest, blob: bytes) -> Iterator[tuple[PutBlob, bytes]]:
         pages = _pages(blob)
@@ -349,32 +350,32 @@ class BusClient:
 
     def _remember(self, digest: Digest, blob: bytes) -> None:
         with self._changed:
-            self._cache[digest] = blob
-            while len(self._cache) > CACHED_BLOBS:
-                self._cache.popitem(last=False)
+            self._blob_cache[digest] = blob
+            while len(self._blob_cache) > CACHED_BLOBS:
+                self._blob_cache.popitem(last=False)
 
-    def _boot(self) -> int:
+    def _coordinator_boot(self) -> int:
         return self._welcome.boot if self._welcome else 0
 
     # -- between the threads -------------------------------------------------------------------------------------------
 
-    def _ask(self, message: ToCoordinator, blob: bytes | None, deadline_s: float) -> _Answered:
-        return self._begin(message, blob, deadline_s)()
+    def _request(self, message: ToCoordinator, blob: bytes | None, deadline_s: float) -> _Answered:
+        return self._submit(message, blob, deadline_s)()
 
-    def _begin(self, message: ToCoordinator, blob: bytes | None, deadline_s: float) -> Callable[[], _Answered]:
+    def _submit(self, message: ToCoordinator, blob: bytes | None, deadline_s: float) -> Callable[[], _Answered]:
         key = _key_of(message)
-        codec.TO_COORDINATOR.encode(message, blob)  # what nobody could read is the caller's to know, not the thread's
+        codec.TO_COORDINATOR.encode(message, blob)  # raise in the caller, not in the thread, if it cannot be encoded
         future: Future[_Answered] = Future()
         with self._changed:
-            if self._over is not None:
-                raise self._over
+            if self._end_error is not None:
+                raise self._end_error
             self._futures[key] = future
         expires_at = time.monotonic() + deadline_s
-        self._submitted.put(Asked(key, message, blob, expires_at, deadline_s))
+        self._submitted.put(RequestSubmitted(key, message, blob, expires_at, deadline_s))
         self._link.wake()
-        return lambda: self._answer(key, message.kind, future, expires_at, deadline_s)
+        return lambda: self._await_answer(key, message.kind, future, expires_at, deadline_s)
 
-    def _answer(
+    def _await_answer(
         self, key: RequestId, what: str, future: Future[_Answered], expires_at: float, deadline_s: float
     ) -> _Answered:
         try:
@@ -383,7 +384,7 @@ class BusClient:
             raise self._session.unreachable(what, deadline_s, time.monotonic()) from None
         except RequestRefused as refused:
             if refused.code is RefusalCode.UNKNOWN_BLOB:
-                self._known.clear()
+                self._known_blobs.clear()
             raise
         finally:
             with self._changed:
@@ -396,7 +397,7 @@ class BusClient:
             if self._welcome is not None:
                 self._link.send(Bye(reason="closed"))
             self._give_up(ClientClosed("this client was closed"))
-        except Exception as error:  # noqa: BLE001  # whoever waits must hear of it, whatever it was
+        except Exception as error:  # noqa: BLE001  # callers that wait must get an error, whatever it was
             closed = ClientClosed(f"the client's thread died of {type(error).__name__}: {error}")
             closed.__cause__ = error
             self._give_up(closed)
@@ -407,34 +408,34 @@ class BusClient:
         self._handle(Ticked())
         while not self._submitted.empty():
             item = self._submitted.get()
-            if isinstance(item, Asked):
+            if isinstance(item, RequestSubmitted):
                 self._handle(item)
-            elif isinstance(item, _Locate):
-                self._say_where()
+            elif isinstance(item, _TopologyChanged):
+                self._send_topology()
             else:
                 self._link.send(item)
         for heard in self._link.poll(min(1.0, max(0.0, self._session.next_deadline() - time.monotonic()))):
-            self._handle(Heard(*heard) if isinstance(heard, tuple) else Garbled(heard))
+            self._handle(MessageArrived(*heard) if isinstance(heard, tuple) else GarbageArrived(heard))
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: SessionEvent) -> None:
         for effect in self._session.handle(event, time.monotonic()):
             self._perform(effect)
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform(self, effect: SessionEffect) -> None:
         match effect:
             case Connect():
-                self._link.open(effect.place)
-            case SayHello():
+                self._link.open(effect.endpoint_index)
+            case SendHello():
                 self._link.send(msgspec.structs.replace(self._hello(), request=effect.key))
-            case SayAlive():
+            case SendHeartbeat():
                 beat = self._heartbeat() if self._heartbeat else Heartbeat(seq=0)
                 self._link.send(msgspec.structs.replace(beat, seq=effect.seq))
             case Transmit():
                 self._link.send(effect.message, effect.blob)
             case Resolve():
-                self._settle(effect.key, (effect.answer, effect.blob))
+                self._resolve(effect.key, (effect.answer, effect.blob))
             case Reject():
-                self._settle(effect.key, effect.error)
+                self._resolve(effect.key, effect.error)
             case Join():
                 self._joined(effect.welcome)
             case Deliver():
@@ -444,23 +445,23 @@ class BusClient:
             case _:
                 assert_never(effect)
 
-    def _say_where(self, *, whole: bool = True) -> None:
+    def _send_topology(self, *, whole: bool = True) -> None:
         if self._topology is None:
             return
         key, where = self.new_request(), self._topology()
-        self._locating, self._whole = key, whole and where.supports_deferred_digests
-        message = msgspec.structs.replace(where, request=key, supports_deferred_digests=self._whole)
-        self._handle(Asked(key, message, None, self._clock() + LOCATE_S, LOCATE_S))
+        self._topology_request, self._with_deferred_digests = key, whole and where.supports_deferred_digests
+        message = msgspec.structs.replace(where, request=key, supports_deferred_digests=self._with_deferred_digests)
+        self._handle(RequestSubmitted(key, message, None, self._clock() + TOPOLOGY_S, TOPOLOGY_S))
 
-    def _settle(self, key: RequestId, outcome: _Answered | WeightbusError) -> None:
-        if key == self._locating and isinstance(outcome, WeightbusError):
+    def _resolve(self, key: RequestId, outcome: _Answered | WeightbusError) -> None:
+        if key == self._topology_request and isinstance(outcome, WeightbusError):
             get_log(__name__).info("topology_not_told", reason=str(outcome))
-            if self._whole and self._session.phase is Phase.JOINED:
-                self._say_where(whole=False)
+            if self._with_deferred_digests and self._session.phase is SessionPhase.JOINED:
+                self._send_topology(whole=False)
         with self._changed:
             future = self._futures.pop(key, None)
         if future is None:
-            return  # its caller has stopped waiting
+            return  # the caller has stopped waiting
         if isinstance(outcome, WeightbusError):
             future.set_exception(outcome)
         else:
@@ -468,9 +469,9 @@ class BusClient:
 
     def _joined(self, welcome: Welcome) -> None:
         if self._welcome is not None and self._welcome.boot != welcome.boot:
-            self._known.clear()  # blobs live in the coordinator's memory
+            self._known_blobs.clear()  # blobs live in the coordinator's memory
         self._welcome = welcome
-        self._say_where()
+        self._send_topology()
         if self._first.done():
             self._deliver(welcome)
         else:
@@ -478,13 +479,13 @@ class BusClient:
 
     def _deliver(self, message: ToAgent) -> None:
         with self._changed:
-            if message not in self._inbox:  # commands are repeated until answered; one unread copy is enough
-                self._inbox.append(message)
+            if message not in self._receive_queue:  # commands are repeated until answered; one unread copy is enough
+                self._receive_queue.append(message)
                 self._changed.notify_all()
 
     def _give_up(self, error: WeightbusError) -> None:
         with self._changed:
-            self._over = self._over or error
+            self._end_error = self._end_error or error
             waiting = list(self._futures.values())
             self._futures.clear()
             self._changed.notify_all()
@@ -501,5 +502,42 @@ def _pages(blob: bytes) -> int:
 def _key_of(message: ToCoordinator) -> RequestId:
     key: object = getattr(message, "request", None)
     if not isinstance(key, str):
-        raise TypeError(f"{message.kind} is not answered: use post()")
+        raise TypeError(f"{message.kind} has no reply: use post()")
     return RequestId(key)
+
+
+K = TypeVar("K", bound=Hashable)
+
+MAX_KNOWN: Final = 256
+
+
+class BoundedSet(Generic[K]):
+    """A set of the last keys that were added. A key that was dropped only costs what it would have saved."""
+
+    def __init__(self, most: int = MAX_KNOWN) -> None:
+        """Keeps `most` keys."""
+        self._most = most
+        self._known_blobs: dict[K, None] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._known_blobs
+
+    def __len__(self) -> int:
+        return len(self._known_blobs)
+
+    def add(self, key: K) -> None:
+        """Add `key` as the last one."""
+        self._known_blobs.pop(key, None)
+        self._known_blobs[key] = None
+        if len(self._known_blobs) > self._most:
+            for old in list(self._known_blobs)[: -self._most]:  # another thread may `clear` meanwhile
+                self._known_blobs.pop(old, None)
+
+    def update(self, keys: Iterable[K]) -> None:
+        """Add `keys` in their order."""
+        for key in keys:
+            self.add(key)
+
+    def clear(self) -> None:
+        """Remove all keys."""
+        self._known_blobs.clear()

@@ -1,4 +1,4 @@
-"""The agent's ZeroMQ socket, a DEALER. router.py says why its options are so."""
+"""The agent's ZeroMQ socket, a DEALER. router.py explains its options."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .session import split_endpoints
 from .sockets import Waker, burst, check_library, public_of, set_common
 
 HEARTBEAT_MS: Final = 10_000
-"""Between ZMTP's own heartbeats, and how long an answer may take: longer than a storm of two thousand handshakes keeps
-the coordinator's I/O thread from answering."""
+"""Interval of ZMTP's own heartbeats, and the longest wait for their answer: longer than two thousand simultaneous
+handshakes keep the coordinator's I/O thread busy."""
 FAREWELL_MS: Final = 200
 """How long a closing agent waits for its last message to leave."""
 
 
 class DealerLink:
-    """An agent's socket. `links.AgentLink` says what the calls mean."""
+    """An agent's socket. Implements `interface.AgentLink`."""
 
     def __init__(self, endpoint: str, curve: CurveFiles | None = None) -> None:
         """Reads the keys; connects only when `open` is called. `endpoint` may be several, comma-separated."""
@@ -37,8 +37,8 @@ class DealerLink:
         self._waker = Waker()
         self._socket: zmq.Socket[bytes] | None = None
 
-    def open(self, place: int = 0) -> None:
-        """Connect anew, to the endpoint of that number, dropping the connection there was. Does not wait for it."""
+    def open(self, endpoint_index: int = 0) -> None:
+        """Drop the connection and begin a new one, to the endpoint of that index. Does not block."""
         self._drop(linger_ms=0)
         dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self._socket = dealer
@@ -46,10 +46,10 @@ class DealerLink:
         _set_connecting(dealer, self._pair, self._coordinator_key)
         dealer.set(zmq.IMMEDIATE, 1)
         dealer.set(zmq.MAXMSGSIZE, codec.MAX_ANSWER_BYTES)
-        _connect(dealer, self._endpoints[place])
+        _connect(dealer, self._endpoints[endpoint_index])
 
     def poll(self, timeout_s: float) -> Sequence[tuple[ToAgent, bytes | None] | ProtocolError]:
-        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+        """Return messages as soon as there are any, or nothing after `timeout_s` or `wake`."""
         poller = zmq.Poller()
         poller.register(self._waker.fileno(), zmq.POLLIN)
         if self._socket is not None:
@@ -59,7 +59,7 @@ class DealerLink:
         return [] if self._socket is None else [_read_answer(parts) for parts in burst(self._socket)]
 
     def send(self, message: ToCoordinator, blob: bytes | None = None) -> bool:
-        """Send without waiting; False when it cannot go now (not connected, or too much is under way)."""
+        """Send without blocking; False if not connected, or if too many messages are under way."""
         frames = codec.pack(codec.TO_COORDINATOR.encode(message, blob))
         if self._socket is None:
             return False
@@ -74,7 +74,7 @@ class DealerLink:
         self._waker.set()
 
     def close(self) -> None:
-        """Drop the connection; what was sent just before gets a moment to leave."""
+        """Drop the connection, after a moment for the last message to leave."""
         self._drop(FAREWELL_MS)
         self._context.term()
         self._waker.close()
@@ -107,7 +107,7 @@ def _connect(each: zmq.Socket[bytes], endpoint: str) -> None:
 
 
 def _check_endpoint(endpoint: str, curve: CurveFiles | None) -> None:
-    """Without keys nothing is said to another machine: whoever answered there could have any weights loaded."""
+    """Without keys, refuse an endpoint on another machine: a stranger there could make engines load any weights."""
     host = urlsplit(endpoint).hostname or ""
     if curve is not None or not endpoint.startswith("tcp://") or _is_loopback(host):
         return  # what is no TCP endpoint is refused when it is connected to

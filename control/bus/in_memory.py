@@ -1,7 +1,7 @@
-"""The bus without sockets: one coordinator, any number of links, all in one process. For tests of what stands on it.
+"""A bus without sockets: one coordinator and any number of links in one process, for tests.
 
-Messages pass through the codec, so nothing travels here that would not travel on the wire. Links can be cut and
-messages lost on purpose; nothing else is ever lost.
+Messages pass through the codec, so only messages fit for the wire are delivered. A test can cut links and lose
+messages; nothing else is ever lost.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ class MemoryBus:
 
     def __init__(self) -> None:
         self.lose: Callable[[Message], bool] = lambda _message: False
-        """Messages for which this says True get lost on the way, in either direction."""
+        """Returns True for messages to lose, in either direction."""
         self._changed = threading.Condition()
-        self._inbox: deque[tuple[Peer, codec.Frames]] = deque()
+        self._receive_queue: deque[tuple[Peer, codec.Frames]] = deque()
         self._links: dict[Peer, MemoryLink] = {}
         self._names = itertools.count(1)
         self._woken = False
         self._closed = False
         self.closed = 0
-        """How many connections have ended so far; told by tests."""
+        """Number of connections that have ended; set by tests."""
 
     def link(self) -> MemoryLink:
         """An agent's side, not connected yet."""
         return MemoryLink(self)
 
     def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[MessageReceived | Rejected]:
-        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+        """Return messages as soon as there are any, or nothing after `timeout_s` or `wake`."""
         del gather_s
         with self._changed:
-            self._changed.wait_for(lambda: self._inbox or self._woken, timeout_s)
+            self._changed.wait_for(lambda: self._receive_queue or self._woken, timeout_s)
             self._woken = False
-            taken = list(self._inbox)
-            self._inbox.clear()
+            taken = list(self._receive_queue)
+            self._receive_queue.clear()
         return [_read(peer, frames) for peer, frames in taken]
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
-        """Send without ever waiting."""
+        """Send without blocking."""
         frames = codec.TO_AGENT.encode(message, blob)
         with self._changed:
             link = self._links.get(peer)
@@ -78,7 +78,7 @@ class MemoryBus:
         """Break every connection, as a restart would. What was under way is lost."""
         with self._changed:
             self._links.clear()
-            self._inbox.clear()
+            self._receive_queue.clear()
 
     def inject(self, link: MemoryLink, frames: codec.Frames) -> None:
         """Put raw frames on the wire of `link`, for tests of what cannot be decoded."""
@@ -109,38 +109,38 @@ class MemoryBus:
         with self._changed:
             if peer not in self._links:
                 return False
-            self._inbox.append((peer, frames))
+            self._receive_queue.append((peer, frames))
             self._changed.notify_all()
         return True
 
 
 class MemoryLink:
-    """An agent's side. `links.AgentLink` says what the calls mean."""
+    """An agent's side. Implements `interface.AgentLink`."""
 
     def __init__(self, bus: MemoryBus) -> None:
         self.peer: Peer | None = None
         self._bus = bus
         self._changed = threading.Condition()
-        self._inbox: deque[codec.Frames] = deque()
+        self._receive_queue: deque[codec.Frames] = deque()
         self._woken = False
 
-    def open(self, place: int = 0) -> None:
+    def open(self, endpoint_index: int = 0) -> None:
         """Connect anew, dropping the connection there was. There is one place only."""
-        del place
+        del endpoint_index
         self.close()
         self.peer = self._bus.connect(self)
 
     def poll(self, timeout_s: float) -> Sequence[tuple[ToAgent, bytes | None] | ProtocolError]:
-        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+        """Return messages as soon as there are any, or nothing after `timeout_s` or `wake`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._inbox or self._woken, timeout_s)
+            self._changed.wait_for(lambda: self._receive_queue or self._woken, timeout_s)
             self._woken = False
-            taken = list(self._inbox)
-            self._inbox.clear()
+            taken = list(self._receive_queue)
+            self._receive_queue.clear()
         return [_read_answer(frames) for frames in taken]
 
     def send(self, message: ToCoordinator, blob: bytes | None = None) -> bool:
-        """Send without waiting; False when it cannot go now."""
+        """Send without blocking; False if not connected."""
         return self.peer is not None and self._bus.carry(self.peer, message, blob)
 
     def wake(self) -> None:
@@ -155,13 +155,13 @@ class MemoryLink:
             self._bus.disconnect(self.peer)
             self.peer = None
         with self._changed:
-            self._inbox.clear()
+            self._receive_queue.clear()
 
     def take(self, peer: Peer, frames: codec.Frames) -> None:
         """Called by the bus. What arrives for a connection that was dropped is dropped too."""
         with self._changed:
             if peer == self.peer:
-                self._inbox.append(frames)
+                self._receive_queue.append(frames)
                 self._changed.notify_all()
 
 

@@ -1,36 +1,36 @@
-"""What the coordinator's loop and an agent's client need of a bus. router.py does it with ZeroMQ, in_memory.py without.
+"""The interface of a bus to the coordinator's loop and an agent's client. router.py and dealer.py use ZeroMQ.
 
-A bus loses messages when connections break, and says so where it can; it never doubles or reorders those of one
-connection. Whoever needs more repeats its request until it is answered.
+A bus loses messages when connections break, and reports it where it can; it never duplicates or reorders the messages
+of one connection. A sender that needs more repeats its request until it is answered.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import msgspec
 
-from ..machine import MessageReceived, Peer, Principal
-from ..protocol import AgentId, ProtocolError, ToAgent, ToCoordinator
+from ..machine import MessageReceived, Peer, Principal, Refusal
+from ..protocol import AgentId, ProtocolError, RefusalCode, Refused, RequestId, ToAgent, ToCoordinator, WrongProtocol
 
 
 class Delivery(enum.Enum):
-    """What became of a message to an agent."""
+    """The fate of a message to an agent."""
 
     SENT = "sent"
-    """Given to the connection. It may still be lost with it."""
+    """Handed to the connection. The message may still be lost with it."""
     QUEUED = "queued"
     """The peer is slow; kept in order, within bounds."""
     GONE = "gone"
-    """The connection is no more, or has been slow for too long. Nothing of its queue is kept."""
+    """The connection is gone, or was slow for too long; its queue is dropped."""
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """Something came in that is not a message for this side. It may be answered, not trusted.
+    """Bytes arrived that are no message for this side. They may be answered, not trusted.
 
-    For `WrongProtocol` any answer will do: its header tells the peer which number is spoken here.
+    After `WrongProtocol` any answer will do: its header has the protocol number of this side.
     """
 
     peer: Peer
@@ -38,50 +38,50 @@ class Rejected(msgspec.Struct, frozen=True):
     principal: Principal | None = None
 
 
-class Distrusted(msgspec.Struct, frozen=True):
-    """An agent was taken off the allow-list, or is trusted with something else from now on."""
+class TrustRevoked(msgspec.Struct, frozen=True):
+    """An agent was dropped from the allow-list, or its role or channels there changed."""
 
     agent: AgentId
     reason: str
 
 
-class TurnedAway(msgspec.Struct, frozen=True):
-    """A connection ended before anything could be said on it: nobody's key, or no handshake in time."""
+class ConnectionRejected(msgspec.Struct, frozen=True):
+    """A connection ended in its handshake: its key is not trusted, or it took too long."""
 
     reason: str
 
 
 class Throttled(msgspec.Struct, frozen=True):
-    """An agent says too much: from now on some of it is dropped unread, or all. Told once for each."""
+    """An agent sends too many messages: some are dropped unread, or all. Reported once for each of the two."""
 
     agent: AgentId
     reason: str
 
 
-Incoming = MessageReceived | Rejected | Distrusted | TurnedAway | Throttled
+Incoming = MessageReceived | Rejected | TrustRevoked | ConnectionRejected | Throttled
 
 
 class CoordinatorBus(Protocol):
     """The coordinator's side. One thread owns it; only `wake` may be called from another, or from a signal handler."""
 
     def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[Incoming]:
-        """What came in, at once if anything did; nothing after `timeout_s` or `wake`.
+        """Return messages as soon as there are any, or nothing after `timeout_s` or `wake`.
 
-        With `gather_s` it looks only after so long, so that one look finds much. A hint: it need not be taken.
+        `gather_s` is a hint to wait that long first, so that one call returns many.
         """
         ...
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
-        """Send without ever waiting."""
+        """Send without blocking."""
         ...
 
     def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
-        """Send to one after the other, without ever waiting. Returns those whose `Delivery` was `GONE`."""
+        """Send to each of `peers` without blocking. Returns the peers with `Delivery.GONE`."""
         ...
 
     @property
     def closed(self) -> int:
-        """How many connections have ended so far. Whose they were is found out by sending."""
+        """Number of connections that have ended. Sending shows which."""
         ...
 
     def forget(self, peer: Peer) -> None:
@@ -100,16 +100,16 @@ class CoordinatorBus(Protocol):
 class AgentLink(Protocol):
     """An agent's side: one connection at a time. One thread owns it; only `wake` may be called from another."""
 
-    def open(self, place: int = 0) -> None:
-        """Connect anew, to the endpoint of that number, dropping the connection there was. Does not wait for it."""
+    def open(self, endpoint_index: int = 0) -> None:
+        """Drop the connection and begin a new one, to the endpoint of that index. Does not block."""
         ...
 
     def poll(self, timeout_s: float) -> Sequence[tuple[ToAgent, bytes | None] | ProtocolError]:
-        """What came in, at once if anything did; nothing after `timeout_s` or `wake`."""
+        """Return messages as soon as there are any, or nothing after `timeout_s` or `wake`."""
         ...
 
     def send(self, message: ToCoordinator, blob: bytes | None = None) -> bool:
-        """Send without waiting; False when it cannot go now (not connected, or too much is under way)."""
+        """Send without blocking; False if not connected, or if too many messages are under way."""
         ...
 
     def wake(self) -> None:
@@ -117,5 +117,30 @@ class AgentLink(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop the connection; what was sent just before gets a moment to leave."""
+        """Drop the connection, after a moment for the last message to leave."""
         ...
+
+
+REJECTED_KEY: Final = RequestId("rejected")
+"""`Refused.request` in the reply to bytes that are no message."""
+
+
+def reply_to_rejected(item: Rejected) -> Refused:
+    """The reply to a sender of bytes that are no message."""
+    return Refused(request=REJECTED_KEY, code=_code(item), reason=str(item.error))
+
+
+def refusal_observation(item: Rejected | Throttled | ConnectionRejected) -> Refusal:
+    """The observation, for logs and metrics, of a rejected message or connection."""
+    match item:
+        case Rejected():
+            agent = item.principal.name if item.principal else "?"
+            return Refusal(agent=agent, message="?", code=_code(item), reason=str(item.error))
+        case Throttled():
+            return Refusal(agent=item.agent, message="?", code=RefusalCode.NOT_ALLOWED, reason=item.reason)
+        case ConnectionRejected():
+            return Refusal(agent="?", message="?", code=RefusalCode.NOT_ALLOWED, reason=item.reason)
+
+
+def _code(item: Rejected) -> RefusalCode:
+    return RefusalCode.PROTOCOL_MISMATCH if isinstance(item.error, WrongProtocol) else RefusalCode.NOT_ALLOWED

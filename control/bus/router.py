@@ -1,23 +1,22 @@
 """The coordinator's ZeroMQ sockets. Carries messages; decides nothing about them.
 
-The coordinator binds a ROUTER; an agent connects a DEALER (dealer.py). Every socket belongs to one thread. Nothing but
-these two files and sockets.py knows zmq. The options and their numbers were each
-chosen against a failure seen with libzmq 4.3.5:
+The coordinator binds a ROUTER; an agent connects a DEALER (dealer.py). Every socket belongs to one thread. Only these
+two modules and sockets.py import zmq. Each option was chosen against a failure seen with libzmq 4.3.5:
 
-- no routing id is ever set: the ROUTER names each connection anew, so nobody can take another's name by asking for it,
+- no routing id is set: the ROUTER names each connection anew, so an agent cannot take another's name by asking for it,
   and a peer that reconnects is not ignored as a duplicate of itself;
 - ROUTER_MANDATORY with non-blocking sends: a peer that is gone or slow is an answer (`Delivery`), not a silent drop,
   and cannot hold up the others;
-- half-open connections are found by TCP's own keepalive, which costs us nothing, and at the agent by ZMTP heartbeats as
-  well. Here there are none, and agents name no time to live: libzmq looks through the timers of all connections to end
-  one, and with two thousand of them does little else (`cancel_timer`, O(n) for each PING). Both prove only that the
-  peer's host lives, so agents say that they do;
-- IMMEDIATE at the agent: nothing is queued for a connection that does not stand, to arrive long after it was meant;
-- HANDSHAKE_IVL before bind: connections that never finish their handshake do not collect;
-- CURVE with ZAP_DOMAIN and ZAP_ENFORCE_DOMAIN: when the authenticator's thread is gone, strangers are refused. Without
-  both they would be let in;
-- ZAP looks at new connections only, so every message is asked for the key it came under (User-Id);
-- a monitor counts handshakes that came to nothing: nobody else would.
+- half-open connections are found by TCP keepalive, which costs nothing, and by the agent through ZMTP heartbeats too.
+  The coordinator sends no ZMTP heartbeats, and agents set no time to live: libzmq searches the timers of all
+  connections to end one, and with two thousand of them does little else (`cancel_timer`, O(n) for each PING). Both
+  prove only that the peer's host is alive, so agents send heartbeats of their own;
+- IMMEDIATE at the agent: no message is queued for a connection that is not established, to arrive much too late;
+- HANDSHAKE_IVL before bind: connections that never finish their handshake do not pile up;
+- CURVE with ZAP_DOMAIN and ZAP_ENFORCE_DOMAIN: while the authenticator's thread is gone, new connections are refused.
+  Without both they would be accepted;
+- ZAP checks new connections only, so the key of every message (User-Id) is looked up again;
+- a monitor counts failed handshakes, which appear nowhere else.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ from ..security import (
     read_allow_list,
     read_secret_key,
 )
-from .interface import Delivery, Distrusted, Incoming, Rejected, Throttled, TurnedAway
-from .rate_limit import PENANCE_S, RATE, Account, RateLimit, RateLimiter
+from .interface import ConnectionRejected, Delivery, Incoming, Rejected, Throttled, TrustRevoked
+from .rate_limit import CUT_OFF_S, RATE, Account, RateDecision, RateLimiter
 from .sockets import MAX_BURST, Waker, burst, check_library, explain_handshake, public_of, set_common
 
 _FAILED_HANDSHAKES: Final = (
@@ -65,31 +64,31 @@ ZAP_DOMAIN: Final = "weightbus"
 MONITOR: Final = "inproc://connections"
 _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK | zmq.SNDMORE)
-"""Plain numbers: the arithmetic of enums would cost more than the call."""
-_NO_COPY: Final = False  # given by place: as a keyword it would cost a third of the call
+"""Plain numbers: arithmetic with enums would cost more than the call."""
+_NO_COPY: Final = False  # passed by position: as a keyword it would cost a third of the call
 HANDSHAKE_MS: Final = 10_000
-"""Within which a connection has to be through. Two thousand that come at once wait in line for one thread: with less,
-those at the end are cut off, come again, and make the line longer."""
+"""Longest handshake. Two thousand simultaneous connections wait for one thread: with less, the last ones are cut off,
+return, and make the queue longer."""
 MAX_FRAMES: Final = 2
-"""Of one message, beyond its first; no message has as many. What is above is not looked at."""
+"""Most frames of one message beyond its first; no valid message has more. Further frames are dropped unread."""
 MAX_SKIPPED: Final = 4096
-"""Frames of such a message that are dropped in one poll, so that it cannot keep timers from running."""
-MAX_SPEAKERS: Final = 8192
-"""Connections whose key is remembered; it is read again from their next message."""
+"""Frames of such a message that one poll drops, so that timers still run."""
+MAX_CONNECTIONS: Final = 8192
+"""Connections with a remembered key; beyond that, keys are read again from their next messages."""
 UNREAD: Final = 64
-"""Messages that libzmq keeps for a peer that does not take them, whatever their size."""
+"""Messages, of any size, that libzmq queues for a slow peer."""
 QUEUE_LIMIT: Final = 1000
 QUEUE_BYTES: Final = 16 * 1024 * 1024
-"""What is kept for it beyond that; with one more it counts as gone."""
+"""Bounds of the queue for a slow peer beyond that; with one more message it counts as gone."""
 LOOK_S: Final = 0.1
-"""How often it is looked what became of connections."""
+"""Interval at which the monitor is read."""
 FLUSH_S: Final = 0.05
-"""How often queued messages are offered again to a slow peer."""
+"""Interval at which queued messages are offered to a slow peer again."""
 
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """The coordinator's keys, and who may connect."""
+    """The coordinator's key pair, and the allow-list of agents."""
 
     pair: KeyPair
     trust: AllowList
@@ -107,7 +106,7 @@ class ServerKeys:
 
 
 class RouterBus:
-    """The coordinator's sockets. `links.CoordinatorBus` says what the calls mean."""
+    """The coordinator's sockets. Implements `interface.CoordinatorBus`."""
 
     def __init__(self, bind: str, router_port: int, keys: ServerKeys | None = None) -> None:
         """Binds at once. Port 0 takes a free one: see `router_port`. Without keys: loopback only."""
@@ -116,34 +115,34 @@ class RouterBus:
         self._keys = keys
         self._trusted: Mapping[str, Principal] = keys.trust.principals() if keys else {}
         self.connections: Counter[str] = Counter(accepted=0, established=0, refused=0, closed=0)
-        """What became of connections so far. One that libzmq drops without a word is accepted and closed, no more."""
+        """Number of connections by event. One that libzmq drops silently counts as accepted and closed only."""
         self.throttled: Counter[AgentId] = Counter()
-        """Messages that were dropped because their agent said too much, by the name of its key."""
-        self._throttle = RateLimiter()
+        """Messages dropped above the rate, by the name of the agent's key."""
+        self._rate_limiter = RateLimiter()
         self._queues: dict[Peer, _Queue] = {}
-        self._speakers: dict[Peer, _Speaker] = {}
-        """By connection. A key never changes under a connection, and the ROUTER uses no name twice."""
-        self._more = False
-        """The last poll took as much as it may, and left some."""
+        self._connections: dict[Peer, _Connection] = {}
+        """By connection. The key of a connection never changes, and the ROUTER uses no name twice."""
+        self._poll_left_some = False
+        """True if the last poll took `MAX_BURST` messages, and may have left some."""
         self._skipping = False
-        """What comes next belongs to a message of too many frames."""
+        """True while the next frames belong to a message of too many frames."""
         self._encoded: tuple[ToAgent | None, codec.Frames] = (None, [])
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self._waker = Waker()
-        self._resting = zmq.Poller()
-        """Waits for nothing but `wake`."""
-        self._resting.register(self._waker.fileno(), zmq.POLLIN)
+        self._gather_poller = zmq.Poller()
+        """Polls the waker alone, to gather messages meanwhile."""
+        self._gather_poller.register(self._waker.fileno(), zmq.POLLIN)
         self._poller = zmq.Poller()
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._receive_peer: Final = cast("Callable[[int], Peer]", self._router.recv)
         self._receive_frame: Final = cast("Callable[[int, bool], zmq.Frame]", self._router.recv)
         self._send_frame: Final = partial(Socket.send, self._router)
-        """pyzmq's own call, without the options of socket types that we do not use: a third of the time."""
+        """pyzmq's base call, without the options of other socket types: a third of the time."""
         self._monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
-        """Told what becomes of connections."""
-        self._look_at = time.monotonic()
+        """Receives events of connections."""
+        self._monitor_at = time.monotonic()
         try:
             self._authenticate()
             self._secure()
@@ -160,7 +159,7 @@ class RouterBus:
         if self._keys is not None:
             self._authenticator = ThreadAuthenticator(self._context)
             self._authenticator.start()
-            self._authenticator.configure_curve_callback(ZAP_DOMAIN, _Doorman(self._keys.trust))
+            self._authenticator.configure_curve_callback(ZAP_DOMAIN, _KeyCheck(self._keys.trust))
 
     def _secure(self) -> None:
         each = self._router
@@ -176,19 +175,21 @@ class RouterBus:
     def _watch_connections(self) -> None:
         self._router.monitor(MONITOR, sum(_CONNECTION_EVENTS) | _FAILED_HANDSHAKES)
         self._monitor.set(zmq.LINGER, 0)
-        self._monitor.set(zmq.RCVHWM, 0)  # libzmq's own thread would wait for us when it is full
+        self._monitor.set(zmq.RCVHWM, 0)  # libzmq's own thread would block when it is full
         self._monitor.connect(MONITOR)
 
     def poll(self, timeout_s: float, gather_s: float = 0.0) -> Sequence[Incoming]:
         """What came in, at once if anything did; nothing after `timeout_s` or `wake`. First it may gather."""
         if self._authenticator is not None and not self._authenticator.is_alive():
-            raise WeightbusError("the thread that authenticates agents died: nobody new can connect; start again")
-        if gather_s and not self._more:
-            self._resting.poll(round(gather_s * 1000))
+            raise WeightbusError(
+                "the thread that authenticates agents died: no agent can connect any more; start again"
+            )
+        if gather_s and not self._poll_left_some:
+            self._gather_poller.poll(round(gather_s * 1000))
         self._flush()
         wait_s = min(timeout_s, FLUSH_S if self._queues else RELOAD_S)
         ready = self._poller.poll(max(0, round(wait_s * 1000)))
-        incoming: list[Incoming] = [*self._follow_trust(), *self._turned_away()]
+        incoming: list[Incoming] = [*self._follow_trust(), *self._connection_changes()]
         for each, _ in ready:
             if each is self._router:
                 self._take_burst(incoming)
@@ -197,11 +198,11 @@ class RouterBus:
         return incoming
 
     def _take_burst(self, incoming: list[Incoming]) -> None:
-        """What has arrived, but not more than a poll may take."""
+        """Take messages that have arrived, at most `MAX_BURST`."""
         receive_peer, receive_frame = self._receive_peer, self._receive_frame
-        speakers, now, read = self._speakers, time.monotonic(), codec.TO_COORDINATOR.read_one
-        checked, taken = self._keys is not None, RateLimit.TAKEN
-        self._more = False
+        connections, now, read = self._connections, time.monotonic(), codec.TO_COORDINATOR.read_one
+        checked, taken = self._keys is not None, RateDecision.TAKEN
+        self._poll_left_some = False
         for _ in range(MAX_BURST):
             if self._skipping and not self._skip():
                 break
@@ -211,13 +212,15 @@ class RouterBus:
                 return
             frame = receive_frame(_NOBLOCK, _NO_COPY)
             one = frame.bytes
-            rest = self._receive_rest() if frame.more else None  # asked of it: the socket's own option takes longer
-            speaker = speakers.get(peer) or self._note_speaker(peer, frame, now)
-            pace = speaker.account.pace(now)
-            if pace is not taken:
-                incoming.extend(self._throttled(speaker, pace))
+            rest = (
+                self._receive_rest() if frame.more else None
+            )  # the frame's own flag: the socket's option takes longer
+            connection = connections.get(peer) or self._note_connection(peer, frame, now)
+            decision = connection.account.count_message(now)
+            if decision is not taken:
+                incoming.extend(self._throttled(connection, decision))
                 continue
-            principal = speaker.principal  # looked at for every message: ZAP only ever looks at new connections
+            principal = connection.principal  # looked up for every message: ZAP checks new connections only
             if rest is not None or (principal is None and checked):
                 incoming.append(self._read(peer, principal, [one, *(rest or ())]))
                 continue
@@ -227,10 +230,10 @@ class RouterBus:
                 incoming.append(Rejected(peer, error, principal))
             else:
                 incoming.append(MessageReceived(peer, message, None, principal))
-        self._more = True
+        self._poll_left_some = True
 
     def _receive_rest(self) -> list[bytes]:
-        """The frames of a message beyond its first, as many as one may have; more are skipped."""
+        """The frames of a message beyond its first, at most `MAX_FRAMES`; further ones are skipped."""
         rest: list[bytes] = []
         while len(rest) < MAX_FRAMES:
             frame = self._receive_frame(_NOBLOCK, _NO_COPY)
@@ -241,61 +244,63 @@ class RouterBus:
         return rest
 
     def _skip(self) -> bool:
-        """Drop what is left of a message of too many frames; False when that is more than a poll may take."""
+        """Drop the rest of a message of too many frames; False if `MAX_SKIPPED` were not enough."""
         for _ in range(MAX_SKIPPED):
             if not self._receive_frame(_NOBLOCK, _NO_COPY).more:
                 self._skipping = False
                 return True
         return False
 
-    def _throttled(self, speaker: _Speaker, pace: RateLimit) -> Iterator[Throttled]:
-        """A message that is dropped unread: counted, and told of when it begins and when it gets worse."""
-        agent = speaker.principal.name if speaker.principal else AgentId("?")
+    def _throttled(self, connection: _Connection, decision: RateDecision) -> Iterator[Throttled]:
+        """Count a message that is dropped unread; report the first one, and the one that cuts its agent off."""
+        agent = connection.principal.name if connection.principal else AgentId("?")
         self.throttled[agent] += 1
-        if pace is RateLimit.SLOWED:
+        if decision is RateDecision.SLOWED:
             yield Throttled(agent, f"says more than {RATE:.0f} messages a second: what is above is dropped")
-        elif pace is RateLimit.CUT:
-            yield Throttled(agent, f"goes on flooding: not listened to before it was quiet for {PENANCE_S:.0f} s")
+        elif decision is RateDecision.CUT:
+            yield Throttled(agent, f"goes on flooding: not listened to before it was quiet for {CUT_OFF_S:.0f} s")
 
-    def _note_speaker(self, peer: Peer, frame: zmq.Frame, now: float) -> _Speaker:
-        """Of a connection's first message the key it came under is noted; without keys everybody is who they are."""
-        if len(self._speakers) >= MAX_SPEAKERS or self._throttle.full:
-            self._speakers.clear()
-            self._throttle.forget(now)
+    def _note_connection(self, peer: Peer, frame: zmq.Frame, now: float) -> _Connection:
+        """Remember the key of a connection, from its first message. Without keys each connection has an account."""
+        if len(self._connections) >= MAX_CONNECTIONS or self._rate_limiter.full:
+            self._connections.clear()
+            self._rate_limiter.forget(now)
         key = peer.hex() if self._keys is None else str(frame.get("User-Id"))
-        return self._speakers.setdefault(peer, _Speaker(key, self._throttle.account(key), self._trusted.get(key)))
+        return self._connections.setdefault(
+            peer, _Connection(key, self._rate_limiter.account(key), self._trusted.get(key))
+        )
 
-    def _follow_trust(self) -> list[Distrusted]:
+    def _follow_trust(self) -> list[TrustRevoked]:
         if self._keys is None:
             return []
         trusted = self._keys.trust.principals()
         if trusted is self._trusted:
             return []
         before, self._trusted = self._trusted, trusted
-        for speaker in self._speakers.values():
-            speaker.principal = trusted.get(speaker.key)
+        for connection in self._connections.values():
+            connection.principal = trusted.get(connection.key)
         reason = self._keys.trust.problem or "it was taken off the allow-list, or its entry there was changed"
         lost = [each for key, each in before.items() if trusted.get(key) != each]
-        return [Distrusted(each.name, reason) for each in lost]
+        return [TrustRevoked(each.name, reason) for each in lost]
 
-    def _turned_away(self) -> list[TurnedAway]:
-        """What became of connections: a few looks a second are enough."""
-        found: list[TurnedAway] = []
+    def _connection_changes(self) -> list[ConnectionRejected]:
+        """Read the monitor, a few times a second: count connections and return the rejected ones."""
+        found: list[ConnectionRejected] = []
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._monitor_at:
             return found
-        self._look_at = now + LOOK_S
+        self._monitor_at = now + LOOK_S
         for frames in burst(self._monitor):
             number, value = struct.unpack("=Hi", frames[0].bytes)
             if event := _CONNECTION_EVENTS.get(number):
                 self.connections[event] += 1
             else:
                 self.connections["refused"] += 1
-                found.append(TurnedAway(explain_handshake(number, value)))
+                found.append(ConnectionRejected(explain_handshake(number, value)))
         return found
 
     def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> Delivery:
-        """Send without ever waiting."""
+        """Send without blocking."""
         frames = self._encode(message, blob)
         queue = self._queues.get(peer)
         if queue is None:
@@ -309,9 +314,9 @@ class RouterBus:
         return Delivery.QUEUED
 
     def send_to_all(self, peers: Sequence[Peer], message: ToAgent) -> Sequence[Peer]:
-        """Send to one after the other, without ever waiting. Returns those whose `Delivery` was `GONE`.
+        """Send to each of `peers` without blocking. Returns the peers with `Delivery.GONE`.
 
-        What all are told alike is encoded once; a loop without calls of our own is what keeps libzmq's thread awake.
+        The message is encoded once. The loop calls no function of ours, which keeps libzmq's thread awake.
         """
         (frame,) = self._encode(message, None)
         queues, send, gone = self._queues, self._send_frame, list[Peer]()
@@ -320,7 +325,7 @@ class RouterBus:
                 try:
                     send(peer, _MORE)
                     send(frame, _NOBLOCK)
-                except zmq.ZMQError:  # slow or gone: what to do about it is said once, below
+                except zmq.ZMQError:  # slow or gone: `send` below finds out which
                     pass
                 else:
                     continue
@@ -330,13 +335,13 @@ class RouterBus:
 
     @property
     def closed(self) -> int:
-        """How many connections have ended so far."""
+        """Number of connections that have ended."""
         return self.connections["closed"]
 
     def forget(self, peer: Peer) -> None:
         """Drop what is queued for `peer`."""
         self._queues.pop(peer, None)
-        self._speakers.pop(peer, None)
+        self._connections.pop(peer, None)
 
     def wake(self) -> None:
         """End the running `poll`, or the next one."""
@@ -353,7 +358,7 @@ class RouterBus:
         self._waker.close()
 
     def _encode(self, message: ToAgent, blob: bytes | None) -> codec.Frames:
-        """Frames of `message`; of one that goes to many, one after the other, only once."""
+        """Frames of `message`; cached for a message that goes to several peers in a row."""
         if message is not self._encoded[0] or blob is not None:
             self._encoded = (message, codec.pack(codec.TO_AGENT.encode(message, blob)))
         return self._encoded[1]
@@ -369,7 +374,7 @@ class RouterBus:
 
     def _offer(self, peer: Peer, frames: codec.Frames) -> Delivery:
         try:
-            self._send_frame(peer, _MORE)  # whether the rest can go is decided here
+            self._send_frame(peer, _MORE)  # if this frame can be sent, so can the rest
             for frame in frames[:-1]:
                 self._send_frame(frame, _MORE)
             self._send_frame(frames[-1], _NOBLOCK)
@@ -393,14 +398,14 @@ class RouterBus:
 
 
 @dataclass(slots=True)
-class _Speaker:
-    """Who speaks on a connection."""
+class _Connection:
+    """The key of a connection."""
 
     key: str
     account: Account
-    """That of the key, whatever connections it has."""
+    """Rate account of the key, shared by all its connections."""
     principal: Principal | None
-    """Whom the allow-list names for the key, as it is now."""
+    """Present owner of the key by the allow-list; None if it is not trusted."""
 
 
 class _Queue:
@@ -414,7 +419,7 @@ class _Queue:
         return len(self._messages)
 
     def add(self, frames: codec.Frames) -> bool:
-        """Whether there was room for it."""
+        """Queue a message; False if there is no room."""
         nbytes = self._nbytes + sum(map(len, frames))
         if len(self._messages) >= QUEUE_LIMIT or nbytes > QUEUE_BYTES:
             return False
@@ -424,16 +429,16 @@ class _Queue:
 
     @property
     def first(self) -> codec.Frames:
-        """The one that is due."""
+        """The oldest message."""
         return self._messages[0]
 
     def drop_first(self) -> None:
-        """It was sent."""
+        """Remove the oldest message, which was sent."""
         self._nbytes -= sum(map(len, self._messages.popleft()))
 
 
-class _Doorman:
-    """What the authenticator's thread asks. Must not raise: that thread would die of it."""
+class _KeyCheck:
+    """Tells the authenticator's thread whether a key is trusted. Must not raise: the thread would die."""
 
     def __init__(self, trust: AllowList) -> None:
         self._trust = trust
@@ -443,7 +448,7 @@ class _Doorman:
 
 
 def check_bind(bind: str, keys: ServerKeys | None) -> str:
-    """`bind` as ZeroMQ writes it. Raises `ConfigurationError` for what is no address, or needs keys."""
+    """`bind` as ZeroMQ writes it. Raises `ConfigurationError` if it is no IP address, or needs keys."""
     try:
         address = ipaddress.ip_address(bind)
     except ValueError as problem:

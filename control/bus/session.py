@@ -1,9 +1,8 @@
-"""An agent's conversation with the coordinator, as a pure machine: `handle(event, now)` returns what is to be done.
+"""An agent's session with the coordinator, as a pure machine: `handle(event, now)` returns its effects.
 
-It says Hello until it is welcomed, sends heartbeats, repeats requests until they are answered or too late, connects
-anew when nothing is heard, and says Hello again when the coordinator does not know it (any more). A command of a later
-step answers what was said of the steps before it (ack_batching.py). client.py owns the socket, the thread and the
-clock.
+The session says Hello until it is welcomed, sends heartbeats, repeats requests until they are answered or expire,
+reconnects when the coordinator is silent, and says Hello again when the coordinator does not know the agent. A command
+also acknowledges the agent's earlier answers (ack_batching.py). client.py owns the socket, the thread and the clock.
 """
 
 from __future__ import annotations
@@ -48,45 +47,44 @@ RETRYABLE: Final = frozenset(
         RefusalCode.NOT_LEADER,
     }
 )
-"""Refusals of a `Hello` that pass with time. After any other the session is over."""
+"""Refusals of a `Hello` that are retried. After any other the session is over."""
 
 
-ANSWERED: Final = 3
-"""Of so many heartbeats one is answered: that halves what a quiet fleet costs its coordinator."""
+HEARTBEATS_PER_ANSWER: Final = 3
+"""One of so many heartbeats asks for an answer, which halves the coordinator's load of a quiet fleet."""
 
 
-class Phase(enum.Enum):
-    """What is true of the session."""
+class SessionPhase(enum.Enum):
+    """Phases of a session."""
 
     JOINING = "joining"
-    """Hello is repeated; requests wait."""
+    """`Hello` is repeated; requests wait."""
     JOINED = "joined"
-    """Welcomed on this connection; heartbeats run, requests are repeated until answered."""
+    """The agent is welcomed on this connection: heartbeats run, requests are repeated until answered."""
     REFUSED = "refused"
-    """The coordinator will not have this agent, whatever it repeats. Nothing is sent any more."""
+    """The coordinator refused this agent for good. Nothing is sent any more."""
 
 
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Every wait of the session, in seconds."""
+class SessionTiming(msgspec.Struct, frozen=True, kw_only=True):
+    """The waits of a session, in seconds."""
 
     hello_first_s: float = 0.02
-    """A connection takes a few milliseconds to stand; a Hello before that is lost..."""
+    """Wait before the first repetition of a Hello: one sent before the connection is established is lost."""
     hello_max_s: float = 1.0
-    """... and repeated after twice as long each time, up to this."""
+    """Longest wait before a repetition; it doubles each time."""
     resend_first_s: float = 0.5
     resend_max_s: float = 4.0
     silence_s: float = 5.0
-    """A connection on which nothing is heard for so long is dropped. Once welcomed, `Welcome.silence_s` holds."""
+    """Silence after which a connection is dropped. Once welcomed, `Welcome.silence_s` replaces it."""
     elsewhere_s: float = 2.0
-    """Where several coordinators are known: one that says nothing for so long, or for three heartbeats, is left for
-    the next."""
+    """With several endpoints: silence, or three heartbeats if those are longer, after which the next one is tried."""
 
 
 # -- events ----------------------------------------------------------------------------------------------------------
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """A request, to be answered by `expires_at`."""
+class RequestSubmitted(msgspec.Struct, frozen=True):
+    """A request was made, to be answered by `expires_at`."""
 
     key: RequestId
     message: ToCoordinator
@@ -95,15 +93,15 @@ class Asked(msgspec.Struct, frozen=True):
     deadline_s: float
 
 
-class Heard(msgspec.Struct, frozen=True):
-    """A message came in."""
+class MessageArrived(msgspec.Struct, frozen=True):
+    """A message arrived."""
 
     message: ToAgent
     blob: bytes | None = None
 
 
-class Garbled(msgspec.Struct, frozen=True):
-    """Something came in that is not a message."""
+class GarbageArrived(msgspec.Struct, frozen=True):
+    """Bytes arrived that are no message."""
 
     error: ProtocolError
 
@@ -112,32 +110,32 @@ class Ticked(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = Asked | Heard | Garbled | Ticked
+SessionEvent = RequestSubmitted | MessageArrived | GarbageArrived | Ticked
 
 # -- effects ---------------------------------------------------------------------------------------------------------
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Drop the connection and make a new one."""
+    """Drop the connection and begin a new one."""
 
-    place: int = 0
-    """Which of the endpoints, counted from 0."""
+    endpoint_index: int = 0
+    """Index of the endpoint, from 0."""
 
 
-class SayHello(msgspec.Struct, frozen=True):
+class SendHello(msgspec.Struct, frozen=True):
     """Send `Hello` under this key."""
 
     key: RequestId
 
 
-class SayAlive(msgspec.Struct, frozen=True):
-    """Send `Heartbeat` with this number; 0: no answer is wanted."""
+class SendHeartbeat(msgspec.Struct, frozen=True):
+    """Send `Heartbeat` with this number; 0 asks for no answer."""
 
     seq: int
 
 
 class Transmit(msgspec.Struct, frozen=True):
-    """Send. That it may get lost is reckoned with."""
+    """Send a message, which may be lost."""
 
     message: ToCoordinator
     blob: bytes | None
@@ -152,14 +150,14 @@ class Resolve(msgspec.Struct, frozen=True):
 
 
 class Reject(msgspec.Struct, frozen=True):
-    """A request will not be answered, or was refused."""
+    """A request was refused, or will not be answered."""
 
     key: RequestId
     error: WeightbusError
 
 
 class Join(msgspec.Struct, frozen=True):
-    """The coordinator welcomed this agent, for the first time or again."""
+    """The coordinator welcomed this agent, at first or again."""
 
     welcome: Welcome
 
@@ -171,113 +169,113 @@ class Deliver(msgspec.Struct, frozen=True):
 
 
 class GiveUp(msgspec.Struct, frozen=True):
-    """The session is over; nothing asked from now on will be answered."""
+    """The session is over; no further request is answered."""
 
     error: WeightbusError
 
 
-Effect = Connect | SayHello | SayAlive | Transmit | Resolve | Reject | Join | Deliver | GiveUp
+SessionEffect = Connect | SendHello | SendHeartbeat | Transmit | Resolve | Reject | Join | Deliver | GiveUp
 
 
-class _Pending(msgspec.Struct):
-    asked: Asked
+class _PendingRequest(msgspec.Struct):
+    asked: RequestSubmitted
     resend_at: float
     backoff_s: float
 
 
 class AgentSession:
-    """One agent's conversation. Drive it from one thread."""
+    """One agent's session. Drive it from one thread."""
 
-    def __init__(self, endpoint: str, keys: str, timing: Timing, now: float) -> None:
-        """`endpoint` may be several, comma-separated: one of them leads, the others refuse and say who does.
+    def __init__(self, endpoint: str, keys: str, timing: SessionTiming, now: float) -> None:
+        """`endpoint` may be several, comma-separated: one coordinator leads; the others refuse and name the leader.
 
-        `keys` begins every Hello's request key; it must be unlike that of any other session.
+        `keys` is the prefix of every Hello's request key, unique to this session.
         """
-        self.phase = Phase.JOINING
+        self.phase = SessionPhase.JOINING
         self.welcome: Welcome | None = None
         self.committed: Version | None = None
-        """Newest version that the coordinator called committed in this agent's channel."""
+        """Current version of this agent's channel, by the coordinator's last message."""
         self.max_lag = 0
-        """Versions that an engine may be behind it and still be ready."""
+        """Number of versions that an engine may be behind `committed` and still be ready."""
         self.refusal: RequestRefused | None = None
-        """Why the last `Hello` was refused, while it is repeated."""
+        """The refusal of the last `Hello`, while it is repeated."""
         self._endpoint = endpoint
         self._endpoints = split_endpoints(endpoint)
-        self._place = 0
+        self._endpoint_index = 0
         self._keys = keys
         self._timing = timing
-        self._pending: dict[RequestId, _Pending] = {}
+        self._pending: dict[RequestId, _PendingRequest] = {}
         self._started_at = now
         self._heard_at: float | None = None
         self._silent_since = now
         self._connected = False
-        self._over: WeightbusError | None = None
-        self._noise = ""
+        self._end_error: WeightbusError | None = None
+        self._last_garbage = ""
         self._hellos = 0
         self._hello_key = RequestId("")
         self._hello_at = now
         self._hello_backoff_s = timing.hello_first_s
-        self._beats = 0
-        self._beat_at = now
-        self._unanswered = 0
-        """Heartbeats since the last answer to one."""
-        self._watchful = False
-        """Paused, and to resume by itself if the coordinator falls silent: every heartbeat is to be answered."""
+        self._heartbeats_sent = 0
+        self._heartbeat_at = now
+        self._unanswered_heartbeats = 0
+        """Heartbeats since the last answered one."""
+        self._under_pause_lease = False
+        """True while the engine is paused and would resume if the coordinator fell silent: every heartbeat asks."""
 
     @property
     def heard_at(self) -> float | None:
-        """When the coordinator was last heard of, in whatever words."""
+        """The time of the coordinator's last message."""
         return self._heard_at
 
-    # -- the door ------------------------------------------------------------------------------------------------------
+    # -- entry ---------------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
+    def handle(self, event: SessionEvent, now: float) -> tuple[SessionEffect, ...]:
         """Take `event`, which happened at `now` (monotonic seconds)."""
         match event:
-            case Asked():
-                return self._ask(event, now)
-            case Heard():
+            case RequestSubmitted():
+                return self._submit(event, now)
+            case MessageArrived():
                 self._heard_at = self._silent_since = now
-                return self._hear(event.message, event.blob, now)
-            case Garbled():
-                return self._garbled(event.error)
+                return self._message_arrived(event.message, event.blob, now)
+            case GarbageArrived():
+                return self._garbage_arrived(event.error)
             case Ticked():
                 return self._tick(now)
 
     def next_deadline(self) -> float:
-        """When a `Ticked` is due."""
-        if self.phase is Phase.REFUSED:
+        """The time at which a `Ticked` is due."""
+        if self.phase is SessionPhase.REFUSED:
             return float("inf")
-        joined = self.phase is Phase.JOINED
-        due = min(self._silent_since + self._silence_s, self._beat_at if joined else self._hello_at)
+        joined = self.phase is SessionPhase.JOINED
+        due = min(self._silent_since + self._silence_s, self._heartbeat_at if joined else self._hello_at)
         for each in self._pending.values():
             due = min(due, each.asked.expires_at, each.resend_at if joined else due)
         return due
 
     def unreachable(self, waiting_for: str, tried_s: float, now: float) -> WeightbusError:
-        """The error for a wait that ended: says what was found instead of an answer."""
-        if self._over is not None:
-            return self._over
+        """The error for a wait that expired: says what was found instead of an answer."""
+        if self._end_error is not None:
+            return self._end_error
         if self.refusal is not None:
             return self.refusal
-        if self.phase is Phase.JOINED and self._heard_at is not None:
+        if self.phase is SessionPhase.JOINED and self._heard_at is not None:
             found = f"connected, and last heard of {now - self._heard_at:.1f} s ago, but this was not answered"
         elif self._heard_at is not None:
             found = f"connection lost, last heard of {now - self._heard_at:.1f} s ago"
         else:
             found = "nothing was heard at all"
-        noise = f"; what came was no message: {self._noise}" if self._noise else ""
+        noise = f"; what came was no message: {self._last_garbage}" if self._last_garbage else ""
         return CoordinatorUnreachable(self._endpoint, tried_s, waiting_for, found + noise)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def _ask(self, asked: Asked, now: float) -> tuple[Effect, ...]:
-        if self._over is not None:
-            return (Reject(asked.key, self._over),)
-        self._pending[asked.key] = _Pending(asked, now, self._timing.resend_first_s)
-        return self._resend(now)
+    def _submit(self, asked: RequestSubmitted, now: float) -> tuple[SessionEffect, ...]:
+        if self._end_error is not None:
+            return (Reject(asked.key, self._end_error),)
+        self._pending[asked.key] = _PendingRequest(asked, now, self._timing.resend_first_s)
+        return self._resend_due(now)
 
-    def _hear(self, message: ToAgent, blob: bytes | None, now: float) -> tuple[Effect, ...]:
+    def _message_arrived(self, message: ToAgent, blob: bytes | None, now: float) -> tuple[SessionEffect, ...]:
         match message:
             case Welcome():
                 return self._welcomed(message, now)
@@ -289,63 +287,65 @@ class AgentSession:
             case Alive():
                 if self.welcome is not None and message.boot == self.welcome.boot:
                     self.committed, self.max_lag = message.committed, message.max_lag
-                    self._unanswered = 0
-                    self._beat_at = now + self.welcome.heartbeat_s  # who was answered together speaks together again
+                    self._unanswered_heartbeats = 0
+                    self._heartbeat_at = (
+                        now + self.welcome.heartbeat_s
+                    )  # keeps agents that were answered together in step
                 return ()
             case Pause() | Transfer() | Commit() | Abort():
                 return self._commanded(message)
             case _:
                 return (Deliver(message),)
 
-    def _commanded(self, command: Pause | Transfer | Commit | Abort) -> tuple[Effect, ...]:
-        """A command says too that what was answered to those before it has arrived."""
+    def _commanded(self, command: Pause | Transfer | Commit | Abort) -> tuple[SessionEffect, ...]:
+        """A command also acknowledges the answers to earlier ones."""
         if isinstance(command, Commit):
             self.committed = command.version  # before the next Alive says so
-        self._watchful = isinstance(command, Pause | Transfer)
+        self._under_pause_lease = isinstance(command, Pause | Transfer)
         known = [key for key, each in self._pending.items() if acknowledges(command, each.asked.message)]
         for key in known:
             del self._pending[key]
         return (*(Resolve(key, Ack(request=key), None) for key in known), Deliver(command))
 
-    def _welcomed(self, welcome: Welcome, now: float) -> tuple[Effect, ...]:
-        if self.phase is not Phase.JOINING or welcome.request != self._hello_key:
+    def _welcomed(self, welcome: Welcome, now: float) -> tuple[SessionEffect, ...]:
+        if self.phase is not SessionPhase.JOINING or welcome.request != self._hello_key:
             return ()  # a duplicate
-        self.phase = Phase.JOINED
-        self.welcome, self.refusal, self._noise = welcome, None, ""
+        self.phase = SessionPhase.JOINED
+        self.welcome, self.refusal, self._last_garbage = welcome, None, ""
         self.committed, self.max_lag = welcome.committed.version if welcome.committed else None, 0
-        self._beat_at = now + welcome.heartbeat_s
-        self._unanswered = ANSWERED  # the first one asks
+        self._heartbeat_at = now + welcome.heartbeat_s
+        self._unanswered_heartbeats = HEARTBEATS_PER_ANSWER  # the first one asks
         for each in self._pending.values():
             each.resend_at, each.backoff_s = now, self._timing.resend_first_s
-        return (Join(welcome), *self._resend(now))
+        return (Join(welcome), *self._resend_due(now))
 
-    def _refused(self, refused: Refused, now: float) -> tuple[Effect, ...]:
+    def _refused(self, refused: Refused, now: float) -> tuple[SessionEffect, ...]:
         error = RequestRefused(refused.code, refused.reason, refused.retry_after_s)
         if refused.code is RefusalCode.UNKNOWN_AGENT:
             # One refusal for each message that was under way; all but the first find the Hello sent already.
-            return self._rejoin(now) if self.phase is Phase.JOINED else ()
+            return self._rejoin(now) if self.phase is SessionPhase.JOINED else ()
         if refused.code is RefusalCode.NOT_LEADER:
             return self._not_leader(refused, error, now)
         if self._pending.pop(refused.request, None):
             return (Reject(refused.request, error),)
-        return self._turned_away(refused, error, now) if self.phase is Phase.JOINING else ()
+        return self._hello_refused(refused, error, now) if self.phase is SessionPhase.JOINING else ()
 
-    def _not_leader(self, refused: Refused, error: RequestRefused, now: float) -> tuple[Effect, ...]:
-        """Go to the one that leads, if it is known; else ask the next one, after a while. What was asked is kept."""
-        if self.phase is Phase.JOINING and refused.request != self._hello_key:
+    def _not_leader(self, refused: Refused, error: RequestRefused, now: float) -> tuple[SessionEffect, ...]:
+        """Connect to the leader if it is known, otherwise to the next endpoint after a while. Requests are kept."""
+        if self.phase is SessionPhase.JOINING and refused.request != self._hello_key:
             return ()  # of an earlier Hello
         self.refusal = error
-        leader = self._endpoints.index(refused.leader) if refused.leader in self._endpoints else self._place
-        known = leader != self._place
-        self._place = leader if known else (self._place + 1) % len(self._endpoints)
+        leader = self._endpoints.index(refused.leader) if refused.leader in self._endpoints else self._endpoint_index
+        known = leader != self._endpoint_index
+        self._endpoint_index = leader if known else (self._endpoint_index + 1) % len(self._endpoints)
         wait_s = 0.0 if known else max(refused.retry_after_s, self._timing.hello_first_s)
-        self.phase, self._silent_since = Phase.JOINING, now
+        self.phase, self._silent_since = SessionPhase.JOINING, now
         self._hello_at, self._hello_backoff_s = now + wait_s, self._timing.hello_first_s
         self._new_hello_key()
-        return (Connect(self._place), *self._greet(now))
+        return (Connect(self._endpoint_index), *self._say_hello(now))
 
-    def _turned_away(self, refused: Refused, error: RequestRefused, now: float) -> tuple[Effect, ...]:
-        if refused.code is RefusalCode.PROTOCOL_MISMATCH:  # said of what could not be read, so without its key
+    def _hello_refused(self, refused: Refused, error: RequestRefused, now: float) -> tuple[SessionEffect, ...]:
+        if refused.code is RefusalCode.PROTOCOL_MISMATCH:  # refers to an unreadable message, so it has no key
             return self._end(error)
         if refused.request != self._hello_key:
             return ()
@@ -356,69 +356,69 @@ class AgentSession:
         self._new_hello_key()
         return ()
 
-    def _garbled(self, error: ProtocolError) -> tuple[Effect, ...]:
-        self._noise = str(error)
-        if isinstance(error, WrongProtocol) and self.phase is Phase.JOINING:
+    def _garbage_arrived(self, error: ProtocolError) -> tuple[SessionEffect, ...]:
+        self._last_garbage = str(error)
+        if isinstance(error, WrongProtocol) and self.phase is SessionPhase.JOINING:
             return self._end(error)
         return ()
 
-    def _tick(self, now: float) -> tuple[Effect, ...]:
-        if self.phase is Phase.REFUSED:
+    def _tick(self, now: float) -> tuple[SessionEffect, ...]:
+        if self.phase is SessionPhase.REFUSED:
             return ()
         effects = self._expire(now)
         if not self._connected or now >= self._silent_since + self._silence_s:
             if self._connected:
-                self._place = (self._place + 1) % len(self._endpoints)
+                self._endpoint_index = (self._endpoint_index + 1) % len(self._endpoints)
             self._connected = True
             self._silent_since = now
-            return (*effects, Connect(self._place), *self._rejoin(now))
-        if self.phase is Phase.JOINING:
-            return (*effects, *self._greet(now))
-        return (*effects, *self._beat(now), *self._resend(now))
+            return (*effects, Connect(self._endpoint_index), *self._rejoin(now))
+        if self.phase is SessionPhase.JOINING:
+            return (*effects, *self._say_hello(now))
+        return (*effects, *self._send_heartbeat(now), *self._resend_due(now))
 
-    # -- what follows --------------------------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     @property
     def _silence_s(self) -> float:
-        joined = self.welcome if self.phase is Phase.JOINED else None
+        joined = self.welcome if self.phase is SessionPhase.JOINED else None
         silence_s = joined.silence_s if joined else self._timing.silence_s
         if len(self._endpoints) == 1:
             return silence_s
         return min(silence_s, max(self._timing.elsewhere_s, 3 * joined.heartbeat_s if joined else 0.0))
 
-    def _rejoin(self, now: float) -> tuple[Effect, ...]:
-        self.phase = Phase.JOINING
+    def _rejoin(self, now: float) -> tuple[SessionEffect, ...]:
+        self.phase = SessionPhase.JOINING
         self._hello_at, self._hello_backoff_s = now, self._timing.hello_first_s
         self._new_hello_key()
-        return self._greet(now)
+        return self._say_hello(now)
 
     def _new_hello_key(self) -> None:
-        # The same key would be answered with the Welcome, or the refusal, of before.
+        # The same key would be answered with the earlier Welcome or refusal.
         self._hellos += 1
         self._hello_key = RequestId(f"{self._keys}-hello-{self._hellos}")
 
-    def _greet(self, now: float) -> tuple[Effect, ...]:
+    def _say_hello(self, now: float) -> tuple[SessionEffect, ...]:
         if now < self._hello_at:
             return ()
         self._hello_at = now + self._hello_backoff_s
         self._hello_backoff_s = min(2 * self._hello_backoff_s, self._timing.hello_max_s)
-        return (SayHello(self._hello_key),)
+        return (SendHello(self._hello_key),)
 
-    def _beat(self, now: float) -> tuple[Effect, ...]:
-        if now < self._beat_at or self.welcome is None:
+    def _send_heartbeat(self, now: float) -> tuple[SessionEffect, ...]:
+        if now < self._heartbeat_at or self.welcome is None:
             return ()
-        self._beats += 1
-        self._unanswered += 1
-        self._beat_at = now + self.welcome.heartbeat_s
-        return (SayAlive(self._beats if self._wants_answer(self.welcome) else 0),)
+        self._heartbeats_sent += 1
+        self._unanswered_heartbeats += 1
+        self._heartbeat_at = now + self.welcome.heartbeat_s
+        return (SendHeartbeat(self._heartbeats_sent if self._heartbeat_wants_answer(self.welcome) else 0),)
 
-    def _wants_answer(self, welcome: Welcome) -> bool:
-        """Every third heartbeat is answered, or one in `silence_s / 3`; every one while much depends on it."""
-        often = min(ANSWERED, self._silence_s // (3 * welcome.heartbeat_s))
-        return self._watchful or self._unanswered >= often
+    def _heartbeat_wants_answer(self, welcome: Welcome) -> bool:
+        """Every third heartbeat asks for an answer, or one in `silence_s / 3`; under a pause lease every one does."""
+        often = min(HEARTBEATS_PER_ANSWER, self._silence_s // (3 * welcome.heartbeat_s))
+        return self._under_pause_lease or self._unanswered_heartbeats >= often
 
-    def _resend(self, now: float) -> tuple[Effect, ...]:
-        if self.phase is not Phase.JOINED or not self._pending:
+    def _resend_due(self, now: float) -> tuple[SessionEffect, ...]:
+        if self.phase is not SessionPhase.JOINED or not self._pending:
             return ()
         due = [each for each in self._pending.values() if now >= each.resend_at]
         for each in due:
@@ -426,7 +426,7 @@ class AgentSession:
             each.backoff_s = min(2 * each.backoff_s, self._timing.resend_max_s)
         return tuple(Transmit(each.asked.message, each.asked.blob) for each in due)
 
-    def _expire(self, now: float) -> tuple[Effect, ...]:
+    def _expire(self, now: float) -> tuple[SessionEffect, ...]:
         if not self._pending:
             return ()
         late = [each.asked for each in self._pending.values() if now >= each.asked.expires_at]
@@ -434,15 +434,15 @@ class AgentSession:
             del self._pending[asked.key]
         return tuple(Reject(asked.key, self.unreachable(asked.message.kind, asked.deadline_s, now)) for asked in late)
 
-    def _end(self, error: WeightbusError) -> tuple[Effect, ...]:
-        self.phase, self._over = Phase.REFUSED, error
+    def _end(self, error: WeightbusError) -> tuple[SessionEffect, ...]:
+        self.phase, self._end_error = SessionPhase.REFUSED, error
         rejected = tuple(Reject(key, error) for key in self._pending)
         self._pending.clear()
         return (*rejected, GiveUp(error))
 
     @property
     def pending(self) -> Mapping[RequestId, ToCoordinator]:
-        """What waits for an answer."""
+        """The requests that wait for an answer."""
         return {key: each.asked.message for key, each in self._pending.items()}
 
 

@@ -1,4 +1,4 @@
-"""Options and keys of the sockets of both sides, and a way to end a wait. See router.py for why."""
+"""Options and keys of the sockets of both sides, and a way to end a poll. router.py explains the options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def public_of(secret: str) -> str:
 
 
 def libzmq_version() -> str:
-    """Of the library that is loaded, and whether it can encrypt."""
+    """Version of the loaded libzmq, and whether it can encrypt."""
     return f"{zmq.zmq_version()} ({'with' if zmq.has('curve') else 'WITHOUT'} CURVE)"
 
 
@@ -55,22 +55,22 @@ class Waker:
         self._writer.setblocking(False)
 
     def fileno(self) -> int:
-        """For pollers."""
+        """The file descriptor to poll."""
         return self._reader.fileno()
 
     def set(self) -> None:
         """End the wait. From any thread, and in a signal handler."""
-        with contextlib.suppress(BlockingIOError, OSError):  # full: it is set already; closed: nobody waits any more
+        with contextlib.suppress(BlockingIOError, OSError):  # full: it is set already; closed: no poll is left to end
             self._writer.send(b"\0")
 
     def clear(self) -> None:
-        """Take note."""
+        """Reset, so that the next poll blocks again."""
         with contextlib.suppress(BlockingIOError):
             while len(self._reader.recv(4096)) == 4096:
                 pass
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """Release the file descriptors."""
         self._reader.close()
         self._writer.close()
 
@@ -101,7 +101,7 @@ def explain_handshake(number: int, value: int) -> str:
 
 
 def burst(each: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
-    """What has arrived, but not more than a poll may take."""
+    """Messages that have arrived, at most `MAX_BURST`."""
     for _ in range(MAX_BURST):
         try:
             yield each.recv_multipart(zmq.NOBLOCK, copy=False)

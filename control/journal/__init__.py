@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         read_login as read_login,
     )
     from .etcd_journal import EtcdJournal as EtcdJournal
-    from .sqlite_journal import Journal as Journal, SqliteJournal as SqliteJournal
+    from .interface import Journal as Journal
+    from .sqlite_journal import SqliteJournal as SqliteJournal
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -1,8 +1,8 @@
-"""Who leads, when several coordinators share one etcd. At most one does, as far as writing is concerned.
+"""Leader election among coordinators that share one etcd. At most one leader can write.
 
-The leader's key hangs on a lease; whoever creates it leads until the lease runs out. Its create revision is the term's
-token: every write is made on the condition that the key still has it, so that a former leader that has not noticed yet
-changes nothing. A leader that could not renew its lease in time stops by its own clock, before etcd lets another begin.
+The leader is the coordinator that created the leader's key, which is attached to a lease. The key's create revision is
+the token of the term: every write has the condition that the key still has it, so a former leader that has not noticed
+yet changes nothing. A leader that cannot renew its lease in time stops by its own clock, before etcd ends the lease.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .etcd_client import Etcd, EtcdUnavailable, KeyValue, created_at, put, read
 
 _log = get_log(__name__)
 
-RENEWALS: Final = 4
-"""How often a lease is renewed within its time."""
+RENEWALS_PER_LEASE: Final = 4
+"""Renewals within the time of a lease."""
 
 
 class Deposed(WeightbusError):
-    """This coordinator does not lead any more."""
+    """This coordinator is not the leader any more."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"this coordinator leads no more: {reason}; it stands by again")
 
 
 class LeaderRecord(msgspec.Struct, frozen=True):
-    """Who leads, as its key says it."""
+    """The content of the leader's key."""
 
     name: str = ""
     endpoint: str = ""
-    """Where agents reach it."""
+    """Endpoint for agents."""
 
 
 class Term:
@@ -54,11 +54,11 @@ class Term:
         granted_at: float,
         clock: Callable[[], float],
     ) -> None:
-        """`granted_at` is when the lease was asked for: etcd counts from later, so this side never counts too long."""
+        """`granted_at` is when the lease was requested: etcd counts from later, so this side never counts too long."""
         self.key = key
         self.token = token
         self.lost = ""
-        """Why it is over; empty while it lasts, as far as is known."""
+        """Why the term is over; empty while it is known to last."""
         self._etcd = etcd
         self._lease = lease
         self._ttl_s = ttl_s
@@ -76,28 +76,28 @@ class Term:
             raise Deposed(self.lost)
 
     def depose(self, reason: str) -> None:
-        """It was found out that another leads."""
+        """End the term because another coordinator leads."""
         self.lost = self.lost or reason
 
     def resign(self) -> None:
-        """Let another begin at once, if this one still leads."""
+        """End the term and its lease, so that another coordinator can lead at once."""
         self._over.set()
         self._thread.join(self._ttl_s)
         if not self.lost:
             self.lost = "it resigned"
-            if self._thread.is_alive():  # a name server or etcd that does not answer would not answer this either
+            if self._thread.is_alive():  # an etcd that does not answer would not answer this either
                 _log.warning("lease_left", waited_s=self._ttl_s, reason="a renewal has not returned: it runs out")
                 return
-            with contextlib.suppress(EtcdUnavailable):  # then the lease runs out by itself
+            with contextlib.suppress(EtcdUnavailable):  # the lease then runs out by itself
                 self._etcd.revoke(self._lease)
 
     def _renew(self) -> None:
-        while not self._over.wait(self._ttl_s / RENEWALS) and not self.lost:
+        while not self._over.wait(self._ttl_s / RENEWALS_PER_LEASE) and not self.lost:
             asked_at = self._clock()
             try:
                 alive = self._etcd.keep_alive(self._lease)
             except EtcdUnavailable:
-                continue  # tried again; when the time is over, `confirm` says so
+                continue  # tried again; `confirm` raises once the time is over
             if not alive:
                 self.depose("its lease ran out")
                 return
@@ -105,7 +105,7 @@ class Term:
 
 
 class Election:
-    """Stands for election under one prefix."""
+    """A candidate for the leader's key under one prefix."""
 
     def __init__(
         self, etcd: Etcd, prefix: str, me: LeaderRecord, ttl_s: float, clock: Callable[[], float] = time.monotonic
@@ -117,7 +117,7 @@ class Election:
         self._clock = clock
 
     def stand(self) -> Term | LeaderRecord:
-        """Lead, if nobody does; otherwise say who. Raises `EtcdUnavailable`."""
+        """Become the leader if there is none; otherwise return the leader's record. Raises `EtcdUnavailable`."""
         found = self._etcd.txn([created_at(self._key, 0)], [], [read(self._key)])
         if not found.succeeded:
             return _leader(found.found)
@@ -144,5 +144,5 @@ def _leader(found: tuple[KeyValue, ...]) -> LeaderRecord:
         return LeaderRecord()
     try:
         return msgspec.json.decode(found[0].content, type=LeaderRecord)
-    except ValueError:  # whoever wrote it has the key: nobody else leads before it is gone
-        return LeaderRecord(name="whoever wrote the leader's key, which is unreadable")
+    except ValueError:  # its writer leads all the same, until the key is gone
+        return LeaderRecord(name="unknown: the leader's key is unreadable")

@@ -1,9 +1,8 @@
-"""A client for the little of etcd that is needed, over its HTTP/JSON gateway: transactions, ranges, leases.
+"""A client of etcd's HTTP/JSON gateway: transactions, ranges and leases.
 
-The gateway needs nothing but the standard library, which keeps the coordinator's dependencies as they are; the Python
-clients that speak gRPC to etcd are no longer kept up. Every call has a deadline over all members together: the next one
-is tried when a member does not answer. A call whose answer is lost may have been carried out: `EtcdUnavailable` says
-nothing about that.
+The gateway needs only the standard library; the Python clients that speak gRPC to etcd are no longer maintained. Every
+call has one deadline for all members: if a member does not answer, the next one is tried. After `EtcdUnavailable` the
+call may have been carried out, with its answer lost.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from msgspec import Meta
 from ..protocol import ConfigurationError, WeightbusError
 
 CONNECT_S: Final = 1.0
-"""How long one member may take to accept a connection before the next is tried."""
+"""Longest wait for one member to accept a connection before the next one is tried."""
 _LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 StoreLogin = Annotated[
     Path | None,
@@ -34,7 +33,7 @@ StoreLogin = Annotated[
 
 
 class EtcdUnavailable(WeightbusError):
-    """No member answered in time, or none could. What was asked may have been done nevertheless."""
+    """No member answered in time. The call may have been carried out nevertheless."""
 
     def __init__(self, endpoints: Sequence[str], problem: str) -> None:
         self.problem = problem
@@ -42,7 +41,7 @@ class EtcdUnavailable(WeightbusError):
 
 
 class StoreUrl(msgspec.Struct, frozen=True):
-    """Where the state of several coordinators is kept."""
+    """The address of an etcd that coordinators share."""
 
     members: tuple[str, ...]
     """``host:port`` each."""
@@ -59,8 +58,8 @@ def parse_url(text: str) -> StoreUrl:
     for member in found:
         if "@" in member:
             raise ConfigurationError(
-                "store names a user, and addresses are shown: write USER:PASSWORD into a file that nobody else may"
-                " read, and name that (store_login_file)"
+                "store names a user, and addresses are shown: write USER:PASSWORD into a file of mode 0600, and name"
+                " that (store_login_file)"
             )
         host = urlsplit(f"//{member}").hostname
         if host not in _LOOPBACK:
@@ -72,7 +71,7 @@ def parse_url(text: str) -> StoreUrl:
 
 
 class Login(msgspec.Struct, frozen=True):
-    """As whom etcd is spoken to, where its access control is on."""
+    """User and password for an etcd with access control."""
 
     user: str
     password: str
@@ -82,7 +81,7 @@ class Login(msgspec.Struct, frozen=True):
 
 
 def read_login(path: Path | None) -> Login | None:
-    """``USER:PASSWORD`` in a file that nobody else may read; None for no file. Raises `ConfigurationError`."""
+    """The login in a private file with ``USER:PASSWORD``; None for no file. Raises `ConfigurationError`."""
     if path is None:
         return None
     try:
@@ -97,11 +96,11 @@ def read_login(path: Path | None) -> Login | None:
     return Login(user, password)
 
 
-# -- what travels ------------------------------------------------------------------------------------------------------
+# -- messages of the gateway -------------------------------------------------------------------------------------------
 
 
 class KeyValue(msgspec.Struct, frozen=True):
-    """One key as it is stored. Numbers travel as text."""
+    """One stored key. The gateway writes numbers as text."""
 
     key: str
     value: str = ""
@@ -151,12 +150,12 @@ class _KeptAlive(msgspec.Struct, frozen=True):
 
 
 class TxnResult(msgspec.Struct, frozen=True):
-    """What a transaction found."""
+    """The result of a transaction."""
 
     succeeded: bool
     revision: int
     found: tuple[KeyValue, ...]
-    """What its `read`s found."""
+    """Keys found by its `read` operations."""
 
 
 Json = dict[str, object]
@@ -189,21 +188,21 @@ def read(key: str) -> Json:
 
 
 class Etcd:
-    """A connection to whichever member answers. Threads may share it; calls go one after the other."""
+    """A connection to one of the members. Threads may share it; calls are serialized."""
 
     def __init__(self, members: Sequence[str], deadline_s: float, login: Login | None = None) -> None:
         """`deadline_s` bounds every call, whatever the number of members."""
         self.members = tuple(members)
         self._login = login
         self._token = ""
-        """What a member gave for it. It ends when it is not used for minutes, and with that member."""
+        """Session token of the login. It ends after minutes without use, and with the member that issued it."""
         self._deadline_s = deadline_s
         self._place = 0
         self._connection: http.client.HTTPConnection | None = None
         self._lock = threading.Lock()
 
     def txn(self, conditions: Sequence[Json], then: Sequence[Json], otherwise: Sequence[Json] = ()) -> TxnResult:
-        """Carry out `then` if all `conditions` hold, else `otherwise`; at once, or not at all."""
+        """Carry out `then` if all `conditions` hold, otherwise `otherwise`; atomically."""
         body: Json = {"compare": list(conditions), "success": list(then), "failure": list(otherwise)}
         answer = self._call("/v3/kv/txn", body, _Committed)
         ranged = [each.response_range.kvs for each in answer.responses if each.response_range]
@@ -215,15 +214,15 @@ class Etcd:
         return self._call("/v3/kv/range", {"key": _text(prefix), "range_end": _text(end)}, _Ranged).kvs
 
     def grant(self, ttl_s: float) -> int:
-        """A lease of whole seconds, rounded up: what hangs on it goes when it is not kept alive for so long."""
+        """A lease of whole seconds, rounded up; its keys are deleted unless it is kept alive."""
         return int(self._call("/v3/lease/grant", {"TTL": str(math.ceil(ttl_s))}, _Lease).ID)
 
     def keep_alive(self, lease: int) -> bool:
-        """Let the lease begin anew; False when it is gone already."""
+        """Renew the lease; False if it has ended."""
         return int(self._call("/v3/lease/keepalive", {"ID": str(lease)}, _KeptAlive).result.TTL) > 0
 
     def revoke(self, lease: int) -> None:
-        """End the lease, and what hangs on it, now."""
+        """End the lease and delete its keys."""
         self._call("/v3/lease/revoke", {"ID": str(lease)}, _Header)
 
     def close(self) -> None:
@@ -236,7 +235,7 @@ class Etcd:
         until = time.monotonic() + self._deadline_s
         problem = "no time was left"
         with self._lock:
-            for _ in range(2 * len(self.members)):  # a kept connection may have been closed meanwhile: each twice
+            for _ in range(2 * len(self.members)):  # twice for each member: a kept connection may have been closed
                 if (left_s := until - time.monotonic()) <= 0:
                     break
                 try:

@@ -1,10 +1,10 @@
-"""The journal of several coordinators of which one leads: the same records as in sqlite_journal.py, kept in etcd.
+"""The journal in etcd, for a group of coordinators with one leader. Keeps the same records as sqlite_journal.py.
 
-One key for each channel and one for each answer. Every write is a transaction on the condition that this term still
-lasts (its token) and that the channel is as this side knows it (its modification revision): a write whose answer was
-lost cannot come true later, after others were made. What it came to is read before the next write to that channel.
+There is one key for each channel and one for each reply. Every write is a transaction with two conditions: this term
+still lasts (its token), and the channel is as this side knows it (its modification revision). So a write whose answer
+was lost cannot take effect after later ones; its result is read before the next write to that channel.
 
-There is no audit trail here; the coordinators' logs have the same events.
+There is no audit trail; the coordinators' logs have the same events.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from ..protocol import (
 )
 from .election import Term
 from .etcd_client import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
-from .sqlite_journal import stride
+from .interface import stride
 
 SCHEMA: Final = 1
 MOST_OPERATIONS: Final = 100
-"""In one transaction; etcd takes 128 unless told otherwise."""
+"""Operations in one transaction; etcd takes 128 by default."""
 _RESTORE: Final = "restore etcd from a snapshot; beginning anew would forget which version is committed"
 _RETRY: Final = "writing is tried again by itself"
 
@@ -72,7 +72,7 @@ class _Row(msgspec.Struct, frozen=True):
 
 class _Reply(msgspec.Struct, frozen=True):
     written_at: float
-    """By the wall clock of that leader: for people. What is newer, the store's revisions say."""
+    """Wall clock of the leader, for operators. The order of replies is that of etcd's revisions."""
     done: RoundDone
     question: str = ""
     closed: bool = True
@@ -83,7 +83,7 @@ class _Reply(msgspec.Struct, frozen=True):
 
 
 class EtcdJournal:
-    """What one term writes. Satisfies `journal.Journal`."""
+    """The journal of one term. Implements `interface.Journal`."""
 
     def __init__(
         self, etcd: Etcd, prefix: str, term: Term, wall_clock: Callable[[], float] = time.time, *, by: int = 0
@@ -94,15 +94,15 @@ class EtcdJournal:
         self._term = term
         self._wall_clock = wall_clock
         self._rows: dict[Channel, tuple[_Row, int]] = {}
-        self._doubtful: set[Channel] = set()
-        """Channels whose last write was not answered: they are read again before the next."""
-        self._untold: set[Channel] = set()
-        """Channels in which a commit turned out to have come true that its writer was told had failed."""
+        self._unanswered: set[Channel] = set()
+        """Channels with an unanswered write, read again before the next one."""
+        self._committed_unawares: set[Channel] = set()
+        """Channels in which a commit took effect after the machine was told that it had failed."""
         self._replies: dict[Channel, deque[str]] = {}
-        """Keys of the answers that are kept, by channel, the oldest first."""
+        """Keys of the stored replies, by channel, the oldest first."""
         self._answers: dict[Channel, dict[RequestId, RoundReply]] = {}
-        self._nobodys: list[str] = []
-        """Keys of answers of channels that were forgotten."""
+        self._orphans: list[str] = []
+        """Keys of replies of forgotten channels."""
         self._meta = _Meta()
         self.boot = 0
         self.stride = by or stride()
@@ -115,9 +115,9 @@ class EtcdJournal:
         self.boot = self._meta.boot
 
     def _begin_boot(self) -> None:
-        """Raise every channel's epoch, then count the boot: what an earlier life said is below it.
+        """Raise every channel's epoch above those of earlier processes, then count the boot.
 
-        In several transactions where there are many channels; one that was raised in vain is only higher.
+        Many channels take several transactions; an epoch that was raised in vain does no harm.
         """
         by = self.stride
         rows = {
@@ -128,7 +128,7 @@ class EtcdJournal:
             operations = [put(self._key("channel", name), msgspec.json.encode(rows[name])) for name in some]
             written_at = self._write([], operations)
             self._rows.update({name: (rows[name], written_at) for name in some})
-        self._delete(self._nobodys)
+        self._delete(self._orphans)
         self._write([], [put(self._key("meta"), msgspec.json.encode(self._meta))])
 
     def confirm(self) -> None:
@@ -153,7 +153,7 @@ class EtcdJournal:
             raise JournalUnwritable(self._where, error.problem, _RETRY) from error
 
     def forget(self, channels: Collection[Channel]) -> None:
-        """All of them, or raise as `write` does and forget none."""
+        """Forget all of `channels`, or raise as `write` does and forget none."""
         self._term.confirm()
         try:
             self._forget(channels)
@@ -182,43 +182,43 @@ class EtcdJournal:
 
     def _write_row(self, record: EpochTaken | EpochRaised | Committed) -> None:
         key = self._key("channel", record.channel)
-        doubtful = record.channel in self._doubtful
+        doubtful = record.channel in self._unanswered
         if doubtful:
             self._read_again(record.channel)
         row, revision = self._rows.get(record.channel, (_Row(), 0))
         after = self._committed(row, record) if isinstance(record, Committed) else _taken(row, record)
-        if doubtful and isinstance(record, Committed) and after == row:  # it came true, and its answer with it
+        if doubtful and isinstance(record, Committed) and after == row:  # the write took effect, and its reply with it
             self._remember(record, self._pushed_out(record))
-            self._untold.discard(record.channel)
+            self._committed_unawares.discard(record.channel)
             return
-        self._doubtful.add(record.channel)
+        self._unanswered.add(record.channel)
         write = put(key, msgspec.json.encode(after))
         if isinstance(record, Committed):
             written_at = self._write_reply(record, [modified_at(key, revision)], [write])
         else:
             written_at = self._write([modified_at(key, revision)], [write])
-        self._doubtful.discard(record.channel)
+        self._unanswered.discard(record.channel)
         self._rows[record.channel] = (after, written_at)
         if isinstance(record, Committed):
-            self._untold.discard(record.channel)
+            self._committed_unawares.discard(record.channel)
 
     def _read_again(self, channel: Channel) -> None:
-        """The row as it is, whatever the last write came to."""
+        """Read the channel again, because the result of the last write is unknown."""
         before, _ = self._rows.get(channel, (_Row(), 0))
-        self._adopt(channel, self._etcd.txn([], [read(self._key("channel", channel))]).found)
+        self._load_row(channel, self._etcd.txn([], [read(self._key("channel", channel))]).found)
         row, _ = self._rows.get(channel, (_Row(), 0))
         if row.committed != before.committed:
-            self._untold.add(channel)
+            self._committed_unawares.add(channel)
 
     def _forget(self, channels: Collection[Channel]) -> None:
-        """One transaction has no room for their answers too, which are nobody's then: what stays goes at a start."""
+        """Delete the channels in one transaction, then their replies. A start deletes replies that are left."""
         keys = {self._key("channel", name): self._rows.get(name, (_Row(), 0))[1] for name in channels}
         self._write([modified_at(key, revision) for key, revision in keys.items()], list(map(delete, keys)))
         gone = [key for name in channels for key in self._replies.get(name, ())]
         for name in channels:
             for known in (self._rows, self._replies, self._answers):
                 known.pop(name, None)
-            self._untold.discard(name)
+            self._committed_unawares.discard(name)
         with contextlib.suppress(EtcdUnavailable, JournalUnwritable):
             self._delete(gone)
 
@@ -230,7 +230,7 @@ class EtcdJournal:
         before = row.committed
         newer = before is None or before.version < record.version or record.rollback
         same = before is not None and (before.version, before.table) == (record.version, record.table)
-        if before is not None and not (newer or same) and record.channel in self._untold:
+        if before is not None and not (newer or same) and record.channel in self._committed_unawares:
             found = f"holds version {before.version} of {record.channel!r}, by a commit whose answer was lost"
             problem = f"{found}, and version {record.version} is not newer"
             raise VersionNotNewer(self._where, problem, "publish a higher one")
@@ -242,7 +242,7 @@ class EtcdJournal:
         return msgspec.structs.replace(row, committed=held, committed_epoch=record.epoch, history=history)
 
     def _write_reply(self, record: Committed | RoundClosed, conditions: list[Json], others: list[Json]) -> int:
-        """Keep the answer to the `Publish` of `record`, together with `others`; returns the revision at which it is."""
+        """Store the reply to the `Publish` of `record`, together with `others`; returns the revision of the write."""
         known = round_reply_of(record)
         reply = _Reply(self._wall_clock(), known.done, known.question, known.closed)
         old = self._pushed_out(record)
@@ -252,12 +252,12 @@ class EtcdJournal:
         return written_at
 
     def _pushed_out(self, record: Committed | RoundClosed) -> list[str]:
-        """The keys of the answers that go when that of `record` is kept."""
+        """Keys of the replies that the reply of `record` pushes out."""
         key, mine = self._key("reply", record.request), self._replies.get(round_reply_of(record).done.channel, ())
         return [each for each in mine if each != key][: max(0, len(mine) + (key not in mine) - MAX_ROUND_REPLIES)]
 
     def _remember(self, record: Committed | RoundClosed, old: list[str]) -> None:
-        """The store has the answer of `record`, and not the `old` ones."""
+        """Update the copy in memory: etcd has the reply of `record`, and not the `old` ones."""
         known = round_reply_of(record)
         key, channel = self._key("reply", record.request), known.done.channel
         mine = self._replies.setdefault(channel, deque())
@@ -272,7 +272,7 @@ class EtcdJournal:
         answers[record.request] = known
 
     def _write(self, conditions: list[Json], operations: list[Json]) -> int:
-        """Carry out `operations` if this term lasts and `conditions` hold; returns the revision at which it did."""
+        """Carry out `operations` if this term lasts and `conditions` hold; returns the revision of the write."""
         mine = created_at(self._term.key, self._term.token)
         outcome = self._etcd.txn([mine, *conditions], operations, [read(self._term.key)])
         if outcome.succeeded:
@@ -280,7 +280,7 @@ class EtcdJournal:
         if [int(kv.create_revision) for kv in outcome.found] != [self._term.token]:
             self._term.depose("another coordinator was elected")
             self._term.confirm()
-        problem = "a key was written by somebody else, or by a write of ours that was given up"
+        problem = "a key was written by another client, or by a write of ours that was given up"
         raise JournalUnwritable(self._where, problem, _RETRY)
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ class EtcdJournal:
         channels = self._key("channel", "")
         for name, kv in found.items():
             if name.startswith(channels):
-                self._adopt(Channel(name.removeprefix(channels)), (kv,))
+                self._load_row(Channel(name.removeprefix(channels)), (kv,))
         self._read_replies(found)
 
     def _read_replies(self, found: Mapping[str, KeyValue]) -> None:
@@ -304,15 +304,15 @@ class EtcdJournal:
         for kv in sorted(written, key=lambda each: int(each.mod_revision)):
             reply = self._decode(kv, _Reply)
             if reply.done.channel not in self._rows:
-                self._nobodys.append(kv.name)
+                self._orphans.append(kv.name)
                 continue
             self._replies.setdefault(reply.done.channel, deque()).append(kv.name)
             self._answers.setdefault(reply.done.channel, {})[RequestId(kv.name.removeprefix(replies))] = (
                 reply.as_round_reply
             )
 
-    def _adopt(self, channel: Channel, found: tuple[KeyValue, ...]) -> None:
-        self._doubtful.discard(channel)
+    def _load_row(self, channel: Channel, found: tuple[KeyValue, ...]) -> None:
+        self._unanswered.discard(channel)
         if found:
             self._rows[channel] = (self._decode(found[0], _Row), int(found[0].mod_revision))
 

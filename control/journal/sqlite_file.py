@@ -1,6 +1,6 @@
-"""The file of a journal, before SQLite writes to it: whether one can be kept there, and that it is no other file.
+"""Checks of a journal's file before SQLite writes to it: whether a journal can be kept there, and that it is one.
 
-Whoever names the wrong file loses nothing by it. What is refused here has the mode, bytes and times that it had.
+A wrong file is left untouched: a refused file keeps its mode, bytes and times.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _OURS: Final = frozenset({"only_row", "schema", "boot"})
 """Columns of the table `meta`, in every release."""
 
 
-def look(path: Path) -> None:
-    """Make the folder, and find out whether a journal can be kept there at all: SQLite's own words do not say why not.
+def check_location(path: Path) -> None:
+    """Make the folder and check that a journal can be kept there: SQLite's own errors do not say why not.
 
-    Raises `JournalError`, and `JournalCorrupt` for a file that is no database.
+    Raises `JournalError`, or `JournalCorrupt` for a file that is no database.
     """
     folder = path.parent
     try:
@@ -38,7 +38,7 @@ def look(path: Path) -> None:
         raise JournalError(path, "is a folder, expected a file", f"name a file in it, {_ELSEWHERE}")
     if path.exists() and not path.is_file():
         raise JournalError(path, "is a device, a socket or a pipe, expected a regular file", "name one with --journal")
-    # Beside the file SQLite writes another two, so the folder must be writable too.
+    # SQLite writes two more files beside the main one, so the folder must be writable too.
     for place in (folder, path) if path.exists() else (folder,):
         if os.statvfs(place).f_flag & os.ST_RDONLY:
             problem = f"{place} is on a file system that is mounted read-only"
@@ -56,23 +56,22 @@ def look(path: Path) -> None:
 
 
 def log_of(path: Path) -> Path:
-    """The file in which the newest decisions stand. SQLite puts it beside the file that a link leads to."""
+    """The write-ahead log, with the newest records. SQLite puts it beside the target of a symbolic link."""
     return Path(f"{path.resolve()}-wal")
 
 
 def _refuse_a_log_alone(path: Path) -> None:
-    """SQLite deletes a log whose main file is absent or empty, and with it all that is committed there alone.
+    """Refuse a log without its main file: SQLite would delete it, and with it every record that is in the log alone.
 
-    No first start that was cut off leaves that: SQLite writes and syncs the first page of the main file, and the name
-    of it in the folder, before it makes the log.
+    An interrupted first start leaves no such log: SQLite writes and syncs the first page of the main file, and its name
+    in the folder, before it makes the log.
     """
     log = log_of(path)
-    size = _size(log)  # before that of the main file, which somebody may just be making
+    size = _size(log)  # read before that of the main file, which another process may be making
     if size and not _size(path):
         found = "is empty" if path.exists() else "is not there"
         problem = (
-            f"{found}, but {log} holds {size} bytes: decisions that may stand nowhere else, and a start would delete"
-            " them"
+            f"{found}, but {log} holds {size} bytes: records that may be nowhere else, and a start would delete them"
         )
         advice = (
             f"put the main file that was written together with it back at {path}, or restore both from a backup; to"
@@ -89,7 +88,7 @@ def _size(path: Path) -> int:
 
 
 def _look_inside(path: Path) -> None:
-    """An empty file becomes a journal, a journal stays one, and nothing else does."""
+    """Raise unless the file is empty, which becomes a journal, or is a journal."""
     try:
         with path.open("rb") as file:
             start = file.read(len(_MAGIC))
@@ -103,15 +102,15 @@ def _look_inside(path: Path) -> None:
     tables, ours = _tables(path)
     if tables and not ours:
         found = ", ".join(tables[:5])
-        problem = f"is a database of somebody else's: found the tables {found}, and not those of a journal"
+        problem = f"is a database of another program: found the tables {found}, and not those of a journal"
         raise JournalError(path, problem, "name another file with --journal")
 
 
 def _tables(path: Path) -> tuple[list[str], bool]:
-    """The tables that can be seen without a lock, and whether they are ours; none where somebody is just writing them.
+    """The tables that are visible without a lock, and whether they are a journal's; none while they are being written.
 
-    Reading takes no part in SQLite's locking, and writes nothing. A database may be all in its log yet: then a copy of
-    both is read, since SQLite does not read a log and leave it as it is.
+    The file is read without SQLite's locks, and nothing is written. If all of the database is still in its log, a copy
+    of both is read, because SQLite does not read a log without changing it.
     """
     found = _read_tables(f"{path.absolute().as_uri()}?immutable=1")
     log = log_of(path)
@@ -123,7 +122,7 @@ def _tables(path: Path) -> tuple[list[str], bool]:
             shutil.copyfile(path, copy)
             shutil.copyfile(log, copy.with_name("copy-wal"))
             return _read_tables(copy.as_uri())
-    except OSError:  # no room for it, or the log is gone meanwhile: whose it is has it open
+    except OSError:  # no room for a copy, or the log is gone meanwhile: another process has it open
         return [], False
 
 
@@ -134,13 +133,13 @@ def _read_tables(uri: str) -> tuple[list[str], bool]:
                 row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
             ]
             columns = {row[0] for row in database.execute("SELECT name FROM pragma_table_info('meta')")}
-    except sqlite3.Error:  # damaged, or half way through somebody's writing: what opens it finds out, under a lock
+    except sqlite3.Error:  # damaged, or being written: opening it under a lock will tell
         return [], False
     return sorted(tables), columns >= _OURS
 
 
 def keep_private(path: Path) -> None:
-    """Nobody else reads who publishes what, nor writes it. SQLite's other two files get the mode of this one."""
+    """Make the file private to its user (mode 0600), which SQLite applies to its other two files too."""
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -153,7 +152,7 @@ def keep_private(path: Path) -> None:
 
 
 def advice_on(error: sqlite3.Error) -> str:
-    """What to do about what SQLite says."""
+    """Advice for an error of SQLite."""
     code: str = getattr(error, "sqlite_errorname", "")
     if code.startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return "is another coordinator running on it? one file serves one coordinator"

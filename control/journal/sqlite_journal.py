@@ -1,22 +1,21 @@
-"""What survives a restart: one SQLite file, written by the coordinator's thread alone.
+"""The journal in one SQLite file, written by the coordinator's thread alone. It survives restarts and power cuts.
 
-WAL with synchronous=FULL: one fsync per record, and a record is durable when `write` returns. Heartbeats and anything
-else that can be asked again never come here. The file belongs on a local disk: SQLite's locks do not hold on NFS.
+WAL with synchronous=FULL: one fsync per record, and a record is durable when `write` returns. Heartbeats and other
+repeatable messages are not journaled. The file belongs on a local disk: SQLite's locks do not work on NFS.
 
-Tables: `meta` (schema, boot), `channel` (highest epoch, committed version), `reply` (answers to rounds that are over or
-committed), `past` (what was committed), `event` (append-only audit of grants, commits and ended rounds, for people). Of
-the last three the newest of each channel are kept: none makes another one's go.
+Tables: `meta` (schema, boot), `channel` (highest epoch, committed version), `reply` (replies of rounds that are over or
+committed), `past` (committed versions), `event` (append-only audit trail of grants, commits and ended rounds). The last
+three keep the newest rows of each channel.
 """
 
 from __future__ import annotations
 
 import contextlib
-import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final, cast
 
 import msgspec
 
@@ -49,24 +48,15 @@ from ..protocol import (
     RoundDone,
     Version,
 )
-from .sqlite_file import RESTORE, advice_on, keep_private, log_of, look
+from .interface import stride
+from .sqlite_file import RESTORE, advice_on, check_location, keep_private, log_of
 
 SCHEMA: Final = 3
-"""2 keeps with each answer what was asked, and an answer from the commit on; 3 keeps what was committed apart. Files of
-older ones become files of 3."""
+"""Schema 2 added the digest of its request to each reply, and a reply from the commit on; schema 3 added `past`. Older
+files are upgraded."""
 EVENTS: Final = 1_000
-"""Audit rows kept, of each channel."""
+"""Audit rows kept for each channel."""
 _BUSY_S: Final = 2.0
-STRIDES: Final = (2**16, 2**20)
-
-
-def stride() -> int:
-    """By so much a start raises the epochs: so far, and so much by chance, that two starts from one copy do not meet.
-
-    An earlier life that a copy does not know of began at the same epoch, and gave out a few above its own stride.
-    """
-    least, most = STRIDES
-    return least + secrets.randbelow(most - least)
 
 
 _TABLES: Final = """
@@ -126,7 +116,7 @@ _ENCODE_EVENT: Final = msgspec.json.Encoder()
 
 
 class _Commit(msgspec.Struct):
-    """What we want to know of an audited `Committed`, without the names of two thousand engines."""
+    """The needed fields of an audited `Committed`, without the names of two thousand engines."""
 
     channel: Channel
     version: Version
@@ -135,42 +125,6 @@ class _Commit(msgspec.Struct):
 
 
 _DECODE_COMMIT: Final = msgspec.json.Decoder(_Commit)
-
-
-class Journal(Protocol):
-    """What the driver asks of a journal."""
-
-    @property
-    def boot(self) -> int:
-        """How often a coordinator was started on this journal.
-
-        Every start also raises each channel's epoch, by `stride`, durably: whatever an earlier life said is below it.
-        """
-        ...
-
-    @property
-    def stride(self) -> int:
-        """By how much this start has raised the epochs."""
-        ...
-
-    def confirm(self) -> None:
-        """Raise `Deposed`, or `JournalError`, unless this coordinator may go on.
-
-        Called before anything that came in is looked at.
-        """
-        ...
-
-    def write(self, record: AnyRecord) -> None:
-        """Make `record` durable, or raise `JournalUnwritable`, or `VersionNotNewer`, and leave everything as it was."""
-        ...
-
-    def restore(self) -> Mapping[Channel, Restored]:
-        """Every channel as it was last written."""
-        ...
-
-    def close(self) -> None:
-        """Let go of it, so that another coordinator can have it."""
-        ...
 
 
 class SqliteJournal:
@@ -186,12 +140,12 @@ class SqliteJournal:
         self.boot = 0
         self.stride = by or stride()
         self._raised: set[Channel] = set()
-        """Channels whose raising is in the audit trail, of this boot."""
-        look(path)
+        """Channels with a raised epoch in the audit trail of this boot: one row is enough."""
+        check_location(path)
         found = "a file that holds no journal" if path.exists() else "no file"
         keep_private(path)
         try:
-            # one thread at a time uses it; which one is the driver's affair
+            # the driver uses it from one thread at a time
             self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
             raise JournalError(path, f"cannot be opened ({error})", advice_on(error)) from error
@@ -201,7 +155,7 @@ class SqliteJournal:
             self._db.close()
             raise
         self._mine = self._files()
-        self._tell_of_a_beginning(found)
+        self._warn_of_new_journal(found)
 
     def _open(self) -> None:
         try:
@@ -210,7 +164,7 @@ class SqliteJournal:
             with self._transaction():
                 self._adopt_schema()
                 self._db.execute("UPDATE meta SET boot = boot + 1")
-                # What was said before the restart is stale by comparison, whoever still says it.
+                # Messages from before the restart are stale by comparison.
                 self._db.execute("UPDATE channel SET epoch = epoch + ?", (self.stride,))
             (self.boot,) = self._db.execute("SELECT boot FROM meta").fetchone()
         except JournalUnwritable as error:
@@ -220,13 +174,15 @@ class SqliteJournal:
                 raise JournalError(self._path, f"cannot be used ({error})", advice_on(error)) from error
             raise JournalCorrupt(self._path, str(error), RESTORE) from error
 
-    def _tell_of_a_beginning(self, found: str) -> None:
-        """As it is with a first start, and with a copy that was made without its -wal: only people can tell."""
+    def _warn_of_new_journal(self, found: str) -> None:
+        """Warn of a new journal: the first start, or a copy without its -wal file. Only an operator can tell."""
         if self.boot == 1:
-            get_log(__name__).warning("journal_begun_anew", path=str(self._path), found=found, advice=_ANEW)
+            get_log(__name__).warning(
+                "journal_begun_anew", path=str(self._path), found=found, advice=_ADVICE_ON_NEW_JOURNAL
+            )
 
     def _claim(self) -> None:
-        """Take the file for this process alone: a second coordinator on it would grant the same epochs."""
+        """Lock the file for this process: a second coordinator would grant the same epochs."""
         self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
         (mode,) = self._db.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
@@ -262,13 +218,13 @@ class SqliteJournal:
             self._db.execute(statement)
 
     def confirm(self) -> None:
-        """Nobody else can have the file, while it is the one of that name. Raises `JournalError` when it is not."""
+        """Raise `JournalError` if the file was removed or replaced: its lock then protects nothing."""
         if self._files() != self._mine:
             problem = "was removed or replaced while it was written to: what was written since is not to be found"
-            raise JournalError(self._path, problem, _TAKEN)
+            raise JournalError(self._path, problem, _ADVICE_ON_REPLACED_JOURNAL)
 
     def _files(self) -> list[tuple[int, int] | None]:
-        """Which files have the names of the journal and of its log."""
+        """Device and inode of the journal and of its log."""
         found: list[tuple[int, int] | None] = []
         for path in (self._path, self._log):
             try:
@@ -305,7 +261,7 @@ class SqliteJournal:
         self.confirm()
 
     def forget(self, channels: Collection[Channel]) -> None:
-        """All of them, or raise as `write` does and forget none."""
+        """Forget all of `channels`, or raise as `write` does and forget none."""
         with self._transaction():
             for channel in channels:
                 self._forget(channel)
@@ -354,7 +310,7 @@ class SqliteJournal:
         return found
 
     def _audited_commits(self) -> dict[Channel, tuple[PastVersion, ...]]:
-        """What an older release has committed, by its audit trail. A line that is unreadable is only history."""
+        """Versions that an older release committed, from its audit trail. An unreadable row is skipped."""
         found: dict[Channel, tuple[PastVersion, ...]] = {}
         newest = self._db.execute(
             'SELECT record, channel FROM event WHERE record LIKE \'{"record":"Committed"%\''
@@ -376,7 +332,7 @@ class SqliteJournal:
         return [cast("dict[str, object]", msgspec.json.decode(row[0])) for row in rows]
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._db.close()
 
     def _commit(self, record: Committed) -> None:
@@ -417,7 +373,7 @@ class SqliteJournal:
                 known.closed,
             ),
         )
-        self._db.execute(  # by the order in which they came: wall clocks are set back and forth
+        self._db.execute(  # by rowid: wall clocks may jump
             "DELETE FROM reply WHERE channel = ?1 AND rowid <= (SELECT rowid FROM reply WHERE channel = ?1"
             " ORDER BY rowid DESC LIMIT 1 OFFSET ?2)",
             (known.done.channel, MAX_ROUND_REPLIES),
@@ -425,7 +381,7 @@ class SqliteJournal:
 
     def _audit(self, record: EpochTaken | EpochRaised | Committed | RoundClosed | ChannelForgotten) -> None:
         channel = record.done.channel if isinstance(record, RoundClosed) else record.channel
-        if isinstance(record, RoundClosed):  # the reply names them; here they would be a megabyte a round
+        if isinstance(record, RoundClosed):  # the reply has the engines; here they would take a megabyte a round
             record = msgspec.structs.replace(record, done=msgspec.structs.replace(record.done, engines=()))
         row = (self._wall_clock(), self.boot, channel, _ENCODE_EVENT.encode(record).decode())
         self._db.execute("INSERT INTO event (written_at, boot, channel, record) VALUES (?, ?, ?, ?)", row)
@@ -450,11 +406,13 @@ class SqliteJournal:
             raise JournalCorrupt(self._path, str(error), RESTORE) from error
 
 
-_ANEW: Final = (
+_ADVICE_ON_NEW_JOURNAL: Final = (
     "nothing is known to be committed; if this is not the first start, stop, and restore the file together with the one"
     " beside it that ends in -wal"
 )
-_TAKEN: Final = "put both files back with the coordinator stopped, or restore them from a backup, and start it again"
+_ADVICE_ON_REPLACED_JOURNAL: Final = (
+    "put both files back with the coordinator stopped, or restore them from a backup, and start it again"
+)
 
 _Row = tuple[str, int, int | None, int | None, str | None, str | None]
 

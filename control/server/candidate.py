@@ -13,7 +13,17 @@ from typing import Final, assert_never
 
 import msgspec
 
-from ..bus import Distrusted, Incoming, Rejected, RouterBus, ServerKeys, Throttled, TurnedAway, answer_to, refusal_of
+from ..bus import (
+    ConnectionRejected,
+    Incoming,
+    Rejected,
+    RouterBus,
+    ServerKeys,
+    Throttled,
+    TrustRevoked,
+    refusal_observation,
+    reply_to_rejected,
+)
 from ..journal import Deposed, Election, Etcd, EtcdJournal, EtcdUnavailable, LeaderRecord, Term, parse_url, read_login
 from ..log import get_log
 from ..machine import HEARTBEAT_KEY, MessageReceived, Refusal, StandbyView
@@ -177,7 +187,7 @@ class StandbyServer:
 
     def _receive(self, received: Incoming) -> None:
         match received:
-            case MessageReceived(message=Bye()) | Distrusted():
+            case MessageReceived(message=Bye()) | TrustRevoked():
                 pass  # a standby has no members
             case MessageReceived():
                 refused, principal = self._refusal(received.message), received.principal
@@ -186,10 +196,10 @@ class StandbyServer:
                 kind = received.message.kind
                 self._reporter.observe(Refusal(agent=agent, message=kind, code=refused.code, reason=refused.reason))
             case Rejected():
-                self._bus.send(received.peer, answer_to(received))
-                self._reporter.observe(refusal_of(received))
-            case Throttled() | TurnedAway():
-                self._reporter.observe(refusal_of(received))
+                self._bus.send(received.peer, reply_to_rejected(received))
+                self._reporter.observe(refusal_observation(received))
+            case Throttled() | ConnectionRejected():
+                self._reporter.observe(refusal_observation(received))
             case _:
                 assert_never(received)
 

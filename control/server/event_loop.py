@@ -17,15 +17,15 @@ from typing import Final, assert_never
 
 from ..bus import (
     AckBatcher,
+    ConnectionRejected,
     CoordinatorBus,
     Delivery,
-    Distrusted,
     Incoming,
     Rejected,
     Throttled,
-    TurnedAway,
-    answer_to,
-    refusal_of,
+    TrustRevoked,
+    refusal_observation,
+    reply_to_rejected,
 )
 from ..journal import Journal
 from ..machine import (
@@ -203,12 +203,12 @@ class EventLoop:
             case MessageReceived():
                 self._events.append(item)
             case Rejected():
-                self._send(item.peer, answer_to(item))
-                self._observe(refusal_of(item))
-            case Distrusted():
+                self._send(item.peer, reply_to_rejected(item))
+                self._observe(refusal_observation(item))
+            case TrustRevoked():
                 self._events.append(TrustLost(agent=item.agent, reason=item.reason))
-            case Throttled() | TurnedAway():
-                self._observe(refusal_of(item))
+            case Throttled() | ConnectionRejected():
+                self._observe(refusal_observation(item))
             case _:
                 assert_never(item)
 
@@ -222,7 +222,7 @@ class EventLoop:
     def _perform(self, effect: AnyEffect, now: float) -> None:
         match effect:
             case Acknowledge():
-                self._acks.owe(effect.requests, now)
+                self._acks.add(effect.requests, now)
             case Observe():
                 self._observe(effect.what)
             case SendTo():
@@ -275,7 +275,7 @@ class EventLoop:
     def _acknowledge(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
         """Send the pending `Ack` of each peer right before `message`, so that both leave in one packet."""
         if self._acks:
-            for peer, ack in self._acks.before(peers, message):
+            for peer, ack in self._acks.take_before(peers, message):
                 self._send(peer, ack)
 
     def _send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
@@ -295,7 +295,7 @@ class EventLoop:
     @property
     def acks_pending(self) -> bool:
         """True while acknowledgements wait for a moment without input: no agent is blocked by a late `Ack`."""
-        return self._acks.pressing
+        return self._acks.urgent
 
     def next_deadline(self) -> float | None:
         """Time of the next timer of machine or acknowledgements; None without one."""
@@ -303,7 +303,7 @@ class EventLoop:
 
     def _send_due_acks(self, *, quiet: bool, last: bool = False) -> None:
         if self._acks:
-            for peer, ack in self._acks.due(math.inf if last else self._clock(), quiet=quiet):
+            for peer, ack in self._acks.take_due(math.inf if last else self._clock(), quiet=quiet):
                 self._send(peer, ack)
 
     def _wait_s(self) -> float:

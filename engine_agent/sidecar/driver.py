@@ -289,7 +289,7 @@ class EngineAgent:
             if self._view.up and self._server.layout != self._described:
                 self._reconnect()
             elif self._look_around() and self._bus is not None:
-                self._bus.locate()
+                self._bus.report_topology()
 
     def _reconnect(self) -> None:
         """The server was launched again with other ranks: what the coordinator was told of it is not true any more."""

@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from weightbus.control.bus.dealer import HEARTBEAT_MS
-from weightbus.control.bus.session import ANSWERED
+from weightbus.control.bus.session import HEARTBEATS_PER_ANSWER
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.enums import PROTOCOL, EngineHealth, Role, TransportKind
 from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
@@ -230,13 +230,13 @@ class Herd:
         due = deque((now + at * gap, at) for at in range(len(sockets)))
         counted_from, until = now + settle_s, now + settle_s + seconds
         sent = asked = answered = beats = 0
-        unanswered = [at % ANSWERED for at in range(len(sockets))]
+        unanswered = [at % HEARTBEATS_PER_ANSWER for at in range(len(sockets))]
         while now < until or (answered < asked and now < until + LATE_S):
             while due and due[0][0] <= now < until:
                 at = due.popleft()[1]
                 beats += 1
                 unanswered[at] += 1
-                asks = unanswered[at] >= ANSWERED
+                asks = unanswered[at] >= HEARTBEATS_PER_ANSWER
                 self._drain("ours", at, sockets[at])
                 self._say(sockets[at], _ENCODE(self._agents[at].beat(beats if asks else 0)))
                 sent += now >= counted_from

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from weightbus.control.journal.etcd_journal import EtcdJournal
-from weightbus.control.journal.sqlite_journal import Journal, SqliteJournal
+from weightbus.control.journal.interface import Journal
+from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine.effects import (
     AnyRecord,
     ChannelForgotten,

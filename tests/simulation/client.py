@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from weightbus.control.bus.client import BusClient, BusSettings
-from weightbus.control.bus.session import AgentSession, Asked, Event, Ticked
+from weightbus.control.bus.session import AgentSession, RequestSubmitted, SessionEvent, Ticked
 from weightbus.control.protocol.enums import MAX_PAGE_BYTES, RefusalCode
 from weightbus.control.protocol.errors import RequestRefused, WeightbusError
 from weightbus.control.protocol.ids import Digest, RequestId
@@ -107,7 +107,7 @@ class Client(BusClient):
         """The simulated link."""
         return self._link
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: SessionEvent) -> None:
         for effect in self._session.handle(event, self._process.clock()):
             self._perform(effect)
 
@@ -115,11 +115,11 @@ class Client(BusClient):
         """What the client's thread does when it wakes up."""
         if self._closing.is_set():
             return
-        before = len(self._inbox)
+        before = len(self._receive_queue)
         self._step()
         if (deadline := self._session.next_deadline()) != float("inf"):
             self._alarm.set(deadline)
-        if len(self._inbox) > before:
+        if len(self._receive_queue) > before:
             self.bell.ring()
 
     def leave(self) -> None:
@@ -141,12 +141,12 @@ class Client(BusClient):
         """`ask`: it is sent; what is returned yields until it is answered."""
         key = RequestId(message.request)  # type: ignore[union-attr]
         self._judge.asked(message)
-        if self._over is not None:
-            return self._ended(self._over)
+        if self._end_error is not None:
+            return self._ended(self._end_error)
         bell = Bell()
         future = _Promised(bell.ring)
         self._futures[key] = future  # type: ignore[assignment]
-        self._submitted.put(Asked(key, message, blob, self._process.clock() + deadline_s, deadline_s))
+        self._submitted.put(RequestSubmitted(key, message, blob, self._process.clock() + deadline_s, deadline_s))
         self.turn()
         return self._answered(future, bell)
 
@@ -157,7 +157,7 @@ class Client(BusClient):
             return future.result()
         except RequestRefused as refused:
             if refused.code is RefusalCode.UNKNOWN_BLOB:
-                self._known.clear()
+                self._known_blobs.clear()
             raise
 
     @staticmethod
@@ -169,22 +169,22 @@ class Client(BusClient):
         """`put_blob`."""
         digest = Digest(hashlib.sha256(blob).hexdigest())
         until = self._process.clock() + deadline_s
-        while digest not in self._known:
-            boot = self._boot()
+        while digest not in self._known_blobs:
+            boot = self._coordinator_boot()
             pages = max(1, -(-len(blob) // MAX_PAGE_BYTES))
             for page in range(pages):
                 data = blob[page * MAX_PAGE_BYTES : (page + 1) * MAX_PAGE_BYTES]
                 message = PutBlob(request=self.new_request(), digest=digest, page=page, pages=pages)
                 yield from self.asking(message, data, max(0.0, until - self._process.clock()))
-            if boot == self._boot():
-                self._known.add(digest)
+            if boot == self._coordinator_boot():
+                self._known_blobs.add(digest)
         return digest
 
     def asking_with(self, message: ToCoordinator, blobs: Sequence[bytes], deadline_s: float, blobs_s: float) -> Thread:
         """`request_with`, of blobs of one page each."""
         named = {Digest(hashlib.sha256(blob).hexdigest()): blob for blob in blobs}
-        lacking = {digest: blob for digest, blob in named.items() if digest not in self._known}
-        boot = self._boot()
+        lacking = {digest: blob for digest, blob in named.items() if digest not in self._known_blobs}
+        boot = self._coordinator_boot()
         waits = [
             self.begin(PutBlob(request=self.new_request(), digest=digest, page=0, pages=1), blob, blobs_s)
             for digest, blob in lacking.items()
@@ -192,8 +192,8 @@ class Client(BusClient):
         answer = self.begin(message, None, deadline_s)
         for wait in waits:
             yield from wait
-        if boot == self._boot():
-            self._known.update(lacking)
+        if boot == self._coordinator_boot():
+            self._known_blobs.update(lacking)
         try:
             return (yield from answer)
         except RequestRefused as refused:
@@ -205,7 +205,7 @@ class Client(BusClient):
 
     def getting(self, digest: Digest, deadline_s: float) -> Thread:
         """`get_blob`."""
-        cached = self._cache.get(digest)
+        cached = self._blob_cache.get(digest)
         if cached is not None:
             return cached
         until = self._process.clock() + deadline_s

@@ -550,7 +550,7 @@ MUTATIONS: Final = (
         "agent-stays-a-stranger",
         "every-wait-ends",
         SESSION,
-        "return self._rejoin(now) if self.phase is Phase.JOINED else ()",
+        "return self._rejoin(now) if self.phase is SessionPhase.JOINED else ()",
         "return ()",
     ),
     _m(
@@ -563,9 +563,9 @@ MUTATIONS: Final = (
     _set_back(
         "a-start-raises-epochs-by-one",
         "one-holder",
-        JOURNAL,
-        "STRIDES: Final = (2**16, 2**20)",
-        "STRIDES: Final = (1, 2)",
+        "control/journal/interface.py",
+        "STRIDE_RANGE: Final = (2**16, 2**20)",
+        "STRIDE_RANGE: Final = (1, 2)",
     ),
     _set_back(
         "a-channel-begins-at-the-first-epoch",

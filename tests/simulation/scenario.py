@@ -6,7 +6,7 @@ import random
 
 import msgspec
 
-from weightbus.control.journal.sqlite_journal import STRIDES
+from weightbus.control.journal.interface import STRIDE_RANGE
 from weightbus.control.protocol.enums import StragglerPolicy, TransportKind
 
 from .network import Weather
@@ -96,7 +96,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     digest_s: float = 0.5
     """How long they digest at most."""
 
-    strides: tuple[int, int] = STRIDES
+    strides: tuple[int, int] = STRIDE_RANGE
     """By how much a start raises the epochs, at least, and less than."""
 
     @property

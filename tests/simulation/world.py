@@ -408,7 +408,7 @@ class World:
             sizes["waiting events"] = (len(machine._queued_work), 0)
         for agent in (*self.engines.values(), *self.trainers.values()):
             if agent.client is not None:
-                sizes[f"inbox of {agent.name}"] = (len(agent.client._inbox), INBOX)
+                sizes[f"inbox of {agent.name}"] = (len(agent.client._receive_queue), INBOX)
                 sizes[f"requests of {agent.name}"] = (len(agent.client._session.pending), 8)
         for engine in self.engines.values():
             if engine.machine is not None:

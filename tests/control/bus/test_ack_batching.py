@@ -63,9 +63,9 @@ def answer(kind: type[Message], epoch: int = 5, request: str = "k") -> Any:
 
 
 def owing(*answers: Any) -> AckBatcher:
-    receipts = AckBatcher()
-    receipts.owe([(ONE, each) for each in answers], 0.0)
-    return receipts
+    acks = AckBatcher()
+    acks.add([(ONE, each) for each in answers], 0.0)
+    return acks
 
 
 COMMANDS = (Prepare, Pause, Transfer, Commit, Abort)
@@ -89,63 +89,63 @@ def test_nothing_is_covered_by_what_was_said_before_its_epoch(told: type[Message
 
 def test_what_a_command_covers_is_never_said() -> None:
     """Two messages for each engine and step, and not three."""
-    receipts = owing(answer(Prepared))
-    assert receipts.before((ONE,), command(Pause)) == []
-    assert list(receipts.due(1e9, quiet=True)) == []
+    acks = owing(answer(Prepared))
+    assert acks.take_before((ONE,), command(Pause)) == []
+    assert list(acks.take_due(1e9, quiet=True)) == []
 
 
 @pytest.mark.parametrize("answered", [Paused, Transferred])
 def test_what_a_command_covers_need_not_be_said_before_it(answered: type[Message]) -> None:
     """What was to be said at once, and was not yet, is said by the command, if it is of this epoch."""
-    receipts = owing(answer(answered))
-    assert receipts.before((ONE,), command(Commit)) == []
-    assert not receipts
-    receipts = owing(answer(answered))
-    assert len(receipts.before((ONE,), command(Commit, epoch=4))) == 1
+    acks = owing(answer(answered))
+    assert acks.take_before((ONE,), command(Commit)) == []
+    assert not acks
+    acks = owing(answer(answered))
+    assert len(acks.take_before((ONE,), command(Commit, epoch=4))) == 1
 
 
 def test_what_no_command_covers_is_said_after_a_while() -> None:
     """The next step may be long in coming, and an agent that hears nothing repeats itself."""
-    receipts = owing(answer(Verified))
-    assert list(receipts.due(HOLD_S / 2, quiet=True)) == []
-    assert receipts.next_deadline() == HOLD_S
-    assert list(receipts.due(HOLD_S, quiet=False)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]
-    assert receipts.next_deadline() is None
+    acks = owing(answer(Verified))
+    assert list(acks.take_due(HOLD_S / 2, quiet=True)) == []
+    assert acks.next_deadline() == HOLD_S
+    assert list(acks.take_due(HOLD_S, quiet=False)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]
+    assert acks.next_deadline() is None
 
 
 def test_who_serves_is_told_so_before_the_next_round_begins() -> None:
     """Nothing follows from `Serving`, so its `Ack` may wait; but its engine says nothing more before it came."""
-    receipts = owing(answer(Serving))
-    assert not receipts.pressing
-    assert receipts.before((ONE,), command(Prepare, epoch=6)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]
-    assert not receipts
+    acks = owing(answer(Serving))
+    assert not acks.urgent
+    assert acks.take_before((ONE,), command(Prepare, epoch=6)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]
+    assert not acks
 
 
 def test_an_abort_covers_nothing() -> None:
     """It leaves nothing unsaid: what is owed stays owed."""
-    receipts = owing(answer(Prepared))
-    assert receipts.before((ONE,), command(Abort)) == []
-    assert len(list(receipts.due(HOLD_S, quiet=False))) == 1
+    acks = owing(answer(Prepared))
+    assert acks.take_before((ONE,), command(Abort)) == []
+    assert len(list(acks.take_due(HOLD_S, quiet=False))) == 1
 
 
 @pytest.mark.parametrize("answered", [Paused, Transferred, Failed])
 def test_what_holds_up_its_engine_is_said_at_once(answered: type[Message]) -> None:
     """An engine says one thing after the other: `Verified` waits until `Transferred` was acknowledged."""
-    receipts = owing(answer(answered))
-    assert receipts.pressing
-    assert [peer for peer, _ in receipts.due(0.0, quiet=True)] == [ONE]
+    acks = owing(answer(answered))
+    assert acks.urgent
+    assert [peer for peer, _ in acks.take_due(0.0, quiet=True)] == [ONE]
 
 
 def test_what_is_owed_waits_while_there_is_much_to_read_but_not_for_long() -> None:
     """Nobody goes on because of it at once; everybody does in the end."""
-    receipts = owing(answer(Paused))
-    assert list(receipts.due(PROMPT_S / 2, quiet=False)) == []
-    assert len(list(receipts.due(PROMPT_S, quiet=False))) == 1
+    acks = owing(answer(Paused))
+    assert list(acks.take_due(PROMPT_S / 2, quiet=False)) == []
+    assert len(list(acks.take_due(PROMPT_S, quiet=False))) == 1
 
 
 def test_who_is_told_something_else_is_told_what_it_is_owed_first() -> None:
     """One packet for both, in this order, and nobody else's."""
-    receipts = owing(answer(Paused))
-    receipts.owe([(TWO, answer(Paused, request="other"))], 0.0)
-    assert receipts.before((ONE,), command(Abort)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]
-    assert [peer for peer, _ in receipts.due(0.0, quiet=True)] == [TWO]
+    acks = owing(answer(Paused))
+    acks.add([(TWO, answer(Paused, request="other"))], 0.0)
+    assert acks.take_before((ONE,), command(Abort)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]
+    assert [peer for peer, _ in acks.take_due(0.0, quiet=True)] == [TWO]

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from weightbus.control.bus import client as client_module
-from weightbus.control.bus.client import PAGES_AHEAD, BusClient, BusSettings
+from weightbus.control.bus.client import MAX_KNOWN, PAGES_AHEAD, BoundedSet, BusClient, BusSettings
 from weightbus.control.bus.in_memory import MemoryBus
-from weightbus.control.bus.interface import TurnedAway
+from weightbus.control.bus.interface import ConnectionRejected
 from weightbus.control.bus.router import RouterBus, ServerKeys
-from weightbus.control.bus.session import Timing
+from weightbus.control.bus.session import SessionTiming
 from weightbus.control.bus.sockets import new_keypair, public_of
 from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.machine.events import MessageReceived, Peer
@@ -51,7 +51,7 @@ from weightbus.control.protocol.messages import (
 )
 from weightbus.control.security.curve_keys import COORDINATOR_KEYS, CurveFiles, write_key_pair
 
-QUICK = Timing(resend_first_s=0.05, resend_max_s=0.1, silence_s=30.0)
+QUICK = SessionTiming(resend_first_s=0.05, resend_max_s=0.1, silence_s=30.0)
 """Whoever says nothing for half a second on a busy machine is not gone: only one test waits for a silence."""
 ABORT = Abort(channel=Channel("c"), epoch=Epoch(1), reason="", deadline_s=1.0)
 DEADLINE_S = 30.0
@@ -148,7 +148,7 @@ class Coordinator:
     def _run(self) -> None:
         while not self._stop.is_set():
             for item in self.bus.poll(1.0):
-                if isinstance(item, TurnedAway):
+                if isinstance(item, ConnectionRejected):
                     continue  # a client that closed, or was killed, in the middle of its handshake
                 assert isinstance(item, MessageReceived)
                 self.seen.append(item.message)
@@ -628,7 +628,7 @@ def test_where_an_agent_is_is_told_after_every_welcome_and_when_it_changed(there
         said = [type(each) for each in there.seen if not isinstance(each, Heartbeat | Hello)]
         assert said[0] is Topology
         here[0] = "rack 2"
-        client.locate()
+        client.report_topology()
         there.wait_for(lambda: told() == ["rack 1", "rack 2"])
 
 
@@ -636,7 +636,7 @@ def test_a_coordinator_that_does_not_know_where_matters_is_spoken_to_all_the_sam
     there: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older one refuses the message unread; the agent gives up telling it, and nothing else."""
-    monkeypatch.setattr(client_module, "LOCATE_S", 2.0)
+    monkeypatch.setattr(client_module, "TOPOLOGY_S", 2.0)
 
     def older(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
         if isinstance(item.message, Topology):
@@ -661,7 +661,7 @@ def test_a_coordinator_that_does_not_know_where_matters_is_spoken_to_all_the_sam
 
 def test_an_older_coordinator_is_told_what_it_knows(there: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
     """It refuses a message with a field it does not know: then it is told the others, and no more of that one."""
-    monkeypatch.setattr(client_module, "LOCATE_S", 1.0)
+    monkeypatch.setattr(client_module, "TOPOLOGY_S", 1.0)
 
     def older(item: MessageReceived) -> tuple[ToAgent, bytes | None] | None:
         if isinstance(item.message, Topology) and item.message.supports_deferred_digests:
@@ -686,3 +686,24 @@ def test_an_older_coordinator_is_told_what_it_knows(there: Coordinator, monkeypa
         count = there.count(Topology)
         assert client.status() == b"{}"
         assert there.count(Topology) == count
+
+
+def test_a_bounded_set_keeps_the_last_ones() -> None:
+    """However many were added; a key that is added again is one of the last."""
+    known = BoundedSet[int](3)
+    known.update((1, 2, 3))
+    known.add(1)
+    known.add(4)
+    assert [each in known for each in (1, 2, 3, 4)] == [True, False, True, True]
+    assert len(known) == 3
+    known.clear()
+    assert 4 not in known
+
+
+def test_a_bounded_set_takes_no_more_room_after_months() -> None:
+    """With a digest for each version, say."""
+    known = BoundedSet[str]()
+    for number in range(100 * MAX_KNOWN):
+        known.add(str(number))
+    assert len(known) == MAX_KNOWN
+    assert str(100 * MAX_KNOWN - 1) in known

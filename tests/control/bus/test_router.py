@@ -13,7 +13,7 @@ import zmq
 
 from weightbus.control.bus import router as bus_module, sockets
 from weightbus.control.bus.dealer import DealerLink
-from weightbus.control.bus.interface import Delivery, Distrusted, Rejected, Throttled, TurnedAway
+from weightbus.control.bus.interface import ConnectionRejected, Delivery, Rejected, Throttled, TrustRevoked
 from weightbus.control.bus.rate_limit import RateLimiter
 from weightbus.control.bus.router import RouterBus, ServerKeys
 from weightbus.control.bus.sockets import new_keypair, public_of
@@ -149,7 +149,7 @@ def test_what_is_not_taken_is_bounded_in_bytes(bus: RouterBus) -> None:
 
 def test_a_flood_is_dropped_and_its_neighbor_heard(bus: RouterBus) -> None:
     """Above its rate a peer's messages are dropped unread, counted, and told of once; another's come through (N58)."""
-    bus._throttle = RateLimiter(rate=0.001, burst=20)
+    bus._rate_limiter = RateLimiter(rate=0.001, burst=20)
     flood, neighbor = link_to(bus), link_to(bus)
     say(bus, flood)
     sent, found = 0, list[object]()
@@ -327,7 +327,7 @@ def test_distrust_cuts_a_standing_connection(curve_bus: RouterBus, folder: Path)
     begun = time.monotonic()
     first = until(lambda: curve_bus.poll(DEADLINE_S))
     assert isinstance(first, list)
-    assert isinstance(first[0], Distrusted)
+    assert isinstance(first[0], TrustRevoked)
     assert first[0].agent == "friend"
     assert time.monotonic() - begun < DEADLINE_S / 2
 
@@ -347,7 +347,7 @@ def test_distrust_of_one_leaves_the_others(curve_bus: RouterBus, folder: Path) -
     distrust(folder, "second")
     found = until(lambda: curve_bus.poll(0.3))
     assert isinstance(found, list)
-    assert [(type(item), item.agent) for item in found] == [(Distrusted, "second")]
+    assert [(type(item), item.agent) for item in found] == [(TrustRevoked, "second")]
     assert isinstance(say(curve_bus, link), MessageReceived)
     link.close()
 
@@ -357,14 +357,14 @@ def test_a_changed_entry_is_a_lost_one(curve_bus: RouterBus, folder: Path) -> No
     make_deployment_keys(folder, [AgentKeys(AgentId("friend"), Role.OBSERVER, (Channel("c"),))])
     found = until(lambda: curve_bus.poll(0.3))
     assert isinstance(found, list)
-    assert [type(item) for item in found] == [Distrusted]
+    assert [type(item) for item in found] == [TrustRevoked]
 
 
 def test_broken_list_cuts_everybody(curve_bus: RouterBus, folder: Path) -> None:
     """In doubt nobody is trusted; the reason says what is wrong with the file."""
     (folder / ALLOW_LIST_FILE).write_text("nonsense")
     (found,) = until(lambda: curve_bus.poll(0.3))  # type: ignore[misc]  # a list of one
-    assert isinstance(found, Distrusted)
+    assert isinstance(found, TrustRevoked)
     assert ALLOW_LIST_FILE in found.reason
 
 
@@ -395,7 +395,7 @@ def test_every_connection_that_is_turned_away_is_counted(curve_bus: RouterBus, f
         until(over)
     assert curve_bus.connections["accepted"] >= 1
     assert curve_bus.connections["established"] == 0
-    assert [type(item) for item in turned_away] == [TurnedAway] * curve_bus.connections["refused"]
+    assert [type(item) for item in turned_away] == [ConnectionRejected] * curve_bus.connections["refused"]
     assert who == "other protocol" or turned_away  # libzmq drops ZMTP 1.0 without a word
 
 
@@ -411,7 +411,7 @@ def _let_in(bus: RouterBus, curve: CurveFiles | None, patience_s: float) -> bool
     seen = False
     while not seen and time.monotonic() < end:
         link.send(Bye())
-        seen = any(not isinstance(item, TurnedAway) for item in bus.poll(0.02))
+        seen = any(not isinstance(item, ConnectionRejected) for item in bus.poll(0.02))
     link.close()
     return seen
 

@@ -6,22 +6,22 @@ import pytest
 
 from weightbus.control.bus.session import (
     AgentSession,
-    Asked,
     Connect,
     Deliver,
-    Effect,
-    Event,
-    Garbled,
+    GarbageArrived,
     GiveUp,
-    Heard,
     Join,
-    Phase,
+    MessageArrived,
     Reject,
+    RequestSubmitted,
     Resolve,
-    SayAlive,
-    SayHello,
+    SendHeartbeat,
+    SendHello,
+    SessionEffect,
+    SessionEvent,
+    SessionPhase,
+    SessionTiming,
     Ticked,
-    Timing,
     Transmit,
 )
 from weightbus.control.protocol.enums import PauseMode, RefusalCode
@@ -54,27 +54,29 @@ class Conversation:
 
     def __init__(self, endpoint: str = "tcp://there:1") -> None:
         self.now = 100.0
-        self.session = AgentSession(endpoint, "me", Timing(), self.now)
+        self.session = AgentSession(endpoint, "me", SessionTiming(), self.now)
         self.key = RequestId("")
 
-    def __call__(self, event: Event) -> tuple[Effect, ...]:
+    def __call__(self, event: SessionEvent) -> tuple[SessionEffect, ...]:
         effects = self.session.handle(event, self.now)
         for each in effects:
-            if isinstance(each, SayHello):
+            if isinstance(each, SendHello):
                 self.key = each.key
         return effects
 
-    def after(self, seconds: float) -> tuple[Effect, ...]:
+    def after(self, seconds: float) -> tuple[SessionEffect, ...]:
         self.now += seconds
         return self(Ticked())
 
-    def welcome(self, boot: int = 1) -> tuple[Effect, ...]:
+    def welcome(self, boot: int = 1) -> tuple[SessionEffect, ...]:
         return self(
-            Heard(Welcome(request=self.key, boot=boot, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=10.0))
+            MessageArrived(
+                Welcome(request=self.key, boot=boot, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=10.0)
+            )
         )
 
-    def ask(self, deadline_s: float = 30.0) -> tuple[Effect, ...]:
-        return self(Asked(KEY, ACQUIRE, None, self.now + deadline_s, deadline_s))
+    def ask(self, deadline_s: float = 30.0) -> tuple[SessionEffect, ...]:
+        return self(RequestSubmitted(KEY, ACQUIRE, None, self.now + deadline_s, deadline_s))
 
 
 @pytest.fixture
@@ -89,19 +91,19 @@ def joined(talk: Conversation) -> Conversation:
     return talk
 
 
-def refusal(code: RefusalCode, key: RequestId = KEY, retry_after_s: float = 0.0) -> Heard:
-    return Heard(Refused(request=key, code=code, reason="because", retry_after_s=retry_after_s))
+def refusal(code: RefusalCode, key: RequestId = KEY, retry_after_s: float = 0.0) -> MessageArrived:
+    return MessageArrived(Refused(request=key, code=code, reason="because", retry_after_s=retry_after_s))
 
 
 def test_hello_is_repeated_under_one_key_until_welcomed(talk: Conversation) -> None:
     """A lost Hello is said again, more and more slowly; requests wait for the Welcome."""
-    assert talk(Ticked()) == (Connect(), SayHello(talk.key))
+    assert talk(Ticked()) == (Connect(), SendHello(talk.key))
     first = talk.key
     assert talk.ask() == ()
     assert talk(Ticked()) == ()
-    assert talk.after(0.02) == (SayHello(first),)
+    assert talk.after(0.02) == (SendHello(first),)
     assert talk.after(0.03) == ()
-    assert talk.after(0.01) == (SayHello(first),)
+    assert talk.after(0.01) == (SendHello(first),)
     effects = talk.welcome()
     assert [type(each) for each in effects] == [Join, Transmit]
     assert talk.welcome() == ()
@@ -113,89 +115,98 @@ def test_request_is_repeated_until_answered_once(joined: Conversation) -> None:
     assert joined.ask() == sent
     assert joined.after(0.4) == ()
     assert joined.after(0.1) == sent
-    assert joined.after(0.9) == (SayAlive(1),)
+    assert joined.after(0.9) == (SendHeartbeat(1),)
     assert joined.after(0.1) == sent
     ack = Ack(request=KEY)
-    assert joined(Heard(ack)) == (Resolve(KEY, ack, None),)
-    assert joined(Heard(ack)) == ()
+    assert joined(MessageArrived(ack)) == (Resolve(KEY, ack, None),)
+    assert joined(MessageArrived(ack)) == ()
     assert joined.session.pending == {}
 
 
 def test_heartbeats_follow_the_welcome(joined: Conversation) -> None:
     """One every heartbeat_s, counted."""
     assert joined.after(0.9) == ()
-    assert joined.after(0.1) == (SayAlive(1),)
-    assert joined.after(1.0) == (SayAlive(2),)
+    assert joined.after(0.1) == (SendHeartbeat(1),)
+    assert joined.after(1.0) == (SendHeartbeat(2),)
 
 
 def test_who_is_answered_together_speaks_together_again(joined: Conversation) -> None:
     """The next heartbeat follows the answer to the last, so that those of a fleet come in groups; or the clock."""
-    assert joined.after(1.0) == (SayAlive(1),)
+    assert joined.after(1.0) == (SendHeartbeat(1),)
     joined.now += 0.3
-    joined(Heard(Alive(seq=1, boot=1, committed=None)))
+    joined(MessageArrived(Alive(seq=1, boot=1, committed=None)))
     assert joined.after(0.9) == ()
-    assert joined.after(0.1) == (SayAlive(0),)
-    assert joined.after(1.0) == (SayAlive(0),), "by the clock, since nothing was answered"
+    assert joined.after(0.1) == (SendHeartbeat(0),)
+    assert joined.after(1.0) == (SendHeartbeat(0),), "by the clock, since nothing was answered"
 
 
 def test_one_heartbeat_in_three_is_to_be_answered(joined: Conversation) -> None:
     """The first asks, then every third; one that was not answered asks again and again, until it is."""
-    assert [joined.after(1.0) for _ in range(3)] == [(SayAlive(1),), (SayAlive(2),), (SayAlive(3),)]
-    joined(Heard(Alive(seq=3, boot=1)))
-    assert [joined.after(1.0) for _ in range(4)] == [(SayAlive(0),), (SayAlive(0),), (SayAlive(6),), (SayAlive(7),)]
+    assert [joined.after(1.0) for _ in range(3)] == [(SendHeartbeat(1),), (SendHeartbeat(2),), (SendHeartbeat(3),)]
+    joined(MessageArrived(Alive(seq=3, boot=1)))
+    assert [joined.after(1.0) for _ in range(4)] == [
+        (SendHeartbeat(0),),
+        (SendHeartbeat(0),),
+        (SendHeartbeat(6),),
+        (SendHeartbeat(7),),
+    ]
 
 
 @pytest.mark.parametrize(("silence_s", "asked"), [(10.0, 1), (7.0, 1), (5.0, 3), (2.0, 3)])
 def test_who_must_hear_often_asks_often(talk: Conversation, silence_s: float, asked: int) -> None:
     """Three answers at least are due within the silence after which a connection is given up."""
     talk(Ticked())
-    talk(Heard(Welcome(request=talk.key, boot=1, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=silence_s)))
-    beats: list[Effect] = []
+    talk(
+        MessageArrived(
+            Welcome(request=talk.key, boot=1, epoch=Epoch(0), committed=None, heartbeat_s=1.0, silence_s=silence_s)
+        )
+    )
+    beats: list[SessionEffect] = []
     for _ in range(4):
         (beat,) = talk.after(1.0)
-        assert isinstance(beat, SayAlive)
+        assert isinstance(beat, SendHeartbeat)
         beats.append(beat)
         if beat.seq:
-            talk(Heard(Alive(seq=beat.seq, boot=1)))
+            talk(MessageArrived(Alive(seq=beat.seq, boot=1)))
     assert sum(each.seq > 0 for each in beats[1:]) == asked
 
 
 def test_a_paused_engine_has_every_heartbeat_answered(joined: Conversation) -> None:
     """It resumes by itself when it hears nothing for its lease, which may be shorter than three heartbeats."""
     joined.after(1.0)
-    joined(Heard(Alive(seq=1, boot=1)))
-    joined(Heard(PAUSE))
-    assert joined.after(1.0) == (SayAlive(2),)
-    joined(Heard(Alive(seq=2, boot=1)))
-    assert joined.after(1.0) == (SayAlive(3),)
-    joined(Heard(Alive(seq=3, boot=1)))
-    joined(Heard(COMMIT))
-    assert joined.after(1.0) == (SayAlive(0),)
+    joined(MessageArrived(Alive(seq=1, boot=1)))
+    joined(MessageArrived(PAUSE))
+    assert joined.after(1.0) == (SendHeartbeat(2),)
+    joined(MessageArrived(Alive(seq=2, boot=1)))
+    assert joined.after(1.0) == (SendHeartbeat(3),)
+    joined(MessageArrived(Alive(seq=3, boot=1)))
+    joined(MessageArrived(COMMIT))
+    assert joined.after(1.0) == (SendHeartbeat(0),)
 
 
 def test_a_command_acknowledges_what_was_answered_before_it(joined: Conversation) -> None:
     """Nobody is paused whose `Prepared` did not arrive: it is not said again, and its caller goes on."""
-    said = Asked(KEY, PREPARED, None, joined.now + 30.0, 30.0)
+    said = RequestSubmitted(KEY, PREPARED, None, joined.now + 30.0, 30.0)
     assert joined(said) == (Transmit(PREPARED, None),)
-    assert joined(Heard(PAUSE)) == (Resolve(KEY, Ack(request=KEY), None), Deliver(PAUSE))
+    assert joined(MessageArrived(PAUSE)) == (Resolve(KEY, Ack(request=KEY), None), Deliver(PAUSE))
     assert joined.session.pending == {}
-    assert joined(Heard(Ack(request=KEY))) == (), "it may come all the same"
+    assert joined(MessageArrived(Ack(request=KEY))) == (), "it may come all the same"
 
 
 def test_a_command_said_again_acknowledges_nothing_that_answers_it(joined: Conversation) -> None:
     """A repeated command means that its answer did not arrive, or crossed with it."""
     paused = Paused(request=KEY, channel=Channel("c"), epoch=Epoch(3), seconds=0.1)
-    joined(Asked(KEY, paused, None, joined.now + 30.0, 30.0))
-    assert joined(Heard(PAUSE)) == (Deliver(PAUSE),)
+    joined(RequestSubmitted(KEY, paused, None, joined.now + 30.0, 30.0))
+    assert joined(MessageArrived(PAUSE)) == (Deliver(PAUSE),)
     assert list(joined.session.pending) == [KEY]
 
 
 def test_the_committed_version_is_known_from_every_word_that_names_it(joined: Conversation) -> None:
     """The Welcome may be hours old: what `Alive` says counts, unless it is of another boot."""
     assert joined.session.committed is None
-    joined(Heard(Alive(seq=1, boot=1, committed=Version(8))))
+    joined(MessageArrived(Alive(seq=1, boot=1, committed=Version(8))))
     assert joined.session.committed == 8
-    joined(Heard(Alive(seq=2, boot=0, committed=Version(3))))
+    joined(MessageArrived(Alive(seq=2, boot=0, committed=Version(3))))
     assert joined.session.committed == 8
 
 
@@ -204,12 +215,12 @@ def test_silence_means_a_new_connection(joined: Conversation) -> None:
     joined.ask()
     old = joined.key
     joined.after(5.0)
-    joined(Heard(Alive(seq=1, boot=1)))
+    joined(MessageArrived(Alive(seq=1, boot=1)))
     assert Connect() not in joined.after(9.9)
     effects = joined.after(0.1)
     assert Connect() in effects
     assert joined.key != old
-    assert joined.session.phase is Phase.JOINING
+    assert joined.session.phase is SessionPhase.JOINING
     assert Transmit(ACQUIRE, None) in joined.welcome(boot=2)
 
 
@@ -217,7 +228,7 @@ def test_forgotten_agent_says_hello_again_once(joined: Conversation) -> None:
     """However many of its messages are refused as a stranger's, one Hello follows."""
     joined.ask()
     effects = joined(refusal(RefusalCode.UNKNOWN_AGENT, RequestId("heartbeat")))
-    assert effects == (SayHello(joined.key),)
+    assert effects == (SendHello(joined.key),)
     assert joined(refusal(RefusalCode.UNKNOWN_AGENT)) == ()
     assert Transmit(ACQUIRE, None) in joined.welcome(boot=2)
 
@@ -229,11 +240,11 @@ def test_a_welcome_to_an_earlier_hello_lets_nobody_in(joined: Conversation) -> N
     joined(refusal(RefusalCode.UNKNOWN_AGENT, RequestId("heartbeat")))
     now, joined.key = joined.key, before
     assert joined.welcome(boot=1) == ()
-    assert joined.session.phase is Phase.JOINING
+    assert joined.session.phase is SessionPhase.JOINING
     joined.key = now
     effects = joined.welcome(boot=2)
     assert [type(each) for each in effects] == [Join, Transmit]
-    assert joined.session.phase is Phase.JOINED
+    assert joined.session.phase is SessionPhase.JOINED
 
 
 def test_refused_request_raises_for_its_caller_only(joined: Conversation) -> None:
@@ -243,7 +254,7 @@ def test_refused_request_raises_for_its_caller_only(joined: Conversation) -> Non
     assert isinstance(effect, Reject)
     assert isinstance(effect.error, RequestRefused)
     assert (effect.error.code, effect.error.retry_after_s) == (RefusalCode.LEASE_HELD, 2.0)
-    assert joined.session.phase is Phase.JOINED
+    assert joined.session.phase is SessionPhase.JOINED
 
 
 def test_unanswered_request_ends_at_its_deadline(talk: Conversation) -> None:
@@ -274,7 +285,7 @@ def test_taken_name_is_asked_for_again(talk: Conversation) -> None:
     error = talk.session.unreachable("Hello", 3.0, talk.now)
     assert isinstance(error, RequestRefused)
     assert error.code is RefusalCode.NAME_TAKEN
-    assert talk.after(0.1) == (SayHello(talk.key),)
+    assert talk.after(0.1) == (SendHello(talk.key),)
     assert talk.key != first
     assert isinstance(talk.welcome()[0], Join)
     assert talk.session.refusal is None
@@ -297,7 +308,7 @@ def test_final_refusal_ends_everything(talk: Conversation, code: RefusalCode) ->
 def test_other_protocol_ends_everything(talk: Conversation) -> None:
     """An answer of another protocol number names both numbers instead of timing out."""
     talk(Ticked())
-    (over,) = talk(Garbled(WrongProtocol(2, 1)))
+    (over,) = talk(GarbageArrived(WrongProtocol(2, 1)))
     assert isinstance(over, GiveUp)
     assert isinstance(over.error, WrongProtocol)
 
@@ -305,28 +316,28 @@ def test_other_protocol_ends_everything(talk: Conversation) -> None:
 def test_garbage_is_told_in_the_error(talk: Conversation) -> None:
     """Noise on the line is not swallowed: it is part of the error that follows."""
     talk(Ticked())
-    assert talk(Garbled(Malformed("what a mess"))) == ()
+    assert talk(GarbageArrived(Malformed("what a mess"))) == ()
     assert "what a mess" in str(talk.session.unreachable("Hello", 1.0, talk.now))
 
 
 def test_commands_are_delivered(joined: Conversation) -> None:
     """What is no answer goes to the agent."""
     abort = Abort(channel=Channel("c"), epoch=Epoch(1), reason="", deadline_s=1.0)
-    assert joined(Heard(abort)) == (Deliver(abort),)
+    assert joined(MessageArrived(abort)) == (Deliver(abort),)
 
 
 def test_late_refusals_change_nothing(joined: Conversation) -> None:
     """A refusal of what is not waited for, or of a Hello long welcomed, is dropped."""
     assert joined(refusal(RefusalCode.LEASE_HELD)) == ()
     assert joined(refusal(RefusalCode.NAME_TAKEN, joined.key)) == ()
-    assert joined.session.phase is Phase.JOINED
+    assert joined.session.phase is SessionPhase.JOINED
 
 
 def test_refusal_of_an_unreadable_message_does_not_end_a_hello(talk: Conversation) -> None:
     """Without its key nobody knows what was refused: Hello goes on."""
     talk(Ticked())
     assert talk(refusal(RefusalCode.NOT_ALLOWED, RequestId("rejected"))) == ()
-    assert talk.session.phase is Phase.JOINING
+    assert talk.session.phase is SessionPhase.JOINING
 
 
 def test_deadlines_name_the_next_duty(joined: Conversation) -> None:
@@ -350,17 +361,17 @@ def three() -> Conversation:
     return talk
 
 
-def not_leader(talk: Conversation, leader: str = "") -> Heard:
+def not_leader(talk: Conversation, leader: str = "") -> MessageArrived:
     refused = Refused(
         request=talk.key, code=RefusalCode.NOT_LEADER, reason="stands by", retry_after_s=0.5, leader=leader
     )
-    return Heard(refused)
+    return MessageArrived(refused)
 
 
 def test_goes_to_the_leader_it_is_told_of(three: Conversation) -> None:
     """A coordinator that stands by names the leader: the agent goes there at once, and says Hello anew."""
     before = three.key
-    assert three(not_leader(three, "tcp://c:1")) == (Connect(2), SayHello(three.key))
+    assert three(not_leader(three, "tcp://c:1")) == (Connect(2), SendHello(three.key))
     assert three.key != before
     assert any(isinstance(each, Join) for each in three.welcome())
 
@@ -369,10 +380,10 @@ def test_goes_nowhere_it_was_not_told_of_by_its_settings(three: Conversation) ->
     """An endpoint that a stranger names is not believed: the agent asks the next one of its own, after a while."""
     assert three(not_leader(three, "tcp://evil:1")) == (Connect(1),)
     assert not three.after(0.4)
-    assert three.after(0.2) == (SayHello(three.key),)
+    assert three.after(0.2) == (SendHello(three.key),)
     assert three(not_leader(three, "tcp://evil:1")) == (Connect(2),), "wherever it was: the next one, and not at once"
     assert not three.after(0.4)
-    assert three.after(0.2) == (SayHello(three.key),)
+    assert three.after(0.2) == (SendHello(three.key),)
 
 
 def test_a_leader_that_is_deposed_loses_its_agents(three: Conversation) -> None:
@@ -382,8 +393,8 @@ def test_a_leader_that_is_deposed_loses_its_agents(three: Conversation) -> None:
     refused = Refused(
         request=RequestId("heartbeat"), code=RefusalCode.NOT_LEADER, reason="stands by", leader="tcp://b:1"
     )
-    assert three(Heard(refused)) == (Connect(1), SayHello(three.key))
-    assert three(Heard(refused)) == (), "there may be one for every message that was under way"
+    assert three(MessageArrived(refused)) == (Connect(1), SendHello(three.key))
+    assert three(MessageArrived(refused)) == (), "there may be one for every message that was under way"
     assert Transmit(ACQUIRE, None) in three.welcome(boot=2)
 
 

@@ -29,7 +29,7 @@ from weightbus.control.journal.etcd_client import (
     read,
 )
 from weightbus.control.journal.etcd_journal import MOST_OPERATIONS, EtcdJournal
-from weightbus.control.journal.sqlite_journal import Journal
+from weightbus.control.journal.interface import Journal
 from weightbus.control.machine.effects import ChannelForgotten
 from weightbus.control.machine.reply_cache import MAX_ROUND_REPLIES, round_reply_of
 from weightbus.control.protocol.errors import ConfigurationError, JournalCorrupt, JournalUnwritable, VersionNotNewer
@@ -215,7 +215,7 @@ def test_a_late_write_changes_nothing(candidates: Candidates) -> None:
     row, revision = journal._rows[POLICY]
     journal.write(taken(2))
     journal._rows[POLICY] = (row, revision)  # as if the answer to the last write had been lost
-    with pytest.raises(JournalUnwritable, match="somebody else, or by a write of ours"):
+    with pytest.raises(JournalUnwritable, match="another client, or by a write of ours"):
         journal.write(taken(3))
     journal.write(taken(3))
     assert journal.restore()[POLICY].epoch == 3
@@ -298,7 +298,7 @@ def test_a_commit_is_made_for_the_channel_as_it_was(candidates: Candidates) -> N
     before = journal._rows[POLICY]
     journal.write(commit(7, 1))
     journal._rows[POLICY] = before  # as if it had set out before that
-    with pytest.raises(JournalUnwritable, match="somebody else, or by a write of ours"):
+    with pytest.raises(JournalUnwritable, match="another client, or by a write of ours"):
         journal.write(commit(6, 1, request="late"))
     assert [kv.name for kv in candidates.etcd().under(f"{candidates.prefix}/reply/")] == [
         f"{candidates.prefix}/reply/p"
@@ -351,7 +351,7 @@ def test_a_channel_that_somebody_has_written_meanwhile_is_not_forgotten(candidat
     found = {kv.name: kv for kv in candidates.etcd().under(f"{candidates.prefix}/")}
     key = f"{candidates.prefix}/channel/{POLICY}"
     candidates.etcd().txn([], [put(key, found[key].content)])
-    with pytest.raises(JournalUnwritable, match="was written by somebody else"):
+    with pytest.raises(JournalUnwritable, match="was written by another client"):
         journal.write(ChannelForgotten(channel=POLICY))
     assert POLICY in journal.restore()
     journal.close()
@@ -364,7 +364,7 @@ def test_of_several_channels_all_are_forgotten_or_none(candidates: Candidates) -
         journal.write(taken(1, name))
     key = f"{candidates.prefix}/channel/run-2"
     candidates.etcd().txn([], [put(key, candidates.etcd().under(key)[0].content)])
-    with pytest.raises(JournalUnwritable, match="was written by somebody else"):
+    with pytest.raises(JournalUnwritable, match="was written by another client"):
         journal.forget([Channel("run-1"), Channel("run-2")])
     assert sorted(journal.restore()) == ["run-1", "run-2"]
     journal.close()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.journal.sqlite_file import look
+from weightbus.control.journal.sqlite_file import check_location
 from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError
 from weightbus.control.protocol.ids import Channel
@@ -104,12 +104,12 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path, content: bytes) -
     "statement",
     ["CREATE TABLE users (name TEXT)", "CREATE TABLE meta (key TEXT, value TEXT)", "CREATE VIEW v AS SELECT 1"],
 )
-def test_a_database_of_somebody_else_is_refused(tmp_path: Path, statement: str, *, in_log: bool) -> None:
+def test_a_database_of_another_program_is_refused(tmp_path: Path, statement: str, *, in_log: bool) -> None:
     """Nothing is written to it, nor does its owner find it with another mode."""
     database(tmp_path / "j", [statement], in_log=in_log)
     assert (tmp_path / "j-wal").exists() is in_log
     refused(
-        tmp_path / "j", "is a database of somebody else's: found the tables (users|meta|v), and not those of a journal"
+        tmp_path / "j", "is a database of another program: found the tables (users|meta|v), and not those of a journal"
     )
 
 
@@ -132,7 +132,7 @@ def test_a_journal_is_known_wherever_its_tables_are(tmp_path: Path, name: str) -
     journal.close()
     for path in (source, copy):
         before = left(path.parent)
-        look(path)
+        check_location(path)
         assert left(path.parent) == before
         again = SqliteJournal(path, by=1)
         assert again.restore()[Channel("policy")].epoch == 8

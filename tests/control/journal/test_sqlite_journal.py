@@ -19,7 +19,8 @@ import msgspec
 import pytest
 import structlog
 
-from weightbus.control.journal.sqlite_journal import EVENTS, SCHEMA, Journal, SqliteJournal
+from weightbus.control.journal.interface import Journal
+from weightbus.control.journal.sqlite_journal import EVENTS, SCHEMA, SqliteJournal
 from weightbus.control.machine.effects import EpochRaised
 from weightbus.control.machine.reply_cache import MAX_HISTORY, MAX_ROUND_REPLIES
 from weightbus.control.protocol.enums import Outcome

@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from weightbus.control.bus.dealer import DealerLink
-from weightbus.control.bus.rejections import REJECTED_KEY
+from weightbus.control.bus.interface import REJECTED_KEY
 from weightbus.control.cli.entry_point import main
 from weightbus.control.journal.election import Election, LeaderRecord
 from weightbus.control.journal.etcd_client import EtcdUnavailable

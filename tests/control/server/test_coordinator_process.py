@@ -18,7 +18,7 @@ from weightbus.control import protocol as m
 from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.bus.in_memory import MemoryBus
 from weightbus.control.bus.router import RouterBus
-from weightbus.control.bus.session import Timing
+from weightbus.control.bus.session import SessionTiming
 from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.machine.status import StatusView
 from weightbus.control.protocol.errors import ConfigurationError, RequestRefused
@@ -29,7 +29,7 @@ from weightbus.control.server.settings import CoordinatorSettings
 
 CHANNEL = Channel("policy")
 DEADLINE_S = 60.0
-QUICK = Timing(resend_first_s=0.1, resend_max_s=0.2, silence_s=DEADLINE_S)
+QUICK = SessionTiming(resend_first_s=0.1, resend_max_s=0.2, silence_s=DEADLINE_S)
 LOCAL = m.TransportKind.LOCAL
 TRAINER = m.TrainerInfo(host="h", device="cpu", ranks=1, transports=(LOCAL,))
 

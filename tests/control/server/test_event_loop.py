@@ -13,7 +13,7 @@ import pytest
 
 from weightbus.control.bus.dealer import DealerLink
 from weightbus.control.bus.in_memory import MemoryBus
-from weightbus.control.bus.interface import AgentLink, Delivery, Distrusted, Incoming
+from weightbus.control.bus.interface import AgentLink, Delivery, Incoming, TrustRevoked
 from weightbus.control.bus.router import RouterBus
 from weightbus.control.journal.election import Deposed, Term
 from weightbus.control.journal.etcd_client import Etcd, KeyValue, TxnResult
@@ -218,7 +218,7 @@ class _Distrusting(MemoryBus):
         found: list[Incoming] = [*super().poll(timeout_s, gather_s)]
         if name := self.named:
             self.named = ""
-            found.append(Distrusted(AgentId(name), "it was taken off the allow-list"))
+            found.append(TrustRevoked(AgentId(name), "it was taken off the allow-list"))
         return found
 
 
