@@ -1,4 +1,4 @@
-"""What a trainer can be told. Arguments of `TrainerAgent.connect` stand above environment, file and defaults."""
+"""Settings of a trainer. Arguments of `TrainerAgent.connect` take precedence over environment, file and defaults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weightbus.dataplane.transports import registry as transports
 from .machine import Overlap, PublishLimits, SnapshotMemory
 
 SECTION: Final = "trainer"
-"""Of the settings file; environment variables begin with ``WEIGHTBUS_TRAINER_``."""
+"""Section of the settings file; environment variables begin with ``WEIGHTBUS_TRAINER_``."""
 
 _DEVICE: Final = re.compile(r"cpu|cuda(:\d+)?")
 
@@ -28,7 +28,7 @@ Wait = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class SendsOver(enum.StrEnum):
-    """What carries the bytes of the sends transport."""
+    """The carrier of the `sends` transport."""
 
     COLLECTIVE = "collective"
     """A process group of torch: gloo between CPUs, NCCL between GPUs."""
@@ -37,7 +37,7 @@ class SendsOver(enum.StrEnum):
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of `TrainerAgent`. Equal on every rank of a group; only the leader's are used to connect."""
+    """Settings of `TrainerAgent`. Equal on every rank of a group; only rank 0's are used to connect."""
 
     channel: Annotated[Name, Meta(description="the model whose weights are published")]
     name: Annotated[Name, Meta(description="name of this trainer, kept across its restarts")] = "trainer"
@@ -48,7 +48,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     insecure_loopback: InsecureLoopback = False
     transport: Annotated[
         tuple[TransportKind, ...],
-        Meta(description="those that may be used, in order of preference; unset: chosen for each engine"),
+        Meta(description="allowed transports, in order of preference; unset: chosen for each engine"),
     ] = ()
     bucket_bytes: Annotated[int, Meta(description="most bytes of a bucket (a larger tensor has its own)", ge=1024)] = (
         DEFAULT_BUCKET_BYTES
@@ -73,7 +73,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     min_engines: Annotated[int, Meta(description="verified engines needed to commit; 0: one if any joined", ge=0)] = 0
     redrives: Annotated[int, Meta(description="how often failed engines are sent everything again", ge=0, le=100)] = 1
     slow: Annotated[
-        StragglerPolicy, Meta(description="wait-all, quorum or evict-after: who waits for slow engines")
+        StragglerPolicy, Meta(description="wait-all, quorum or evict-after: how slow engines are waited for")
     ] = StragglerPolicy.WAIT_ALL
     quorum: Annotated[
         int, Meta(description="engines after which the others have slow_s left (slow = quorum)", ge=0)
@@ -110,7 +110,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     ] = SendsOver.COLLECTIVE
     keep_groups_s: Annotated[
         float,
-        Meta(description="how long a group that nobody uses stays, with its memory (sends); 0: never", ge=0, le=86400),
+        Meta(description="how long an unused group stays, with its memory (sends); 0: never", ge=0, le=86400),
     ] = 900.0
     runtime_dir: Annotated[Path | None, Meta(description="folder for sockets, on this host and ours alone")] = None
     checkpoint_dir: Annotated[Path | None, Meta(description="folder for checkpoints, seen by engines (disk)")] = None
@@ -145,28 +145,28 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
             raise ValueError(f"transport names a kind twice: {', '.join(self.transport)}")
 
     def doubt(self) -> str:
-        """What may be set so, and is seldom meant; empty where there is nothing of the kind."""
+        """A warning about settings that are valid and seldom intended; empty for none."""
         if self.max_paused and not self.max_lag:
             return (
                 f"max_paused = {self.max_paused} without max_lag: where a rolling round stops because its version"
-                " breaks servers, those that it did not reach keep the version before, and get no requests"
+                " breaks servers, the engines that it did not reach keep the version before, and get no requests"
                 " until they have the committed one; set max_lag = 1 to have them served"
             )
         return ""
 
     def preferences(self) -> tuple[TransportKind, ...]:
-        """Those that are wanted: all, the ones that move least first, where nothing was said."""
+        """The transports in order of preference; by default all, least traffic first."""
         return self.transport or PREFERRED
 
     def transports(self) -> tuple[TransportKind, ...]:
-        """What can be offered: disk only where there is a folder for it. Raises `ValueError` when nothing is left."""
+        """The transports that can be offered; disk needs a folder. Raises `ValueError` when none is left."""
         kinds = tuple(kind for kind in self.preferences() if kind is not TransportKind.DISK or self.checkpoint_dir)
         if not kinds:
             raise ValueError("transport = disk needs checkpoint_dir, a folder that trainer and engines both see")
         return kinds
 
     def policy(self) -> Policy:
-        """What the coordinator is told about the treatment of engines."""
+        """The policy that is sent to the coordinator."""
         return Policy(
             pause=self.pause,
             flush=self.flush,
@@ -181,7 +181,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         )
 
     def limits(self) -> PublishLimits:
-        """What the publication machine is told about time."""
+        """Time limits of the publication machine."""
         return PublishLimits(
             acquire_s=self.acquire_timeout_s,
             round_s=self.round_timeout_s,
@@ -191,7 +191,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 def check_device(name: str) -> None:
-    """Raise `ValueError` unless buckets can be staged on `name`. Whether it is here is asked of torch later."""
+    """Raise `ValueError` unless `name` is a device for buckets. Its presence on this machine is checked later."""
     if not _DEVICE.fullmatch(name):
         raise ValueError(
             f"device = {name!r} is none that buckets can be staged on: give cpu, cuda, or cuda:0 and so on"

@@ -1,4 +1,4 @@
-"""Where weights come from: the seam between a training framework and the rounds of the trainer agent.
+"""The interface between a training framework and the rounds of the trainer agent.
 
 A `Source` turns the live parameters of a group of training ranks into Hugging Face tensors, packed into the buckets
 of a manifest. It decides nothing about versions, engines or transports, and never sees the control plane.
@@ -28,7 +28,7 @@ class SourceError(Exception):
 
 
 class UnsupportedModel(SourceError):
-    """The served model, or a feature of the trained one, has no rule here."""
+    """A model, or a feature of the trained one, that the source does not know."""
 
 
 class UnknownParameter(SourceError):
@@ -53,7 +53,7 @@ class AssemblyFailed(SourceError):
 
 
 SERVABLE_DTYPES: Final = ("bfloat16", "float16", "float32", "float64")
-"""What parameters may be cast to, by torch's names. Integers lose fractions, eight bits lack a scale."""
+"""dtypes that parameters may be cast to, by torch's names. Integers lose fractions, eight bits lack a scale."""
 
 
 def check_dtype(dtype: str, where: str) -> None:
@@ -63,7 +63,7 @@ def check_dtype(dtype: str, where: str) -> None:
 
 
 def check_manifestable(tensors: Sequence[TensorSpec]) -> None:
-    """Raise `UnsupportedModel` when a manifest cannot hold `tensors`: a name, dtype or shape that does not travel."""
+    """Raise `UnsupportedModel` for a tensor whose name, dtype or shape no manifest can hold."""
     try:
         Manifest.of("", tensors)
     except ManifestError as error:
@@ -87,16 +87,16 @@ class Source(Protocol):
 
     @property
     def root(self) -> bool:
-        """This rank assembles the buckets and speaks for the group. True on exactly one rank."""
+        """True on exactly one rank, which assembles the buckets and speaks for the group."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are, and where `assemble` wants `out` to be."""
+        """Device of the parameters, and of the buffer `out` of `assemble`."""
         ...
 
     def tensors(self) -> Sequence[TensorSpec]:
-        """What is served, by Hugging Face names: identical and in the same order on every rank."""
+        """Tensors that are served, by Hugging Face names: identical and in the same order on every rank."""
         ...
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
@@ -110,7 +110,7 @@ class Source(Protocol):
     def agree(self, blob: bytes | None) -> bytes:
         """Hand the root's `blob` to every rank and return it; the others pass None. Collective.
 
-        Raises `AssemblyFailed` when the root died or said nothing for the source's timeout.
+        Raises `AssemblyFailed` when the root died or was silent for the source's timeout.
         """
         ...
 
@@ -121,13 +121,13 @@ class PipelineSource(Source, Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this process, in the source's group."""
+        """Rank of this process in the source's group."""
         ...
 
     def roots(self) -> Sequence[int]:
-        """By tensor of `tensors`: the rank that assembles it where every stage assembles its own. Equal on all ranks.
+        """Rank that assembles each tensor of `tensors` where every stage assembles its own. Equal on all ranks.
 
-        Of tensors that several stages hold, such as tied embeddings, one stage's.
+        A tensor that several stages hold, such as tied embeddings, has the rank of one of them.
         """
         ...
 
@@ -141,20 +141,20 @@ class PipelineSource(Source, Protocol):
         ...
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
-        """What every rank passed, by rank. Collective."""
+        """Blobs of all ranks, by rank. Collective."""
         ...
 
 
 @runtime_checkable
 class HasHeadDim(Protocol):
-    """A source that can say how wide an attention head is, where shapes do not tell (sglang_layout.py)."""
+    """A source that knows the size of an attention head, which shapes do not tell (sglang_layout.py)."""
 
     @property
     def head_dim(self) -> int | None:
-        """Elements of one attention head; None when it does not know after all."""
+        """Elements of one attention head; None when unknown."""
         ...
 
 
 def head_dim_of(source: Source) -> int | None:
-    """Elements of one attention head, if `source` can say."""
+    """Elements of one attention head; None when `source` does not know."""
     return source.head_dim if isinstance(source, HasHeadDim) else None

@@ -1,8 +1,8 @@
-"""Which version wrote each token of a response, and whether a trainer should learn from it. Pure.
+"""Lineage of a response (the versions that wrote its tokens), and a policy for learning from it. Pure.
 
-SGLang says it in ``meta_info``: ``weight_versions`` as runs of output tokens (from 0.5.19 on), and ``weight_version``
-for the last token. A version's label is its number; weights that a server was launched with have another label, and no
-version here.
+SGLang puts the versions into ``meta_info``: ``weight_versions`` as runs of output tokens (from 0.5.19 on), and
+``weight_version`` for the last token. A version's label is its number; weights that a server was launched with have
+another label, and no version here.
 
     versions = Lineage.of(answer["meta_info"], len(answer["output_ids"]))
     verdict = Staleness(max_lag=1).judge(versions, current=step)  # the version in training
@@ -20,14 +20,14 @@ import msgspec
 
 
 class UnknownLineage(ValueError):
-    """An answer that does not say which weights wrote it, or contradicts itself."""
+    """A response that does not name the versions that wrote it, or contradicts itself."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
     """Output tokens `start` to `end`, exclusive, of one version."""
 
     version: int | None
-    """None for weights that no trainer published: those of the launch."""
+    """Version number; None for the weights of the server's launch, which no trainer published."""
     start: int
     end: int
 
@@ -44,12 +44,12 @@ class _Meta(msgspec.Struct, frozen=True):
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """The versions of one response."""
+    """The versions that wrote one response."""
 
     spans: tuple[VersionSpan, ...]
-    """In order, without gaps; empty for a response without tokens."""
+    """Spans in order, without gaps; empty for a response without tokens."""
     exact: bool
-    """False when only the version at the end is known: a server before 0.5.19."""
+    """False when only the version of the last token is known, as from servers before 0.5.19."""
 
     @classmethod
     def of(cls, meta_info: Mapping[str, Any], tokens: int) -> Self:
@@ -83,16 +83,16 @@ class Lineage(msgspec.Struct, frozen=True):
 
     @property
     def versions(self) -> tuple[int | None, ...]:
-        """In the order in which they wrote, each once for each of its runs."""
+        """The versions in order of their spans; a version with several spans is repeated."""
         return tuple(span.version for span in self.spans)
 
     @property
     def mixed(self) -> bool:
-        """Several versions wrote it, as far as is known."""
+        """True if several versions wrote the response, as far as is known."""
         return len(set(self.versions)) > 1
 
     def lag(self, current: int) -> int | None:
-        """How far its oldest token is behind `current`; None when no version is known of some. 0 without tokens."""
+        """Versions between the oldest token and `current`; None if a token's version is unknown, 0 without tokens."""
         known = [version for version in self.versions if version is not None]
         if len(known) != len(self.versions):
             return None
@@ -100,35 +100,37 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 class MixedPolicy(enum.StrEnum):
-    """What becomes of a response that several versions wrote."""
+    """Treatment of a response that several versions wrote."""
 
     KEEP = "keep"
-    """All of it counts if none of it is too old."""
+    """All tokens count if none of them is too old; otherwise the response is dropped."""
     MASK = "mask"
-    """It counts, but for the tokens that are too old."""
+    """All tokens count but those that are too old."""
     DROP = "drop"
+    """The response is dropped."""
 
 
 class StalenessVerdict(msgspec.Struct, frozen=True):
-    """Whether to learn from a response."""
+    """Decision about learning from a response."""
 
     keep: bool
+    """False when the response is dropped."""
     mask: tuple[bool, ...]
-    """By output token: it counts. All false when the response is dropped."""
+    """One flag for each output token: True if it is learned from. All False when the response is dropped."""
     reason: str = ""
-    """Why it is dropped, or why tokens of it are masked."""
+    """Reason for dropping the response, or for masking tokens."""
 
 
 class Staleness(msgspec.Struct, frozen=True):
-    """How old what a trainer learns from may be."""
+    """A policy for the age of the responses that a trainer learns from."""
 
     max_lag: int
-    """How much less than that of the one in training a token's version number may be."""
+    """Largest difference between the version in training and a token's version."""
     mixed: MixedPolicy | Literal["keep", "mask", "drop"] = MixedPolicy.KEEP
     launch: bool = False
-    """Weights that servers were launched with count as the version before all others, and not as unknown."""
+    """True to count the weights of a server's launch as the version before all others, False as unknown."""
     inexact: bool = True
-    """Responses of which only the last version is known count as that version's."""
+    """True to count a response of which only the last version is known as that version's, False to drop it."""
 
     def __post_init__(self) -> None:
         MixedPolicy(self.mixed)
@@ -136,9 +138,9 @@ class Staleness(msgspec.Struct, frozen=True):
             raise ValueError(f"max_lag = {self.max_lag}: 0 or more is expected")
 
     def judge(self, lineage: Lineage, current: int) -> StalenessVerdict:
-        """What to do with a response when `current` is the version in training.
+        """Decide about a response when `current` is the version in training.
 
-        Tokens of a version above it do not count: the channel went back from that since.
+        Tokens of a version above `current` do not count: that version was withdrawn by a rollback.
         """
         size = lineage.spans[-1].end if lineage.spans else 0
         if not lineage.exact and not self.inexact:

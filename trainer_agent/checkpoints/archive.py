@@ -1,11 +1,11 @@
-"""Versions that are kept as files: Hugging Face checkpoints, written in the same pass in which a version is digested.
+"""Keeps versions as files: Hugging Face checkpoints, written in the pass in which a version is digested.
 
     <save_dir>/<channel>/checkpoint-<version>    appears when the version is committed, complete, by one rename
 
 Buckets are written behind the pass, one after another, while engines still serve: no engine is paused for a disk. A
-version that is not committed leaves nothing. Which ones stay is a policy: the newest `keep_last`, and every
-`keep_every`-th for good; one that a server is loading stays until a later version is kept. A disk that fails costs the
-checkpoint and not the version: the report says so.
+version that is not committed leaves nothing. The newest `keep_last` versions stay, every `keep_every`-th for good; a
+checkpoint that a server is loading stays until a later version is kept. A failed disk costs the checkpoint and not the
+version, and is in the report.
 
     <save_dir>/<channel>/checkpoint-<version>.tmp      being written; of a trainer that was killed, removed by the next
     <save_dir>/<channel>/.checkpoint-<version>.gone    being removed; the same
@@ -38,33 +38,33 @@ from .checkpoint_folder import read_config
 _NAME: Final = re.compile(r"checkpoint-(\d+)")
 _LEFT_OVER: Final = re.compile(r"checkpoint-\d+\.tmp|\.checkpoint-\d+\.gone")
 _BESIDE: Final = 64 * 1024 * 1024
-"""Bytes that a version takes beside its weights: config, tokenizer, manifest, table."""
+"""Bytes of a checkpoint beside its weights: config, tokenizer, manifest, table."""
 HANGS_S: Final = 300.0
-"""Longer than one step of saving may take, and what its bytes take at `_LEAST_BYTES_S`: then the disk hangs."""
+"""Seconds that one step of saving may take, beside its bytes at `_LEAST_BYTES_S`, before the disk counts as hung."""
 _LEAST_BYTES_S: Final = 26e6
 
 _log = get_log(__name__)
 
 
 class ArchivePolicy(msgspec.Struct, frozen=True):
-    """Which versions are written, and which of them stay."""
+    """The versions that are written, and how long they stay."""
 
     every: int
-    """Versions that are multiples of it are written."""
+    """Multiples of this number are written."""
     last: int
-    """So many of the newest stay."""
+    """Number of the newest versions that stay."""
     forever: int = 0
-    """Multiples of it stay for good; 0: none."""
+    """Multiples of this number stay for good; 0 for none."""
 
     def writes(self, version: int) -> bool:
-        """Whether `version` is to be kept as files."""
+        """True if `version` is written."""
         return version % self.every == 0
 
     def dropped(self, versions: Iterable[int], current: int) -> tuple[int, ...]:
-        """Those of `versions` that need not stay, ascending, when `current` was written last.
+        """The versions that may be removed, ascending, when `current` was written last.
 
-        Versions above `current` are from before the channel went back: they belong to nobody's history any more, and
-        stay until newer ones replace them.
+        Versions above `current` are from before a rollback: they are no part of the channel's history, and stay until
+        newer ones replace them.
         """
         past = sorted({version for version in versions if version <= current})
         old = past[: -self.last]
@@ -72,7 +72,7 @@ class ArchivePolicy(msgspec.Struct, frozen=True):
 
 
 class Archive:
-    """The folder of one channel. Used by whoever leads a publication, one at a time."""
+    """The folder of one channel. Used by rank 0, for one publication at a time."""
 
     def __init__(self, save_dir: Path, channel: str, policy: ArchivePolicy, config_dir: Path | None) -> None:
         """Config and tokenizer files come from `config_dir`. Raises `BadCheckpoint` when it has no config.
@@ -91,11 +91,11 @@ class Archive:
         self._last: Saving | None = None
 
     def keeps(self, version: int) -> bool:
-        """Whether `version` is one that is kept."""
+        """True if `version` is kept as files."""
         return self._policy.writes(version)
 
     def saving(self, version: int, manifest: Manifest) -> Saving | None:
-        """What writes `version`; None for one that is not kept. Under the channel's lease, so nobody else writes."""
+        """The writer of `version`; None for a version that is not kept. Requires the lease: there is one writer."""
         if not self.keeps(version):
             return None
         if not self._swept:
@@ -106,20 +106,20 @@ class Archive:
         return self._last
 
     def check_name(self, target: Path) -> None:
-        """Raise `BadCheckpoint` where what has the name of a new checkpoint is none of ours."""
+        """Raise `BadCheckpoint` when `target` exists and was not written by weightbus."""
         if target.exists() and not _is_ours(target):
-            raise BadCheckpoint(target, "somebody else's files are there: name a folder of its own with save_dir")
+            raise BadCheckpoint(target, "files of another program are there: name a folder of its own with save_dir")
 
     def make_room(self, target: Path) -> None:
-        """Take away what has the name of a new checkpoint: of a version behind which the channel went back."""
+        """Remove an older checkpoint of the same number, left by a rollback."""
         self.check_name(target)
         if target.exists() and not self._drop(target):
             raise BadCheckpoint(target, "a server is loading what is there: an older version of this number")
 
     def make_space(self, version: int, nbytes: int) -> None:
-        """Remove now what would go when `version` is there, oldest first, where its `nbytes` do not fit otherwise.
+        """Remove checkpoints that `version` replaces, oldest first, until its `nbytes` fit on the disk.
 
-        Never the newest of what is there: until the new one is whole, that is what a server can be launched from.
+        The newest checkpoint stays until the new one is complete: servers are launched from it.
         """
         found = self._kept()
         stays = max((each for each in found if each < version), default=None)
@@ -130,13 +130,13 @@ class Archive:
                 self._prune_one(each, found[each])
 
     def prune(self, version: int) -> None:
-        """Remove what the policy does not keep, now that `version` is there. What fails is tried again next time."""
+        """Remove checkpoints that the policy does not keep beside `version`. Failed removals are retried next time."""
         found = self._kept()
         for each in self._policy.dropped(found, version):
             self._prune_one(each, found[each])
 
     def _kept(self) -> dict[int, Path]:
-        """The versions that are there."""
+        """Folders of the kept versions."""
         named = ((path, _NAME.fullmatch(path.name)) for path in self._root.glob("*"))
         return {int(match[1]): path for path, match in named if match and _is_ours(path)}
 
@@ -148,7 +148,7 @@ class Archive:
             log.warning("checkpoint_not_dropped", reason=str(error))
 
     def _drop(self, path: Path) -> bool:
-        """Remove `path`, in one step, so that nobody reads half of it; False while somebody loads it."""
+        """Remove `path` by a rename, so that no reader finds half of it; False while a server loads it."""
         gone = path.with_name(f".{path.name}.gone")
         with leaving(path) as free:
             if not free:
@@ -159,7 +159,7 @@ class Archive:
         return True
 
     def _sweep(self) -> None:
-        """Remove what a trainer left that was killed while it wrote or removed a checkpoint."""
+        """Remove remains of a trainer that was killed while it wrote or removed a checkpoint."""
         for path in self._root.glob("*") if self._root.is_dir() else ():
             if _LEFT_OVER.fullmatch(path.name):
                 _log.info("left_over_removed", channel=self._channel, folder=str(path))
@@ -167,7 +167,7 @@ class Archive:
 
 
 def check_configs(served: Path | None, beside: Path | None) -> None:
-    """Raise `ConfigurationError` unless files whose config is that in `beside` can be loaded as those in `served`."""
+    """Raise `ConfigurationError` unless the configs in `served` and `beside` name the same quantization."""
     if served is None or beside is None or not (beside / "config.json").is_file():
         return
     wanted, found = (read_quantization_config(read_config(folder, None)) for folder in (served, beside))
@@ -189,20 +189,20 @@ def _check_writable(save_dir: Path, root: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """A trainer may keep its own checkpoints in this folder, under such names too."""
+    """True for a checkpoint of weightbus: a trainer's own checkpoints may have such names, too."""
     return (path / NOTES).is_file()
 
 
 class Saving:
-    """One version on its way to the disk. Failures are kept until the end: the round does not depend on them.
+    """Writes one version to the disk. Failures are reported at the end: the round does not depend on them.
 
-    A disk that hangs is one: what was begun there is left to its thread, and comes to nothing.
+    A hung disk is such a failure: its pending step is left to its thread and has no effect.
     """
 
     def __init__(
         self, archive: Archive, writer: CheckpointWriter, version: int, manifest: Manifest, before: Saving | None
     ) -> None:
-        """While the disk hangs since the one `before`, nothing is begun."""
+        """Begin nothing while the disk hangs in the saving `before`."""
         self._archive = archive
         self._writer = writer
         self._version, self._nbytes = version, manifest.nbytes
@@ -211,34 +211,34 @@ class Saving:
         self._writes: list[Future[None]] = []
         self._given_up = before.hangs if before is not None else ""
         self.stuck: Future[None] | None = before.stuck if before is not None and self._given_up else None
-        """The step that has not returned."""
+        """The step that has not returned; None while the disk answers."""
 
     @property
     def hangs(self) -> str:
-        """Why nothing can be written now; empty where it can."""
+        """The reason why nothing can be written now; empty when the disk answers."""
         return self._given_up if self.stuck is not None and not self.stuck.done() else ""
 
     def begin(self) -> None:
-        """A pass over all buckets begins; what an earlier one wrote is given up."""
+        """Begin a pass over all buckets, and discard an earlier one."""
         self.settle()
         self._writes = []
         self._do(self._open)
 
     def take(self, index: int, memory: torch.Tensor) -> None:
-        """Write bucket `index`, whose bytes are complete and stay as they are until `free`."""
+        """Write bucket `index`; its bytes must not change until `free` returns."""
         self._do(partial(self._add, index, memory))
 
     def free(self, index: int) -> None:
-        """Return when bucket `index` and all before it are written, or cannot be."""
+        """Block until bucket `index` and all before it are written, or have failed."""
         for write in self._writes[: max(0, index + 2)]:
             self._await(write)
 
     def settle(self) -> None:
-        """Return when nothing is being written any more."""
+        """Block until all writes have ended."""
         self.free(len(self._writes))
 
     def finish(self, version: int, notes: Notes, beside: Mapping[str, bytes]) -> tuple[str, str]:
-        """The version is committed: let the checkpoint appear. Returns its path, or why there is none.
+        """Make the checkpoint of the committed version visible. Returns its path, or "" and the reason for none.
 
         `beside` are further files in it, by name.
         """
@@ -256,7 +256,7 @@ class Saving:
         return str(self._writer.target.absolute()), ""
 
     def discard(self) -> None:
-        """The version is not committed: leave nothing."""
+        """Remove the files of a version that was not committed."""
         self._do(self._writer.discard)
         self.settle()
 
@@ -265,7 +265,7 @@ class Saving:
             raise TimeoutError(self._given_up)
 
     def _do(self, step: Callable[[], None]) -> None:
-        """Behind what is written."""
+        """Submit a step behind the pending writes."""
         if not self._given_up:
             self._writes.append(self._calls.submit(step))
 
@@ -290,7 +290,7 @@ class Saving:
         for write in writes:
             write.result()
         self._writer.complete(notes, beside)
-        if self._given_up:  # it was said that there is none; the next trainer removes it
+        if self._given_up:  # the report said that there is none; the next trainer removes it
             return
         self._archive.make_room(self._writer.target)
         self._writer.reveal()

@@ -1,4 +1,4 @@
-"""A version that a trainer kept as files, on its way back: whose it is, and that its bytes are still those of then."""
+"""Reads a version that a trainer kept as files, and compares its bytes with the digest table beside them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .checkpoint_source import Checkpoint, CorruptCheckpoint
 
 
 def kept_in(save_dir: Path, channel: str, version: int) -> Path:
-    """Where a trainer kept `version`. Raises `BadCheckpoint`, and names those that are there, where it is not."""
+    """Folder of the kept `version`. Raises `BadCheckpoint`, which names the kept versions, when it is not there."""
     folder = place_of(save_dir, channel, version)
     if (folder / NOTES).is_file():
         return folder
@@ -32,13 +32,13 @@ def kept_in(save_dir: Path, channel: str, version: int) -> Path:
 
 
 def check_notes(folder: Path, channel: str, version: int) -> None:
-    """Raise `BadCheckpoint` where the files in `folder` say that they are of another channel or version."""
+    """Raise `BadCheckpoint` when the notes in `folder` name another channel or version."""
     try:
         notes = msgspec.json.decode((folder / NOTES).read_bytes(), type=Notes)
     except FileNotFoundError:
         return
     except ValueError as error:
-        raise BadCheckpoint(folder, f"its {NOTES} cannot be read ({error}), so nobody knows what it is") from error
+        raise BadCheckpoint(folder, f"its {NOTES} cannot be read ({error}), so its version is unknown") from error
     if (notes.channel, notes.version) != (channel, version):
         raise BadCheckpoint(
             folder,
@@ -48,10 +48,10 @@ def check_notes(folder: Path, channel: str, version: int) -> None:
 
 
 class ArchivedVersion:
-    """A checkpoint that is compared with the digest table beside it while it is read. Satisfies `Checkpoint`."""
+    """A checkpoint whose tensors are compared with their digest table as they are read. Satisfies `Checkpoint`."""
 
     def __init__(self, checkpoint: Checkpoint, kept: SavedVersion) -> None:
-        """Raises `BadCheckpoint` where the table is of other tensors."""
+        """Raises `BadCheckpoint` when the table describes other tensors."""
         self._checkpoint, self._kept = checkpoint, kept
         try:
             manifest = Manifest.decode(kept.blobs[kept.notes.manifest])
@@ -67,7 +67,7 @@ class ArchivedVersion:
 
     @property
     def model(self) -> str:
-        """Architecture as its config names it."""
+        """Architecture that its config names."""
         return self._checkpoint.model
 
     @property
@@ -77,11 +77,11 @@ class ArchivedVersion:
 
     @property
     def tensors(self) -> Sequence[TensorSpec]:
-        """What is served of it."""
+        """Its tensors."""
         return self._checkpoint.tensors
 
     def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
-        """Pack tensors into `out`, and raise `CorruptCheckpoint` unless they are the ones that were committed."""
+        """Pack tensors into `out`. Raises `CorruptCheckpoint` unless they are the committed ones."""
         self._checkpoint.read(wanted, out)
         names = [spec.name for spec in wanted]
         offsets = [0, *accumulate(spec.nbytes for spec in wanted)]
@@ -99,5 +99,5 @@ class ArchivedVersion:
         self._checkpoint.check()
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._checkpoint.close()

@@ -1,8 +1,8 @@
-"""Folders of checkpoints on a disk: what is in them, and whether they are whole. Reads headers, never weights.
+"""Inspects folders of checkpoints: their tensors, and whether they are complete. Reads headers, never weights.
 
-A safetensors checkpoint is finished when every shard that its index names is there and exactly as long as its own
-header says. A torch DCP checkpoint is finished when its ``.metadata``, which is written last, is there, and every file
-that it names is long enough. Neither proves that nobody writes any more: the watcher waits until nothing changes.
+A safetensors checkpoint is complete when every shard of its index exists and is exactly as long as its own header says.
+A torch DCP checkpoint is complete when its ``.metadata``, which is written last, exists, and every file that it names
+is long enough. Neither proves that the trainer has stopped writing: the watcher waits until nothing changes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..machine import BadCheckpoint, UnfinishedCheckpoint
 from .watch_machine import Folder
 
 LATEST: Final = "latest_checkpointed_iteration.txt"
-"""Megatron's and verl's marker: the last step whose checkpoint is complete. Later ones are left alone."""
+"""Marker of Megatron and verl: the last complete step. Later checkpoints are not read."""
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
 _LONGEST_HEADER: Final = 100_000_000
@@ -35,7 +35,7 @@ _TYPES: Final = {code: name for name, code in DTYPES.items()}
 
 
 class TensorPlace(msgspec.Struct, frozen=True):
-    """A tensor in a safetensors file: from byte `offset` of the file on."""
+    """A tensor in a safetensors file, from byte `offset` of the file on."""
 
     spec: TensorSpec
     path: Path
@@ -53,7 +53,7 @@ def listing(root: Path, subfolder: str, pattern: re.Pattern[str]) -> Iterator[Fo
 
 
 def latest(root: Path) -> int | None:
-    """The step that the trainer's own marker names; None without one. Raises `BadCheckpoint` for another content."""
+    """The step in the trainer's own marker; None without one. Raises `BadCheckpoint` for other content."""
     try:
         with (root / LATEST).open("rb") as file:
             text = file.read(_LONGEST_MARKER).decode("ascii", "replace").strip()
@@ -65,7 +65,7 @@ def latest(root: Path) -> int | None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Changes with every file that comes, goes, grows or is written."""
+    """A hash that changes whenever a file is added, removed or written."""
     seen: list[str] = []
     for at, _, files in os.walk(folder):
         for name in files:
@@ -97,7 +97,7 @@ def served_config(folder: Path) -> dict[str, Any]:
 
 
 def architecture(folder: Path, config: Mapping[str, Any]) -> str:
-    """The class that the config names."""
+    """The model class that the config names."""
     named = config.get("architectures")
     if not isinstance(named, list) or not named or not isinstance(named[0], str) or not named[0].isidentifier():
         raise BadCheckpoint(folder, "its config names no class under architectures")
@@ -137,7 +137,7 @@ def _indexed(folder: Path) -> tuple[TensorPlace, ...]:
 
 
 def _header(path: Path) -> tuple[TensorPlace, ...]:
-    """What a safetensors file says it holds; it must be exactly as long as that."""
+    """Tensors in the header of a safetensors file, which must be exactly as long as the header says."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -190,7 +190,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _object(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raise `BadCheckpoint` for a name that stands there twice: one of the two would be read, and nobody says which."""
+    """Build a JSON object. Raises `BadCheckpoint` for a duplicate name, of which either value could be meant."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,4 +1,4 @@
-"""A `Source` over finished checkpoints on a disk, one after another, on one process."""
+"""A `Source` over complete checkpoints on a disk, one after another, on one process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .checkpoint_folder import TensorPlace
 
 
 class CorruptCheckpoint(AssemblyFailed):
-    """What its files hold is no checkpoint, however often they are read. Files that could not be read are not meant."""
+    """The content of the files is no checkpoint: reading again cannot help. Not raised for unreadable files."""
 
 
 class Checkpoint(Protocol):
-    """One finished checkpoint. Its files stay readable until `close`, whoever deletes the folder meanwhile."""
+    """One complete checkpoint. Its files stay readable until `close`, also when the folder is deleted."""
 
     @property
     def model(self) -> str:
-        """Architecture as its config names it."""
+        """Architecture that its config names."""
         ...
 
     @property
@@ -38,7 +38,7 @@ class Checkpoint(Protocol):
 
     @property
     def tensors(self) -> Sequence[TensorSpec]:
-        """What is served of it, by Hugging Face names, in an order in which it is quickly read."""
+        """Its tensors by Hugging Face names, in an order in which they are read quickly."""
         ...
 
     def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
@@ -49,11 +49,11 @@ class Checkpoint(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise `AssemblyFailed` when a file was written to since it was opened: parts of two versions may be read."""
+        """Raise `AssemblyFailed` when a file was written to since it was opened: two versions may be mixed."""
         ...
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         ...
 
 
@@ -78,7 +78,7 @@ class SafetensorsFiles:
             raise
 
     def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
-        """Plain reads: of a file that is cut short under a mapping the process would die."""
+        """Read without mapping the files: a file cut short under a mapping would kill the process."""
         memory = memoryview(cast("bytearray", out.numpy())).cast("B")
         at = 0
         for spec in wanted:
@@ -87,7 +87,7 @@ class SafetensorsFiles:
             at += spec.nbytes
 
     def check(self) -> None:
-        """By size and time of the open files: whoever deletes the folder meanwhile changes neither."""
+        """Compare size and time of the open files, which deleting the folder does not change."""
         for path, file in self._files.items():
             if _written(os.fstat(file)) != self._opened[path]:
                 raise AssemblyFailed(changed(path))
@@ -98,7 +98,7 @@ class SafetensorsFiles:
 
 
 def changed(path: Path) -> str:
-    """What is said of a file that was written to while it was read."""
+    """Message for a file that was written to while it was read."""
     return f"{path} was written to while it was read: save every checkpoint into a folder of its own, once"
 
 
@@ -114,7 +114,7 @@ def _check_sizes(opened: Mapping[Path, tuple[int, int]], places: Sequence[Tensor
 
 
 def staging_device(name: str) -> torch.device:
-    """Where the setting `device` says that buckets are staged. Raises `ConfigurationError` when it is not here."""
+    """The device named by the setting `device`. Raises `ConfigurationError` when this machine does not have it."""
     device = torch.device(name)
     if device.type != "cpu" and (device.index or 0) >= (count := torch.cuda.device_count()):
         raise ConfigurationError(f"device = {name!r}: torch sees {count} GPUs here; name one of them, or cpu")
@@ -124,10 +124,19 @@ def staging_device(name: str) -> torch.device:
 def open_checkpoint(
     folder: Path, marker: str, config_dir: Path | None, *, dcp: bool, dcp_prefix: str = ""
 ) -> Checkpoint:
-    """The finished checkpoint in `folder`. Raises `UnfinishedCheckpoint`, or `BadCheckpoint` for one that cannot be.
+    """Open the complete checkpoint in `folder`.
 
-    `marker` is a file that has to be there, `config_dir` has the config of those without one; `dcp` allows torch DCP,
-    `dcp_prefix` says which of several models in it is meant. OSError is raised as it is: files may come and go.
+    Args:
+        folder: the checkpoint.
+        marker: name of a file that must exist in it; empty for none.
+        config_dir: folder of the config, for checkpoints without one.
+        dcp: allow torch DCP, whose metadata is a pickle.
+        dcp_prefix: prefix of the model's names in a DCP checkpoint of several models.
+
+    Raises:
+        UnfinishedCheckpoint: a part is missing and may still come.
+        BadCheckpoint: the folder can never be published.
+        OSError: a file went away or cannot be read.
     """
     if marker and not (folder / marker).exists():
         raise UnfinishedCheckpoint(folder, f"there is no {marker}")
@@ -140,7 +149,7 @@ def open_checkpoint(
             raise
     except (BadCheckpoint, OSError):
         raise
-    except Exception as error:  # who writes a checkpoint is not known: whatever it makes us raise is about it
+    except Exception as error:  # the writer is unknown: any error is about the checkpoint
         raise BadCheckpoint(folder, f"it cannot be published: {type(error).__name__}: {error}") from error
     return checkpoint
 
@@ -151,7 +160,7 @@ def _opened(folder: Path, config_dir: Path | None, *, dcp: bool, dcp_prefix: str
         config = folders.read_config(folder, config_dir)
         return SafetensorsFiles(folders.architecture(folder, config), config, places)
     if dcp:
-        from .dcp_files import DcpFiles  # noqa: PLC0415  # torch's checkpointing, for those who read such folders
+        from .dcp_files import DcpFiles  # noqa: PLC0415  # torch's checkpointing, only where DCP folders are read
 
         config = folders.read_config(folder, config_dir)
         return DcpFiles(folder, folders.architecture(folder, config), config, dcp_prefix)
@@ -172,7 +181,7 @@ def _read_into(file: int, place: TensorPlace, memory: memoryview) -> None:
 
 
 class CheckpointSource:
-    """The checkpoint that was opened last. Satisfies `Source`."""
+    """The tensors of the checkpoint that was opened last. Satisfies `Source`."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device) -> None:
         self._checkpoint = checkpoint
@@ -180,7 +189,7 @@ class CheckpointSource:
         self._scratch: torch.Tensor | None = None
 
     def open(self, checkpoint: Checkpoint) -> None:
-        """Read from another checkpoint from now on, of the same tensors. The one before is closed."""
+        """Switch to another checkpoint with the same tensors, and close the previous one."""
         if not self.fits(checkpoint):
             raise LayoutMismatch("the checkpoint holds other tensors than the one before: connect a new agent")
         previous, self._checkpoint = self._checkpoint, checkpoint
@@ -188,27 +197,27 @@ class CheckpointSource:
             previous.close()
 
     def fits(self, checkpoint: Checkpoint) -> bool:
-        """It holds the tensors that are being served."""
+        """True if `checkpoint` has the same model and tensors as the open one."""
         return checkpoint.model == self.model and tuple(checkpoint.tensors) == tuple(self.tensors())
 
     @property
     def model(self) -> str:
-        """Architecture as the config names it."""
+        """Architecture that the config names."""
         return self._checkpoint.model
 
     @property
     def root(self) -> bool:
-        """One process: it is the root."""
+        """True: there is one process."""
         return True
 
     @property
     def device(self) -> torch.device:
-        """Where buckets are staged."""
+        """Device of the buckets."""
         return self._device
 
     @property
     def head_dim(self) -> int | None:
-        """Elements of one attention head, where the config says so."""
+        """Elements of one attention head; None when the config does not tell."""
         config = self._checkpoint.config
         head_dim, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
         if isinstance(head_dim, int):
@@ -216,11 +225,11 @@ class CheckpointSource:
         return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads else None
 
     def tensors(self) -> Sequence[TensorSpec]:
-        """What is served, in the order of the files."""
+        """Tensors that are served, in the order of the files."""
         return self._checkpoint.tensors
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
-        """Read bucket `index` into `out`; with the last one, see that nobody wrote meanwhile."""
+        """Read bucket `index` into `out`. The last bucket also checks that no file was written to meanwhile."""
         if out is None:
             raise ValueError("the root gives a buffer")
         nbytes = manifest.buckets[index].nbytes
@@ -232,13 +241,13 @@ class CheckpointSource:
             out[:nbytes].copy_(host)
 
     def agree(self, blob: bytes | None) -> bytes:
-        """Return `blob`: there is nobody else."""
+        """Return `blob`: there is one process."""
         if blob is None:
             raise ValueError("the root gives what is agreed")
         return blob
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
         self._checkpoint.close()
 
     def _host(self, manifest: Manifest) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """A torch DCP checkpoint as FSDP trainers write it, read by the names that its Hugging Face config gives.
 
-The model is built from the config without memory, which says what its tensors are called in memory and in checkpoints
+The model is built from the config without memory, which gives the names of its tensors in memory and in checkpoints
 (checkpoint_conversion.py). The names of the files are one or the other, below one prefix (``model.``, ``app.model.``
 and so on; dcp_names.py). A whole tensor in memory is on the host only while buckets are cut from it.
 
-DCP's ``.metadata`` is a pickle, which torch reads: who may write it may run code here. That is asked for by a setting.
+DCP's ``.metadata`` is a pickle, which torch loads: its writer can run code here. A setting must allow it.
 """
 
 # torch's checkpointing and transformers leave much untyped.
@@ -37,10 +37,10 @@ from .checkpoint_source import CorruptCheckpoint, changed
 from .dcp_names import NoSuchModel
 
 METADATA: Final = ".metadata"
-"""Written by DCP after all other files."""
+"""The file that DCP writes last."""
 _COUNTS: Final = re.compile(r"^(?:num|n)_(?:.*_)?(layers?|experts)$")
 _FLOATS: Final = ("bfloat16", "float16", "float32", "float64")
-"""What weights are trained in. Others stand for something else: 8 bits mean little without the scales beside them."""
+"""dtypes of weights. 8-bit formats are excluded: they are incomplete without scales."""
 
 
 class DcpFiles:
@@ -67,7 +67,7 @@ class DcpFiles:
         self._loaded: dict[str, torch.Tensor] = {}
 
     def read(self, wanted: Sequence[TensorSpec], out: torch.Tensor) -> None:
-        """Load what is not loaded yet, cut, and forget what is used up."""
+        """Load the whole tensors that are missing, cut slices from them, and free those that are used up."""
         cuts = [self._by_name[spec.name] for spec in wanted]
         self._load({cut.source for cut in cuts} - self._loaded.keys())
         at = 0
@@ -80,16 +80,16 @@ class DcpFiles:
                 del self._loaded[cut.source]
 
     def check(self) -> None:
-        """By names, sizes and times; files that are gone were read while they were there, or raised."""
+        """Compare names, sizes and times of the files. Deleted files were read before, or raised an error."""
         if (self._folder / METADATA).is_file() and fingerprint(self._folder) != self._opened:
             raise AssemblyFailed(changed(self._folder))
 
     def close(self) -> None:
-        """Forget what is loaded."""
+        """Free the loaded tensors."""
         self._loaded.clear()
 
     def _served(self, folder: Path, cut: Slice, form: _Form) -> str:
-        """Trainers keep parameters in float32: what the config says is served. Buffers stay as they are."""
+        """Dtype of one tensor: the config's for a parameter (trainers often keep float32), its own for a buffer."""
         stored = str(self._saved[cut.source].properties.dtype).removeprefix("torch.")
         if stored not in _FLOATS and stored != form.buffers.get(cut.source):
             raise BadCheckpoint(folder, f"{cut.source!r} is saved as {stored}; read are {', '.join(_FLOATS)}")
@@ -125,9 +125,9 @@ def _load(folder: Path, state: dict[str, Any]) -> None:
 
 
 def _check_tied(folder: Path, form: _Form, prefix: str, saved: Mapping[str, TensorStorageMetadata]) -> None:
-    """What the config ties and the files hold twice must be the same: one of them is served.
+    """Check that tensors which the config ties, and which the files hold twice, are equal: one of them is served.
 
-    Raises `BadCheckpoint`, and `UnfinishedCheckpoint` when it cannot be read now.
+    Raises `BadCheckpoint` when they differ, and `UnfinishedCheckpoint` when they cannot be read now.
     """
     for name, owner in form.tied.items():
         stored = next((each.tensor for each in form.slices if each.source == owner), owner)
@@ -152,7 +152,7 @@ def _check_tied(folder: Path, form: _Form, prefix: str, saved: Mapping[str, Tens
 
 
 def _raise_unreadable(folder: Path, causes: Sequence[BaseException]) -> NoReturn:
-    """Files that went or that the disk did not give may come back; what was read and makes no sense stays so."""
+    """Raise `AssemblyFailed` for missing or unreadable files, which may come back; `CorruptCheckpoint` for others."""
     for cause in causes:
         if not isinstance(cause, Exception):  # an interrupt
             raise cause
@@ -163,7 +163,7 @@ def _raise_unreadable(folder: Path, causes: Sequence[BaseException]) -> NoReturn
 
 
 def _saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors of a finished checkpoint, by key."""
+    """The tensors of a complete checkpoint, by key."""
     if not (folder / METADATA).is_file():
         raise UnfinishedCheckpoint(folder, f"there is no {METADATA}, which is written last")
     try:
@@ -183,25 +183,25 @@ def _saved_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 class _Form(msgspec.Struct, frozen=True):
-    """What the model of a config is called and how it looks."""
+    """Names and shapes of a config's model, in memory and in checkpoints."""
 
     slices: tuple[Slice, ...]
     shapes: dict[str, tuple[int, ...]]
-    """Of its tensors in memory, by name."""
+    """Shapes of its tensors in memory, by name."""
     cast: frozenset[str]
-    """Tensors of the checkpoint that are parameters: they are served in `dtype`."""
+    """Names of checkpoint tensors that are parameters: they are served in `dtype`."""
     dtype: str
-    """What its config says; empty where it says nothing."""
+    """dtype in the config; empty where it names none."""
     buffers: dict[str, str]
-    """Dtypes of those tensors in memory that are no parameters, by name."""
+    """dtypes of the tensors in memory that are no parameters, by name."""
     tied: dict[str, str]
-    """Names in memory of tensors that the checkpoint holds under another -> that name in memory."""
+    """Name in memory of each tied tensor -> name in memory of the tensor that the checkpoint holds."""
 
 
 def _named(
     folder: Path, form: _Form, saved: Mapping[str, TensorStorageMetadata], wanted: str
 ) -> tuple[tuple[Slice, ...], str]:
-    """What the checkpoint consists of, and the prefix of its keys."""
+    """Slices of the checkpoint's tensors, and the prefix of its keys."""
     stored = tuple(Slice.whole(each.tensor, each.shape) for each in form.slices)
     forms = ((form.slices, form.shapes), (stored, {each.tensor: each.shape for each in stored}))
     try:
@@ -218,9 +218,10 @@ def _named(
 
 
 def _check_counts(folder: Path, config: Mapping[str, Any], saved: Mapping[str, TensorStorageMetadata]) -> None:
-    """A model is built to learn its names; one of millions of layers or experts would be built for hours.
+    """Raise `BadCheckpoint` for a config with more layers or experts than the saved tensors can hold.
 
-    Every layer has a tensor of its own, and every expert one or a row of one.
+    The model is built to learn its names, and one with millions of layers would take hours. Every layer has a tensor of
+    its own, and every expert a tensor or a row of one.
     """
     most_experts = max([len(saved), *(size for tensor in saved.values() for size in tensor.size)])
     for key, value in config.items():
@@ -234,7 +235,7 @@ def _check_counts(folder: Path, config: Mapping[str, Any], saved: Mapping[str, T
 
 
 def _form(folder: Path, config: Mapping[str, Any]) -> _Form:
-    """How the model of the config names its tensors in memory and in checkpoints."""
+    """Build the config's model without memory, and read its names in memory and in checkpoints."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415  # only where DCP folders are read
     except ImportError as error:

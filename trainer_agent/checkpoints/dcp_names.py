@@ -1,7 +1,7 @@
-"""Which keys of a torch DCP checkpoint are the tensors of a model: one prefix and its names, or no answer. Pure.
+"""Finds the prefix of a model's tensors among the keys of a torch DCP checkpoint. Pure.
 
-Trainers save more than the model: an optimizer, an average of the weights (EMA), a reference model. What has all the
-model's names and nothing more below its prefix is a copy of the model; which of several copies is meant is not guessed.
+Trainers save more than the model: an optimizer, an average of the weights (EMA), a reference model. A prefix with all
+of the model's names below it, and no others, is a copy of the model; among several copies the user must choose.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ _SHOWN: Final = 5
 
 
 class NoSuchModel(Exception):
-    """The keys do not say, or do not hold, the model. The message says what was found, and what to do."""
+    """The keys do not hold the model, or several of it. The message has the keys found, and advice."""
 
 
 def normal(prefix: str) -> str:
-    """A prefix as it was given, as it stands in keys: ``model`` and ``model.`` are the same, ``.`` is none."""
+    """A user's prefix in the form of the keys: ``model`` and ``model.`` are the same, ``.`` is the empty prefix."""
     bare = prefix.strip(".")
     return f"{bare}." if bare else ""
 
 
 def chosen(forms: Sequence[Collection[str]], keys: Collection[str], wanted: str) -> tuple[int, str]:
-    """Which of `forms`, each all names of the model, stands among `keys`, and below which prefix.
+    """Index of the form whose names are among `keys`, and the prefix of these names.
 
-    `wanted` is the prefix that was asked for; without it there must be one only. Of two forms below the same prefix
-    the earlier counts. Raises `NoSuchModel`.
+    Each of `forms` has all names of the model. `wanted` is the user's prefix; without it there must be one prefix only.
+    Of two forms below the same prefix the earlier is chosen. Raises `NoSuchModel`.
     """
     fitting: dict[str, int] = {}
     for index, names in enumerate(forms):
@@ -54,17 +54,16 @@ def chosen(forms: Sequence[Collection[str]], keys: Collection[str], wanted: str)
 
 
 def prefixes(names: Collection[str], keys: Collection[str]) -> list[str]:
-    """Everything that stands before every one of `names` among `keys`."""
+    """Prefixes below which `keys` hold all of `names`."""
     first = next(iter(names))
     candidates = {key.removesuffix(first) for key in keys if key == first or key.endswith("." + first)}
     return sorted(each for each in candidates if all(each + name in keys for name in names))
 
 
 def check_complete(keys: Iterable[str], prefix: str, known: Collection[str]) -> None:
-    """A model with more layers, or with another head, than its config says must not lose them.
+    """Raise `NoSuchModel` for keys of the model beyond `known`: more layers, or another head, than in its config.
 
-    Without a prefix others may be saved beside the model, so there only what begins like its own names is looked at.
-    Raises `NoSuchModel`.
+    Without a prefix other models may be saved beside it: then only keys that begin like its own names are checked.
     """
     inside = (prefix,) if prefix else tuple({name.split(".")[0] + "." for name in known})
     odd = sorted({key for key in keys if key.startswith(inside)} - {prefix + name for name in known})

@@ -1,10 +1,10 @@
-"""Which folder of checkpoints to publish, and when. Pure: what was seen and the time in, what to do out.
+"""Decides which folder of checkpoints to publish, and when. Pure: events and the time in, effects out.
 
     Listed -> Inspect -> Inspected -> Publish -> Ended
                                  `-> RejectFolder         `-> Skip, Reject, or the same again later
 
-A folder is looked into when nothing in it has changed for `settle_s`, and again only after something has. The newest
-finished one is published, older ones are skipped. What stays unfinished for `stale_s` is reported once, as bad.
+A folder is inspected when nothing in it has changed for `settle_s`, and again only after a change. The newest complete
+checkpoint is published, older ones are skipped. A folder that stays incomplete for `stale_s` is rejected, once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weightbus.control.protocol import MAX_VERSION
 
 
 class Folder(msgspec.Struct, frozen=True):
-    """A folder whose name has a version in it. Its fingerprint changes with every file that comes, grows or goes."""
+    """A folder whose name contains a version. Its fingerprint changes with every change of its files."""
 
     name: str
     version: int
@@ -27,43 +27,43 @@ class Folder(msgspec.Struct, frozen=True):
 
 
 class FolderState(enum.Enum):
-    """What is known of a folder, as its fingerprint is."""
+    """State of a folder with its current fingerprint."""
 
     CHANGED = "changed"
-    """Not looked into since it changed last."""
+    """Not inspected since its last change."""
     LOOKING = "looking"
-    """It is being looked into, or published."""
+    """Being inspected or published."""
     UNFINISHED = "unfinished"
-    """Something is missing."""
+    """A part of the checkpoint is missing."""
     DUE_AGAIN = "due again"
-    """Finished; publishing it failed for a reason that may pass."""
+    """Complete; its publication failed and is retried."""
     CLOSED = "closed"
-    """Published, skipped or rejected. A bad one is looked into again when it changes."""
+    """Published, skipped or rejected. A rejected folder is inspected again when it changes."""
 
 
 class FolderResult(enum.Enum):
-    """What a look into a folder, or its publication, came to."""
+    """Result of an inspection or a publication."""
 
     FINISHED = "finished"
     UNFINISHED = "unfinished"
     BAD = "bad"
-    """It cannot become a version, whatever happens elsewhere."""
+    """The folder can never be published as it is."""
     PUBLISHED = "published"
     OLDER = "older"
-    """The channel is as far, or farther."""
+    """The channel's committed version is as high, or higher."""
     FAILED = "failed"
-    """It may work later."""
+    """The publication failed and may succeed later."""
 
 
 class Listed(msgspec.Struct, frozen=True):
-    """What is there. `latest` is the version that the trainer's own marker names, None without a marker."""
+    """The folders found. `latest` is the version in the trainer's own marker, None without a marker."""
 
     folders: tuple[Folder, ...]
     latest: int | None = None
 
 
 class Inspected(msgspec.Struct, frozen=True):
-    """What `Inspect` came to."""
+    """Result of `Inspect`."""
 
     name: str
     verdict: FolderResult
@@ -71,7 +71,7 @@ class Inspected(msgspec.Struct, frozen=True):
 
 
 class PublishEnded(msgspec.Struct, frozen=True):
-    """What `PublishFolder` came to."""
+    """Result of `PublishFolder`."""
 
     name: str
     verdict: FolderResult
@@ -82,7 +82,7 @@ Event = Listed | Inspected | PublishEnded
 
 
 class Inspect(msgspec.Struct, frozen=True):
-    """Look whether the folder is a whole checkpoint, and answer with `Inspected`."""
+    """Check that the folder is a complete checkpoint, and answer with `Inspected`."""
 
     name: str
 
@@ -95,7 +95,7 @@ class PublishFolder(msgspec.Struct, frozen=True):
 
 
 class Skip(msgspec.Struct, frozen=True):
-    """It will not be published, and need not be. Said once for each folder."""
+    """The folder is not published, because a later version is. Once for each folder."""
 
     name: str
     version: int
@@ -103,7 +103,7 @@ class Skip(msgspec.Struct, frozen=True):
 
 
 class RejectFolder(msgspec.Struct, frozen=True):
-    """It is no checkpoint that can be published. Said once for each state of the folder."""
+    """The folder is no publishable checkpoint. Once for each state of the folder."""
 
     name: str
     version: int
@@ -111,7 +111,7 @@ class RejectFolder(msgspec.Struct, frozen=True):
 
 
 class FolderChanged(msgspec.Struct, frozen=True):
-    """It changed after it was published, and versions never change. Said once: the file may not count."""
+    """The folder changed after its publication, which has no effect: versions never change. Reported once."""
 
     name: str
     version: int
@@ -121,12 +121,12 @@ Effect = Inspect | PublishFolder | Skip | RejectFolder | FolderChanged
 
 
 class WatchLimits(msgspec.Struct, frozen=True):
-    """How long the watcher waits."""
+    """Waiting times of the watcher, in seconds."""
 
     settle_s: float = 5.0
     stale_s: float = 600.0
     retry_s: float = 5.0
-    """Before a publication that failed is tried again; twice as long each time."""
+    """Delay before the first retry of a failed publication; doubled each time up to `longest_retry_s`."""
     longest_retry_s: float = 120.0
 
 
@@ -138,21 +138,21 @@ class _Entry(msgspec.Struct):
     due: float = 0.0
     failures: int = 0
     published: bool = False
-    """By this watcher, as it was then."""
+    """True if this watcher published the folder with its current fingerprint."""
 
 
 class WatchMachine:
-    """Decides for one folder of checkpoints. One thing is done at a time."""
+    """Decisions for one watched folder. One inspection or publication runs at a time."""
 
     def __init__(self, limits: WatchLimits) -> None:
         self.limits = limits
         self.done: int | None = None
-        """The highest version that is published, here or elsewhere."""
+        """The highest version that is published, by this watcher or another trainer."""
         self._entries: dict[str, _Entry] = {}
         self._latest: int | None = None
 
     def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
-        """What follows from `event`."""
+        """The effects of `event`."""
         match event:
             case Listed():
                 self._latest = event.latest
@@ -166,7 +166,7 @@ class WatchMachine:
                 assert_never(event)
 
     def _take(self, folders: Sequence[Folder], now: float) -> tuple[Effect, ...]:
-        """Note what came, went and changed. What changed too late is said."""
+        """Update the entries from a listing; the effects report folders that changed after their publication."""
         known, self._entries = self._entries, {}
         late: list[Effect] = []
         for folder in sorted(folders, key=lambda each: (each.version, each.name)):

@@ -1,7 +1,7 @@
 """Takes a channel back to a version that was committed in it before, from the checkpoint that holds it.
 
-The coordinator knows which versions there were and keeps none of their tensors, so whoever goes back brings them. From
-there on it is a round like any other: a lease, a new epoch, everything verified, and a record that says rollback.
+The coordinator knows the committed versions and keeps none of their tensors, so a rollback brings a checkpoint. The
+rest is a round like any other: a lease, a new epoch, verification, and a record that is marked as a rollback.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RollbackReply(enum.Enum):
 
     YES = "yes"
     ALREADY = "already"
-    """It is the committed one: nothing is to be done."""
+    """The version is the committed one: nothing is to be done."""
     NO = "no"
 
 
@@ -47,7 +47,7 @@ class RollbackResult(msgspec.Struct, frozen=True):
 
 
 def may_roll_back(version: int, history: Sequence[PastStatus]) -> RollbackResult:
-    """Whether `version` is one that the channel had, given what was committed in it, oldest first."""
+    """Decide whether the channel can go back to `version`. `history` lists its committed versions, oldest first."""
     if not history:
         return RollbackResult(RollbackReply.NO, "nothing was committed in it, as far as the coordinator remembers")
     current = history[-1].version
@@ -67,10 +67,10 @@ def may_roll_back(version: int, history: Sequence[PastStatus]) -> RollbackResult
 
 
 def same_version(found: SavedVersion | None, version: int, history: Sequence[PastStatus]) -> RollbackResult:
-    """Whether files that were kept as `version` are of the one that was committed under that number last.
+    """Decide whether files that were kept as `version` hold the version committed last under that number.
 
-    A channel that goes back uses its numbers again, and not every version is kept, or could be: what lies there may be
-    of before. Epochs grow with every attempt, over all of that.
+    After a rollback a channel uses its numbers again, and not every version is kept, so files may be of an earlier
+    version of that number. Epochs grow with every attempt and tell them apart.
     """
     last = max((past.epoch for past in history if past.version == version and not past.rollback), default=0)
     if found is None or found.notes.epoch >= last:

@@ -1,4 +1,4 @@
-"""What ``weightbus rollback`` can be told: what a trainer can, and where the older checkpoint is."""
+"""Settings of ``weightbus rollback``: those of a trainer, and the folder of the older checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..settings import TrainerSettings, check_device
 from .watch_settings import check_prefix
 
 SECTION: Final = "rollback"
-"""Of the settings file; environment variables begin with ``WEIGHTBUS_ROLLBACK_``."""
+"""Section of the settings file; environment variables begin with ``WEIGHTBUS_ROLLBACK_``."""
 
 
 class RollbackSettings(TrainerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,6 +41,6 @@ class RollbackSettings(TrainerSettings, frozen=True, kw_only=True, forbid_unknow
         check_prefix(self.dcp_prefix, dcp=self.dcp)
 
     def trainer(self) -> TrainerSettings:
-        """What the trainer agent is told."""
+        """Settings of the trainer agent."""
         names = (field.name for field in msgspec.structs.fields(TrainerSettings))
         return TrainerSettings(**{name: getattr(self, name) for name in names})

@@ -1,4 +1,4 @@
-"""What ``weightbus trainer-agent`` can be told: everything of a trainer, and which folder to watch."""
+"""Settings of ``weightbus trainer-agent``: those of a trainer, and the watched folder."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..checkpoints import WatchLimits
 from ..settings import TrainerSettings, Wait, check_device
 
 SECTION: Final = "watch"
-"""Of the settings file; environment variables begin with ``WEIGHTBUS_WATCH_``."""
+"""Section of the settings file; environment variables begin with ``WEIGHTBUS_WATCH_``."""
 
 _VERSION: Final = re.compile(r"\((?:\?P<\w+>)?((?:(?:\\d|\d|\[(?:\d-\d|\d)+\])(?:[+*?]|\{[\d,]+\})?)+)\)(?![?*{])")
 """A group of digits, in a pattern: what is in it, as group 1."""
@@ -59,23 +59,23 @@ class WatchSettings(TrainerSettings, frozen=True, kw_only=True, forbid_unknown_f
         return re.compile(self.pattern)
 
     def watch_limits(self) -> WatchLimits:
-        """What the machine is told about time."""
+        """Time limits of the machine."""
         return WatchLimits(settle_s=self.settle_s, stale_s=self.stale_s)
 
     def trainer(self) -> TrainerSettings:
-        """What the trainer agent is told."""
+        """Settings of the trainer agent."""
         names = (field.name for field in msgspec.structs.fields(TrainerSettings))
         return TrainerSettings(**{name: getattr(self, name) for name in names})
 
 
 def check_prefix(prefix: str, *, dcp: bool) -> None:
-    """Raise `ValueError` for a prefix that nothing would be looked up with."""
+    """Raise `ValueError` for a DCP prefix while DCP folders are not read."""
     if prefix and not dcp:
         raise ValueError(f"dcp_prefix = {prefix!r} is about torch DCP folders, which are not read: set dcp = true too")
 
 
 def _check_pattern(text: str) -> None:
-    """Raise `ValueError` unless every name that matches has a version: digits, in the one group."""
+    """Raise `ValueError` unless the pattern has one group, and it matches digits in every matching name."""
     try:
         groups = re.compile(text).groups
     except (re.error, OverflowError, RecursionError) as error:
@@ -92,7 +92,7 @@ def _check_pattern(text: str) -> None:
 
 
 def _stands_alone(part: str) -> bool:
-    """It is a pattern of its own, and no alternative: so what stands beside it is always matched."""
+    """True if `part` is a complete pattern without a top-level alternative, so that its neighbor is always matched."""
     try:
         re.compile(part)
     except re.error:

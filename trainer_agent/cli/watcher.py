@@ -1,4 +1,4 @@
-"""Publishes the checkpoints that appear in a folder: drives watch_machine.py, for trainers that may not be touched."""
+"""Publishes the checkpoints that appear in a folder: the driver of watch_machine.py, for unmodified trainers."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ _log = get_log(__name__)
 
 
 class WatchStatus(msgspec.Struct, frozen=True):
-    """What ``/status`` shows."""
+    """The document at ``/status``."""
 
     channel: str
     watch: str
     published: int | None
     publishing: str
     reason: str
-    """Why the last folder that was not published was not."""
+    """The reason why the last unpublished folder was not published."""
 
 
 class Watcher:
@@ -80,7 +80,7 @@ class Watcher:
         self._log = _log.bind(channel=settings.channel, watch=str(settings.watch))
 
     def run(self) -> None:
-        """Look, publish, look again."""
+        """Look at the folder and publish, until `stop`."""
         http = HttpPort(
             self.settings.http_bind,
             self.settings.http_port,
@@ -103,7 +103,7 @@ class Watcher:
         self._stopping.set()
 
     def look(self) -> None:
-        """Look once, and do all that follows."""
+        """Look at the folder once, and carry out all effects that follow."""
         listed = self._listed()
         effects: deque[Effect] = deque(self._machine.handle(listed, time.monotonic()) if listed else ())
         while effects:
@@ -199,7 +199,7 @@ class Watcher:
         return PublishEnded(effect.name, FolderResult.PUBLISHED)
 
     def _connected(self) -> TrainerAgent:
-        """An agent that publishes the checkpoint that was inspected last; a new one when its tensors are others."""
+        """The agent for the checkpoint that was inspected last; a new one when its tensors differ."""
         assert self._checkpoint is not None
         if self._agent and self._source and self._source.fits(self._checkpoint):
             self._source.open(self._checkpoint)
@@ -221,7 +221,7 @@ class Watcher:
         self._agent = self._source = self._checkpoint = None
 
     def _note(self, event: str, **what: object) -> None:
-        """Say it, and keep it for the status. What is the same at every look is said once."""
+        """Log an event and keep it for the status. A repeated event is logged at DEBUG."""
         reason = _printable(f"{event}: {what.get('error', '')}")
         repeated, self._reason = reason == self._reason, reason
         self._log.log(logging.DEBUG if repeated else logging.WARNING, event, **what)
@@ -240,5 +240,5 @@ class Watcher:
 
 
 def _printable(text: str) -> str:
-    """Names of files that are no UTF-8 hold half characters, which no JSON can carry."""
+    """`text` without the surrogates of file names that are no UTF-8, which JSON cannot carry."""
     return text.encode("utf-8", "backslashreplace").decode()

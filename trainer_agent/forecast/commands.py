@@ -14,7 +14,7 @@ from weightbus.control.cli import add_settings_flags, settings_from_args
 from .settings import SECTION, SimulateSettings
 
 _QUICK: Final = 128
-"""So many engines are calculated without a word: time grows with their number."""
+"""Most engines that are calculated without a warning: time grows with their number."""
 
 
 class SimulateFleetCommand:

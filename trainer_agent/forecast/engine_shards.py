@@ -1,4 +1,4 @@
-"""What the workers of an SGLang server keep of a served model: its own layout, by the rules that cut a trainer's.
+"""The shards of the workers of an SGLang server: its own layout, by the mapping rules that cut a trainer's.
 
 Heads, rows and vocabulary are cut over tensor parallel workers, output projections by columns, KV heads are copied
 where there are fewer of them than workers, experts go to expert parallel groups and are cut over the workers of each.
@@ -35,8 +35,8 @@ class EngineShards:
     worker: Column
 
 
-def needs(tensors: Tensors, engines: Engines) -> EngineShards:
-    """What each worker keeps. Raises `FleetError` where the engine could not be started so."""
+def engine_shards(tensors: Tensors, engines: Engines) -> EngineShards:
+    """The boxes of each worker. Raises `FleetError` for a layout that the engine could not be started with."""
     model = tensors.model
     if model.heads.heads % engines.tp:
         raise FleetError(
@@ -79,13 +79,13 @@ def _parts(model: HFModel, block: Block, workers: int, *, experts: bool) -> Iter
         for index, target in enumerate(rule.targets):
             spec = model.spec(target, "", "bfloat16", 0)
             for worker in range(workers):
-                for box in _kept(model, rule, index, spec, ParallelRank(worker, workers)):
+                for box in _boxes_of(model, rule, index, spec, ParallelRank(worker, workers)):
                     yield position + index, worker, box
         position += len(rule.targets)
 
 
-def _kept(model: HFModel, rule: MappingRule, index: int, spec: TensorSpec, share: ParallelRank) -> Iterator[Box]:
-    """What one worker keeps of one tensor."""
+def _boxes_of(model: HFModel, rule: MappingRule, index: int, spec: TensorSpec, share: ParallelRank) -> Iterator[Box]:
+    """The boxes of one tensor on one worker."""
     heads = model.heads
     if _is_copied(rule, index):
         yield Box.whole(spec.shape)
@@ -109,7 +109,7 @@ def _kept(model: HFModel, rule: MappingRule, index: int, spec: TensorSpec, share
 
 
 def _is_copied(rule: MappingRule, index: int) -> bool:
-    """Every worker has all of it. Norms over all heads are cut with them, latent projections down are not."""
+    """True where every worker has the whole tensor, as of latent down projections but not of norms over all heads."""
     wide_norm = rule.targets[index].norm is not Norm.NOT
     return rule.cut is TensorCut.NONE or (rule.cut is TensorCut.ROWS_OR_NONE and not wide_norm)
 
@@ -125,7 +125,7 @@ def _vocabulary(spec: TensorSpec, share: ParallelRank) -> Iterator[Box]:
 
 
 def _sections(rule: MappingRule, extent: int, heads: HeadCounts) -> tuple[tuple[int, int], ...]:
-    """What is cut by itself: where it begins, and how much it is."""
+    """Begin and extent of each section that is cut by itself."""
     if rule.fusion is Fusion.DELTA_CONVOLUTION:
         key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
         return (0, key), (key, key), (2 * key, value)

@@ -1,7 +1,7 @@
-"""What is asked of the forecast: a trainer's layout, groups of engines and links between them. Pure data, checked.
+"""The fleet of a forecast: a trainer's layout, groups of engines and the links between them. Pure data, checked.
 
-GPUs are numbered: the trainer's by rank, host after host, then those that only engines have. A group of engines is on
-the trainer's own GPUs, on further GPUs of its hosts, or on hosts of its own.
+GPUs are numbered: the trainer's by rank, host after host, then GPUs of engines alone. A group of engines is on the
+trainer's own GPUs, on further GPUs of its hosts, or on hosts of its own.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ class FleetError(ConfigurationError):
     """A fleet that cannot be: what was found, what is expected, what to do."""
 
 
-class Where(enum.StrEnum):
-    """On which GPUs engines run."""
+class EngineLocation(enum.StrEnum):
+    """GPUs on which engines run."""
 
     GPUS = "trainer-gpus"
     HOSTS = "trainer-hosts"
     OTHER = "other-hosts"
 
 
-class Way(enum.StrEnum):
-    """How bytes travel. Those that weightbus offers have its transports' names."""
+class ForecastTransport(enum.StrEnum):
+    """Transport of a forecast; transports of weightbus have the same names."""
 
     DIRECT = "direct"
     SENDS = "sends"
@@ -48,9 +48,9 @@ class Way(enum.StrEnum):
     DISK = "disk"
 
     @property
-    def by_parts(self) -> bool:
-        """Every worker gets its own part, from whichever ranks hold it. The others bring whole tensors by the root."""
-        return self in {Way.DIRECT, Way.SENDS, Way.NEAREST}
+    def sends_shards(self) -> bool:
+        """True where every worker gets its own shards from the ranks that hold them; False for whole tensors."""
+        return self in {ForecastTransport.DIRECT, ForecastTransport.SENDS, ForecastTransport.NEAREST}
 
 
 class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -88,14 +88,14 @@ class TrainerSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Engines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Equal engines: how many, how each is cut, where they run and how they are reached."""
+    """A group of equal engines: number, layout, location and transport."""
 
     count: Count = 1
     tp: Count = 1
     ep: Count = 1
-    where: Where = Where.OTHER
-    way: Way | None = None
-    """None: the first that can be, of direct, sends and nearest."""
+    location: EngineLocation = msgspec.field(default=EngineLocation.OTHER, name="where")
+    transport: ForecastTransport | None = msgspec.field(default=None, name="way")
+    """None for the first possible one of direct, sends and nearest."""
     gpus_per_host: Count = 8
     """On hosts of their own; at trainer-hosts, beside the trainer's on each of its hosts, at most."""
     shift: Annotated[int, Meta(ge=0)] = 0
@@ -130,29 +130,29 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     links: Links = Links()
     bucket_mb: Count = 512
     max_paused: Count | None = None
-    """So many engines stand still for the round at a time, at most; None: all at once."""
+    """Most engines that are paused at a time; None for all at once."""
 
 
-class Placed(msgspec.Struct, frozen=True):
-    """A group of engines on GPUs, or those of it that are in one wave."""
+class PlacedEngines(msgspec.Struct, frozen=True):
+    """A group of engines on GPUs, or the part of it that is in one wave."""
 
     engines: Engines
-    way: Way
+    transport: ForecastTransport
     gpu: tuple[tuple[int, ...], ...]
-    """(engines, tp): the number of each worker's GPU."""
+    """GPU number of each worker: (engines, tp)."""
 
 
-class Ground(msgspec.Struct, frozen=True):
-    """The GPUs of a fleet: who is where."""
+class Placement(msgspec.Struct, frozen=True):
+    """The GPUs of a fleet, with the engines on them."""
 
     trainer: TrainerSpec
     host: tuple[int, ...]
-    """Of each GPU."""
-    groups: tuple[Placed, ...]
+    """Host number of each GPU."""
+    groups: tuple[PlacedEngines, ...]
 
 
-def place(fleet: FleetSpec) -> Ground:
-    """Number the GPUs and choose ways. Raises `FleetError` for what cannot be."""
+def place_engines(fleet: FleetSpec) -> Placement:
+    """Number the GPUs and choose transports. Raises `FleetError` for an impossible fleet."""
     trainer = fleet.trainer
     trainer.check()
     if not fleet.engines:
@@ -160,19 +160,19 @@ def place(fleet: FleetSpec) -> Ground:
     _bound(fleet)
     host = [gpu // trainer.gpus_per_host for gpu in range(trainer.gpus)]
     hosts = host[-1] + 1
-    groups: list[Placed] = []
+    groups: list[PlacedEngines] = []
     taken = 0
     for engines in fleet.engines:
         _divides(engines.tp, engines.ep, "engine tp", f"engine ep = {engines.ep}")
         first = len(host)
-        if engines.where is Where.GPUS:
+        if engines.location is EngineLocation.GPUS:
             first, taken = taken, taken + engines.workers
             if taken > trainer.gpus:
                 raise FleetError(
                     f"engines on the trainer's GPUs take {taken} of them, the trainer has {trainer.gpus}: use fewer"
                     " engines, a smaller engine tp, or put some on trainer-hosts or other-hosts"
                 )
-        elif engines.where is Where.HOSTS:
+        elif engines.location is EngineLocation.HOSTS:
             host += [worker * hosts // engines.workers for worker in range(engines.workers)]
             _fits(engines, trainer, host)
         else:
@@ -181,22 +181,22 @@ def place(fleet: FleetSpec) -> Ground:
         gpus = [first + (worker + engines.shift) % engines.workers for worker in range(engines.workers)]
         way = _way(engines, trainer, {host[gpu] for gpu in gpus})
         of_each = tuple(tuple(gpus[at : at + engines.tp]) for at in range(0, engines.workers, engines.tp))
-        groups.append(Placed(engines, way, of_each))
-    return Ground(trainer, tuple(host), tuple(groups))
+        groups.append(PlacedEngines(engines, way, of_each))
+    return Placement(trainer, tuple(host), tuple(groups))
 
 
-def waves(ground: Ground, most: int | None) -> tuple[Ground, ...]:
-    """Who stands still together: engines in the order of their groups, `most` at a time; None: all."""
-    engines = [(index, gpus) for index, group in enumerate(ground.groups) for gpus in group.gpu]
+def waves(placement: Placement, most: int | None) -> tuple[Placement, ...]:
+    """Engines that pause together: in the order of their groups, `most` at a time; None for all at once."""
+    engines = [(index, gpus) for index, group in enumerate(placement.groups) for gpus in group.gpu]
     each = len(engines) if most is None else most
-    found: list[Ground] = []
+    found: list[Placement] = []
     for at in range(0, len(engines), each):
         turn = engines[at : at + each]
         groups = tuple(
-            replace(ground.groups[index], gpu=tuple(gpus for owner, gpus in turn if owner == index))
+            replace(placement.groups[index], gpu=tuple(gpus for owner, gpus in turn if owner == index))
             for index in sorted({index for index, _ in turn})
         )
-        found.append(replace(ground, groups=groups))
+        found.append(replace(placement, groups=groups))
     return tuple(found)
 
 
@@ -212,7 +212,10 @@ def _bound(fleet: FleetSpec) -> None:
 
 
 def _fits(engines: Engines, trainer: TrainerSpec, host: list[int]) -> None:
-    """Of a host of the trainer's engines have what it has left; of one that is full, as much as of their own."""
+    """Raise `FleetError` when engines take more GPUs of a trainer's host than it has left.
+
+    A host that the trainer fills is taken to have as many further GPUs as a host of engines.
+    """
     busiest, found = Counter(each for each in host[trainer.gpus :] if trainer.gpus_on(each)).most_common(1)[0]
     left = trainer.gpus_per_host - trainer.gpus
     most = left if left > 0 else engines.gpus_per_host
@@ -223,26 +226,26 @@ def _fits(engines: Engines, trainer: TrainerSpec, host: list[int]) -> None:
         )
 
 
-def _way(engines: Engines, trainer: TrainerSpec, hosts: set[int]) -> Way:
-    if engines.way is not None:
-        problem = _objection(engines.way, engines, trainer, hosts)
+def _way(engines: Engines, trainer: TrainerSpec, hosts: set[int]) -> ForecastTransport:
+    if engines.transport is not None:
+        problem = _objection(engines.transport, engines, trainer, hosts)
         if problem:
-            raise FleetError(f"{engines.way.value} cannot serve engines at {engines.where.value}: {problem}")
-        return engines.way
-    order = (Way.DIRECT, Way.SENDS, Way.NEAREST)
+            raise FleetError(f"{engines.transport.value} cannot serve engines at {engines.location.value}: {problem}")
+        return engines.transport
+    order = (ForecastTransport.DIRECT, ForecastTransport.SENDS, ForecastTransport.NEAREST)
     return next(way for way in order if not _objection(way, engines, trainer, hosts))
 
 
-def _objection(way: Way, engines: Engines, trainer: TrainerSpec, hosts: set[int]) -> str:
+def _objection(way: ForecastTransport, engines: Engines, trainer: TrainerSpec, hosts: set[int]) -> str:
     """Why `way` is impossible; empty when it is not. Host 0 is that of the trainer's first rank."""
-    if way in {Way.DIRECT, Way.LOCAL} and hosts != {0}:
+    if way in {ForecastTransport.DIRECT, ForecastTransport.LOCAL} and hosts != {0}:
         return (
             f"it reaches engines on the host of the trainer's first rank, these are on {len(hosts)} host(s), others"
             " among them: use sends, distributed or disk"
         )
-    if way is Way.DIRECT and trainer.gpus > trainer.gpus_per_host:
+    if way is ForecastTransport.DIRECT and trainer.gpus > trainer.gpus_per_host:
         return f"the trainer is on {trainer.gpus // trainer.gpus_per_host} hosts, one is read: use sends or nearest"
-    if way in {Way.SENDS, Way.DISTRIBUTED} and engines.where is Where.GPUS:
+    if way in {ForecastTransport.SENDS, ForecastTransport.DISTRIBUTED} and engines.location is EngineLocation.GPUS:
         return "NCCL gives a GPU to one rank, and the trainer's has it: use direct, local, disk or nearest"
     return ""
 

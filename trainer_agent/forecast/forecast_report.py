@@ -1,4 +1,4 @@
-"""What is said of a forecast: a document for programs, and the same as text for people."""
+"""The report of a forecast: a document for programs, and the same as text."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rich.text import Text
 from weightbus.control.protocol import TransportKind
 from weightbus.control.terminal_text import terminal_safe
 
-from . import calibration as figures
-from .calibration import Calibration
+from . import calibration
+from .calibration import CalibratedValue
 from .cost_model import RoundCost, StepCost
-from .fleet import Engines, FleetSpec, TrainerSpec, Way, Where, place
+from .fleet import EngineLocation, Engines, FleetSpec, ForecastTransport, TrainerSpec, place_engines
 from .forecast import Forecast
 from .what_if import WhatIf, changes
 
@@ -32,7 +32,7 @@ class Report(msgspec.Struct, frozen=True):
     bytes: int
     tensors: int
     fleet: FleetSpec
-    """With the ways that were chosen."""
+    """The fleet, with the transports that were chosen."""
     round: RoundCost
     joining_s: float | None
     """From the `Hello` of one more engine until it gets requests. Null unless all go by sends."""
@@ -42,10 +42,12 @@ class Report(msgspec.Struct, frozen=True):
 
 def report_of(forecast: Forecast, fleet: FleetSpec, most: int) -> Report:
     """Everything. Raises `FleetError` for a fleet that cannot be."""
-    ways = [group.way for group in place(fleet).groups]
+    ways = [group.transport for group in place_engines(fleet).groups]
     settled = msgspec.structs.replace(
         fleet,
-        engines=tuple(msgspec.structs.replace(group, way=way) for group, way in zip(fleet.engines, ways, strict=True)),
+        engines=tuple(
+            msgspec.structs.replace(group, transport=way) for group, way in zip(fleet.engines, ways, strict=True)
+        ),
     )
     now = forecast.round(settled)
     joining_s = forecast.joining_s(settled)
@@ -66,27 +68,32 @@ def report_of(forecast: Forecast, fleet: FleetSpec, most: int) -> Report:
 
 
 def _notes(fleet: FleetSpec, now: RoundCost, joining_s: float | None, found: tuple[WhatIf, ...]) -> Iterator[str]:
-    ways = sorted({group.way.value for group in fleet.engines if group.way is not None})
-    for way in Way:
+    ways = sorted({group.transport.value for group in fleet.engines if group.transport is not None})
+    for way in ForecastTransport:
         if way.value not in _OFFERED and (way.value in ways or any(way.value in each.what for each in found)):
             yield f"{way.value} is predicted, and not offered by this version"
-    if now.kept_gigabytes > figures.GPU_GB.value:
-        kept = f"{now.kept_gigabytes:.0f} GB of weights, a B300 has {figures.GPU_GB.value:g}"
+    if now.kept_gigabytes > calibration.GPU_GB.value:
+        kept = f"{now.kept_gigabytes:.0f} GB of weights, a B300 has {calibration.GPU_GB.value:g}"
         yield f"an engine's GPU would keep {kept}: give engine tp, or engine ep"
     if fleet.links.nic is None and any("NIC" in load.link for load in now.loads):
-        yield f"{figures.NIC_GB_S.value:g} GB/s for a NIC is {figures.NIC_GB_S.source}; --nic says what yours does"
-    if Way.SENDS.value in ways:
+        nic = calibration.NIC_GB_S
+        yield f"{nic.value:g} GB/s for a NIC is {nic.source}; --nic says what yours does"
+    if ForecastTransport.SENDS.value in ways:
         yield "sends were measured between two GPUs of a host: larger groups are taken to fill their links as well"
-        waits = "" if now.beside_s is None else f", and a request waits {_seconds(now.beside_s)}"
+        waits = (
+            ""
+            if now.double_buffered_pause_s is None
+            else f", and a request waits {_seconds(now.double_buffered_pause_s)}"
+        )
         yield f"engines are taken to stand still for what is sent: with memory for it they go on until the flip{waits}"
         yield "left out: what the first rank does for each pair of a rank and a worker before they begin"
-    if Way.DISTRIBUTED.value in ways:
+    if ForecastTransport.DISTRIBUTED.value in ways:
         yield "distributed was measured with servers that join groups: over NVLink not with sidecars in their places"
     if joining_s is not None:
         yield "joining: its loader recorded ahead, from when the trainer offers the version (snapshots: every second)"
         yield "joining was measured with one worker and a model cut in two: larger layouts plan and connect for longer"
     yield from _turns(fleet, now)
-    beside = sum(group.workers for group in fleet.engines if group.where is Where.HOSTS)
+    beside = sum(group.workers for group in fleet.engines if group.location is EngineLocation.HOSTS)
     each = fleet.trainer.gpus_on(0) + -(-beside // -(-fleet.trainer.gpus // fleet.trainer.gpus_per_host))
     if beside and each > fleet.trainer.gpus_per_host:
         yield f"the trainer's hosts are taken to have {each} GPUs each, all joined by NVLink"
@@ -96,10 +103,12 @@ def _notes(fleet: FleetSpec, now: RoundCost, joining_s: float | None, found: tup
 
 
 def _turns(fleet: FleetSpec, now: RoundCost) -> Iterator[str]:
-    grouped = any(group.way in {Way.SENDS, Way.DISTRIBUTED} for group in fleet.engines)
+    grouped = any(
+        group.transport in {ForecastTransport.SENDS, ForecastTransport.DISTRIBUTED} for group in fleet.engines
+    )
     if grouped and sum(group.count for group in fleet.engines) > 1:
         yield "engines are taken to have GPUs of their own: over NCCL those that share one take turns (--max-paused)"
-    if now.waves > 1 and any(group.way is Way.DISTRIBUTED for group in fleet.engines):
+    if now.waves > 1 and any(group.transport is ForecastTransport.DISTRIBUTED for group in fleet.engines):
         yield "over distributed every wave connects in its pause, in each round: left out"
     if now.waves > 1:
         yield "engines have their turns in the order in which they are described; links are those of the longest wave"
@@ -137,9 +146,9 @@ def _trainer(trainer: TrainerSpec) -> str:
 
 
 def _engines(engines: Engines) -> str:
-    way = engines.way.value if engines.way else "?"
+    way = engines.transport.value if engines.transport else "?"
     cut = f"tp {engines.tp}, ep {engines.ep}"
-    return f"engines: {engines.count} of {cut} ({_many(engines.workers, 'GPU')}) on {engines.where.value}, by {way}"
+    return f"engines: {engines.count} of {cut} ({_many(engines.workers, 'GPU')}) on {engines.location.value}, by {way}"
 
 
 def _steps(now: RoundCost) -> Table:
@@ -187,8 +196,8 @@ def figures_table() -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("figure", "value", "from"):
         table.add_column(column)
-    for name, figure in vars(figures).items():
-        if isinstance(figure, Calibration):
+    for name, figure in vars(calibration).items():
+        if isinstance(figure, CalibratedValue):
             table.add_row(name.lower(), f"{figure.value:g}", figure.source)
     return table
 

@@ -13,13 +13,13 @@ from msgspec import Meta
 
 from weightbus.control.protocol import ConfigurationError
 
-from .fleet import Count, Engines, FleetError, FleetSpec, Links, Rate, TrainerSpec, Way, Where
+from .fleet import Count, EngineLocation, Engines, FleetError, FleetSpec, ForecastTransport, Links, Rate, TrainerSpec
 
 SECTION = "simulate_fleet"
 
 
 class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What is asked."""
+    """Settings of ``weightbus simulate-fleet``."""
 
     model: Annotated[Path, Meta(description="the served model: its Hugging Face config.json, or the folder with it")]
     dtype: Annotated[str | None, Meta(description="in which it is served; none: as its config says")] = None
@@ -35,8 +35,10 @@ class SimulateSettings(msgspec.Struct, frozen=True, kw_only=True):
     engines: Annotated[Count | None, Meta(description="how many servers; none: 1")] = None
     engine_tp: Annotated[Count | None, Meta(description="GPUs of each; none: 1")] = None
     engine_ep: Annotated[Count | None, Meta(description="its expert parallel groups; none: 1")] = None
-    where: Annotated[Where | None, Meta(description="on which GPUs engines run; none: other-hosts")] = None
-    way: Annotated[Way | None, Meta(description="how bytes travel; none: the first of direct, sends, nearest")] = None
+    where: Annotated[EngineLocation | None, Meta(description="on which GPUs engines run; none: other-hosts")] = None
+    way: Annotated[
+        ForecastTransport | None, Meta(description="how bytes travel; none: the first of direct, sends, nearest")
+    ] = None
     bucket_mb: Annotated[Count | None, Meta(description="size of buckets of whole tensors; none: 512")] = None
     max_paused: Annotated[
         Count | None, Meta(description="engines that stand still at a time, the others take turns; none: all at once")
@@ -80,7 +82,7 @@ def fleet_of(given: SimulateSettings) -> FleetSpec:
         found = msgspec.convert(document | _of_fleet(said), FleetSpec)
     except msgspec.ValidationError as problem:
         kinds = {"[trainer]": TrainerSpec, "[[engines]]": Engines, "[links]": Links}
-        known = "; ".join(f"{name} {', '.join(kind.__struct_fields__)}" for name, kind in kinds.items())
+        known = "; ".join(f"{name} {', '.join(kind.__struct_encode_fields__)}" for name, kind in kinds.items())
         raise FleetError(
             f"{given.fleet} describes no fleet: {problem}. Known: {known}; {', '.join(_FLEET)}"
         ) from problem

@@ -1,7 +1,7 @@
-"""A served model as blocks: its tensors by number, and the parts that its layers repeat. Pure, and never per tensor.
+"""A Hugging Face model as blocks: its tensors by number, and the parts that its layers repeat. Pure.
 
-A model of 70,000 tensors has a few kinds of layers. What trainer ranks hold and engine workers need is worked out for
-one block of each kind, by the same rules that read a real trainer, and repeated over layers and experts by arithmetic.
+A model of 70,000 tensors has a few kinds of layers. Shards of trainer ranks and engine workers are computed for one
+block of each kind, by the mapping rules that read a real trainer, and repeated over layers and experts by arithmetic.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from ..sources.megatron import (
 from .fleet import FleetError
 
 MOST_TENSORS: Final = 1 << 20
-"""Of a model. Each is looked at; the largest that is known has a tenth of it."""
+"""Most tensors of a model. Each is looked at; the largest known model has a tenth of it."""
 MOST_BYTES: Final = 1 << 50
 AXES: Final = 3
-"""The most that any served tensor has."""
+"""Most dimensions of any tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """Rules whose tensors follow each other: a layer, or a part that the model has once."""
+    """Mapping rules of consecutive tensors: a layer, or a part that the model has once."""
 
     kind: str
     """Blocks of one kind have the same parts."""
@@ -45,14 +45,14 @@ class Block:
     first: int
     """Number of its first tensor."""
     plain: int
-    """Tensors that are no expert's; those of experts follow, expert by expert."""
+    """Number of tensors of no expert; tensors of experts follow, expert by expert."""
     each: int
     """Tensors of one expert."""
     experts: int
     depth: int
-    """Layers before it; -1 for the embedding, and as many as there are for what follows the last one."""
+    """Layers before it; -1 for the embedding, the number of layers for parts behind the last one."""
     read: bool
-    """Engines that do not speculate leave prediction layers unread."""
+    """False for prediction layers, which engines without speculation do not read."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
-"""Who gives what to whom: how the reshard plan chooses among replicas, for all readers of a fleet at once. Pure.
+"""Bytes between pairs of GPUs: the reshard plan's choice among replicas, for all readers of a fleet at once. Pure.
 
-A worker takes every element from the nearest rank that holds it: its own GPU, its host, any other; equally near ones
-give as many bytes (dataplane/tensors/load_balancing.py, with the same inputs as the planner has). Holders being a
-series with equal steps, those that are nearest are found without looking at each.
+A worker reads every element from the nearest rank that holds it: its own GPU, its host, any other; equally near ranks
+give equally many bytes (dataplane/tensors/load_balancing.py, with the same inputs as the planner has). Holders are a
+series with equal steps, so that the nearest are found without looking at each.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from weightbus.dataplane.tensors import (
 )
 
 from .engine_shards import EngineShards
-from .fleet import FleetError, Ground, Placed, Way
+from .fleet import FleetError, ForecastTransport, PlacedEngines, Placement
 from .tensor_blocks import Tensors
 from .trainer_shards import TrainerShards
 
@@ -61,25 +61,25 @@ class Traffic:
 
 
 @dataclass(frozen=True, eq=False)
-class Series:
+class HolderSeries:
     """Holders of rows: base + stride * k, k < count."""
 
     base: Column
     stride: Column
     count: Column
 
-    def take(self, rows: Column) -> Series:
+    def take(self, rows: Column) -> HolderSeries:
         """Those of these rows."""
-        return Series(self.base[rows], self.stride[rows], self.count[rows])
+        return HolderSeries(self.base[rows], self.stride[rows], self.count[rows])
 
 
 @dataclass(frozen=True, eq=False)
 class Overlaps:
-    """What every worker needs of every distinct box: one row for each overlap, the same for all engines of a group."""
+    """Overlaps of workers' boxes with the trainer's, one row each, the same for all engines of a group."""
 
     worker: Column
     row: Column
-    """Of the holdings."""
+    """Row of the trainer's boxes."""
     nbytes: Column
     dealt: tuple[tuple[Column, Column], ...]
     """By worker: the rows of the holdings of all tensors that it needs anything of, in the order of the planner's
@@ -101,28 +101,30 @@ def overlaps(tensors: Tensors, held: TrainerShards, needed: EngineShards) -> Ove
     return Overlaps(needed.worker[rows], others, common.sizes * tensors.item[common.space], tuple(dealt))
 
 
-def by_parts(ground: Ground, group: Placed, held: TrainerShards, found: Overlaps) -> tuple[Traffic, ...]:
-    """What the workers of a group get, each its own part; engine by engine."""
-    world = ground.trainer.gpus
-    holders = Series(held.base, held.stride, held.count)
-    host = np.array(ground.host, np.int64)
+def shard_traffic(
+    placement: Placement, group: PlacedEngines, held: TrainerShards, found: Overlaps
+) -> tuple[Traffic, ...]:
+    """Traffic of a group whose workers get their own shards, engine by engine."""
+    world = placement.trainer.gpus
+    holders = HolderSeries(held.base, held.stride, held.count)
+    host = np.array(placement.host, np.int64)
     near = {host[gpu] for gpu in range(world)}
     anywhere: Column | None = None
     parts: list[Traffic] = []
     for gpus in group.gpu:
         gpu = np.array(gpus, np.int64)[found.worker]
-        if group.way is not Way.SENDS or near & {host[each] for each in gpus}:
-            source = _sources(found, _nearest(holders, ground, gpus))
+        if group.transport is not ForecastTransport.SENDS or near & {host[each] for each in gpus}:
+            source = _sources(found, _nearest(holders, placement, gpus))
         else:
             source = anywhere = _sources(found, [holders] * len(gpus)) if anywhere is None else anywhere
-        if group.way is Way.DIRECT and bool((host[source] != host[gpu]).any()):
+        if group.transport is ForecastTransport.DIRECT and bool((host[source] != host[gpu]).any()):
             raise FleetError("direct cannot read parts that only other hosts hold: use sends or nearest")
         parts.append(Traffic.of(source, gpu, found.nbytes))
     return tuple(parts)
 
 
-def _sources(found: Overlaps, holders: Sequence[Series]) -> Column:
-    """(overlaps,): who gives each. `holders` are, for each worker, the nearest ones of every row of the holdings."""
+def _sources(found: Overlaps, holders: Sequence[HolderSeries]) -> Column:
+    """Rank that gives each overlap: (overlaps,). `holders` are the nearest of every trainer's box, by worker."""
     source = np.zeros(len(found.row), np.int64)
     for worker, (rows, weight) in enumerate(found.dealt):
         chosen = np.zeros(len(holders[worker].base), np.int64)
@@ -132,25 +134,25 @@ def _sources(found: Overlaps, holders: Sequence[Series]) -> Column:
     return source
 
 
-def _nearest(holders: Series, ground: Ground, gpus: Sequence[int]) -> list[Series]:
-    """For each of these GPUs those that are nearest to it, of each row: itself, those of its host, or all."""
-    per, world = ground.trainer.gpus_per_host, ground.trainer.gpus
-    of_host: dict[int, Series] = {}
-    for host in {ground.host[gpu] for gpu in gpus}:
+def _nearest(holders: HolderSeries, placement: Placement, gpus: Sequence[int]) -> list[HolderSeries]:
+    """The holders nearest to each GPU, of each row: the GPU itself, its host's, or all."""
+    per, world = placement.trainer.gpus_per_host, placement.trainer.gpus
+    of_host: dict[int, HolderSeries] = {}
+    for host in {placement.host[gpu] for gpu in gpus}:
         here = within(holders, host * per, min(host * per + per, world))
         base, count = np.where(here.count > 0, (here.base, here.count), (holders.base, holders.count))
-        of_host[host] = Series(base, holders.stride, count)
-    found: list[Series] = []
+        of_host[host] = HolderSeries(base, holders.stride, count)
+    found: list[HolderSeries] = []
     for gpu in gpus:
-        near = of_host[ground.host[gpu]]
+        near = of_host[placement.host[gpu]]
         if gpu < world:
             own = within(near, gpu, gpu + 1).count > 0
-            near = Series(np.where(own, gpu, near.base), near.stride, np.where(own, 1, near.count))
+            near = HolderSeries(np.where(own, gpu, near.base), near.stride, np.where(own, 1, near.count))
         found.append(near)
     return found
 
 
-def _dealt(holders: Series, weight: Column, first: int) -> Column:
+def _dealt(holders: HolderSeries, weight: Column, first: int) -> Column:
     """(rows,): which of its holders gives each, as the planner deals them to the reader with number `first`."""
     stride: Column = np.where(holders.count > 1, holders.stride, 1)
     width = 1 + max(int(each.max(initial=0)) for each in (holders.base, stride, holders.count))
@@ -167,24 +169,24 @@ def _in_planners_order(held: TrainerShards) -> Column:
     return lexsort_rows(np.column_stack((held.boxes.space, held.boxes.start, held.boxes.stop)))
 
 
-def within(holders: Series, low: int, high: int) -> Series:
+def within(holders: HolderSeries, low: int, high: int) -> HolderSeries:
     """The part of each series from `low` on and below `high`."""
     base, stride = holders.base, holders.stride
     first = np.maximum(0, -((base - low) // stride))
     last = np.minimum(holders.count, -((base - high) // stride))
-    return Series(base + stride * first, stride, np.maximum(0, last - first))
+    return HolderSeries(base + stride * first, stride, np.maximum(0, last - first))
 
 
-def assembled(tensors: Tensors, held: TrainerShards) -> Column:
-    """(ranks,): what each rank sends of whole tensors that the first one puts together; of replicas the lowest's."""
+def gathered_bytes(tensors: Tensors, held: TrainerShards) -> Column:
+    """Bytes that each rank sends for whole tensors on rank 0, of replicas the lowest's: (ranks,)."""
     return _sums(held.base, _sizes(tensors, held.boxes))
 
 
-def digested(tensors: Tensors, held: TrainerShards) -> Column:
-    """(ranks,): what each rank reads for the digests (dataplane/reshard/digest_shares.py)."""
+def digested_bytes(tensors: Tensors, held: TrainerShards) -> Column:
+    """Bytes that each rank reads for the digests (dataplane/reshard/digest_shares.py): (ranks,)."""
     order = _in_planners_order(held)
     boxes = held.boxes.take(order)
-    holders = Series(held.base, held.stride, held.count).take(order)
+    holders = HolderSeries(held.base, held.stride, held.count).take(order)
     return _sums(_dealt(holders, expected_read_bytes(boxes, *served_sizes(tensors.specs)), 0), _sizes(tensors, boxes))
 
 

@@ -1,7 +1,7 @@
-"""What the ranks of a Megatron trainer hold, every box once, with the ranks that hold it as an arithmetic series.
+"""The shards of a Megatron trainer's ranks: every box once, with the ranks that hold it as an arithmetic series.
 
 Ranks are numbered in Megatron's order: tensor parallel first, then expert or data parallel, then pipeline. So the
-replicas of a box are `base`, `base + stride`, .. and nobody has to list them. Left out is the last stage's further
+replicas of a box are `base`, `base + stride`, .. and need not be listed. Left out is the last stage's further
 copy of the embedding, which it has where prediction layers are trained.
 """
 
@@ -38,8 +38,8 @@ class TrainerShards:
     count: Column
 
 
-def holdings(tensors: Tensors, trainer: TrainerSpec) -> TrainerShards:
-    """What the trainer's ranks hold. Raises `FleetError` where a matrix does not come out even."""
+def trainer_shards(tensors: Tensors, trainer: TrainerSpec) -> TrainerShards:
+    """The boxes of the trainer's ranks. Raises `FleetError` where a matrix cannot be cut evenly."""
     model = tensors.model
     if trainer.pp > len(model.layers):
         raise FleetError(f"pp = {trainer.pp} stages for {len(model.layers)} layers: use at most one stage for each")
@@ -84,7 +84,7 @@ def _plain(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSpec
 
 
 def _experts(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSpec) -> Column:
-    """The parts of one expert for all of them: expert e is with the e-th share of the expert parallel ranks."""
+    """The boxes of all experts, from those of one: expert e is on the e-th share of the expert parallel ranks."""
     width, group = trainer.expert_tp, trainer.expert_tp * trainer.ep
     of_one = np.array([(target, max(share, 0), *_wide(box)) for target, share, box in parts], np.int64)
     every = np.array([share < 0 for _, share, _ in parts])

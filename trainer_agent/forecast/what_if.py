@@ -1,4 +1,4 @@
-"""What would make a round shorter: the same fleet with one thing changed, calculated again. Pure."""
+"""Changes of a fleet that would make its round shorter: one thing changed, calculated again. Pure."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
-from . import calibration as figures
+from . import calibration
 from .cost_model import RoundCost, rate
-from .fleet import Engines, FleetError, FleetSpec, Links, Way, Where, place
+from .fleet import EngineLocation, Engines, FleetError, FleetSpec, ForecastTransport, Links, place_engines
 from .forecast import Forecast
 
 _Groups = tuple[Engines, ...]
 _WORTH: Final = 0.01
-"""Of the round: what saves less is not said."""
+"""Least saving that is reported, as a fraction of the round."""
 
 
 class WhatIf(msgspec.Struct, frozen=True):
@@ -40,20 +40,20 @@ def changes(forecast: Forecast, fleet: FleetSpec, now: RoundCost, most: int = 3)
 
 
 def _candidates(forecast: Forecast, fleet: FleetSpec) -> Iterator[tuple[str, FleetSpec]]:
-    """What is changed, and the changed fleet."""
+    """Descriptions of changes, with the changed fleets."""
     for what, links in _links(fleet.links):
         yield what, replace(fleet, links=links)
     yield from ((what, replace(fleet, engines=groups)) for what, groups in _engines(forecast, fleet))
-    if any(not group.way or not group.way.by_parts for group in fleet.engines):
+    if any(not group.transport or not group.transport.sends_shards for group in fleet.engines):
         yield "buckets four times as large", replace(fleet, bucket_mb=4 * fleet.bucket_mb)
 
 
 def _links(links: Links) -> Iterator[tuple[str, Links]]:
     for name, figure in (
-        ("nic", figures.NIC_GB_S),
-        ("nvlink", figures.NVLINK_GB_S),
-        ("device", figures.DEVICE_GB_S),
-        ("storage", figures.STORAGE_GB_S),
+        ("nic", calibration.NIC_GB_S),
+        ("nvlink", calibration.NVLINK_GB_S),
+        ("device", calibration.DEVICE_GB_S),
+        ("storage", calibration.STORAGE_GB_S),
     ):
         twice = 2 * rate(getattr(links, name), figure) / 1e9
         yield f"{name} twice as fast: {twice:g} GB/s", replace(links, **{name: twice})
@@ -62,14 +62,14 @@ def _links(links: Links) -> Iterator[tuple[str, Links]]:
 
 
 def _engines(forecast: Forecast, fleet: FleetSpec) -> Iterator[tuple[str, _Groups]]:
-    """Another way, another place, experts whole or cut; for all groups."""
+    """Another transport, another location, experts whole or cut; for all groups."""
     groups = fleet.engines
-    for way in Way:
-        if way is not Way.NEAREST and any(group.way is not way for group in groups):
-            yield f"by {way.value}", tuple(replace(group, way=way) for group in groups)
-    for where in Where:
-        if any(group.where is not where for group in groups):
-            moved = tuple(replace(group, where=where, way=None, shift=0) for group in groups)
+    for way in ForecastTransport:
+        if way is not ForecastTransport.NEAREST and any(group.transport is not way for group in groups):
+            yield f"by {way.value}", tuple(replace(group, transport=way) for group in groups)
+    for where in EngineLocation:
+        if any(group.location is not where for group in groups):
+            moved = tuple(replace(group, location=where, transport=None, shift=0) for group in groups)
             yield f"engines on {where.value}, by {_ways(fleet, moved)}", moved
     if forecast.tensors.model.family.experts:
         if any(group.ep < group.tp for group in groups):
@@ -79,9 +79,9 @@ def _engines(forecast: Forecast, fleet: FleetSpec) -> Iterator[tuple[str, _Group
 
 
 def _ways(fleet: FleetSpec, moved: _Groups) -> str:
-    """Which ways would be chosen, where these groups can be at all."""
+    """Transports that would be chosen for these groups; "nothing" for an impossible fleet."""
     try:
-        groups = place(replace(fleet, engines=moved)).groups
+        groups = place_engines(replace(fleet, engines=moved)).groups
     except FleetError:
         return "nothing"
-    return " and ".join(sorted({group.way.value for group in groups}))
+    return " and ".join(sorted({group.transport.value for group in groups}))

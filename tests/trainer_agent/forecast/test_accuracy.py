@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from weightbus.trainer_agent.forecast import calibration as figures
+from weightbus.trainer_agent.forecast import calibration
 from weightbus.trainer_agent.forecast.cost_model import RoundCost
-from weightbus.trainer_agent.forecast.fleet import Engines, FleetSpec, TrainerSpec, Way, Where
+from weightbus.trainer_agent.forecast.fleet import EngineLocation, Engines, FleetSpec, ForecastTransport, TrainerSpec
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
 
@@ -39,13 +39,13 @@ ONE = TrainerSpec(gpus=1)
 TWO = TrainerSpec(gpus=2, gpus_per_host=2, tp=2)
 
 PLACES = {
-    "colocated": (ONE, Engines(where=Where.GPUS)),
-    "peer": (ONE, Engines(where=Where.HOSTS)),
-    "colocated-48": (ONE, Engines(where=Where.GPUS)),
-    "crosswise": (TWO, Engines(tp=2, where=Where.GPUS, shift=1)),
-    "model-llama": (ONE, Engines(where=Where.GPUS)),
-    "model-qwen3": (ONE, Engines(where=Where.GPUS)),
-    "model-deepseek": (ONE, Engines(where=Where.GPUS)),
+    "colocated": (ONE, Engines(location=EngineLocation.GPUS)),
+    "peer": (ONE, Engines(location=EngineLocation.HOSTS)),
+    "colocated-48": (ONE, Engines(location=EngineLocation.GPUS)),
+    "crosswise": (TWO, Engines(tp=2, location=EngineLocation.GPUS, shift=1)),
+    "model-llama": (ONE, Engines(location=EngineLocation.GPUS)),
+    "model-qwen3": (ONE, Engines(location=EngineLocation.GPUS)),
+    "model-deepseek": (ONE, Engines(location=EngineLocation.GPUS)),
 }
 
 
@@ -93,7 +93,9 @@ def test_direct_rounds(name: str) -> None:
 def test_rounds_by_sglangs_buckets(name: str) -> None:
     """The same weights by CUDA IPC buckets: the transfer of an agent's first round, by its faster layout."""
     trainer, engines = PLACES[name]
-    by_buckets = Engines(tp=engines.tp, where=engines.where, shift=engines.shift, way=Way.LOCAL)
+    by_buckets = Engines(
+        tp=engines.tp, location=engines.location, shift=engines.shift, transport=ForecastTransport.LOCAL
+    )
     found = Forecast(Tensors.parse(model_of(name))).round(FleetSpec(trainer, (by_buckets,)))
     rounds = [layout["flattened_bucket"] for layout in recorded(name)["layouts"].values()]
     measured = min(each["trainer_s"]["transfer"] for each in rounds)
@@ -103,29 +105,37 @@ def test_rounds_by_sglangs_buckets(name: str) -> None:
 def test_rounds_by_sends() -> None:
     """NCCL to the other GPU: a whole steady round. Its engine took the version beside what it served."""
     forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
-    found = forecast.round(FleetSpec(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
+    found = forecast.round(FleetSpec(ONE, (Engines(location=EngineLocation.HOSTS, transport=ForecastTransport.SENDS),)))
     sent = recorded("nccl")["parts"]["speed"]
     assert forecast.tensors.total == sent["bytes"]
     steady = sent["sends"][2:]
     near(found.total_s, statistics.median(each["publish_s"] for each in steady), FACTOR)
-    assert found.beside_s is not None
-    near(found.beside_s, statistics.median(each["engine_s"]["paused"] for each in steady), FACTOR)
+    assert found.double_buffered_pause_s is not None
+    near(found.double_buffered_pause_s, statistics.median(each["engine_s"]["paused"] for each in steady), FACTOR)
 
 
 def test_engines_that_take_turns() -> None:
     """NCCL takes one of two servers on a GPU at a time: steady rounds of both, and what each is paused for its flip."""
     forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
-    found = forecast.round(FleetSpec(ONE, (Engines(2, where=Where.HOSTS, way=Way.SENDS),), max_paused=1))
+    found = forecast.round(
+        FleetSpec(ONE, (Engines(2, location=EngineLocation.HOSTS, transport=ForecastTransport.SENDS),), max_paused=1)
+    )
     both = recorded("joiner")["with_both"][1:]  # in the first one group was new
     near(found.total_s, statistics.median(each["publish_s"] for each in both), FACTOR)
-    assert found.beside_s is not None
-    near(found.beside_s, statistics.median(one["paused"] for each in both for one in each["engine_s"].values()), FACTOR)
+    assert found.double_buffered_pause_s is not None
+    near(
+        found.double_buffered_pause_s,
+        statistics.median(one["paused"] for each in both for one in each["engine_s"].values()),
+        FACTOR,
+    )
 
 
 def test_an_engine_that_joins() -> None:
     """From its `Hello` until it is ready, as a new engine and as one that came back; its figures are from these two."""
     forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
-    found = forecast.joining_s(FleetSpec(ONE, (Engines(where=Where.HOSTS, way=Way.SENDS),)))
+    found = forecast.joining_s(
+        FleetSpec(ONE, (Engines(location=EngineLocation.HOSTS, transport=ForecastTransport.SENDS),))
+    )
     assert found is not None
     measured = recorded("joiner")
     for joined in (measured, measured["again"]):
@@ -139,17 +149,19 @@ def test_what_a_joiner_adds_to_a_round_is_what_was_measured() -> None:
     joined = (measured, measured["again"])
     steps = [sum(one["sidecar_s"][f"step:transfer_{name}"] for name in ("layout", "plan", "expect")) for one in joined]
     planned = statistics.mean(steps)
-    assert figures.JOIN_TENSOR_S.value == pytest.approx(planned / 9435, rel=0.01)
+    assert calibration.JOIN_TENSOR_S.value == pytest.approx(planned / 9435, rel=0.01)
     commits = statistics.median(each["trainer_s"]["commit"] for each in measured["rounds"][2:])
     beyond = statistics.mean(one["joiner_s"] for one in joined) - (measured["normal_round_s"] - commits)
-    assert figures.JOIN_S.value == pytest.approx(beyond - planned, rel=0.02)
+    assert calibration.JOIN_S.value == pytest.approx(beyond - planned, rel=0.02)
 
 
 def test_rounds_of_stages_that_broadcast() -> None:
     """Two pipeline stages, each its own part: a whole steady round, and the engine's pause."""
     forecast = Forecast(Tensors.parse(QWEN3_30B_A3B))
     stages = TrainerSpec(gpus=2, gpus_per_host=2, pp=2)
-    found = forecast.round(FleetSpec(stages, (Engines(where=Where.HOSTS, way=Way.DISTRIBUTED),)))
+    found = forecast.round(
+        FleetSpec(stages, (Engines(location=EngineLocation.HOSTS, transport=ForecastTransport.DISTRIBUTED),))
+    )
     measured = recorded("stages")
     assert forecast.tensors.total == measured["bytes"]
     near(found.total_s, measured["stage_wise_s"], FACTOR)
@@ -159,9 +171,9 @@ def test_rounds_of_stages_that_broadcast() -> None:
 @pytest.mark.parametrize(
     ("kind", "engines"),
     [
-        ("ipc", Engines(where=Where.GPUS, way=Way.LOCAL)),
-        ("nccl", Engines(where=Where.HOSTS, way=Way.DISTRIBUTED)),
-        ("disk", Engines(where=Where.HOSTS, way=Way.DISK)),
+        ("ipc", Engines(location=EngineLocation.GPUS, transport=ForecastTransport.LOCAL)),
+        ("nccl", Engines(location=EngineLocation.HOSTS, transport=ForecastTransport.DISTRIBUTED)),
+        ("disk", Engines(location=EngineLocation.HOSTS, transport=ForecastTransport.DISK)),
     ],
 )
 def test_stock_rounds(kind: str, engines: Engines) -> None:

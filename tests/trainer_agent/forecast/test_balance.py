@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weightbus.trainer_agent.forecast.fleet import Engines, FleetSpec, TrainerSpec, Way, Where
+from weightbus.trainer_agent.forecast.fleet import EngineLocation, Engines, FleetSpec, ForecastTransport, TrainerSpec
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
 
@@ -46,7 +46,7 @@ def busiest(name: str, trainer: TrainerSpec, engines: Engines) -> float:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_no_replica_gives_much_more_than_the_others(name: str, dp: int, tp: int) -> None:
     """Engines that are alike have one plan, so it is even in itself."""
-    engines = Engines(4, tp, where=Where.OTHER, way=Way.SENDS)
+    engines = Engines(4, tp, location=EngineLocation.OTHER, transport=ForecastTransport.SENDS)
     assert busiest(name, TrainerSpec(dp, 16), engines) <= MOST
     assert busiest(name, TrainerSpec(2 * dp, 16, tp=2), engines) <= MOST
 
@@ -55,5 +55,5 @@ def test_no_replica_gives_much_more_than_the_others(name: str, dp: int, tp: int)
 def test_experts_and_what_is_with_all_ranks_even_each_other_out(ep: int) -> None:
     """Sets of holders that lie in one another. Each worker's part is even, as far as experts of its own let it be."""
     for tp in (1, 2, 4):
-        engines = Engines(2, tp, ep=min(tp, 2), where=Where.OTHER, way=Way.SENDS)
+        engines = Engines(2, tp, ep=min(tp, 2), location=EngineLocation.OTHER, transport=ForecastTransport.SENDS)
         assert busiest("qwen3-30b", TrainerSpec(8, 8, ep=ep, etp=1), engines) <= (MOST if tp == 1 else 1.15)

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from weightbus.control.cli.entry_point import main
-from weightbus.trainer_agent.forecast.fleet import Engines, FleetSpec, Links, TrainerSpec, Way, Where
+from weightbus.trainer_agent.forecast.fleet import (
+    EngineLocation,
+    Engines,
+    FleetSpec,
+    ForecastTransport,
+    Links,
+    TrainerSpec,
+)
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
 from weightbus.trainer_agent.forecast.what_if import changes
@@ -297,7 +304,11 @@ def test_hosts_that_are_larger_than_said_are_noted(capsys: pytest.CaptureFixture
 def test_changes_are_calculated_and_not_told() -> None:
     """What is said to be saved is what the changed fleet takes; what cannot be is not said."""
     forecast = Forecast(Tensors.parse(json.loads(Path(MODEL).read_text())))
-    fleet = FleetSpec(TrainerSpec(4, 4, ep=4, etp=1), (Engines(4, where=Where.OTHER, way=Way.SENDS),), Links(nic=1.0))
+    fleet = FleetSpec(
+        TrainerSpec(4, 4, ep=4, etp=1),
+        (Engines(4, location=EngineLocation.OTHER, transport=ForecastTransport.SENDS),),
+        Links(nic=1.0),
+    )
     now = forecast.round(fleet)
     found = {change.what: change for change in changes(forecast, fleet, now, 20)}
     twice = forecast.round(FleetSpec(fleet.trainer, fleet.engines, Links(nic=2.0)))

@@ -16,11 +16,19 @@ from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
 from weightbus.dataplane.tensors.boxes import Boxes, volumes
 from weightbus.dataplane.tensors.shards import DTYPES, Shards
-from weightbus.trainer_agent.forecast.engine_shards import needs
-from weightbus.trainer_agent.forecast.fleet import Engines, FleetError, FleetSpec, TrainerSpec, Way, Where, place
+from weightbus.trainer_agent.forecast.engine_shards import engine_shards
+from weightbus.trainer_agent.forecast.fleet import (
+    EngineLocation,
+    Engines,
+    FleetError,
+    FleetSpec,
+    ForecastTransport,
+    TrainerSpec,
+    place_engines,
+)
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
-from weightbus.trainer_agent.forecast.trainer_shards import TrainerShards, holdings
+from weightbus.trainer_agent.forecast.trainer_shards import TrainerShards, trainer_shards
 
 from ...kit.tiny_families import FAMILIES
 
@@ -43,8 +51,8 @@ def fleets(draw: st.DrawFn, hosts: int = 1) -> tuple[str, FleetSpec]:
     engine_tp = draw(st.sampled_from([1, 2, 4]))
     engine_ep = draw(st.sampled_from([each for each in (1, 2, 4) if engine_tp % each == 0])) if sparse else 1
     count = draw(st.sampled_from([1, 2]))
-    where = draw(st.sampled_from(list(Where)))
-    way = Way.NEAREST if where is Where.GPUS else Way.SENDS
+    where = draw(st.sampled_from(list(EngineLocation)))
+    way = ForecastTransport.NEAREST if where is EngineLocation.GPUS else ForecastTransport.SENDS
     trainer = TrainerSpec(gpus, -(-gpus // hosts), tp, pp, ep, etp)
     return name, FleetSpec(trainer, (Engines(count, engine_tp, engine_ep, where, way),))
 
@@ -81,8 +89,8 @@ def pieces_of(tensors: Tensors, boxes: Boxes, holder: Sequence[int]) -> Shards:
 
 def planned(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]]:
     """The same from `make_plan`, worker by worker, out of replicas that are listed one by one."""
-    tensors, ground = MODELS[name], place(fleet)
-    held = holdings(tensors, fleet.trainer)
+    tensors, placement = MODELS[name], place_engines(fleet)
+    held = trainer_shards(tensors, fleet.trainer)
     listed = [(row, each) for row in range(len(held.base)) for each in holders(held, row)]
     pieces = pieces_of(tensors, held.boxes.take(np.array([row for row, _ in listed])), [each for _, each in listed])
     sizes = pieces.boxes.sizes * ITEM_SIZES[pieces.dtype]
@@ -90,9 +98,9 @@ def planned(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]]:
     for rank in range(fleet.trainer.gpus):
         ends = np.cumsum([0, *(-(-sizes[pieces.rank == rank] // 8) * 8).tolist()]).tolist()
         places = tuple(ExportedTensor(0, end) for end in ends[:-1])
-        exports.append(ExportMap(rank, f"{ground.host[rank]}", (Region(max(ends[-1], 1), f"GPU-{rank}"),), places))
-    group = ground.groups[0]
-    needed = needs(tensors, group.engines)
+        exports.append(ExportMap(rank, f"{placement.host[rank]}", (Region(max(ends[-1], 1), f"GPU-{rank}"),), places))
+    group = placement.groups[0]
+    needed = engine_shards(tensors, group.engines)
     found: Counter[tuple[int, int]] = Counter()
     for gpus in group.gpu:
         for worker, gpu in enumerate(gpus):
@@ -105,9 +113,9 @@ def planned(name: str, fleet: FleetSpec) -> Counter[tuple[int, int]]:
                         strict=True)
                 )
             )  # fmt: skip
-            beside = [rank for rank in range(fleet.trainer.gpus) if ground.host[rank] == ground.host[gpu]]
+            beside = [rank for rank in range(fleet.trainer.gpus) if placement.host[rank] == placement.host[gpu]]
             peers = tuple(f"GPU-{rank}" for rank in beside if rank != gpu)
-            reader = PlanReader(worker, f"{ground.host[gpu]}", f"GPU-{gpu}", peers, sent_to=True)
+            reader = PlanReader(worker, f"{placement.host[gpu]}", f"GPU-{gpu}", peers, sent_to=True)
             plan = make_plan(pieces, exports, LoadTrace(worker, targets, copies), reader)
             found.update(by_holder(plan.copies, [source.rank for source in plan.sources], gpu))
     return found
@@ -136,10 +144,10 @@ def test_the_parts_make_up_the_model(name: str) -> None:
     """What ranks hold is every tensor once, and what workers keep is at least all that is read."""
     tensors = MODELS[name]
     experts = 2 if tensors.model.family.experts else 1
-    held = holdings(tensors, TrainerSpec(4, tp=2, pp=2, ep=experts, etp=1))
+    held = trainer_shards(tensors, TrainerSpec(4, tp=2, pp=2, ep=experts, etp=1))
     whole = [int(np.prod(spec.shape)) for spec in tensors.specs]
     assert volumes(held.boxes, len(whole)).tolist() == whole
-    kept = volumes(needs(tensors, Engines(tp=2, ep=experts)).boxes, len(whole))
+    kept = volumes(engine_shards(tensors, Engines(tp=2, ep=experts)).boxes, len(whole))
     read = [n for block in tensors.blocks if block.read for n in range(block.first, end_of(block))]
     assert all(kept[number] >= whole[number] for number in read)
     assert sum(kept.tolist()) == sum(kept[number] for number in read)

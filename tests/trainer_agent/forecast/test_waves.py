@@ -8,22 +8,35 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.trainer_agent.forecast import calibration as figures
+from weightbus.trainer_agent.forecast import calibration
 from weightbus.trainer_agent.forecast.cost_model import RoundCost
-from weightbus.trainer_agent.forecast.fleet import Engines, FleetSpec, Links, TrainerSpec, Way, Where, place, waves
+from weightbus.trainer_agent.forecast.fleet import (
+    EngineLocation,
+    Engines,
+    FleetSpec,
+    ForecastTransport,
+    Links,
+    TrainerSpec,
+    place_engines,
+    waves,
+)
 from weightbus.trainer_agent.forecast.forecast import Forecast
 from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
 
 GPU = Path(__file__).parents[2] / "gpu"
 LLAMA = json.loads((GPU / "models" / "llama.json").read_text())
 TWO = TrainerSpec(gpus=2, gpus_per_host=2, tp=2)
-ELSEWHERE = Engines(5, where=Where.OTHER, way=Way.SENDS)
+ELSEWHERE = Engines(5, location=EngineLocation.OTHER, transport=ForecastTransport.SENDS)
 FLEETS = {
     "sends": FleetSpec(TWO, (ELSEWHERE,)),
-    "direct": FleetSpec(TWO, (Engines(2, where=Where.GPUS),)),
-    "distributed": FleetSpec(TWO, (Engines(3, 2, way=Way.DISTRIBUTED),)),
-    "sends and direct": FleetSpec(TWO, (Engines(2, way=Way.SENDS), Engines(1, 2, where=Where.GPUS))),
-    "disk and direct": FleetSpec(TWO, (Engines(2, way=Way.DISK), Engines(2, where=Where.GPUS))),
+    "direct": FleetSpec(TWO, (Engines(2, location=EngineLocation.GPUS),)),
+    "distributed": FleetSpec(TWO, (Engines(3, 2, transport=ForecastTransport.DISTRIBUTED),)),
+    "sends and direct": FleetSpec(
+        TWO, (Engines(2, transport=ForecastTransport.SENDS), Engines(1, 2, location=EngineLocation.GPUS))
+    ),
+    "disk and direct": FleetSpec(
+        TWO, (Engines(2, transport=ForecastTransport.DISK), Engines(2, location=EngineLocation.GPUS))
+    ),
 }
 
 
@@ -60,60 +73,66 @@ def test_what_comes_before_the_first_wave_comes_once(forecast: Forecast, name: s
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_one_at_a_time_by_hand(forecast: Forecast, count: int) -> None:
     """Every engine of one worker gets the whole model over its NIC, and its own barrier in place of everybody's."""
-    engines = (Engines(count, where=Where.OTHER, way=Way.SENDS, gpus_per_host=1),)
+    engines = (Engines(count, location=EngineLocation.OTHER, transport=ForecastTransport.SENDS, gpus_per_host=1),)
     found = forecast.round(FleetSpec(TrainerSpec(), engines, Links(nic=10.0), max_paused=1))
     size = forecast.tensors.total / 1e9
-    alone = figures.BARRIER_ENGINE_S.value
+    alone = calibration.BARRIER_ENGINE_S.value
     stands = [
-        figures.PAUSE_S.value + alone,
-        size / 10.0 + figures.CALL_S.value + alone,
-        size / figures.PROOF_GB_S.value + figures.VERIFY_S.value + alone,
-        figures.RESUME_S.value + alone,
+        calibration.PAUSE_S.value + alone,
+        size / 10.0 + calibration.CALL_S.value + alone,
+        size / calibration.PROOF_GB_S.value + calibration.VERIFY_S.value + alone,
+        calibration.RESUME_S.value + alone,
     ]
-    before = figures.ACQUIRE_S.value + figures.ANNOUNCE_S.value + figures.PREPARE_S.value + count * alone
-    digest = size / figures.DIGEST_GB_S.value + len(forecast.tensors.specs) * figures.DIGEST_TENSOR_S.value
+    before = calibration.ACQUIRE_S.value + calibration.ANNOUNCE_S.value + calibration.PREPARE_S.value + count * alone
+    digest = size / calibration.DIGEST_GB_S.value + len(forecast.tensors.specs) * calibration.DIGEST_TENSOR_S.value
     # The first wave's version is committed, and every later one's epoch is on the disk before it.
-    turn = figures.OFFER_S.value + sum(stands) + figures.COMMIT_S.value
+    turn = calibration.OFFER_S.value + sum(stands) + calibration.COMMIT_S.value
     assert found.total_s == pytest.approx(before + digest + count * turn)
-    assert found.pause_s == pytest.approx(sum(stands) - (stands[0] + stands[-1]) / 2 + figures.COMMIT_S.value)
+    assert found.pause_s == pytest.approx(sum(stands) - (stands[0] + stands[-1]) / 2 + calibration.COMMIT_S.value)
     assert (found.waves, found.serving) == (count, count - 1)
-    assert seconds(found, "commit") == figures.COMMIT_S.value
+    assert seconds(found, "commit") == calibration.COMMIT_S.value
     assert found.loads[0].gigabytes == pytest.approx(size)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4])
 def test_every_engine_has_one_turn(most: int) -> None:
     """In the order of the groups, as many at a time as may be, on the GPUs that it has anyway."""
-    ground = place(FleetSpec(TWO, (Engines(2, where=Where.GPUS), Engines(3, 2, where=Where.OTHER)), max_paused=most))
-    found = [[gpus for group in wave.groups for gpus in group.gpu] for wave in waves(ground, most)]
-    assert [gpus for wave in found for gpus in wave] == [gpus for group in ground.groups for gpus in group.gpu]
+    placement = place_engines(
+        FleetSpec(
+            TWO,
+            (Engines(2, location=EngineLocation.GPUS), Engines(3, 2, location=EngineLocation.OTHER)),
+            max_paused=most,
+        )
+    )
+    found = [[gpus for group in wave.groups for gpus in group.gpu] for wave in waves(placement, most)]
+    assert [gpus for wave in found for gpus in wave] == [gpus for group in placement.groups for gpus in group.gpu]
     assert len(found) == ceil(5 / most)
     assert {len(wave) for wave in found[:-1]} <= {most}
     assert 1 <= len(found[-1]) <= most
-    ways = {gpus: group.way for group in ground.groups for gpus in group.gpu}
-    shown = {gpus: group.way for wave in waves(ground, most) for group in wave.groups for gpus in group.gpu}
+    ways = {gpus: group.transport for group in placement.groups for gpus in group.gpu}
+    shown = {gpus: group.transport for wave in waves(placement, most) for group in wave.groups for gpus in group.gpu}
     assert shown == ways
 
 
 def test_a_wave_is_a_round_of_its_engines(forecast: Forecast) -> None:
     """Two and three engines, two at a time: both of the first kind, two of the second, and one."""
     links = Links(nic=3.0, nics_per_host=2)
-    some, others = (Engines(2, 2, where=Where.OTHER), Engines(3, where=Where.OTHER))
+    some, others = (Engines(2, 2, location=EngineLocation.OTHER), Engines(3, location=EngineLocation.OTHER))
     found = forecast.round(FleetSpec(TWO, (some, others), links, max_paused=2))
     alone = [
         forecast.round(FleetSpec(TWO, (engines,), links))
-        for engines in (some, Engines(2, where=Where.OTHER), Engines(1, where=Where.OTHER))
+        for engines in (some, Engines(2, location=EngineLocation.OTHER), Engines(1, location=EngineLocation.OTHER))
     ]
     for step in ("pause", "transfer", "verify", "resume"):
         assert seconds(found, step) == pytest.approx(sum(seconds(each, step) for each in alone))
     assert seconds(found, "digest") == seconds(alone[0], "digest")
     assert seconds(found, "prepare") == pytest.approx(
-        figures.PREPARE_S.value + 5 * figures.BARRIER_ENGINE_S.value  # all are asked at once
+        calibration.PREPARE_S.value + 5 * calibration.BARRIER_ENGINE_S.value  # all are asked at once
     )
     assert (found.waves, found.serving) == (3, 3)
     # Only the first commits.
     assert found.pause_s == pytest.approx(
-        max(alone[0].pause_s, *(each.pause_s - figures.COMMIT_S.value for each in alone[1:]))
+        max(alone[0].pause_s, *(each.pause_s - calibration.COMMIT_S.value for each in alone[1:]))
     )
     longest = max(alone, key=lambda each: seconds(each, "transfer") + seconds(each, "verify"))
     assert [(load.gigabytes, load.seconds) for load in found.loads] == [
@@ -123,25 +142,25 @@ def test_a_wave_is_a_round_of_its_engines(forecast: Forecast) -> None:
 
 def test_files_are_written_for_every_wave(forecast: Forecast) -> None:
     """A wave has an epoch of its own, and a checkpoint; its hosts read only that."""
-    engines = (Engines(3, way=Way.DISK, gpus_per_host=1),)
+    engines = (Engines(3, transport=ForecastTransport.DISK, gpus_per_host=1),)
     found = forecast.round(FleetSpec(TrainerSpec(), engines, Links(storage=1.0), max_paused=2))
     size = forecast.tensors.total / 1e9
     moved = (1 + 2) * size + (1 + 1) * size
-    calls = 2 * figures.CALL_S.value + 3 * figures.BARRIER_ENGINE_S.value
+    calls = 2 * calibration.CALL_S.value + 3 * calibration.BARRIER_ENGINE_S.value
     assert seconds(found, "transfer") == pytest.approx(moved + calls)
     assert found.loads[0].gigabytes == pytest.approx(3 * size)
 
 
 def test_a_joiner_is_said_of_sends_alone(forecast: Forecast) -> None:
     """Nobody measured another way; and how many others there are is nothing to it, nor how many may stand still."""
-    one = forecast.joining_s(FleetSpec(TWO, (Engines(1, way=Way.SENDS),)))
+    one = forecast.joining_s(FleetSpec(TWO, (Engines(1, transport=ForecastTransport.SENDS),)))
     assert one is not None
     assert (
         one
         == forecast.joining_s(FleetSpec(TWO, (ELSEWHERE,)))
         == forecast.joining_s(FleetSpec(TWO, (ELSEWHERE,), max_paused=2))
     )
-    assert forecast.joining_s(FleetSpec(TWO, (ELSEWHERE, Engines(1, way=Way.DISK)))) is None
+    assert forecast.joining_s(FleetSpec(TWO, (ELSEWHERE, Engines(1, transport=ForecastTransport.DISK)))) is None
     assert forecast.joining_s(FLEETS["direct"]) is None
-    slower = forecast.joining_s(FleetSpec(TWO, (ELSEWHERE, Engines(1, 2, way=Way.SENDS))))
+    slower = forecast.joining_s(FleetSpec(TWO, (ELSEWHERE, Engines(1, 2, transport=ForecastTransport.SENDS))))
     assert slower == one  # of two workers each gets a part
