@@ -320,7 +320,7 @@ def test_what_somebody_else_keeps_there_is_not_touched(
     assert deployment.publish(2).saved
     with monkeypatch.context() as patch:  # said before anything is written
         patch.setattr(safetensors_file, "write", lambda *_: pytest.fail("written for nothing"))
-        assert "somebody else's" in deployment.publish(3).save_error
+        assert "another program" in deployment.publish(3).save_error
     assert deployment.publish(4).saved
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-3", "checkpoint-4"}
     assert all((root / f"checkpoint-{version}" / "optimizer.pt").exists() for version in (1, 3))
