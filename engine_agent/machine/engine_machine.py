@@ -109,7 +109,7 @@ class EngineMachine:
         self.pause_lease = PauseLease()
         self._paused_at: float | None = None
 
-    # -- events -------------------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> tuple[Effect, ...]:
         """Take `event`, which happened at `now`, and return the effects, in order."""
@@ -165,7 +165,7 @@ class EngineMachine:
         """Tell `Weights` a fact; returns what must be durable because of it."""
         return tuple(self._remember() for _ in self.weights.handle(event, now))
 
-    # -- commands -----------------------------------------------------------------------------------------------------
+    # -- commands ------------------------------------------------------------------------------------------------------
 
     def _command(self, message: ToEngine, now: float) -> tuple[Effect, ...]:
         """Fencing, then repetition, then the command itself."""
@@ -268,7 +268,7 @@ class EngineMachine:
             return self._fail(command, Step.RESUME, self.reason)
         return self._run(ReleaseServer(None, False, command.deadline_s, look=self.pause_lease.doubted), command, now)
 
-    # -- operations ---------------------------------------------------------------------------------------------------
+    # -- operations ----------------------------------------------------------------------------------------------------
 
     def _run(self, operation: Operation, command: ToEngine | None, now: float) -> tuple[Effect, ...]:
         self._numbers += 1
@@ -418,7 +418,7 @@ class EngineMachine:
             return (*kept, Note("resumed_by_itself", f"nothing heard for {self.pause_lease.lease_s:g} s"))
         return (*kept, self._serving(command, seconds, now))
 
-    # -- answers ------------------------------------------------------------------------------------------------------
+    # -- answers -------------------------------------------------------------------------------------------------------
 
     def _serving(self, command: ToEngine, seconds: float, now: float) -> Answer:
         paused_s = now - self._paused_at if self._paused_at is not None else 0.0
@@ -441,7 +441,7 @@ class EngineMachine:
         pausing = self._running is not None and isinstance(self._running.operation, PauseServer)
         return () if pausing or not self._recorded.ahead else (self._remember(),)
 
-    # -- the coordinator and the server come and go -------------------------------------------------------------------
+    # -- the coordinator and the server come and go --------------------------------------------------------------------
 
     def _welcomed(self, welcome: Welcome) -> tuple[Effect, ...]:
         """Keep weights and pause as they are: the coordinator settles every engine after its Hello."""
@@ -502,7 +502,7 @@ class EngineMachine:
         failed = self._answers.lost(self.epoch, reached, self.view().health, self.reason)
         return (failed, Note("server_lost", reason))
 
-    # -- without a command ------------------------------------------------------------------------------------------
+    # -- without a command ---------------------------------------------------------------------------------------------
 
     def _tick(self, heard_at: float, now: float) -> tuple[Effect, ...]:
         """The pause lease: a clean server must not stay paused because the coordinator is gone.

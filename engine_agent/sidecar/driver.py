@@ -1,10 +1,10 @@
-"""The driver: carries events to the machine and its effects out. Owns the threads, and no decision.
+"""The driver of a sidecar: carries events to the machine and its effects out. Owns the threads, and no decision.
 
-bus reader   commands and welcomes of the coordinator          -> events
-worker       one operation at a time on the server             -> events
-watch        is the server there, and the same?                -> events
-speaker      answers, in order, each until it is acknowledged
-main         the machine; whatever dies, dies here, loudly
+bus reader     commands and welcomes of the coordinator                  -> events
+worker         one operation at a time on the server                     -> events
+monitor        whether the server is there, and which process generation -> events
+reply sender   replies, in order, each until it is acknowledged
+main           the machine; an error of any thread is raised here
 """
 
 import logging
@@ -79,10 +79,9 @@ from ..machine import (
     WeightState,
     Welcomed,
 )
-from .api_keys import read_keys
 from .effect_dispatcher import EffectDispatcher
 from .file_resync import FileResync
-from .key_checks import check_trust
+from .keys import check_trust, read_keys
 from .memory_release import MemoryRelease, Noticed
 from .operation_executor import OperationExecutor
 from .prerecording import Prerecorder
@@ -90,31 +89,30 @@ from .process_lock import LockHeld, server_claim
 from .reply_sender import ReplySender
 from .server_monitor import ServerMonitor
 from .settings import EngineAgentSettings
-from .state_file import StateFile
-from .state_writer import StateWriter
+from .state_file import StateFile, StateWriter
 from .topology import opened_by, places_of, places_on, topology_of
 
 TICK_S: Final = 0.5
 _CLOSE_S: Final = 5.0
 _SAY_FIRST_S: Final = 0.001
-"""What an operation has found is said before its thread looks ahead: threads of one process wait for each other."""
+"""The result of an operation is sent before its thread looks ahead: threads of one process wait for each other."""
 
 
 def _level(view: ServerView) -> int:
-    """Of a change of health: every round makes a server dirty and clean again, which is worth one line."""
+    """Log level of a change of health: every round makes a server dirty and clean again, which is worth one line."""
     if view.health is EngineHealth.CLEAN:
         return logging.INFO
     return logging.DEBUG if view.on_its_way else logging.WARNING
 
 
 class _Stop(msgspec.Struct, frozen=True):
-    """Somebody asked the agent to end, or a thread of it died."""
+    """The sidecar was asked to end, or a thread of it died."""
 
     error: BaseException | None = None
 
 
 class _Ended(Exception):
-    """`stop` was heard: whatever is waited for is given up."""
+    """`stop` was called: waits end."""
 
 
 class EngineAgent:
@@ -131,7 +129,7 @@ class EngineAgent:
         memory_file = settings.state_dir / f"{settings.name}.memory.json"
         connection = EngineConnection(settings.server, keys, settings.dialect, memory_file)
         self._server = open_engine(settings.engine, connection)
-        self._worker = OperationExecutor(
+        self._executor = OperationExecutor(
             settings.name,
             self._server,
             self._receiver,
@@ -140,38 +138,38 @@ class EngineAgent:
             proof=settings.verify,
             trust=None if settings.insecure_loopback else AllowList(allow_list_path(settings.keys)),
         )
-        self._server.observe(self._worker.called)
+        self._server.observe(self._executor.called)
         self.metrics.live(SIDECAR_CONNECTED, self._connected)
         self._machine = EngineMachine(Channel(settings.channel), self._incarnation, self._records.read())
-        self._late = StateWriter(self._records.write)
+        self._writer = StateWriter(self._records.write)
         self._dispatcher = EffectDispatcher(
-            self._machine, self._late.now, self._carry_out, self._post, self._late.later
+            self._machine, self._writer.now, self._carry_out, self._post, self._writer.later
         )
         self._view = self._machine.view()
         self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
         self._operations: queue.SimpleQueue[RunOperation | Callable[[], None] | None] = queue.SimpleQueue()
-        self._speaker = ReplySender(lambda: self._bus, settings.name)
-        self._watch = ServerMonitor(self._server, self._events.put, settings.poll_s)
-        self._saved = FileResync(settings, self._worker)
+        self._reply_sender = ReplySender(lambda: self._bus, settings.name)
+        self._monitor = ServerMonitor(self._server, self._events.put, settings.poll_s)
+        self._file_resync = FileResync(settings, self._executor)
         self._memory_release = MemoryRelease(self._server, self._events.put, self._records.read)
-        self._rehearsal = Prerecorder(
-            settings, self._server, lambda: self._view, self._events.put, self._worker.foresee
+        self._prerecorder = Prerecorder(
+            settings, self._server, lambda: self._view, self._events.put, self._executor.remember_layout
         )
         self._bus: BusClient | None = None
         self.http_port = 0
         """Where the HTTP port listens, once `run` has opened it."""
         self._described: tuple[str, ...] = ()
-        self._place: tuple[str, tuple[ProcessLocation, ...]] = ("", ())
-        """Of which launch, and where its workers are."""
+        self._locations: tuple[str, tuple[ProcessLocation, ...]] = ("", ())
+        """Identity of a process generation, and the locations of its workers."""
         self._around: tuple[object, ...] = ()
         self._stopping = threading.Event()
-        """The bus that is being closed has not failed."""
+        """Set once the bus is closed on purpose: its errors are no failures."""
         self._log = get_log(__name__).bind(agent=settings.name, channel=settings.channel)
         for each in exposed:
             self._log.warning("key_file_exposed", setting=each.setting, reason=each.advice)
 
     def run(self) -> None:
-        """Serve until `stop`. Raises what made it impossible to go on."""
+        """Serve until `stop`. Raises the error that made it impossible to go on."""
         check_trust(self.settings)
         self._claim_server()
         http = HttpPort(
@@ -190,9 +188,9 @@ class EngineAgent:
         try:
             thread.start()
             self._await_server()
-            self._rehearse()
+            self._prerecord()
             self._connect()
-            self._speaker.start()
+            self._reply_sender.start()
             self._loop()
         except _Ended:
             self._log.info("stopped")
@@ -204,22 +202,22 @@ class EngineAgent:
         self._events.put(_Stop())
 
     def _claim_server(self) -> None:
-        """Be the only agent beside this server on this host. The coordinator looks after what is beyond it."""
+        """Be the only sidecar of this server on this host. The coordinator refuses those of other hosts."""
         try:
             open_runtime_dir(self._claim.path.parent)
             self._claim.take()
         except LockHeld as held:
             raise ServerInUse(self.settings.server, held.holder) from held
         except (OSError, Unsupported) as error:
-            # Only the local transport needs the folder, and says so when it is asked for.
+            # Only the local transport needs the folder, and fails with this reason when it is used.
             self._log.warning("server_not_claimed", reason=str(error))
 
-    # -- the main thread ----------------------------------------------------------------------------------------------
+    # -- the main thread -----------------------------------------------------------------------------------------------
 
     def _await_server(self) -> None:
-        """The first thing said of an engine is what its server is, so nothing is said before it is there."""
+        """Wait for the server: the first message to the coordinator tells its facts."""
         self._log.info("waiting_for_server", server=self.settings.server)
-        self._watch.start()
+        self._monitor.start()
         until = time.monotonic() + self.settings.start_timeout_s
         while not self._view.up:
             self._step(self._next())
@@ -227,9 +225,9 @@ class EngineAgent:
                 waited = f"{self.settings.start_timeout_s:g} s"
                 raise EngineAgentError(f"no server at {self.settings.server} for {waited}: start it first")
 
-    def _rehearse(self) -> None:
-        self._operations.put(self._rehearsal.carry_out)
-        while not self._rehearsal.over:  # nobody waits for this engine yet
+    def _prerecord(self) -> None:
+        self._operations.put(self._prerecorder.carry_out)
+        while not self._prerecorder.over:  # no round waits for this engine yet
             self._step(self._next())
 
     def _connect(self) -> None:
@@ -242,7 +240,7 @@ class EngineAgent:
             bus.close()
             raise
         facts = self._server.facts
-        self._bus, self._worker.blobs, self._described = bus, bus, self._server.layout
+        self._bus, self._executor.blobs, self._described = bus, bus, self._server.layout
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
         self._warn_of_limits()
         self._dispatch(Welcomed(welcome))
@@ -278,7 +276,7 @@ class EngineAgent:
                 self._catch_up()
 
     def _catch_up(self) -> None:
-        """What happened while the coordinator was waited for. A server to be held back is, with or without it."""
+        """Handle events while the coordinator is waited for: a server that must not generate is paused without it."""
         self._step(None)
         while not self._events.empty():
             self._step(self._next())
@@ -292,19 +290,19 @@ class EngineAgent:
                 self._bus.report_topology()
 
     def _reconnect(self) -> None:
-        """The server was launched again with other ranks: what the coordinator was told of it is not true any more."""
+        """Join anew: the server was launched again with other ranks than the coordinator was told."""
         old, self._bus = self._bus, None
         if old is not None:
             old.close()
         self._connect()
 
     def _look_around(self) -> bool:
-        """See where the workers of this launch are, what they take and what not; whether that is anything new."""
+        """Look where the workers are and which transports they can take; returns whether anything has changed."""
         facts, before = self._server.facts, self._around
-        if self._view.up and facts.identity != self._place[0]:
-            self._place = facts.identity, places_of(facts)
-            self._server.set_reachable_memory(facts.identity, opened_by(facts, self._place[1]))
-        self._around = self._place, self._worker.takes, self._worker.devices, facts.unrecordable
+        if self._view.up and facts.identity != self._locations[0]:
+            self._locations = facts.identity, places_of(facts)
+            self._server.set_reachable_memory(facts.identity, opened_by(facts, self._locations[1]))
+        self._around = self._locations, self._executor.takes, self._executor.devices, facts.unrecordable
         return self._around != before
 
     def _next(self) -> Event | _Stop | Noticed | None:
@@ -314,19 +312,19 @@ class EngineAgent:
             return None
 
     def _step(self, event: Event | _Stop | Noticed | None) -> None:
-        if self._watch.failure is not None:
-            raise self._watch.failure
+        if self._monitor.failure is not None:
+            raise self._monitor.failure
         if isinstance(event, _Stop):
             raise _Ended if event.error is None else event.error
         if isinstance(event, Noticed):
             event.event.set()
         elif event is not None:
             self._dispatch(event)
-        if (lost := self._late.failure()) is not None:
+        if (lost := self._writer.failure()) is not None:
             self._dispatcher.lost(*lost)
         self._dispatcher.retry()
         self._dispatch(TimePassed(self._heard_at()))
-        if (bus := self._bus) is not None and (command := self._saved.next(self._view, bus, time.monotonic())):
+        if (bus := self._bus) is not None and (command := self._file_resync.next(self._view, bus, time.monotonic())):
             self._dispatch(Commanded(command))
 
     def _heard_at(self) -> float:
@@ -348,13 +346,13 @@ class EngineAgent:
             case Remember():
                 raise AssertionError("records are the dispatcher's")
             case Answer():
-                self._speaker.say(effect.message)
+                self._reply_sender.say(effect.message)
             case ForgetAnswers():
-                self._speaker.forget()
+                self._reply_sender.forget()
             case RunOperation():
                 self._operations.put(effect)
             case Cancel():
-                self._worker.cancel(effect.number)
+                self._executor.cancel(effect.number)
             case Note():
                 self._log.info(effect.event, detail=effect.detail)
             case _:
@@ -377,24 +375,24 @@ class EngineAgent:
 
     def _close(self, http: HttpPort, thread: threading.Thread) -> None:
         self._stopping.set()
-        self._watch.stop()
+        self._monitor.stop()
         self._operations.put(None)
-        self._worker.cancel()
-        self._rehearsal.close()
+        self._executor.cancel()
+        self._prerecorder.close()
         if self._bus is not None:
             self._bus.close()
-        self._speaker.stop()
+        self._reply_sender.stop()
         if thread.is_alive():
             thread.join(_CLOSE_S)
-        self._saved.close()
-        self._worker.close()
+        self._file_resync.close()
+        self._executor.close()
         self._server.close()
         http.stop()
-        self._late.close()
+        self._writer.close()
         self._records.release()
         self._claim.release()
 
-    # -- other threads ------------------------------------------------------------------------------------------------
+    # -- other threads -------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
         done: tuple[Operation, Result] | None = None
@@ -403,8 +401,8 @@ class EngineAgent:
                 run = self._operations.get(timeout=_SAY_FIRST_S if done else None)
             except queue.Empty:
                 if done:
-                    self._worker.look_ahead(*done)
-                    self._rehearsal.remember(self._worker.copied)
+                    self._executor.look_ahead(*done)
+                    self._prerecorder.remember(self._executor.copied)
                 done = None
                 continue
             done = None
@@ -413,7 +411,7 @@ class EngineAgent:
             if not isinstance(run, RunOperation):
                 run()
                 continue
-            result = self._worker.perform(run.operation, run.identity, run.number)
+            result = self._executor.perform(run.operation, run.identity, run.number)
             self._events.put(Operated(run.number, result))
             done = run.operation, result
 
@@ -432,11 +430,11 @@ class EngineAgent:
     def _receiver(self, kind: str) -> Receiver:
         given = self.settings
         context = ReceiverContext(
-            runtime_dir=given.runtime_dir, beside=given.beside, hands_on=given.hands_on, ahead=self._rehearsal.ahead
+            runtime_dir=given.runtime_dir, beside=given.beside, hands_on=given.hands_on, ahead=self._prerecorder.ahead
         )
         return transports.by_name(kind).receiver(context)
 
-    # -- what is said of the engine -----------------------------------------------------------------------------------
+    # -- messages and views --------------------------------------------------------------------------------------------
 
     def _hello(self) -> Hello:
         view, facts = self._view, self._server.facts
@@ -465,9 +463,9 @@ class EngineAgent:
 
     def _topology(self) -> Topology:
         folder = self.settings.runtime_dir or default_runtime_dir()
-        places = self._place[1] or places_on(self._worker.devices)
+        places = self._locations[1] or places_on(self._executor.devices)
         lacking = self._server.missing_transports()
-        return topology_of(lacking, self.settings.transports, folder, places, self._worker.takes)
+        return topology_of(lacking, self.settings.transports, folder, places, self._executor.takes)
 
     def _heartbeat(self) -> Heartbeat:
         view = self._view
@@ -479,7 +477,7 @@ class EngineAgent:
         return time.monotonic() - self._heard_at() <= silence
 
     def _readiness(self) -> Readiness:
-        """Whether clients may be sent here: the server generates from one complete, known set of weights."""
+        """Whether clients may be sent here: the server generates from one complete, verified set of weights."""
         view = self._view
         bus = self._bus
         committed = bus.committed if bus else None
@@ -507,6 +505,6 @@ class EngineAgent:
             "reason": readiness.reason,
             "engine": self._view,
             "facts": self._server.facts if self._view.up else None,
-            "taken": self._worker.taken,
+            "taken": self._executor.taken,
         }
         return msgspec.json.encode(document)

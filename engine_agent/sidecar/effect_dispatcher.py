@@ -1,4 +1,4 @@
-"""Between the machine and the world: effects in order, and nothing that depends on a record before it is on disk.
+"""Carries out effects in order, and none that depends on a record before the record is on disk.
 
 Owns no thread and no socket, so that the simulator runs this very class.
 """
@@ -38,14 +38,14 @@ class EffectDispatcher:
         self.unsaved: StateRecord | None = None
         """A record that could not be written yet."""
         self.problem = ""
-        """Why."""
+        """The reason; empty without one."""
         self._write = write
         self._carry_out = carry_out
         self._post = post
         self._write_late = write_late
 
     def dispatch(self, event: Event, now: float) -> None:
-        """Hand over `event`, check the machine, carry out what follows."""
+        """Hand `event` to the machine, check its invariants, carry out its effects."""
         effects = self.machine.handle(event, now)
         self.machine.check()
         for effect in effects:
@@ -56,7 +56,7 @@ class EffectDispatcher:
             elif (
                 self.unsaved is not None and isinstance(effect, RunOperation) and isinstance(effect.operation, Receive)
             ):
-                # Nobody would know after a crash that the weights are mixed: the transfer does not begin.
+                # After a crash the record would not tell that weights are mixed: the transfer does not begin.
                 self._post(Operated(effect.number, OperationFailed(self.problem)))
             else:
                 self._carry_out(effect)
@@ -67,7 +67,7 @@ class EffectDispatcher:
         self.problem = f"the record cannot be written: {error.strerror or error}"
 
     def retry(self) -> None:
-        """Try again to write what could not be written."""
+        """Try again to write a record that could not be written."""
         if self.unsaved is not None:
             self._remember(self.unsaved)
 

@@ -1,4 +1,4 @@
-"""Looks for the committed version among the files that a trainer keeps, and drives resync.py."""
+"""Resync from files: looks for the committed version among those that a trainer keeps, and drives `Resync`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = get_log(__name__)
 
 
 class ResyncCoordinator(Protocol):
-    """What is asked of control's `BusClient`."""
+    """The part of control's `BusClient` that a resync needs."""
 
     @property
     def committed(self) -> Version | None:
@@ -35,7 +35,7 @@ class ResyncCoordinator(Protocol):
 
 
 class FileResync:
-    """One agent's. `next` is called by its main thread, again and again."""
+    """The resync of one sidecar. `next` is called by its main thread, again and again."""
 
     def __init__(self, settings: EngineAgentSettings, worker: OperationExecutor) -> None:
         """Raises `ConfigurationError` when `saved_dir` is no folder. One that is missing may still come."""
@@ -51,10 +51,10 @@ class FileResync:
         self._calls = torch_threads.SerialCalls("saved-versions")
         self._look: Future[SavedVersion | None] | None = None
         self._said = ""
-        """The table of the version that was said not to be there."""
+        """Digest table of the version that was last reported missing."""
 
     def next(self, view: ServerView, coordinator: ResyncCoordinator, now: float) -> ToEngine | None:
-        """What the machine of the engine is to be told now, as if the coordinator had said it."""
+        """The next command for the engine machine, as if the coordinator had sent it; None while there is none."""
         if self._root is None:
             return None
         if self._look is not None:
@@ -65,7 +65,7 @@ class FileResync:
         return self._machine.step(view, now)
 
     def close(self) -> None:
-        """Stop looking. A file system that hangs keeps that thread, and nobody waits for it."""
+        """Stop looking. A file system that hangs keeps its thread, which is not waited for."""
         self._calls.give_up()
 
     def _looked(self, look: Future[SavedVersion | None], view: ServerView, now: float) -> ToEngine | None:
@@ -83,7 +83,7 @@ class FileResync:
         return command
 
     def _search(self, coordinator: ResyncCoordinator) -> SavedVersion | None:
-        """The committed version, if it is there as it was committed."""
+        """The committed version, if the folder has it unchanged."""
         assert self._root is not None
         try:
             channel = parse(coordinator.status(_STATUS_S)).channels.get(self._channel)

@@ -1,4 +1,4 @@
-"""The order to give a server's memory back: taken by the HTTP port, carried out on the worker's thread."""
+"""Releases the memory of a server: ordered at the HTTP port, carried out on the worker thread."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NOTICED_S: Final = 10.0
 
 
 class Noticed(msgspec.Struct, frozen=True):
-    """Everything that was posted before it has been taken."""
+    """A marker in the event queue; `event` is set once all events before it were handled."""
 
     event: threading.Event = msgspec.field(default_factory=threading.Event)
 
 
 class MemoryRelease:
-    """For one server."""
+    """Releases the memory of one server."""
 
     def __init__(
         self,
@@ -35,17 +35,17 @@ class MemoryRelease:
         post: Callable[[ServerFound | Noticed], None],
         recorded: Callable[[], StateRecord | None],
     ) -> None:
-        """`post` puts what is found before the machine; `recorded` reads what is on the disk."""
+        """`post` brings an event to the machine; `recorded` reads the record on disk."""
         self._server, self._post, self._recorded = server, post, recorded
         self._begun = False
 
     @property
     def active(self) -> bool:
-        """The weights' memory is given back, or about to be: nobody but a new version asks for it."""
+        """True while the memory of the weights is released, or about to be: only a new version resumes it."""
         return self._begun or self._server.weights_released
 
     def ask(self, view: ServerView, queue: Callable[[Callable[[], None]], None]) -> Readiness:
-        """Have `queue` bring the order to the worker, and wait for its end. On a thread of the HTTP port."""
+        """Have `queue` bring the order to the worker thread, and wait for its end. On a thread of the HTTP port."""
         if not view.up or view.doing or view.reached is not None:
             return Readiness(False, f"not now: {view.reason or view.doing or 'a round is under way'}")
         asked: Future[None] = Future()
@@ -57,13 +57,13 @@ class MemoryRelease:
         return Readiness(True, "the server has given its memory back; it generates again when it has taken a version")
 
     def carry_out(self, asked: Future[None]) -> None:
-        """Only when it is written down that this server holds nothing. On the worker's thread."""
+        """Release the memory, once the record says that this server holds no version. Runs on the worker thread."""
         self._begun = True
         try:
             facts = self._server.prepare_release()
             self._write_off(ServerFound(facts.identity, facts.label, facts.model_path, facts.undefined))
             self._server.release_memory()
-        except Exception as error:  # noqa: BLE001 - carried to whoever asked
+        except Exception as error:  # noqa: BLE001 - carried to the thread that asked
             asked.set_exception(error)
         else:
             asked.set_result(None)
@@ -71,7 +71,7 @@ class MemoryRelease:
             self._begun = False
 
     def _write_off(self, found: ServerFound) -> None:
-        """Raise `NothingToGive` unless the record on the disk speaks of this server then, which holds nothing."""
+        """Have the record say that the server holds no version. Raises `NothingToGive` where that fails."""
         noticed = Noticed()
         self._post(found)
         self._post(noticed)

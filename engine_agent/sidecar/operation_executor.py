@@ -1,7 +1,7 @@
-"""Carries out the machine's operations on the server, one at a time, and says how each ended.
+"""Carries out the machine's operations on the engine, one at a time, and returns the result of each.
 
-Decides nothing about rounds. Whatever goes wrong becomes a `OperationFailed` with the reason: an exception here must
-not end the agent, because only the agent knows that a server must stay paused.
+Decides nothing about rounds. Every error becomes an `OperationFailed` with the reason: an exception must not end the
+sidecar, because only the sidecar knows that a server must stay paused.
 """
 
 import os
@@ -88,7 +88,7 @@ _log = get_log(__name__)
 
 
 class BlobSource(Protocol):
-    """Where manifests and digest tables come from."""
+    """Source of manifests and digest tables."""
 
     def get_blob(self, digest: Digest, deadline_s: float = 60.0, unwanted: Callable[[], bool] = ...) -> bytes:
         """The blob of that digest. Gives up, and raises `BlobCancelled`, once `unwanted` says so."""
@@ -124,27 +124,27 @@ class OperationExecutor:
         self._trust = trust
         self._number, self._launch = 0, ""
         self._placed: tuple[str, tuple[str, ...]] = "", ()
-        """A launch of the server, and the devices of its workers."""
+        """Identity of a process generation, and the devices of its workers."""
         self._called_off = -1
-        """The last operation that nobody wants any more."""
+        """Number of the last operation that was cancelled."""
         self._signer: AgentId | None = None
-        """Of the publication that was believed last."""
+        """Signer of the publication that was trusted last."""
         self._believed: Prepare | None = None
         """That publication."""
         self._layouts: dict[str, Manifest] = {}
         self._table: tuple[tuple[str, str], DigestTable] | None = None
-        """The last one that was read, by its manifest's digest and its own: the steps of a round read it again."""
+        """The last table that was read, by its manifest's digest and its own: the steps of a round read it again."""
         self._fits: set[tuple[str, str, str]] = set()
         self._returning: tuple[Returning, str] | None = None
-        """Who took the last version, and of which launch: its server may still have to return from the call."""
+        """The receiver of the last version, and the process generation: its call may not have returned yet."""
         self._remark = ""
-        self._vitals = WorkerHealth(server)
+        self._worker_health = WorkerHealth(server)
         self.copied: Manifest | None = None
         """Of the last version that was copied straight into the parameters and is served."""
         self._copied: Manifest | None = None
 
     def perform(self, operation: Operation, identity: str = "", number: int = 0) -> Result:
-        """Do it to the launch `identity` of the server (empty: to any), and say how it ended. Never raises."""
+        """Carry out `operation` on the process generation `identity` (empty: on any). Never raises."""
         self._number, self._launch = number, identity
         self._server.pin(identity)
         step, started = operation.name, time.monotonic()
@@ -154,7 +154,7 @@ class OperationExecutor:
         except (EngineAgentError, DataplaneError, WeightbusError, OSError, ValueError) as error:
             if isinstance(error, NotTraceable):
                 self._server.mark_unrecordable(str(error))
-            self._vitals.learn(error, identity)
+            self._worker_health.learn(error, identity)
             result = OperationFailed(str(error) or type(error).__name__, self._left_dirty(operation))
         except Exception as error:  # noqa: BLE001 - the agent must outlive it, see above
             _log.exception("operation_failed_unforeseen", operation=step)
@@ -163,15 +163,15 @@ class OperationExecutor:
         if isinstance(result, OperationFailed):
             self._metrics.add(STEP_FAILURES, step=step)
         elif isinstance(operation, PauseServer | Receive | ReleaseServer):
-            self._vitals.moved(identity)
+            self._worker_health.moved(identity)
         return result
 
-    def foresee(self, layout: Manifest) -> None:
-        """A version of this layout may be asked for: it need not be fetched."""
+    def remember_layout(self, layout: Manifest) -> None:
+        """Keep a manifest that a version may have: it need not be fetched then."""
         self._layouts = {layout.digest(): layout}
 
     def look_ahead(self, operation: Operation, result: Result) -> None:
-        """What a pause that follows `operation` would have to ask first is asked while nobody waits. Never raises."""
+        """Ask the server ahead what a pause after `operation` would have to ask while requests wait. Never raises."""
         if not isinstance(operation, Validate) or isinstance(result, OperationFailed):
             return
         try:
@@ -182,7 +182,7 @@ class OperationExecutor:
     def cancel(self, number: int | None = None) -> None:
         """Make operation `number` (null: whichever) end soon: between two waits, or by taking its connection away.
 
-        To be said again until the operation has ended: a connection that is just being made is not there to be taken.
+        To be repeated until the operation has ended: a connection that is just being made cannot be closed yet.
         """
         self._called_off = self._number if number is None else number
         if self._active is not None and self._called_off == self._number:
@@ -203,18 +203,20 @@ class OperationExecutor:
         self._receivers.clear()
 
     def _left_dirty(self, operation: Operation) -> bool:
-        """Whether weights may have changed: as the receiver or the server saw it, whoever was more afraid."""
+        """Whether weights may have changed, by the receiver or by the engine."""
         active = self._active
         return isinstance(operation, Receive) and (self._server.dirty or (active is not None and active.touched))
 
     def _perform(self, operation: Operation) -> Result:
-        self._vitals.require(self._launch, self._active if isinstance(operation, PauseServer | ReleaseServer) else None)
+        self._worker_health.require(
+            self._launch, self._active if isinstance(operation, PauseServer | ReleaseServer) else None
+        )
         if isinstance(operation, PauseServer | Receive):
-            self._vitals.ask(self._launch)
+            self._worker_health.ask(self._launch)
         match operation:
             case Validate(command, folder, serving):
                 self._believe(command, serving)
-                self._vitals.look(self._launch)
+                self._worker_health.look(self._launch)
                 layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
                 receiver = self._receivers.get(command.transport.value)
                 return OperationDone(double_buffered=isinstance(receiver, Stager) and receiver.can_stage(layout))
@@ -252,7 +254,7 @@ class OperationExecutor:
             self._metrics.add(PUBLICATIONS_REFUSED, cause=objection.kind.value)
             raise NotTrusted(version, objection)
 
-    # -- before -------------------------------------------------------------------------------------------------------
+    # -- validation ----------------------------------------------------------------------------------------------------
 
     def _read(self, manifest: str, table: str, deadline_s: float) -> tuple[Manifest, DigestTable | None]:
         """Both, by their digests; no table where that is open."""
@@ -288,7 +290,7 @@ class OperationExecutor:
             self._fits = {key, *(each for each in self._fits if each[1] == facts.identity)}
         return layout, digests
 
-    # -- the transfer -------------------------------------------------------------------------------------------------
+    # -- the transfer --------------------------------------------------------------------------------------------------
 
     def _believe_offer(self, command: Transfer) -> None:
         if _is_saved(command.offer):
@@ -312,7 +314,7 @@ class OperationExecutor:
         return digest
 
     def _stage(self, command: Transfer, folder: str) -> None:
-        """Take it beside what is served, if that is still possible. If not, `_receive` takes it."""
+        """Receive into a second buffer, if that is still possible. If not, `_receive` does it."""
         started = time.monotonic()
         self._active = None
         self._believe_offer(command)
@@ -350,7 +352,7 @@ class OperationExecutor:
         try:
             receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
         except Exception as error:
-            self._vitals.learn(error, self._launch)
+            self._worker_health.learn(error, self._launch)
             self._end_update_quietly()
             raise
         finally:
@@ -374,7 +376,7 @@ class OperationExecutor:
         return SavedReceiver() if kind == SAVED else self._make(kind)
 
     def _tell_remark(self, receiver: Receiver) -> None:
-        """Once for each."""
+        """Log a remark once."""
         remark = receiver.remark if isinstance(receiver, Remarking) else ""
         if remark and remark != self._remark:
             _log.warning("transfer_could_be_better", reason=remark)
@@ -383,8 +385,8 @@ class OperationExecutor:
     def _settle(self, deadline_s: float) -> None:
         """Wait until the server has returned from the call in which the last version was taken, and end its update.
 
-        The version was proven before; what is asked of the server meanwhile has to bear it. Raises what kept it from
-        returning well, and goes on to do so until another version is taken: it generates nothing before.
+        The version was verified before. Raises the error that kept the server from returning well, and again until
+        another version is received: it generates nothing before.
         """
         if self._returning is None:
             return
@@ -397,7 +399,7 @@ class OperationExecutor:
         self._returning = None
 
     def _settle_quietly(self, deadline_s: float) -> None:
-        """Another version is to be taken: how the call of the one before ended does not matter, but that it did."""
+        """Wait for the end of the call of the version before, with any result: another version follows."""
         try:
             self._settle(min(deadline_s, RETURN_S))
         except (EngineAgentError, DataplaneError) as error:
@@ -406,19 +408,19 @@ class OperationExecutor:
         self._returning = None
 
     def _end_update_quietly(self) -> None:
-        """After a failure: the session must not stay open, but what is reported is the failure, not this."""
-        if not self._vitals.answers(self._launch, self._active):
+        """Close the session after a failure, which is reported in place of any error here."""
+        if not self._worker_health.answers(self._launch, self._active):
             return
         try:
             self._server.end_update(LOOK_S)
         except ServerError as error:
             _log.warning("end_weight_update_failed", reason=str(error))
 
-    # -- after --------------------------------------------------------------------------------------------------------
+    # -- verification, release -----------------------------------------------------------------------------------------
 
     def _verify(self, command: Transfer, *, checked: bool) -> Result:
         layout, table = self._read(command.manifest, command.table, VERIFY_S)
-        assert table is not None, "whoever is to verify knows the table"
+        assert table is not None, "a version is verified with its digest table"
         wanted = (self._server.digest_algorithm, self._server.tp)
         live = {(digests.algorithm, digests.tp): digests for digests in table.live}.get(wanted)
         if live is not None:
@@ -439,7 +441,7 @@ class OperationExecutor:
     def _release(self, release: ReleaseServer) -> None:
         """Label last but for the flush, flush before anything generates."""
         if isinstance(self._active, Stager):
-            self._active.close()  # what was taken and not put into place is nobody's
+            self._active.close()  # a second buffer that was not swapped in is dropped
         until = time.monotonic() + release.deadline_s
         self._settle(min(release.deadline_s, RETURN_S))
         if release.version is not None and not release.labeled:
@@ -454,22 +456,22 @@ class OperationExecutor:
 
     @property
     def taken(self) -> str:
-        """How the last version was taken, where there is a choice."""
+        """Mode in which the last version was received, where there is a choice."""
         return next((each.mode for each in self._receivers.values() if isinstance(each, Stager)), "")
 
     @property
     def takes(self) -> dict[str, int]:
-        """Bytes that the worker with most of them takes in a round, by transport, where plans say so."""
+        """Bytes of a round that the worker with most of them receives, by transport, where plans tell."""
         sized = ((kind, each.widest) for kind, each in tuple(self._receivers.items()) if isinstance(each, Sized))
         return {kind: size for kind, size in sized if size}
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Where the workers of this launch are, by rank, as they said it in a round; none before."""
+        """Devices of this generation's workers, by rank, as they reported them in a round; none before."""
         return self._placed[1] if self._placed[0] == self._server.facts.identity else ()
 
     def called(self, call: str, seconds: float, *, failed: bool) -> None:
-        """One HTTP call to the server was made."""
+        """Count one call to the server."""
         self._metrics.observe(CALL_SECONDS, seconds, call=call)
         if failed:
             self._metrics.add(CALL_FAILURES, call=call)
@@ -504,6 +506,6 @@ def compare(wanted: dict[str, tuple[str, ...]], found: list[dict[str, str]]) -> 
                     "weights_checker", f"parameter {name!r} on rank {rank} is {reported}, its digest is {predicted}"
                 )
         if extra := parameters.keys() - wanted.keys():
-            raise WrongWeights("weights_checker", f"rank {rank} has parameters that nobody sent: {sorted(extra)[:4]}")
+            raise WrongWeights("weights_checker", f"rank {rank} has parameters that were not sent: {sorted(extra)[:4]}")
     if not found or any(len(digests) != len(found) for digests in wanted.values()):
         raise WrongWeights("weights_checker", f"{len(found)} ranks reported, the digest table is for others")

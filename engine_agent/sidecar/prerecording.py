@@ -1,14 +1,14 @@
-"""Has the server's loader recorded before the coordinator hears of this engine: its first round need not do it then.
+"""Pre-recording: traces the server's loader before the sidecar joins, so that its first round need not.
 
 Transports are imported then, too, whether or not anything is recorded.
 
-What is recorded with is what the served checkpoint's files say, or the manifest of the last version that was copied
-here in an earlier life of the agent. A version of other tensors is recorded in its round. Nothing here can fail the
-agent: whatever speaks against it is a line in the log.
+The tensors are those of the served checkpoint's files, or of the manifest of the last version that was copied here in
+an earlier life of the sidecar. A version of other tensors is traced in its round. A failure here never ends the
+sidecar: it is a line in the log.
 
-SGLang calls a loader outside of a pause when all requests have ended, and keeps new ones waiting from the moment that
-it is asked. So only a server that has none is asked, or one that is paused anyway. A request that comes just then is
-waited for by those behind it, and by the recording, which is soon given up; the call itself cannot be taken back.
+A server calls a loader outside of a pause when all requests have ended, and keeps new ones waiting from the moment of
+the call. So only a server without requests is called, or one that is paused anyway. A request that comes just then
+holds up later ones and the tracing, which is soon given up; the call itself cannot be taken back.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = get_log(__name__)
 
 
 class Prerecorder:
-    """Of one life of the agent. `carry_out` and `remember` are called on the worker's thread, `close` on any."""
+    """The pre-recording of one sidecar process. `carry_out` and `remember` run on the worker thread, `close` on any."""
 
     def __init__(
         self,
@@ -51,14 +51,20 @@ class Prerecorder:
         server: Engine,
         view: Callable[[], ServerView],
         post: Callable[[Noticed], None],
-        foresee: Callable[[Manifest], None],
+        remember_layout: Callable[[Manifest], None],
     ) -> None:
-        """`view` is what is known of the engine now; `post` wakes whoever waits for `over`.
+        """`view` returns the state of the engine; `post` wakes the thread that waits for `over`.
 
-        `foresee` is told the manifest of the last version that was copied here, if it may come again, or else the one
-        that the checkpoint suggests.
+        `remember_layout` gets the manifest of the last version that was copied here, if it may come again, or else the
+        one that the checkpoint suggests.
         """
-        self._settings, self._server, self._view, self._post, self._foresee = settings, server, view, post, foresee
+        self._settings, self._server, self._view, self._post, self._remember_layout = (
+            settings,
+            server,
+            view,
+            post,
+            remember_layout,
+        )
         self._path = settings.state_dir / f"{settings.name}.manifest"
         self._kept = ""
         """Digest of the manifest that the file has."""
@@ -66,7 +72,7 @@ class Prerecorder:
         """What was worked out. Of the worker's thread."""
         self._lock = threading.Lock()
         """Of what `close` looks at and sets."""
-        self._rehearsal: Prerecording | None = None
+        self._prerecording: Prerecording | None = None
         self._over = not settings.record_ahead
         self._closed = False
 
@@ -101,9 +107,9 @@ class Prerecorder:
     def close(self) -> None:
         """Let the server go on."""
         with self._lock:
-            self._closed, rehearsal = True, self._rehearsal
-        if rehearsal is not None:
-            rehearsal.close()
+            self._closed, prerecording = True, self._prerecording
+        if prerecording is not None:
+            prerecording.close()
 
     def _record(self) -> None:
         facts, server = self._server.facts, self._server
@@ -120,23 +126,23 @@ class Prerecorder:
             return _log.info("not_recorded_ahead", reason="the server has requests, which would have to wait for it")
         began = time.monotonic()
         folder = self._settings.runtime_dir or default_runtime_dir()
-        rehearsal = Prerecording(folder, sent=not all(each.reads_memory for each in ways), ahead=self.ahead)
-        if not self._let_close(rehearsal):
+        prerecording = Prerecording(folder, sent=not all(each.reads_memory for each in ways), ahead=self.ahead)
+        if not self._let_close(prerecording):
             return None
         try:
-            models = rehearsal.record(tensors, self._settings.name, server, _RECORD_S)
+            models = prerecording.record(tensors, self._settings.name, server, _RECORD_S)
         finally:
-            self._rehearsal = None
-            if not rehearsal.pending:  # else that would wait behind it, and requests behind both
+            self._prerecording = None
+            if not prerecording.pending:  # else that would wait behind it, and requests behind both
                 server.end_update(_ASK_S)
-        seconds, unproven = round(time.monotonic() - began, 3), rehearsal.unproven
+        seconds, unproven = round(time.monotonic() - began, 3), prerecording.unproven
         _log.info("recorded_ahead", tensors=len(tensors), models=models, seconds=seconds, unproven=unproven)
         return None
 
-    def _let_close(self, rehearsal: Prerecording) -> bool:
+    def _let_close(self, prerecording: Prerecording) -> bool:
         """What `close` ends from now on; not, if it came while files were read and the server was asked."""
         with self._lock:
-            self._rehearsal = rehearsal
+            self._prerecording = prerecording
             return not self._closed
 
     def _idle(self) -> bool:
@@ -153,7 +159,7 @@ class Prerecorder:
         except (OSError, ManifestError, UnfitManifest):
             return ()
         self._kept = manifest.digest()
-        self._foresee(manifest)
+        self._remember_layout(manifest)
         return manifest.tensors
 
     def _guessed(self, checkpoint: Path) -> tuple[TensorSpec, ...]:
@@ -163,5 +169,5 @@ class Prerecorder:
         """
         tensors, facts = self._server.expected_tensors(checkpoint), self._server.facts
         with contextlib.suppress(ManifestError):
-            self._foresee(Manifest.of(next(iter(facts.architectures), ""), tensors))
+            self._remember_layout(Manifest.of(next(iter(facts.architectures), ""), tensors))
         return tensors

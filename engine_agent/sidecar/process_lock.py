@@ -1,4 +1,4 @@
-"""Locks by which the agents of one host keep out of each other's way. A dead process holds none."""
+"""Locks that keep the sidecars of one host apart. A dead process holds none."""
 
 import contextlib
 import fcntl
@@ -14,7 +14,7 @@ _NETWORK: Final = Path("/proc/self/ns/net")
 
 
 class LockHeld(Exception):
-    """Another process holds the claim; `holder` is how it named itself."""
+    """Another process holds the lock; `holder` is the name that it wrote."""
 
     def __init__(self, holder: str) -> None:
         self.holder = holder
@@ -22,7 +22,7 @@ class LockHeld(Exception):
 
 
 class ProcessLock:
-    """One lock file. It stays when the lock is given up: who removed it might remove a successor's."""
+    """One lock file. It stays after the release: removing it might remove that of a successor."""
 
     def __init__(self, path: Path, holder: str) -> None:
         self.path = path
@@ -39,7 +39,7 @@ class ProcessLock:
             holder = os.pread(lock, 256, 0).decode(errors="replace").strip()
             self.release()
             raise LockHeld(holder) from error
-        with contextlib.suppress(OSError):  # a full disk: the lock holds, only who has it is not written down
+        with contextlib.suppress(OSError):  # a full disk: the lock holds, only the name of its holder is missing
             os.truncate(lock, 0)
             os.pwrite(lock, f"{self._holder}\n".encode(), 0)
 
@@ -53,7 +53,7 @@ def server_claim(folder: Path, url: str, agent: str) -> ProcessLock:
     """The claim on the server behind `url`, for the agents that share `folder` on this host.
 
     A loopback address means another server in another network namespace, as containers have them, so that is part of
-    what is claimed. The process behind the port is not: the claim outlives a restart of the server.
+    the lock's name. The process behind the port is not: the lock outlives a restart of the server.
     """
     parts = urlsplit(url if "//" in url else f"//{url}")
     host = "loopback" if parts.hostname in _LOOPBACK else parts.hostname

@@ -1,7 +1,7 @@
-"""Says what the agent answers: in order, each again until it is acknowledged, and without waiting for one another.
+"""Sends the replies of an engine: in order, each again until it is acknowledged, without waiting for one another.
 
-A version that is proven while it is taken gives two answers at a time. Sent one after the other's `Ack`, they would
-keep requests waiting for one exchange with the coordinator more.
+A version that is verified during its transfer gives two replies at a time. If the second waited for the `Ack` of the
+first, requests would wait for one more exchange with the coordinator.
 """
 
 import queue
@@ -29,31 +29,31 @@ _log = get_log(__name__)
 
 
 class ReplySender:
-    """One thread. `say` and `forget` are called from one other."""
+    """One thread that sends. `say` and `forget` are called from one other."""
 
     def __init__(self, line: Callable[[], BusClient | None], agent: str) -> None:
-        """`line` gives the connection of the moment, if there is one."""
+        """`line` returns the present connection, if there is one."""
         self._line = line
         self._log = _log.bind(agent=agent)
         self._answers: queue.SimpleQueue[tuple[int, EngineMessage] | None] = queue.SimpleQueue()
         self._boot = 0
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="speaker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="reply-sender", daemon=True)
 
     def start(self) -> None:
-        """From now on there is somebody to speak to."""
+        """Begin to send."""
         self._thread.start()
 
     def say(self, message: EngineMessage) -> None:
-        """Behind what was to be said before."""
+        """Queue `message` behind earlier ones."""
         self._answers.put((self._boot, message))
 
     def forget(self) -> None:
-        """Nothing that was to be said until now is said any more."""
+        """Drop all messages queued until now."""
         self._boot += 1
 
     def stop(self) -> None:
-        """Say nothing more. To be called when the line is closed."""
+        """Stop sending. To be called when the line is closed."""
         self._stopping.set()
         self._answers.put(None)
         if self._thread.is_alive():
@@ -63,7 +63,7 @@ class ReplySender:
         while (first := self._answers.get()) is not None:
             waiting = [first]
             while not self._answers.empty() and (more := self._answers.get()) is not None:
-                if more not in waiting:  # what is asked again is answered again, with the same words
+                if more not in waiting:  # a repeated command gets an equal reply
                     waiting.append(more)
             while waiting and not self._stopping.is_set():
                 begun = [(item, self._begin(item[1])) for item in waiting if item[0] == self._boot]
@@ -74,7 +74,7 @@ class ReplySender:
                 return
 
     def _begin(self, message: EngineMessage) -> Callable[[], ToAgent]:
-        """Send it; what is returned waits for the answer, or raises why there is none."""
+        """Send `message`; the function that is returned waits for the acknowledgement, or raises."""
         bus = self._line()
         if bus is None:
             return partial(_raise, ClientClosed("there is no line to the coordinator"))
@@ -84,7 +84,7 @@ class ReplySender:
             return partial(_raise, error)
 
     def _said(self, message: EngineMessage, wait: Callable[[], ToAgent]) -> bool:
-        """Whether nothing more is to be said of it."""
+        """Whether `message` is settled: acknowledged, or refused for good."""
         try:
             wait()
         except (CoordinatorUnreachable, ClientClosed):

@@ -1,8 +1,8 @@
-"""Keeps an eye on the server: is it there, and is it still the same launch? Says so only when that changes.
+"""Polls the server: whether it is there, and still the same process generation. Reports changes only.
 
-Asks for /model_info, which is answered without the scheduler: a server that is busy loading is not a lost one. A label
-that nobody here has set, or a process that ended, means another launch even if no poll ever failed. A server of which
-a worker has died answers all the same, for the seconds that SGLang takes to end it: it is gone at once here.
+The label is asked for, which is answered without the workers: a server that is busy loading is not lost. A label that
+this sidecar has not set, or a process that ended, means another process generation even if no poll ever failed. A
+server of which a worker has died still answers for seconds, until it ends: it is reported gone at once.
 """
 
 import threading
@@ -18,7 +18,7 @@ PATIENCE: Final = 3
 """Polls without an answer, or broken connections, before the server counts as gone."""
 _RETRY_S: Final = 0.2
 _WORKERS_S: Final = 0.2
-"""How often it is looked whether all workers live, where they can be seen."""
+"""Seconds between two looks whether all workers live, where they can be seen."""
 _START_S: Final = 3.0
 """A server that starts answers its health check with 503 at once; one that is paused does not answer it at all."""
 
@@ -39,13 +39,13 @@ class ServerMonitor:
         self._timeout_s = timeout_s
         self._known: EngineFacts | None = None
         self._workers: dict[int, int] = {}
-        """Processes of this launch and when they started."""
+        """Start time of each worker of this process generation, by process id."""
         self._up = False
         self._misses = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="server-watch", daemon=True)
         self.failure: BaseException | None = None
-        """What ended the thread, other than `stop`."""
+        """The error that ended the thread, if one did."""
 
     def start(self) -> None:
         """Begin to poll."""
@@ -89,7 +89,7 @@ class ServerMonitor:
         return process is not None and start_time(process[0]) != process[1]
 
     def _worker_died(self) -> bool:
-        """A worker of the launch has died, which will end."""
+        """Whether a worker has died, after which the server will end."""
         if self._process_ended():
             self._workers = {}
         died = [pid for pid, started in self._workers.items() if start_time(pid) != started]
@@ -101,7 +101,7 @@ class ServerMonitor:
         return bool(died)
 
     def _find(self) -> None:
-        """Read who it is. A new launch counts only when its start is over: pausing its warm-up would end it."""
+        """Read the facts. A new process generation counts once its start is over: pausing its warm-up would end it."""
         facts = self._server.identify(self._timeout_s)
         if self._known is None or facts.identity != self._known.identity:
             self._started()

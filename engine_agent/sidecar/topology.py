@@ -1,8 +1,8 @@
-"""Where the workers of a server are, and which transports it cannot take: what the sidecar tells the coordinator.
+"""Topology of a server: the locations of its workers, and the transports that it cannot take.
 
-A server does not say which GPUs it uses, but in which order: `--base-gpu-id`, and a step from worker to worker, counted
-among those that its processes see. So the driver is asked as such a process would ask it (gpu_topology.py). What cannot
-be found out, such as the environment of a server in another container, is not told.
+A server does not report which GPUs it uses, but their indices among those that its processes see. So the GPU driver is
+asked with the environment of such a process (gpu_topology.py). Locations that cannot be found out, such as those of a
+server in another container, are not reported.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def opened_by(facts: EngineFacts, places: tuple[ProcessLocation, ...]) -> str:
 
     ``cpu``, or the uuid of the first one's GPU, which the others have to reach. Shared memory is a file of its owner
     alone, in a folder that both have to see; of memory on a GPU the driver asks that both are in one IPC namespace.
-    A worker that cannot open what it is given ends its server, so what is not known is no.
+    A worker that cannot open such memory ends its server, so an unknown reach counts as none.
     """
     if facts.process is None or facts.dp > 1 or facts.pp > 1 or not places:
         return ""

@@ -1,7 +1,7 @@
-"""What is known of a server's workers that no call to it says: where one died or stands still, none is answered.
+"""Health of a server's workers: a server of which one died or stalled answers no call that needs them.
 
-Whoever waits for this engine would wait for such a call, so it is not made: not to a launch of which a worker has died,
-which takes SGLang seconds to end, and not to one of which a worker stands still, before that says something again.
+A round would wait for such a call, so it is not made: not to a process generation of which a worker has died, which the
+server takes seconds to end over, and not to one of which a worker is stalled, before that worker reports again.
 """
 
 import time
@@ -14,46 +14,48 @@ from ..engines import Engine
 from ..errors import ServerError, ServerSilent
 
 VERIFY_S: Final = 240.0
-"""Less than the coordinator's ``verify_s``: the account of what was found is worth more than its time-out."""
+"""Less than the coordinator's ``verify_s``: a failure with its reason is worth more than a time-out."""
 _PROOF_S: Final = 15.0
 _PROOF_BYTES_S: Final = 1e8
-"""Meant to be far below what any machine digests: who is slower is taken to stand still."""
+"""Far below the rate at which any machine digests: a slower server counts as stalled."""
 _ASK_S: Final = 2.0
 _LATELY_S: Final = 2.0
-"""A server whose workers did something so lately is not asked whether they move."""
+"""A server whose workers did something within so many seconds is not asked."""
 _LOOK_S: Final = 10.0
-"""For the answer. A batch may have to end before it, which it has to before a pause, too."""
+"""Deadline of the answer. A batch may have to end before it, as before a pause."""
 
 
 class WorkerHealth:
-    """Of one server, from launch to launch. Used from one thread."""
+    """Worker health of one server, over its process generations. Used from one thread."""
 
     def __init__(self, server: Engine) -> None:
         self._server = server
         self._silent: str | None = None
-        """A launch that did not answer a call in time."""
+        """A process generation that did not answer a call in time."""
         self._moved: tuple[str, float] | None = None
-        """A launch whose workers answered, and when."""
+        """A process generation whose workers answered, and when."""
         self._died: tuple[str, int] | None = None
-        """A launch, and its worker that has died."""
+        """A process generation, and the rank of its worker that has died."""
 
     def learn(self, error: Exception, launch: str) -> None:
-        """Something failed with this launch."""
+        """Take note of a failure with this process generation."""
         self._moved = None
         if isinstance(error, WorkerDied):
             self._died = launch, error.rank
-        if isinstance(error, ServerSilent | DeadlineExceeded):  # the latter may be somebody else's: it is asked then
+        if isinstance(
+            error, ServerSilent | DeadlineExceeded
+        ):  # the latter may be of another party: the server is asked then
             self._silent = launch
 
     def moved(self, launch: str) -> None:
-        """Its workers did what they were asked."""
+        """Take note that its workers answered."""
         self._moved = launch, time.monotonic()
 
     def look(self, launch: str) -> None:
-        """Raise `ServerError` where a server is silent, while nobody stands still for it.
+        """Raise `ServerError` for a silent server before any engine is paused for the round.
 
-        Its HTTP side answers though its workers do not. A pause that finds it out takes half a minute, in which all
-        others of a round stand still.
+        The HTTP side answers even if the workers do not. A pause that finds it out takes half a minute, in which all
+        other engines of the round are paused.
         """
         if self._silent == launch:
             return self.ask(launch)
@@ -64,24 +66,24 @@ class WorkerHealth:
         except ServerSilent:
             raise
         except ServerError:
-            return None  # what it says to a pause is found out soon enough
+            return None  # a pause will show soon enough
         return self.moved(launch)
 
     def require(self, launch: str, receiver: Receiver | None) -> None:
-        """Raise `TransferFailed` where a call to `launch` would be in vain, as far as it or `receiver` knows."""
+        """Raise `TransferFailed` where a call to `launch` would be in vain, as far as known here or to `receiver`."""
         if self._died is not None and self._died[0] == launch:
             raise WorkerDied(self._died[1])
         if isinstance(receiver, Minding):
             receiver.require_moving()
 
     def ask(self, launch: str) -> None:
-        """Raise `ServerError` where a server that was silent is so still: nobody else is to wait for it again."""
+        """Raise `ServerError` if a server that was silent still is: no round has to wait for it again."""
         if self._silent == launch:
             self._server.answers(_ASK_S)
         self._silent = None
 
     def answers(self, launch: str, receiver: Receiver | None) -> bool:
-        """Nothing is known that speaks against it."""
+        """Whether calls to `launch` may be answered, as far as known."""
         try:
             self.require(launch, receiver)
         except TransferFailed:
@@ -90,5 +92,5 @@ class WorkerHealth:
 
 
 def proof_s(nbytes: int) -> float:
-    """How long a server may take to report digests of that much: beyond it, its workers stand still."""
+    """Seconds that a server may take to digest `nbytes`: beyond them its workers count as stalled."""
     return min(VERIFY_S, _PROOF_S + nbytes / _PROOF_BYTES_S)

@@ -237,7 +237,7 @@ class EngineProcess(Process):
     # -- other threads
 
     def _late_records(self) -> Thread:
-        """`state_writer.py`: a disk may be slow, and whoever dies meanwhile leaves the record of before."""
+        """`StateWriter`: a disk may be slow, and a sidecar that dies meanwhile leaves the record of before."""
         rng = self._world.rng(f"late-{self.name}-{self.life}")
         while True:
             if self._late is None:

@@ -219,7 +219,7 @@ def test_a_server_that_gave_its_memory_back_does_not_load_the_files_of_what_it_h
     assert deployment.agent is not None
     url = f"http://127.0.0.1:{deployment.agent.http_port}"
     assert httpx.post(f"{url}/give-back", trust_env=False, timeout=60).status_code == 200
-    machine = deployment.agent._saved._machine
+    machine = deployment.agent._file_resync._machine
     until("the look", lambda: deployment.view.memory_released and machine._known == 7)
     assert httpx.get(f"{url}/status", trust_env=False).json()["engine"]["lent"] is True
     now = time.monotonic()
@@ -259,7 +259,7 @@ def test_files_that_are_not_what_was_committed_are_not_loaded(
     deployment.fake.restart()
     until("the pause", lambda: deployment.fake.mode == "retract")
     assert deployment.agent is not None
-    machine = deployment.agent._saved._machine
+    machine = deployment.agent._file_resync._machine
     until("the attempt", lambda: machine._not_before > 0)
     assert said == ([str(folder)] if how == "gone" else [])
     assert "update_weights_from_disk" not in " ".join(deployment.fake.calls[-20:])

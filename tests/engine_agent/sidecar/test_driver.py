@@ -401,14 +401,14 @@ def test_a_record_that_cannot_be_kept_fails_the_transfer_not_the_agent(
     def full(_record: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(agent._late, "_write", full)
+    monkeypatch.setattr(agent._writer, "_write", full)
     offer = m.Endpoint(transport=m.TransportKind.LOCAL, address="/run/x")
     order: dict[str, Any] = {"channel": Channel("c"), "epoch": Epoch(1), "deadline_s": 30.0}
     weights: dict[str, Any] = {"version": Version(7), "manifest": Digest("a" * 64), "table": Digest("b" * 64)}
     agent._dispatch(Commanded(m.Transfer(**order, **weights, offer=offer, rank_offset=1)))
     assert agent._operations.empty()
     agent._step(agent._next())
-    _, answer = agent._speaker._answers.get_nowait() or (0, None)
+    _, answer = agent._reply_sender._answers.get_nowait() or (0, None)
     assert isinstance(answer, m.Failed)
     assert (answer.step, answer.health) == (m.Step.TRANSFER, EngineHealth.CLEAN)
     assert "No space left on device" in answer.reason

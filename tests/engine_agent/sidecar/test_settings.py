@@ -10,8 +10,8 @@ from weightbus.control.cli.settings_loader import load_settings
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.engine_agent.engines.connection import Keys
 from weightbus.engine_agent.errors import KeyFileUnusable
-from weightbus.engine_agent.sidecar.api_keys import read_keys
 from weightbus.engine_agent.sidecar.driver import EngineAgent
+from weightbus.engine_agent.sidecar.keys import read_keys
 from weightbus.engine_agent.sidecar.settings import SECTION, EngineAgentSettings
 
 KEYS = pytest.mark.parametrize("key", ["api_key", "admin_api_key"])
