@@ -347,7 +347,7 @@ class Channel:
         if known and known.incarnation != agent.incarnation and self.round:
             self.round.lost(agent.name, f"restarted as {agent.incarnation}")
         engine = self._registry.joined(agent)
-        engine.note_lent(self.committed, lent=engine.info.lent)
+        engine.note_memory(self.committed, released=engine.info.memory_released)
         participant = self.round.participants.by_name.get(agent.name) if self.round else None
         if participant and participant.phase not in FINISHED:
             self._pending_commands.resend_now(agent.name, now)
@@ -371,7 +371,7 @@ class Channel:
             moved = True
         if message.health is None:
             return moved
-        engine.note_lent(self.committed, lent=message.lent)
+        engine.note_memory(self.committed, released=message.memory_released)
         if (engine.health, engine.held) == (message.health, message.held) and not engine.version_in_doubt:
             return moved
         engine.version_in_doubt = False

@@ -114,9 +114,9 @@ class EngineRecord(msgspec.Struct, kw_only=True):
     """True if a round ended without its answer to the last command."""
     _info: EngineInfo | None = None
     """Last result of `as_info`."""
-    lent: bool = False
+    memory_released: bool = False
     """True while its weights' memory is released to another user."""
-    lent_at: HeldVersion | None = None
+    released_at: HeldVersion | None = None
     """Version that was current when it released its memory: the engine is brought only later ones."""
 
     @classmethod
@@ -145,19 +145,26 @@ class EngineRecord(msgspec.Struct, kw_only=True):
     def as_info(self) -> EngineInfo:
         """The engine's description, with its present health and version."""
         known = self._info
-        if known is None or known.health is not self.health or known.held != self.held or known.lent is not self.lent:
-            known = self._info = msgspec.structs.replace(self.info, health=self.health, held=self.held, lent=self.lent)
+        if (
+            known is None
+            or known.health is not self.health
+            or known.held != self.held
+            or known.memory_released is not self.memory_released
+        ):
+            known = self._info = msgspec.structs.replace(
+                self.info, health=self.health, held=self.held, memory_released=self.memory_released
+            )
         return known
 
-    def note_lent(self, committed: HeldVersion | None, *, lent: bool) -> None:
+    def note_memory(self, committed: HeldVersion | None, *, released: bool) -> None:
         """Record whether its memory is released; `committed` is the current version."""
-        if lent and not self.lent:
-            self.lent_at = committed
-        self.lent = lent
+        if released and not self.memory_released:
+            self.released_at = committed
+        self.memory_released = released
 
     def awaits_newer(self, committed: HeldVersion | None) -> bool:
         """True if its memory stays released until a later version than `committed`."""
-        return self.lent and self.lent_at == committed
+        return self.memory_released and self.released_at == committed
 
     def absorb(self, message: EngineMessage, participant: Participant, committed: HeldVersion | None) -> bool:
         """Apply an answer to a round's command. Returns True if readiness may have changed."""

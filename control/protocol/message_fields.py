@@ -42,7 +42,7 @@ class HeldVersion(Fragment, frozen=True):
 
 
 class EngineInfo(Fragment, frozen=True):
-    """Facts of an engine's server. Fixed for a process generation, except `health`, `held` and `lent`."""
+    """Facts of an engine's server. Fixed for a process generation, except `health`, `held` and `memory_released`."""
 
     url: Text
     """URL at which clients reach the server; readers of the ready list send requests there."""
@@ -59,7 +59,7 @@ class EngineInfo(Fragment, frozen=True):
     """Algorithm of the server's digest of its live parameters; empty if the server has none."""
     health: EngineHealth = EngineHealth.CLEAN
     held: HeldVersion | None = None
-    lent: bool = False
+    memory_released: bool = msgspec.field(default=False, name="lent")
     """True while the server's weight memory is released (SGLang's ``release_memory_occupation``)."""
 
 

@@ -105,7 +105,7 @@ class Heartbeat(Message, frozen=True, tag="Heartbeat"):
     epoch: EpochNumber = 0  # type: ignore[assignment]  # a plain default for "no epoch seen"
     health: EngineHealth | None = None
     held: HeldVersion | None = None
-    lent: bool = False
+    memory_released: bool = msgspec.field(default=False, name="lent")
     """As in `EngineInfo`."""
 
 

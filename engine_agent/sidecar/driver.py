@@ -450,7 +450,7 @@ class EngineAgent:
             live_digest=self._server.digest_algorithm,
             health=view.health,
             held=view.held,
-            lent=view.memory_released,
+            memory_released=view.memory_released,
         )
         return Hello(
             request=RequestId("filled-in-by-the-client"),
@@ -469,7 +469,9 @@ class EngineAgent:
 
     def _heartbeat(self) -> Heartbeat:
         view = self._view
-        return Heartbeat(seq=0, epoch=view.epoch, health=view.health, held=view.held, lent=view.memory_released)
+        return Heartbeat(
+            seq=0, epoch=view.epoch, health=view.health, held=view.held, memory_released=view.memory_released
+        )
 
     def _connected(self) -> bool:
         bus = self._bus

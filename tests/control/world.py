@@ -260,13 +260,15 @@ class Engine(Agent):
         self.generating = True
         self.health = EngineHealth.CLEAN
         self.held: HeldVersion | None = None
-        self.lent = False
+        self.memory_released = False
         self.epoch = 0
         self.script: dict[type[Message], Callable[[Message], ToCoordinator | None]] = {}
         """Message type -> what to do instead of the right thing, once."""
 
     def hello(self) -> Hello:
-        info = msgspec.structs.replace(self.info, health=self.health, held=self.held, lent=self.lent)
+        info = msgspec.structs.replace(
+            self.info, health=self.health, held=self.held, memory_released=self.memory_released
+        )
         return Hello(
             request=self.key(),
             agent=self.name,
@@ -277,7 +279,9 @@ class Engine(Agent):
         )
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(seq=1, epoch=Epoch(self.epoch), health=self.health, held=self.held, lent=self.lent)
+        return Heartbeat(
+            seq=1, epoch=Epoch(self.epoch), health=self.health, held=self.held, memory_released=self.memory_released
+        )
 
     def fail(
         self, on: type[Message], step: Step, health: EngineHealth = EngineHealth.CLEAN, reason: str = "broke"

@@ -595,7 +595,13 @@ def state_of(world: World, name: str) -> str:
 def test_who_gave_its_memory_back_is_brought_the_next_version(restarts: bool) -> None:
     """Not the one that was committed then: the trainer on its GPU has the memory. A later one it may be brought."""
     world, old, _, trainer = behind()
-    old.health, old.held, old.weights, old.generating, old.lent = EngineHealth.PENDING, None, None, False, True
+    old.health, old.held, old.weights, old.generating, old.memory_released = (
+        EngineHealth.PENDING,
+        None,
+        None,
+        False,
+        True,
+    )
     world.advance(5)
     if restarts:  # what its agent, or another coordinator, knows of it begins anew
         old.die()

@@ -115,9 +115,9 @@ def test_who_holds_what_is_committed_and_does_not_serve_it_is_asked_again_after_
 def test_memory_that_was_given_back_is_waited_for_until_the_next_version_only() -> None:
     """Though every heartbeat says again that it is given back."""
     _, engine = fleet_of_one()
-    engine.note_lent(V1, lent=True)
+    engine.note_memory(V1, released=True)
     assert engine.awaits_newer(V1)
-    engine.note_lent(V2, lent=True)
+    engine.note_memory(V2, released=True)
     assert not engine.awaits_newer(V2)
 
 
