@@ -66,7 +66,9 @@ def _known(kind: type[FleetDescription | AgentDescription]) -> str:
     own: dict[str, type[msgspec.Struct]] = {"": kind}
     own |= {"trainer": TrainerInfo} if kind is FleetDescription else {"info": EngineInfo}
     own |= {"topology": Topology, "places": ProcessLocation}
-    return "; ".join(f"{name}: ".removeprefix(": ") + ", ".join(each.__struct_fields__) for name, each in own.items())
+    return "; ".join(
+        f"{name}: ".removeprefix(": ") + ", ".join(each.__struct_encode_fields__) for name, each in own.items()
+    )
 
 
 def _trainer_problems(fleet: FleetDescription) -> Iterator[str]:

@@ -113,7 +113,7 @@ class Topology(Message, frozen=True, tag="Topology"):
     """Location and reachability of a trainer or an engine. Sent after every `Welcome`, and after a change.
 
     Answered by `Ack`. A coordinator that does not know this message refuses it, and decides by `Hello` alone; one that
-    does not know `awaits_tables` gets the message without it. Unknown facts are left out, never guessed.
+    does not know `supports_deferred_digests` gets the message without it. Unknown facts are left out, never guessed.
     """
 
     request: RequestKey

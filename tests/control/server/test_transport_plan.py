@@ -283,6 +283,16 @@ def test_a_fleet_that_cannot_be_is_not_planned(path: str, value: object, said: s
     assert said in str(refusal.value)
 
 
+def test_the_error_names_fields_as_the_file_has_them() -> None:
+    """The valid fields that an error lists can be written into the file, also where an attribute has another name."""
+    with pytest.raises(Malformed) as refusal:
+        fleet_file.plan_described_fleet(json.dumps(changed("topology/places/0/gpu", "x")).encode())
+    known = str(refusal.value).split("Known: ", 1)[1]
+    places = known.split("places: ", 1)[1].split(", ")
+    assert "awaits_tables" in known
+    fleet_file.plan_described_fleet(json.dumps(changed(f"topology/places/0/{places[-1]}", "gpu-0")).encode())
+
+
 def test_an_engine_of_a_file_has_a_name() -> None:
     """As every agent does."""
     fleet = changed("bytes", 5)
