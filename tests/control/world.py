@@ -1,4 +1,4 @@
-"""A deployment without sockets, threads or time: one coordinator, engines and trainers that answer as they should.
+"""A deployment without sockets, threads or time: one coordinator, with engines and trainers that answer correctly.
 
 Agents answer at once unless a test told them otherwise. The journal is a list of records; a restart builds a new
 machine from it. `check()` runs after every event.
@@ -155,7 +155,7 @@ def one_by_one(effects: Iterable[AnyEffect]) -> Iterator[AnyEffect]:
 
 
 def readiness_of(observed: Iterable[AnyObservation]) -> Iterator[tuple[AgentId, bool]]:
-    """Who entered the ready list, or left it, one after the other."""
+    """Engines that entered the ready list (True) or left it, one after the other."""
     for each in observed:
         match each:
             case ReadinessChanged():
@@ -167,7 +167,7 @@ def readiness_of(observed: Iterable[AnyObservation]) -> Iterator[tuple[AgentId, 
 
 
 class Agent:
-    """What trainers and engines have in common: a name, a life, a connection."""
+    """What trainers and engines have in common: a name, an incarnation, a connection."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -180,7 +180,7 @@ class Agent:
         self.deaf = False
         """Takes no messages, and answers none; its heartbeats go on."""
         self.pending: dict[RequestId, tuple[ToCoordinator, bytes | None]] = {}
-        """What was said and not answered; said again with every heartbeat."""
+        """Requests without a reply, repeated with every heartbeat."""
         self.boot = 0
         self.said: list[ToCoordinator] = []
         self.supports_deferred_digests = False
@@ -190,13 +190,13 @@ class Agent:
         return RequestId(f"{self.incarnation}-{next(self.world.keys)}")
 
     def live(self) -> None:
-        """Begin a new life on a new connection."""
+        """Start as a new incarnation on a new connection."""
         self.incarnation = Incarnation(f"{self.name}.{next(self.lives)}")
         self.pending.clear()
         self.connect()
 
     def connect(self) -> None:
-        """A new connection in the same life."""
+        """A new connection of the same incarnation."""
         self.peer = Peer(f"peer{next(self.world.peers)}".encode())
         self.alive = True
         self.say(self.hello())
@@ -205,7 +205,7 @@ class Agent:
         raise NotImplementedError
 
     def die(self) -> None:
-        """SIGKILL: nobody is told."""
+        """SIGKILL: no message is sent."""
         self.alive = False
 
     def say(self, message: ToCoordinator, blob: bytes | None = None) -> None:
@@ -215,7 +215,7 @@ class Agent:
         self.world.deliver(self, message, blob)
 
     def again(self) -> None:
-        """Repeat whatever was not answered."""
+        """Repeat all requests without a reply."""
         for message, blob in self.pending.values():
             self.world.deliver(self, message, blob)
 
@@ -256,7 +256,7 @@ class Engine(Agent):
         self.label: int | None = None
         self.weights: int | None = 0
         self.beats = True
-        """While nobody has told it anything it says a heartbeat right after `Welcome`, and not when that is due."""
+        """True: until its first command it sends a heartbeat right after `Welcome`, before one is due."""
         self.generating = True
         self.health = EngineHealth.CLEAN
         self.held: HeldVersion | None = None
@@ -498,7 +498,7 @@ class Trainer(Agent):
 
 
 def check_refusals(effects: tuple[AnyEffect, ...]) -> None:
-    """Whoever is refused is refused in the metrics and the log too, whichever part of the machine said no."""
+    """Every refusal is in the metrics and the log too, whichever part of the machine made it."""
     sent = [each.message.code for each in effects if isinstance(each, SendTo) and isinstance(each.message, Refused)]
     noted = [each.what.code for each in effects if isinstance(each, Observe) and isinstance(each.what, Refusal)]
     assert sent == noted, f"refused {sent}, counted {noted}"
@@ -570,7 +570,7 @@ class World:
         self.queue.append((agent, message, blob))
 
     def settle(self) -> None:
-        """Deliver until nobody has anything to say."""
+        """Deliver messages until no agent has one left."""
         while self.queue and not self.crashed:
             self.step()
 
@@ -696,7 +696,7 @@ _LOUD = (
 
 
 def brief(message: msgspec.Struct) -> str:
-    """One line about a message: its name and the fields that tell the story."""
+    """One line about a message: its name and its most telling fields."""
     told: list[str] = []
     if isinstance(message, RoundClosed):
         message = message.done

@@ -29,7 +29,7 @@ ENDPOINT = "sim"
 
 
 class _Alone:
-    """A `threading.Condition` where there is one thread: nobody waits, nobody has to be kept out."""
+    """A `threading.Condition` where there is one thread: no thread waits, and none is kept out."""
 
     def __enter__(self) -> Self:
         return self
@@ -38,7 +38,7 @@ class _Alone:
         return
 
     def notify_all(self) -> None:
-        """Nobody waits."""
+        """No thread waits."""
 
     def wait_for(self, predicate: Callable[[], object], timeout: float) -> bool:
         """Never waits."""
@@ -78,7 +78,7 @@ class _Promised:
 
 
 class Client(BusClient):
-    """`BusClient` for one life of an agent. Whoever would block on it yields from here instead."""
+    """`BusClient` for one life of an agent. A caller that would block yields from here instead."""
 
     def __init__(
         self,

@@ -86,7 +86,7 @@ class JournalDisk:
             self._copies.append((dict(self.channels), dict(self.replies), self.boots, self.world.judge.memory()))
 
     def set_back(self, count: int) -> None:
-        """Somebody puts a copy in its place that is `count` records old, or begins it anew (0). Nobody writes to it."""
+        """An operator restores a copy that is `count` records old, or an empty journal (0), while it is not in use."""
         kept = len(self._copies) - count if count else 0
         del self._copies[max(0, kept) :]
         fresh: dict[Channel, Restored] = {}
@@ -193,7 +193,7 @@ class SimJournal:
         process.passes("persist", "after")
 
     def confirm(self) -> None:
-        """Nobody else can have it."""
+        """No other process can take it."""
 
     def write(self, record: AnyRecord) -> None:
         """Make `record` durable."""
@@ -282,7 +282,7 @@ class RecordDisk:
 
 
 def _on(_: str) -> None:
-    """Nobody dies."""
+    """No death happens here."""
 
 
 def _about(record: AnyRecord) -> str:

@@ -111,7 +111,7 @@ class EngineProcess(Process):
 
     @property
     def cancelled(self) -> bool:
-        """Nobody wants the running operation any more."""
+        """The running operation is not wanted any more."""
         return self._called_off == self._number
 
     # -- life

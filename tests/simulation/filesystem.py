@@ -54,7 +54,7 @@ class Files:
         self.names: dict[str, Inode] = {}
         self.full = False
         self.step: Callable[[str], None] = lambda _: None
-        """Called before each operation that changes something: who dies does so here."""
+        """Called before each operation that changes something: a process that dies does so here."""
         self._safe: dict[str, Inode] = {}
         self._pending: list[tuple[str, Inode | None]] = []
         """Changed names, in order; null for one that is gone."""

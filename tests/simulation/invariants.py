@@ -64,7 +64,7 @@ INVARIANTS: Final = {
     " only grow, and only the newest commits",
     "known-epochs": "no agent has seen an epoch that is not on disk, unless that was set back",
     "durable-before-said": "a Commit or a committed RoundDone leaves only when its version is on disk",
-    "journal-survives": "what the journal called durable is found after every crash, and nothing that nobody wrote",
+    "journal-survives": "what the journal called durable is found after every crash, and no other record",
     "record-survives": "a sidecar finds its record whole after any crash: the last one, or the one being written",
     "never-back": "the committed version of a channel never goes back, unless a trainer said so",
     "believed": "what an honest trainer signed is believed, whatever was lost, repeated or restarted in between, and no"
@@ -74,20 +74,19 @@ INVARIANTS: Final = {
     "forgotten-is-not-told": "what a set-back journal has forgotten is not taken for committed by a trainer that has"
     " its lease, or the last answer to its `Hello`, from a later life",
     "same-answer": "the same request gets the same answer",
-    "ready-is-ready": "who is listed as ready holds exactly the committed bits, or those of a version that the policy"
+    "ready-is-ready": "an engine listed as ready holds the bits of the committed version, or of one that the policy"
     " still allows, and was heard of lately",
     "commit-verified": "a version is committed only when a server has held exactly its buckets",
     "enough-engines": "a version is committed only with as many verified engines as its trainer asked for",
-    "left-alone": "whom a trainer has no transport for is told nothing of its rounds, and is listed only once it said"
+    "left-alone": "an engine without a transport is told nothing of a round, and is listed only once it said"
     " that it serves",
     "pause-lease": "a clean engine whose agent runs is not paused for longer than its lease without a coordinator",
     "memory-bounded": "nothing grows with time",
     "every-wait-ends": "once faults stop, rounds end, engines serve or say why not, and a publication commits",
     "begun-anew": "a version whose table does not follow after all is announced again with it, and is not refused for"
     " its own first round",
-    "understood": "nobody is told of a table that follows who has not said that it knows such",
-    "heard-out": "nobody waits for what nobody will say: while a round waits for its trainer's report, that is sending,"
-    " asking or gone",
+    "understood": "no engine is told of a deferred table unless it has said that it supports that",
+    "heard-out": "a round waits for its trainer's report only while that trainer is sending, asking or gone",
     "no-needless-wait": "in calm weather, once all is settled, a round waits for no deadline",
     "nothing-raises": "no machine contradicts itself, whatever it is told",
 }
@@ -381,7 +380,7 @@ class Judge:
         """The coordinator noted something."""
         if isinstance(what, EngineAhead) and not self._set_backs:
             self.broken("known-epochs", f"{what.engine} has seen {what.epoch}, on disk is {what.known}")
-        if isinstance(what, AgentJoined) and self._disk.taken:  # before, nobody was ever allowed to pause it
+        if isinstance(what, AgentJoined) and self._disk.taken:  # before, it could not have been paused
             self._joined_at[what.agent] = self._world.loop.now
         if isinstance(what, ReadinessChanged):
             self._listed(what.engine, ready=what.ready)
@@ -431,5 +430,5 @@ class Judge:
         return "was launched anew" if tags == (LAUNCH,) or not server.up else "wrong"
 
     def ready(self) -> Iterable[str]:
-        """Who is listed."""
+        """The engines that are listed as ready."""
         return tuple(self._ready)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 MOST_STEPS: Final = 60_000
-"""Of one run, thirty times as many as usual: who takes more does the same thing over and over while no time passes."""
+"""Steps of one run, thirty times as many as usual: a run with more repeats itself while no time passes."""
 
 
 class Loop:
@@ -22,7 +22,7 @@ class Loop:
         self.now = 0.0
         self.steps = 0
         self.halted = False
-        """Nothing more is to happen: somebody has seen enough, or it never ends."""
+        """End the run: an invariant is broken, or it would never end."""
         self.telling = telling
         """Keep the lines of the story, for a reader or for their hash."""
         self.story: list[str] = []
@@ -49,15 +49,15 @@ class Loop:
         if not self.halted:
             self.now = max(self.now, until)
 
-    def note(self, who: str, what: str, about: object = None) -> None:
+    def note(self, source: str, what: str, about: object = None) -> None:
         """A line of the story; all lines make up the trace. `about`: a message, written out for a reader only."""
         if self.telling:
             told = what if about is None else f"{what} {brief(about)}"
-            self.story.append(f"{self.now:9.3f} {who:<12} {told}")
+            self.story.append(f"{self.now:9.3f} {source:<12} {told}")
 
     @property
     def trace(self) -> str:
-        """Hash of every line so far; empty when nobody keeps them."""
+        """Hash of every line so far; empty if lines are not kept."""
         return hashlib.blake2b("\n".join(self.story).encode(), digest_size=8).hexdigest() if self.telling else ""
 
 

@@ -1,4 +1,4 @@
-"""Bugs that somebody might have written: each a change of the real source that the simulation has to find.
+"""Bugs that a developer might have written: each a change of the real source that the simulation has to find.
 
 `found` must stand in the file exactly once, so that a change of the source that moves it is noticed, and not silently
 planted nowhere.
@@ -50,7 +50,7 @@ JOURNAL, RECORD_FILE, LEDGER = (
     "engine_agent/durable_file.py",
     "engine_agent/machine/recorded_state.py",
 )
-ROUND, COHORT, FLEET = (
+ROUND, PARTICIPANTS, REGISTRY = (
     "control/machine/round.py",
     "control/machine/participants.py",
     "control/machine/engine_registry.py",
@@ -62,12 +62,12 @@ APPLICATION, PUBLICATION, SESSION = (
 )
 
 MUTATIONS: Final = (
-    # To compare the number alone in `Fleet.answered`, as it once was, changes nothing any more: whoever is told of a
-    # version that is replaced is told something else at once. That it is, is the bug below.
+    # To compare the number alone in `EngineRegistry.answered`, as it once was, changes nothing any more: an engine
+    # that is told of a version that is replaced is told another command at once. That it is, is the bug below.
     _m(  # found by the simulation in our own code
         "tells-of-a-version-that-was-replaced",
         "durable-before-said",
-        FLEET,
+        REGISTRY,
         "            if other and (engine := self.engines.get(name)):",
         "            if False and (engine := self.engines.get(name)):",
     ),
@@ -202,14 +202,14 @@ MUTATIONS: Final = (
     _m(
         "commits-what-was-loaded-but-not-verified",
         "commit-verified",
-        COHORT,
+        PARTICIPANTS,
         'EnginePhase.TRANSFERRING, EnginePhase.TRANSFERRED, "transfer"',
         'EnginePhase.TRANSFERRING, EnginePhase.VERIFIED, "transfer"',
     ),
     _m(
         "commits-what-broke",
         "nothing-raises",
-        COHORT,
+        PARTICIPANTS,
         "        participants = self.within(EnginePhase.VERIFIED)\n",
         "        participants = self.within(EnginePhase.VERIFIED, EnginePhase.LEAVING)\n",
     ),
@@ -228,14 +228,14 @@ MUTATIONS: Final = (
     _m(
         "takes-whatever-table-an-engine-has-proven",
         "commit-verified",
-        COHORT,
+        PARTICIPANTS,
         "            if participant.verified_table != table:\n",
         "            if False:\n",
     ),
     _m(
         "takes-whatever-table-an-engine-proves-once-it-is-known",
         "commit-verified",
-        COHORT,
+        PARTICIPANTS,
         "message.table != (self.table or message.table)",
         "False",
     ),
@@ -273,14 +273,14 @@ MUTATIONS: Final = (
     _m(
         "rolls-on-over-those-who-fell",
         "nothing-raises",
-        COHORT,
+        PARTICIPANTS,
         "return self._max_paused - self._down_outside - down -",
         "return self._max_paused - self._down_outside -",
     ),
     _m(
         "leaves-without-a-word",
         "no-needless-wait",
-        COHORT,
+        PARTICIPANTS,
         "        self._move(participant, EnginePhase.LEAVING)\n",
         "        self._move(participant, EnginePhase.LEAVING)\n        return\n",
     ),
@@ -322,7 +322,7 @@ MUTATIONS: Final = (
     _m(
         "prepares-whom-nobody-can-send-to",
         "left-alone",
-        COHORT,
+        PARTICIPANTS,
         "phase = _PREPARING if transport else _LEFT",
         "phase = _PREPARING",
     ),
@@ -347,7 +347,7 @@ MUTATIONS: Final = (
         "        lease, self.lease = self.lease, None\n",
         "        lease, self.lease = self.lease, self.lease\n",
     ),
-    # Not to look at the lease's holder alone would change nothing here: an epoch is granted once, and nobody takes
+    # Not to look at the lease's holder alone would change nothing here: an epoch is granted once, and no trainer takes
     # another's for its own. Agents that lie are in tests/fuzz/hostile_agents.py.
     _m(
         "no-fencing-of-trainers",

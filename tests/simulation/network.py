@@ -32,7 +32,7 @@ DROPPED_AFTER_S = 4.0
 
 
 class Weather(msgspec.Struct, kw_only=True):
-    """How bad the network is, for everybody."""
+    """How bad the network is, for all agents."""
 
     lose: float = 0.0
     repeat: float = 0.0

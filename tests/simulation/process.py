@@ -55,7 +55,7 @@ class Stage(Protocol):
 
 
 class Bell:
-    """Wakes whoever waits for it. Rung before anybody waits, it wakes the next one at once."""
+    """Wakes the thread that waits for it. Rung before a thread waits, it wakes the next one at once."""
 
     def __init__(self) -> None:
         self._rung = False
@@ -78,7 +78,7 @@ class Bell:
             self._waiting = wake
 
     def forget(self) -> None:
-        """Nobody waits any more."""
+        """No thread waits any more."""
         self._waiting = None
 
 

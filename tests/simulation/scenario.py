@@ -13,7 +13,7 @@ from .network import Weather
 
 LOCAL, GROUP, DIRECT = TransportKind.LOCAL, TransportKind.DISTRIBUTED, TransportKind.DIRECT
 FOLDER = TransportKind.DISK
-"""What an engine offers that somebody has no transport for, and no other one does."""
+"""The one transport of an engine that some trainer cannot use."""
 LONGEST_S = 60.0
 MOMENTS = ("preparing", "pausing", "offering", "transferring", "verifying", "committing", "resuming", "aborting")
 
@@ -40,7 +40,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     at: float
     kind: str
-    who: str = ""
+    target: str = ""
     lasts: float = 0.0
     count: int = 0
     point: str = ""
@@ -51,7 +51,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         when = f", when a round is next {self.moment}:" if self.moment else ""
-        words = [f"{self.at:7.2f} s{when}", self.kind, self.who]
+        words = [f"{self.at:7.2f} s{when}", self.kind, self.target]
         if self.point:
             words.append(f"{self.where} {self.point} number {self.count}")
         elif self.count:
@@ -167,18 +167,18 @@ def _with_one_apart(drawn: Scenario) -> Scenario:
         drift=rng.uniform(-0.01, 0.01),
         apart_from=(rng.choice(drawn.trainers),) if some else drawn.trainers,
     )
-    faults = [msgspec.structs.replace(each, who=name) if _may_befall(each, rng) else each for each in drawn.faults]
+    faults = [msgspec.structs.replace(each, target=name) if _may_befall(each, rng) else each for each in drawn.faults]
     for _ in range(rng.choice((1, 2, 3))):  # it comes back while a round runs in which it has no part
         at, moment = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice(MOMENTS)
         kind = rng.choice(("kill", "kill", "disconnect", "freeze"))
-        faults.append(Fault(at=at, kind=kind, who=name, lasts=rng.choice((0.1, 1.0)), moment=moment))
+        faults.append(Fault(at=at, kind=kind, target=name, lasts=rng.choice((0.1, 1.0)), moment=moment))
     faults.sort(key=lambda fault: fault.at)
     lag = drawn.max_lag or rng.choice((0, 1, 2))
     return msgspec.structs.replace(drawn, engines=(*drawn.engines, spec), faults=tuple(faults), max_lag=lag)
 
 
 def _may_befall(fault: Fault, rng: random.Random) -> bool:
-    return fault.who.startswith("e") and rng.random() < 0.3
+    return fault.target.startswith("e") and rng.random() < 0.3
 
 
 def _with_setbacks(drawn: Scenario, *, certainly: bool) -> Scenario:
@@ -195,7 +195,7 @@ def _with_setbacks(drawn: Scenario, *, certainly: bool) -> Scenario:
         at = rng.uniform(3.0, max(4.0, drawn.calm_from - 3.0))
         lasts, moment = rng.choice((0.05, 0.5, 3.0)), rng.choice(("", *MOMENTS))
         back = 0 if rng.random() < 0.2 else rng.choice((1, 1, 2, 3, 5, 8, 13))
-        faults.append(Fault(at=at, kind="setback", who="coordinator", lasts=lasts, count=back, moment=moment))
+        faults.append(Fault(at=at, kind="setback", target="coordinator", lasts=lasts, count=back, moment=moment))
     faults.sort(key=lambda fault: fault.at)
     return msgspec.structs.replace(drawn, sealed=False, sqlite=False, faults=tuple(faults))
 
@@ -205,8 +205,8 @@ def _with_unheard_answers(drawn: Scenario) -> Scenario:
     rng = random.Random(f"weightbus-unheard-{drawn.seed}")
     if rng.random() >= 0.06:
         return drawn
-    at, who = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice(drawn.trainers)
-    fault = Fault(at=at, kind="cut-down", who=who, lasts=rng.uniform(5.0, 9.0), moment="offering")
+    at, target = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice(drawn.trainers)
+    fault = Fault(at=at, kind="cut-down", target=target, lasts=rng.uniform(5.0, 9.0), moment="offering")
     faults = sorted((*drawn.faults, fault), key=lambda each: each.at)
     return msgspec.structs.replace(drawn, faults=tuple(faults), calm_from=max(drawn.calm_from, at + 9.0))
 
@@ -225,15 +225,17 @@ def _with_open_tables(drawn: Scenario) -> Scenario:
         at, engine = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice(drawn.engines).name
         match rng.choice(("wrong", "wrong", "lost", "trainer", "coordinator")):
             case "wrong":  # another table than the others are given, and bytes that agree with it
-                faults.append(Fault(at=at, kind="wrong-table", who=engine))
+                faults.append(Fault(at=at, kind="wrong-table", target=engine))
             case "lost":  # it asks for one, and hears nothing
-                faults.append(Fault(at=at, kind="table-lost", who=engine))
+                faults.append(Fault(at=at, kind="table-lost", target=engine))
             case "trainer":  # between the copy and the table
-                who = rng.choice(drawn.trainers)
-                faults.append(Fault(at=at, kind="kill", who=who, lasts=rng.uniform(0.2, 9.0), moment="transferring"))
+                target = rng.choice(drawn.trainers)
+                faults.append(
+                    Fault(at=at, kind="kill", target=target, lasts=rng.uniform(0.2, 9.0), moment="transferring")
+                )
             case _:  # between the table and the commit
                 moment = rng.choice(("verifying", "committing"))
-                faults.append(Fault(at=at, kind="kill", who="coordinator", lasts=0.3, moment=moment))
+                faults.append(Fault(at=at, kind="kill", target="coordinator", lasts=0.3, moment=moment))
     digest_s = rng.choice((0.05, 0.5, 3.0))
     older = rng.randrange(len(engines)) if rng.random() < 0.15 else None
     return msgspec.structs.replace(
@@ -267,10 +269,10 @@ def _with_power(drawn: Scenario) -> Scenario:
     sqlite = rng.random() < 0.2
     for _ in range(rng.choice((0, 0, 1, 2))):
         at, lasts = rng.uniform(1.0, drawn.calm_from - 1.0), rng.choice((0.2, 1.0, 5.0))
-        who = "coordinator" if rng.random() < (0.7 if sqlite else 0.2) else rng.choice(drawn.engines).name
+        target = "coordinator" if rng.random() < (0.7 if sqlite else 0.2) else rng.choice(drawn.engines).name
         moment = rng.choice(("", *MOMENTS))
         if rng.random() < 0.4:
-            faults.append(Fault(at=at, kind="power", who=who, lasts=lasts, moment=moment))
+            faults.append(Fault(at=at, kind="power", target=target, lasts=lasts, moment=moment))
             continue
         where = rng.choice(("before", "during", "during", "during", "after"))
         count = rng.randrange(1, 4)
@@ -278,7 +280,7 @@ def _with_power(drawn: Scenario) -> Scenario:
             Fault(
                 at=at,
                 kind="trap",
-                who=who,
+                target=target,
                 lasts=lasts,
                 count=count,
                 point="persist",
@@ -304,7 +306,7 @@ def _with_data_plane(drawn: Scenario) -> Scenario:
         lasts = min(drawn.calm_from - at, rng.choice((1.0, 8.0, 30.0)))
         moment = rng.choice(("", "transferring", "offering"))
         engine = rng.choice(drawn.engines).name
-        faults.append(Fault(at=at, kind="data-cut", who=engine, lasts=lasts, moment=moment))
+        faults.append(Fault(at=at, kind="data-cut", target=engine, lasts=lasts, moment=moment))
     return msgspec.structs.replace(drawn, sealed=sealed, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
@@ -321,14 +323,14 @@ def _with_neglect(drawn: Scenario) -> Scenario:
         case "late":  # an order of a life that is over arrives after those of the next one
             moment = rng.choice(("preparing", "pausing", "offering"))
             faults = [
-                Fault(at=at, kind="stall", who=engine, lasts=rng.uniform(2.0, 6.0), moment=moment),
-                Fault(at=at, kind="kill", who="coordinator", lasts=rng.uniform(0.1, 1.0), moment=moment),
+                Fault(at=at, kind="stall", target=engine, lasts=rng.uniform(2.0, 6.0), moment=moment),
+                Fault(at=at, kind="kill", target="coordinator", lasts=rng.uniform(0.1, 1.0), moment=moment),
             ]
-            away = [Fault(at=at, kind="kill", who=name, lasts=40.0, moment=moment) for name in drawn.trainers]
+            away = [Fault(at=at, kind="kill", target=name, lasts=40.0, moment=moment) for name in drawn.trainers]
             over = at + 10.0
         case _:  # its agent says nothing any more, and no round finds out
-            faults = [Fault(at=at, kind="freeze", who=engine, lasts=45.0)]
-            away = [Fault(at=at, kind="kill", who=name, lasts=50.0) for name in drawn.trainers]
+            faults = [Fault(at=at, kind="freeze", target=engine, lasts=45.0)]
+            away = [Fault(at=at, kind="kill", target=name, lasts=50.0) for name in drawn.trainers]
             over = at + 45.0
     earlier = [fault for fault in drawn.faults if fault.at < at]
     faults = sorted((*earlier, *faults, *away), key=lambda fault: fault.at)
@@ -345,8 +347,8 @@ def _with_silence(drawn: Scenario) -> Scenario:
         return drawn
     at, engine = rng.uniform(1.0, 8.0), rng.choice(drawn.engines).name
     faults = [each for each in drawn.faults if each.at < at]
-    faults.append(Fault(at=at, kind="data-cut", who=engine, lasts=35.0, moment="pausing"))
-    faults.append(Fault(at=at, kind="kill", who="coordinator", lasts=35.0, moment="pausing"))
+    faults.append(Fault(at=at, kind="data-cut", target=engine, lasts=35.0, moment="pausing"))
+    faults.append(Fault(at=at, kind="kill", target="coordinator", lasts=35.0, moment="pausing"))
     return msgspec.structs.replace(drawn, faults=tuple(faults), calm_from=max(drawn.calm_from, at + 35.0))
 
 
@@ -361,8 +363,8 @@ def _with_return(drawn: Scenario) -> Scenario:
     at, engine = rng.uniform(6.0, 16.0), rng.choice(drawn.engines).name
     killed, stopped = rng.choice((("preparing", "offering"), ("offering", "transferring")))
     faults = (
-        Fault(at=at, kind="kill", who=engine, lasts=0.1, moment=killed),
-        Fault(at=at, kind="freeze", who=engine, lasts=8.0, moment=stopped),  # which is entered once it is back
+        Fault(at=at, kind="kill", target=engine, lasts=0.1, moment=killed),
+        Fault(at=at, kind="freeze", target=engine, lasts=8.0, moment=stopped),  # which is entered once it is back
     )
     calm_from = max(drawn.calm_from, at + 15.0)
     return msgspec.structs.replace(drawn, redrives=1, min_engines=0, faults=faults, calm_from=calm_from)
@@ -390,16 +392,16 @@ def _plot(rng: random.Random, engine: str) -> list[Fault]:
     match rng.choice(("left alone", "unrecorded", "held back", "relaunched")):
         case "left alone":  # in the middle of a pause: until its lease is over, and longer
             moment = rng.choice(("pausing", "offering", "verifying"))
-            return [Fault(at=at, kind="cut", who=engine, lasts=rng.uniform(30.0, 45.0), moment=moment)]
+            return [Fault(at=at, kind="cut", target=engine, lasts=rng.uniform(30.0, 45.0), moment=moment)]
         case "unrecorded":  # what it began cannot be written, and then it is not there to remember it
-            full = Fault(at=at, kind="disk-full", who=engine, lasts=25.0, moment=rng.choice(MOMENTS[:3]))
-            return [full, Fault(at=at, kind="kill", who=engine, lasts=0.5, moment="transferring")]
+            full = Fault(at=at, kind="disk-full", target=engine, lasts=25.0, moment=rng.choice(MOMENTS[:3]))
+            return [full, Fault(at=at, kind="kill", target=engine, lasts=0.5, moment="transferring")]
         case "held back":  # what it is told next arrives when it has given up waiting
             moment = rng.choice(("pausing", "offering"))
-            return [Fault(at=at, kind="cut-down", who=engine, lasts=rng.uniform(9.0, 16.0), moment=moment)]
+            return [Fault(at=at, kind="cut-down", target=engine, lasts=rng.uniform(9.0, 16.0), moment=moment)]
         case _:  # the server begins anew under whatever its agent is about
             moment = rng.choice(("offering", "transferring", "verifying", "resuming"))
-            return [Fault(at=at, kind="server-kill", who=engine, lasts=0.1, moment=moment)]
+            return [Fault(at=at, kind="server-kill", target=engine, lasts=0.1, moment=moment)]
 
 
 def _befalls(  # noqa: PLR0911  # one case per kind
@@ -414,21 +416,21 @@ def _befalls(  # noqa: PLR0911  # one case per kind
         case "trap":
             return _trap(rng, engines, trainers, at, lasts)
         case "kill" | "freeze":
-            return Fault(at=at, kind=kind, who=process, lasts=lasts)
+            return Fault(at=at, kind=kind, target=process, lasts=lasts)
         case "cut" | "cut-up" | "cut-down" | "disconnect":
-            return Fault(at=at, kind=kind, who=agent, lasts=lasts)
+            return Fault(at=at, kind=kind, target=agent, lasts=lasts)
         case "server-kill" | "server-freeze" | "host-kill" | "server-kill-unseen":
-            return Fault(at=at, kind=kind, who=engine, lasts=lasts)
+            return Fault(at=at, kind=kind, target=engine, lasts=lasts)
         case "server-dies-loading":
-            return Fault(at=at, kind=kind, who=engine, lasts=lasts, count=rng.randrange(0, 3))
+            return Fault(at=at, kind=kind, target=engine, lasts=lasts, count=rng.randrange(0, 3))
         case "corrupt":
             return Fault(at=at, kind=kind, count=rng.randrange(0, 2))
         case "disk-full":
-            return Fault(at=at, kind=kind, who=rng.choice(("coordinator", "coordinator", engine)), lasts=lasts)
+            return Fault(at=at, kind=kind, target=rng.choice(("coordinator", "coordinator", engine)), lasts=lasts)
         case "wall-jump":
             return Fault(at=at, kind=kind, lasts=rng.choice((-1e9, -3600.0, 90000.0, 1e9)))
         case "stop":
-            return Fault(at=at, kind=kind, who="coordinator", lasts=lasts)
+            return Fault(at=at, kind=kind, target="coordinator", lasts=lasts)
         case _:
             raise ValueError(kind)
 
@@ -458,9 +460,9 @@ KINDS = (
 
 
 def _trap(rng: random.Random, engines: tuple[str, ...], trainers: tuple[str, ...], at: float, lasts: float) -> Fault:
-    who = rng.choice(("coordinator", "coordinator", rng.choice(engines), rng.choice(trainers)))
+    target = rng.choice(("coordinator", "coordinator", rng.choice(engines), rng.choice(trainers)))
     points = {"coordinator": ("persist", "send"), "e": ("persist", "send", "call")}
-    point = rng.choice(points.get(who, points["e"] if who in engines else ("send",)))
+    point = rng.choice(points.get(target, points["e"] if target in engines else ("send",)))
     where = rng.choice(("before", "during", "after") if point == "persist" else ("before", "after"))
     count = rng.randrange(1, {"persist": 6, "send": 40, "call": 12}[point])
-    return Fault(at=at, kind="trap", who=who, lasts=min(lasts, 12.0), count=count, point=point, where=where)
+    return Fault(at=at, kind="trap", target=target, lasts=min(lasts, 12.0), count=count, point=point, where=where)

@@ -83,7 +83,7 @@ class ServerModel:
             self._world.loop.note(self.name, "** server is stopped (SIGSTOP)")
 
     def thaw(self) -> None:
-        """SIGCONT: calls that waited are carried out now, whether or not anybody still waits for them."""
+        """SIGCONT: calls that waited are carried out now, whether or not a caller still waits for them."""
         if self.up and self.frozen:
             self.frozen = False
             self._world.loop.note(self.name, "** server goes on")

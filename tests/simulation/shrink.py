@@ -75,4 +75,4 @@ def _fewer_agents(scenario: Scenario) -> Iterator[Scenario]:
 
 
 def _without(faults: tuple[Fault, ...], name: str) -> tuple[Fault, ...]:
-    return tuple(fault for fault in faults if fault.who != name)
+    return tuple(fault for fault in faults if fault.target != name)

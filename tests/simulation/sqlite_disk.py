@@ -1,8 +1,8 @@
 """The coordinator's real journal, on files that a crash leaves as a disk would.
 
-SQLite itself cannot be told who dies when. So its files, which are in memory, are taken away from it at a death and put
-back as a power cut or a half-done write would have left them: the write-ahead log ends anywhere behind what was synced,
-or has a hole there. What a new life makes of that is SQLite's own recovery, and its checksums'.
+SQLite itself cannot be told which process dies when. So its files, which are in memory, are taken away from it at a
+death and put back as a power cut or a half-done write would have left them: the write-ahead log ends anywhere behind
+what was synced, or has a hole there. What a new life makes of that is SQLite's own recovery, and its checksums'.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happened in a run, for people: the deployment, the faults that were needed, and who did what when."""
+"""What happened in a run, for people: the deployment, the faults that were needed, and every event in order."""
 
 from __future__ import annotations
 

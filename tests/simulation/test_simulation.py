@@ -53,7 +53,7 @@ def test_no_journal_that_is_set_back_breaks_a_promise() -> None:
 
 
 class Nonsense:
-    """Chooses routes as nobody would."""
+    """Chooses nonsensical routes."""
 
     def __init__(self) -> None:
         self._random = Random(7)
@@ -115,14 +115,14 @@ def test_seeds_make_all_kinds_of_faults() -> None:
     assert any(draw(seed).open_tables for seed in range(20))
     assert any(draw(seed).sqlite for seed in range(8)), "the course of none that is compared has the real journal"
     assert {fault.kind for fault in faults if fault.power} == {"trap"}
-    assert {fault.who[0] for fault in faults if fault.power or fault.kind == "power"} == {"c", "e"}
+    assert {fault.target[0] for fault in faults if fault.power or fault.kind == "power"} == {"c", "e"}
     assert {fault.moment for fault in faults} == {"", *MOMENTS}
     assert {fault.where for fault in faults} == {"", "before", "during", "after"}
 
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_without_faults_every_round_commits(seed: int) -> None:
-    """The simulation itself loses nothing: in calm weather no engine is left out and nobody is refused."""
+    """The simulation itself loses nothing: in calm weather no engine is excluded and no request is refused."""
     calm = msgspec.structs.replace(draw(seed), faults=(), weather=type(draw(seed).weather)(), min_engines=0)
     world = World(calm, telling=True)
     ended = world.run()
@@ -132,9 +132,9 @@ def test_without_faults_every_round_commits(seed: int) -> None:
 
 
 def test_a_lie_is_found_and_shrunk() -> None:
-    """A server that is labeled by somebody else is found out, and the story keeps only the fault that matters."""
+    """A server with a label of another program is found out, and the story keeps only the fault that matters."""
     scenario = next(s for s in map(draw, range(100)) if len(s.faults) > 4)
-    lie = Fault(at=5.0, kind="mislabel", who=scenario.engines[0].name)
+    lie = Fault(at=5.0, kind="mislabel", target=scenario.engines[0].name)
     with_lie = msgspec.structs.replace(scenario, faults=(*scenario.faults, lie))
     found = simulate(with_lie).violation
     assert found.startswith("true-labels")

@@ -241,7 +241,7 @@ class TrainerProcess(Process):
         return ev.RoundAccepted()
 
     def _await_digests(self) -> Thread:
-        """What is left of digesting, then the table for whoever takes the version; seldom there is none after all."""
+        """The rest of the digesting, then the table for the engines of the version; seldom there is none after all."""
         version = self._machine.version
         yield self._world.scenario.digest_s * self._rng.random()
         if self._rng.random() < 0.05:

@@ -2,8 +2,8 @@
 
 Two kinds, as different as the real ones: over ``local`` and ``direct`` every engine takes its buckets by itself, and
 each is compared with the digest table before the server sees it; over ``distributed`` all engines of a group go in
-step, one failure is everybody's, and nothing was looked at before the load. Over ``direct`` the table may follow: then
-all is loaded first.
+step, one failure fails all of them, and nothing was verified before the load. Over ``direct`` the table may be
+deferred: then all is loaded first.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Outlet:
 
     @property
     def collective(self) -> bool:
-        """All or nobody."""
+        """All engines or none."""
         return self.kind is TransportKind.DISTRIBUTED
 
     def content(self, bucket: int, engine: str) -> str:
@@ -115,7 +115,7 @@ def receive(  # noqa: PLR0917
     """
     outlet = world.outlets.get(address)
     if outlet is None or not outlet.there:
-        raise TransferBroken("nobody listens there")
+        raise TransferBroken("no process listens there")
     if outlet.epoch != epoch:
         raise TransferBroken(f"the sender is at epoch {outlet.epoch}, this engine at {epoch}")
     name = engine.name

@@ -112,7 +112,7 @@ class World:
         self.faults = 0
         self._corrupt_next: int | None = None
         self._forge_next = self._mute_next = ""
-        """What befalls the next table that follows, and whom."""
+        """The fault of the next deferred table, and its engine."""
         self._awaited: list[Fault] = []
         """Faults that wait for their moment."""
         self._restart_s: dict[str, float] = {}
@@ -124,7 +124,7 @@ class World:
         self._commits_in_calm = 0
         self._looks = 0
         self._quiet = False
-        """All has settled after the storm: from here on nobody has a reason to wait for a deadline."""
+        """All has settled after the storm: from here on no process has a reason to wait for a deadline."""
         self.rounds: list[RoundDone] = []
         """Every round that was closed."""
         self._paused_since: dict[str, float] = {}
@@ -133,7 +133,7 @@ class World:
     def _transports_of(self, trainer: str) -> tuple[TransportKind, ...]:
         specs = [spec for spec in self.scenario.engines if trainer not in spec.apart_from]
         kinds = dict.fromkeys(kind for spec in specs for kind in spec.transports)
-        return tuple(sorted(kinds, key=lambda kind: kind is not DIRECT))  # first, where somebody takes it
+        return tuple(sorted(kinds, key=lambda kind: kind is not DIRECT))  # first, if an engine takes it
 
     def rng(self, stream: str) -> random.Random:
         """The random numbers of one concern."""
@@ -159,11 +159,11 @@ class World:
         self._holding = False
         self._commits_in_calm, self._quiet = 0, True
         for engine in self.engines.values():
-            if engine.apart_from and self.coin():  # it says nothing from here on, and nobody waits for it
+            if engine.apart_from and self.coin():  # it says nothing from here on, and no process waits for it
                 engine.freeze()
         self._wait("publishes a version that every engine serves", self._unserved)
         if loop.steps >= MOST_STEPS:
-            self.judge.broken("every-wait-ends", f"{loop.steps} steps, and no end: somebody goes round in circles")
+            self.judge.broken("every-wait-ends", f"{loop.steps} steps, and no end: a process goes round in circles")
         self.coordinator.look()
         self._look_at_memory()
         violation = self.judge.violation
@@ -197,7 +197,7 @@ class World:
         until = self.loop.now + SETTLE_S
         while not self.loop.halted and (left := unfinished()):
             if self.loop.now >= until:
-                self.judge.broken("every-wait-ends", f"{SETTLE_S:.0f} s after the last fault nobody {what}: {left}")
+                self.judge.broken("every-wait-ends", f"{SETTLE_S:.0f} s after the last fault no process {what}: {left}")
                 return
             self.loop.run(self.loop.now + 0.25)
 
@@ -255,7 +255,7 @@ class World:
 
     @property
     def processes(self) -> tuple[Process, ...]:
-        """Everybody who can be killed."""
+        """The processes that can be killed."""
         return (self.coordinator, *self.engines.values(), *self.trainers.values())
 
     def coin(self) -> bool:
@@ -302,7 +302,7 @@ class World:
 
     def tag_of(self, table: str) -> str:
         """What a bucket of that table holds."""
-        return self._tags.get(table, "nobody's/table")
+        return self._tags.get(table, "unknown/table")
 
     def is_published(self, table: str) -> bool:
         """A trainer has announced a version that has this table."""
@@ -402,7 +402,7 @@ class World:
         sizes: dict[str, tuple[int, int]] = {}
         if self.coordinator.server is not None:
             machine = self.coordinator.server.machine
-            machine.status(self.coordinator.clock())  # whoever looks at it finds it in one piece
+            machine.status(self.coordinator.clock())  # a reader finds it in one piece
             sizes["answers"] = (len(machine.replies), self.limits.answers)
             sizes["blobs"] = (machine.blobs.held_bytes, self.limits.blob_bytes)
             sizes["waiting events"] = (len(machine._queued_work), 0)
@@ -441,69 +441,69 @@ class World:
 
     def _befalls(self, fault: Fault) -> None:  # noqa: C901, PLR0912, PLR0915  # one case per kind
         self.faults += 1
-        who, lasts = fault.who, fault.lasts
+        target, lasts = fault.target, fault.lasts
         match fault.kind:
             case "trap":
-                process = self._process(who)
-                self._restart_s[who] = lasts
+                process = self._process(target)
+                self._restart_s[target] = lasts
                 if process.alive:
                     process.trap = Trap(fault.point, fault.count, fault.where, power=fault.power)
             case "kill":
-                self._restart_s[who] = lasts
-                self._process(who).die("SIGKILL")
+                self._restart_s[target] = lasts
+                self._process(target).die("SIGKILL")
             case "setback":
-                self._restart_s[who] = lasts
-                self._process(who).die("SIGKILL")
+                self._restart_s[target] = lasts
+                self._process(target).die("SIGKILL")
                 self.journal.set_back(fault.count)
             case "power":
-                self._restart_s[who] = lasts
-                self._process(who).lose_power()
+                self._restart_s[target] = lasts
+                self._process(target).lose_power()
             case "freeze":
-                self._process(who).freeze()
-                self.loop.after(lasts, self._process(who).thaw)
+                self._process(target).freeze()
+                self.loop.after(lasts, self._process(target).thaw)
             case "cut" | "cut-up" | "cut-down":
-                self.network.cut(who, up=fault.kind != "cut-down", down=fault.kind != "cut-up")
-                self.loop.after(lasts, lambda: self.network.heal(who))
+                self.network.cut(target, up=fault.kind != "cut-down", down=fault.kind != "cut-up")
+                self.loop.after(lasts, lambda: self.network.heal(target))
             case "stall":
-                self.network.stall(who, lasts)
+                self.network.stall(target, lasts)
             case "data-cut":
-                self.loop.note(who, "** its data plane is cut off")
-                self.cut_off.add(who)
-                self.loop.after(lasts, lambda: self.cut_off.discard(who))
+                self.loop.note(target, "** its data plane is cut off")
+                self.cut_off.add(target)
+                self.loop.after(lasts, lambda: self.cut_off.discard(target))
             case "disconnect":
-                self.loop.note(who, "** its connection breaks")
-                self.network.disconnect(who)
+                self.loop.note(target, "** its connection breaks")
+                self.network.disconnect(target)
             case "server-kill" | "host-kill":
                 if fault.kind == "host-kill":
-                    self._restart_s[who] = lasts
-                    self.engines[who].lose_power()
-                self._kill_server(who, lasts)
+                    self._restart_s[target] = lasts
+                    self.engines[target].lose_power()
+                self._kill_server(target, lasts)
             case "server-kill-unseen":
-                self.engines[who].freeze()
-                self._kill_server(who, 1.0)
-                self.loop.after(max(1.5, lasts), self.engines[who].thaw)
+                self.engines[target].freeze()
+                self._kill_server(target, 1.0)
+                self.loop.after(max(1.5, lasts), self.engines[target].thaw)
             case "server-freeze":
-                self.servers[who].freeze()
-                self.loop.after(lasts, self.servers[who].thaw)
+                self.servers[target].freeze()
+                self.loop.after(lasts, self.servers[target].thaw)
             case "server-dies-loading":
-                self.servers[who].die_half_loaded(fault.count)
-                self.loop.after(lasts + 5.0, lambda: self._revive(who))
+                self.servers[target].die_half_loaded(fault.count)
+                self.loop.after(lasts + 5.0, lambda: self._revive(target))
             case "corrupt":
                 self._corrupt_next = fault.count
             case "wrong-table":
-                self._forge_next = who
+                self._forge_next = target
             case "table-lost":
-                self._mute_next = who
+                self._mute_next = target
             case "disk-full":
-                self._fill(who, full=True)
-                self.loop.after(lasts, lambda: self._fill(who, full=False))
+                self._fill(target, full=True)
+                self.loop.after(lasts, lambda: self._fill(target, full=False))
             case "wall-jump":
                 self.loop.note("coordinator", f"** the wall clock jumps by {lasts:g} s")
                 self.journal.wall_offset += lasts
             case "mislabel":  # never drawn: shows that the judge sees
-                self.servers[who].set_label("a lie")
+                self.servers[target].set_label("a lie")
             case "stop":
-                self._restart_s[who] = lasts
+                self._restart_s[target] = lasts
                 self.coordinator.stop()
             case _:
                 raise ValueError(fault.kind)
@@ -541,11 +541,11 @@ class World:
         if not server.up:
             server.start()
 
-    def _fill(self, who: str, *, full: bool) -> None:
-        disk = self.journal if who == "coordinator" else self.engines[who].record.files
+    def _fill(self, target: str, *, full: bool) -> None:
+        disk = self.journal if target == "coordinator" else self.engines[target].record.files
         if disk.full is not full:
             disk.full = full
-            self.loop.note(who, "** its disk is full" if full else "** its disk has room again")
+            self.loop.note(target, "** its disk is full" if full else "** its disk has room again")
 
     def _process(self, name: str) -> Process:
         return self.coordinator if name == "coordinator" else self.engines.get(name) or self.trainers[name]

@@ -85,13 +85,13 @@ def outcomes(world: World) -> list[Outcome]:
 
 def dies(where: str, *, count: int = 1, moment: str = "") -> Fault:
     """The coordinator dies at its next write, or at the one after that, counted from `moment` on."""
-    trap = Fault(at=0.5, kind="trap", who="coordinator", point="persist", where=where, count=count, lasts=1.0)
+    trap = Fault(at=0.5, kind="trap", target="coordinator", point="persist", where=where, count=count, lasts=1.0)
     return msgspec.structs.replace(trap, moment=moment)
 
 
 def at(moment: str, kind: str, who: str, lasts: float, *, after: float = 0.5, count: int = 0) -> Fault:
     """Something happens when a round next comes to `moment`."""
-    return Fault(at=after, kind=kind, who=who, lasts=lasts, moment=moment, count=count)
+    return Fault(at=after, kind=kind, target=who, lasts=lasts, moment=moment, count=count)
 
 
 def test_row_1a_coordinator_dies_before_a_grant_is_durable() -> None:
@@ -157,7 +157,7 @@ def test_row_1g_the_end_of_a_round_is_told_again() -> None:
 )
 def test_row_2_trainer_dies_in_any_state_of_a_round(moment: str, outcome: Outcome) -> None:
     """The round ends with its lease, or without it once the bytes are across; another trainer goes on (G4)."""
-    away = Fault(at=2.5, kind="kill", who="t1", lasts=12.0)  # so that it is a round of t0
+    away = Fault(at=2.5, kind="kill", target="t1", lasts=12.0)  # so that it is a round of t0
     world = storm(away, at(moment, "kill", "t0", 30.0, after=6.0), trainers=("t0", "t1"))
     order(
         world,
@@ -352,7 +352,7 @@ def test_row_9_a_former_lease_holder_changes_nothing() -> None:
 
 def test_row_10_a_restarted_engine_is_not_listed_before_it_is_verified() -> None:
     """Launch weights under the old address: out of the ready list until a round has mended it (G7)."""
-    world = storm(Fault(at=20.0, kind="server-kill", who="e0", lasts=3.0))
+    world = storm(Fault(at=20.0, kind="server-kill", target="e0", lasts=3.0))
     order(world, "e0           server is up (launch 2)", "e0           server_pending", "server generates again")
 
 
@@ -365,7 +365,7 @@ def test_row_16_a_corrupted_bucket_is_never_served() -> None:
 
 def test_row_18_a_full_disk_means_read_only_and_heals_by_itself() -> None:
     """Nothing is granted while nothing can be made durable; with room again everything goes on (N54)."""
-    world = storm(Fault(at=6.0, kind="disk-full", who="coordinator", lasts=12.0))
+    world = storm(Fault(at=6.0, kind="disk-full", target="coordinator", lasts=12.0))
     order(world, "journal is read-only", "code=read_only", "journal takes writes again", "outcome=committed")
     order(world, "journal is read-only", "its disk has room again", "journal takes writes again")
 
@@ -415,7 +415,9 @@ def test_row_24_a_table_that_follows_does_not_come(how: str) -> None:
     """
     kind, who = ("kill", "t0") if how == "dies" else ("table-lost", "e0")
     world = storm(
-        Fault(at=4.0, kind=kind, who=who, lasts=3.0, moment="transferring" if how == "dies" else ""), redrives=0, **OPEN
+        Fault(at=4.0, kind=kind, target=who, lasts=3.0, moment="transferring" if how == "dies" else ""),
+        redrives=0,
+        **OPEN,
     )
     if how == "dies":
         order(world, "server loads bucket 2", "t0           ** dies", "is over: aborted e0=quarantined e1=quarantined")
@@ -430,7 +432,7 @@ def test_row_25_another_table_convinces_nobody(sealed: bool) -> None:
 
     (G5, G8)
     """
-    world = storm(Fault(at=4.0, kind="wrong-table", who="e0"), sealed=sealed, **OPEN)
+    world = storm(Fault(at=4.0, kind="wrong-table", target="e0"), sealed=sealed, **OPEN)
     found = "is not what 't0' signed" if sealed else "-> Verified"
     order(world, "e0 is given another table", "forged/forged", found, "is over: committed e0=committed e1=committed")
     forged = between(world, "loads bucket 2: forged/forged", "loads bucket 0")
