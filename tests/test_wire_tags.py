@@ -13,9 +13,8 @@ import pytest
 from weightbus.control import protocol as messages
 from weightbus.control.machine import effects
 from weightbus.dataplane.processes.wire_message import WireMessage
-from weightbus.dataplane.transports import interface, worker_messages as worker_wire
+from weightbus.dataplane.transports import interface, plan_messages, worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import messages as direct_wire
-from weightbus.dataplane.transports.exported_weights import Layout
 from weightbus.dataplane.transports.local import messages as local_wire
 from weightbus.dataplane.transports.sends import messages as sends_wire
 from weightbus.engine_agent.machine import events
@@ -37,7 +36,7 @@ WIRES: dict[str, list[type[msgspec.Struct]]] = {
     "worker": of_module(worker_wire),
     "local": of_module(local_wire),
     "sends": [*of_module(sends_wire), interface.Group],
-    "direct": [*of_module(direct_wire), interface.Exporting, Layout],
+    "direct": [*of_module(direct_wire), *of_module(plan_messages), interface.Exporting],
     "engine_operations": list(get_args(events.Operation)),
 }
 

@@ -7,18 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..memory import ExportMap
-from ..processes import WireMessage
 from ..tensors import Shards
 from .interface import Exporting
-
-
-class Layout(WireMessage, frozen=True, tag="Layout"):
-    """What every rank holds and exports, as a sender tells it to a receiver that does not know it yet."""
-
-    pieces: bytes
-    """`Shards.encode`."""
-    exports: tuple[bytes, ...]
-    """`ExportMap.encode`."""
+from .plan_messages import Layout
 
 
 @dataclass(frozen=True, eq=False)

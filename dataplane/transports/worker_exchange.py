@@ -98,7 +98,7 @@ class Workers:
         )
 
     @property
-    def seats(self) -> tuple[str, ...]:
+    def nccl_gpu_ids(self) -> tuple[str, ...]:
         """By which a group over NCCL knows their GPUs; empty for who has none."""
         return tuple(worker.hello.seat for worker in self._workers)
 

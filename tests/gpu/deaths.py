@@ -166,7 +166,7 @@ def _doom(sidecar: Any, point: str, sender: Any, name: str, *, stands: bool) -> 
     from weightbus.dataplane.transports.sends import worker_receivers as takers
 
     owner, method = {
-        "begun": (sidecar._takers, "take"),
+        "begun": (sidecar._threads, "take"),
         "moving": (takers._Transfer, "_look"),
         "flip": (sidecar._workers, "flip"),
     }[point]

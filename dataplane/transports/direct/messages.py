@@ -19,19 +19,8 @@ from __future__ import annotations
 from typing import Final
 
 from ...processes import WireEnd, WireMessage
-from ...reshard import PlanReader
-from ..exported_weights import Layout
 from ..interface import Exporting
-
-
-class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
-    """Receiver, first."""
-
-    channel: str
-    epoch: int
-    engine: str
-    group: str = ""
-    """Of what is sent: the group that all of its workers still have."""
+from ..plan_messages import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Proposal, Propose, Refused
 
 
 class Welcome(WireMessage, frozen=True, tag="Welcome"):
@@ -41,35 +30,6 @@ class Welcome(WireMessage, frozen=True, tag="Welcome"):
     layout: str
     """Digest of what `Layout` holds."""
     exporters: tuple[Exporting, ...]
-
-
-class Refused(WireMessage, frozen=True, tag="Refused"):
-    """Sender: the receiver does not take part."""
-
-    epoch: int
-    reason: str
-
-
-class GiveLayout(WireMessage, frozen=True, tag="GiveLayout"):
-    """Receiver: it does not know that layout yet."""
-
-
-class Proposal(WireMessage, frozen=True, tag="Proposal"):
-    """One worker's plan, and what it was made from."""
-
-    reader: PlanReader
-    recording: bytes
-    plan: str
-
-
-class Propose(WireMessage, frozen=True, tag="Propose"):
-    """Receiver: what its workers will do. Nothing is read before the sender has agreed."""
-
-    plans: tuple[Proposal, ...]
-
-
-class Agreed(WireMessage, frozen=True, tag="Agreed"):
-    """Sender: it made the same plans."""
 
 
 class GiveTable(WireMessage, frozen=True, tag="GiveTable"):
@@ -84,18 +44,6 @@ class Table(WireMessage, frozen=True, tag="Table"):
     seal: bytes
 
 
-class Finished(WireMessage, frozen=True, tag="Finished"):
-    """Receiver: the engine holds the version, and has proven it."""
-
-
-class Failed(WireMessage, frozen=True, omit_defaults=True, tag="Failed"):
-    """Either side: it gives up."""
-
-    reason: str
-    less: bool = False
-    """It, or a worker of it, had no memory or not the time for what it moves at once: less at a time may do."""
-
-
 ToReceiver = Welcome | Refused | Layout | Agreed | Table | Failed
 ToSender = Hello | GiveLayout | Propose | GiveTable | Finished | Failed
 
@@ -105,3 +53,24 @@ MOST_SEAL_BYTES: Final = 4096
 
 RECEIVER: Final = WireEnd[ToSender, ToReceiver](ToReceiver)
 SENDER: Final = WireEnd[ToReceiver, ToSender](ToSender)
+
+__all__ = [
+    "MOST_SEAL_BYTES",
+    "MOST_TABLE_BYTES",
+    "RECEIVER",
+    "SENDER",
+    "Agreed",
+    "Failed",
+    "Finished",
+    "GiveLayout",
+    "GiveTable",
+    "Hello",
+    "Layout",
+    "Proposal",
+    "Propose",
+    "Refused",
+    "Table",
+    "ToReceiver",
+    "ToSender",
+    "Welcome",
+]

@@ -20,9 +20,8 @@ from __future__ import annotations
 from typing import Final
 
 from ...processes import WireEnd, WireMessage
-from ..direct import Agreed, Failed, Finished, GiveLayout, Hello, Propose, Refused
-from ..exported_weights import Layout
 from ..interface import Group
+from ..plan_messages import Agreed, Failed, Finished, GiveLayout, Hello, Layout, Propose, Refused
 
 
 class RankHello(WireMessage, frozen=True, tag="RankHello"):

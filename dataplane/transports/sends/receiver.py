@@ -1,70 +1,86 @@
 """The half of the sidecar where weights are sent: it leads its workers through a round, and moves no bytes itself.
 
-As over the direct transport it has the server call our loader in every worker, records and plans where something is
-new, and compares what the workers hold with the digest table. What differs is how bytes come: each worker has a thread
-of its own (engine_agent/worker/receive_thread.py) that stays connected between rounds, joins the group of the epoch and
-receives. From the second round on that can happen while the server generates (`stage`); the server is paused for the
-flip only.
+Plans and proof are those of plan_exchange.py. Bytes come to a thread in each worker (worker_receivers.py) that stays
+connected between rounds, joins the group of the epoch and receives. From the second round on that can happen while the
+server generates (`stage`); the server is paused for the swap only.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
-from ...copy import CopyTable
 from ...errors import DataplaneError, PeerLost, StaleSession, TransferFailed, Unsupported, WorkerDied
 from ...processes import Deadline, Frames, MacFrames
-from ...reshard import PlanReader, ReshardPlan, SendSchedule, make_send_schedule
+from ...reshard import SendSchedule, make_send_schedule
 from ...tensors import Manifest
 from .. import worker_messages as worker_wire
-from ..direct import Agreement, DirectReceiver, ReadLayout, Welcome, read_layout
 from ..interface import Address, EngineServer, Group, Receipt, TransferSession
+from ..plan_exchange import Agreement, Attempt, PlanExchange, ReadLayout
+from ..plan_messages import reason_of
 from ..prerecorded_traces import PrerecordedTraces
 from ..worker_exchange import ReplayFailed
-from . import messages as sends_wire
-from .worker_receivers import LeadSession, NotReceived, WorkerReceivers, WorkerStalled
+from . import messages as wire
+from .worker_receivers import LeadSession, NotReceived, WorkerReceivers
 
 _SAY_S: Final = 10.0
 _MODEL: Final = 0
 """Servers of several models are not sent to."""
 
 
-class SendsReceiver(DirectReceiver):
-    """Implements `Receiver` for one engine, and `transport.Stager`."""
+class SendsReceiver:
+    """Implements `Stager`, `Returning`, `Timed` and `Sized` for one engine."""
 
     def __init__(self, runtime_dir: Path, ahead: PrerecordedTraces | None = None, *, beside: bool = True) -> None:
-        """`beside`: versions may be taken while the server generates, where there is memory for it."""
-        super().__init__(runtime_dir, ahead)
+        """`beside`: versions may be received while the server generates, where there is memory for it."""
+        self._threads = WorkerReceivers(runtime_dir)
+        self._exchange = PlanExchange(runtime_dir, ahead, self._threads)
         self._beside = beside
+        self._touched = False
+        self._attempt: Attempt | None = None
+        """The session that runs, or that was received beside the served weights and waits for its swap."""
+        self._staged = False
+        """The workers have received all of `_attempt`."""
+        self._met: Attempt | None = None
+        """A session that could not be received beside after all; its connection serves the paused attempt."""
         self._cut = (0, 0)
-        """How the sender cuts schedules: bytes of a pair in a turn, and of a row that is a message of its own."""
+        """How the sender cuts schedules: bytes of a pair in a chunk, and of a row that is a message of its own."""
         self._agreed: frozenset[str] = frozenset()
         """Plans that the sender has made too."""
         self._schedules: tuple[str, tuple[SendSchedule, ...]] = ("", ())
-        """With the plans that they were made from."""
-        self._takers = WorkerReceivers(runtime_dir)
+        """Of every worker, and the name of the plans and the cut that they were made from."""
         self._early: Group | None = None
-        """The group that the workers may begin to join."""
+        """The group that the workers may begin to join before it is known whether it is used."""
         self._forming = ""
-        """The one that they did begin to join."""
-        self._seats: tuple[str, ...] = ()
+        """Name of the group that they did begin to join."""
+        self._gpu_ids: tuple[str, ...] = ()
         """Of the workers that have plans."""
-        self._staged: tuple[str, int] | None = None
-        """Channel and epoch of what the workers have taken beside their parameters."""
-        self._met: tuple[tuple[str, int], Frames, Welcome] | None = None
-        """The sender of this channel and epoch, where a version could not be taken beside after all."""
-        self._at_hand: tuple[Frames, Welcome] | None = None
-        """The same, for the round that begins."""
-        self._reading: Future[ReadLayout] | None = None
-        """The trainer's layout, which was asked for."""
         self.mode = ""
-        """How the last version was taken: ``beside`` or ``paused``; and why."""
+        """How the last version was received: ``beside`` or ``paused``; and why."""
+
+    @property
+    def touched(self) -> bool:
+        """Workers were told to write parameters."""
+        return self._touched
+
+    @property
+    def widest(self) -> int:
+        """Bytes of a round that the worker with most of them takes."""
+        return self._exchange.widest
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of the workers, as they said themselves when they came last."""
+        return self._exchange.devices
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Of the last round, by step."""
+        return self._exchange.seconds
 
     def receive(  # noqa: PLR0917
         self,
@@ -76,275 +92,240 @@ class SendsReceiver(DirectReceiver):
         deadline_s: float,
     ) -> Receipt:
         """Have every worker take the version, or put into place what `stage` took, and prove it."""
+        del rank_offset  # the sender numbers the workers
         if server.drafts:
             raise Unsupported("a server with draft models is not sent to: let it take the direct or local transport")
-        if self._staged != (session.channel, session.epoch):
-            self._staged = None
-            self.mode = self.mode if self.mode.startswith("paused") else "paused"
-            self._touched = False
-            self._takers.require_moving()
-            met, self._met = self._met, None
-            if met is not None and met[0] == (session.channel, session.epoch):
-                self._at_hand = met[1:]
-            elif met is not None:
-                met[1].close()
-            try:
-                return super().receive(session, address, engine, rank_offset, server, deadline_s)
-            except Exception:
-                if self._forming:
-                    self._takers.tell("the attempt is over")
-                raise
-        connection = self._connection
-        assert connection is not None
-        assert self._layout is not None
-        self._touched = False
-        welcome = Welcome(epoch=session.epoch, layout=self._layout.digest, exporters=())
+        exchange, deadline, self._touched = self._exchange, Deadline(deadline_s), False
+        staged = self._staged and self._attempt is not None and _same(self._attempt.session, session)
+        if staged and self._attempt is not None:
+            attempt = replace(self._attempt, session=session, deadline=deadline)
+        else:
+            attempt = self._paused(session, address, engine, deadline)
         try:
-            with self._timed("held"):
-                self._exchange(connection, session, welcome, engine, server, Deadline(deadline_s))
-            self._say_finished(connection)
+            if not attempt.layout:
+                with exchange.timed("meet"):
+                    self._shake_hands(attempt)
+            reading = exchange.read_aside(attempt)
+            with exchange.timed("held"), exchange.called(attempt, server):
+                exchange.gather(attempt, server, _MODEL)
+                agreement = self._taken() if staged else self._prepare(attempt, reading)
+                assert session.known is not None  # what is sent is proven with a table that is known
+                with exchange.timed("replay"):
+                    if not staged:
+                        with exchange.timed("take"):
+                            self._take(attempt, agreement, beside=False)
+                    executed = self._swap(attempt)
+                exchange.prove(agreement, executed, lambda: session.known)
+            attempt.finished()
         except Exception as error:
-            self._tell_sender(connection, f"{type(error).__name__}: {error}")
+            attempt.failed(error)
+            if self._forming and not staged:
+                self._threads.tell("the attempt is over")
             raise
         finally:
             self.close()
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)
 
     def require_moving(self) -> None:
-        """Raise `WorkerStalled` while a worker that stood still has said nothing since."""
-        self._takers.require_moving()
+        """Raise `WorkerStalled` while a worker that was stalled has said nothing since."""
+        self._threads.require_moving()
 
     def can_stage(self, manifest: Manifest) -> bool:
         """The workers know what they will be sent, if the trainer's layout is what it was, and have room for it.
 
         Raises `WorkerStalled`: then the engine takes no part at all.
         """
-        self._takers.require_moving()
+        self._threads.require_moving()
         objection = self._objection(manifest)
         self.mode = f"paused: {objection}" if objection else "beside"
         return not objection
 
     def stage(self, session: TransferSession, address: Address, engine: str, deadline_s: float) -> bool:
-        """Take the version beside the parameters, while the server generates; False when it has to stand still.
+        """Receive the version beside the parameters, while the server generates; False when it has to be paused.
 
         Changes nothing that is served. Raises `TransferFailed`.
         """
         self.close()
-        self._touched = False
-        self.seconds = {}
-        self._takers.require_alive()
-        self._takers.require_moving()
+        self._touched, self._exchange.seconds = False, {}
+        self._threads.require_alive()
+        self._threads.require_moving()
         if not self.can_stage(session.manifest):
             return False
-        deadline = Deadline(deadline_s)
-        connection = self._connection = self._connect(address, deadline)
+        attempt = self._attempt = self._connect(session, address, engine, Deadline(deadline_s))
         try:
-            welcome = self._shake_hands(connection, session, engine, deadline)
-            known = self._agreements[_MODEL]
-            if (known.layout, self._schedules[0]) != (welcome.layout, _named(known, self._cut)):
-                new = "the trainer's layout is" if known.layout != welcome.layout else "the schedules are"
+            self._shake_hands(attempt)
+            known = self._exchange.agreements[_MODEL]
+            if (known.layout, self._schedules[0]) != (attempt.layout, _named(known, self._cut)):
+                new = "the trainer's layout is" if known.layout != attempt.layout else "the schedules are"
                 self.mode = f"paused: {new} new"
-                # To a sender that has seen us, coming a second time would be somebody else.
-                self._met, self._connection = ((session.channel, session.epoch), connection, welcome), None
+                # A sender that has seen this engine refuses a second connection.
+                self._met, self._attempt = attempt, None
                 return False
-            self._take(connection, known, deadline, beside=True)
+            self._take(attempt, known, beside=True)
         except Exception as error:
-            self._tell_sender(connection, f"{type(error).__name__}: {error}")
-            dead = self._takers.dead
+            attempt.failed(error)
+            dead = self._threads.dead
             self.close()
             if dead is not None:
                 raise WorkerDied(dead) from error
             raise
-        self._staged, self.mode = (session.channel, session.epoch), "beside"
+        self._staged, self.mode = True, "beside"
         return True
+
+    def returned(self, deadline_s: float) -> None:
+        """Implements `Returning`."""
+        self._exchange.returned(deadline_s)
 
     def close(self) -> None:
         """Hang up. Workers that wait for us return from their call; their threads stay, and forget what they took."""
-        if self._staged is not None:
-            self._staged = None
-            self._takers.tell("the round is over")
-        met, self._met = self._met, None
-        if met is not None:
-            met[1].close()
-        super().close()
+        if self._staged:
+            self._staged = False
+            self._threads.tell("the round is over")
+        self._exchange.close()
+        for each in (self._met, self._attempt):
+            if each is not None:
+                each.connection.close()
+        self._met = self._attempt = None
 
     def shutdown(self) -> None:
         """Let go of everything."""
-        super().shutdown()
-        self._takers.close()
+        self.close()
+        self._exchange.shutdown()
+        self._threads.close()
 
     # -- the trainer --------------------------------------------------------------------------------------------------
 
-    def _connect(self, address: Address, deadline: Deadline) -> Frames:
-        if self._at_hand is not None:
-            return self._at_hand[0]
-        return MacFrames.reach(address.address, address.token, deadline)
+    def _paused(self, session: TransferSession, address: Address, engine: str, deadline: Deadline) -> Attempt:
+        """An attempt in which the server is paused from the first byte on; its connection may be there from `stage`."""
+        self._staged = False
+        self.mode = self.mode if self.mode.startswith("paused") else "paused"
+        self._threads.require_moving()
+        met, self._met = self._met, None
+        self.close()
+        self._exchange.seconds = {}
+        if met is not None and _same(met.session, session):
+            self._attempt = replace(met, session=session, deadline=deadline)
+            return self._attempt
+        if met is not None:
+            met.connection.close()
+        with self._exchange.timed("meet"):
+            self._attempt = self._connect(session, address, engine, deadline)
+        return self._attempt
 
-    def _readers(self) -> tuple[PlanReader, ...]:
-        return tuple(msgspec.structs.replace(reader, sent_to=True) for reader in super()._readers())
+    @staticmethod
+    def _connect(session: TransferSession, address: Address, engine: str, deadline: Deadline) -> Attempt:
+        return Attempt(session, MacFrames.reach(address.address, address.token, deadline), engine, deadline)
 
-    def _shake_hands(self, connection: Frames, session: TransferSession, engine: str, deadline: Deadline) -> Welcome:
-        at_hand, self._at_hand = self._at_hand, None
-        if at_hand is not None:
-            return at_hand[1]
-        group = self._takers.group
-        hello = sends_wire.Hello(channel=session.channel, epoch=session.epoch, engine=engine, group=group)
-        sends_wire.RECEIVER.say(connection, hello, deadline)
-        reply = sends_wire.RECEIVER.hear(connection, deadline, "the sender's invitation")
-        if isinstance(reply, sends_wire.Refused | sends_wire.Invited) and reply.epoch != session.epoch:
+    def _shake_hands(self, attempt: Attempt) -> None:
+        """Raises `StaleSession`, `PeerLost`."""
+        session, connection, deadline = attempt.session, attempt.connection, attempt.deadline
+        group = self._threads.group
+        attempt.say(wire.Hello(channel=session.channel, epoch=session.epoch, engine=attempt.engine, group=group))
+        reply = wire.RECEIVER.hear(connection, deadline, "the sender's invitation")
+        if isinstance(reply, wire.Refused | wire.Invited) and reply.epoch != session.epoch:
             raise StaleSession(reply.epoch, session.epoch)
-        if not isinstance(reply, sends_wire.Invited):
-            raise PeerLost(f"the sender refused this engine: {_reason(reply)}")
+        if not isinstance(reply, wire.Invited):
+            raise PeerLost(f"the sender refused this engine: {reason_of(reply)}")
         self._cut, self._agreed = (reply.pair_bytes, reply.alone_bytes), frozenset(reply.plans)
         self._early, self._forming = reply.form, ""
-        return Welcome(epoch=reply.epoch, layout=reply.layout, exporters=())
+        attempt.layout = reply.layout
 
     # -- the workers --------------------------------------------------------------------------------------------------
 
-    def _exchange(  # noqa: PLR0917
-        self,
-        connection: Frames,
-        session: TransferSession,
-        welcome: Welcome,
-        engine: str,
-        server: EngineServer,
-        deadline: Deadline,
-    ) -> None:
-        """A layout that is new is read by a thread of its own, from the moment that the server is called."""
-        self._reading = None
-        if self._staged is None and not self._knows(welcome.layout):
-            sends_wire.RECEIVER.say(connection, sends_wire.GiveLayout(), deadline)
-            arguments = connection, welcome.layout, session.manifest, deadline
-            self._reading = self._aside.submit(read_layout, *arguments)
-        super()._exchange(connection, session, welcome, engine, server, deadline)
-
-    def _hear_layout(self, connection: Frames, layout: str, manifest: Manifest, deadline: Deadline) -> None:
-        reading, self._reading = self._reading, None
-        if reading is None:
-            return super()._hear_layout(connection, layout, manifest, deadline)
-        with self._timed("layout"):
-            self._learn(reading.result())  # its thread reads under the session's deadline
-        return None
-
-    def _carried(self, plans: tuple[ReshardPlan, ...]) -> tuple[ReshardPlan, ...]:
-        """None of it: their threads receive."""
-        return tuple(replace(plan, copies=CopyTable.empty(), staging=CopyTable.empty()) for plan in plans)
-
-    def _prepared(
-        self, connection: Frames, manifest: Manifest, layout: str, model: int, deadline: Deadline
-    ) -> Agreement:
-        if self._staged is not None:
-            known = self._agreements[model]
-            if self._workers.plans != known.digests:
-                raise TransferFailed("a worker's tensors were replaced while it took the version: take it again")
-            return known
-        early, self._early = self._early, None
-        if early is not None and self._workers.form(early, deadline):
-            self._forming = early.name
-            sends_wire.RECEIVER.say(connection, sends_wire.Forms(), deadline)
-        known = super()._prepared(connection, manifest, layout, model, deadline)
-        self._seats = self._workers.seats
-        with self._timed("expect"):
-            self._takers.expect(self._workers, self._schedules[1], deadline)
+    def _taken(self) -> Agreement:
+        """The plans along which the workers received the version. Raises `TransferFailed` where they have others."""
+        known = self._exchange.agreements[_MODEL]
+        if self._exchange.workers.plans != known.digests:
+            raise TransferFailed("a worker's tensors were replaced while it took the version: take it again")
         return known
 
-    def _ask_table(self, connection: Frames, session: TransferSession, deadline: Deadline) -> None:
-        """Raises `TransferFailed`: what is sent is proven with a table that is known."""
-        del connection, deadline
-        assert session.known is not None
+    def _prepare(self, attempt: Attempt, reading: Future[ReadLayout] | None) -> Agreement:
+        """Plans and schedules for this round, with all threads connected and the trainer agreed."""
+        exchange = self._exchange
+        early, self._early = self._early, None
+        if early is not None and exchange.workers.form(early, attempt.deadline):
+            self._forming = early.name
+            wire.RECEIVER.say(attempt.connection, wire.Forms(), attempt.deadline)
+        agreement = exchange.plan(attempt, _MODEL, reading)
+        exchange.install(attempt, agreement, lambda: self._make_schedules(agreement))
+        self._gpu_ids = exchange.workers.nccl_gpu_ids
+        with exchange.timed("expect"):
+            self._threads.expect(exchange.workers, self._schedules[1], attempt.deadline)
+        if exchange.agree(attempt, _MODEL, agreement):
+            self._agreed |= frozenset(agreement.digests)
+        return agreement
 
-    def _hear_agreement(self, connection: Frames, agreement: Agreement, deadline: Deadline) -> None:
-        super()._hear_agreement(connection, agreement, deadline)
-        self._agreed |= frozenset(agreement.digests)
-
-    def _work_out(self, known: Agreement) -> None:
+    def _make_schedules(self, known: Agreement) -> None:
         """What every worker will be sent."""
         name = _named(known, self._cut)
         if self._schedules[0] != name:
-            targets = [len(self._recordings[digest].targets) for digest in known.recordings]
-            made = [
-                make_send_schedule(plan, count, *self._cut) for plan, count in zip(known.plans, targets, strict=True)
-            ]
-            self._schedules = name, tuple(made)
+            targets = [len(self._exchange.traces[digest].targets) for digest in known.recordings]
+            plans = zip(known.plans, targets, strict=True)
+            self._schedules = name, tuple(make_send_schedule(plan, count, *self._cut) for plan, count in plans)
         for each in self._schedules[1]:
             each.digest()
 
-    def _replay(
-        self, session: TransferSession, welcome: Welcome, agreement: Agreement, deadline: Deadline
-    ) -> list[worker_wire.PlanExecuted]:
-        """Take everything now, unless it was taken before; then all workers put it into place at a time."""
-        del welcome
-        if self._staged is None:
-            assert self._connection is not None
-            with self._timed("take"):
-                self._take(self._connection, agreement, deadline, beside=False)
+    def _swap(self, attempt: Attempt) -> list[worker_wire.PlanExecuted]:
+        """Have all workers put into place what they received, at a time."""
+        exchange, session = self._exchange, attempt.session
         touched, self._touched = self._touched, True
         try:
-            replayed = self._workers.flip(session.epoch, session.version, deadline, self._pulse)
+            executed = exchange.workers.flip(session.epoch, session.version, attempt.deadline, exchange.pulse)
         except ReplayFailed as failed:
             self._touched = touched or failed.touched
             raise
-        self._add("copy", max(each.copy_s for each in replayed))
-        self._add("verify", max(each.verify_s for each in replayed))
-        return replayed
+        exchange.add("copy", max(each.copy_s for each in executed))
+        exchange.add("verify", max(each.verify_s for each in executed))
+        return executed
 
-    def _pulse(self) -> None:
-        """While workers are waited for: the trainer hears of one that stands still before the server answers."""
-        try:
-            self._takers.pulse()
-        except WorkerStalled as still:
-            if self._connection is not None:
-                self._tell_sender(self._connection, str(still))
-            raise
-
-    @property
-    def _dead(self) -> int | None:
-        found = super()._dead
-        return self._takers.dead if found is None else found
-
-    def _patience_s(self, deadline: Deadline) -> float:
-        """Not for a worker that stands still: the call ends when it goes on, and touches nothing that is served."""
-        return 0.0 if self._takers.stands_still else super()._patience_s(deadline)
-
-    def _take(self, connection: Frames, agreement: Agreement, deadline: Deadline, *, beside: bool) -> None:
+    def _take(self, attempt: Attempt, agreement: Agreement, *, beside: bool) -> None:
         """From the word that all are prepared to the last byte."""
-        digests = tuple(each.digest() for each in self._schedules[1])
+        exchange, connection, deadline = self._exchange, attempt.connection, attempt.deadline
         if not self._agreed.issuperset(agreement.digests):
-            self._propose(connection, agreement.readers, agreement.recordings, agreement.digests, deadline)
-            self._hear_agreement(connection, agreement, deadline)
-        prepared = sends_wire.Prepared(
-            plans=agreement.digests, schedules=digests, group=self._forming or self._takers.group, seats=self._seats
+            exchange.propose(attempt, agreement.readers, agreement.recordings, agreement.digests)
+            exchange.hear_agreed(attempt)
+            self._agreed |= frozenset(agreement.digests)
+        schedules = tuple(each.digest() for each in self._schedules[1])
+        prepared = wire.Prepared(
+            plans=agreement.digests,
+            schedules=schedules,
+            group=self._forming or self._threads.group,
+            seats=self._gpu_ids,
         )
-        sends_wire.RECEIVER.say(connection, prepared, deadline)
-        begin = sends_wire.RECEIVER.hear(connection, deadline, "the sender to begin")
-        if not isinstance(begin, sends_wire.BeginSends):
-            raise PeerLost(f"the sender did not begin: {_reason(begin)}")
+        wire.RECEIVER.say(connection, prepared, deadline)
+        begin = wire.RECEIVER.hear(connection, deadline, "the sender to begin")
+        if not isinstance(begin, wire.BeginSends):
+            raise PeerLost(f"the sender did not begin: {reason_of(begin)}")
         began = time.monotonic()
         self._touched = not beside
         leader = LeadSession(
             beat=lambda: _beat(connection),
             over=lambda: _over(connection),
-            failed=lambda reason, less: self._tell_sender(connection, reason, less=less),
+            failed=lambda reason, less: attempt.failed(reason, less=less),
         )
         try:
-            taken = self._takers.take(begin.group, leader, deadline, beside=beside)
+            taken = self._threads.take(begin.group, leader, deadline, beside=beside)
         except NotReceived as failed:
             self._touched = failed.touched
             raise
-        self.seconds["wire"] = max(each.seconds for each in taken)
-        through = sends_wire.BarrierReached(seconds=time.monotonic() - began, nbytes=sum(each.nbytes for each in taken))
-        sends_wire.RECEIVER.say(connection, through, deadline)
+        exchange.seconds["wire"] = max(each.seconds for each in taken)
+        reached = wire.BarrierReached(seconds=time.monotonic() - began, nbytes=sum(each.nbytes for each in taken))
+        wire.RECEIVER.say(connection, reached, deadline)
 
     def _objection(self, manifest: Manifest) -> str:
-        """Why the version cannot be taken while the server generates; empty when it can."""
-        known = self._agreements.get(_MODEL)
+        """Why the version cannot be received while the server generates; empty when it can."""
+        known, layout = self._exchange.agreements.get(_MODEL), self._exchange.layout
         if not self._beside:
             return "it is not to be taken beside the weights that are served"
-        if known is None or len(self._takers) != len(known.plans):
+        if known is None or len(self._threads) != len(known.plans):
             return "the workers know no plan yet"
-        if known.layout and self._layout is not None and self._layout.pieces.tensors != manifest.tensors:
+        if known.layout and layout is not None and layout.pieces.tensors != manifest.tensors:
             return "the manifest is new"
-        return self._takers.room()
+        return self._threads.room()
+
+
+def _same(one: TransferSession, other: TransferSession) -> bool:
+    return (one.channel, one.epoch) == (other.channel, other.epoch)
 
 
 def _named(agreement: Agreement, cut: tuple[int, int]) -> str:
@@ -353,20 +334,19 @@ def _named(agreement: Agreement, cut: tuple[int, int]) -> str:
 
 def _beat(connection: Frames) -> None:
     try:
-        sends_wire.RECEIVER.say(connection, sends_wire.GroupBeat(), Deadline(_SAY_S))
+        wire.RECEIVER.say(connection, wire.GroupBeat(), Deadline(_SAY_S))
     except (DataplaneError, OSError):
         return  # the sender is gone: that is heard of next
 
 
 def _over(connection: Frames) -> str:
-    """The sender says nothing while the group moves, unless it is over. A connection may be closed under our hands."""
+    """Why the sender has ended the attempt, and empty while it has not: it says nothing while the group moves.
+
+    The connection may be closed meanwhile, by another thread.
+    """
     try:
         if not connection.readable():
             return ""
-        return _reason(sends_wire.RECEIVER.hear(connection, Deadline(_SAY_S), "the sender"))
+        return reason_of(wire.RECEIVER.hear(connection, Deadline(_SAY_S), "the sender"))
     except (TransferFailed, OSError, ValueError) as error:
         return f"the sender is gone: {error}"
-
-
-def _reason(message: sends_wire.ToReceiver) -> str:
-    return message.reason if isinstance(message, sends_wire.Refused | sends_wire.Failed) else message.kind

@@ -126,8 +126,8 @@ class WorkerReceivers:
     # -- are they there -----------------------------------------------------------------------------------------------
 
     @property
-    def stands_still(self) -> bool:
-        """Somebody does, as far as is known."""
+    def stalled(self) -> bool:
+        """A worker makes no progress, as far as is known."""
         return bool(self._still)
 
     def require_alive(self) -> None:

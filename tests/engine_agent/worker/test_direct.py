@@ -26,8 +26,8 @@ from weightbus.dataplane.processes.frames import FrameListener, Frames
 from weightbus.dataplane.reshard.reshard_plan import ReshardPlan
 from weightbus.dataplane.reshard.verification import Verification
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.dataplane.transports import worker_messages as worker_wire
-from weightbus.dataplane.transports.direct import messages as direct_wire, receiver as direct_receiver, sender as direct
+from weightbus.dataplane.transports import plan_exchange, plan_messages, worker_messages as worker_wire
+from weightbus.dataplane.transports.direct import sender as direct
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.exported_weights import ExportedWeights
 from weightbus.dataplane.transports.interface import Exporting, Peer, Receipt
@@ -149,7 +149,7 @@ def test_a_steady_round_only_copies(world: World, monkeypatch: pytest.MonkeyPatc
     Nor does the sidecar go through what a plan reads: that is of as many regions as a trainer has allocations.
     """
     world.round()
-    monkeypatch.setattr(direct_receiver, "regions_read", lambda _plan: pytest.fail("a plan was gone through"))
+    monkeypatch.setattr(plan_exchange, "regions_read", lambda _plan: pytest.fail("a plan was gone through"))
     world.trainer.step(1)
     seen: list[str] = []
     obey = worker_loader._obey
@@ -524,7 +524,7 @@ def test_a_round_says_where_its_time_went(world: World) -> None:
 def test_the_layout_is_asked_for_when_it_is_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server may let its workers in late, and a sender that nobody reads from gives up, or keeps others waiting."""
     done: list[str] = []
-    say, gather = direct_wire.RECEIVER.say, Workers.gather
+    say, gather = plan_messages.RECEIVER.say, Workers.gather
 
     def said(frames: Any, message: Any, deadline: Any) -> None:
         done.append(message.kind)
@@ -535,7 +535,7 @@ def test_the_layout_is_asked_for_when_it_is_read(world: World, monkeypatch: pyte
         done.append("workers came")
         return found
 
-    monkeypatch.setattr(direct_wire.RECEIVER, "say", said)
+    monkeypatch.setattr(plan_messages.RECEIVER, "say", said)
     monkeypatch.setattr(Workers, "gather", gathered)
     world.round()
     assert done.index("workers came") < done.index("GiveLayout") < done.index("Propose")
@@ -633,7 +633,7 @@ def test_what_lies_on_another_gpu_is_told_to_the_engine(world: World, monkeypatc
     world.round()
 
     assert {branches for branches, _ in asked} == {DEFAULT_COPY_STREAMS}
-    read = [sum(source.rank == 1 for source in plan.sources) for plan in world.receiver._agreements[0].plans]
+    read = [sum(source.rank == 1 for source in plan.sources) for plan in world.receiver._exchange.agreements[0].plans]
     assert sorted(count for _, count in asked) == sorted(read)
     assert all(read)
 

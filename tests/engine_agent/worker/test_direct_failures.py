@@ -22,7 +22,7 @@ import torch
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, StaleSession, TransferFailed
 from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.frames import FrameListener
-from weightbus.dataplane.transports import worker_exchange as workers, worker_messages as worker_wire
+from weightbus.dataplane.transports import plan_exchange, worker_exchange as workers, worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.interface import Address, Peer
@@ -181,7 +181,7 @@ class Stopped(Remote):
 def test_a_server_that_is_stopped(tmp_path: Path, ends: Ends, monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     """It is given up long before the version: everybody else of the round stands still meanwhile."""
     monkeypatch.setattr(direct_receiver, "copied_s", lambda _nbytes: 2.0)
-    monkeypatch.setattr(direct_receiver, "RETURN_S", 0.5)
+    monkeypatch.setattr(plan_exchange, "RETURN_S", 0.5)
     trainer, receiver = Trainer(tmp_path / "r"), DirectReceiver(tmp_path / "r")
     trainer.step(1)
     session, server = trainer.session(1), Stopped(ends, monkeypatch, 2, point)

@@ -46,7 +46,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def rehearse(world: World, specs: tuple[TensorSpec, ...] = SPECS) -> int:
-    rehearsal = Prerecording(world.runtime, ahead=world.receiver._ahead)
+    rehearsal = Prerecording(world.runtime, ahead=world.receiver._exchange._ahead)
     return rehearsal.record(specs, "e", world.server, WAIT_S)  # type: ignore[arg-type]
 
 
@@ -70,11 +70,11 @@ def test_a_recording_in_another_order_is_the_one_that_would_be_made(world: World
     """But for the order of its rows."""
     rehearse(world, SPECS[::-1])
     world.round()
-    kept = dict(world.receiver._recordings)
+    kept = dict(world.receiver._exchange.traces)
     world.server.models = [ToyShard(rank, world.server.tp) for rank in range(world.server.tp)]
     world.round()
 
-    made = {each.rank: each for each in world.receiver._recordings.values()}
+    made = {each.rank: each for each in world.receiver._exchange.traces.values()}
     assert len(recorded) == 2 * world.server.tp
     for each in kept.values():
         other = made[each.rank]
@@ -204,7 +204,7 @@ def test_a_model_that_has_more_tensors_by_now_begins_anew(
 
     assert len(recorded) == 2 * world.server.tp
     assert worked_out.count("proof") == 2
-    assert all(len(each.targets) == len(SPECS) + 1 for each in world.receiver._recordings.values())
+    assert all(len(each.targets) == len(SPECS) + 1 for each in world.receiver._exchange.traces.values())
 
 
 @pytest.mark.parametrize("what", ["moved", "another dtype", "asked otherwise"])

@@ -22,6 +22,7 @@ from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import parse_tcp_address
 from weightbus.dataplane.processes.thread_latency import INTERVAL_S
 from weightbus.dataplane.reshard.reshard_plan import ReshardPlan, make_plan
+from weightbus.dataplane.transports import plan_exchange
 from weightbus.dataplane.transports.interface import Group, Peer
 from weightbus.dataplane.transports.sends import (
     plan_agreement as agreed_plans,
@@ -142,7 +143,7 @@ def test_nothing_is_received_into_what_the_scheduler_works_with(world: SendsWorl
     where = Group(store="tcp://127.0.0.1:9", name="g", size=4, rank=2, form_s=1.0, turn_s=1.0)
     leader = LeadSession(beat=lambda: None, over=lambda: "", failed=lambda *_: None)
     with pytest.raises(NotReceived, match="the scheduler is at work") as refused:
-        world.receiver._takers.take(where, leader, Deadline(WAIT_S), beside=False)
+        world.receiver._threads.take(where, leader, Deadline(WAIT_S), beside=False)
     assert not refused.value.touched
     assert holds(world.server, world.trainer.values)
 
@@ -238,14 +239,14 @@ def test_a_new_layout_is_read_while_the_server_lets_its_workers_in(
     world: SendsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sender is read from at once, however long a server takes; and a joiner does not wait for both."""
-    read, real = threading.Event(), sends_receiver.read_layout
+    read, real = threading.Event(), plan_exchange.read_layout
 
     def noted(*arguments: Any) -> Any:
         found = real(*arguments)
         read.set()
         return found
 
-    monkeypatch.setattr(sends_receiver, "read_layout", noted)
+    monkeypatch.setattr(plan_exchange, "read_layout", noted)
     in_time: list[bool] = []
     world.server.before_load = lambda: in_time.append(read.wait(WAIT_S / 4))
     world.round()
@@ -262,9 +263,9 @@ def test_a_layout_that_cannot_be_read_fails_the_attempt_and_not_the_next(
         real(*arguments)
         raise ManifestError("it is of other tensors")
 
-    real = sends_receiver.read_layout
+    real = plan_exchange.read_layout
     with monkeypatch.context() as patch:
-        patch.setattr(sends_receiver, "read_layout", unreadable)
+        patch.setattr(plan_exchange, "read_layout", unreadable)
         world.epoch += 1
         session = world.trainer.session(world.epoch)
         taken = world.receive(session, "e", world.offer(session))

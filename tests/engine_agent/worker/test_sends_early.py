@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightbus.dataplane.errors import DataplaneError, PeerLost, TransferFailed
-from weightbus.dataplane.transports.direct import receiver as direct_receiver
+from weightbus.dataplane.transports import plan_exchange
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.sends import group_cache as standing, sender as sends
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
@@ -67,13 +67,13 @@ def attempt(world: SendsWorld) -> Exception | None:
 
 def test_it_forms_while_the_engine_plans(world: SendsWorld, formed: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """All have joined before there is a plan; the version goes over that group, and so do those that follow."""
-    plan, waited = direct_receiver.make_plan, []
+    plan, waited = plan_exchange.make_plan, []
 
     def planned(*arguments: Any) -> Any:
         waited.append(until(lambda: len(formed) >= MEMBERS, "the group to form", WAIT_S))
         return plan(*arguments)
 
-    monkeypatch.setattr(direct_receiver, "make_plan", planned)
+    monkeypatch.setattr(plan_exchange, "make_plan", planned)
     world.round()
     assert waited
     assert holds(world.server, world.trainer.values)
@@ -124,7 +124,7 @@ def test_an_engine_that_cannot_prepare_leaves_nobody_in_it(
             until(lambda: len(formed) >= MEMBERS, "the group to form", WAIT_S)
             raise TransferFailed("no plan")
 
-        patched.setattr(direct_receiver, "make_plan", fail)
+        patched.setattr(plan_exchange, "make_plan", fail)
         assert "no plan" in str(attempt(world))
     for rank in world.trainer.sending:
         rank.stop()

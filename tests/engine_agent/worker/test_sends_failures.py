@@ -224,7 +224,7 @@ def test_a_stopped_worker_costs_the_others_one_attempt(
         assert holds(world.server, world.trainer.values)
         if epoch == 4:
             os.kill(victim.pid, signal.SIGCONT)
-            (still, _), = sidecar._takers._still.values()  # fmt: skip
+            (still, _), = sidecar._threads._still.values()  # fmt: skip
             assert still.readable_within(WAIT_S), "it goes on, and says so when the machine lets it"
     assert theirs.result(WAIT_S).checked
 

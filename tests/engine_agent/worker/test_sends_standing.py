@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import DataplaneError, DigestMismatch, TransferFailed
-from weightbus.dataplane.transports.direct import receiver as direct_receiver
+from weightbus.dataplane.transports import plan_exchange
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.sends import group_cache as standing, rank_sender as rank_sends, sender as sends
 from weightbus.dataplane.transports.sends.rank_sender import RankSender
@@ -270,8 +270,8 @@ def test_a_joiner_that_comes_has_a_group_with_the_ranks(
             until(lambda: len(formed) == MEMBERS + 3, "the group to form", WAIT_S)
             raise TransferFailed("no plan")
 
-        plan = direct_receiver.make_plan
-        monkeypatch.setattr(direct_receiver, "make_plan", fail)
+        plan = plan_exchange.make_plan
+        monkeypatch.setattr(plan_exchange, "make_plan", fail)
     world.epoch += 1
     session = world.trainer.session(world.epoch)
     address = world.trainer.sends.offer(session, [Peer("joiner", 1)])
@@ -289,6 +289,6 @@ def test_a_joiner_that_comes_has_a_group_with_the_ranks(
         world.trainer.sends.ready(WAIT_S)
     world.trainer.sends.close()
     assert isinstance(taken.exception(WAIT_S), DataplaneError)
-    monkeypatch.setattr(direct_receiver, "make_plan", plan)
+    monkeypatch.setattr(plan_exchange, "make_plan", plan)
     a_round(world)
     assert len(set(formed)) == 2

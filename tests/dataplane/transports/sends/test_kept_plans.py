@@ -42,8 +42,8 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """Of the workers of a toy engine, as they recorded themselves."""
     world = SendsWorld(tmp_path / "r", 1, monkeypatch)
     world.round()
-    known = world.receiver._agreements[0]
-    yield Fleet(world.trainer.describe(), world.receiver._recordings[known.recordings[0]], known.readers[0])
+    known = world.receiver._exchange.agreements[0]
+    yield Fleet(world.trainer.describe(), world.receiver._exchange.traces[known.recordings[0]], known.readers[0])
     world.close()
 
 

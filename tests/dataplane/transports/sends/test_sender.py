@@ -505,8 +505,8 @@ def test_workers_that_differ_in_one_thing_have_plans_of_their_own(
     """One made for a like worker is taken for another only where it is the same: else the engine would be refused."""
     world = SendsWorld(tmp_path / "r", 2, monkeypatch)
     world.round()
-    known = world.receiver._agreements[0]
-    one, two = (world.receiver._recordings[digest] for digest in known.recordings)
+    known = world.receiver._exchange.agreements[0]
+    one, two = (world.receiver._exchange.traces[digest] for digest in known.recordings)
     exposed = world.trainer.describe()
     if differ == "place":
         exposed = placed(exposed, "elsewhere")

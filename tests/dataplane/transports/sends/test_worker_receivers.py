@@ -213,7 +213,7 @@ def test_a_sidecar_that_ends_in_the_middle_of_a_transfer_says_so(
     assert [str(ended.value)] == told
     assert ended.value.touched is not beside
     assert len(threads.takers) == 0
-    assert not threads.takers.stands_still
+    assert not threads.takers.stalled
 
 
 class FewerWorkers:

@@ -1,0 +1,380 @@
+"""One exchange with the workers of a server: from its call of our loader to the proof of what they hold.
+
+Direct and sends share it. It has the server call our loader in every worker, leads the workers that then connect
+(worker_messages.py), has them record their loader and install plans where something is new, and compares what they
+report with the digest table. How bytes come to the workers is the transport's own, between `agree` and `prove`.
+
+Load traces, plans and the trainer's layout are kept from round to round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+
+from ..copy import CopyTable, Lanes
+from ..errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed, WorkerDied
+from ..memory import ArenaRegion, ExportMap
+from ..processes import Deadline, FrameListener, Frames, open_runtime_dir
+from ..reshard import LoadTrace, PlanReader, ReshardPlan, Verification, make_plan
+from ..tensors import DigestTable, Shards
+from . import plan_messages as wire, worker_messages as worker_wire
+from .interface import EngineServer, TransferSession
+from .prerecorded_traces import PrerecordedTraces
+from .worker_exchange import RETURN_S, Workers, regions_read
+
+_SAY_S: Final = 10.0
+"""For the last message to a sender that may stand still."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadLayout:
+    """What the trainer's ranks hold, as it was last heard."""
+
+    digest: str
+    pieces: Shards
+    exports: tuple[ExportMap, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """What was worked out for one trainer layout and one set of recordings."""
+
+    layout: str
+    recordings: tuple[str, ...]
+    readers: tuple[PlanReader, ...]
+    plans: tuple[ReshardPlan, ...]
+    digests: tuple[str, ...]
+    """Of the plans."""
+    proof: Verification
+
+    @cached_property
+    def reads(self) -> tuple[Mapping[int, tuple[int, ...]], ...]:
+        """By plan and holder: the regions that are read."""
+        return tuple(regions_read(plan) for plan in self.plans)
+
+    @cached_property
+    def widest(self) -> int:
+        """Bytes that the worker with most of them takes in a round."""
+        return max(int(plan.copies.target_bytes.sum()) + plan.staging_bytes for plan in self.plans)
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One session as a receiver goes through it, and its connection to the sender."""
+
+    session: TransferSession
+    connection: Frames
+    engine: str
+    deadline: Deadline
+    layout: str = ""
+    """Digest of the trainer's layout, once the sender has named it."""
+
+    def say(self, message: wire.ToSender) -> None:
+        """Raises `PeerLost`, `DeadlineExceeded`."""
+        wire.RECEIVER.say(self.connection, message, self.deadline)
+
+    def hear(self, waiting_for: str) -> wire.ToReceiver:
+        """Raises `PeerLost`, `DeadlineExceeded`."""
+        return wire.RECEIVER.hear(self.connection, self.deadline, waiting_for)
+
+    def finished(self) -> None:
+        """The version is proven. A sender that is gone takes nothing of that back."""
+        with contextlib.suppress(DataplaneError):
+            wire.RECEIVER.say(self.connection, wire.Finished(), Deadline(_SAY_S))
+
+    def failed(self, error: object, *, less: bool = False) -> None:
+        """Tell the sender, where it is still there; what happened is raised anyway."""
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
+        with contextlib.suppress(DataplaneError):
+            wire.RECEIVER.say(self.connection, wire.Failed(reason=reason[:2048], less=less), Deadline(1.0))
+
+
+class ReceiveThreads(Protocol):
+    """Threads of the workers that receive what is sent to them, where a transport has such."""
+
+    @property
+    def dead(self) -> int | None:
+        """The rank of a worker that has died."""
+        ...
+
+    @property
+    def stalled(self) -> bool:
+        """A worker makes no progress: the server's call ends when it goes on, and touches nothing that is served."""
+        ...
+
+    def pulse(self) -> None:
+        """Called often while workers are waited for. Raises `TransferFailed` where that is in vain."""
+        ...
+
+
+class PlanExchange:
+    """Of one engine; outlives rounds. Used from one thread, but for `close` and `shutdown`."""
+
+    def __init__(
+        self, runtime_dir: Path, ahead: PrerecordedTraces | None = None, threads: ReceiveThreads | None = None
+    ) -> None:
+        """`ahead` has the load traces from before any version; `threads` where the workers are sent what they take."""
+        self._runtime_dir = runtime_dir
+        self._ahead = ahead if ahead is not None else PrerecordedTraces()
+        self._threads = threads
+        self._listener: FrameListener | None = None
+        self._caller: ThreadPoolExecutor | None = None
+        self._call: Future[None] | None = None
+        """The server's call in which the last version was taken."""
+        self._hearer: ThreadPoolExecutor | None = None
+        self.workers = Workers()
+        self.layout: ReadLayout | None = None
+        self.made: dict[int, ArenaRegion] = {}
+        """By holder: the part of `layout` that is made part by part."""
+        self.traces: dict[str, LoadTrace] = {}
+        """By digest."""
+        self.agreements: dict[int, Agreement] = {}
+        """By the model, in the order in which the server calls the loader."""
+        self.devices: tuple[str, ...] = ()
+        """Of the workers, as they said themselves. Another object whenever they have come."""
+        self.seconds: dict[str, float] = {}
+        """By step of the last round, all models together; `copy`, `wait` and `verify` are of the slowest worker."""
+
+    @property
+    def widest(self) -> int:
+        """Bytes of a round that the worker with most of them takes, of all its models."""
+        return sum(agreement.widest for agreement in tuple(self.agreements.values()))
+
+    @contextlib.contextmanager
+    def timed(self, what: str) -> Generator[None]:
+        """Adds what passes inside to `seconds`."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.add(what, time.monotonic() - began)
+
+    def add(self, what: str, seconds: float) -> None:
+        """Add to a step of `seconds`."""
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds
+
+    @property
+    def aside(self) -> ThreadPoolExecutor:
+        """A thread that hears the sender while the receiver's does something else. Both may not hear at a time."""
+        if self._hearer is None:
+            self._hearer = ThreadPoolExecutor(1, "weightbus-hearer")
+        return self._hearer
+
+    # -- the call -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def called(self, attempt: Attempt, server: EngineServer) -> Generator[None]:
+        """Have `server` call our loader in all of its workers. What fails inside is told to them, and ends the call.
+
+        Raises `WorkerDied` where that is the reason. Without a failure the server may still have to return from the
+        call: see `returned`.
+        """
+        open_runtime_dir(self._runtime_dir)
+        path = self._runtime_dir / f"{attempt.engine}-{os.getpid()}-w.sock"
+        listener = self._listener = FrameListener(path)
+        if self._caller is None:
+            self._caller = ThreadPoolExecutor(1, "weightbus-direct")
+        call = self._call = self._caller.submit(server.load_direct, os.fspath(path), attempt.deadline.left())
+        try:
+            yield
+        except Exception as error:
+            dead = self.workers.dead
+            if dead is None and self._threads is not None:
+                dead = self._threads.dead
+            self.workers.let_go(worker_wire.Failed(reason=f"{type(error).__name__}: {error}"))
+            listener.close()
+            if dead is not None:
+                raise WorkerDied(dead) from error
+            stalled = self._threads is not None and self._threads.stalled
+            with self.timed("return"):
+                _wait(call, 0.0 if stalled else min(attempt.deadline.left(), RETURN_S))
+            raise
+        listener.close()
+
+    def pulse(self) -> None:
+        """Called often while workers are waited for. Raises `TransferFailed` where that is in vain."""
+        if self._threads is not None:
+            self._threads.pulse()
+
+    def gather(self, attempt: Attempt, server: EngineServer, model: int) -> bool:
+        """Wait for the workers, each with the same model. False where the server has no more models."""
+        assert self._listener is not None
+        assert self._call is not None
+        with self.timed("gather"):
+            return self.workers.gather(self._listener, self._call, server.tp, model == 0, attempt.deadline, self.pulse)
+
+    def returned(self, deadline_s: float) -> None:
+        """Wait until the server has returned from the last call, and raise what it failed with."""
+        if self._call is not None:
+            _wait(self._call, deadline_s)
+            if not self._call.done():
+                raise DeadlineExceeded("the server to return from our loader", deadline_s)
+            self._call.result()
+
+    # -- the trainer's layout -----------------------------------------------------------------------------------------
+
+    def read_aside(self, attempt: Attempt) -> Future[ReadLayout] | None:
+        """Have a layout that is new read by a thread of its own from now on, for `plan`."""
+        if self._knows(attempt.layout):
+            return None
+        attempt.say(wire.GiveLayout())
+        return self.aside.submit(read_layout, attempt)
+
+    def _knows(self, layout: str) -> bool:
+        return self.layout is not None and self.layout.digest == layout
+
+    def _hear_layout(self, attempt: Attempt, reading: Future[ReadLayout] | None) -> None:
+        """Unless it is known. Raises `PeerLost`, `ManifestError`.
+
+        It is asked for when it is read: a large one that no receiver reads holds up the sender.
+        """
+        if reading is None and self._knows(attempt.layout):
+            return
+        with self.timed("layout"):
+            if reading is None:
+                attempt.say(wire.GiveLayout())
+            # A thread that reads does it under the session's deadline.
+            self.layout = read_layout(attempt) if reading is None else reading.result()
+            self.made = {each.rank: made for each in self.layout.exports if (made := each.made) is not None}
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def plan(self, attempt: Attempt, model: int, reading: Future[ReadLayout] | None = None) -> Agreement:
+        """Load traces and plans for this round; those of the last one if nothing changed. New ones are proposed.
+
+        A layout that is new is heard while the workers record.
+        """
+        manifest, deadline = attempt.session.manifest, attempt.deadline
+        with self.timed("record"):
+            self.traces = self.traces or self._ahead.recordings(manifest.tensors)
+            without = self.workers.ask_to_record(manifest.digest(), manifest.tensors, self.traces, deadline)
+        self._hear_layout(attempt, reading)
+        with self.timed("record"):
+            made = self.workers.recorded(without, manifest.tensors, deadline)
+            recordings = self.workers.recordings
+        in_use = {digest for agreement in self.agreements.values() for digest in agreement.recordings}
+        self.traces = {
+            digest: trace for digest, trace in {**self.traces, **made}.items() if digest in in_use.union(recordings)
+        }
+        sent = self._threads is not None
+        readers = tuple(msgspec.structs.replace(each, sent_to=True) if sent else each for each in self.workers.readers)
+        self.devices = tuple([reader.device for reader in readers])
+        known = self.agreements.get(model)
+        if known is not None and (known.layout, known.recordings, known.readers) == (
+            attempt.layout,
+            recordings,
+            readers,
+        ):
+            return known
+        layout = self.layout
+        assert layout is not None
+        found = [self.traces[digest] for digest in recordings]
+        with self.timed("plan"):
+            plans = tuple(
+                make_plan(layout.pieces, layout.exports, trace, reader)
+                for trace, reader in zip(found, readers, strict=True)
+            )
+            # While the trainer makes the same ones, everything else is done that follows from them.
+            digests = tuple(plan.digest() for plan in plans)
+            self.propose(attempt, readers, recordings, digests)
+            return Agreement(attempt.layout, recordings, readers, plans, digests, self._ahead.proof(found))
+
+    def install(self, attempt: Attempt, agreement: Agreement, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Give every worker the plan that it has not got yet; they bind them while `meanwhile` runs here."""
+        plans = agreement.plans
+        if self._threads is not None:  # they receive, and copy nothing by themselves
+            plans = tuple(replace(plan, copies=CopyTable.empty(), staging=CopyTable.empty()) for plan in plans)
+        with self.timed("adopt"):
+            new = self.workers.ask_to_adopt(agreement.digests, plans, agreement.proof.ranks, attempt.deadline)
+            meanwhile()
+            self.workers.adopted(new, attempt.deadline)
+
+    def propose(
+        self, attempt: Attempt, readers: Sequence[PlanReader], recordings: Sequence[str], digests: Sequence[str]
+    ) -> None:
+        """Have the trainer make the same plans; `hear_agreed` waits for it."""
+        plans = tuple(
+            wire.Proposal(reader=reader, recording=self.traces[digest].encode(), plan=plan)
+            for reader, digest, plan in zip(readers, recordings, digests, strict=True)
+        )
+        attempt.say(wire.Propose(plans=plans))
+
+    @staticmethod
+    def hear_agreed(attempt: Attempt) -> None:
+        """Raises `TransferFailed` where the trainer made other plans than those that were proposed."""
+        reply = attempt.hear("the trainer to make the same plan")
+        if not isinstance(reply, wire.Agreed):
+            raise TransferFailed(f"the trainer does not agree to the plan: {wire.reason_of(reply)}")
+
+    def agree(self, attempt: Attempt, model: int, agreement: Agreement) -> bool:
+        """Wait until the trainer has made the plans that `plan` proposed; false where there was nothing new."""
+        if self.agreements.get(model) is agreement:
+            return False
+        with self.timed("agree"):
+            self.hear_agreed(attempt)
+        self.agreements[model] = agreement
+        return True
+
+    # -- the proof ----------------------------------------------------------------------------------------------------
+
+    def prove(
+        self, agreement: Agreement, executed: Sequence[worker_wire.PlanExecuted], table: Callable[[], DigestTable]
+    ) -> None:
+        """Let the workers return, and compare what they hold with `table` meanwhile. Raises `DigestMismatch`.
+
+        The server stays paused until the version is committed: while it returns, its workers' reports are compared.
+        """
+        self.workers.let_go(worker_wire.Done())
+        self.workers.close()
+        lanes = [_lanes(each.lanes) for each in executed]
+        wanted = table()
+        with self.timed("compare"):
+            agreement.proof.verify(wanted, lanes, [each.odd for each in executed])
+
+    def close(self) -> None:
+        """Hang up on the workers, which return from their call."""
+        self.workers.close()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def shutdown(self) -> None:
+        """Let go of everything."""
+        self.close()
+        for each in (self._caller, self._hearer):
+            if each is not None:
+                each.shutdown(wait=False)
+        self._caller = self._hearer = None
+
+
+def _lanes(blob: bytes) -> Lanes:
+    found: Lanes = np.frombuffer(blob, "<u8").astype(np.uint64).reshape(2, -1)
+    return found
+
+
+def read_layout(attempt: Attempt) -> ReadLayout:
+    """The layout that was asked for. Raises `PeerLost`, `DeadlineExceeded`, `ManifestError`."""
+    reply = attempt.hear("the trainer's layout")
+    if not isinstance(reply, wire.Layout):
+        raise PeerLost(f"the sender gave no layout: {wire.reason_of(reply)}")
+    exports = tuple(ExportMap.decode(each) for each in reply.exports)
+    return ReadLayout(attempt.layout, Shards.decode([reply.pieces], attempt.session.manifest.tensors), exports)
+
+
+def _wait(call: Future[None], seconds: float) -> None:
+    """Until the server has answered: only then nothing of the exchange is under way in it."""
+    try:
+        call.exception(seconds)
+    except FutureTimeout:
+        return
