@@ -25,6 +25,7 @@ from weightbus.dataplane.processes.deadline import Deadline
 from weightbus.dataplane.processes.mac_frames import MacFrames
 from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.interface import Peer, Receipt
+from weightbus.dataplane.transports.plan_exchange import PlanExchange
 from weightbus.dataplane.transports.sends import (
     messages as sends_wire,
     sender as sends,
@@ -298,13 +299,14 @@ def test_a_trainer_that_is_gone_when_all_is_proven_takes_nothing_back(
 ) -> None:
     """The engine has the version and says so, though it cannot tell the trainer."""
     world.round(stage=True)
-    exchange = SendsReceiver._exchange
+    prove = PlanExchange.prove
 
-    def and_then_the_trainer_dies(receiver: SendsReceiver, connection: Any, *rest: Any) -> None:
-        exchange(receiver, connection, *rest)
-        connection.close()
+    def and_then_the_trainer_dies(exchange: PlanExchange, *rest: Any) -> None:
+        prove(exchange, *rest)
+        assert world.receiver._attempt is not None
+        world.receiver._attempt.connection.close()
 
-    monkeypatch.setattr(SendsReceiver, "_exchange", and_then_the_trainer_dies)
+    monkeypatch.setattr(PlanExchange, "prove", and_then_the_trainer_dies)
     world.trainer.step(4)
     session = world.trainer.session(2)
     world.trainer.describe()

@@ -115,7 +115,7 @@ def test_turns_shrink_until_the_link_carries_them(world: SendsWorld, link: Link)
     for size in (MOST, MOST // LESS):
         said = too_much(world)
         assert world.trainer.sends._pair_bytes == size
-        assert said.startswith("worker 0: TurnLate: waited 4.0 s for a peer")
+        assert said.startswith("worker 0: ChunkTimeout: waited 4.0 s for a peer")
     assert set(world.trainer.sends.failed) == {"e"}
     assert passes(world) == (MOST // LESS**2, "paused: the schedules are new")
     assert passes(world) == (MOST // LESS**2, "beside")
@@ -150,7 +150,7 @@ def test_turns_stay_as_large_where_a_rank_is_stopped(world: SendsWorld, ends: En
     taken = world.receive(session, "e", address, stage=True)
     trainer.sends.ready(WAIT_S)
     trainer.sends.finish(WAIT_S)
-    assert "TurnLate" in str(taken.exception(WAIT_S))
+    assert "ChunkTimeout" in str(taken.exception(WAIT_S))
     assert was_struck(pid, signal.SIGSTOP)
     trainer.sends.close()
     trainer.sends._turn_s = WAIT_S
