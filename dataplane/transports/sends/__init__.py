@@ -1,4 +1,4 @@
-"""Trainer ranks send each engine worker what it stores (gloo, NCCL, NIXL). Stands on direct."""
+"""Trainer ranks send each engine worker what it stores (gloo, NCCL, NIXL)."""
 
 from typing import TYPE_CHECKING
 
