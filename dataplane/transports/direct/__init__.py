@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from . import messages as messages
     from .transport import TRANSPORT as TRANSPORT
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 
 from ...errors import ManifestError, TransferFailed
 from ...reshard import LoadTrace, ReshardPlan, SendMessages, SendSchedule, make_plan, make_send_schedule, rank_distances
-from ..direct import messages as direct_wire
 from ..exported_weights import ExportedWeights
+from ..plan_messages import Proposal
 from . import messages as wire
 
 KEPT: Final = 16
@@ -75,7 +75,7 @@ class PlanAgreement:
         """Of all plans: those that need not be proposed."""
         return tuple(self._plans)
 
-    def agree(self, proposal: direct_wire.Proposal) -> str:
+    def agree(self, proposal: Proposal) -> str:
         """Make the same plan, or take that of another engine's like worker; its digest.
 
         Raises `TransferFailed` when it differs.
@@ -157,7 +157,7 @@ class PlanAgreement:
         """Everybody knows its letters."""
         self._ready, self._room = {}, _MOST_READY
 
-    def _make(self, proposal: direct_wire.Proposal) -> tuple[ReshardPlan, int]:
+    def _make(self, proposal: Proposal) -> tuple[ReshardPlan, int]:
         assert self._exposed is not None
         recording = LoadTrace.decode(proposal.recording, self._exposed.pieces.tensors)
         plan = make_plan(self._exposed.pieces, self._exposed.exports, recording, proposal.reader)
