@@ -51,7 +51,7 @@ CONFIG = {
 
 
 class Trainer:
-    """One rank that holds whole layers in host memory. Satisfies `Source` and `Described`."""
+    """One rank that holds whole layers in host memory. Satisfies `Source` and `ShardedSource`."""
 
     model = "Qwen3ForCausalLM"
     root, rank, exchange = True, 0, None

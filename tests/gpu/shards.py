@@ -26,7 +26,7 @@ import rig  # isort: skip
 
 
 class LayoutShards:
-    """Satisfies `Source`, `Described` and `Exportable` for all ranks of a layout at once."""
+    """Satisfies `Source`, `ShardedSource` and `Exportable` for all ranks of a layout at once."""
 
     def __init__(self, hf: Mapping[str, Any], device: torch.device, world: int, **layout: int | None) -> None:
         self._cut = (layout.get("tp") or 1) > 1

@@ -3,7 +3,7 @@
     python tests/kit/family_worlds.py CHECKPOINTS OUT CASE...
 
 Megatron-core builds each rank's part under torch's fake process group, the oracle of family_models.py fills it, and the
-ranks' pieces are then assembled by their own assemblers, with parcels handed over in memory. ``OUT/<case>.json`` says
+ranks' pieces are then assembled by their own assemblers, with gather messages handed over in memory. ``OUT/<case>.json`` says
 what differs from the checkpoint, bit for bit. What only real ranks show, collectives and logits, is family_ranks.py's.
 """
 
@@ -45,7 +45,7 @@ from weightbus.trainer_agent.sources.rank_layout import RankLayout, check_layout
 
 
 class Post:
-    """Carries parcels between assemblers of one process: senders run first."""
+    """Carries gather messages between assemblers of one process: senders run first."""
 
     def __init__(self, rank: int, letters: dict[int, list[torch.Tensor]]) -> None:
         self.rank = rank

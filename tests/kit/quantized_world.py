@@ -36,7 +36,7 @@ STORED = (*SCHEMES, msgspec.structs.replace(fp8_tensor(), flat=()))
 
 
 class Post:
-    """Carries parcels between the ranks of one process: senders run first."""
+    """Carries gather messages between the ranks of one process: senders run first."""
 
     def __init__(self, rank: int, letters: dict[int, list[torch.Tensor]]) -> None:
         self.rank = rank
@@ -52,7 +52,7 @@ class Post:
 
 
 class Rank:
-    """A source that describes what it holds. Satisfies `Source` and `Described`."""
+    """A source that describes what it holds. Satisfies `Source` and `ShardedSource`."""
 
     model = "M"
     device = torch.device("cpu")

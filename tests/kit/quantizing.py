@@ -61,7 +61,7 @@ def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
 
 
 class Held:
-    """One rank of a layout, as `Described` and `Source` ask for it: pieces, and the memory that they are in."""
+    """One rank of a layout, as `ShardedSource` and `Source` ask for it: pieces, and the memory that they are in."""
 
     model = "M"
     device = torch.device("cpu")

@@ -45,7 +45,7 @@ _log = get_log(__name__)
 _POLL_S: Final = 0.05
 """Longest delay in seconds of a coordinator message while a delivery runs. Progress of the delivery wakes the driver.
 """
-_FAREWELL_S: Final = 2.0
+_BEST_EFFORT_S: Final = 2.0
 """Seconds to wait for the answer to an abandoned round or a released lease; without it the lease expires by itself."""
 _TEXT: Final = 2048
 """Maximum characters of free text in messages."""
@@ -64,7 +64,7 @@ class PublicationDriver:
         stood_s: float = 0.0,
     ) -> None:
         self.version = version
-        self._rollback, self._resync = rollback, catch_up
+        self._rollback, self._catch_up = rollback, catch_up
         self._stood_s = stood_s
         self.machine = publication.Publication(version, context.settings.limits(), catch_up=catch_up)
         self.cause: BaseException | None = None
@@ -145,9 +145,7 @@ class PublicationDriver:
             return None
         try:
             self._context.staging.refill(row, self._watch)
-        except WeightsDiffer as error:
-            return self._source_failed(error)
-        except SourceError as error:
+        except (WeightsDiffer, SourceError) as error:
             return self._source_failed(error)
         delivery.filled(row.stop)
         self._show(row.stop)
@@ -191,16 +189,16 @@ class PublicationDriver:
             case ev.AwaitDigests():
                 return self._await_digests()
             case ev.ReportDelivery():
-                return self._ask(lambda: self._report_sent(effect))
+                return self._ask(lambda: self._report_delivery(effect))
             case ev.DropReceivers():
                 if self._delivery is not None:
                     self._delivery.withdraw(effect.engines)
             case ev.StopDelivery():
                 self._stop_delivery()
             case ev.AbandonRound():
-                self._give_up(effect)
+                self._abandon(effect)
             case ev.ReleaseLease():
-                self._send_farewell(m.Release(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch)))
+                self._send_best_effort(m.Release(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch)))
             case _:  # pragma: no cover
                 assert_never(effect)
         return None
@@ -233,7 +231,7 @@ class PublicationDriver:
         if self._context.staging.in_place is not None:
             self._context.staging.in_place.ready_flags = answer.may_defer_digests
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
-        may_defer = not self._resync and self._deferred.allowed(answer)
+        may_defer = not self._catch_up and self._deferred.allowed(answer)
         return ev.LeaseObtained(answer.epoch, answer.committed, may_defer)
 
     def _prepare_ahead(self) -> ev.AnyEvent | None:
@@ -246,14 +244,14 @@ class PublicationDriver:
 
     def _assemble(self) -> ev.AnyEvent:
         staging = self._context.staging
-        if self._saving is None and self._context.archive is not None and not self._resync:
+        if self._saving is None and self._context.archive is not None and not self._catch_up:
             self._saving = self._context.archive.saving(self.version, staging.manifest)
         try:
             self._deferred.collect()
             table = staging.digest(self.version, self._engines, self._watch, self._saving, self._routes)
         except SourceError as error:
             return self._source_failed(error)
-        if self._resync and self._committed is not None and self._committed.table != table.digest():
+        if self._catch_up and self._committed is not None and self._committed.table != table.digest():
             table = self._adopt_committed_table(table, self._committed)
         return self._digests_ready(table)
 
@@ -311,7 +309,7 @@ class PublicationDriver:
                 policy=self._context.settings.policy(),
                 mode=self._context.mode.value,
                 rollback=self._rollback,
-                catch_up=self._resync,
+                catch_up=self._catch_up,
                 stood_s=self._stood_s,
             )
             if self._context.signer:
@@ -403,7 +401,7 @@ class PublicationDriver:
             self._log.warning("sender_stuck", transport=kind.value, epoch=delivery.epoch)
             self._context.senders.pop(kind, None)
 
-    def _report_sent(self, effect: ev.ReportDelivery) -> ev.AnyEvent:
+    def _report_delivery(self, effect: ev.ReportDelivery) -> ev.AnyEvent:
         failed = _bounded(effect.failed)
         if failed:
             self._log.warning("engines_not_served", epoch=effect.epoch, failed=failed)
@@ -427,19 +425,19 @@ class PublicationDriver:
             self._request(message)
         return ev.ReportAcknowledged(effect.epoch)
 
-    def _give_up(self, effect: ev.AbandonRound) -> None:
+    def _abandon(self, effect: ev.AbandonRound) -> None:
         self._log.warning("giving_up", epoch=effect.epoch, reason=effect.reason)
         reason = effect.reason[:_TEXT]
-        self._send_farewell(
+        self._send_best_effort(
             m.Abandon(request=self._key(), channel=self._channel, epoch=Epoch(effect.epoch), reason=reason)
         )
 
-    def _send_farewell(self, message: m.Release | m.Abandon) -> None:
+    def _send_best_effort(self, message: m.Release | m.Abandon) -> None:
         try:
-            self._context.bus.request(message, deadline_s=_FAREWELL_S)
+            self._context.bus.request(message, deadline_s=_BEST_EFFORT_S)
         except (RequestRefused, CoordinatorUnreachable, ClientClosed) as error:
             # The lease runs out by itself; this only makes it quicker.
-            self._log.debug("farewell_unheard", message=message.kind, error=str(error))
+            self._log.debug("best_effort_unanswered", message=message.kind, error=str(error))
 
     def _conclude_saving(self, result: publication.PublicationResult) -> None:
         """Keep the version's files if it was committed, otherwise discard them."""

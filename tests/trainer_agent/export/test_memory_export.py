@@ -136,7 +136,7 @@ class RankSource:
 
 
 class Group:
-    """Both ranks' exposures, called together."""
+    """Both ranks' memory exports, called together."""
 
     def __init__(self, folder: Path) -> None:
         self.ranks = Ranks()
@@ -182,7 +182,7 @@ def test_what_is_served_with_something_added_is_exposed_so(group: Group) -> None
 
 
 def test_a_step_is_in_what_is_read_and_digested_next(group: Group) -> None:
-    """In the same memory: the layout and the generations stay, the mirror of what is shifted follows."""
+    """In the same memory: the layout and the generations stay, derived tensors follow."""
     group.both(MemoryExport.export)
     group.both(MemoryExport.digests)
     before = group.memory_exports[0].current

@@ -1,4 +1,4 @@
-"""Where ranks are, as their leader tells it: of which GPUs the driver speaks, and of none that it does not."""
+"""Locations of ranks, as rank 0 tells them: of GPUs that the driver names, and of no others."""
 
 from __future__ import annotations
 

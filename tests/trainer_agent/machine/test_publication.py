@@ -405,7 +405,7 @@ def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(  # noqa: C9
     assert not open_delivery
 
 
-# -- open tables -------------------------------------------------------------------------------------------------------
+# -- deferred digests ---------------------------------------------------------------------------------------------------
 
 
 def left_open(state: PublicationState) -> Publication:
@@ -567,7 +567,7 @@ def test_a_table_that_is_not_taken_ends_its_round_at_once(code: RefusalCode) -> 
 
 
 def test_a_report_of_an_attempt_that_is_over_is_not_insisted_on() -> None:
-    """The round has gone on; how it stands is learned by announcing it once more, also without an open table."""
+    """The round has gone on; how it stands is learned by announcing it once more, also without deferred digests."""
     refused = ev.RequestDenied(RefusalCode.STALE_EPOCH, "late")
     assert reported(left_open(PublicationState.SENDING)).handle(refused, 2.0) == (
         ev.AnnounceRound(3, digests_deferred=True),
@@ -578,7 +578,7 @@ def test_a_report_of_an_attempt_that_is_over_is_not_insisted_on() -> None:
 
 
 def test_an_open_attempt_takes_none_of_the_others_away() -> None:
-    """What only an open table can be refused for does not end a publication that would have gone well without."""
+    """A refusal that only deferred digests cause does not end a publication that would have gone well without."""
     once = publication.PublishLimits(acquire_s=10.0, round_s=100.0, abandon_s=5.0, attempts=1, retry_s=0.5)
     for refused in (ev.RequestDenied(RefusalCode.NOT_ALLOWED, "no engine is here"), ev.DigestsUnavailable("two ranks")):
         machine = Publication(7, once)
@@ -591,7 +591,7 @@ def test_an_open_attempt_takes_none_of_the_others_away() -> None:
         assert machine.result == publication.PublicationResult(EndReason.ABORTED, "after 2 attempts: still")
 
 
-def test_a_farewell_that_was_not_heard_is_said_again() -> None:
+def test_an_abandoned_round_that_was_not_heard_of_is_reported_again() -> None:
     """The channel is not free before it was; whoever gave up nothing is refused for good."""
     machine = left_open(PublicationState.WAITING)
     machine.handle(ev.DigestsUnavailable("two ranks"), 1.0)

@@ -363,7 +363,7 @@ def test_a_coordinator_that_stays_silent_ends_the_publication(rig: Build) -> Non
     assert len(one.coordinator.said(m.Abandon)) == 1
 
 
-def test_an_unforeseen_failure_of_the_leader_reaches_every_rank(rig: Build) -> None:
+def test_an_unforeseen_failure_of_rank_zero_reaches_every_rank(rig: Build) -> None:
     """A bug on the root is an error on all ranks, never a hang; the round is given up."""
     one = rig(3)
 

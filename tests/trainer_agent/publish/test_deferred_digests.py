@@ -1,6 +1,6 @@
 """A version that is announced before it is digested: what is said when, and what becomes of it where nothing follows.
 
-The machine's part is in test_publication.py; here a leader drives it, beside a device that does things late.
+The machine's part is in test_publication.py; here a driver carries it out, beside a device that does things late.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from weightbus.trainer_agent.source import AssemblyFailed
 from ...dataplane.loopback import CHANNEL, make_manifest, make_session
 from ...kit.fake_bus import silence
 from ...kit.fake_sender import FakeSender, FakeTablingSender
-from .test_made_ahead import DIRECT, Coordinator, Rig
+from .test_in_place_export import DIRECT, Coordinator, Rig
 
 WAIT_S = 30.0
 

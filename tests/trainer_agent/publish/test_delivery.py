@@ -54,7 +54,7 @@ class BrokenByClosing(FakeSender):
 
 @pytest.mark.parametrize("sender", [SlowToClose(), BrokenByClosing()], ids=["slow", "broken"])
 def test_a_delivery_that_is_stopped_ends_and_says_so(pool: BucketBuffers, sender: FakeSender) -> None:
-    """The leader, which has to give the round up next, and the lane let go of the sender at the same moment."""
+    """The driver, which has to abandon the round next, and the lane close the sender at the same moment."""
     delivery = Delivery(
         make_session(1, 10, make_manifest()), {LOCAL: sender}, {LOCAL: [Peer("e0", 1)]}, pool.buffers, 60.0
     )

@@ -1,4 +1,4 @@
-"""What a leader finds out when it starts, before a round would."""
+"""What rank 0 finds out when it starts, before a round would."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_a_host_in_brackets_is_refused_when_settings_are_read() -> None:
         TrainerSettings(channel="policy", insecure_loopback=True, host="[::1]")
 
 
-def test_turns_without_a_lag_are_doubted_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is not reached by a version that breaks servers would get no requests."""
+def test_waves_without_a_lag_limit_are_warned_of_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that a version that breaks servers does not reach would get no requests."""
     for part in ("SnapshotPublisher", "BackgroundPublisher"):
         monkeypatch.setattr(rank_zero, part, Mock())
     rolling = TrainerSettings(channel="policy", insecure_loopback=True, max_paused=1)

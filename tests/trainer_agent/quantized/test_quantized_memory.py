@@ -91,20 +91,20 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
     sources = sources_of(world, scheme)
     tensors = sources[0].tensors()
     read(sources)
-    mirrors = [
+    derived = [
         DerivedTensors(each.held(tensors), len(each.memory(prepared=True)), torch.device("cpu")) for each in sources
     ]
-    division = divide_digest_work(Shards.join([each.pieces for each in mirrors]))
+    division = divide_digest_work(Shards.join([each.pieces for each in derived]))
     lanes: list[Lanes] = []
     odd: list[bytes] = []
-    for source, mirror in zip(sources, mirrors, strict=True):
+    for source, each in zip(sources, derived, strict=True):
         memory = source.memory(prepared=True)
-        mirror.refresh(memory)
+        each.refresh(memory)
         summed = source.summed(tensors)
         known = division.known(source.rank, summed.shards)
         share = division.share(source.rank, PASS_BYTES, known)
         assert not np.isin(share.in_place.group, known).any()
-        digest = ShareDigester(share, [*memory, *mirror.tensors], torch.device("cpu"), TorchCopyEngine())
+        digest = ShareDigester(share, [*memory, *each.tensors], torch.device("cpu"), TorchCopyEngine())
         sums, rest = digest.run()
         here = np.flatnonzero(np.isin(summed.tensor, known))
         sums[:, np.searchsorted(share.tensors, summed.tensor[here])] += source.sums()[:, here]

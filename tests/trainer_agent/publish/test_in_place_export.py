@@ -216,7 +216,7 @@ class Follower:
 
 
 class Rig:
-    """A leader of one rank, and what it speaks to."""
+    """Rank 0 of one rank, and what it speaks to."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, quantized: bool = True) -> None:
         self.device = Device(monkeypatch)
@@ -227,7 +227,7 @@ class Rig:
         manifest = Manifest.of("M", self.source.tensors())
         settings = TrainerSettings(channel="c", request_timeout_s=1.0, beat_s=0.2)
         self.memory_export = MemoryExport(self.source, manifest, folder / "r", "c")
-        self.memory_export.export()  # as a leader does at its start
+        self.memory_export.export()  # as rank 0 does at its start
         ranks, pool = commands.CommandedRanks(self.source), BucketBuffers("cpu", 1, manifest.largest_bucket, "test")
         kinds = (DIRECT, m.TransportKind.LOCAL)
         info = m.TrainerInfo(host=host_identity(), device="cpu", ranks=0, transports=kinds)
@@ -355,7 +355,7 @@ def test_no_mark_of_what_was_there_before_is_read(rig: Rig, monkeypatch: pytest.
 
 @pytest.mark.parametrize("switched_off", [False, True])
 def test_only_who_knows_how_to_wait_is_told_of_parts(rig: Rig, switched_off: bool) -> None:
-    """An older engine would not understand a map that names them, nor be told of an open table.
+    """An older engine would not understand a map that names them, nor wait for a deferred table.
 
     For it all is there before it is offered anything. That may change from version to version.
     """
@@ -518,7 +518,7 @@ def test_a_device_that_does_not_come_to_an_end_is_not_waited_for_for_ever(
 
 @pytest.mark.parametrize("stuck", [False, True])
 def test_other_ranks_wait_for_their_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, stuck: bool) -> None:
-    """The leader's lease was refused while they made theirs."""
+    """The lease was refused while they prepared theirs."""
     monkeypatch.setattr(deferred_digests, "SETTLE_S", 0.1)
     report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
     said = (

@@ -80,7 +80,7 @@ def test_every_stage_sends_its_own_and_nothing_is_gathered(pipeline: Pipeline, s
 def test_a_slot_is_written_again_when_its_bucket_was_taken(
     pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:
-    """By each stage for itself: a leader that has given the round up holds no stage back."""
+    """By each stage for itself: a rank 0 that has abandoned the round holds no stage back."""
     waits: dict[SourceRank, list[int]] = {}
     wait_free = SourceRank.wait_free
 

@@ -106,7 +106,7 @@ def test_what_a_round_learns_of_the_coordinator_is_kept(fails: bool) -> None:
             own.boot = learns
             if fails:
                 raise ClientClosed("gone")
-            return "verdict"
+            return "result"
 
         made = SimpleNamespace(run=run, fail=str, report=str, cause=None)
         return cast("PublicationDriver", made)
