@@ -51,7 +51,7 @@ CONFIG = {
 
 
 class Trainer:
-    """One rank that holds whole layers in host memory. Satisfies `Source` and `ShardedSource`."""
+    """One rank that holds whole layers in host memory. Satisfies `Source` and `LocatedSource`."""
 
     model = "Qwen3ForCausalLM"
     root, rank, exchange = True, 0, None
@@ -69,7 +69,7 @@ class Trainer:
         )
         for layer in range(layers):
             self._layer(f"model.layers.{layer}.", sizes)
-        self.pieces = Shards.of(self._specs, self._rows)
+        self.shards = Shards.of(self._specs, self._rows)
         self._planned: tuple[Manifest, Assembler] | None = None
 
     def _layer(self, at: str, sizes: Sequence[int]) -> None:
@@ -115,7 +115,7 @@ class Trainer:
 
     def assemble(self, manifest: Manifest, index: int, out: torch.Tensor | None) -> None:
         if self._planned is None or self._planned[0] is not manifest:
-            plans = plan(manifest, self.pieces, rank=0)
+            plans = plan(manifest, self.shards, rank=0)
             self._planned = manifest, Assembler(plans, self.storages, 0, None, None, self.reach)
         self._planned[1].run(index, out, self.device)
 

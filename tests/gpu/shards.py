@@ -26,7 +26,7 @@ import rig  # isort: skip
 
 
 class LayoutShards:
-    """Satisfies `Source`, `ShardedSource` and `Exportable` for all ranks of a layout at once."""
+    """Satisfies `Source`, `LocatedSource` and `Exportable` for all ranks of a layout at once."""
 
     def __init__(self, hf: Mapping[str, Any], device: torch.device, world: int, **layout: int | None) -> None:
         self._cut = (layout.get("tp") or 1) > 1
@@ -55,10 +55,10 @@ class LayoutShards:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
-    def _together(self, pieces: Shards) -> Shards:
-        """The pieces of all ranks as those of one holder."""
+    def _together(self, shards: Shards) -> Shards:
+        """The shards of all ranks as those of one holder."""
         first = np.array([self._first[rank] for rank in sorted(self._first)], np.int64)
-        return replace(pieces, storage=pieces.storage + first[pieces.rank], rank=pieces.rank * 0)
+        return replace(shards, storage=shards.storage + first[shards.rank], rank=shards.rank * 0)
 
     @property
     def model(self) -> str:
@@ -90,7 +90,7 @@ class LayoutShards:
         self._planned[1].run(index, out, self._device)
 
     @property
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         return self._pieces
 
     @property

@@ -3,8 +3,9 @@
     python tests/kit/family_worlds.py CHECKPOINTS OUT CASE...
 
 Megatron-core builds each rank's part under torch's fake process group, the oracle of family_models.py fills it, and the
-ranks' pieces are then assembled by their own assemblers, with gather messages handed over in memory. ``OUT/<case>.json`` says
-what differs from the checkpoint, bit for bit. What only real ranks show, collectives and logits, is family_ranks.py's.
+ranks' shards are then assembled by their own assemblers, with gather messages handed over in memory.
+``OUT/<case>.json`` says what differs from the checkpoint, bit for bit. What only real ranks show, collectives and
+logits, is family_ranks.py's.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Post:
 
 
 class Rank:
-    """A source that describes what it holds. Satisfies `Source` and `ShardedSource`."""
+    """A source that describes what it holds. Satisfies `Source` and `LocatedSource`."""
 
     model = "M"
     device = torch.device("cpu")
@@ -66,8 +66,8 @@ class Rank:
         return self.world.tensors
 
     @property
-    def pieces(self) -> Shards:
-        return self.world.pieces()
+    def shards(self) -> Shards:
+        return self.world.shards()
 
     def memory(self) -> Sequence[torch.Tensor]:
         self.world.settled.append(self.rank)
@@ -127,7 +127,7 @@ class World:
         self.storages[rank].append(storage)
         self.rows[rank].append(Shard(name, box, self.trained, view, shift))
 
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         return cover.drop_replicas(
             Shards.join([Shards.of(self.tensors, self.rows[rank], rank) for rank in range(RANKS)])
         )

@@ -61,20 +61,20 @@ def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
 
 
 class Held:
-    """One rank of a layout, as `ShardedSource` and `Source` ask for it: pieces, and the memory that they are in."""
+    """One rank of a layout, as `LocatedSource` and `Source` ask for it: pieces, and the memory that they are in."""
 
     model = "M"
     device = torch.device("cpu")
 
-    def __init__(self, rank: int, pieces: Shards, memory: Sequence[torch.Tensor], exchange: Any) -> None:
+    def __init__(self, rank: int, shards: Shards, memory: Sequence[torch.Tensor], exchange: Any) -> None:
         self.rank = rank
         self.root = rank == 0
-        self.pieces = pieces
+        self.shards = shards
         self.exchange = exchange
         self._memory = memory
 
     def tensors(self) -> Sequence[TensorSpec]:
-        return self.pieces.tensors
+        return self.shards.tensors
 
     def memory(self) -> Sequence[torch.Tensor]:
         return self._memory

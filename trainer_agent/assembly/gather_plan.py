@@ -100,7 +100,7 @@ BucketPlan = dict[int, GatherContribution]
 
 def plan(
     manifest: Manifest,
-    pieces: Shards,
+    shards: Shards,
     *,
     rank: int,
     roots: Sequence[int] | None = None,
@@ -108,11 +108,11 @@ def plan(
 ) -> tuple[BucketPlan, ...]:
     """Contributions to every bucket: all of them on its root, the own one on another rank.
 
-    `roots` is, by bucket, the rank that it is assembled on; rank 0 where nothing is said. `pieces` hold every element
+    `roots` is, by bucket, the rank that it is assembled on; rank 0 where nothing is said. `shards` hold every element
     exactly once (`cover.once`, `cover.prove`) and describe the manifest's tensors, in whatever order; the same on every
     rank.
     """
-    joined = cover.merge_adjacent(pieces)
+    joined = cover.merge_adjacent(shards)
     bucket_of, _, _ = _places(manifest, joined)
     at_root = np.array([0] * len(manifest.buckets) if roots is None else roots, np.int64)[bucket_of] == rank
     mine = joined.take(np.flatnonzero((joined.rank == rank) | at_root[joined.boxes.space]))
@@ -124,7 +124,7 @@ def plan(
 
 
 class _Row(msgspec.Struct):
-    """One piece on its way into a bucket."""
+    """One shard on its way into a bucket."""
 
     bucket: int
     holder: int
@@ -136,56 +136,56 @@ class _Row(msgspec.Struct):
     placement: Placement
 
 
-def _rows(manifest: Manifest, pieces: Shards) -> list[_Row]:
-    """Every piece with its place in the manifest, ordered by bucket, holder and place."""
-    bucket_of, offset_of, row_of = _places(manifest, pieces)
-    item = np.array([ITEM_BYTES[spec.dtype] for spec in pieces.tensors], np.int64)
-    packed = [contiguous_strides(spec.shape) for spec in pieces.tensors]
-    strides = np.zeros((len(packed), pieces.boxes.start.shape[1]), np.int64)
+def _rows(manifest: Manifest, shards: Shards) -> list[_Row]:
+    """Every shard with its place in the manifest, ordered by bucket, holder and place."""
+    bucket_of, offset_of, row_of = _places(manifest, shards)
+    item = np.array([ITEM_BYTES[spec.dtype] for spec in shards.tensors], np.int64)
+    packed = [contiguous_strides(spec.shape) for spec in shards.tensors]
+    strides = np.zeros((len(packed), shards.boxes.start.shape[1]), np.int64)
     for index, steps in enumerate(packed):
         strides[index, : len(steps)] = steps
-    space = pieces.boxes.space
-    begin = offset_of[space] + np.sum(pieces.boxes.start * strides[space], axis=1) * item[space]
-    last = np.sum((pieces.boxes.extents - 1) * strides[space], axis=1) + 1
-    zero_copy = last == pieces.boxes.sizes
-    order = np.lexsort((begin, row_of[space], pieces.rank, bucket_of[space]))
+    space = shards.boxes.space
+    begin = offset_of[space] + np.sum(shards.boxes.start * strides[space], axis=1) * item[space]
+    last = np.sum((shards.boxes.extents - 1) * strides[space], axis=1) + 1
+    zero_copy = last == shards.boxes.sizes
+    order = np.lexsort((begin, row_of[space], shards.rank, bucket_of[space]))
     rows: list[_Row] = []
     for index in order.tolist():
-        piece = pieces.at(index)
+        shard = shards.at(index)
         tensor = int(space[index])
         placement = Placement(
-            storage=piece.view.storage,
-            dtype=pieces.tensors[tensor].dtype,
-            shape=piece.box.shape,
-            offset=piece.view.offset,
-            strides=piece.view.strides,
+            storage=shard.view.storage,
+            dtype=shards.tensors[tensor].dtype,
+            shape=shard.box.shape,
+            offset=shard.view.offset,
+            strides=shard.view.strides,
             contribution_offset=0,
             bucket_offset=int(begin[index]),
             bucket_strides=packed[tensor],
-            shift=piece.shift,
+            shift=shard.shift,
         )
         rows.append(
             _Row(
                 int(bucket_of[tensor]),
-                int(pieces.rank[index]),
+                int(shards.rank[index]),
                 tensor,
                 zero_copy=bool(zero_copy[index]),
-                as_served=_as_served(piece, placement.dtype),
+                as_served=_as_served(shard, placement.dtype),
                 placement=placement,
             )
         )
     return rows
 
 
-def _as_served(piece: Shard, dtype: str) -> bool:
-    packed = contiguous_strides(piece.box.shape)
-    steps = zip(piece.box.shape, piece.view.strides, packed, strict=True)
-    return piece.dtype == dtype and not piece.shift and all(n == 1 or found == step for n, found, step in steps)
+def _as_served(shard: Shard, dtype: str) -> bool:
+    packed = contiguous_strides(shard.box.shape)
+    steps = zip(shard.box.shape, shard.view.strides, packed, strict=True)
+    return shard.dtype == dtype and not shard.shift and all(n == 1 or found == step for n, found, step in steps)
 
 
-def _places(manifest: Manifest, pieces: Shards) -> tuple[Column, Column, Column]:
-    """By tensor of `pieces`: its bucket, the byte in it where it begins, its row in the manifest."""
-    number = {spec.name: index for index, spec in enumerate(pieces.tensors)}
+def _places(manifest: Manifest, shards: Shards) -> tuple[Column, Column, Column]:
+    """By tensor of `shards`: its bucket, the byte in it where it begins, its row in the manifest."""
+    number = {spec.name: index for index, spec in enumerate(shards.tensors)}
     bucket_of, offset_of, row_of = (np.zeros(len(number), np.int64) for _ in range(3))
     for bucket, spec in enumerate(manifest.buckets):
         offsets = manifest.offsets_of(bucket)
@@ -215,7 +215,7 @@ def _contribution(rows: Sequence[_Row], zero_copy_bytes: int) -> GatherContribut
 
 
 def _runs(rows: Sequence[_Row], zero_copy_bytes: int) -> tuple[list[list[_Row]], list[_Row]]:
-    """Runs of bytes that follow each other in the bucket and are long enough, and all other pieces."""
+    """Runs of bytes that follow each other in the bucket and are long enough, and all other shards."""
     runs: list[list[_Row]] = []
     end = -1
     for row in rows:

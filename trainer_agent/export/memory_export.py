@@ -120,7 +120,7 @@ class _Announcement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _Layout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank's shards and export maps, exchanged when a layout is new to the other ranks."""
 
-    pieces: bytes
+    shards: bytes
     exports: bytes
     """Export map of the memory that engines read; empty if they read none."""
     own: bytes
@@ -140,7 +140,7 @@ class _DigestLanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class _LocalShards:
     """This rank's shards. Storages are renumbered: the source's storages in `used`, then those of derived tensors."""
 
-    pieces: Shards
+    shards: Shards
     digest: str
     used: tuple[int, ...]
     derived: DerivedTensors
@@ -152,15 +152,15 @@ class _LocalShards:
         return tuple(map(memory.__getitem__, self.used))
 
     @classmethod
-    def of(cls, pieces: Shards, memory: Sequence[torch.Tensor], ready_parts: ArenaParts | None) -> _LocalShards:
+    def of(cls, shards: Shards, memory: Sequence[torch.Tensor], ready_parts: ArenaParts | None) -> _LocalShards:
         """Leaves out storages without shards, and derives the shifted ones."""
-        used, numbers = np.unique(pieces.storage, return_inverse=True)
+        used, numbers = np.unique(shards.storage, return_inverse=True)
         indexes: list[int] = used.tolist()
         device = memory[indexes[0]].device if indexes else torch.device("cpu")
-        derived = DerivedTensors(replace(pieces, storage=numbers), len(indexes), device)
+        derived = DerivedTensors(replace(shards, storage=numbers), len(indexes), device)
         if ready_parts is not None:
             ready_parts = msgspec.structs.replace(ready_parts, storage=indexes.index(ready_parts.storage))
-        return cls(derived.pieces, derived.pieces.digest(), tuple(indexes), derived, ready_parts)
+        return cls(derived.shards, derived.shards.digest(), tuple(indexes), derived, ready_parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,7 +395,7 @@ class MemoryExport:
         """The layout that this rank's announcement names."""
         assert self._local is not None
         exports, own = (b"" if each is None else each.encode() for each in self._maps)
-        return _Layout(self._local.pieces.encode(), exports, own, location_of(self._source.rank, self._device))
+        return _Layout(self._local.shards.encode(), exports, own, location_of(self._source.rank, self._device))
 
     @property
     def _device(self) -> torch.device:
@@ -473,15 +473,15 @@ class MemoryExport:
     def _learn(self, blobs: Sequence[bytes], exporters: tuple[Exporting, ...]) -> None:
         layouts = [_LAYOUT.decode(each) for each in blobs]
         self.places = tuple(each.place for each in layouts)
-        pieces = Shards.decode([each.pieces for each in layouts], self._manifest.tensors)
-        self._pieces = pieces
+        shards = Shards.decode([each.shards for each in layouts], self._manifest.tensors)
+        self._pieces = shards
         self._exported_weights = self._described = None
         if not self.unreadable:
             self._exported_weights = ExportedWeights(
-                pieces, tuple(ExportMap.decode(each.exports) for each in layouts), exporters
+                shards, tuple(ExportMap.decode(each.exports) for each in layouts), exporters
             )
         if self._sent_memory is not None:
-            self._described = ExportedWeights(pieces, tuple(ExportMap.decode(each.own) for each in layouts), ())
+            self._described = ExportedWeights(shards, tuple(ExportMap.decode(each.own) for each in layouts), ())
         self._division, self._undigestible = None, ""
         self._drop_share()
 

@@ -6,7 +6,7 @@ weight that is cut across its blocks is gathered by the root first, in the dtype
 
     jobs       what a rank quantizes for one bucket: from its own memory, or on the root from gathered weights
     raw        the layout in which the root gathers: one bucket for each set of buckets that its weights end up in
-    pieces     everything that travels: results in the arena of a rank, and unquantized tensors where they lie
+    shards     everything that travels: results in the arena of a rank, and unquantized tensors where they lie
 
 The root's own results go straight into the bucket. Those of the other ranks lie in an *arena*, memory that is reused
 for the next bucket; it is numbered behind the local tensors, once for each dtype.
@@ -135,10 +135,10 @@ class WeightDivision:
     manifest: Manifest
     """Manifest of the quantized tensors."""
     weights: tuple[QuantizedWeight, ...]
-    pieces: Shards | None
+    shards: Shards | None
     """Shards that hold every raw element once; None if their places are unknown."""
     rows: Mapping[str, Sequence[int]]
-    """Rows of `pieces` by raw tensor."""
+    """Rows of `shards` by raw tensor."""
     places: Mapping[str, tuple[int, int]]
     """By tensor of the manifest: its bucket, and the byte in it where it begins."""
     local: Mapping[int, Sequence[tuple[int, int]]]
@@ -160,15 +160,15 @@ class WeightDivision:
         cls,
         manifest: Manifest,
         weights: Sequence[QuantizedWeight],
-        pieces: Shards | None,
+        shards: Shards | None,
         roots: Sequence[int] | None = None,
     ) -> WeightDivision:
-        """`pieces` hold every raw element once; None gathers everything. `manifest` is of what the weights become.
+        """`shards` hold every raw element once; None gathers everything. `manifest` is of what the weights become.
 
         `roots` is, by bucket, the rank that it is assembled on, rank 0 where nothing is said; all that a weight becomes
         has one root.
         """
-        joined = None if pieces is None else cover.merge_adjacent(pieces)
+        joined = None if shards is None else cover.merge_adjacent(shards)
         rows, places = _rows_by_tensor(joined), _places(manifest)
         gathered = [index for index, each in enumerate(weights) if not _divisible(each, joined, rows)]
         plain = _plain(manifest, weights) if joined is None else ()
@@ -182,7 +182,7 @@ class WeightDivision:
         return cls(
             manifest=manifest,
             weights=tuple(weights),
-            pieces=joined,
+            shards=joined,
             rows=rows,
             places=places,
             local=_local(weights, frozenset(gathered), joined, rows),
@@ -194,12 +194,12 @@ class WeightDivision:
             roots=(0,) * len(manifest.buckets) if roots is None else tuple(roots),
         )
 
-    def raw_pieces(self) -> Shards | None:
+    def raw_shards(self) -> Shards | None:
         """Shards of the gathered weights; None if their places are unknown."""
-        if self.pieces is None:
+        if self.shards is None:
             return None
         rows = sorted(row for index in self.gathered for row in self.rows[self.weights[index].spec.name])
-        return self.pieces.take(np.array(rows, np.int64))
+        return self.shards.take(np.array(rows, np.int64))
 
     @property
     def raw_roots(self) -> tuple[int, ...]:
@@ -222,12 +222,12 @@ class WeightDivision:
     def traveling(self) -> Shards:
         """Shards of the manifest's tensors: those quantized elsewhere than on their root, and those not quantized."""
         held: dict[int, list[Shard]] = defaultdict(list)
-        if self.pieces is not None:
+        if self.shards is not None:
             quantized = {weight.spec.name for weight in self.weights}
             for name, rows in self.rows.items():
                 for row in rows if name not in quantized else ():
-                    held[int(self.pieces.rank[row])].append(self.pieces.at(row))
-            for rank in sorted(set(self.pieces.rank.tolist())):
+                    held[int(self.shards.rank[row])].append(self.shards.at(row))
+            for rank in sorted(set(self.shards.rank.tolist())):
                 held[rank].extend(_WorkBuilder(self, rank).results)
         return Shards.join([Shards.of(self.manifest.tensors, held[rank], rank) for rank in sorted({0, *held})])
 
@@ -247,15 +247,15 @@ class _WorkBuilder:
         self.sums: dict[str, int] = {}
         """Number of the checksums, by tensor."""
         self._ends = [0] * len(self._jobs)
-        mine = None if division.pieces is None else division.pieces.of_rank(rank)
+        mine = None if division.shards is None else division.shards.of_rank(rank)
         first = int(mine.storage.max()) + 1 if mine is not None and len(mine) else 0
         self._base = first if keeps is None else keeps
         self._copies: list[list[CopyJob]] = [[] for _ in self._jobs]
         self._shapes: list[list[WeightShape]] = [[] for _ in self._jobs]
         for index, row in division.local.get(rank, ()):
-            assert division.pieces is not None
-            piece = division.pieces.at(row)
-            self._job(index, division.weights[index], piece.box, piece, (0, 0))
+            assert division.shards is not None
+            shard = division.shards.at(row)
+            self._job(index, division.weights[index], shard.box, shard, (0, 0))
         if rank in division.roots:
             self._take_gathered()
 
@@ -362,32 +362,32 @@ def _plain(manifest: Manifest, weights: Sequence[QuantizedWeight]) -> tuple[Tens
     return tuple(spec for spec in manifest.tensors if spec.name not in made)
 
 
-def _rows_by_tensor(pieces: Shards | None) -> Mapping[str, list[int]]:
+def _rows_by_tensor(shards: Shards | None) -> Mapping[str, list[int]]:
     found: dict[str, list[int]] = defaultdict(list)
-    if pieces is not None:
-        spaces: list[int] = pieces.boxes.space.tolist()
+    if shards is not None:
+        spaces: list[int] = shards.boxes.space.tolist()
         for row, tensor in enumerate(spaces):
-            found[pieces.tensors[tensor].name].append(row)
+            found[shards.tensors[tensor].name].append(row)
     return found
 
 
-def _divisible(weight: QuantizedWeight, pieces: Shards | None, rows: Mapping[str, Sequence[int]]) -> bool:
+def _divisible(weight: QuantizedWeight, shards: Shards | None, rows: Mapping[str, Sequence[int]]) -> bool:
     """True if every holder of a shard can quantize it alone."""
-    if pieces is None:
+    if shards is None:
         return False
-    found = [pieces.at(row) for row in rows[weight.spec.name]]
+    found = [shards.at(row) for row in rows[weight.spec.name]]
     return all(not each.shift and weight.scheme.alone(each.box, weight.spec.shape) for each in found)
 
 
 def _local(
     weights: Sequence[QuantizedWeight],
     gathered: frozenset[int],
-    pieces: Shards | None,
+    shards: Shards | None,
     rows: Mapping[str, Sequence[int]],
 ) -> Mapping[int, Sequence[tuple[int, int]]]:
     """By rank: the shards that it quantizes for itself."""
     found: dict[int, list[tuple[int, int]]] = defaultdict(list)
-    holders: list[int] = [] if pieces is None else pieces.rank.tolist()
+    holders: list[int] = [] if shards is None else shards.rank.tolist()
     for index, weight in enumerate(weights):
         for row in () if index in gathered else rows[weight.spec.name]:
             found[holders[row]].append((index, row))

@@ -33,7 +33,7 @@ _ELSEWHERE: Final = -1
 
 
 @runtime_checkable
-class ShardedSource(Protocol):
+class LocatedSource(Protocol):
     """A source that knows the places of all shards, on every rank."""
 
     @property
@@ -42,7 +42,7 @@ class ShardedSource(Protocol):
         ...
 
     @property
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         """Shards that hold every element of every tensor once, the same on every rank.
 
         `storage` is an index into `memory`.
@@ -51,7 +51,7 @@ class ShardedSource(Protocol):
 
     @property
     def exchange(self) -> GatherExchange | None:
-        """How gather messages travel between the ranks that `pieces` names; None if none do."""
+        """How gather messages travel between the ranks that `shards` names; None if none do."""
         ...
 
     def memory(self) -> Sequence[torch.Tensor]:
@@ -60,8 +60,8 @@ class ShardedSource(Protocol):
 
 
 @runtime_checkable
-class ReadableSource(Source, ShardedSource, Exportable, Protocol):
-    """A sharded source with memory that engines can read."""
+class ReadableSource(Source, LocatedSource, Exportable, Protocol):
+    """A source with located shards, in memory that engines can read."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class QuantizedAssembly:
         self,
         division: WeightDivision,
         source: Source,
-        sharded: ShardedSource | None,
+        located: LocatedSource | None,
         work: RankWork | None = None,
         memory_access: MemoryAccess = MemoryAccess(),  # noqa: B008  immutable
     ) -> None:
@@ -94,20 +94,20 @@ class QuantizedAssembly:
         self._source = source
         self._memory_access = memory_access
         self._uploads: WeightUploads | None = None
-        self._sharded = sharded
+        self._located = located
         self._manifest = division.manifest
         self._weights = division.weights
-        rank = sharded.rank if sharded else (0 if source.root else _ELSEWHERE)
+        rank = located.rank if located else (0 if source.root else _ELSEWHERE)
         self._work = work or division.work(rank)
-        travels = sharded is not None and work is None
+        travels = located is not None and work is None
         self._roots, self._raw_roots = division.roots, division.raw_roots
         self._traveling = (
             plan(division.manifest, division.traveling(), rank=rank, roots=division.roots) if travels else ()
         )
-        raw_pieces = division.raw_pieces()
-        raw = division.raw if raw_pieces is not None else None
+        raw_shards = division.raw_shards()
+        raw = division.raw if raw_shards is not None else None
         self._gather_plan = (
-            plan(raw, raw_pieces, rank=rank, roots=self._raw_roots) if raw and raw_pieces is not None else ()
+            plan(raw, raw_shards, rank=rank, roots=self._raw_roots) if raw and raw_shards is not None else ()
         )
         self._rank = rank
         self._storages: list[torch.Tensor] | None = None
@@ -125,7 +125,7 @@ class QuantizedAssembly:
     @torch.no_grad()
     def run(self, index: int, out: torch.Tensor | None) -> None:
         """Take part in bucket `index`."""
-        if index == 0 or (self._sharded is not None and self._storages is None):
+        if index == 0 or (self._located is not None and self._storages is None):
             self._begin()
         self._take_memory()
         work = self._work.buckets[index]
@@ -146,9 +146,9 @@ class QuantizedAssembly:
     def _begin(self) -> None:
         """Begin a pass: the source's tensors may have been moved."""
         self._gathered = {}
-        if self._sharded is None:
+        if self._located is None:
             return
-        storages = self._sharded.memory()[: self._work.base]
+        storages = self._located.memory()[: self._work.base]
         self._storages = list(storages)
         places = addresses_of(storages)
         if places == self._places:
@@ -204,11 +204,11 @@ class QuantizedAssembly:
         if self._arena.numel() < self._work.arena_bytes:
             self._arena = torch.empty(self._work.arena_bytes, dtype=torch.uint8, device=self._source.device)
             self._assembler = None
-        if self._sharded is None or self._assembler is not None:
+        if self._located is None or self._assembler is not None:
             return
         assert self._storages is not None
         views = [_whole_items(self._arena, name) for name in DTYPE_NAMES]
-        exchange = self._sharded.exchange
+        exchange = self._located.exchange
         self._assembler = Assembler(self._traveling, [*self._storages, *views], self._rank, self._roots, exchange)
         self._gatherer = Assembler(self._gather_plan, self._storages, self._rank, self._raw_roots, exchange)
 
@@ -246,7 +246,7 @@ class QuantizedAssembly:
         memory: torch.Tensor | None = None
         if self._rank == self._raw_roots[number]:
             memory = torch.empty(raw.buckets[number].nbytes, dtype=torch.uint8, device=self._source.device)
-        if self._sharded is None:
+        if self._located is None:
             self._source.assemble(raw, number, memory)
         else:
             assert self._gatherer is not None
@@ -299,15 +299,15 @@ class ResidentQuantization(QuantizedAssembly):
         trainer."""
         quantized = {weight.spec.name for weight in division.weights}
         plain = [row for row in range(len(held)) if held.tensors[int(held.boxes.space[row])].name not in quantized]
-        pieces = [*(held.at(row) for row in plain), *resident_work.results]
+        shards = [*(held.at(row) for row in plain), *resident_work.results]
         """Shards of the served tensors in `memory`."""
         later = [each.raws for each in resident_work.work.buckets]
         self._later = [frozenset(raw for raws in later[index:] for raw in raws) for index in range(1, len(later) + 1)]
         """By bucket: gathered weights that later buckets need."""
-        self.pieces = Shards.of(division.manifest.tensors, pieces, source.rank)
+        self.shards = Shards.of(division.manifest.tensors, shards, source.rank)
         """Of the served tensors, in what `memory` gives."""
         self.summed = Shards.of(division.manifest.tensors, resident_work.summed, source.rank)
-        """Shards of `pieces` whose checksums are accumulated."""
+        """Shards of `shards` whose checksums are accumulated."""
         self.sums_of = resident_work.sums
         """Tensors of `sums`, in order."""
 
@@ -342,7 +342,7 @@ class ResidentQuantization(QuantizedAssembly):
     @property
     def parts(self) -> ArenaParts | None:
         """Parts and ready flags of the arena in `memory`; None if nothing is quantized."""
-        storages = self.pieces.storage[self.pieces.storage >= self._work.base]
+        storages = self.shards.storage[self.shards.storage >= self._work.base]
         return self._flags.in_memory(int(storages.min())) if len(storages) else None
 
     @property

@@ -39,7 +39,7 @@ from ..machine import UnfinishedCheckpoint
 from ..settings import TrainerSettings
 from ..source import PipelineSource, Source, UnsupportedModel
 from .quantization_plan import QuantizedWeight, WeightDivision
-from .quantized_assembly import QuantizedAssembly, ReadableSource, ResidentQuantization, ShardedSource
+from .quantized_assembly import LocatedSource, QuantizedAssembly, ReadableSource, ResidentQuantization
 
 _log = get_log(__name__)
 
@@ -79,7 +79,7 @@ class QuantizedSource:
             self._warn_without_kernel()
         made = {weight.spec.name: weight.outputs for weight in self.weights}
         self._tensors = tuple(tensor for spec in self._raw for tensor in made.get(spec.name, (spec,)))
-        self._sharded = source if isinstance(source, ShardedSource) else None
+        self._located = source if isinstance(source, LocatedSource) else None
         self._planned = BucketPlanCache[QuantizedAssembly]()
 
     def _warn_without_kernel(self) -> None:
@@ -126,20 +126,20 @@ class QuantizedSource:
         return self._source.agree(blob)
 
     def _is_root(self, index: int, roots: Sequence[int] | None) -> bool:
-        if roots is None or self._sharded is None:
+        if roots is None or self._located is None:
             return self.root
-        return self._sharded.rank == roots[index]
+        return self._located.rank == roots[index]
 
     def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> QuantizedAssembly:
         check_manifest(manifest, self._tensors)
-        if self._sharded is None:
+        if self._located is None:
             division = WeightDivision.of(manifest, self.weights, None)
             return QuantizedAssembly(division, self._source, None)
-        division = WeightDivision.of(manifest, self.weights, self._sharded.pieces, roots)
+        division = WeightDivision.of(manifest, self.weights, self._located.shards, roots)
         if division.gathered:
             names = sorted(division.weights[index].spec.name for index in division.gathered)
             _log.info("gathered_to_quantize", weights=len(names), of=len(self.weights), first=names[0])
-        return QuantizedAssembly(division, self._source, self._sharded)
+        return QuantizedAssembly(division, self._source, self._located)
 
 
 class ReadableQuantizedSource(QuantizedSource):
@@ -175,7 +175,7 @@ class ReadableQuantizedSource(QuantizedSource):
 
     def held(self, tensors: Sequence[TensorSpec]) -> Shards:
         """Shards that this rank quantizes, once in the group, and all of its unquantized shards."""
-        return self._resident_quantization().pieces.ordered(tensors)
+        return self._resident_quantization().shards.ordered(tensors)
 
     def prepare(self) -> None:
         """Begin to quantize this rank's tensors as they are now. Collective; see `PreparingSource`."""
@@ -219,7 +219,7 @@ class ReadableQuantizedSource(QuantizedSource):
         if self._resident is None:
             manifest = Manifest.of(self.model, self.tensors())
             self._resident = ResidentQuantization(
-                WeightDivision.of(manifest, self.weights, self._readable.pieces), self._readable
+                WeightDivision.of(manifest, self.weights, self._readable.shards), self._readable
             )
         return self._resident
 

@@ -193,7 +193,7 @@ class ShardedSource(CollectiveSource):
         self._assemble(manifest, index, out, None)
 
     @property
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         """Every element once, as buckets are assembled from; `storage` is an index of `memory`."""
         return self._distinct
 

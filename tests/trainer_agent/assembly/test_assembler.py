@@ -69,7 +69,7 @@ class World:
         self.storages[rank].append(storage)
         self.rows[rank].append(Shard(name, box, self.trained, view, shift))
 
-    def pieces(self) -> Shards:
+    def shards(self) -> Shards:
         return cover.drop_replicas(
             Shards.join([Shards.of(self.tensors, rows, rank) for rank, rows in self.rows.items()])
         )
@@ -133,11 +133,11 @@ def test_any_pieces_and_any_buckets_give_the_same_bytes(
         for box in cut(Box.whole(shape), data):
             for rank in data.draw(st.sets(st.integers(0, 3), min_size=1)):
                 world.give(rank, name, box, shared=data.draw(st.booleans()))
-    pieces = world.pieces()
+    shards = world.shards()
     manifest = Manifest.of("M", world.tensors, bucket_bytes)
     ranks = range(4)
     roots = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=(n := len(manifest.buckets)), max_size=n))
-    plans = {r: plan(manifest, pieces, rank=r, roots=roots, zero_copy_bytes=zero_copy_bytes) for r in ranks}
+    plans = {r: plan(manifest, shards, rank=r, roots=roots, zero_copy_bytes=zero_copy_bytes) for r in ranks}
     world.check(manifest, plans, roots=roots)
 
 
@@ -150,7 +150,7 @@ def test_a_rank_that_holds_nothing_of_a_bucket_has_nothing_to_do_with_it() -> No
     manifest = Manifest.of("M", world.tensors, 1)
     roots = [owners[manifest.tensors_of(index)[0].name] for index in range(len(manifest.buckets))]
     for rank in range(2):
-        for index, bucket in enumerate(plan(manifest, world.pieces(), rank=rank, roots=roots)):
+        for index, bucket in enumerate(plan(manifest, world.shards(), rank=rank, roots=roots)):
             assert set(bucket) == ({rank} if roots[index] == rank else set())
 
 
@@ -166,7 +166,7 @@ def test_parameters_that_were_moved_to_another_device_are_read_there(
     for index, (name, shape) in enumerate(SHAPES.items()):
         world.give(index % 3, name, Box.whole(shape))
     manifest = Manifest.of("M", world.tensors, bucket_bytes)
-    plans = {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=1) for rank in range(3)}
+    plans = {rank: plan(manifest, world.shards(), rank=rank, zero_copy_bytes=1) for rank in range(3)}
     moved: set[int] = set()
     asked: set[int] = set()
 
@@ -228,7 +228,7 @@ def test_equal_steps_become_one_copy(places: Sequence[int], shapes: list[tuple[i
     groups(world, places)
     everything_else(world)
     manifest = Manifest.of("M", world.tensors)
-    plans = {rank: plan(manifest, world.pieces(), rank=rank) for rank in range(2)}
+    plans = {rank: plan(manifest, world.shards(), rank=rank) for rank in range(2)}
     (message,) = plans[1][0][1].messages
     assert [place.shape for place in message.placements] == shapes
     world.check(manifest, plans)
@@ -244,7 +244,7 @@ def test_long_runs_are_received_where_they_belong() -> None:
     world.give(2, "d", Box((0, 0), (6, 6)))
     world.give(2, "d", Box((0, 6), (6, 12)))
     manifest = Manifest.of("M", world.tensors)
-    plans = {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=24) for rank in range(3)}
+    plans = {rank: plan(manifest, world.shards(), rank=rank, zero_copy_bytes=24) for rank in range(3)}
     (bucket,) = plans[0]
     assert bucket[1].packed_bytes == 0
     assert [message.bucket_offset for message in bucket[1].messages] == [144, 700]
@@ -253,7 +253,7 @@ def test_long_runs_are_received_where_they_belong() -> None:
     alone = World("float32")
     everything_else(alone)
     alone.give(1, "e", Box.whole(SHAPES["e"]))
-    (bucket,) = plan(manifest, alone.pieces(), rank=1, zero_copy_bytes=24)
+    (bucket,) = plan(manifest, alone.shards(), rank=1, zero_copy_bytes=24)
     assert bucket[1].staged_bytes == 0
 
 
@@ -265,7 +265,7 @@ def test_what_is_added_is_added_before_the_cast() -> None:
         world.give(1, name, Box.whole(SHAPES[name]), shift=1)
     world.full = {name: (tensor - 1) + 1 for name, tensor in world.full.items()}
     manifest = Manifest.of("M", world.tensors, 300)
-    world.check(manifest, {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=24) for rank in range(2)})
+    world.check(manifest, {rank: plan(manifest, world.shards(), rank=rank, zero_copy_bytes=24) for rank in range(2)})
 
 
 def test_parameters_are_read_at_the_moment_of_the_call() -> None:
@@ -273,8 +273,8 @@ def test_parameters_are_read_at_the_moment_of_the_call() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     spec = TensorSpec("a", "float32", (4,))
     manifest = Manifest.of("M", [spec])
-    pieces = Shards.of([spec], [Shard("a", Box.whole((4,)), "float32", ShardView(0, 0, (1,)))])
-    assembler = Assembler(plan(manifest, pieces, rank=0), [parameter], 0, None, None)
+    shards = Shards.of([spec], [Shard("a", Box.whole((4,)), "float32", ShardView(0, 0, (1,)))])
+    assembler = Assembler(plan(manifest, shards, rank=0), [parameter], 0, None, None)
     out = torch.empty(16, dtype=torch.uint8)
     for value in (1.0, 2.0):
         parameter.data = torch.full((4,), value)
@@ -288,9 +288,9 @@ def test_memory_is_bounded_and_given_back() -> None:
     for name, shape in SHAPES.items():
         for rank, box in enumerate(_halves(shape)):
             world.give(rank, name, box)
-    pieces = world.pieces()
+    shards = world.shards()
     manifest = Manifest.of("M", world.tensors, 400)
-    plans = {rank: plan(manifest, pieces, rank=rank, zero_copy_bytes=24) for rank in range(2)}
+    plans = {rank: plan(manifest, shards, rank=rank, zero_copy_bytes=24) for rank in range(2)}
     for bucket, spec in zip(plans[0], manifest.buckets, strict=True):
         assert spec.nbytes <= sum(contribution.nbytes for contribution in bucket.values()) <= spec.nbytes + 16 * 12
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -319,8 +319,8 @@ def test_every_rank_plans_the_same() -> None:
         for rank, box in enumerate(_halves(shape)):
             world.give(rank, name, box)
     manifest = Manifest.of("M", world.tensors, 200)
-    everybody = plan(manifest, world.pieces(), rank=0, zero_copy_bytes=24)
-    own = plan(manifest, world.pieces(), rank=1, zero_copy_bytes=24)
+    everybody = plan(manifest, world.shards(), rank=0, zero_copy_bytes=24)
+    own = plan(manifest, world.shards(), rank=1, zero_copy_bytes=24)
     assert [bucket.get(1) for bucket in everybody] == [bucket.get(1) for bucket in own]
 
 

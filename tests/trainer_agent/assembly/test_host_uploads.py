@@ -90,7 +90,7 @@ def test_uploaded_pieces_give_the_same_bytes(
     if 0 not in world.rows:
         world.rows[0] = []
     manifest = Manifest.of("M", world.tensors, bucket_bytes)
-    plans = {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=zero_copy_bytes) for rank in world.rows}
+    plans = {rank: plan(manifest, world.shards(), rank=rank, zero_copy_bytes=zero_copy_bytes) for rank in world.rows}
     memory = {each.data_ptr() for storages in world.storages.values() for each in storages}
     away = memory if data.draw(st.booleans()) else data.draw(st.sets(st.sampled_from(sorted(memory))))
     streams: list[LateUploads] = []
@@ -125,9 +125,9 @@ def contents(assembler: Assembler, index: int) -> float:
 
 def test_the_next_bucket_is_on_its_way_while_one_is_used() -> None:
     """One ahead and no further: two buffers. What travels is float32, as it lies; what arrives is bfloat16."""
-    manifest, storages, pieces = offloaded()
+    manifest, storages, shards = offloaded()
     upload_stream = LateUploads()
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(upload_stream))
+    assembler = Assembler(plan(manifest, shards, rank=0), storages, 0, None, None, far(upload_stream))
     for index in range(5):
         assert contents(assembler, index) == index
         assert upload_stream.begun == [2048] * min(index + 2, 5)
@@ -139,9 +139,9 @@ def test_the_next_bucket_is_on_its_way_while_one_is_used() -> None:
 
 def test_when_the_last_bucket_is_there_nobody_reads_the_parameters() -> None:
     """Training goes on then."""
-    manifest, storages, pieces = offloaded()
+    manifest, storages, shards = offloaded()
     upload_stream = LateUploads()
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(upload_stream))
+    assembler = Assembler(plan(manifest, shards, rank=0), storages, 0, None, None, far(upload_stream))
     for index in range(4):
         contents(assembler, index)
     assert upload_stream.pending
@@ -153,8 +153,8 @@ def test_when_the_last_bucket_is_there_nobody_reads_the_parameters() -> None:
 @pytest.mark.parametrize("stopped_after", [0, 1, 3])
 def test_what_was_uploaded_for_a_pass_that_was_given_up_is_not_used(stopped_after: int) -> None:
     """The weights have changed since: every pass begins anew."""
-    manifest, storages, pieces = offloaded()
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(LateUploads()))
+    manifest, storages, shards = offloaded()
+    assembler = Assembler(plan(manifest, shards, rank=0), storages, 0, None, None, far(LateUploads()))
     for buffer in range(3):
         last = 4 if buffer == 2 else stopped_after
         for index in range(last + 1):
@@ -165,10 +165,10 @@ def test_what_was_uploaded_for_a_pass_that_was_given_up_is_not_used(stopped_afte
 
 def test_parameters_that_come_back_are_not_uploaded() -> None:
     """Where they are is asked for every pass: trainers offload between phases."""
-    manifest, storages, pieces = offloaded()
+    manifest, storages, shards = offloaded()
     upload_stream = LateUploads()
     there = {storage.data_ptr() for storage in storages}
-    assembler = Assembler(plan(manifest, pieces, rank=0), storages, 0, None, None, far(upload_stream, there))
+    assembler = Assembler(plan(manifest, shards, rank=0), storages, 0, None, None, far(upload_stream, there))
     for _ in range(2):
         assert [contents(assembler, index) for index in range(5)] == [0, 1, 2, 3, 4]
     assert len(upload_stream.begun) == 10
@@ -185,7 +185,7 @@ def test_another_rank_sends_what_it_uploaded() -> None:
     for index, (name, shape) in enumerate(SHAPES.items()):
         world.give(index % 2, name, Box.whole(shape))
     manifest = Manifest.of("M", world.tensors, 100)
-    plans = {rank: plan(manifest, world.pieces(), rank=rank, zero_copy_bytes=1) for rank in (0, 1)}
+    plans = {rank: plan(manifest, world.shards(), rank=rank, zero_copy_bytes=1) for rank in (0, 1)}
     upload_stream = LateUploads()
     letters: dict[int, list[torch.Tensor]] = defaultdict(list)
     assemblers = {

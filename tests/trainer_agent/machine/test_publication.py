@@ -405,7 +405,7 @@ def test_whatever_happens_it_ends_in_time_and_stops_what_it_started(  # noqa: C9
     assert not open_delivery
 
 
-# -- deferred digests ---------------------------------------------------------------------------------------------------
+# -- deferred digests ------------------------------------------------------------------------------------------------
 
 
 def left_open(state: PublicationState) -> Publication:

@@ -14,8 +14,8 @@ from weightbus.trainer_agent.machine.publish_report import PublishReport
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 
 from ...kit.loopback_engine import LoopbackEngine
+from .test_background_publisher import Loop
 from .test_rounds import Deployment
-from .test_snapshots import Loop
 
 
 @pytest.fixture

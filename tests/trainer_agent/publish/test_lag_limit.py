@@ -20,7 +20,7 @@ from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.publish.lag_limit import LagDecision, LagLimit, LagStatus, lag_decision, oldest_served
 from weightbus.trainer_agent.settings import TrainerSettings
 
-from .test_snapshots import PATIENCE_S, Gate, Loop
+from .test_background_publisher import PATIENCE_S, Gate, Loop
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,13 @@ def read(sources: Sequence[ReadableQuantizedSource]) -> dict[str, torch.Tensor]:
     """Every tensor out of the memories of all ranks. The root comes last: it takes what the others send."""
     memories = {each.rank: each.memory() for each in sorted(sources, key=lambda each: each.root)}
     tensors = sources[0].tensors()
-    pieces = cover.drop_replicas(Shards.join([each.held(tensors) for each in sources]))
+    shards = cover.drop_replicas(Shards.join([each.held(tensors) for each in sources]))
     found = {spec.name: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype]) for spec in tensors}
-    for row in range(len(pieces)):
-        piece, storage = pieces.at(row), memories[int(pieces.rank[row])][int(pieces.storage[row])]
-        view = storage.as_strided(piece.box.shape, piece.view.strides, storage.storage_offset() + piece.view.offset)
-        part = tuple(slice(a, b) for a, b in zip(piece.box.start, piece.box.stop, strict=True))
-        found[piece.tensor][part] = (view + piece.shift if piece.shift else view).to(found[piece.tensor].dtype)
+    for row in range(len(shards)):
+        shard, storage = shards.at(row), memories[int(shards.rank[row])][int(shards.storage[row])]
+        view = storage.as_strided(shard.box.shape, shard.view.strides, storage.storage_offset() + shard.view.offset)
+        part = tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))
+        found[shard.tensor][part] = (view + shard.shift if shard.shift else view).to(found[shard.tensor].dtype)
     return found
 
 
@@ -94,7 +94,7 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
     derived = [
         DerivedTensors(each.held(tensors), len(each.memory(prepared=True)), torch.device("cpu")) for each in sources
     ]
-    division = divide_digest_work(Shards.join([each.pieces for each in derived]))
+    division = divide_digest_work(Shards.join([each.shards for each in derived]))
     lanes: list[Lanes] = []
     odd: list[bytes] = []
     for source, each in zip(sources, derived, strict=True):
@@ -127,8 +127,8 @@ def test_what_is_summed_up_is_not_read_again() -> None:
         summed = source.summed(tensors)
         known = division.known(source.rank, summed.shards)
         names = {tensors[index].name for index in known.tolist()}
-        assert names == {piece.tensor for piece in map(source.held(tensors).at, range(len(source.held(tensors))))
-                         if piece.dtype == "float8_e4m3fn"}  # fmt: skip
+        assert names == {shard.tensor for shard in map(source.held(tensors).at, range(len(source.held(tensors))))
+                         if shard.dtype == "float8_e4m3fn"}  # fmt: skip
         read_again = division.share(source.rank, PASS_BYTES, known).in_place
         assert not np.isin(read_again.group, known).any()
 
@@ -146,7 +146,7 @@ def test_what_a_rank_quantizes_is_quantized_once_and_stays() -> None:
     places = sorted((int(held.rank[row]), held.at(row).tensor) for row in range(len(held)))
     assert (1, "e.0.up_proj.weight") in places
     assert (2, "e.1.up_proj.weight") in places
-    assert sum(piece.box.size for piece in elements) == sum(
+    assert sum(shard.box.size for shard in elements) == sum(
         world.full[name].numel() for name in SHAPES if name.endswith("_proj.weight")
     )
 

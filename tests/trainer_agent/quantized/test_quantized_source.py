@@ -19,7 +19,7 @@ from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.trainer_agent.assembly.assembler import DTYPES
 from weightbus.trainer_agent.machine.errors import BadCheckpoint
 from weightbus.trainer_agent.quantized.quantization_plan import QuantizedWeight, WeightDivision
-from weightbus.trainer_agent.quantized.quantized_assembly import ShardedSource
+from weightbus.trainer_agent.quantized.quantized_assembly import LocatedSource
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, as_served, quantized
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source, UnsupportedModel
@@ -44,7 +44,7 @@ def test_any_pieces_and_any_buckets(data: st.DataObject, scheme: Scheme, bucket_
     world.full = {
         name: tensor.bfloat16().float() if trained == "bfloat16" else tensor for name, tensor in world.full.items()
     }
-    shifted = any(piece.shift for rows in world.rows.values() for piece in rows)
+    shifted = any(shard.shift for rows in world.rows.values() for shard in rows)
     scheme = small(scheme)
     sources = [QuantizedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)]
     owners = data.draw(st.none() | st.fixed_dictionaries({name: st.integers(0, RANKS - 1) for name in SHAPES}))
@@ -105,7 +105,7 @@ def test_whole_blocks_are_quantized_where_they_lie_and_once() -> None:
     """Experts at their owner, rows of a tensor-parallel weight by each rank; nothing is gathered."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     source = QuantizedSource(Rank(world, 0), of(scheme))
-    division = WeightDivision.of(Manifest.of("M", source.tensors()), source.weights, world.pieces())
+    division = WeightDivision.of(Manifest.of("M", source.tensors()), source.weights, world.shards())
     assert division.raw is None
     jobs = [(rank, job.weight) for rank in range(RANKS) for work in division.work(rank).buckets for job in work.jobs]
     assert sorted(jobs) == [(0, 0), (0, 1), (1, 0), (1, 2), (2, 3)]
@@ -122,7 +122,7 @@ def test_cut_blocks_are_gathered() -> None:
     """A weight whose blocks two ranks share goes to the root as it is, and only that one."""
     world, scheme = tensor_parallel(40), small(fp8_block((128, 128)))
     source = QuantizedSource(Rank(world, 0), of(scheme))
-    division = WeightDivision.of(Manifest.of("M", source.tensors()), source.weights, world.pieces())
+    division = WeightDivision.of(Manifest.of("M", source.tensors()), source.weights, world.shards())
     assert division.raw is not None
     assert [spec.name for spec in division.raw.tensors] == ["a.q_proj.weight"]
     world.check(scheme, [QuantizedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)], 1 << 20)
@@ -133,7 +133,7 @@ def test_a_border_between_buckets_costs_one_weight() -> None:
     world, scheme = tensor_parallel(48), small(int4(128, symmetric=False))
     source = QuantizedSource(Rank(world, 0), of(scheme))
     manifest = Manifest.of("M", source.tensors(), 3 * 1024)
-    division = WeightDivision.of(manifest, source.weights, world.pieces())
+    division = WeightDivision.of(manifest, source.weights, world.shards())
     for weight in source.weights:
         homes = {division.places[spec.name][0] for _, spec in weight.computed}
         jobs = [
@@ -143,15 +143,15 @@ def test_a_border_between_buckets_costs_one_weight() -> None:
             for job in work.jobs
             if source.weights[job.weight] == weight
         ]
-        pieces = len(division.rows[weight.spec.name])
-        assert len(jobs) == pieces * len(homes)
+        shards = len(division.rows[weight.spec.name])
+        assert len(jobs) == shards * len(homes)
 
 
 def test_memory_is_asked_for_once_a_pass() -> None:
     """Asking is collective: every rank does it at the first bucket, and at no other."""
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     sources = [QuantizedSource(Rank(world, rank), of(scheme)) for rank in range(RANKS)]
-    assert all(isinstance(Rank(world, rank), ShardedSource) for rank in range(RANKS))
+    assert all(isinstance(Rank(world, rank), LocatedSource) for rank in range(RANKS))
     world.check(scheme, sources, 2048, passes=2)
     assert sorted(world.settled) == sorted(2 * list(range(RANKS)))
 

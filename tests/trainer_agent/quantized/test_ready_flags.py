@@ -119,13 +119,13 @@ def test_every_result_lies_in_a_part() -> None:
         assert parts is not None
         base = resident._work.base
         memory = source.memory(prepared=True)
-        for row in range(len(resident.pieces)):
-            piece = resident.pieces.at(row)
-            if piece.view.storage < base:
+        for row in range(len(resident.shards)):
+            shard = resident.shards.at(row)
+            if shard.view.storage < base:
                 continue
-            item = ITEM_BYTES[DTYPE_NAMES[piece.view.storage - base]]
-            span = sum((n - 1) * step for n, step in zip(piece.box.shape, piece.view.strides, strict=True)) + 1
-            assert (piece.view.offset + span) * item <= parts.ends[-1] <= parts.flags
+            item = ITEM_BYTES[DTYPE_NAMES[shard.view.storage - base]]
+            span = sum((n - 1) * step for n, step in zip(shard.box.shape, shard.view.strides, strict=True)) + 1
+            assert (shard.view.offset + span) * item <= parts.ends[-1] <= parts.flags
         assert parts.flags % 8 == 0
         arena = memory[parts.storage]
         assert parts.flags + 8 * len(parts.ends) <= arena.numel() * arena.element_size()
