@@ -1,4 +1,8 @@
-"""What the coordinator decides: `handle(event, now) -> effects`, pure."""
+"""The coordinator's decisions: `Coordinator.handle(event, now) -> effects`, pure.
+
+A coordinator has channels (channel.py), each with a lease, at most one round (round.py, participants.py) and a registry
+of its engines. `Channel.make_current` is where a version becomes current.
+"""
 
 from typing import TYPE_CHECKING
 
