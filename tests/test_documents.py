@@ -9,7 +9,6 @@ import importlib
 import json
 import re
 import shlex
-import subprocess
 import textwrap
 import tomllib
 from collections.abc import Iterator
@@ -24,12 +23,9 @@ from weightbus.control.cli import entry_point, settings_loader
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("control", "dataplane", "trainer_agent", "engine_agent", "deploy", "tests", "requirements")
-PAGES = sorted(
-    ROOT / name
-    for name in subprocess.run(
-        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-)
+FILES = [*ROOT.glob("*.*"), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.*"))]
+NAMES = {path.name for path in FILES}
+PAGES = sorted(path for path in FILES if path.suffix == ".md")
 STATED = [page for page in PAGES if page.name != "CHANGELOG.md"]
 """Pages that speak of the tree as it is."""
 
@@ -117,17 +113,8 @@ def _exists(name: str, page: Path) -> bool:
     """Whether a path that a page names is there: from the root, from the page, or as the name of one file."""
     if any((base / name).exists() for base in (ROOT, page.parent, ROOT / "tests")):
         return True
-    return "/" not in name and any(name == Path(each).name for each in _tracked())
+    return name in NAMES
 
-
-def _tracked() -> list[str]:
-    if not _TRACKED:
-        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
-        _TRACKED.extend(listed.stdout.split())
-    return _TRACKED
-
-
-_TRACKED: list[str] = []
 
 WRITTEN = {"trust.toml", "keys/trust.toml", "config.json", "latest_checkpointed_iteration.txt"}
 """Files that users have, or that programs write: named in pages, in no tree."""
