@@ -76,7 +76,7 @@ class KeygenCommand(SettingsCommand[KeygenSettings]):
             print(f"{written.value:<9} {where / name}.key {where / name}.pub")  # noqa: T201
         if given.coordinator:
             with edit_allow_list(folder / ALLOW_LIST_FILE):
-                pass  # made if it was missing: a coordinator that trusts nobody yet can start
+                pass  # made if it was missing: a coordinator can start with an empty list
         if given.agents:
             print("next: `weightbus trust add NAME --role trainer|engine --channels CHANNEL` where the coordinator is,")  # noqa: T201
             needed = f"agents/NAME.key, {COORDINATOR_KEYS}.pub and, for an engine, {ALLOW_LIST_FILE}"

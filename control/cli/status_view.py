@@ -39,7 +39,7 @@ def render(view: StatusView) -> RenderableType:
     state = "stopping" if view.stopping else "READ-ONLY: its journal takes no writes" if view.read_only else "running"
     head = Text(f"coordinator {state}, boot {view.boot}, {view.agents} agents")
     if not view.channels:
-        return Group(head, Text("no channel yet: nobody has joined"))
+        return Group(head, Text("no channel yet: no agent has joined"))
     return Group(head, *(_channel(name, each) for name, each in sorted(view.channels.items())))
 
 

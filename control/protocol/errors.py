@@ -140,7 +140,7 @@ class CoordinatorOnStandby(WeightbusError):
         situation = (
             f"{leader!r} leads, with agents at {endpoint}: name its HTTP port with --url"
             if leader
-            else "nobody leads yet"
+            else "no coordinator leads yet"
         )
         super().__init__(f"this coordinator stands by; {situation}")
 

@@ -54,7 +54,7 @@ _HEAD: Final = (
     "# Public keys only. Keep it writable by its owner alone.\n"
 )
 _MEND: Final = (
-    "nobody is let in until it is right; mend it by hand, or move it away, and then run `weightbus trust add` anew for"
+    "no agent is let in until it is right; mend it by hand, or move it away, and then run `weightbus trust add` anew for"
     " each agent, or put back a copy that was right"
 )
 

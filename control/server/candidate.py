@@ -126,7 +126,7 @@ class StandbyServer:
         self._log = get_log(__name__)
         self._stop = threading.Event()
         self._leader: LeaderRecord | None = None
-        self._problem = "nobody was asked yet"
+        self._problem = "not asked yet"
         with contextlib.ExitStack() as undo:
             self._bus = RouterBus(settings.bind, settings.router_port, keys)
             undo.callback(self._bus.close)
@@ -220,7 +220,7 @@ class StandbyServer:
     def _situation(self) -> str:
         if self._problem:
             return f"the store cannot be asked who leads ({self._problem})"
-        return f"{self._leader.name} leads, at {self._leader.endpoint}" if self._leader else "nobody leads yet"
+        return f"{self._leader.name} leads, at {self._leader.endpoint}" if self._leader else "no coordinator leads yet"
 
     def _status(self) -> bytes:
         leader = self._leader or LeaderRecord()

@@ -105,7 +105,7 @@ class CoordinatorProcess:
             return Readiness(False, "stopping")
         if self._keys is not None and self._keys.trust.problem:
             return Readiness(
-                False, "the allow-list cannot be used: nobody is let in until it is right; the log says why"
+                False, "the allow-list cannot be used: no agent is let in until it is right; the log says why"
             )
         if machine.read_only:
             return Readiness(False, "the journal takes no writes: nothing is granted until it does")

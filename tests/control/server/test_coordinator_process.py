@@ -282,7 +282,7 @@ def test_a_coordinator_with_an_invalid_allow_list_is_not_ready(tmp_path: Path) -
         trust.write_text("nonsense")
         service.reload_allow_list()
         service.server.step(0.0)
-        assert "nobody is let in" in service.readiness().reason
+        assert "no agent is let in" in service.readiness().reason
         trust.write_bytes(good)
         service.reload_allow_list()
         service.server.step(0.0)
