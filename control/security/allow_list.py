@@ -54,8 +54,8 @@ _HEAD: Final = (
     "# Public keys only. Keep it writable by its owner alone.\n"
 )
 _MEND: Final = (
-    "no agent is let in until it is right; mend it by hand, or move it away, and then run `weightbus trust add` anew for"
-    " each agent, or put back a copy that was right"
+    "no agent is let in until it is right; mend it by hand, or move it away, and then run `weightbus trust add` anew"
+    " for each agent, or put back a copy that was right"
 )
 
 
