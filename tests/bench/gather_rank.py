@@ -88,7 +88,7 @@ def from_pieces(held: list[Any], shape: Shape, rank: int, ranks: int, bucket_byt
 def from_source(source: MegatronSource, rank: int, bucket_bytes: int) -> Ours:
     """The parameters of a real model, by the source that a trainer uses."""
     manifest = Manifest.of(source.model, source.tensors(), bucket_bytes)
-    buckets = plan(manifest, source.pieces, rank=rank)
+    buckets = plan(manifest, source.shards, rank=rank)
     return Ours(manifest, buckets, source.device, lambda index, out: source.assemble(manifest, index, out))
 
 

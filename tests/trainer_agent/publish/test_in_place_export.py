@@ -73,7 +73,7 @@ class Trainer(quantizing.Held):
         self._gatherer: Device | None = None
 
     def held(self, tensors: Sequence[TensorSpec]) -> Shards:
-        return self.pieces.ordered(tensors)
+        return self.shards.ordered(tensors)
 
     def collect(self, blob: bytes) -> Sequence[bytes]:
         return (blob,)
@@ -98,7 +98,7 @@ class Trainer(quantizing.Held):
 
     def digests(self, *, quantized: bool = True) -> bytes:
         """Of what its weights become, each quantized at once; or of themselves."""
-        specs = self.pieces.tensors
+        specs = self.shards.tensors
         if not quantized:
             each = zip(specs, self.memories, strict=True)
             return b"".join(

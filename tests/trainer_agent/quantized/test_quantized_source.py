@@ -280,6 +280,6 @@ def test_settings_say_which_checkpoint_is_served(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [MegatronSource, FSDPSource, HFModuleSource])
-def test_sources_of_pieces_describe_themselves(kind: type) -> None:
-    """Ranks of these quantize what they hold; a source that lost one of these names would be gathered in silence."""
-    assert all(hasattr(kind, name) for name in ("rank", "pieces", "exchange", "memory"))
+def test_sharded_sources_locate_their_shards(kind: type) -> None:
+    """Ranks of these quantize their shards; a source without one of these names would be gathered without a warning."""
+    assert all(hasattr(kind, name) for name in ("rank", "shards", "exchange", "memory"))
