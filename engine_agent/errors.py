@@ -1,10 +1,10 @@
-"""What can go wrong between the engine agent and its server, by whose fault it is.
+"""Errors between the engine agent and its server, by the party at fault.
 
 EngineAgentError
     UnknownDialect      (engines/sglang) this SGLang version was never checked: name a dialect, or pin a known version
-    Distrusted          nobody whom this engine trusts published that version, or not after the one it serves
+    NotTrusted          no trainer that this engine trusts published that version, or not after the one it serves
     NothingToGive       the server cannot give memory back, or must not now
-    CalledOff           nobody wants the result of this operation any more
+    CalledOff           the result of this operation is not needed any more
     UnfitManifest       the publisher's layout does not fit this server; nothing was sent to it
     StateUnreadable     the state folder holds something this version did not write
     StateUnwritable     (also a ConfigurationError) nothing can be kept in the state folder
@@ -14,7 +14,7 @@ EngineAgentError
     ServerError         (also a TransferFailed) the server did not do what it was asked
         ServerUnreachable   no connection, or it broke before an answer came
         ServerSilent        no answer within the deadline; what was asked may still happen
-        AnotherLaunch       the server was launched anew; the one that was meant is no more
+        AnotherGeneration   the server was launched anew; the one that was meant is no more
         ServerRefused       the server answered and said no
         WrongWeights        the server said yes, and its live weights are not the ones that were sent
 """

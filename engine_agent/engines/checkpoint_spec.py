@@ -1,4 +1,4 @@
-"""What tensors the served model is made of, read from the checkpoint the server was launched with.
+"""The tensors of the served model, read from the checkpoint that the server was launched with.
 
 Two witnesses: the headers of its safetensors files, which name every tensor of any architecture, and for dense Qwen and
 Llama models a table over config.json, for servers launched with random or otherwise stored weights. Only headers and
@@ -43,7 +43,7 @@ _Stamp: TypeAlias = tuple[str, int, int, int, int] | None
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """The tensors that a complete set for the server has. All who ask share one, which nobody can change."""
+    """The tensors that a complete set for the server has. Immutable, and shared by all callers."""
 
     shapes: Mapping[str, Shape]
     dtypes: Mapping[str, str]
@@ -114,7 +114,7 @@ def _expected(folder: Path, stamps: tuple[_Stamp, ...]) -> Expected:
 
 
 def dense(architectures: Sequence[str]) -> bool:
-    """Whether it is a model without experts whose layers are known here."""
+    """Whether it is a model without experts that has a table here."""
     return bool(architectures) and _DENSE.issuperset(architectures)
 
 

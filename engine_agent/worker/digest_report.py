@@ -1,4 +1,4 @@
-"""What a worker reports of what it holds: the tables of a proof, bound to its memory. They outlive plans and versions.
+"""The digest report of a worker on its live parameters: tables bound to its memory, which outlive plans and versions.
 
 Binding takes a while on a GPU, and the first digest of a process longer still: its kernels are loaded. Both depend on
 the recording alone, and are done ahead of the first version where there is time for it (prerecording.py).
@@ -21,15 +21,15 @@ from .model_tensors import ModelTensors
 
 
 class DigestReport:
-    """Of one model, for as long as its tensors stay where they are."""
+    """The report on one model, for as long as its tensors stay where they are."""
 
     def __init__(self, asked: wire.Prove, held: ModelTensors, names: Sequence[str], engine: CopyEngine) -> None:
         """`names` are those of the tensors that `held` has. Raises `ManifestError`."""
         device = held.device
         self.of = _named(asked)
-        """What was asked; equal for what need not be bound anew."""
+        """The request; an equal one need not be bound anew."""
         self.buffer = torch.empty(asked.staging_bytes, dtype=torch.uint8, device=device)
-        """For tensors that are given whole to the model's loader."""
+        """Staging buffer of tensors that are given whole to the model's loader."""
         self._odd_buffer = torch.empty(asked.odd_bytes, dtype=torch.uint8, device=device)
         proof, odd = BoxTable.decode(asked.proof, asked.groups), CopyTable.decode(asked.odd)
         memory = [*(bytes_of(tensor) for tensor in held.tensors), self.buffer]
@@ -41,7 +41,7 @@ class DigestReport:
         self._casts = _cast_checks(odd, memory, [*names, "staging"])
 
     def answers(self, asked: wire.Prove) -> bool:
-        """It is what is asked for."""
+        """Whether the report answers the request `asked`."""
         return self.of == _named(asked)
 
     def found(self) -> tuple[bytes, bytes]:
@@ -57,7 +57,7 @@ class DigestReport:
         return np.ascontiguousarray(lanes).astype("<u8").tobytes(), self._odd_buffer.cpu().numpy().tobytes()
 
     def warm(self) -> None:
-        """Have a device load what it digests and copies with; what it finds is nobody's."""
+        """Digest once, so that the device has loaded its kernels; the result is dropped."""
         self.proof.run()
         self._odd.run()
 

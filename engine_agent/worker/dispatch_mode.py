@@ -1,4 +1,4 @@
-"""Stands between a loader and torch: follows what is moved, carries out nothing that would touch the model.
+"""A dispatch mode between a loader and torch: traces moves, and carries out no operation that would change the model.
 
 Every operation on a tensor that is followed comes to `Tracer.dispatch`. Views are made as ever, for they move nothing.
 Movements are noted, calculations end the trail, and reading a value raises `ReadsValues`. An operation on other tensors
@@ -42,7 +42,7 @@ class Tracer:
         self.touched: set[int] = set()
         """Sources that any operation was given."""
         self.decided: set[int] = set()
-        """Sources by whose only element something was decided or calculated."""
+        """Sources whose only element decided something, or went into a calculation."""
         self.current: int | None = None
         """The source that the loader was given last."""
         self._device = device
@@ -53,7 +53,7 @@ class Tracer:
         self._values: dict[float, Origin] = {}
         self._unclaimed: dict[float, int] = {}
 
-    # -- what is followed ---------------------------------------------------------------------------------------------
+    # -- traced memory -------------------------------------------------------------------------------------------------
 
     def adopt(self, tensor: torch.Tensor) -> None:
         """Follow a tensor of the model."""
@@ -69,7 +69,7 @@ class Tracer:
         return made
 
     def memory_of(self, tensor: torch.Tensor) -> WrittenMemory | None:
-        """What is known of a tensor's storage; None when it is not followed."""
+        """Known contents of a tensor's storage; None when it is not traced."""
         return self._memories.get(identity_of(tensor))
 
     def read_and_forgotten(self) -> set[int]:
@@ -111,7 +111,7 @@ class Tracer:
         return made if operation in _ELSEWHERE else self._noted(made)
 
     def _noted(self, made: object) -> object:
-        """What was made of nothing that is followed: its values are those that the loader always gives it."""
+        """A tensor that no traced memory went into: its values are those that the loader always gives it."""
         for tensor in tree_leaves(made):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self._born.setdefault(identity_of(tensor), tensor.untyped_storage())
@@ -166,7 +166,7 @@ class Tracer:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def _write(self, target: torch.Tensor, writes: Sequence[Write], operation: Any) -> None:
-        """Note what is written to a view; the writes' `here` is in its storage, counted in its elements."""
+        """Note writes to a view; their `here` is in its storage, counted in its elements."""
         if not target.numel():  # a rank beyond the end of what is cut: it has padding alone
             return
         memory = self.memory_of(target)
@@ -312,7 +312,7 @@ class Tracer:
         return target
 
     def number(self, operation: Any, args: _Args, _kwargs: _Kwargs) -> object:
-        """``item``: one element of one source gets a number that nobody else uses; anything else is refused."""
+        """``item``: one element of one source gets a number of its own; anything else is refused."""
         tensor = args[0]
         memory = self.memory_of(tensor)
         assert memory is not None
@@ -325,7 +325,7 @@ class Tracer:
         return value
 
     def elsewhere(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
-        """``set_``: memory that no operation made in place of what is followed."""
+        """``set_``: memory that no operation made in place of traced memory."""
         raise ReadsValues(self._sources_of(_tensors(args, kwargs)), str(operation))
 
     def fresh(self, operation: Any, args: _Args, kwargs: _Kwargs) -> object:
@@ -384,7 +384,7 @@ _FRESH: Final[dict[Any, float | None]] = {
 _FULL: Final = frozenset({_aten.full_like.default, _aten.new_full.default})
 
 _ELSEWHERE: Final = frozenset({_aten.set_.source_Storage, _aten.set_.source_Storage_storage_offset})
-"""They bring storages in, of whose contents nothing is known: Python and files fill them."""
+"""Operations that bring in storages of unknown contents: Python and files fill them."""
 
 _HANDLERS: Final[dict[Any, _Handler]] = {
     _aten.copy_.default: Tracer.copy_into,

@@ -30,7 +30,7 @@ from .view_composition import Move, Scattered, SourceWindow, boxes_of, reverse
 
 @dataclass(frozen=True, slots=True)
 class _Landed:
-    """A box of a target, and what is in it. `there` is by axis of the target, in the source's packed elements."""
+    """A box of a target, and its content. `there` is by axis of the target, in the source's packed elements."""
 
     target: int
     box: Box

@@ -28,7 +28,7 @@ _ATTEMPTS: Final = 32
 """Runs of the loader. Each but the last one leaves out at least one tensor more than the one before."""
 
 _ONE_BY_ONE: Final = 8
-"""Then the same tensors of all layers are left out with the one that was found: what is loaded is right, too."""
+"""Then the same tensors of all layers are left out with the one that was found: loading them is right, too."""
 _NUMBER: Final = re.compile(r"\d+")
 _ONE: Final = 0.37
 _ANOTHER: Final = -5.21

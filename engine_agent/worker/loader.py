@@ -84,7 +84,7 @@ def _follow(state: WorkerState, path: str) -> None:
     """Carry out the sidecar's messages until it lets go."""
     frames = Frames.connect(path, Deadline(_PATIENCE_S))
     try:
-        state.stand(standing=True)
+        state.set_in_loader(in_loader=True)
         wire.WORKER.say(frames, state.hello(_rank()), Deadline(_PATIENCE_S))
         while True:
             message = wire.WORKER.hear(frames, Deadline(_PATIENCE_S), "the sidecar")
@@ -92,7 +92,7 @@ def _follow(state: WorkerState, path: str) -> None:
                 return
             wire.WORKER.say(frames, _obey(state, message, frames.readable), Deadline(_PATIENCE_S))
     finally:
-        state.stand(standing=False)
+        state.set_in_loader(in_loader=False)
         state.call_off()
         frames.close()
 
@@ -108,21 +108,21 @@ def _obey(  # noqa: PLR0911  one for each message
                 recording = state.record(message, _rank())
                 return wire.TraceRecorded(recording=recording.encode(), seconds=time.perf_counter() - began)
             case wire.Form():
-                state.form(message)
+                state.form_group(message)
                 return wire.PlanInstalled(seconds=time.perf_counter() - began)
             case wire.Prove():
                 state.warm(message)
                 return wire.PlanInstalled(seconds=time.perf_counter() - began)
             case wire.InstallPlan():
-                state.adopt(message)
+                state.install_plan(message)
                 return wire.PlanInstalled(seconds=time.perf_counter() - began)
             case wire.ExecutePlan():
-                return state.replay(message, called_off)
+                return state.execute_plan(message, called_off)
             case wire.Expect():
                 state.expect(message, _rank())
                 return wire.PlanInstalled(seconds=time.perf_counter() - began)
             case wire.Swap():
-                return state.flip()
+                return state.swap()
             case _:
                 return wire.Failed(reason=f"{message.kind} is not for the loader", touched=state.touched)
     except Exception as error:  # noqa: BLE001 - see above

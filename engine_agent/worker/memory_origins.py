@@ -1,4 +1,4 @@
-"""What is known of the contents of each memory while a loader runs: which source, which constant, or what calculation.
+"""Origin of the contents of each memory while a loader runs: a source, a constant, or a calculation.
 
 Torch is used for dtypes and storages only; dispatch_mode.py turns operations into calls here.
 """
@@ -35,11 +35,11 @@ class ReadsValues(Exception):
 
 
 class Number(float):
-    """What `item` gives of sources. It may be stored in a tensor; who decides or calculates by it has read them."""
+    """Result of `item` on sources. Storing it in a tensor is a copy; deciding or calculating by it reads them."""
 
     sources: frozenset[int] = frozenset()
     read: set[int]
-    """Sources by whose numbers something was decided; those of this one are added then."""
+    """Sources whose numbers decided something; those of this number are added then."""
 
     @classmethod
     def of(cls, value: float, sources: frozenset[int], read: set[int]) -> Number:
@@ -131,7 +131,7 @@ class WrittenMemory:
     """One storage. `writes` are in order, later ones over earlier ones."""
 
     storage: torch.UntypedStorage
-    """Kept, so that its identity is nobody else's while the loader runs."""
+    """Kept, so that its identity is not used again while the loader runs."""
     dtype: torch.dtype
     source: int | None = None
     engine: bool = False
@@ -158,7 +158,7 @@ class WrittenMemory:
         return [*written, *(Write(part, self._before(tensor.dtype)) for part in missing)]
 
     def _before(self, dtype: torch.dtype) -> Origin:
-        """What is here where nothing was written, seen as `dtype`: loaders change sources, too, in place."""
+        """Content where nothing was written, seen as `dtype`: loaders change sources in place, too."""
         if self.source is not None:
             return Origin(frozenset({self.source}), (self.dtype,)).read_as(dtype, self.dtype)
         what = "what the model held before" if self.engine else "memory that nothing was written to"

@@ -19,10 +19,10 @@ _DEPTH: Final = 2
 
 
 class Known(Protocol):
-    """What is asked of a tracer."""
+    """The part of a tracer that is used here."""
 
     def memory_of(self, tensor: torch.Tensor) -> WrittenMemory | None:
-        """What is known of a tensor's storage."""
+        """Known contents of a tensor's storage."""
         ...
 
 

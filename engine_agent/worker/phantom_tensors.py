@@ -1,7 +1,7 @@
 """Tensors with a shape, a device and a storage of their own, and no memory: all of them lie in the same few pages.
 
 A loader can look at everything but their values, and a storage's identity follows every view. What is written to one
-overwrites the others, so nothing may be: whoever makes them stands between every operation and these tensors.
+overwrites the others, so nothing may be written: their maker intercepts every operation on them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _DeviceMemory:
 
 
 class PhantomTensors:
-    """Makes them, on one device. Grows to the largest one asked for: address space on a CPU, memory on a GPU.
+    """Makes phantom tensors, on one device. Grows to the largest one: address space on a CPU, memory on a GPU.
 
     What was made before it grew keeps the smaller memory, so `reserve` the largest first.
     """
@@ -69,6 +69,6 @@ class PhantomTensors:
         self._nbytes = nbytes
         if self._device.type == "cpu":
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-            self._host = mmap.mmap(-1, nbytes, flags=flags)  # pages that nobody touches are never there
+            self._host = mmap.mmap(-1, nbytes, flags=flags)  # pages that are never written take no memory
         elif self._device.type == "cuda":
             self._gpu = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

@@ -1,7 +1,7 @@
 """A worker's own thread for what it is sent: it waits for the sidecar between rounds, joins groups, and receives.
 
 The scheduler is never kept waiting by it. *Beside* the parameters it receives while the server generates; into them
-only while the scheduler stands in our loader, which `standing` says. Both ends of a round, `Take` and `Swap`, are the
+only while the scheduler waits in our loader, which `in_loader` tells. Both ends of a round, `Take` and `Swap`, are the
 sidecar's word; when the sidecar is gone, the thread lets go of everything and ends.
 """
 
@@ -32,16 +32,16 @@ from weightbus.dataplane.transports.sends import (
 _CONNECT_S: Final = 30.0
 _SAY_S: Final = 30.0
 _LOOK_S: Final = 3600.0
-"""Between rounds. The end of the sidecar ends the wait."""
+"""Deadline between rounds. The end of the sidecar ends the wait."""
 _SOON_S: Final = 2.0
-"""Who is asked for room is mostly told to take something next."""
+"""How long memory is kept after a question for room: mostly a version follows."""
 _MEMINFO: Final = Path("/proc/meminfo")
 
 _log = logging.getLogger(__name__)
 
 
 class ReceiveThread:
-    """For one schedule. Made and asked by the scheduler's thread."""
+    """Receives by one schedule. Made and used by the scheduler's thread."""
 
     def __init__(
         self,
@@ -51,16 +51,16 @@ class ReceiveThread:
         device: torch.device,
         forming: GroupForming | None = None,
     ) -> None:
-        """`targets` are those of the recording, then the buffer of the plan. Connects; raises `DataplaneError`."""
+        """`targets` are those of the load trace, then the buffer of the plan. Connects; raises `DataplaneError`."""
         self.schedule = expect.schedule
-        self.standing = threading.Event()
-        """The scheduler stands in our loader."""
+        self.in_loader = threading.Event()
+        """Set while the scheduler waits in our loader."""
         self._messages, self._unpack = SendMessages.decode(expect.messages), CopyTable.decode(expect.unpack)
         self._targets, self._device, self._rank = targets, device, rank
         self._inbox: ReceiveQueue | None = None
-        self._standing = GroupCache()
+        self._groups = GroupCache()
         if forming is not None:
-            self._standing.begin(forming)
+            self._groups.begin(forming)
         self._taken = False
         self._claiming = threading.Lock()
         self._touched = False
@@ -80,18 +80,18 @@ class ReceiveThread:
 
     @property
     def alive(self) -> bool:
-        """Its sidecar is there."""
+        """Whether the connection to the sidecar stands."""
         return self._thread.is_alive() and not self._closed
 
-    def flip(self) -> None:
-        """Put what was taken into place, once. Raises `TransferFailed` when there is nothing whole."""
+    def swap(self) -> None:
+        """Swap the received version in, once. Raises `TransferFailed` when none is complete."""
         if not self._claim() or self._inbox is None:
             raise TransferFailed("nothing was taken that could be put into place")
         self._inbox.flip()
         self._detach()
 
     def close(self) -> None:
-        """Let go of everything. What is under way is broken off."""
+        """Release everything. A transfer under way is broken off."""
         self._closed = True
         self._frames.close()
         if self._thread is not threading.current_thread():
@@ -122,11 +122,11 @@ class ReceiveThread:
         finally:
             self._closed = True
             self._taken = False
-            self._standing.discard()
+            self._groups.discard()
             self._frames.close()
 
     def _obey(self, message: wire.ToWorker) -> bool:
-        """Do it; False where nobody says such a thing to this thread."""
+        """Carry out `message`; False for a message that this thread does not know."""
         match message:
             case wire.Weigh():
                 self._say(wire.Room(needed=beside_bytes(self._messages), free=free_bytes(self._device)))
@@ -136,7 +136,7 @@ class ReceiveThread:
             case wire.Failed():  # of what has ended already
                 if self._claim():
                     self._detach()
-                self._standing.call_off()
+                self._groups.call_off()
             case _:
                 _log.error("weightbus: the sidecar said %s to a thread that receives", message.kind)
                 return False
@@ -146,9 +146,9 @@ class ReceiveThread:
         wire.WORKER.say(self._frames, message, Deadline(_SAY_S))
 
     def _take(self, message: wire.Take) -> wire.Taken | wire.Failed:
-        """Receive everything; whatever goes wrong is the sidecar's to judge."""
+        """Receive everything; failures are reported to the sidecar."""
         self._taken = self._touched = False
-        if not message.beside and not self.standing.is_set():
+        if not message.beside and not self.in_loader.is_set():
             return wire.Failed(reason="the scheduler is at work: nothing is received into its parameters")
         try:
             where = message.group
@@ -160,7 +160,7 @@ class ReceiveThread:
                 binding.result().receive(group, where.turn_s)
 
             passage = GroupTransfer(
-                where, where.rank, self._device, from_=self._messages.ranks, memory=memory, standing=self._standing
+                where, where.rank, self._device, from_=self._messages.ranks, memory=memory, standing=self._groups
             )
             seconds = passage.run(move, self._called_off, self._beat, ready=binding.result)  # made while a group forms
         except Exception as error:  # noqa: BLE001 - see above
@@ -197,13 +197,13 @@ class ReceiveThread:
         return self._inbox
 
     def _claim(self) -> bool:
-        """Whether something was taken, which is the caller's now: the scheduler's, or this thread's to let go of."""
+        """Whether a version was received; it belongs to the caller then: the scheduler, or this thread to drop it."""
         with self._claiming:
             taken, self._taken = self._taken, False
         return taken
 
     def _detach(self) -> None:
-        """The scheduler may have this memory again."""
+        """Give the memory back to the scheduler."""
         if self._inbox is not None and not self._stuck:
             self._inbox.detach()
 
@@ -234,7 +234,7 @@ class ReceiveThread:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can be had without taking it from anybody: a GPU's free memory with torch's own reserve, or the host's."""
+    """Bytes that are free for use: of a GPU with torch's own reserve, or of the host."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

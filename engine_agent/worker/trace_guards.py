@@ -19,7 +19,7 @@ from .memory_origins import Number, ReadsValues, WrittenMemory
 
 _ALONE: Final = threading.Lock()
 _ADDRESSES: Final = ("data_ptr", "numpy", "tolist", "__array__", "__dlpack__")
-"""Ways out of torch: whoever takes one can read or write without being seen."""
+"""Ways out of torch: through them code reads or writes memory unseen."""
 _CONVERSIONS: Final = ("__bool__", "__complex__", "__float__", "__index__", "__int__")
 """Numbers of Python's own, of which nothing is known any more. Torch asks for none of them by these names."""
 _INTERFACE: Final = "__cuda_array_interface__"
@@ -28,7 +28,7 @@ _INTERFACE: Final = "__cuda_array_interface__"
 
 @contextlib.contextmanager
 def without_addresses(memory_of: Callable[[torch.Tensor], WrittenMemory | None]) -> Generator[None]:
-    """Refuse to this thread the ways out of torch for what is followed.
+    """Refuse to this thread the ways out of torch for traced memory.
 
     The methods are exchanged for the time. A function mode would see them too, and also every other call, which made
     recording half as slow again.
@@ -64,7 +64,7 @@ def without_addresses(memory_of: Callable[[torch.Tensor], WrittenMemory | None])
 
 @contextlib.contextmanager
 def noting_numbers(memory_of: Callable[[torch.Tensor], WrittenMemory | None], read: set[int]) -> Generator[None]:
-    """Have `read` get the sources whose only element this thread decides or calculates by."""
+    """Add to `read` the sources whose only element this thread decides or calculates by."""
     mine = threading.get_ident()
     number_of = torch.Tensor.item
 

@@ -1,4 +1,4 @@
-"""What a worker keeps from round to round for one model: its recording, its plan, and the memory that both speak of."""
+"""State of a worker from round to round, for one model: load trace, reshard plan, and the memory that both refer to."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from .model_tensors import ModelTensors
 from .receive_thread import ReceiveThread
 
 _OPEN_S = 30.0
-"""For all memory of one trainer rank."""
+"""Deadline for opening all memory of one trainer rank."""
 
 _WARM_S = 10.0
-"""What may be warmed holds nobody up for longer."""
+"""Longest wait for libraries that are loaded ahead."""
 _log = logging.getLogger(__name__)
 
 
@@ -63,22 +63,22 @@ class _Bound:
     staging: PreparedCopies
     marks: ReadyFlags
     needs: tuple[Mapping[int, NeededParts], Mapping[int, NeededParts]]
-    """Of both: what each stage reads that may still be made."""
+    """Parts that each stage of copies, and of staging copies, reads and that may not be ready yet."""
 
     @property
     def remark(self) -> str:
-        """Why it is slower than it could be."""
+        """Why it is slower than it could be; empty if it is not."""
         return self.copies.fallback_reason or self.staging.fallback_reason
 
 
 class WorkerState:
-    """Used by one thread at a time."""
+    """The state for one model. Used by one thread at a time."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.busy = threading.Lock()
         """Held during a round."""
         self.touched = False
-        """The last replay began to write."""
+        """True once the last execution of the plan began to write."""
         self._model = model
         self._held = ModelTensors(model)
         self._device_name = device_name(self._held.device)
@@ -88,20 +88,20 @@ class WorkerState:
         self._layout = ""
         self._tensors: tuple[TensorSpec, ...] = ()
         self._recording: LoadTrace | None = None
-        """The last one, of the tensors of the model as they lie."""
+        """The last load trace, of the model's tensors where they lie now."""
         self._constants: list[tuple[torch.Tensor, float]] = []
         self._plan: wire.InstallPlan | None = None
         self._tables: tuple[CopyTable, CopyTable] = (CopyTable.empty(), CopyTable.empty())
-        self._evidence: DigestReport | None = None
-        """Of the last recording."""
+        self._report: DigestReport | None = None
+        """For the last load trace."""
         self._bound: _Bound | None = None
-        self._taker: ReceiveThread | None = None
+        self._receive_thread: ReceiveThread | None = None
         self._forming: GroupForming | None = None
-        """A group for the next one."""
+        """A group for the next receive thread."""
         self._remark = ""
 
     def hello(self, rank: int) -> wire.Hello:
-        """Who this is. A model whose tensors were replaced since has nothing."""
+        """Greeting to the sidecar. A model whose tensors were replaced since has neither trace nor plan."""
         if not self._held.in_place():
             self._forget()
         plan = self._plan
@@ -112,20 +112,22 @@ class WorkerState:
             layout=self._layout,
             recording=self._named,
             plan=plan.plan if plan else "",
-            schedule=self._taker.schedule if plan and self._taker and self._taker.alive else "",
+            schedule=self._receive_thread.schedule
+            if plan and self._receive_thread and self._receive_thread.alive
+            else "",
             seat=nccl_gpu_id_here(self._device_name),
         )
 
     @property
     def _named(self) -> str:
-        """The digest of what was recorded; where a plan was made of it, as that names it."""
+        """Digest of the load trace; where a plan was made of it, as the plan names it."""
         if self._plan is not None:
             return self._plan.recording
         return self._recording.digest() if self._recording is not None else ""
 
     def record(self, message: wire.RecordTrace, rank: int) -> LoadTrace:
-        """Run the model's loader once; not where that was done with these tensors, and the model is as it was."""
-        known, evidence = self._recording, self._evidence
+        """Trace the model's loader, unless that was done with these tensors and the model is as it was."""
+        known, report = self._recording, self._report
         self._forget()
         recording = None
         if known is not None and known.rank == rank and known.targets == self._held.targets:
@@ -135,7 +137,7 @@ class WorkerState:
             recording = record(self._model, load, message.tensors, rank)
             _log.info("weightbus: recorded %s", recording.account)
         else:
-            self._evidence = evidence  # of the same memory
+            self._report = report  # of the same memory
             _log.info("weightbus: the loader was recorded with these tensors before")
         self._recording = recording
         self._layout, self._tensors = message.layout, message.tensors
@@ -143,25 +145,25 @@ class WorkerState:
         return recording
 
     def prove(self, message: wire.Prove) -> DigestReport:
-        """Bind what will be reported of the memory that was recorded, unless it is bound."""
+        """The digest report on the traced memory, bound to what `message` asks for."""
         if not self._layout:
             raise TransferFailed("a proof came before a recording")
-        if self._evidence is None or not self._evidence.answers(message):
-            self._evidence = None
+        if self._report is None or not self._report.answers(message):
+            self._report = None
             names = [target.name for target in self._held.targets]
-            self._evidence = DigestReport(message, self._held, names, self._engine)
-        return self._evidence
+            self._report = DigestReport(message, self._held, names, self._engine)
+        return self._report
 
     def warm(self, message: wire.Prove) -> None:
-        """Do what the first version would take longer for."""
-        evidence = self.prove(message)
+        """Load libraries and kernels that the first version would have to wait for."""
+        report = self.prove(message)
         if self._held.device.type == "cuda":
-            evidence.warm()
+            report.warm()
             if message.sent:
                 torch_threads.start(partial(_warmed, self._held.device), "weightbus-warm").join(_WARM_S)
 
-    def adopt(self, message: wire.InstallPlan) -> None:
-        """Take a plan. What it reads is opened at the first replay."""
+    def install_plan(self, message: wire.InstallPlan) -> None:
+        """Take a plan. The memory that it reads is opened at the first execution."""
         self._unbind()
         self._hang_up()
         self.prove(message.prove)
@@ -169,46 +171,47 @@ class WorkerState:
         self._plan = message
 
     def expect(self, message: wire.Expect, rank: int) -> None:
-        """Start the thread that takes what is sent. It connects to the sidecar, and stays."""
+        """Start the receive thread. It connects to the sidecar, and stays."""
         if self._plan is None:
             raise TransferFailed("a schedule came before its plan")
         self._hang_up()
         targets = [*(bytes_of(tensor) for tensor in self._held.tensors), self._buffer]
-        self._taker = ReceiveThread(message, rank, targets, self._held.device, self._forming)
-        self._forming = None  # whose it is now; if there is no thread, `call_off` finds it still
-        self._taker.standing.set()
+        self._receive_thread = ReceiveThread(message, rank, targets, self._held.device, self._forming)
+        self._forming = None  # the thread has it now; without a thread `call_off` still finds it
+        self._receive_thread.in_loader.set()
 
-    def form(self, message: wire.Form) -> None:
-        """Begin to join a group, for the thread that will be told to take something in it."""
+    def form_group(self, message: wire.Form) -> None:
+        """Begin to join a group, for a receive thread that will receive in it."""
         self.call_off()
         self._forming = GroupForming(message.group, self._held.device)
 
     def call_off(self) -> None:
-        """The exchange is over: nobody comes for a group that was not taken along."""
+        """The exchange is over: drop a group that no receive thread has taken."""
         forming, self._forming = self._forming, None
         if forming is not None:
             forming.discard()
 
-    def stand(self, *, standing: bool) -> None:
-        """Whether the scheduler stands in the loader: what is sent goes into its parameters only then."""
-        if self._taker is not None:
-            self._taker.standing.set() if standing else self._taker.standing.clear()
+    def set_in_loader(self, *, in_loader: bool) -> None:
+        """Note whether the scheduler waits in the loader: only then parameters may be written to."""
+        if self._receive_thread is not None:
+            in_place = self._receive_thread.in_loader
+            in_place.set() if in_loader else in_place.clear()
 
-    def flip(self) -> wire.PlanExecuted:
-        """Put what was sent into place, load what is no copy, and say what the model holds now."""
-        plan, taker = self._plan, self._taker
-        if plan is None or taker is None:
+    def swap(self) -> wire.PlanExecuted:
+        """Swap in the received tensors, load those that are no copies, and digest the live parameters."""
+        plan, thread = self._plan, self._receive_thread
+        if plan is None or thread is None:
             raise TransferFailed("there is no plan by which anything was sent")
         began = time.perf_counter()
         self.touched = True
-        taker.flip()
+        thread.swap()
         self._finish(plan)
         return self._proven(began)
 
-    def replay(self, message: wire.ExecutePlan, called_off: Callable[[], bool]) -> wire.PlanExecuted:
-        """Copy, load what is no copy, and say what the model holds now.
+    def execute_plan(self, message: wire.ExecutePlan, called_off: Callable[[], bool]) -> wire.PlanExecuted:
+        """Copy, load the tensors that are no copies, and digest the live parameters.
 
-        Raises `PeerLost` when it is `called_off` while something that it reads is still made.
+        Raises `PeerLost` when it is `called_off` while it waits for a part that is not ready.
         """
         plan = self._plan
         if plan is None:
@@ -230,7 +233,7 @@ class WorkerState:
         return self._proven(began, bound.marks.seconds)
 
     def _ready(self, copies: PreparedCopies, needs: Mapping[int, NeededParts], marks: ReadyFlags) -> WaitStage:
-        """Wait for what a stage of `copies` reads; behind that, the model is written to."""
+        """A wait for the parts that a stage of `copies` reads; after it the model is written to."""
 
         def ready(stage: int) -> None:
             marks.wait(needs.get(stage, ()), lambda: copies.busy)
@@ -239,17 +242,17 @@ class WorkerState:
         return ready
 
     def _finish(self, plan: wire.InstallPlan) -> None:
-        """What is not a copy: padding, and tensors for the engine's own loader."""
+        """Fill padding, and give staged tensors to the engine's own loader."""
         for view, value in self._constants:
             view.fill_(value)
         if plan.staged:
             cast("Callable[[NamedTensors], object]", self._model.load_weights)(self._staged(plan.staged))
 
     def _proven(self, began: float, waited_s: float = 0.0) -> wire.PlanExecuted:
-        if self._evidence is None:
+        if self._report is None:
             raise TransferFailed("there is no plan to prove")
         copied = time.perf_counter()
-        lanes, odd = self._evidence.found()
+        lanes, odd = self._report.found()
         return wire.PlanExecuted(
             lanes=lanes,
             odd=odd,
@@ -260,19 +263,19 @@ class WorkerState:
         )
 
     def release(self) -> None:
-        """Let go of the memory of a trainer that is gone: a GPU's is not free again before that."""
+        """Close the memory of a trainer that is gone: memory of a GPU is not free before that."""
         if not self._importer.alive():
             self._unbind()
             self._importer.close()
 
     def close(self) -> None:
-        """Let go of the trainer's memory, and of every plan."""
+        """Close the trainer's memory, and drop every plan."""
         self._forget()
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _bind(self, plan: wire.InstallPlan, exports: tuple[wire.Exports, ...]) -> _Bound:
-        """Open what the plan reads, unless it is open. A generation that has grown is opened anew."""
+        """Open the memory that the plan reads, unless it is open. A generation that has grown is opened anew."""
         # A trainer that began anew may have the address and the generation of the one before it: its memory is another.
         if self._bound is not None and self._bound.exports == exports and self._importer.alive():
             return self._bound
@@ -309,7 +312,7 @@ class WorkerState:
     def _staged(self, staged: Sequence[int]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors in the staging buffer, as reshard_plan.py lays them out: copies, one at a time.
 
-        A loader may change what it is given, or keep it; the buffer is proven afterwards, and written in every round.
+        A loader may change or keep a tensor; the buffer is digested afterwards, and written in every round.
         """
         at = 0
         for index in staged:
@@ -320,9 +323,9 @@ class WorkerState:
 
     @property
     def _buffer(self) -> torch.Tensor:
-        if self._evidence is None:
+        if self._report is None:
             raise TransferFailed("nothing is staged before there is a plan")
-        return self._evidence.buffer
+        return self._report.buffer
 
     def _part(self, constant: ConstantFill) -> torch.Tensor:
         cut = tuple(slice(a, b) for a, b in zip(constant.box.start, constant.box.stop, strict=True))
@@ -330,9 +333,9 @@ class WorkerState:
         return part
 
     def _hang_up(self) -> None:
-        if self._taker is not None:
-            self._taker.close()
-            self._taker = None
+        if self._receive_thread is not None:
+            self._receive_thread.close()
+            self._receive_thread = None
 
     def _unbind(self) -> None:
         if self._bound is not None:
@@ -342,11 +345,11 @@ class WorkerState:
             self._bound = None
 
     def _forget(self) -> None:
-        """Everything that speaks of tensors which may have been replaced."""
+        """Drop everything that refers to tensors which may have been replaced."""
         self._unbind()
         self._hang_up()
         self._importer.close()
-        self._layout, self._plan, self._evidence, self._recording = "", None, None, None
+        self._layout, self._plan, self._report, self._recording = "", None, None, None
         self._held = ModelTensors(self._model)
 
 
@@ -361,11 +364,11 @@ def _wanted(called_off: Callable[[], bool]) -> Callable[[], None]:
 def _warmed(device: torch.device) -> None:
     try:
         warm(device)
-    except Exception as error:  # noqa: BLE001  the first group does it then, or says what is wrong
+    except Exception as error:  # noqa: BLE001  the first group loads it then, or fails with the reason
         _log.info("weightbus: NCCL was not loaded ahead: %s", error)
 
 
 def _made(plan: wire.InstallPlan, exports: Sequence[wire.Exports]) -> dict[int, tuple[int, ArenaRegion]]:
-    """By number of the source: who makes it part by part."""
+    """The rank that makes a source part by part, and its region, by the source's number."""
     made = {(each.holder, each.made.region): each.made for each in exports if each.made is not None}
     return {number: (at[0], made[at]) for number, at in enumerate(plan.sources) if at in made}

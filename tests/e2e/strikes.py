@@ -47,8 +47,8 @@ POINTS = {
     "worker_forms": _at("worker", _PAIR_GROUP + "form"),
     "worker_begins": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread._take"),
     "worker_moves": _at("worker", _PAIR_GROUP + "post", skip=1),
-    "worker_flips": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread.flip"),
-    "worker_flipped": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread.flip", after=True),
+    "worker_flips": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread.swap"),
+    "worker_flipped": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread.swap", after=True),
     # A sidecar.
     "sidecar_begins": _at("sidecar", "weightbus.dataplane.transports.sends.worker_receivers:WorkerReceivers.take"),
     "sidecar_flips": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.flip"),

@@ -79,7 +79,7 @@ def doomed(job: dict[str, Any]) -> None:
     before(RankSender, "_mail_of", "begun")
     before(SendQueue, "send", "", "through")
     before(ReceiveThread, "_take", "begun", "through")
-    before(ReceiveThread, "flip", "flip", "flipped")
+    before(ReceiveThread, "swap", "flip", "flipped")
 
 
 def _device(job: dict[str, Any]) -> torch.device:

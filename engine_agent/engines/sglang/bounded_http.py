@@ -1,7 +1,7 @@
 """Connections on which a call ends at its deadline as a whole, and takes no more than so many bytes.
 
-The timeouts of httpcore are for each read and each write: whoever sends a byte now and then outlives them. A call is
-made by one thread from its beginning to its end, so what is left of it is kept there.
+The timeouts of httpcore are for each read and each write: a peer that sends a byte now and then outlives them. A call
+is made by one thread from its beginning to its end, so its remaining time is kept with the thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TooLong(Exception):
 
 
 class _Budget(threading.local):
-    """Of the call that this thread makes."""
+    """Remaining time and bytes of the call that this thread makes."""
 
     until = float("inf")
     room = 0

@@ -1,8 +1,8 @@
-"""Somebody who has the server leave its weight-update groups when this process cannot do it any more.
+"""A watchdog process that has the server leave its weight-update groups when the sidecar cannot do it any more.
 
-In a collective everybody waits for everybody. A server whose sidecar died between two of its calls takes part in no
-further one, and the workers of other servers would wait for it inside of theirs, where nobody reaches them. When it has
-left the group its connections are closed, which tells them so at once (gloo).
+In a collective all ranks wait for one another. A server whose sidecar died between two calls takes part in no further
+one, and the workers of other servers would wait for it inside of theirs, out of reach. When it has left the group its
+connections are closed, which ends their wait at once (gloo).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..connection import Keys
 from .http_client import authorization
 
 SILENCE_S: Final = WATCHDOG_S
-"""Less than the coordinator's ``silence_s``: when that ends an attempt nobody waits in the group any more."""
+"""Less than the coordinator's ``silence_s``: when that ends an attempt, no rank waits in the group any more."""
 _TICK_S: Final = 0.5
 _END_S: Final = 1.0
 _STOOD: Final = "this process had no time for so long while its server was in groups: it was made to leave them"
@@ -34,10 +34,10 @@ _log = get_log(__name__)
 
 
 class GroupWatchdog:
-    """A process that hears of the server's groups, and that this one lives. Started with the first group."""
+    """The watchdog process, and its news of the server's groups and of this process. Started with the first group."""
 
     def __init__(self, url: str, keys: Keys, silence_s: float = SILENCE_S) -> None:
-        """Who is silent for `silence_s` stands still. The keys are in no argument and no environment, but in a pipe."""
+        """A sidecar that is silent for `silence_s` counts as stalled. The keys travel in a pipe alone."""
         self._first = f"{url}\n{authorization(keys, admin=True).get('Authorization', '')}\n"
         self._command = (sys.executable, "-I", "-S", str(_PROGRAM), str(silence_s))
         self._lock = threading.Lock()
@@ -45,15 +45,15 @@ class GroupWatchdog:
         self._used = False
         self._silence_s = silence_s
         self._said: tuple[float, bool] = 0.0, False
-        """Since when the process waits for a word, and whether it leaves groups when none comes."""
+        """Time of the last word to the process, and whether it leaves groups when none comes."""
         self._stood = False
-        """It waited so long for one that it may have left them."""
+        """True if it waited so long for a word that it may have left the groups."""
 
     def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
-        """These are to be left when this process ends and, while they are `used`, also when it stands still.
+        """Have these groups left when this process ends and, while they are `used`, also when it stalls.
 
-        False where those before may have been left: this process stood still meanwhile. Never raises: without a
-        stand-in it is as it was before there was one.
+        False where earlier groups may have been left, because this process stalled meanwhile. Never raises: a missing
+        watchdog costs its protection alone.
         """
         with self._lock:
             self._used = used and bool(groups)
@@ -64,7 +64,7 @@ class GroupWatchdog:
         return not stood
 
     def close(self) -> None:
-        """Nothing is left when this process ends."""
+        """End the watchdog; no group is left by it any more."""
         self.entrust((), used=False)
         with self._lock:
             process, self._process = self._process, None
@@ -80,7 +80,7 @@ class GroupWatchdog:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()  # of the one that ended
         try:
-            # A session of its own: who kills all processes of this one's group leaves it to its task.
+            # A session of its own: a kill of this process group leaves the watchdog to its task.
             self._process = process = subprocess.Popen(  # noqa: S603  our own file
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True
             )
@@ -88,7 +88,7 @@ class GroupWatchdog:
             _log.warning("no_stand_in", reason=str(error))
             return
         if process.stdin is not None:
-            os.set_blocking(process.stdin.fileno(), False)  # one that stands still holds nobody up
+            os.set_blocking(process.stdin.fileno(), False)  # a stalled watchdog must not hold up the sidecar
         self._tell(self._first)
         threading.Thread(target=self._tick, args=(process,), name="stand-in", daemon=True).start()
 

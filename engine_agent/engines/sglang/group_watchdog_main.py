@@ -38,7 +38,7 @@ def lines(silence_s: float) -> Iterator[str | None]:
 
 
 def leave(url: str, authorization: str, group: str) -> None:
-    """Ask once: a server that does not answer is gone, or waits where nobody reaches it."""
+    """Ask once: a server that does not answer is gone, or out of reach in a collective."""
     where = urlsplit(url)
     connect = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json", **({"Authorization": authorization} if authorization else {})}

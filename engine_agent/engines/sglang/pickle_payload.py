@@ -13,7 +13,7 @@ unpickler's allow-list of every version from 0.5.11 (by prefix) and 0.5.21 (by e
   uuid in place of an index, which means another GPU to a server with other visible devices.
 
 Every rank maps the same memory, so each gets the same payload. torch's consumer gives up one reference to shared
-memory for each rank that maps it; whoever owns the memory accounts for that (dataplane's staging).
+memory for each rank that maps it; the owner of the memory accounts for that (dataplane's staging).
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""Can the live weights of a quantized server be loaded again? Pure.
+"""Whether the live weights of a quantized server can be loaded again. Pure.
 
 A server loads every update through the loader that its launch used. That works as long as the live parameters still
 have the checkpoint's layout, or SGLang can give it back (begin_weight_update). Read from SGLang 0.5.11 to 0.5.23:
@@ -34,7 +34,7 @@ _SERVE_BLOCKS: Final = (
 def objections(
     quantization: Quantization | None, names: Iterable[str], facts: ServerFacts, dialect: Dialect
 ) -> Iterator[str]:
-    """What speaks against updating a server of such a checkpoint, whose tensors have these names."""
+    """Objections to updating a server of such a checkpoint, whose tensors have these names."""
     asked = facts.quantization.replace("_", "-")
     if quantization is None:
         if asked:

@@ -327,8 +327,8 @@ def test_what_one_worker_loses_is_noticed(world: World, monkeypatch: pytest.Monk
     world.trainer.step(4)
     model = world.server.models[0]
     state = worker_loader._states[model]
-    assert state._evidence is not None
-    proof = state._evidence.proof
+    assert state._report is not None
+    proof = state._report.proof
 
     class Spoiled:
         def run(self) -> object:
@@ -337,7 +337,7 @@ def test_what_one_worker_loses_is_noticed(world: World, monkeypatch: pytest.Monk
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr(state._evidence, "proof", Spoiled())
+    monkeypatch.setattr(state._report, "proof", Spoiled())
 
     with pytest.raises(DigestMismatch, match="norm"):
         world.round()

@@ -81,7 +81,7 @@ def test_what_any_model_lacks_is_noticed(world: World, tensor: str) -> None:
 
 def test_a_later_model_that_fails_leaves_the_engine_touched(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its workers wrote nothing, but those of the model before it did."""
-    replay = worker_loader.WorkerState.replay
+    replay = worker_loader.WorkerState.execute_plan
 
     def refuse(
         state: worker_loader.WorkerState, message: worker_loader.wire.ExecutePlan, called_off: Callable[[], bool]
@@ -90,7 +90,7 @@ def test_a_later_model_that_fails_leaves_the_engine_touched(world: World, monkey
             raise PeerLost("out of memory")
         return replay(state, message, called_off)
 
-    monkeypatch.setattr(worker_loader.WorkerState, "replay", refuse)
+    monkeypatch.setattr(worker_loader.WorkerState, "execute_plan", refuse)
 
     with pytest.raises(DataplaneError, match="out of memory"):
         world.round()

@@ -278,7 +278,7 @@ def test_what_a_copy_spoils_is_noticed(world: World, monkeypatch: pytest.MonkeyP
     world.round()
     world.trainer.step(4)
     model = world.server.models[1]
-    evidence = worker_loader._states[model]._evidence
+    evidence = worker_loader._states[model]._report
     assert evidence is not None
     proof = evidence.proof
     live = getattr(model, where).data.view(-1)

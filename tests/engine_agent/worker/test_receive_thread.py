@@ -136,10 +136,10 @@ def test_what_was_taken_is_put_into_place_once(sidecar: Sidecar) -> None:
     """Not before the scheduler is told to, and not again."""
     assert isinstance(sidecar.take(), wire.Taken)
     assert not sidecar.parameter.any()
-    sidecar.taker.flip()
+    sidecar.taker.swap()
     assert (sidecar.parameter == SENT).all()
     with pytest.raises(TransferFailed, match="nothing was taken"):
-        sidecar.taker.flip()
+        sidecar.taker.swap()
 
 
 def test_a_version_that_was_called_off_is_not_put_into_place(sidecar: Sidecar) -> None:
@@ -149,7 +149,7 @@ def test_a_version_that_was_called_off_is_not_put_into_place(sidecar: Sidecar) -
     sidecar.say(wire.Weigh())
     assert isinstance(sidecar.hear(), wire.Room)  # so it has heard what was said before
     with pytest.raises(TransferFailed, match="nothing was taken"):
-        sidecar.taker.flip()
+        sidecar.taker.swap()
     assert not sidecar.parameter.any()
 
 
@@ -163,7 +163,7 @@ def test_a_version_that_was_called_off_leaves_its_memory_to_the_scheduler(sideca
     assert isinstance(sidecar.hear(), wire.Room)
     assert sidecar.taker._inbox.memory == ()
     assert isinstance(sidecar.take(), wire.Taken)
-    sidecar.taker.flip()
+    sidecar.taker.swap()
     assert (sidecar.parameter == SENT).all()
 
 
@@ -179,7 +179,7 @@ def test_what_is_being_put_into_place_is_not_let_go_of(sidecar: Sidecar, monkeyp
 
     monkeypatch.setattr(ReceiveQueue, "flip", called_off)
     assert isinstance(sidecar.take(), wire.Taken)
-    sidecar.taker.flip()
+    sidecar.taker.swap()
     assert (sidecar.parameter == SENT).all()
 
 
@@ -196,9 +196,9 @@ def test_a_version_that_fails_leaves_its_memory_to_the_scheduler(
     assert sidecar.taker._inbox is not None
     assert sidecar.taker._inbox.memory == ()
     with pytest.raises(TransferFailed, match="nothing was taken"):
-        sidecar.taker.flip()
+        sidecar.taker.swap()
     assert isinstance(sidecar.take(), wire.Taken)
-    sidecar.taker.flip()
+    sidecar.taker.swap()
     assert (sidecar.parameter == SENT).all()
 
 
@@ -226,7 +226,7 @@ def test_a_thread_that_is_stuck_in_its_memory_is_left_with_it(
 ) -> None:
     """The sidecar hears why, the scheduler is not held, and nothing is let go of that may be written yet."""
     assert isinstance(sidecar.take(), wire.Taken)
-    sidecar.taker.flip()
+    sidecar.taker.swap()
     begun, released, inbox = threading.Event(), threading.Event(), sidecar.taker._inbox
     assert inbox is not None
     attach, closed = ReceiveQueue.attach, list[str]()
@@ -252,7 +252,7 @@ def test_a_thread_that_is_stuck_in_its_memory_is_left_with_it(
 
 def test_parameters_that_nobody_wrote_were_not_touched(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this version, whatever became of the one before: an engine that holds what it held goes on serving it."""
-    sidecar.taker.standing.set()
+    sidecar.taker.in_loader.set()
     monkeypatch.setattr(Passage, "reason", "a rank has died")
     for moves, beside in ((True, False), (False, False), (True, False), (True, True)):
         monkeypatch.setattr(Passage, "moves", moves)

@@ -45,7 +45,7 @@ def stage(world: SendsWorld) -> tuple[TransferSession, Address]:
 
 def takers() -> list[ReceiveThread]:
     """Those of all workers."""
-    return [state._taker for state in worker_loader._states.values() if state._taker is not None]
+    return [state._receive_thread for state in worker_loader._states.values() if state._receive_thread is not None]
 
 
 def held(world: SendsWorld) -> list[torch.Tensor]:
@@ -87,7 +87,7 @@ def test_a_version_whose_session_is_over_can_not_be_put_into_place(world: SendsW
     until(lambda: not any(each._taken for each in takers()), "the workers to forget it", WAIT_S)
     for each in takers():
         with pytest.raises(TransferFailed, match="nothing was taken"):
-            each.flip()
+            each.swap()
     assert all(torch.equal(one, other) for one, other in zip(before, held(world), strict=True))
     world.trainer.sends.close()
     world.round(stage=True)

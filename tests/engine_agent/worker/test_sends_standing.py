@@ -175,7 +175,7 @@ def test_who_lost_the_group_after_all_costs_one_attempt(
 
     def takers() -> list[standing.GroupCache]:
         states = worker_loader._states.values()
-        return [state._taker._standing for state in states if state._taker is not None][:1]
+        return [state._receive_thread._groups for state in states if state._receive_thread is not None][:1]
 
     monkeypatch.setattr(standing.GroupCache, "take", lose)
     world.epoch += 1

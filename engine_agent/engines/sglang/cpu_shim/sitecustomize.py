@@ -14,7 +14,7 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 class _DeclareOperators(importlib.abc.MetaPathFinder):
-    """Finds nothing; acts once, when torchvision is about to be found by somebody else."""
+    """Finds nothing; acts once, when torchvision is about to be found by another finder."""
 
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
