@@ -101,7 +101,7 @@ class LayoutShards:
         assert blob is not None
         return blob
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
+    def local_shards(self, tensors: Sequence[TensorSpec]) -> Shards:
         return self._held.ordered(tensors)
 
     def memory(self) -> Sequence[torch.Tensor]:

@@ -42,7 +42,7 @@ class Exportable(Protocol):
         """Rank of this process in the source's group."""
         ...
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
+    def local_shards(self, tensors: Sequence[TensorSpec]) -> Shards:
         """Shards of `tensors` on this rank, replicas included; `storage` is an index into `memory`."""
         ...
 
@@ -76,7 +76,7 @@ class SummingSource(PreparingSource, Protocol):
     """A source that accumulates checksums of what it computes, so that digests need not read all of it again."""
 
     def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
-        """Shards of `held` with accumulated checksums. The same in every version."""
+        """Shards of `local_shards` with accumulated checksums. The same in every version."""
         ...
 
     def sums(self) -> Lanes:
@@ -359,7 +359,7 @@ class MemoryExport:
         local = self._local
         if local is None:
             parts = self._source.ready_parts() if isinstance(self._source, FlaggingSource) else None
-            local = self._local = _LocalShards.of(self._source.held(self._manifest.tensors), memory, parts)
+            local = self._local = _LocalShards.of(self._source.local_shards(self._manifest.tensors), memory, parts)
         used = local.used_of(memory)
         local.derived.refresh(used)
         self._tensors = [*used, *local.derived.tensors]

@@ -288,7 +288,7 @@ class ResidentQuantization(QuantizedAssembly):
 
     def __init__(self, division: WeightDivision, source: ReadableSource) -> None:
         """`division` is of the source's shards."""
-        held = source.held(source.tensors())
+        held = source.local_shards(source.tensors())
         base = int(held.storage.max()) + 1 if len(held) else 0
         resident_work = division.resident_work(source.rank, base)
         self._flags = ReadyFlags(resident_work.work)

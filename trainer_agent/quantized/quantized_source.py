@@ -173,7 +173,7 @@ class ReadableQuantizedSource(QuantizedSource):
         made = {weight.spec: len(weight.outputs) for weight in self.weights}
         return tuple(raw[spec] for spec in self._raw for _ in range(made.get(spec, 1)))
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
+    def local_shards(self, tensors: Sequence[TensorSpec]) -> Shards:
         """Shards that this rank quantizes, once in the group, and all of its unquantized shards."""
         return self._resident_quantization().shards.ordered(tensors)
 
@@ -192,7 +192,7 @@ class ReadableQuantizedSource(QuantizedSource):
         return resident.memory
 
     def summed(self, tensors: Sequence[TensorSpec]) -> FusedDigests:
-        """Shards of `held` whose checksums are accumulated; see `SummingSource`."""
+        """Shards of `local_shards` whose checksums are accumulated; see `SummingSource`."""
         resident = self._resident_quantization()
         number = {spec.name: index for index, spec in enumerate(tensors)}
         of = np.array([number[name] for name in resident.sums_of], np.int64)

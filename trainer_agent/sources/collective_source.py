@@ -202,7 +202,7 @@ class ShardedSource(CollectiveSource):
         """Group of the ranks that are read; None on other ranks, and where one rank holds everything."""
         return self._exchange
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
+    def local_shards(self, tensors: Sequence[TensorSpec]) -> Shards:
         """All that this rank holds of `tensors`, replicas included; `storage` is an index of `memory`."""
         return self._local.shards.ordered(tensors)
 

@@ -92,7 +92,7 @@ class Split(FakeSource):
     def _half(self, value: torch.Tensor) -> torch.Tensor:
         return value.chunk(RANKS)[self.rank] if value.dim() == 2 else value
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
+    def local_shards(self, tensors: Sequence[TensorSpec]) -> Shards:
         pieces: list[Shard] = []
         for number, (name, mine) in enumerate(zip(self.weights, self._mine, strict=True)):
             first = mine.shape[0] * self.rank if mine.dim() == 2 else 0

@@ -119,7 +119,7 @@ class RankSource:
         value = self.ranks.values[name]
         return value[value.shape[0] // 2 * self.rank :][: value.shape[0] // 2].clone()
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
+    def local_shards(self, tensors: Sequence[TensorSpec]) -> Shards:
         norm = Shard("norm", Box((8 * self.rank,), (8 * self.rank + 8,)), "float32", ShardView(3, 0, (1,)), shift=1)
         up = Shard("up", Box((4 * self.rank, 0), (4 * self.rank + 4, 12)), "float32", ShardView(1, 0, (12, 1)))
         return Shards.of(tensors, [norm, up], self.rank)

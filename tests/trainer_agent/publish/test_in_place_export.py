@@ -72,7 +72,7 @@ class Trainer(quantizing.Held):
         self._agreed = iter(agreed)
         self._gatherer: Device | None = None
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
+    def local_shards(self, tensors: Sequence[TensorSpec]) -> Shards:
         return self.shards.ordered(tensors)
 
     def collect(self, blob: bytes) -> Sequence[bytes]:

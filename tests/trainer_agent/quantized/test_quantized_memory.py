@@ -33,7 +33,7 @@ from ...kit.quantized_world import RANKS, SHAPES, STORED, Opaque, Rank, World, c
 class Readable(Rank):
     """A rank whose memory can be read. Satisfies `Exportable`."""
 
-    def held(self, tensors: Sequence[TensorSpec]) -> Shards:
+    def local_shards(self, tensors: Sequence[TensorSpec]) -> Shards:
         """Replicas included."""
         return Shards.of(tensors, self.world.rows[self.rank], self.rank)
 
@@ -50,7 +50,7 @@ def read(sources: Sequence[ReadableQuantizedSource]) -> dict[str, torch.Tensor]:
     """Every tensor out of the memories of all ranks. The root comes last: it takes what the others send."""
     memories = {each.rank: each.memory() for each in sorted(sources, key=lambda each: each.root)}
     tensors = sources[0].tensors()
-    shards = cover.drop_replicas(Shards.join([each.held(tensors) for each in sources]))
+    shards = cover.drop_replicas(Shards.join([each.local_shards(tensors) for each in sources]))
     found = {spec.name: torch.zeros(spec.shape, dtype=DTYPES[spec.dtype]) for spec in tensors}
     for row in range(len(shards)):
         shard, storage = shards.at(row), memories[int(shards.rank[row])][int(shards.storage[row])]
@@ -92,7 +92,7 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
     tensors = sources[0].tensors()
     read(sources)
     derived = [
-        DerivedTensors(each.held(tensors), len(each.memory(prepared=True)), torch.device("cpu")) for each in sources
+        DerivedTensors(each.local_shards(tensors), len(each.memory(prepared=True)), torch.device("cpu")) for each in sources
     ]
     division = divide_digest_work(Shards.join([each.shards for each in derived]))
     lanes: list[Lanes] = []
@@ -121,14 +121,15 @@ def test_what_is_summed_up_is_not_read_again() -> None:
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     sources = sources_of(world, scheme)
     tensors = sources[0].tensors()
-    division = divide_digest_work(Shards.join([each.held(tensors) for each in sources]))
+    division = divide_digest_work(Shards.join([each.local_shards(tensors) for each in sources]))
 
     for source in sources:
         summed = source.summed(tensors)
         known = division.known(source.rank, summed.shards)
         names = {tensors[index].name for index in known.tolist()}
-        assert names == {shard.tensor for shard in map(source.held(tensors).at, range(len(source.held(tensors))))
-                         if shard.dtype == "float8_e4m3fn"}  # fmt: skip
+        local = source.local_shards(tensors)
+        found = map(local.at, range(len(local)))
+        assert names == {shard.tensor for shard in found if shard.dtype == "float8_e4m3fn"}
         read_again = division.share(source.rank, PASS_BYTES, known).in_place
         assert not np.isin(read_again.group, known).any()
 
@@ -138,7 +139,7 @@ def test_what_a_rank_quantizes_is_quantized_once_and_stays() -> None:
     world, scheme = tensor_parallel(48), small(fp8_block((128, 128)))
     sources = sources_of(world, scheme)
     before = [[each.data_ptr() for each in source.memory()] for source in sources]
-    held = Shards.join([source.held(sources[0].tensors()) for source in sources])
+    held = Shards.join([source.local_shards(sources[0].tensors()) for source in sources])
 
     assert [[each.data_ptr() for each in source.memory()] for source in sources] == before
     cover.check_exact_cover(held)  # nothing twice
