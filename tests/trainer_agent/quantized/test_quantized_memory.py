@@ -92,7 +92,8 @@ def test_digests_are_of_what_was_made_whoever_summed_it_up(data: st.DataObject, 
     tensors = sources[0].tensors()
     read(sources)
     derived = [
-        DerivedTensors(each.local_shards(tensors), len(each.memory(prepared=True)), torch.device("cpu")) for each in sources
+        DerivedTensors(each.local_shards(tensors), len(each.memory(prepared=True)), torch.device("cpu"))
+        for each in sources
     ]
     division = divide_digest_work(Shards.join([each.shards for each in derived]))
     lanes: list[Lanes] = []

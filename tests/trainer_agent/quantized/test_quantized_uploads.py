@@ -28,9 +28,9 @@ class Offloaded(QuantizedSource):
     memory_access: MemoryAccess
 
     def _assembly(self, manifest: Manifest, roots: Sequence[int] | None) -> QuantizedAssembly:
-        assert self._sharded is not None
-        division = WeightDivision.of(manifest, self.weights, self._sharded.shards, roots)
-        return QuantizedAssembly(division, self._source, self._sharded, memory_access=self.memory_access)
+        assert self._located is not None
+        division = WeightDivision.of(manifest, self.weights, self._located.shards, roots)
+        return QuantizedAssembly(division, self._source, self._located, memory_access=self.memory_access)
 
 
 def sources_of(
