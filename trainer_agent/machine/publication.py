@@ -3,21 +3,18 @@
 driver.py owns the connection to the coordinator, the staging buffers, the senders and the other ranks. It carries the
 effects out in order and answers each with an event. This machine decides, and knows nothing of tensors.
 
-    ACQUIRING -LeaseObtained-> DIGESTING -DigestsReady-> ANNOUNCING -RoundAccepted-> WAITING
-        ^                                                  |    ^                    |     ^
-        |                          retry, or coordinator   |    |                    |     |
-        +---- round lost, attempts left -------------------+    +--- back again -----+     |
-                                                                |                          |
-                                                             SENDING <-SendRequested-------+
-                                                                +------ DeliveryEnded -----+
+    ACQUIRING  --LeaseObtained-->  DIGESTING  --DigestsReady-->  ANNOUNCING  --RoundAccepted-->  WAITING
+    WAITING    --SendRequested-->  SENDING  --DeliveryEnded-->  WAITING  --RoundEnded-->  DONE
+    WAITING, SENDING  --a request was not answered, or the coordinator is back-->  ANNOUNCING
+    ANNOUNCING  --the coordinator lost the round, and an attempt is left-->  ACQUIRING
 
 Any state ends in DONE with a `PublicationResult`; a round that passes its deadline is abandoned through ABANDONING.
 
 Deferred digests: where every engine can wait for the digest table, the first attempt goes from ACQUIRING to ANNOUNCING
 at once. `DigestsReady` then comes in any later state before `DeliveryEnded`, and the delivery report carries the table.
-No other message does, so the report is repeated until the coordinator acknowledges it. A round whose deferred digests
-are unavailable, or whose table is refused for good, is abandoned, and a new round begins with its table first. That
-attempt does not count against the limit of attempts: without deferred digests it would not have been needed.
+No other message does, so the report is repeated until the coordinator acknowledges it. If deferred digests become
+unavailable, or their table is refused for good, the round is abandoned, and a new round begins with its table first.
+That attempt does not count against the limit of attempts: without deferred digests it would not have been needed.
 
 Messages of older epochs and of other versions change nothing. A restarted coordinator that forgot the round is asked
 once more with the same request key; only its refusal loses the round.
@@ -344,7 +341,7 @@ class Publication:
         if carried_table:
             return self._replace_round(event.reason, now)
         if self.state in (PublicationState.WAITING, PublicationState.SENDING):
-            # An offer or a report came too late. How the round stands is learned by announcing it once more.
+            # An offer or a report came too late. Announcing it again tells its state.
             self._pending_report = None
             return self._ask_again()
         return self._request_failed(event, now)
@@ -394,7 +391,7 @@ class Publication:
                 stop = (*stop, AwaitDigests())
         if self.state in (PublicationState.WAITING, PublicationState.SENDING):
             self._move(PublicationState.ANNOUNCING, give_up_at=self._give_up_at)
-            self._latest_send_epoch = 0  # what was asked may have got lost on either way: it is taken up again
+            self._latest_send_epoch = 0  # request or answer may be lost: a repeated request is acted on again
         self._retry_at = now + wait_s
         return stop
 

@@ -245,7 +245,7 @@ class _Lane:
             _log.exception("sender_failed", transport=self.kind, epoch=self._session.epoch)
             reason = f"{type(error).__name__}: {error}"
         finally:
-            # Read before closing: the failures belong to the session that is being let go of.
+            # Read before closing: the failures belong to the session that is being closed.
             failed, spared = dict(self._sender.failed), self._sender.spared
             differing = tuple(self._sender.differing) if isinstance(self._sender, Dividing) else ()
             if reason:

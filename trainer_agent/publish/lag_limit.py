@@ -107,7 +107,7 @@ class LagLimit:
             return None
         deadline = time.monotonic() + self._settings.lag_timeout_s
         while True:
-            # Asked first: what a publication brought is in the answer that follows its end.
+            # Read before the status: the status then includes versions of publications that have ended.
             ended, coming = self._background.ended, self._background.pending > 0
             serving, silence = self._serving(max_lag)
             expired = time.monotonic() >= deadline
