@@ -137,14 +137,14 @@ def test_what_holds_up_its_engine_is_said_at_once(answered: type[Message]) -> No
 
 
 def test_what_is_owed_waits_while_there_is_much_to_read_but_not_for_long() -> None:
-    """Nobody goes on because of it at once; everybody does in the end."""
+    """No engine goes on because of it at once; every one does in the end."""
     acks = owing(answer(Paused))
     assert list(acks.take_due(PROMPT_S / 2, quiet=False)) == []
     assert len(list(acks.take_due(PROMPT_S, quiet=False))) == 1
 
 
 def test_who_is_told_something_else_is_told_what_it_is_owed_first() -> None:
-    """One packet for both, in this order, and nobody else's."""
+    """One packet for both, in this order, and none of another engine."""
     acks = owing(answer(Paused))
     acks.add([(TWO, answer(Paused, request="other"))], 0.0)
     assert acks.take_before((ONE,), command(Abort)) == [(ONE, Ack(request="k"))]  # type: ignore[arg-type]

@@ -52,7 +52,7 @@ from weightbus.control.protocol.messages import (
 from weightbus.control.security.curve_keys import COORDINATOR_KEYS, CurveFiles, write_key_pair
 
 QUICK = SessionTiming(resend_first_s=0.05, resend_max_s=0.1, silence_s=30.0)
-"""Whoever says nothing for half a second on a busy machine is not gone: only one test waits for a silence."""
+"""An agent that is silent for half a second on a busy machine is not gone: only one test waits for a silence."""
 ABORT = Abort(channel=Channel("c"), epoch=Epoch(1), reason="", deadline_s=1.0)
 DEADLINE_S = 30.0
 
@@ -361,7 +361,7 @@ def test_taken_name_is_waited_for(there: Coordinator) -> None:
 
 
 def test_close_says_bye_at_once(there: Coordinator) -> None:
-    """Closing waits for no answer, says Bye, and raises for whoever still waits."""
+    """Closing waits for no answer, says Bye, and raises in callers that still wait."""
     client = client_of(there.port)
     client.start(DEADLINE_S)
     there.answer = lambda item: None if isinstance(item.message, Acquire) else there.usual(item)
@@ -417,7 +417,7 @@ def test_blobs_travel_in_pages(there: Coordinator, client: BusClient) -> None:
 def test_a_blob_is_given_up_when_nobody_wants_it(
     there: Coordinator, client: BusClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long before its deadline, also while a page does not come: nobody waits for what is not needed any more."""
+    """Long before its deadline, also while a page does not come: no caller waits for an unneeded blob."""
     monkeypatch.setattr("weightbus.control.bus.client.PAGE_S", 0.2)
     there.answer = lambda item: None if isinstance(item.message, GetBlob) else there.usual(item)
     asked = iter([False, False, True])
@@ -509,7 +509,7 @@ def test_pages_that_got_lost_are_put_again_before_the_same_question(there: Coord
 
 
 def test_what_was_put_before_and_is_there_no_more_is_put_again(there: Coordinator, client: BusClient) -> None:
-    """Once: who is refused for it then is refused."""
+    """Once: a second refusal is raised."""
     digest = client.put_blob(b"table")
     there.blobs.clear()
 
@@ -555,7 +555,7 @@ def test_friend_with_a_key(tmp_path: Path) -> None:
 
 
 def test_unreadable_message_is_the_callers_error(client: BusClient) -> None:
-    """A message that nobody could read raises where it was made, and the client lives on."""
+    """A message that cannot be encoded raises where it was made, and the client lives on."""
     with pytest.raises(Malformed):
         client.request(Acquire(request=client.new_request(), channel=Channel("no name"), version=Version(1)))
     with pytest.raises(TypeError, match="post"):
@@ -570,7 +570,7 @@ def test_posted_message_arrives(there: Coordinator, client: BusClient) -> None:
 
 
 def test_broken_callback_is_heard_of() -> None:
-    """When `hello` raises, whoever waits learns why instead of waiting for ever."""
+    """When `hello` raises, callers that wait get the error instead of waiting for ever."""
 
     def broken() -> Hello:
         raise KeyError("url")

@@ -1,4 +1,4 @@
-"""Who floods is slowed, then cut off, then heard again when it was quiet; nobody else is concerned."""
+"""A flooding agent is slowed, then cut off, then heard again once it was quiet; no other agent is concerned."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def test_what_a_fleet_says_is_never_touched() -> None:
     """Two thousand agents that return at once, page through blobs and beat for a minute lose nothing."""
     limiter = RateLimiter()
     agents = [f"e{number}" for number in range(2048)]
-    assert {limiter.account(who).count_message(0.0) for who in agents for _ in range(20)} == {RateDecision.TAKEN}
-    assert {limiter.account(who).count_message(float(second)) for second in range(60) for who in agents} == {
+    assert {limiter.account(agent).count_message(0.0) for agent in agents for _ in range(20)} == {RateDecision.TAKEN}
+    assert {limiter.account(agent).count_message(float(second)) for second in range(60) for agent in agents} == {
         RateDecision.TAKEN
     }
     assert {limiter.account("t0").count_message(100.0 + count / RATE) for count in range(30_000)} == {

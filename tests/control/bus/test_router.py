@@ -95,7 +95,7 @@ def test_messages_go_both_ways(bus: RouterBus) -> None:
 
 
 def test_unknown_and_lost_peers_are_told(bus: RouterBus) -> None:
-    """Sending to nobody is an answer, not a silent drop."""
+    """Sending to an unknown peer is an answer, not a silent drop."""
     assert bus.send(Peer(b"nobody"), Ack(request=RequestId("k"))) is Delivery.GONE
     link = link_to(bus)
     peer = say(bus, link).peer
@@ -109,7 +109,7 @@ def test_unknown_and_lost_peers_are_told(bus: RouterBus) -> None:
 
 
 def test_slow_peer_is_queued_then_gone(bus: RouterBus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that takes nothing is queued for within bounds, blocks nobody, and then counts as gone."""
+    """Messages for a peer that reads none are queued within bounds, then it counts as gone; no other waits."""
     monkeypatch.setattr(bus_module, "QUEUE_LIMIT", 3)
     link = link_to(bus)
     peer = say(bus, link).peer
@@ -128,7 +128,7 @@ def test_slow_peer_is_queued_then_gone(bus: RouterBus, monkeypatch: pytest.Monke
 
 
 def test_what_is_not_taken_is_bounded_in_bytes(bus: RouterBus) -> None:
-    """Whoever asks for pages and reads none of them costs tens of megabytes, and then counts as gone."""
+    """A peer that asks for pages and reads none of them costs tens of megabytes, and then counts as gone."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     reads_nothing: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     reads_nothing.set(zmq.RCVHWM, 1)
@@ -224,7 +224,7 @@ def test_a_message_of_thousands_of_frames_is_refused_once(bus: RouterBus, monkey
 
 
 def test_oversize_frame_costs_the_connection_only(bus: RouterBus) -> None:
-    """A frame above the limit cuts its sender; the bus serves everybody else."""
+    """A frame above the limit cuts its sender; the bus serves all others."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     raw = context.socket(zmq.DEALER)
     raw.connect(f"tcp://127.0.0.1:{bus.router_port}")
@@ -279,7 +279,7 @@ def test_what_cannot_be_bound_or_connected(folder: Path) -> None:
 
 @pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:5750", "tcp://coordinator:5750", "tcp://[2001:db8::1]:5750"])
 def test_without_keys_nothing_is_said_to_another_machine(endpoint: str) -> None:
-    """Whoever answered there could have any weights loaded."""
+    """A stranger who answered there could make engines load any weights."""
     with pytest.raises(ConfigurationError, match="weightbus keygen"):
         DealerLink(endpoint)
     for near in ("tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1"):
@@ -320,7 +320,7 @@ def trust_second(bus: RouterBus, folder: Path, role: Role) -> list[object]:
 
 
 def test_distrust_cuts_a_standing_connection(curve_bus: RouterBus, folder: Path) -> None:
-    """Whoever is taken off the list is named at once, and nothing more is taken from its connection."""
+    """An agent taken off the list is named at once, and nothing more is taken from its connection."""
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
     assert isinstance(say(curve_bus, link), MessageReceived)
     distrust(folder, "friend")
@@ -340,7 +340,7 @@ def test_distrust_cuts_a_standing_connection(curve_bus: RouterBus, folder: Path)
 
 
 def test_distrust_of_one_leaves_the_others(curve_bus: RouterBus, folder: Path) -> None:
-    """A list that grows or loses somebody else changes nothing for those who stay."""
+    """A list that gains or loses one agent changes nothing for the others."""
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
     assert isinstance(say(curve_bus, link), MessageReceived)
     assert trust_second(curve_bus, folder, Role.TRAINER) == []
@@ -361,7 +361,7 @@ def test_a_changed_entry_is_a_lost_one(curve_bus: RouterBus, folder: Path) -> No
 
 
 def test_broken_list_cuts_everybody(curve_bus: RouterBus, folder: Path) -> None:
-    """In doubt nobody is trusted; the reason says what is wrong with the file."""
+    """In doubt no agent is trusted; the reason says what is wrong with the file."""
     (folder / ALLOW_LIST_FILE).write_text("nonsense")
     (found,) = until(lambda: curve_bus.poll(0.3))  # type: ignore[misc]  # a list of one
     assert isinstance(found, TrustRevoked)
@@ -377,7 +377,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("who", ["unknown key", "no key", "no handshake", "other protocol"])
 def test_every_connection_that_is_turned_away_is_counted(curve_bus: RouterBus, folder: Path, who: str) -> None:
-    """Nothing was said on it, so nobody but the socket's monitor could know."""
+    """Nothing was said on it, so only the socket's monitor could know."""
     target = ("127.0.0.1", curve_bus.router_port)
     with contextlib.ExitStack() as stack:
         if who in ("no handshake", "other protocol"):
@@ -418,7 +418,7 @@ def _let_in(bus: RouterBus, curve: CurveFiles | None, patience_s: float) -> bool
 
 @pytest.mark.parametrize("who", ["unknown key", "no key"])
 def test_stranger_is_refused(curve_bus: RouterBus, folder: Path, who: str) -> None:
-    """Whoever has no key, or one that is not on the list, gets nothing through."""
+    """An agent without a key, or with one that is not on the list, gets nothing through."""
     assert not _let_in(curve_bus, _strangers(folder)[who], patience_s=0.7)
     assert _let_in(curve_bus, CurveFiles.of(folder, "friend"), patience_s=DEADLINE_S)
 
@@ -478,7 +478,7 @@ def test_the_profile_of_every_socket(curve_bus: RouterBus, folder: Path) -> None
 
 
 def test_a_peer_that_comes_back_is_never_ignored(bus: RouterBus) -> None:
-    """Connections that break and are made anew while nobody serves the socket: the newest one is heard."""
+    """Connections that break and are made anew while the socket is not served: the newest one is heard."""
     for _ in range(6):
         link = link_to(bus)
         until(lambda: link.send(GetStatus(request=RequestId("old"))) or link.poll(0.01))  # noqa: B023  used at once

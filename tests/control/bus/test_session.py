@@ -185,7 +185,7 @@ def test_a_paused_engine_has_every_heartbeat_answered(joined: Conversation) -> N
 
 
 def test_a_command_acknowledges_what_was_answered_before_it(joined: Conversation) -> None:
-    """Nobody is paused whose `Prepared` did not arrive: it is not said again, and its caller goes on."""
+    """No engine is paused before its `Prepared` arrived: a `Pause` acknowledges it, and its caller goes on."""
     said = RequestSubmitted(KEY, PREPARED, None, joined.now + 30.0, 30.0)
     assert joined(said) == (Transmit(PREPARED, None),)
     assert joined(MessageArrived(PAUSE)) == (Resolve(KEY, Ack(request=KEY), None), Deliver(PAUSE))
@@ -258,7 +258,7 @@ def test_refused_request_raises_for_its_caller_only(joined: Conversation) -> Non
 
 
 def test_unanswered_request_ends_at_its_deadline(talk: Conversation) -> None:
-    """A request that nobody answers raises, and names the endpoint, the time and what was found."""
+    """A request without a reply raises, and names the endpoint, the time and what was found."""
     talk(Ticked())
     talk.ask(deadline_s=2.0)
     effects = talk.after(2.0)
@@ -334,7 +334,7 @@ def test_late_refusals_change_nothing(joined: Conversation) -> None:
 
 
 def test_refusal_of_an_unreadable_message_does_not_end_a_hello(talk: Conversation) -> None:
-    """Without its key nobody knows what was refused: Hello goes on."""
+    """Without a key the refused message is unknown: Hello goes on."""
     talk(Ticked())
     assert talk(refusal(RefusalCode.NOT_ALLOWED, RequestId("rejected"))) == ()
     assert talk.session.phase is SessionPhase.JOINING
@@ -387,7 +387,7 @@ def test_goes_nowhere_it_was_not_told_of_by_its_settings(three: Conversation) ->
 
 
 def test_a_leader_that_is_deposed_loses_its_agents(three: Conversation) -> None:
-    """What was asked and not answered is asked again of whoever leads next."""
+    """Requests without a reply are sent again to the next leader."""
     three.welcome()
     three.ask()
     refused = Refused(
@@ -408,7 +408,7 @@ def test_looks_elsewhere_after_three_heartbeats(three: Conversation) -> None:
 
 
 def test_one_coordinator_that_stands_by_is_asked_again(talk: Conversation) -> None:
-    """With nobody else to go to, the agent waits until its coordinator is elected, and says why if it gives up."""
+    """With one coordinator alone, the agent waits until it is elected, and says why if it gives up."""
     talk(Ticked())
     talk.ask(3.0)
     assert talk(not_leader(talk, "tcp://unknown:1")) == (Connect(0),)

@@ -51,7 +51,7 @@ class SlowStore:
 
 
 class ScrawledStore:
-    """An etcd in which somebody has written what is no leader."""
+    """An etcd with a leader's key that is no leader's record."""
 
     def __init__(self, written: bytes) -> None:
         self._written = base64.b64encode(written).decode()

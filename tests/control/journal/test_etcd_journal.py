@@ -114,7 +114,7 @@ def with_login(locked_member: EtcdMember, request: pytest.FixtureRequest) -> Ite
 
 
 class TestEtcdJournalUnderAccessControl(JournalContract):
-    """The contract, kept by an etcd that lets nobody else in."""
+    """The contract, kept by an etcd with access control."""
 
     @pytest.fixture
     def opens(self, with_login: Candidates) -> Callable[..., Journal]:
@@ -153,7 +153,7 @@ class TestEtcdJournal(JournalContract):
 
 
 def test_a_deposed_leader_changes_nothing(candidates: Candidates) -> None:
-    """Whoever was leader, and does not know yet that another was elected, writes nothing and is told so."""
+    """A former leader that does not know yet that another was elected writes nothing and is told so."""
     journal = candidates.lead()
     journal.write(taken(1))
     journal._term._over.set()  # it does not renew its lease any more, and its clock stands still
@@ -183,7 +183,7 @@ def test_a_leader_that_cannot_renew_stops_before_another_begins(candidates: Cand
     term._over.set()
     term._thread.join()
     term._until, now[0] = TTL_S, TTL_S
-    assert isinstance(candidates.stand("c1"), LeaderRecord), "etcd still lets nobody else lead"
+    assert isinstance(candidates.stand("c1"), LeaderRecord), "etcd still lets no other lead"
     with pytest.raises(Deposed, match="not be renewed"):
         journal.confirm()
 
@@ -263,7 +263,7 @@ def test_a_commit_whose_answer_was_lost_is_done_when_it_is_asked_for_again(
 def test_no_older_version_is_written_over_one_whose_answer_was_lost(
     unsure: EtcdJournal, candidates: Candidates
 ) -> None:
-    """The round was given up, and its trainer publishes something else: refused, and no bug of anybody's."""
+    """The round was given up, and its trainer publishes something else: refused, and not reported as a bug."""
     journal = unsure
     journal.write(taken(3))
     before = candidates.etcd().under(f"{candidates.prefix}/")
@@ -282,7 +282,7 @@ def test_no_older_version_is_written_over_one_whose_answer_was_lost(
 
 
 def test_a_rollback_is_written_over_a_commit_whose_answer_was_lost(unsure: EtcdJournal) -> None:
-    """Whoever says it means whatever is committed."""
+    """A rollback replaces any committed version."""
     journal = unsure
     journal.write(taken(3))
     journal.write(msgspec.structs.replace(commit(2, 3), rollback=True))
@@ -358,7 +358,7 @@ def test_a_channel_that_somebody_has_written_meanwhile_is_not_forgotten(candidat
 
 
 def test_of_several_channels_all_are_forgotten_or_none(candidates: Candidates) -> None:
-    """Here somebody has written one of them meanwhile."""
+    """Here another client has written one of them meanwhile."""
     journal = candidates.lead()
     for name in ("run-1", "run-2"):
         journal.write(taken(1, name))
@@ -374,7 +374,7 @@ def test_of_several_channels_all_are_forgotten_or_none(candidates: Candidates) -
 
 
 def test_answers_of_a_channel_that_was_forgotten_go_at_the_next_start(candidates: Candidates) -> None:
-    """Whoever forgot it ended before they were gone. They answer nobody who uses its name again."""
+    """The command that forgot it ended before its replies were gone. They answer no later channel of that name."""
     journal = candidates.lead()
     journal.write(taken(1))
     journal.write(closed("p"))
@@ -424,7 +424,7 @@ def test_a_store_that_does_not_answer(candidates: Candidates, member: EtcdMember
 
 
 def test_a_store_that_goes_away_between_election_and_boot(candidates: Candidates, member: EtcdMember) -> None:
-    """Whoever was elected and cannot count its boot does not lead, and is told to try again."""
+    """A coordinator that was elected and cannot count its boot does not lead, and is told to try again."""
     term = candidates.stand()
     assert isinstance(term, Term)
     member.signal(signal.SIGSTOP)
@@ -457,7 +457,7 @@ def test_a_member_ends_with_the_tests_that_are_killed(tmp_path: Path) -> None:
         assert b"etcd" in line.read_bytes().split(b"\0")[0]
         starter.kill()
     try:
-        wait(lambda: not line.exists() or not line.read_bytes())  # nobody may be there to reap it
+        wait(lambda: not line.exists() or not line.read_bytes())  # it may never be reaped
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(member, signal.SIGKILL)

@@ -46,7 +46,7 @@ def refused(path: Path, reason: str, kind: type[JournalError] = JournalError) ->
 
 
 def database(path: Path, statements: Sequence[str], *, in_log: bool = False) -> None:
-    """Somebody else's; `in_log`: as a crash leaves one of which all is in its log yet."""
+    """A database of another program; `in_log`: as a crash leaves one of which all is in its log yet."""
     source = path.with_name("source") if in_log else path
     with closing(sqlite3.connect(source, isolation_level=None)) as made:
         if in_log:
@@ -60,7 +60,7 @@ def database(path: Path, statements: Sequence[str], *, in_log: bool = False) -> 
 
 
 def test_a_device_is_refused(tmp_path: Path) -> None:
-    """`--journal /dev/null` once made it unusable for everybody else on the host."""
+    """`--journal /dev/null` once made it unusable for all users of the host."""
     device = Path("/dev/null")
     if os.geteuid() == 0:  # whose own it is, and who would change it if this were broken
         device = tmp_path / "null"
@@ -94,7 +94,7 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path, make: Callable[[Path
 
 @pytest.mark.parametrize("content", [b"\n", b"notes\n" * 1000, bytes(8192)])
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path, content: bytes) -> None:
-    """Whoever lost a journal to a bad disk is told to restore it, whoever mistook the file to name another."""
+    """After a bad disk the advice is to restore the journal; for a mistaken file, to name another."""
     (tmp_path / "j").write_bytes(content)
     refused(tmp_path / "j", "file is not a database; .*restore it from a backup", JournalCorrupt)
 
@@ -114,7 +114,7 @@ def test_a_database_of_another_program_is_refused(tmp_path: Path, statement: str
 
 
 def test_a_database_that_is_empty_becomes_a_journal(tmp_path: Path) -> None:
-    """As an empty file does: nobody loses anything."""
+    """As an empty file does: nothing is lost."""
     database(tmp_path / "j", ["PRAGMA journal_mode = WAL", "CREATE TABLE t (x)", "DROP TABLE t"])
     SqliteJournal(tmp_path / "j").close()
     assert (tmp_path / "j").stat().st_mode & 0o777 == 0o600

@@ -263,7 +263,7 @@ def test_place_that_takes_no_files(path: str) -> None:
 
 
 def test_old_answers_do_not_stay_in_the_file(tmp_path: Path) -> None:
-    """What nobody will ask for any more is removed when something is written; the file does not grow for ever."""
+    """Replies that no trainer will ask for any more are removed with a later write; the file does not grow for ever."""
     journal = SqliteJournal(tmp_path / "j")
     journal.write(taken(1))
     for number in range(MAX_ROUND_REPLIES + 5):
@@ -276,7 +276,7 @@ def test_old_answers_do_not_stay_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["j", "j-wal"])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, name: str, *, replaced: bool) -> None:
-    """What is written to a file that nobody will find is not durable: the coordinator ends, and says why (A2)."""
+    """What is written to a file without a name is not durable: the coordinator ends, and says why (A2)."""
     path = tmp_path / "j"
     journal = SqliteJournal(path)
     journal.write(taken(1))
@@ -296,7 +296,7 @@ def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, name: str, *, repl
 
 @pytest.mark.parametrize("main", ["moved away", "emptied", "behind a link"])
 def test_a_start_deletes_no_decisions_of_a_file_that_was_taken_away(tmp_path: Path, main: str) -> None:
-    """They are all in the `-wal` yet. Who is started anew by a supervisor refuses, and the file put back has them all.
+    """They are all in the `-wal` yet. A coordinator started anew refuses, and the file put back has them all.
 
     SQLite deletes a `-wal` whose main file is absent or empty.
     """
@@ -339,7 +339,7 @@ def test_a_start_deletes_no_decisions_of_a_file_that_was_taken_away(tmp_path: Pa
 
 
 def test_a_log_that_is_moved_away_lets_a_journal_begin_anew(tmp_path: Path) -> None:
-    """As the refusal says. An empty `-wal`, which holds nothing, is in nobody's way."""
+    """As the refusal says. An empty `-wal`, which holds nothing, is not in the way."""
     for empty in (tmp_path / "j", tmp_path / "j-wal"):
         empty.touch()
     with contextlib.closing(SqliteJournal(tmp_path / "j")) as journal:
@@ -396,7 +396,7 @@ def test_audit_tells_the_story(tmp_path: Path) -> None:
 def test_no_channel_and_no_key_makes_another_one_s_past_go(tmp_path: Path) -> None:
     """Neither thousands of commits nor of grants, nor an engine that says higher and higher epochs."""
     with contextlib.closing(SqliteJournal(tmp_path / "j", by=1)) as journal:
-        journal._db.execute("PRAGMA synchronous = OFF")  # nobody cuts the power here
+        journal._db.execute("PRAGMA synchronous = OFF")  # the power is not cut here
         for version in (1, 2, 3):
             journal.write(taken(version))
             journal.write(commit(version, version, request=f"p{version}"))
