@@ -122,7 +122,7 @@ class OperationExecutor:
         self._metrics = metrics
         self._proof = proof
         self._trust = trust
-        self._number, self._launch = 0, ""
+        self._number, self._generation = 0, ""
         self._placed: tuple[str, tuple[str, ...]] = "", ()
         """Identity of a process generation, and the devices of its workers."""
         self._called_off = -1
@@ -145,7 +145,7 @@ class OperationExecutor:
 
     def perform(self, operation: Operation, identity: str = "", number: int = 0) -> Result:
         """Carry out `operation` on the process generation `identity` (empty: on any). Never raises."""
-        self._number, self._launch = number, identity
+        self._number, self._generation = number, identity
         self._server.pin(identity)
         step, started = operation.name, time.monotonic()
         try:
@@ -209,14 +209,14 @@ class OperationExecutor:
 
     def _perform(self, operation: Operation) -> Result:
         self._worker_health.require(
-            self._launch, self._active if isinstance(operation, PauseServer | ReleaseServer) else None
+            self._generation, self._active if isinstance(operation, PauseServer | ReleaseServer) else None
         )
         if isinstance(operation, PauseServer | Receive):
-            self._worker_health.ask(self._launch)
+            self._worker_health.ask(self._generation)
         match operation:
             case Validate(command, folder, serving):
                 self._believe(command, serving)
-                self._worker_health.look(self._launch)
+                self._worker_health.look(self._generation)
                 layout, _ = self._fit(command.manifest, command.table, command.transport, folder, command.deadline_s)
                 receiver = self._receivers.get(command.transport.value)
                 return OperationDone(double_buffered=isinstance(receiver, Stager) and receiver.can_stage(layout))
@@ -281,7 +281,7 @@ class OperationExecutor:
     def _fit(
         self, manifest: str, table: str, transport: TransportKind, folder: str, deadline_s: float
     ) -> tuple[Manifest, DigestTable | None]:
-        """Manifest and table, which may be open, once they are known to fit this launch of the server."""
+        """Manifest and table, which may be open, once they are known to fit this process generation of the server."""
         layout, digests = self._read(manifest, table, deadline_s)
         facts = self._server.facts
         key = (manifest, facts.identity, transport.value)
@@ -352,14 +352,14 @@ class OperationExecutor:
         try:
             receipt = receiver.receive(session, _address(command), self._name, command.rank_offset, self._server, left)
         except Exception as error:
-            self._worker_health.learn(error, self._launch)
+            self._worker_health.learn(error, self._generation)
             self._end_update_quietly()
             raise
         finally:
             if isinstance(receiver, Sized) and receiver.devices is not before:  # workers of this launch have come
                 self._placed = self._server.facts.identity, receiver.devices
         if isinstance(receiver, Returning):
-            self._returning = receiver, self._launch
+            self._returning = receiver, self._generation
         else:
             self._server.end_update()
         self._tell_remark(receiver)
@@ -390,8 +390,8 @@ class OperationExecutor:
         """
         if self._returning is None:
             return
-        receiver, launch = self._returning
-        if launch == self._launch:
+        receiver, generation = self._returning
+        if generation == self._generation:
             began = time.monotonic()
             receiver.returned(deadline_s)
             self._metrics.observe(STEP_SECONDS, time.monotonic() - began, step="transfer_return")
@@ -409,7 +409,7 @@ class OperationExecutor:
 
     def _end_update_quietly(self) -> None:
         """Close the session after a failure, which is reported in place of any error here."""
-        if not self._worker_health.answers(self._launch, self._active):
+        if not self._worker_health.answers(self._generation, self._active):
             return
         try:
             self._server.end_update(LOOK_S)

@@ -37,29 +37,29 @@ class WorkerHealth:
         self._died: tuple[str, int] | None = None
         """A process generation, and the rank of its worker that has died."""
 
-    def learn(self, error: Exception, launch: str) -> None:
+    def learn(self, error: Exception, generation: str) -> None:
         """Take note of a failure with this process generation."""
         self._moved = None
         if isinstance(error, WorkerDied):
-            self._died = launch, error.rank
+            self._died = generation, error.rank
         if isinstance(
             error, ServerSilent | DeadlineExceeded
         ):  # the latter may be of another party: the server is asked then
-            self._silent = launch
+            self._silent = generation
 
-    def moved(self, launch: str) -> None:
+    def moved(self, generation: str) -> None:
         """Take note that its workers answered."""
-        self._moved = launch, time.monotonic()
+        self._moved = generation, time.monotonic()
 
-    def look(self, launch: str) -> None:
+    def look(self, generation: str) -> None:
         """Raise `ServerError` for a silent server before any engine is paused for the round.
 
         The HTTP side answers even if the workers do not. A pause that finds it out takes half a minute, in which all
         other engines of the round are paused.
         """
-        if self._silent == launch:
-            return self.ask(launch)
-        if self._moved is not None and self._moved[0] == launch and time.monotonic() - self._moved[1] < _LATELY_S:
+        if self._silent == generation:
+            return self.ask(generation)
+        if self._moved is not None and self._moved[0] == generation and time.monotonic() - self._moved[1] < _LATELY_S:
             return None
         try:
             self._server.answers(_LOOK_S)
@@ -67,25 +67,25 @@ class WorkerHealth:
             raise
         except ServerError:
             return None  # a pause will show soon enough
-        return self.moved(launch)
+        return self.moved(generation)
 
-    def require(self, launch: str, receiver: Receiver | None) -> None:
-        """Raise `TransferFailed` where a call to `launch` would be in vain, as far as known here or to `receiver`."""
-        if self._died is not None and self._died[0] == launch:
+    def require(self, generation: str, receiver: Receiver | None) -> None:
+        """Raise `TransferFailed` where a call to `generation` would be in vain, as known here or to `receiver`."""
+        if self._died is not None and self._died[0] == generation:
             raise WorkerDied(self._died[1])
         if isinstance(receiver, Minding):
             receiver.require_moving()
 
-    def ask(self, launch: str) -> None:
+    def ask(self, generation: str) -> None:
         """Raise `ServerError` if a server that was silent still is: no round has to wait for it again."""
-        if self._silent == launch:
+        if self._silent == generation:
             self._server.answers(_ASK_S)
         self._silent = None
 
-    def answers(self, launch: str, receiver: Receiver | None) -> bool:
-        """Whether calls to `launch` may be answered, as far as known."""
+    def answers(self, generation: str, receiver: Receiver | None) -> bool:
+        """Whether calls to `generation` may be answered, as far as known."""
         try:
-            self.require(launch, receiver)
+            self.require(generation, receiver)
         except TransferFailed:
             return False
         return True

@@ -1,7 +1,7 @@
 """The digest report of a worker on its live parameters: tables bound to its memory, which outlive plans and versions.
 
 Binding takes a while on a GPU, and the first digest of a process longer still: its kernels are loaded. Both depend on
-the recording alone, and are done ahead of the first version where there is time for it (prerecording.py).
+the load trace alone, and are done ahead of the first version where there is time for it (prerecording.py).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Tracer:
         """The source that the loader was given last."""
         self._device = device
         self._number = number
-        self._hollow: dict[torch.device, PhantomTensors] = {}
+        self._phantoms: dict[torch.device, PhantomTensors] = {}
         self._memories: dict[int, WrittenMemory] = {}
         self._born: dict[int, torch.UntypedStorage] = {}
         self._values: dict[float, Origin] = {}
@@ -60,10 +60,10 @@ class Tracer:
         self._follow(tensor, engine=True)
 
     def sources(self, tensors: Sequence[TensorSpec]) -> list[torch.Tensor]:
-        """Hollow tensors that stand for these, in their order. To be made before anything is traced: it is quicker."""
-        self._hollow[self._device] = hollow = PhantomTensors(self._device)
-        hollow.reserve(max((spec.nbytes for spec in tensors), default=1))
-        made = [hollow.make(spec.shape, getattr(torch, spec.dtype)) for spec in tensors]
+        """Phantom tensors for these sources, in their order. To be made before anything is traced: it is quicker."""
+        self._phantoms[self._device] = phantoms = PhantomTensors(self._device)
+        phantoms.reserve(max((spec.nbytes for spec in tensors), default=1))
+        made = [phantoms.make(spec.shape, getattr(torch, spec.dtype)) for spec in tensors]
         for number, tensor in enumerate(made):
             self._follow(tensor, source=number)
         return made
@@ -86,9 +86,9 @@ class Tracer:
         return self._memories.setdefault(identity_of(tensor), memory)
 
     def _make(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        if device not in self._hollow:
-            self._hollow[device] = PhantomTensors(device)
-        return self._hollow[device].make(shape, dtype)
+        if device not in self._phantoms:
+            self._phantoms[device] = PhantomTensors(device)
+        return self._phantoms[device].make(shape, dtype)
 
     # -- operations ---------------------------------------------------------------------------------------------------
 
@@ -130,12 +130,12 @@ class Tracer:
             return changed[0] if len(changed) == 1 else tuple(changed)
         result = self._shapes(operation, args, kwargs, origin.sources)
 
-        def hollow(shape: torch.Tensor) -> torch.Tensor:
+        def phantom(shape: torch.Tensor) -> torch.Tensor:
             made = self._make(shape.shape, shape.dtype, _device_of(tensors, kwargs))
             self._follow(made).writes.append(Write(_everywhere(made), origin))
             return made
 
-        return tree_map_only(torch.Tensor, hollow, result)
+        return tree_map_only(torch.Tensor, phantom, result)
 
     def _shapes(self, operation: Any, args: _Args, kwargs: _Kwargs, sources: frozenset[int]) -> object:
         """What the operation would make, without contents. Raises `ReadsValues` when that depends on values."""

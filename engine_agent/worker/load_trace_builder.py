@@ -1,4 +1,4 @@
-"""From what was seen of a loader to a recording: copies, exceptions, and the proof that nothing is missing."""
+"""Builds a load trace from the observed writes of a loader: copies, exceptions, and the proof that none is missing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LoadTraceBuilder:
             self._load(index, NotCopiedCause.UNKNOWN_TARGET, operation)
         self._rewritten: list[TargetBox] = []
 
-    def recording(self, rank: int) -> LoadTrace:
+    def load_trace(self, rank: int) -> LoadTrace:
         """The result."""
         landed, self._rewritten = _last_written(list(self._land()))
         for each in landed:

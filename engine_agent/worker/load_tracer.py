@@ -37,7 +37,7 @@ _ANOTHER: Final = -5.21
 NamedTensors: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 
-def record(
+def trace_load(
     model: torch.nn.Module, load: Callable[[NamedTensors], object], tensors: Sequence[TensorSpec], rank: int
 ) -> LoadTrace:
     """What `load`, the bound `load_weights` of `model`, does with `tensors`. Raises `NotTraceable`."""
@@ -45,16 +45,16 @@ def record(
     for attempt in range(_ATTEMPTS):
         tracer, held, found = _attempt(model, load, tensors, left_out)
         if not found:
-            recording = LoadTraceBuilder(tensors, held, tracer, left_out).recording(rank)
+            trace = LoadTraceBuilder(tensors, held, tracer, left_out).load_trace(rank)
             if not tracer.numbered:
-                return recording
-            # What Python or torch makes of a number is not seen. With another number it is another recording.
+                return trace
+            # What Python or torch makes of a number is not seen. With another number it is another trace.
             again, held, found = _attempt(model, load, tensors, left_out, _ANOTHER)
             if (
                 not found
-                and LoadTraceBuilder(tensors, held, again, left_out).recording(rank).digest() == recording.digest()
+                and LoadTraceBuilder(tensors, held, again, left_out).load_trace(rank).digest() == trace.digest()
             ):
-                return recording
+                return trace
             found |= _loaded(tracer.numbered, NotCopiedCause.READ, "item")
         if set(found) <= set(left_out):
             raise _lost(next(iter(found.values())).detail)

@@ -105,8 +105,8 @@ def _obey(  # noqa: PLR0911  one for each message
     try:
         match message:
             case wire.RecordTrace():
-                recording = state.record(message, _rank())
-                return wire.TraceRecorded(recording=recording.encode(), seconds=time.perf_counter() - began)
+                trace = state.trace_load(message, _rank())
+                return wire.TraceRecorded(recording=trace.encode(), seconds=time.perf_counter() - began)
             case wire.Form():
                 state.form_group(message)
                 return wire.PlanInstalled(seconds=time.perf_counter() - began)

@@ -72,7 +72,7 @@ class ModelTensors:
 
     @property
     def targets(self) -> tuple[LoadTarget, ...]:
-        """What a recording says of them."""
+        """The tensors as targets of a load trace."""
         return tuple(
             LoadTarget(
                 held.name,

@@ -31,7 +31,7 @@ def without_addresses(memory_of: Callable[[torch.Tensor], WrittenMemory | None])
     """Refuse to this thread the ways out of torch for traced memory.
 
     The methods are exchanged for the time. A function mode would see them too, and also every other call, which made
-    recording half as slow again.
+    tracing half as slow again.
     """
     mine = threading.get_ident()
 

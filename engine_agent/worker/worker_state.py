@@ -42,7 +42,7 @@ from weightbus.dataplane.transports import worker_messages as wire
 from weightbus.dataplane.transports.sends import GroupForming, warm
 
 from .digest_report import DigestReport
-from .load_tracer import NamedTensors, record
+from .load_tracer import NamedTensors, trace_load
 from .model_tensors import ModelTensors
 from .receive_thread import ReceiveThread
 
@@ -87,7 +87,7 @@ class WorkerState:
         self._importer = RegionImporter(self._held.device)
         self._layout = ""
         self._tensors: tuple[TensorSpec, ...] = ()
-        self._recording: LoadTrace | None = None
+        self._trace: LoadTrace | None = None
         """The last load trace, of the model's tensors where they lie now."""
         self._constants: list[tuple[torch.Tensor, float]] = []
         self._plan: wire.InstallPlan | None = None
@@ -123,31 +123,31 @@ class WorkerState:
         """Digest of the load trace; where a plan was made of it, as the plan names it."""
         if self._plan is not None:
             return self._plan.recording
-        return self._recording.digest() if self._recording is not None else ""
+        return self._trace.digest() if self._trace is not None else ""
 
-    def record(self, message: wire.RecordTrace, rank: int) -> LoadTrace:
+    def trace_load(self, message: wire.RecordTrace, rank: int) -> LoadTrace:
         """Trace the model's loader, unless that was done with these tensors and the model is as it was."""
-        known, report = self._recording, self._report
+        known, report = self._trace, self._report
         self._forget()
-        recording = None
+        trace = None
         if known is not None and known.rank == rank and known.targets == self._held.targets:
-            recording = known.reordered(message.tensors)
-        if recording is None:
+            trace = known.reordered(message.tensors)
+        if trace is None:
             load = cast("Callable[[NamedTensors], object]", self._model.load_weights)
-            recording = record(self._model, load, message.tensors, rank)
-            _log.info("weightbus: recorded %s", recording.account)
+            trace = trace_load(self._model, load, message.tensors, rank)
+            _log.info("weightbus: recorded %s", trace.account)
         else:
             self._report = report  # of the same memory
             _log.info("weightbus: the loader was recorded with these tensors before")
-        self._recording = recording
+        self._trace = trace
         self._layout, self._tensors = message.layout, message.tensors
-        self._constants = [(self._part(each), each.value) for each in recording.constants]
-        return recording
+        self._constants = [(self._part(each), each.value) for each in trace.constants]
+        return trace
 
     def prove(self, message: wire.Prove) -> DigestReport:
         """The digest report on the traced memory, bound to what `message` asks for."""
         if not self._layout:
-            raise TransferFailed("a proof came before a recording")
+            raise TransferFailed("a request for digests came before a load trace")
         if self._report is None or not self._report.answers(message):
             self._report = None
             names = [target.name for target in self._held.targets]
@@ -349,7 +349,7 @@ class WorkerState:
         self._unbind()
         self._hang_up()
         self._importer.close()
-        self._layout, self._plan, self._report, self._recording = "", None, None, None
+        self._layout, self._plan, self._report, self._trace = "", None, None, None
         self._held = ModelTensors(self._model)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weightbus.engine_agent.worker.load_tracer import record
+from weightbus.engine_agent.worker.load_tracer import trace_load
 
 from .toy_direct import SPECS, ToyShard
 
@@ -37,7 +37,7 @@ def serve(halves: dict[str, Callable[[dict[str, Any]], None]]) -> None:
     os.dup2(2, 1)  # libraries write to standard output, too: NCCL its warnings
     children: list[int] = []
     model = ToyShard(0, 1)
-    record(model, model.load_weights, SPECS, 0)  # imports what every child would import for itself, for seconds
+    trace_load(model, model.load_weights, SPECS, 0)  # imports what every child would import for itself, for seconds
     say(up=True)
     for line in sys.stdin:
         pid = os.fork()

@@ -309,7 +309,7 @@ def case(name: str) -> dict[str, object]:
     import torch
 
     from weightbus.dataplane.tensors.manifest import TensorSpec
-    from weightbus.engine_agent.worker.load_tracer import record
+    from weightbus.engine_agent.worker.load_tracer import trace_load
     from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
     kind, tp, ep, rank = name.split(":")
@@ -339,7 +339,7 @@ def case(name: str) -> dict[str, object]:
     clear()
     before = state()
     began = time.perf_counter()
-    recording = record(model, model.load_weights, specs, rank=int(rank[4:]))
+    recording = trace_load(model, model.load_weights, specs, rank=int(rank[4:]))
     seconds = time.perf_counter() - began
     untouched = equal(before, state())
     fresh = weights(1)

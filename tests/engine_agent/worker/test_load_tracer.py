@@ -17,7 +17,7 @@ import torch
 from weightbus.dataplane.errors import NotTraceable
 from weightbus.dataplane.reshard.load_trace import LoadTrace, NotCopiedCause
 from weightbus.dataplane.tensors.manifest import TensorSpec
-from weightbus.engine_agent.worker.load_tracer import NamedTensors, record
+from weightbus.engine_agent.worker.load_tracer import NamedTensors, trace_load
 from weightbus.engine_agent.worker.model_tensors import ModelTensors
 
 Load = Callable[["Model", dict[str, torch.Tensor]], None]
@@ -63,7 +63,7 @@ def check(load: Load) -> tuple[LoadTrace, Model]:
     model = Model(load)
     held = ModelTensors(model)
     before = [tensor.clone() for tensor in held.tensors]
-    recording = record(model, model.load_weights, SPECS, rank=0)
+    recording = trace_load(model, model.load_weights, SPECS, rank=0)
     assert all(torch.equal(a, b) for a, b in zip(before, ModelTensors(model).tensors, strict=True))
     torch.manual_seed(0)
     fresh = {spec.name: torch.randn(spec.shape).to(getattr(torch, spec.dtype)) for spec in SPECS}
@@ -442,7 +442,7 @@ def test_what_every_layer_reads_is_found_in_a_few_runs(read: Callable[[torch.Ten
 
     model = Layers()
 
-    recording = record(model, model.load_weights, specs, rank=0)
+    recording = trace_load(model, model.load_weights, specs, rank=0)
 
     assert {each.tensor for each in recording.loaded} == set(range(100))
     assert {each.cause for each in recording.loaded} == {NotCopiedCause.READ}
@@ -532,7 +532,7 @@ def test_a_tensor_that_replaces_another_is_put_back() -> None:
     model = Model(load)
     kept = model.derived
 
-    recording = record(model, model.load_weights, SPECS, rank=0)
+    recording = trace_load(model, model.load_weights, SPECS, rank=0)
 
     assert model.derived is kept
     assert loaded(recording) == {"d": NotCopiedCause.REBOUND}
@@ -549,7 +549,7 @@ def test_a_parameter_that_gets_other_memory_gets_its_own_back() -> None:
     model = Model(load)
     place = model.scale.data_ptr()
 
-    recording = record(model, model.load_weights, SPECS, rank=0)
+    recording = trace_load(model, model.load_weights, SPECS, rank=0)
 
     assert model.scale.data_ptr() == place
     assert loaded(recording) == {"d": NotCopiedCause.REBOUND}
@@ -577,7 +577,7 @@ def test_a_tensor_that_the_model_keeps_in_a_container_goes_through_the_loader(wa
 
     model = Model(load)
 
-    recording = record(model, model.load_weights, SPECS, rank=0)
+    recording = trace_load(model, model.load_weights, SPECS, rank=0)
 
     assert loaded(recording) == {"d": NotCopiedCause.REBOUND}
     assert ([each.tolist() for each in model.kept], model.named, hasattr(model, "fresh")) == ([[0.0]], {}, False)
@@ -631,7 +631,7 @@ def test_memory_of_nobody_is_no_target() -> None:
 
     model = Model(load)
 
-    assert loaded(record(model, model.load_weights, SPECS, rank=0)) == {"d": NotCopiedCause.UNKNOWN_TARGET}
+    assert loaded(trace_load(model, model.load_weights, SPECS, rank=0)) == {"d": NotCopiedCause.UNKNOWN_TARGET}
 
 
 def test_tied_parameters_are_one_target() -> None:
@@ -639,7 +639,7 @@ def test_tied_parameters_are_one_target() -> None:
     model = Model(both_halves)
     model.tied = model.fused
 
-    recording = record(model, model.load_weights, SPECS, rank=0)
+    recording = trace_load(model, model.load_weights, SPECS, rank=0)
 
     assert [target.aliases for target in recording.targets if target.name == "fused"] == [("tied",)]
 
@@ -663,7 +663,7 @@ def test_threads_of_its_own_are_refused() -> None:
     model = Model(load)
 
     with pytest.raises(NotTraceable, match="starts a thread"):
-        record(model, model.load_weights, SPECS, rank=0)
+        trace_load(model, model.load_weights, SPECS, rank=0)
 
 
 def test_a_calculation_after_the_last_tensor_names_its_sources() -> None:
@@ -688,7 +688,7 @@ def test_a_loader_that_reads_what_no_tensor_is_in_is_refused() -> None:
     model = Model(load)
 
     with pytest.raises(NotTraceable, match="_local_scalar_dense"):
-        record(model, model.load_weights, SPECS, rank=0)
+        trace_load(model, model.load_weights, SPECS, rank=0)
 
 
 def test_what_is_calculated_of_nothing_is_left_as_it_is() -> None:
@@ -700,7 +700,7 @@ def test_what_is_calculated_of_nothing_is_left_as_it_is() -> None:
 
     model = Model(load)
 
-    recording = record(model, model.load_weights, SPECS, rank=0)
+    recording = trace_load(model, model.load_weights, SPECS, rank=0)
 
     assert [recording.targets[patch.target].name for patch in recording.unwritten] == ["wide", "scale"]
 
@@ -728,7 +728,7 @@ def test_a_copy_that_torch_does_not_tell_of_goes_through_the_loader(
 
     model = Copying(both_halves)
 
-    recording = record(model, model.load_weights, specs, rank=0)
+    recording = trace_load(model, model.load_weights, specs, rank=0)
 
     assert [each.tensor for each in recording.loaded] == [0]
     assert recording.constants == ()
@@ -770,6 +770,6 @@ def test_hollow_tensors_take_no_memory() -> None:
 
     model = Model(both_halves)
 
-    recording = record(model, lambda weights: load(model, iter(weights)), specs, rank=0)
+    recording = trace_load(model, lambda weights: load(model, iter(weights)), specs, rank=0)
 
     assert [recording.copies.at(row).tensor for row in range(len(recording.copies))] == ["t31"]

@@ -35,13 +35,13 @@ def world(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The ranks that ran their loader."""
     ranks: list[int] = []
-    plain = worker_state.record
+    plain = worker_state.trace_load
 
     def counted(*arguments: Any) -> Any:
         ranks.append(arguments[3])
         return plain(*arguments)
 
-    monkeypatch.setattr(worker_state, "record", counted)
+    monkeypatch.setattr(worker_state, "trace_load", counted)
     return ranks
 
 
@@ -297,7 +297,7 @@ def test_a_model_that_takes_long_to_record_keeps_no_other_from_it(
 ) -> None:
     """The server was let in when it came with its first one."""
     world = World(tmp_path / "r", 1, monkeypatch, drafts=(ToyShard,))
-    plain, came = worker_state.record, threading.Event()
+    plain, came = worker_state.trace_load, threading.Event()
 
     def slow(*arguments: Any) -> Any:
         came.wait(0.6)
@@ -311,7 +311,7 @@ def test_a_model_that_takes_long_to_record_keeps_no_other_from_it(
             arguments[5]()
         return gather(workers, *arguments)
 
-    monkeypatch.setattr(worker_state, "record", slow)
+    monkeypatch.setattr(worker_state, "trace_load", slow)
     monkeypatch.setattr(rehearsal, "_COMING_S", 0.5)
     monkeypatch.setattr(Workers, "gather", late)
     try:
@@ -323,7 +323,7 @@ def test_a_model_that_takes_long_to_record_keeps_no_other_from_it(
 def test_a_loader_that_fails_says_so_and_the_server_goes_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is held; the next round records as ever."""
     with monkeypatch.context() as patched:
-        patched.setattr(worker_state, "record", lambda *_: 1 / 0)
+        patched.setattr(worker_state, "trace_load", lambda *_: 1 / 0)
         with pytest.raises(TransferFailed, match="ZeroDivisionError"):
             rehearse(world)
 
@@ -353,13 +353,13 @@ def test_a_busy_server_is_not_waited_for(world: World, monkeypatch: pytest.Monke
 def test_an_agent_that_ends_lets_the_server_go_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever records is told, and returns to its server."""
     held = threading.Event()
-    plain = worker_state.record
+    plain = worker_state.trace_load
 
     def slow(*arguments: Any) -> Any:
         held.wait(WAIT_S)
         return plain(*arguments)
 
-    monkeypatch.setattr(worker_state, "record", slow)
+    monkeypatch.setattr(worker_state, "trace_load", slow)
     asked = Prerecording(world.runtime)
     failed: list[BaseException] = []
 
