@@ -236,7 +236,7 @@ def test_what_is_not_ready_is_not_launched(launched: list[int]) -> None:
 
 
 class Streams:
-    """Stands in for torch.cuda: who waited for whom, in order."""
+    """Stands in for torch.cuda: which stream waited for which, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told: list[str] = []

@@ -60,7 +60,7 @@ def test_a_row_is_of_the_stage_by_which_all_that_it_reads_is_made(table: CopyTab
 
 
 def test_a_row_that_is_read_backwards_is_of_the_stage_of_its_end() -> None:
-    """Tables come over the wire: torch has no such views, and whoever says so reads nothing before it is made."""
+    """Tables come over the wire: torch has no such views, and such a row reads nothing before it is made."""
     flat, wide = np.zeros(1, np.int64), np.ones((1, 3), np.int64)
     grid, step = wide * (1, 1, 3), wide * (0, 0, -8)
     table = CopyTable(flat, flat, flat + 16, flat, flat, flat, flat + 1, grid, step, wide)
@@ -80,7 +80,7 @@ def test_stages_say_whose_parts_they_need() -> None:
 
 @pytest.mark.parametrize("made", [ArenaRegion(0, 0, (8,), 57), ArenaRegion(0, 0, (8, 9), 56), ArenaRegion(0, 0, (), 0)])
 def test_marks_lie_in_their_region(made: ArenaRegion) -> None:
-    """Whatever somebody says."""
+    """Flags outside of the region are refused."""
     region = torch.arange(64, dtype=torch.uint8)
     with pytest.raises(ManifestError, match="flags"):
         ready_flags_in(region, made)
@@ -147,7 +147,7 @@ def test_a_wait_ends_with_its_holder_or_its_deadline() -> None:
 
 
 def test_a_wait_ends_when_nobody_wants_it_any_more() -> None:
-    """Whoever asked for the copies hung up."""
+    """The sidecar that asked for the copies hung up."""
 
     def unwanted() -> None:
         raise PeerLost("the sidecar hung up")
@@ -227,7 +227,7 @@ def on_a_gpu(
 
 
 def test_who_has_shown_everything_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look costs a copy for each rank, beside those that the server waits for. The next round is another."""
+    """Every look costs a copy for each rank, beside the copies that the server waits for. The next round is another."""
     first, second = torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
     flags, _, looks = on_a_gpu(monkeypatch, first=first, second=second)
     for round_ in (5, 6):

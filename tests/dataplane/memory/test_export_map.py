@@ -106,7 +106,7 @@ def test_memory_that_was_replaced_lives_while_it_is_read(exporter: RegionExporte
 
 
 def test_what_a_reader_has_open_is_held_for_it(exporter: RegionExporter, importer: RegionImporter) -> None:
-    """Replaced or not: a GPU's memory has nobody else who keeps it from being given to another tensor."""
+    """Replaced or not: only the exporter keeps a GPU's memory from being given to another tensor."""
     exporter.export([torch.zeros(8)])
     importer.open(exporter.address(), 3, 1, [0], OPEN_S)
     (granted,) = exporter._held.values()
@@ -130,7 +130,7 @@ def test_many_regions_are_opened_in_batches(exporter: RegionExporter, importer: 
 
 
 def test_an_exporter_that_closes_hangs_up(tmp_path: Path) -> None:
-    """It waits for nobody; the reader notices, and what it has mapped stays valid."""
+    """Closing waits for no reader; the reader notices, and what it has mapped stays valid."""
     exporter, importer = RegionExporter(tmp_path / "run", "c", 0), RegionImporter()
     exporter.export([torch.full((8,), 3.0)])
     importer.open(exporter.address(), 0, 1, [0], OPEN_S)
@@ -185,7 +185,7 @@ def test_an_exporter_that_does_not_answer_leaves_nothing_behind(tmp_path: Path, 
 def test_memory_of_another_user_is_not_opened(
     exporter: RegionExporter, importer: RegionImporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever can listen at that name may not be the trainer."""
+    """A process that listens at that name may not be the trainer."""
     exporter.export([torch.zeros(8)])
     own = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: own + 1)
@@ -415,7 +415,7 @@ def test_parts_travel_with_their_map() -> None:
     ],
 )
 def test_parts_that_cannot_be_are_refused(parts: ArenaParts) -> None:
-    """Whoever reads by them would read something else."""
+    """A reader would read other memory by them."""
     wrong = msgspec.structs.replace(MADE, parts=parts)
     with pytest.raises(ManifestError, match="part"):
         ExportMap.decode(wrong.encode())

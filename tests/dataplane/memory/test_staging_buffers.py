@@ -1,4 +1,4 @@
-"""Staging memory: how it is named, who may open it, and what is left when its owner is gone."""
+"""Staging buffers: names, permissions, and leftovers of dead owners."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_a_manager_that_cannot_make_its_socket_is_not_waited_for(
 def test_a_manager_that_stops_in_the_middle_of_a_word_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond the deadline of whoever needs the memory; and it is ended."""
+    """A manager that does not answer within the deadline is an error, and is killed."""
     program = tmp_path / "bin" / "torch_shm_manager"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\nprintf /torch\nexec sleep 20\n", encoding="ascii")

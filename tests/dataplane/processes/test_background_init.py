@@ -52,7 +52,7 @@ def test_what_is_made_is_had_by_whoever_asks() -> None:
 
 
 def test_one_that_does_not_return_holds_nobody(slow: Slow) -> None:
-    """Whoever gave it up hears of its end, by its thread."""
+    """After it was given up, `late` is called by its thread when it ends."""
     made = BackgroundInit(slow, slow.late.set)
     with pytest.raises(DeadlineExceeded, match="bound to memory"):
         made.result()

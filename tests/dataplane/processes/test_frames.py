@@ -35,7 +35,7 @@ def test_a_large_message_arrives_whole() -> None:
 
 
 def test_memory_is_taken_for_what_came_not_for_what_is_announced() -> None:
-    """Whoever announces the largest message and goes away costs a block, not half a gigabyte."""
+    """A peer that announces the largest message and goes away costs a block, not half a gigabyte."""
     end, other = socket.socketpair()
     frames = Frames(end)
     other.sendall(struct.pack("<Q", MAX_FRAME) + b"x" * 1000)
@@ -62,7 +62,7 @@ def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
         assert find_ended_peer([(0, left), (1, frames)]) is None
         child.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert frames.peer_ended(), "nobody has waited for it yet"
+        assert frames.peer_ended(), "a zombie counts as ended"
     finally:
         child.kill()
         child.wait()
@@ -77,7 +77,7 @@ def test_a_process_that_ended_is_known_to_have(tmp_path: Path) -> None:
 
 
 def test_whoever_finds_a_listeners_name_can_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name is there when somebody listens, not a moment before; and nothing else is left beside it."""
+    """The name appears when the socket listens, not before; and nothing else is left beside it."""
     path, there = tmp_path / "s.sock", []
 
     class Watched(socket.socket):

@@ -1,4 +1,4 @@
-"""What is said between hosts: by whoever knows the epoch's token, once, in order, and by nobody else."""
+"""Messages between hosts: accepted once, in order, and only with the epoch's token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = tuple[MacFrames, MacFrames]
 
 
 def greeted(listener: MacListener, seconds: float) -> MacFrames:
-    """Whoever connects next; hung up on where he does not know the token."""
+    """The next connection; closed where the peer does not know the token."""
     deadline = Deadline(seconds)
     frames = listener.accept(deadline)
     try:
@@ -82,7 +82,7 @@ def test_who_does_not_know_the_token_says_nothing() -> None:
 
 
 def test_what_was_said_once_is_not_said_again(ends: Pair) -> None:
-    """A message that is played back, into the same connection or back to whoever said it, is none."""
+    """A message that is played back, into the same connection or back to its sender, is none."""
     ours, theirs = ends
     theirs.send(b"begin", Deadline(WAIT_S))
     mac = theirs._mac(b"begin", 1, by_listener=False)
@@ -105,7 +105,7 @@ def test_a_stranger_cannot_fill_the_memory() -> None:
 
 
 def test_whoever_says_nothing_costs_a_deadline() -> None:
-    """A connection that greets nobody, and an address where nobody listens."""
+    """A connection without a handshake, and an address without a listener."""
     listener = MacListener("127.0.0.1", "token")
     with socket.create_connection(parse_tcp_address(listener.address)), pytest.raises(DeadlineExceeded):
         greeted(listener, 0.2)
@@ -134,7 +134,7 @@ def test_ipv6_and_what_is_no_address() -> None:
 
 
 def test_what_is_pulled_is_looked_at_as_what_is_received(ends: Pair) -> None:
-    """In order, and only from who knows the token."""
+    """In order, and only from a peer that knows the token."""
     ours, theirs = ends
     for message in (b"", b"one", bytes(3_000_000)):
         with ThreadPoolExecutor(1) as pool:

@@ -97,7 +97,7 @@ def test_a_group_that_waits_for_another_to_be_made_has_its_deadline(
 
 @pytest.mark.parametrize("rank", [0, 1, 3])
 def test_all_peers_are_tried_to_break_a_group(rank: int) -> None:
-    """One that has ended fails in another way than one that lives, and frees nobody; which have is not known."""
+    """A receive from an ended rank fails otherwise than from a live one, and closes nothing; which ended is unknown."""
     tried = list[int]()
 
     class Gloo:

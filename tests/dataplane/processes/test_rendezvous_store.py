@@ -43,7 +43,7 @@ def test_names_are_asked_for_once_and_nobody_waits_for_them(monkeypatch: pytest.
 
 
 def test_a_receiver_of_broadcasts_asks_before_its_first_round(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Who takes versions in other ways makes no store."""
+    """Receivers of other transports make no store."""
     asked: list[None] = []
     monkeypatch.setattr(rendezvous, "warm_up_name_resolution", lambda: asked.append(None))
     for kind, times in (("direct", 0), ("distributed", 1)):
@@ -64,7 +64,7 @@ def six_only(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_name_of_ipv6_alone_is_of_that_family(six_only: str) -> None:
-    """One with both is taken as IPv4, which everybody has."""
+    """A name with both is taken as IPv4, which every host has."""
     assert address_family(six_only) is socket.AF_INET6
     assert address_family("::1") is socket.AF_INET6
     assert address_family("127.0.0.1") is socket.AF_INET
@@ -81,7 +81,7 @@ def test_a_store_of_ipv6_is_reached() -> None:
 
 @pytest.mark.parametrize("make", [serve_store, lambda host: MacListener(host, "0" * 64)])
 def test_an_address_of_another_machine_is_refused_in_words(make: object) -> None:
-    """192.0.2.1 is nobody's; with brackets it is no address."""
+    """192.0.2.1 is no host's; with brackets it is no address."""
     assert callable(make)
     for host in ("192.0.2.1", "[::1]"):
         with pytest.raises(TransferFailed, match="set host to an address of this machine"):

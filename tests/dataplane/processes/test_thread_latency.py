@@ -1,4 +1,4 @@
-"""A thread that is to be served promptly: for as long as anybody asks for it, and nothing of it stays."""
+"""Low thread latency lasts as long as a context asks for it, and is restored afterwards."""
 
 from __future__ import annotations
 

@@ -82,4 +82,4 @@ def test_a_call_that_was_given_up_holds_no_other() -> None:
     assert calls.submit(lambda: 2).result(10) == 2
     released.set()
     assert held.result(10)
-    assert behind.cancelled(), "whoever waits for it hears of that"
+    assert behind.cancelled(), "its future is cancelled"

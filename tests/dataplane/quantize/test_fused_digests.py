@@ -1,4 +1,4 @@
-"""Sums of quantized elements that are made with them: what tensor_digest.py digests, or left to whoever reads them."""
+"""Sums made while quantizing equal tensor_digest.py, or are left to a later pass."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ def test_what_was_lost_is_served_as_lost(scheme: Scheme, lost: float) -> None:
 @settings(deadline=None, max_examples=20)
 @given(data=st.data())
 def test_shards_on_the_grain_are_shards_of_the_result(scheme: Scheme, data: st.DataObject) -> None:
-    """Who holds a box between borders of the grain quantizes it for itself, and gets the same part of every tensor."""
+    """A rank that holds a box on the grain quantizes it alone, and gets the same part of every tensor."""
     scheme = msgspec.structs.replace(scheme, block=tuple(min(each, 32) for each in scheme.block))
     values = weight(data.draw(st.integers(0, 1 << 30)), (96, 160))
     grain = scheme.grain(values.shape)

@@ -140,7 +140,7 @@ def test_every_element_arrives_where_it_was_recorded(data: st.DataObject) -> Non
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_digests_of_boxes_are_digests_of_tensors(data: st.DataObject) -> None:
-    """Whoever holds the parts, the sums of their words are the digest of the packed tensor."""
+    """Whichever ranks hold the parts, the sums of their words are the digest of the packed tensor."""
     trainer = data.draw(layouts(TENSORS, 3))
     values = random_values()
     memories = fill(trainer, values)

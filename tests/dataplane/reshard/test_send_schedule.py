@@ -79,7 +79,7 @@ class Board:
             return posting
 
     def move(self) -> None:
-        """What can move, as far as somebody waits for it or for what follows it."""
+        """What can move, as far as a rank waits for it or for a later message."""
         for (source, target, sent), sends in self._posted.items():
             receives = self._posted.get((source, target, False), deque()) if sent else deque()
             while sends and receives and (self._eager or any(each.wanted for each, _ in (*sends, *receives))):
@@ -440,7 +440,7 @@ def test_both_sides_make_the_same_schedule() -> None:
 
 
 def test_other_hosts_send_and_are_not_read() -> None:
-    """The same trainer: who is sent to has a plan, who reads has none."""
+    """With the same trainer a worker that is sent to has a plan, one that reads has none."""
     shards, exports, trace = model(1)
 
     assert len(make_plan(shards, exports, trace, SENT_TO).copies) == 1
@@ -449,7 +449,7 @@ def test_other_hosts_send_and_are_not_read() -> None:
 
 
 def test_a_message_outside_of_its_region_is_refused() -> None:
-    """Nothing is sent from, or received into, memory that is nobody's."""
+    """Nothing is sent from, or received into, memory outside of the regions."""
     shards, exports, trace = model(2)
     made = make_send_schedule(make_plan(shards, exports, trace, SENT_TO), 2, 1 << 20)
     messages = SendMessages.decode(made.messages.encode())
@@ -475,7 +475,7 @@ def test_a_message_before_its_region_is_refused(*, sending: bool) -> None:
 
 
 def test_a_message_of_no_turn_is_refused() -> None:
-    """Nobody would ever come to it, and whoever waits for it would wait."""
+    """No rank would ever reach such a chunk, and its peer would wait for ever."""
     shards, exports, trace = model(2)
     made = make_send_schedule(make_plan(shards, exports, trace, SENT_TO), 2, 1 << 20).messages
     odds = {"chunk": [0, -1], "nbytes": [65536, 0], "source": [0, NOWHERE - 1], "target": [0, NOWHERE - 1]}

@@ -42,7 +42,7 @@ def test_two_boxes_meet_in_their_common_elements(a: Box, b: Box) -> None:
 
 @given(box(), st.lists(box(), max_size=4))
 def test_what_is_left_is_disjoint_and_complete(a: Box, taken: list[Box]) -> None:
-    """Subtraction leaves disjoint boxes, together exactly the elements that nobody took."""
+    """Subtraction leaves disjoint boxes, together exactly the elements that were not taken."""
     rest = subtract_all(a, taken)
     held = [element for part in rest for element in elements(part)]
     assert len(held) == len(set(held))

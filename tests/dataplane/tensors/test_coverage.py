@@ -1,4 +1,4 @@
-"""Who gives what of what several hold."""
+"""The choice among replicas, and load balancing."""
 
 from __future__ import annotations
 
