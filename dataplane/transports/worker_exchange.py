@@ -230,7 +230,7 @@ class Workers:
         """Digests of those that they have."""
         return tuple(worker.hello.plan for worker in self._workers)
 
-    def flip(self, epoch: int, version: int, deadline: Deadline, pulse: Callable[[], None]) -> list[wire.PlanExecuted]:
+    def swap(self, epoch: int, version: int, deadline: Deadline, pulse: Callable[[], None]) -> list[wire.PlanExecuted]:
         """All put what they were sent into place. Raises `ReplayFailed` when all have answered and one did not.
 
         `pulse` is called meanwhile, and may raise.

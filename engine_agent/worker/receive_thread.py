@@ -87,7 +87,7 @@ class ReceiveThread:
         """Swap the received version in, once. Raises `TransferFailed` when none is complete."""
         if not self._claim() or self._inbox is None:
             raise TransferFailed("nothing was taken that could be put into place")
-        self._inbox.flip()
+        self._inbox.swap()
         self._detach()
 
     def close(self) -> None:

@@ -168,7 +168,7 @@ def _doom(sidecar: Any, point: str, sender: Any, name: str, *, stands: bool) -> 
     owner, method = {
         "begun": (sidecar._threads, "take"),
         "moving": (takers._Transfer, "_look"),
-        "flip": (sidecar._workers, "flip"),
+        "flip": (sidecar._exchange.workers, "swap"),
     }[point]
     plain, mine = getattr(owner, method), threading.get_ident()
 

@@ -118,7 +118,7 @@ def end(rank: int, port: int, device: str, nbytes: int) -> dict[str, Any]:
             times.append(time.perf_counter() - began)
         if rank:
             memory.fill_(0xA5)
-            box.flip()
+            box.swap()
             expected = torch.empty_like(memory)
             fill(expected, seed, turned=False)
             found["equal"] = found["equal"] and torch.equal(expected, memory)

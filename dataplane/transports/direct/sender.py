@@ -48,7 +48,7 @@ class DirectSender:
         self._peers: dict[str, _Peer] = {}
         self._agreed: set[str] = set()
         self._listener: FrameListener | None = None
-        self._lines: ConnectionPool[_Peer] | None = None
+        self._pool: ConnectionPool[_Peer] | None = None
         self._lock = threading.Lock()
         """Of the three below: the table comes from any thread."""
         self._table: bytes | None = None
@@ -56,7 +56,7 @@ class DirectSender:
         self._follows: bool | None = None
         """The session was begun without its table; null before the first."""
         self._wake = -1
-        """An eventfd of `_lines`, while something is on offer."""
+        """An eventfd of `_pool`, while something is on offer."""
 
     @property
     def failed(self) -> dict[str, str]:
@@ -83,12 +83,12 @@ class DirectSender:
         open_runtime_dir(self._runtime_dir)
         path = self._runtime_dir / f"{self._channel}-{session.epoch}-{os.getpid()}-d.sock"
         self._listener = FrameListener(path)
-        self._lines = ConnectionPool(self._heard, self._drop)
-        self._lines.watch(self._listener, self._admit)
+        self._pool = ConnectionPool(self._heard, self._drop)
+        self._pool.watch(self._listener, self._admit)
         with self._lock:
             self._table, self._follows = None, session.table is None
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            self._lines.watch(self._wake, self._woken)
+            self._pool.watch(self._wake, self._woken)
         return Address(os.fspath(path))
 
     def tabled(self, tabled: Tabled) -> None:
@@ -140,9 +140,9 @@ class DirectSender:
 
     def close(self) -> None:
         """Hang up. Exported memory stays exported: it belongs to the exporters."""
-        lines, self._lines = self._lines, None
-        if lines is not None:
-            lines.close()
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
         self._peers, self._given = {}, None
         with self._lock:
             wake, self._wake = self._wake, -1
@@ -166,38 +166,38 @@ class DirectSender:
         self._on_offer()
 
     def _pump(self, timeout_s: float) -> None:
-        lines = self._on_offer()
+        pool = self._on_offer()
         for peer in tuple(self._peers.values()):
             if peer.name in self._withdrawn:
                 self._drop(peer, self._withdrawn[peer.name])
-        lines.poll(timeout_s)
+        pool.poll(timeout_s)
 
     def _on_offer(self) -> ConnectionPool[_Peer]:
         """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
-        if self._lines is None:
+        if self._pool is None:
             raise TransferFailed("nothing is on offer: call offer first")
-        return self._lines
+        return self._pool
 
     def _admit(self) -> None:
         """Somebody has come. A peer that never says who it is is named at the deadline."""
-        lines, listener = self._on_offer(), self._listener
+        pool, listener = self._on_offer(), self._listener
         if listener is None:
             raise TransferFailed("the sender was closed")
         try:
             frames = listener.accept(Deadline(_LOOK_S), "a receiver")
         except DeadlineExceeded:  # it is gone again
             return
-        lines.add(_Peer(""), frames)
+        pool.add(_Peer(""), frames)
 
     def _greet(self, guest: _Peer, hello: wire.ToSender) -> None:
         """Its first words. Raises `PeerLost`."""
-        lines, reason = self._on_offer(), self._refusal(hello)
+        pool, reason = self._on_offer(), self._refusal(hello)
         if reason or not isinstance(hello, wire.Hello):
-            return lines.drop(guest, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
+            return pool.drop(guest, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
         assert self._exposed is not None
         welcome = wire.Welcome(epoch=self._epoch, layout=self._layout, exporters=self._exposed.exporters)
-        lines.send(guest, wire.SENDER.encode(welcome))
-        return lines.identify(guest, self._peers[hello.engine])
+        pool.send(guest, wire.SENDER.encode(welcome))
+        return pool.identify(guest, self._peers[hello.engine])
 
     def _woken(self) -> None:
         """The digest table has come."""
@@ -279,8 +279,8 @@ class DirectSender:
     def _drop(self, peer: _Peer, reason: str) -> None:
         """Of somebody who has not said who it is, without a word."""
         told = peer.name and not peer.finished
-        if self._lines is not None:
-            self._lines.drop(peer, wire.SENDER.encode(wire.Failed(reason=reason)) if told else b"")
+        if self._pool is not None:
+            self._pool.drop(peer, wire.SENDER.encode(wire.Failed(reason=reason)) if told else b"")
         if told:  # it has the version otherwise: going away afterwards is its right
             self._failed.setdefault(peer.name, reason)
             self._peers.pop(peer.name, None)

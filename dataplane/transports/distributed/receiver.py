@@ -20,9 +20,9 @@ class DistributedReceiver:
     def __init__(self, runtime_dir: Path, *, hands_on: bool = True) -> None:
         """`hands_on`: this process takes part itself, where it can."""
         self._hands_on = hands_on
-        self._handing = SidecarReceiver(runtime_dir)
-        self._joining = ServerReceiver()
-        self._used: SidecarReceiver | ServerReceiver = self._joining
+        self._sidecar_member = SidecarReceiver(runtime_dir)
+        self._server_member = ServerReceiver()
+        self._used: SidecarReceiver | ServerReceiver = self._server_member
         """In the last session."""
         self._remark = ""
         self._met_at = ""
@@ -49,10 +49,10 @@ class DistributedReceiver:
     ) -> Receipt:
         """Take every bucket and load it into `server`. Raises `TransferFailed`."""
         if self._met_at not in {"", address.address}:
-            self._handing.meet_anew()
+            self._sidecar_member.forget_rendezvous()
         self._met_at = ""
-        reason = self._handing.why_not(server, session) if self._hands_on else ""
-        chosen = self._handing if self._hands_on and not reason else self._joining
+        reason = self._sidecar_member.why_not(server, session) if self._hands_on else ""
+        chosen = self._sidecar_member if self._hands_on and not reason else self._server_member
         self._remark = f"the server's workers take part in the broadcast themselves: {reason}" if reason else ""
         if chosen is not self._used:
             self._used.require_moving()
@@ -64,8 +64,8 @@ class DistributedReceiver:
 
     def require_moving(self) -> None:
         """Raise `TransferFailed` while the server has not returned from what a session that is over asked of it."""
-        self._handing.require_moving()
-        self._joining.require_moving()
+        self._sidecar_member.require_moving()
+        self._server_member.require_moving()
 
     def close(self) -> None:
         """Break off the session that runs, from any thread; groups stay for the next one if it ended well."""
@@ -73,5 +73,5 @@ class DistributedReceiver:
 
     def shutdown(self) -> None:
         """Let go of everything."""
-        self._handing.shutdown()
-        self._joining.shutdown()
+        self._sidecar_member.shutdown()
+        self._server_member.shutdown()

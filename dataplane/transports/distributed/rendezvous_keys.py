@@ -228,7 +228,7 @@ class RendezvousKeys:
 
     def begin(self) -> None:
         """Connect, in the background."""
-        self._thread = torch_threads.start(self._run, "weightbus-meeting")
+        self._thread = torch_threads.start(self._run, "weightbus-rendezvous")
 
     def cancel(self, reason: str) -> None:
         """From any thread: whoever waits here, or will, is told at once that it is over."""

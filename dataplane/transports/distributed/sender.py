@@ -66,7 +66,7 @@ class DistributedSender:
         self._device = device
         self._store: TCPStore | None = None
         """The one reference to the server: whoever uses the store has a client of its own."""
-        self._meeting: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         self._session: TransferSession | None = None
         self._group: BroadcastGroup | EngineGroups | None = None
         """This source's own."""
@@ -116,8 +116,8 @@ class DistributedSender:
         backend = process_group_backend(self._device)
         if self._store is None:
             self._store = serve_store(self._host)
-        if self._meeting is not None:
-            self._meeting.clear()
+        if self._rendezvous is not None:
+            self._rendezvous.clear()
         self._session, self._peers = session, tuple(peers)
         self._sources, self._lost, self.differing = self._divided or Sources.one(len(session.manifest.buckets)), "", ()
         self._failed, self._withdrawn, self._spared, self._sends = {}, {}, frozenset(), {}
@@ -125,7 +125,7 @@ class DistributedSender:
         self._behind = None
         self._due = self._behind_due = 0.0
         self._token = new_token()
-        self._meeting = Rendezvous(join_store(self._store), session.epoch, self._token, self._engines, self._others)
+        self._rendezvous = Rendezvous(join_store(self._store), session.epoch, self._token, self._engines, self._others)
         world_size = 1 + sum(peer.tp for peer in peers)
         address = f"tcp://{bracket_ipv6(self._host)}:{self._store.port}"
         return Address(address, self._group_name(), backend, world_size, self._token)
@@ -136,28 +136,28 @@ class DistributedSender:
         All are in `failed` when an agent has not come within `join_s`, or the group has not formed `FORM_S` later.
         """
         deadline = Deadline(deadline_s)
-        meeting, session = self._open()
+        rendezvous, session = self._open()
         try:
             self._wait_for("came", "to come", Deadline(min(join_s, deadline.left())))
-            words = meeting.heard_from("came", (*self._engines, *self._others))
+            words = rendezvous.heard_from("came", (*self._engines, *self._others))
             comes = [words.get(engine, "") for engine in self._engines]
             self._sidecars = tuple(place for place, word in enumerate(comes) if word.startswith(BY_SIDECAR))
             forming = Deadline(min(FORM_S, deadline.left()))
             if self._group is not None and self._all_hold(words):
                 self._group.use(True)
-                meeting.announce("group", self._known(self._groups).encode())
+                rendezvous.announce("group", self._known(self._groups).encode())
             else:
                 self._break_off()
                 base = f"weightbus-{self._channel}-{session.epoch}"
                 groups = self._known(GroupSettings.of_sources(base, self._sources).names)
                 self._forming = True
-                meeting.announce("group", groups.encode())
+                rendezvous.announce("group", groups.encode())
                 self._form(groups, forming)
             self._wait_for("joined", "to join", forming, STILL_FORMING_S)
             alike = not self._apart and len(self._sidecars) == len(self._engines)
             self._behind = Behind(time.monotonic()) if alike else None
             if self._forming:
-                meeting.announce("formed", "")
+                rendezvous.announce("formed", "")
             self._forming = False
         except TransferFailed as error:
             self._fail_all(error)
@@ -217,9 +217,9 @@ class DistributedSender:
     # -- the session -------------------------------------------------------------------------------------------------
 
     def _open(self) -> tuple[Rendezvous, TransferSession]:
-        if self._session is None or self._meeting is None:
+        if self._session is None or self._rendezvous is None:
             raise TransferFailed("nothing is on offer: call offer first")
-        return self._meeting, self._session
+        return self._rendezvous, self._session
 
     @property
     def _engines(self) -> list[str]:
@@ -282,9 +282,9 @@ class DistributedSender:
 
     def _await_source(self, index: int, deadline: Deadline) -> None:
         """Wait until everybody has taken a bucket of another source."""
-        meeting, _ = self._open()
+        rendezvous, _ = self._open()
         source, wanted = source_name(self._sources.of[index]), self._sources.place(index) + 1
-        while int(meeting.heard("sent", source) or 0) < wanted:
+        while int(rendezvous.heard("sent", source) or 0) < wanted:
             self._watch()
             time.sleep(min(_LOOK_S, deadline.check(f"bucket {index} to be taken from {source}")))
 
@@ -304,10 +304,10 @@ class DistributedSender:
 
     def _look_behind(self) -> None:
         """Raise `Stalled` for agents that do not come to a bucket for which others wait in the group."""
-        meeting, _ = self._open()
+        rendezvous, _ = self._open()
         if self._behind is None or time.monotonic() < self._behind_due:
             return
-        at = meeting.heard_from("at", self._engines)
+        at = rendezvous.heard_from("at", self._engines)
         self._behind.look([int(at.get(engine, -1)) for engine in self._engines], time.monotonic())
         self._behind_due = time.monotonic() + BEHIND_S
 
@@ -319,10 +319,10 @@ class DistributedSender:
         still_s: float = float("inf"),
     ) -> None:
         """`still_s` is how much longer than the others one may take."""
-        meeting, _ = self._open()
+        rendezvous, _ = self._open()
         missing = [*self._engines, *self._others]
         stragglers = Stragglers(what, time.monotonic(), still_s if self._ranks else float("inf"))
-        while missing := _silent(meeting, step, missing):
+        while missing := _silent(rendezvous, step, missing):
             self._check_receivers()
             self._look_behind()
             late = frozenset(missing)
@@ -343,14 +343,14 @@ class DistributedSender:
         return future.result()
 
     def _check_receivers(self) -> None:
-        meeting, _ = self._open()
-        reasons = self._withdrawn | meeting.heard_from("failed", self._engines)
+        rendezvous, _ = self._open()
+        reasons = self._withdrawn | rendezvous.heard_from("failed", self._engines)
         if gone := [engine for engine in self._engines if engine in reasons]:
-            self._failed.update({engine: reasons[engine] for engine in _silent(meeting, "done", gone)})
-        for source, reason in meeting.heard_from("failed", self._others).items():
-            self._source_failed(source, reason, meeting.heard("still", source) or "")
+            self._failed.update({engine: reasons[engine] for engine in _silent(rendezvous, "done", gone)})
+        for source, reason in rendezvous.heard_from("failed", self._others).items():
+            self._source_failed(source, reason, rendezvous.heard("still", source) or "")
         # Last: it is said before all that, and engines cannot say whose fault it is.
-        for source, named in meeting.heard_from("differs", self._others).items():
+        for source, named in rendezvous.heard_from("differs", self._others).items():
             if named:
                 self.differing = tuple(named.split(","))
                 self._lost = f"{source} gave up: the weights changed between the digest and the transfer"
@@ -379,14 +379,14 @@ class DistributedSender:
             self._spared = engines - self._failed.keys()
         for engine in engines:
             self._failed.setdefault(engine, self._lost or str(error))
-        if self._meeting is not None:
-            self._meeting.announce("over", str(error))
+        if self._rendezvous is not None:
+            self._rendezvous.announce("over", str(error))
         self._sends.clear()
         self._break_off()
 
     def _hear_reasons(self) -> None:
         """A broadcast breaks at once everywhere: whoever caused it gets a moment to say so."""
-        if self._meeting is None or self._session is None:
+        if self._rendezvous is None or self._session is None:
             return
         deadline = Deadline(_REASONS_S)
         while deadline.left() and not self._failed and not self._lost:
@@ -406,9 +406,9 @@ class DistributedSender:
 
     def _end_store(self) -> None:
         """Free whoever waits in it for the group, once the agents have heard that the session is over."""
-        meeting, self._meeting = self._meeting, None
+        rendezvous, self._rendezvous = self._rendezvous, None
         deadline = Deadline(_REASONS_S)
-        while meeting and deadline.left() and _silent(meeting, "failed", self._engines):
+        while rendezvous and deadline.left() and _silent(rendezvous, "failed", self._engines):
             time.sleep(POLL_S)
         store, self._store, self._forming = self._store, None, False
         if store is not None and len(self._sidecars) < len(self._engines):
@@ -417,7 +417,7 @@ class DistributedSender:
             lead_nowhere(*where)
 
 
-def _silent(meeting: Rendezvous, step: str, members: Sequence[str]) -> list[str]:
+def _silent(rendezvous: Rendezvous, step: str, members: Sequence[str]) -> list[str]:
     """Those of `members` who have not said it."""
-    said = meeting.heard_from(step, members)
+    said = rendezvous.heard_from(step, members)
     return [member for member in members if member not in said]

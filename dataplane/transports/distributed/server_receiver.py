@@ -41,7 +41,7 @@ class ServerReceiver:
         """The last call that was made of the server."""
         self._joins = False
         """It was to join a group, in the session that runs."""
-        self._meeting: RendezvousKeys | None = None
+        self._rendezvous: RendezvousKeys | None = None
         """Of the session that runs."""
 
     @property
@@ -65,26 +65,26 @@ class ServerReceiver:
             self._held, self._server, self._asked = (), server, None
         self._doubted |= self._launch != server.launch
         self._launch = server.launch
-        self._meeting = meeting = RendezvousKeys(address.address, session.epoch, engine, address.token)
-        meeting.begin()
+        self._rendezvous = rendezvous = RendezvousKeys(address.address, session.epoch, engine, address.token)
+        rendezvous.begin()
         if self._held:
             server.entrust(self._held, used=True)
         reason = ""
         try:
             buckets = len(session.manifest.buckets)
             self.require_moving()
-            groups, mine = self._join(meeting, address, rank_offset, server, deadline, buckets)
+            groups, mine = self._join(rendezvous, address, rank_offset, server, deadline, buckets)
             for index in range(buckets):
                 self._touched = True
                 tensors, group = session.manifest.tensors_of(index), mine.names[groups.source_of(index)]
-                self._call(meeting, f"bucket {index}", deadline, server.load_broadcast, group, tensors)
-            meeting.say("done", "", deadline)
+                self._call(rendezvous, f"bucket {index}", deadline, server.load_broadcast, group, tensors)
+            rendezvous.say("done", "", deadline)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._meeting = None
-            meeting.close(reason)
+            self._rendezvous = None
+            rendezvous.close(reason)
             if reason:
                 self._abandon(server)
             self._doubted |= not server.entrust(self._held, used=False)
@@ -100,8 +100,8 @@ class ServerReceiver:
 
     def close(self) -> None:
         """Break off the session that runs, from any thread; the groups stay for the next one if it ended well."""
-        if (meeting := self._meeting) is not None:
-            meeting.cancel("the session was called off")
+        if (rendezvous := self._rendezvous) is not None:
+            rendezvous.cancel("the session was called off")
 
     def shutdown(self) -> None:
         """Have the server leave its groups."""
@@ -114,7 +114,7 @@ class ServerReceiver:
 
     def _join(  # noqa: PLR0917  in one place
         self,
-        meeting: RendezvousKeys,
+        rendezvous: RendezvousKeys,
         address: Address,
         rank_offset: int,
         server: EngineServer,
@@ -122,34 +122,39 @@ class ServerReceiver:
         buckets: int,
     ) -> tuple[GroupSettings, EnginePart]:
         """Into every group that the sender names, one after the other in its order, which is everybody's."""
-        meeting.say("came", holding(() if self._doubted else self._held), deadline)
-        groups = GroupSettings.decode(meeting.group(deadline), buckets)
+        rendezvous.say("came", holding(() if self._doubted else self._held), deadline)
+        groups = GroupSettings.decode(rendezvous.group(deadline), buckets)
         mine = groups.of_engine(rank_offset, address.world_size)
         if forms := self._doubted or mine.names != self._held:
             for group in self._held:
-                self._call(meeting, f"the server to leave {group}", deadline, server.leave_group, group)
+                self._call(rendezvous, f"the server to leave {group}", deadline, server.leave_group, group)
             self._held, self._doubted = mine.names, False
             server.entrust(self._held, used=True)  # before it waits in them
             self._joins = True
             for group in mine.names:
                 where = msgspec.structs.replace(address, group=group, world_size=mine.world_size)
                 what = f"the group {group} to form"
-                self._call(meeting, what, deadline, server.join_group, where, mine.rank_offset)
+                self._call(rendezvous, what, deadline, server.join_group, where, mine.rank_offset)
             self._joins = False
-        meeting.say("joined", "", deadline)
+        rendezvous.say("joined", "", deadline)
         if forms and groups.ranks:  # nothing else keeps this engine from its first bucket while another does not join
-            meeting.formed(deadline)
+            rendezvous.formed(deadline)
         return groups, mine
 
     def _call(
-        self, meeting: RendezvousKeys, what: str, deadline: Deadline, function: Callable[..., None], *arguments: object
+        self,
+        rendezvous: RendezvousKeys,
+        what: str,
+        deadline: Deadline,
+        function: Callable[..., None],
+        *arguments: object,
     ) -> None:
         """Call the server on another thread, so that a sender that dies or gives up is noticed meanwhile."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "weightbus-engine")
         answer = self._asked = self._thread.submit(function, *arguments, deadline.check(what))
         while not settled(answer, POLL_S):
-            meeting.check()
+            rendezvous.check()
             deadline.check(what)
         answer.result()
 

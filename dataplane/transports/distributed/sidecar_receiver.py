@@ -64,7 +64,7 @@ class SidecarReceiver:
         self._loads: list[Future[None]] = []
         """Of the last session, by bucket."""
         self._touched = False
-        self._meeting: RendezvousKeys | None = None
+        self._rendezvous: RendezvousKeys | None = None
         """Of the session that runs."""
         self._unknown = False
         """A sender did not know what an agent that comes by itself is."""
@@ -94,7 +94,7 @@ class SidecarReceiver:
             self._device = gpu_named(server.opens)
         return ""
 
-    def meet_anew(self) -> None:
+    def forget_rendezvous(self) -> None:
         """The sender is another one than before, and may know what the last one did not."""
         self._unknown = False
 
@@ -110,27 +110,27 @@ class SidecarReceiver:
         """Join the groups if need be, then take every bucket and hand it on. To be asked `why_not` before."""
         deadline = Deadline(deadline_s)
         self._touched = False
-        self._meeting = meeting = RendezvousKeys(address.address, session.epoch, engine, address.token)
-        meeting.begin()
+        self._rendezvous = rendezvous = RendezvousKeys(address.address, session.epoch, engine, address.token)
+        rendezvous.begin()
         reason = ""
         try:
             self.require_moving()
             self._loads = []
             memory = self._reserved(session, server, deadline)
-            groups, mine = self._join(meeting, address, rank_offset, deadline, len(session.manifest.buckets))
+            groups, mine = self._join(rendezvous, address, rank_offset, deadline, len(session.manifest.buckets))
             for index in range(len(session.manifest.buckets)):
                 group = self._groups[mine.names[groups.source_of(index)]]
-                self._take(meeting, session, index, memory, group, deadline)
+                self._take(rendezvous, session, index, memory, group, deadline)
                 self._hand_on(session, index, memory, server, deadline)
             for index in range(len(self._loads)):
-                self._await_load(meeting, index, deadline)
-            meeting.say("done", "", deadline)
+                self._await_load(rendezvous, index, deadline)
+            rendezvous.say("done", "", deadline)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._meeting = None
-            meeting.close(reason)
+            self._rendezvous = None
+            rendezvous.close(reason)
             if reason:
                 self._break_off()
                 self._returns(_RETURN_S)  # nobody may think otherwise before it has answered, if it does
@@ -146,8 +146,8 @@ class SidecarReceiver:
 
     def close(self) -> None:
         """Break off the session that runs, from any thread; the groups stay for the next one if it ended well."""
-        if (meeting := self._meeting) is not None:
-            meeting.cancel("the session was called off")
+        if (rendezvous := self._rendezvous) is not None:
+            rendezvous.cancel("the session was called off")
 
     def shutdown(self) -> None:
         """Let go of everything."""
@@ -175,11 +175,11 @@ class SidecarReceiver:
         return self._memory
 
     def _join(
-        self, meeting: RendezvousKeys, address: Address, rank_offset: int, deadline: Deadline, buckets: int
+        self, rendezvous: RendezvousKeys, address: Address, rank_offset: int, deadline: Deadline, buckets: int
     ) -> tuple[GroupSettings, EnginePart]:
         """Into every group that the sender names, one after the other in its order, which is everybody's."""
-        meeting.say("came", holding(tuple(self._groups), by_sidecar=True), deadline)
-        groups = GroupSettings.decode(meeting.group(deadline), buckets)
+        rendezvous.say("came", holding(tuple(self._groups), by_sidecar=True), deadline)
+        groups = GroupSettings.decode(rendezvous.group(deadline), buckets)
         mine = groups.of_engine(rank_offset, address.world_size)
         if not mine.by_sidecar:
             self._unknown = True
@@ -192,8 +192,8 @@ class SidecarReceiver:
             for name in mine.names:
                 form = partial(self._form, address, name, mine, deadline, connect=groups.all_ours)
                 what = f"the group {name} to form"
-                self._groups[name] = self._call(meeting, what, deadline, form, break_when_formed)
-        meeting.say("joined", "", deadline)
+                self._groups[name] = self._call(rendezvous, what, deadline, form, break_when_formed)
+        rendezvous.say("joined", "", deadline)
         return groups, mine
 
     def _form(
@@ -207,7 +207,7 @@ class SidecarReceiver:
 
     def _take(  # noqa: PLR0917  a bucket's way
         self,
-        meeting: RendezvousKeys,
+        rendezvous: RendezvousKeys,
         session: TransferSession,
         index: int,
         memory: SidecarBuffers,
@@ -218,10 +218,10 @@ class SidecarReceiver:
         manifest = session.manifest
         for earlier, load in enumerate(self._loads):
             if earlier <= index - memory.count or load.done():
-                self._await_load(meeting, earlier, deadline)
-        meeting.post("at", str(index))
+                self._await_load(rendezvous, earlier, deadline)
+        rendezvous.post("at", str(index))
         target = memory.memory(index % memory.count)[: manifest.buckets[index].nbytes]
-        self._call(meeting, f"bucket {index}", deadline, lambda: group.broadcast(target, deadline))
+        self._call(rendezvous, f"bucket {index}", deadline, lambda: group.broadcast(target, deadline))
         names = [tensor.name for tensor in manifest.tensors_of(index)]
         integrity.check_digests(
             target, manifest.offsets_of(index), session.known.of_bucket(manifest.buckets[index]), names
@@ -240,12 +240,12 @@ class SidecarReceiver:
         self._touched = True
         self._loads.append(self._loader.submit(server.load_shared, bucket, left))
 
-    def _await_load(self, meeting: RendezvousKeys, index: int, deadline: Deadline) -> None:
-        self._settle(meeting, self._loads[index], f"the server to load bucket {index}", deadline)
+    def _await_load(self, rendezvous: RendezvousKeys, index: int, deadline: Deadline) -> None:
+        self._settle(rendezvous, self._loads[index], f"the server to load bucket {index}", deadline)
 
     def _call(
         self,
-        meeting: RendezvousKeys,
+        rendezvous: RendezvousKeys,
         what: str,
         deadline: Deadline,
         function: Callable[[], _T],
@@ -255,14 +255,14 @@ class SidecarReceiver:
         answer = self._calls.submit(function)
         self._moving = lambda: not answer.done()
         try:
-            return self._settle(meeting, answer, what, deadline)
+            return self._settle(rendezvous, answer, what, deadline)
         except TransferFailed:
             given_up(answer)
             raise
 
-    def _settle(self, meeting: RendezvousKeys, answer: Future[_T], what: str, deadline: Deadline) -> _T:
+    def _settle(self, rendezvous: RendezvousKeys, answer: Future[_T], what: str, deadline: Deadline) -> _T:
         while not settled(answer, POLL_S):
-            meeting.check()
+            rendezvous.check()
             deadline.check(what)
         return answer.result()
 

@@ -72,8 +72,8 @@ class SourceRank:
         """
         self.stop()
         group = self._session.leave_group() if self._session is not None else None
-        meeting = RendezvousKeys(address.address, epoch, source_name(self._number), address.token)
-        self._session = SourceSession(self._number, self._device, sources, meeting, group, filled)
+        rendezvous = RendezvousKeys(address.address, epoch, source_name(self._number), address.token)
+        self._session = SourceSession(self._number, self._device, sources, rendezvous, group, filled)
         self._session.start(address, tuple(buckets), Deadline(deadline_s))
 
     def wait_free(self, taken: int) -> None:
@@ -117,13 +117,13 @@ class SourceSession:
         number: int,
         device: torch.device,
         sources: Sources,
-        meeting: RendezvousKeys,
+        rendezvous: RendezvousKeys,
         group: AnyGroup | None,
         filled: int,
     ) -> None:
         """`group` is the one of the last session, if it ended well."""
         self._number, self._device, self._sources = number, device, sources
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._group = group
         self._news = threading.Condition()
         """Of what follows."""
@@ -143,7 +143,7 @@ class SourceSession:
 
     def stop(self) -> None:
         """End it, and wait a while until its thread has."""
-        self._meeting.cancel("this rank has gone on")
+        self._rendezvous.cancel("this rank has gone on")
         if self._thread is not None:
             self._thread.join(_END_S)
             if self._thread.is_alive():
@@ -181,7 +181,7 @@ class SourceSession:
     def _run(self, address: Address, buckets: tuple[torch.Tensor, ...], deadline: Deadline) -> None:
         reason = ""
         try:
-            self._meeting.begin()
+            self._rendezvous.begin()
             process_group_backend(self._device)
             self._join(address, deadline)
             for place, memory in enumerate(buckets):
@@ -191,20 +191,20 @@ class SourceSession:
                 with self._news:
                     self._taken = place + 1
                     self._news.notify_all()
-                self._meeting.post("sent", str(place + 1))
-            self._meeting.say("done", "", deadline)
+                self._rendezvous.post("sent", str(place + 1))
+            self._rendezvous.say("done", "", deadline)
             if self._group is not None:
                 self._group.use(False)
         except DataplaneError as error:
             reason = str(error) or type(error).__name__
             if isinstance(error, Stalled):
-                self._meeting.post("still", ",".join(map(str, error.members)))
+                self._rendezvous.post("still", ",".join(map(str, error.members)))
         except Exception as error:  # noqa: BLE001  the leader hears of it, and the training loop must go on
             reason = f"{type(error).__name__}: {error}"
         finally:
             self.failure = reason
             try:
-                self._meeting.close(reason)
+                self._rendezvous.close(reason)
                 if reason:
                     self._break_off()
             finally:
@@ -214,8 +214,8 @@ class SourceSession:
 
     def _join(self, address: Address, deadline: Deadline) -> None:
         holds = self._group is not None and not self._group.hung_up
-        self._meeting.say("came", self._group.name if self._group and holds else "", deadline)
-        groups = GroupSettings.decode(self._meeting.group(deadline), len(self._sources.of))
+        self._rendezvous.say("came", self._group.name if self._group and holds else "", deadline)
+        groups = GroupSettings.decode(self._rendezvous.group(deadline), len(self._sources.of))
         if len(groups.names) != self._sources.count:
             raise TransferFailed(f"the sender announced {len(groups.names)} groups for {self._sources.count} sources")
         name = groups.names[self._number]
@@ -233,15 +233,15 @@ class SourceSession:
 
             self._group = self._call(f"the engines to join {name}", forming, form, break_when_formed)
         self._group.use(True)
-        self._meeting.say("joined", "", deadline)
+        self._rendezvous.say("joined", "", deadline)
 
     def _await_filled(self, place: int, deadline: Deadline) -> None:
         with self._news:
             while self._filled <= place:
                 if self._spoiled:
-                    self._meeting.post("differs", ",".join(self._spoiled)[:_MAX_NAMED])
+                    self._rendezvous.post("differs", ",".join(self._spoiled)[:_MAX_NAMED])
                     raise TransferFailed("the weights changed between the digest and the transfer")
-                self._meeting.check()
+                self._rendezvous.check()
                 self._news.wait(min(POLL_S, deadline.check(f"bucket {place} of source {self._number}")))
 
     def _broadcast(self, memory: torch.Tensor, deadline: Deadline) -> None:
@@ -261,7 +261,7 @@ class SourceSession:
         answer = self._calls.submit(function)
         try:
             while not settled(answer, POLL_S):
-                self._meeting.check()
+                self._rendezvous.check()
                 deadline.check(what)
         except TransferFailed:
             given_up(answer)

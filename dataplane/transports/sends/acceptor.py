@@ -36,7 +36,7 @@ class Acceptor:
         self._bell, self._rings = socket.socketpair()
         self._free = threading.BoundedSemaphore(GREETED)
         self._closed = False
-        threading.Thread(target=self._open, name="weightbus-doorman", daemon=True).start()
+        threading.Thread(target=self._open, name="weightbus-acceptor", daemon=True).start()
 
     def fileno(self) -> int:
         """For selectors."""

@@ -2,7 +2,7 @@
 
 In place, messages go straight into the parameters where they lie there in one piece, and the rest through a buffer of
 one turn: the server must stand still. *Beside* them, everything goes into a buffer as large as the worker's share,
-while the server goes on generating; `flip` then copies all of it into place, as fast as memory is read. That buffer is
+while the server goes on generating; `swap` then copies all of it into place, as fast as memory is read. That buffer is
 let go of between versions (`detach`), and what was made for it is kept: tables of 30 GB take longer than its copy.
 """
 
@@ -29,7 +29,7 @@ _BYTES: Final = DTYPES.index("uint8")
 
 
 class ReceiveQueue:
-    """Bound to memory. `receive` is called on the thread of the transfer, `flip` on the scheduler's."""
+    """Bound to memory. `receive` is called on the thread of the transfer, `swap` on the scheduler's."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class ReceiveQueue:
         self._vacated = DeviceFence(device)
         """Behind what may still read or write that memory: torch gives away what its own stream has yet to work on."""
         placed = replace(unpack, source=np.zeros_like(unpack.source), source_at=unpack.source_at + at[unpack.source])
-        self._flip: PreparedCopies | None = None
+        self._swap: PreparedCopies | None = None
         self._unpacks: list[PreparedCopies | None] = [None] * messages.chunks
         if beside:
             placed = _both(placed, _straight(messages, at))
         placed.check(np.array([self.staging_bytes]), sizes_of(targets))
         if beside:
-            self._flip = engine.prepare_copies(placed, [self._staging], targets)
+            self._swap = engine.prepare_copies(placed, [self._staging], targets)
         else:
             parts = engine.prepare_parts(placed, messages.chunk[unpack.source], [self._staging], targets)
             self._unpacks = [parts.get(turn) for turn in range(messages.chunks)]
@@ -89,8 +89,8 @@ class ReceiveQueue:
         if self._staging is not None:
             return
         staging = torch.empty(self.staging_bytes, dtype=torch.uint8, device=self._device)
-        if self._flip is not None:
-            self._flip.move_source(staging)
+        if self._swap is not None:
+            self._swap.move_source(staging)
         self._vacated = DeviceFence(self._device)
         self._staging = staging  # last: it is whole, or not attached
 
@@ -98,8 +98,8 @@ class ReceiveQueue:
         """Let go of memory that is taken beside the parameters, and keep what was made for it."""
         if self.beside:
             self._staging = None
-            if self._flip is not None:
-                self._flip.move_source(None)
+            if self._swap is not None:
+                self._swap.move_source(None)
 
     def receive(self, group: QueuePair, turn_s: float) -> None:
         """All turns; each has `turn_s`. Raises `TransferFailed`.
@@ -130,17 +130,17 @@ class ReceiveQueue:
             with group.lane():
                 unpack.launch()
 
-    def flip(self) -> None:
+    def swap(self) -> None:
         """Put what was taken beside the parameters into them."""
-        if self._flip is not None:
-            self._flip.run()
+        if self._swap is not None:
+            self._swap.run()
 
     def close(self) -> None:
         """Let go of the memory."""
-        for each in (self._flip, *self._unpacks):
+        for each in (self._swap, *self._unpacks):
             if each is not None:
                 each.close()
-        self._flip, self._unpacks, self._places, self._kept = None, [], [], None
+        self._swap, self._unpacks, self._places, self._kept = None, [], [], None
         self._staging = None
 
     def _parcels(self, staging: torch.Tensor, places: Sequence[Sequence[int]]) -> list[P2PChunk]:

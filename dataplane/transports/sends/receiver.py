@@ -270,7 +270,7 @@ class SendsReceiver:
         exchange, session = self._exchange, attempt.session
         touched, self._touched = self._touched, True
         try:
-            executed = exchange.workers.flip(session.epoch, session.version, attempt.deadline, exchange.pulse)
+            executed = exchange.workers.swap(session.epoch, session.version, attempt.deadline, exchange.pulse)
         except ReplayFailed as failed:
             self._touched = touched or failed.touched
             raise

@@ -63,7 +63,7 @@ class SendsSender:
         With `nixl` groups are of NIXL, which everybody's environment must have; otherwise of gloo or NCCL.
         """
         self._host, self._channel, self._device, self._describe, self._nixl = host, channel, device, describe, nixl
-        self._turn_s, self._form_s, self._keep_s = turn_s, form_s, 0.0 if nixl else keep_s
+        self._chunk_s, self._form_s, self._keep_s = turn_s, form_s, 0.0 if nixl else keep_s
         self._stood = StalledPeers()
         self._formed = NOBODY
         """The group of this epoch."""
@@ -95,8 +95,8 @@ class SendsSender:
         self._engines: dict[str, ConnectedPeer] = {}
         self._ranks: dict[int, ConnectedPeer] = {}
         self._began = False
-        self._doorman: Acceptor | None = None
-        self._lines: ConnectionPool[ConnectedPeer] | None = None
+        self._acceptor: Acceptor | None = None
+        self._pool: ConnectionPool[ConnectedPeer] | None = None
         self._store: TCPStore | None = None
         """The one reference to the server: letting go of it ends every wait in the store."""
 
@@ -128,11 +128,11 @@ class SendsSender:
         self._token = new_token()
         self._version, self._fell = session.version, False
         self._early = self._in_time = None
-        self._doorman = Acceptor(self._host, self._token)
-        self._lines = ConnectionPool(self._heard, lambda end, reason: self._drop(end, f"{end.name}: {reason}"))
-        self._lines.watch(self._doorman, self._admit_all)
+        self._acceptor = Acceptor(self._host, self._token)
+        self._pool = ConnectionPool(self._heard, lambda end, reason: self._drop(end, f"{end.name}: {reason}"))
+        self._pool.watch(self._acceptor, self._admit_all)
         return Address(
-            self._doorman.address, f"weightbus-{self._channel}-{session.epoch}", backend, ranks + workers, self._token
+            self._acceptor.address, f"weightbus-{self._channel}-{session.epoch}", backend, ranks + workers, self._token
         )
 
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
@@ -143,7 +143,7 @@ class SendsSender:
         self._require_all_ranks()
         self._wait(deadline, lambda end: bool(end.workers) and end.prepared is None, "was not prepared")
         if not self._nixl:
-            self._leave_out_the_crowded()
+            self._leave_out_gpu_conflicts()
         self._require_all_ranks()
         self._begin()
         self._wait(deadline, lambda end: bool(end.unsent), "had not read how to begin")
@@ -172,17 +172,17 @@ class SendsSender:
 
     def close(self) -> None:
         """Hang up on everybody. Whoever is still in the group breaks it."""
-        if self._lines is not None:
-            self._lines.end()
+        if self._pool is not None:
+            self._pool.end()
         for end in (*self._engines.values(), *self._ranks.values()):
             self._hang_up(end, "" if end.through else "the sender closed this session")
         self._engines, self._ranks, self._store, self._early, self._given = {}, {}, None, None, None
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
-        if self._doorman is not None:
-            self._doorman.close()
-            self._doorman = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+        if self._acceptor is not None:
+            self._acceptor.close()
+            self._acceptor = None
 
     @property
     def _cut(self) -> tuple[int, int]:
@@ -207,7 +207,7 @@ class SendsSender:
         When a turn runs out, whoever was stopped in it has not been heard of for most of it.
         """
         now = time.monotonic()
-        since = now - max(self._turn_s / 2, _UNHEARD_S)
+        since = now - max(self._chunk_s / 2, _UNHEARD_S)
         there = now - self._looked_at <= _UNHEARD_S and self._back_at < since
         return there and all(end.through or end.received_at >= since for end in self._everybody())
 
@@ -233,23 +233,23 @@ class SendsSender:
         return [*self._engines.values(), *self._ranks.values()]
 
     def _pump(self, timeout_s: float) -> None:
-        lines, now = self._on_offer(), time.monotonic()
+        pool, now = self._on_offer(), time.monotonic()
         if now - self._looked_at > _UNHEARD_S:
             self._back_at = now
         self._looked_at = now
         for engine, reason in tuple(self._withdrawn.items()):
             if engine in self._engines and not self._engines[engine].finished:
                 self._drop(self._engines[engine], reason)
-        lines.poll(timeout_s)
+        pool.poll(timeout_s)
 
     def _on_offer(self) -> ConnectionPool[ConnectedPeer]:
         """Raises `TransferFailed` when nothing is on offer, any more: it may have been closed by another thread."""
-        lines = self._lines
-        if lines is None:
+        pool = self._pool
+        if pool is None:
             raise TransferFailed("nothing is on offer: call offer first")
-        if lines.ended:
+        if pool.ended:
             raise TransferFailed("the sender was closed")
-        return lines
+        return pool
 
     def _require_some(self) -> None:
         if not self._engines:
@@ -266,18 +266,18 @@ class SendsSender:
     # -- who comes ----------------------------------------------------------------------------------------------------
 
     def _admit_all(self) -> None:
-        for frames, hello in self._doorman.came() if self._doorman is not None else ():
+        for frames, hello in self._acceptor.came() if self._acceptor is not None else ():
             self._admit(frames, hello)
 
     def _admit(self, frames: Frames, hello: wire.ToSender) -> None:
-        lines = self._lines
-        if lines is None:  # closed meanwhile
+        pool = self._pool
+        if pool is None:  # closed meanwhile
             return frames.close()
         end, reason = self._known(hello)
         if end is None:
-            lines.add(stranger := ConnectedPeer(""), frames)
-            return lines.drop(stranger, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
-        lines.add(end, frames)
+            pool.add(stranger := ConnectedPeer(""), frames)
+            return pool.drop(stranger, wire.SENDER.encode(wire.Refused(epoch=self._epoch, reason=reason)))
+        pool.add(end, frames)
         if isinstance(hello, wire.RankHello):
             end.known, end.groups, end.seats = frozenset(hello.known), frozenset(hello.groups), (hello.seat,)
         else:
@@ -286,9 +286,9 @@ class SendsSender:
                 alone_bytes=self._alone_bytes, plans=self._plans.digests, form=self._foresee(hello),
             )  # fmt: skip
             try:
-                lines.send(end, wire.SENDER.encode(invited))
+                pool.send(end, wire.SENDER.encode(invited))
             except DataplaneError:  # it is gone again
-                return lines.drop(end)
+                return pool.drop(end)
         return self._let_form()
 
     def _known(self, hello: wire.ToSender) -> tuple[ConnectedPeer | None, str]:
@@ -341,7 +341,7 @@ class SendsSender:
 
     # -- the group ----------------------------------------------------------------------------------------------------
 
-    def _leave_out_the_crowded(self) -> None:
+    def _leave_out_gpu_conflicts(self) -> None:
         """NCCL would end the group for all. Where it was known before, the coordinator let them take turns."""
         ranks = {rank: end.seats[0] for rank, end in self._ranks.items() if end.seats}
         engines = {name: self._engines[name].seats for name in sorted(self._engines)}
@@ -423,7 +423,7 @@ class SendsSender:
     ) -> Group:
         return Group(
             store=f"tcp://{bracket_ipv6(self._host)}:{store.port}" if store else "",
-            name=name, size=size, rank=rank, form_s=self._form_s, turn_s=self._turn_s,
+            name=name, size=size, rank=rank, form_s=self._form_s, turn_s=self._chunk_s,
             nixl=self._nixl, stands=stands, ranks=ranks, keep_s=self._keep_s if self._stood.room else 0.0,
         )  # fmt: skip
 
@@ -433,9 +433,9 @@ class SendsSender:
         return self._plans.letters(holder, end.known, letters, *self._cut)
 
     def _tell(self, end: ConnectedPeer, message: wire.BeginSends | wire.Form) -> None:
-        lines = self._on_offer()
+        pool = self._on_offer()
         try:
-            lines.send(end, wire.SENDER.encode(message))
+            pool.send(end, wire.SENDER.encode(message))
         except DataplaneError as error:
             self._on_offer()
             self._drop(end, f"{end.name}: {error}")
@@ -460,5 +460,5 @@ class SendsSender:
             self._engines.pop(end.name, None)
 
     def _hang_up(self, end: ConnectedPeer, reason: str) -> None:
-        if self._lines is not None:
-            self._lines.drop(end, wire.SENDER.encode(wire.Failed(reason=reason[:2048])) if reason else b"")
+        if self._pool is not None:
+            self._pool.drop(end, wire.SENDER.encode(wire.Failed(reason=reason[:2048])) if reason else b"")

@@ -172,7 +172,7 @@ def test_every_element_arrives_exactly_once(data: st.DataObject) -> None:
     if beside:
         assert not any(bool(target.any()) for target in targets)
     for box in ins:
-        box.flip()
+        box.swap()
 
     for engine, target, buffer, each in zip(workers, targets, buffers, made, strict=True):
         expected = torch.zeros_like(target)
@@ -216,7 +216,7 @@ def test_the_next_version_needs_no_new_tables(data: st.DataObject) -> None:
         inbox.attach()
         (arena,) = inbox.memory
         deliver([*outboxes([plan], [made], memories), inbox], eager=True)
-        inbox.flip()
+        inbox.swap()
         inbox.detach()
         assert inbox.memory == ()
         kept.append(arena)  # so that the next one lies elsewhere

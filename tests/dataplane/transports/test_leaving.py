@@ -41,7 +41,7 @@ def test_groups_that_a_sidecar_has_left_are_nobody_s_to_leave(tmp_path: Path, mo
 
     monkeypatch.setattr(joining_receiver, "_LEAVE_S", LEAVE_S)
     engine.server.leave_group = slow  # type: ignore[method-assign]
-    engine.receiver._joining._held *= 3  # type: ignore[attr-defined]  # as if it had more stages
+    engine.receiver._server_member._held *= 3  # type: ignore[attr-defined]  # as if it had more stages
     engine.receiver.shutdown()
     assert engine.server.entrusted == ((), False)
     assert len(asked) == 2

@@ -126,7 +126,7 @@ def test_who_dies_in_the_middle_costs_the_other_transport_nothing(
     monkeypatch.setattr(sends, "pair_bytes_for", lambda *_: 256)
     monkeypatch.setattr(sends_wire, "SILENT_S", 2 * STILL_S)
     monkeypatch.setattr(takers, "_END_S", STILL_S)
-    mixed.trainer.sends._turn_s = mixed.trainer.sends._form_s = STILL_S
+    mixed.trainer.sends._chunk_s = mixed.trainer.sends._form_s = STILL_S
     ends = Ends("sends_ends.py")
     victim = Remote(ends, tmp_path, point="moving", signal=int(signal.SIGKILL), at=2)
     delivery = mixed.deliver("near", "far")

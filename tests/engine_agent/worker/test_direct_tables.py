@@ -456,7 +456,7 @@ def test_an_offer_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     def once() -> None:
         crowd = Crowd(tmp_path, "e")
         silent = Frames.connect(crowd.address, Deadline(WAIT_S))
-        lines = crowd.sender._lines
+        lines = crowd.sender._pool
         assert lines is not None
         until(lambda: not all(line.name for line in tuple(lines._taken)))
         crowd.say("e", direct_wire.Finished())

@@ -65,7 +65,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SendsWorl
     monkeypatch.setattr(sends_wire, "SILENT_S", 2 * STILL_S)
     monkeypatch.setattr(takers, "_END_S", STILL_S)
     made = SendsWorld(tmp_path / "r", 1, monkeypatch)
-    made.trainer.sends._turn_s = made.trainer.sends._form_s = STILL_S
+    made.trainer.sends._chunk_s = made.trainer.sends._form_s = STILL_S
     yield made
     made.close()
 
@@ -99,7 +99,7 @@ def test_a_rank_of_the_trainer(world: SendsWorld, ends: Ends, point: str, number
     world.round(stage=True)
     before, old = state(world.server), dict(world.trainer.values)
     if point == "through":
-        world.trainer.sends._turn_s = world.trainer.sends._form_s = WAIT_S  # all must move, however busy the machine
+        world.trainer.sends._chunk_s = world.trainer.sends._form_s = WAIT_S  # all must move, however busy the machine
     elif point in ("formed", "moving"):
         world.trainer.sends._form_s = PROMPT_S / 2  # the group must form, or the rank never comes to its point
     world.trainer.step(5)
@@ -161,7 +161,7 @@ def test_a_worker_of_an_engine(  # noqa: PLR0917 - fixtures
     for epoch in (1, 2):
         # Nobody is struck in the first one, however busy the machine.
         patient = epoch == 1 and point != "moving"
-        world.trainer.sends._turn_s = world.trainer.sends._form_s = WAIT_S if patient else STILL_S
+        world.trainer.sends._chunk_s = world.trainer.sends._form_s = WAIT_S if patient else STILL_S
         before, old = state(world.server), dict(world.trainer.values)
         world.trainer.step(epoch)
         session = world.trainer.session(epoch)

@@ -90,14 +90,14 @@ def link(world: SendsWorld, monkeypatch: pytest.MonkeyPatch) -> Link:
 def too_much(world: SendsWorld) -> str:
     """An attempt in which a turn runs out, and how; nothing that is served was changed by it."""
     before = dict(world.trainer.values)
-    world.trainer.sends._turn_s = TURN_S
+    world.trainer.sends._chunk_s = TURN_S
     world.trainer.step(world.epoch)
     with pytest.raises(TransferFailed) as late:
         world.round(stage=True)
     if not world.receiver.touched:
         assert holds(world.server, before)
     world.trainer.sends.close()
-    world.trainer.sends._turn_s = WAIT_S  # all else must move, however busy the machine
+    world.trainer.sends._chunk_s = WAIT_S  # all else must move, however busy the machine
     return str(late.value)
 
 
@@ -137,7 +137,7 @@ def test_turns_grow_back_where_it_was_not_the_link(world: SendsWorld, link: Link
 def test_turns_stay_as_large_where_a_rank_is_stopped(world: SendsWorld, ends: Ends) -> None:
     """Its messages would be late in turns of any size, and the leader has not heard of it for most of one."""
     trainer = world.trainer
-    trainer.sends._turn_s = TURN_S
+    trainer.sends._chunk_s = TURN_S
     trainer.step(5)
     session = trainer.session(2)
     trainer.describe()
@@ -153,7 +153,7 @@ def test_turns_stay_as_large_where_a_rank_is_stopped(world: SendsWorld, ends: En
     assert "ChunkTimeout" in str(taken.exception(WAIT_S))
     assert was_struck(pid, signal.SIGSTOP)
     trainer.sends.close()
-    trainer.sends._turn_s = WAIT_S
+    trainer.sends._chunk_s = WAIT_S
     os.kill(pid, signal.SIGKILL)
     world.epoch = 2
     assert passes(world) == (MOST, "beside")

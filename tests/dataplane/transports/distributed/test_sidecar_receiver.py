@@ -342,7 +342,7 @@ def test_memory_stays_where_a_server_was_told_to_look(
     goes_on.set()
     engine.receiver.shutdown()
     assert isinstance(engine.receiver, DistributedReceiver)
-    assert engine.receiver._handing._loads[2].exception() is None
+    assert engine.receiver._sidecar_member._loads[2].exception() is None
 
 
 def test_a_version_that_is_larger_gets_larger_memory(places: Places, make: Callable[..., Engine]) -> None:

@@ -349,22 +349,22 @@ class Leader:
 
     def __init__(self) -> None:
         self.store = serve_store("127.0.0.1")
-        self.meeting: Rendezvous | None = None
+        self.rendezvous: Rendezvous | None = None
 
     def begin(self, epoch: int) -> Address:
         """What was said before is forgotten."""
-        if self.meeting is not None:
-            self.meeting.clear()
+        if self.rendezvous is not None:
+            self.rendezvous.clear()
         token = new_token()
-        self.meeting = Rendezvous(join_store(self.store), epoch, token, sources=[source_name(1)])
+        self.rendezvous = Rendezvous(join_store(self.store), epoch, token, sources=[source_name(1)])
         return Address(f"tcp://127.0.0.1:{self.store.port}", "g", "gloo", 2, token)
 
     def await_source(self) -> Rendezvous:
         """Until it has come to this epoch."""
-        meeting = self.meeting
-        assert meeting is not None
-        until("the source to come", lambda: meeting.heard("came", source_name(1)) is not None)
-        return meeting
+        rendezvous = self.rendezvous
+        assert rendezvous is not None
+        until("the source to come", lambda: rendezvous.heard("came", source_name(1)) is not None)
+        return rendezvous
 
 
 def test_a_rank_that_goes_on_waits_for_nobody(other: SourceRank) -> None:
@@ -560,9 +560,9 @@ def test_a_store_that_goes_while_a_group_forms_holds_nobody(other: SourceRank, m
     address = leader.begin(1)
 
     def too_late(*arguments: Any) -> Any:
-        leader.meeting = None
+        leader.rendezvous = None
         del leader.store
-        until("the store to end", lambda: other._session is None or other._session._meeting._error is not None)
+        until("the store to end", lambda: other._session is None or other._session._rendezvous._error is not None)
         return rendezvous.connect_store(*arguments)
 
     monkeypatch.setattr(source_rank, "connect_store", too_late)
@@ -607,19 +607,19 @@ def test_why_a_source_breaks_off_counts_more_than_what_engines_say_of_it(tmp_pat
     assert isinstance(sender, DistributedSender)
     sender.divide(TWO)
     sender.offer(make_session(1, 11, make_manifest(BUCKETS)), PEERS)
-    meeting, said = sender._meeting, list[str]()
-    assert meeting is not None
-    heard_from = meeting.heard_from
+    rendezvous, said = sender._rendezvous, list[str]()
+    assert rendezvous is not None
+    heard_from = rendezvous.heard_from
 
     def late(step: str, members: Iterable[str]) -> dict[str, str]:
         if step == "failed" and not said:
             said.append(step)
-            meeting.announce(f"differs/{source_name(1)}", "w")
-            meeting.announce(f"failed/{source_name(1)}", "the weights changed")
-            meeting.announce("failed/one", "connection closed by peer")
+            rendezvous.announce(f"differs/{source_name(1)}", "w")
+            rendezvous.announce(f"failed/{source_name(1)}", "the weights changed")
+            rendezvous.announce("failed/one", "connection closed by peer")
         return heard_from(step, members)
 
-    meeting.heard_from = late  # type: ignore[method-assign]
+    rendezvous.heard_from = late  # type: ignore[method-assign]
     with pytest.raises(PeerLost, match="the weights changed"):
         sender._check_receivers()
     assert sender.differing == ("w",)

@@ -72,4 +72,4 @@ def test_a_door_that_is_closed_stays_closed() -> None:
 
     door.close()
 
-    until(lambda: not any(each.name == "weightbus-doorman" for each in set(threading.enumerate()) - before))
+    until(lambda: not any(each.name == "weightbus-acceptor" for each in set(threading.enumerate()) - before))

@@ -89,7 +89,7 @@ def test_what_was_taken_beside_is_nobody_s_once_it_is_let_go_of() -> None:
         (arena,) = box.memory
         memory = StorageWeakRef(arena.untyped_storage())
         del arena
-        box.flip()
+        box.swap()
         assert not memory.expired()
         box.detach()
         assert memory.expired()

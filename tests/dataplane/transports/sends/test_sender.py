@@ -356,7 +356,7 @@ class Late:
     def __init__(self) -> None:
         self.crowd = Crowd("e", "v", ranks=1)
         self.sender = self.crowd.sender
-        self.sender._turn_s = 2.0
+        self.sender._chunk_s = 2.0
         self.sender._pair_bytes = self.sender._most
         self.crowd.prepare("e", "v")
         for member in ("e", "v", "rank 0"):
