@@ -47,17 +47,17 @@ class SerialCalls:
     def __init__(self, name: str) -> None:
         """`name` is the thread's."""
         self._name = name
-        self._line = _Line()
+        self._queue = _CallQueue()
 
     def submit(self, function: Callable[[], _T]) -> Future[_T]:
         """Queue `function`; its result is the future's."""
         future: Future[_T] = Future()
-        line = self._line
-        with line.lock:
-            line.waiting.append((future, partial(_call, function, future)))
-            idle, line.served = not line.served, True
+        queue = self._queue
+        with queue.lock:
+            queue.waiting.append((future, partial(_call, function, future)))
+            idle, queue.served = not queue.served, True
         if idle:
-            start(partial(_serve, line), self._name)
+            start(partial(_serve, queue), self._name)
         return future
 
     def give_up(self) -> None:
@@ -65,9 +65,9 @@ class SerialCalls:
 
         A call that does not return keeps its thread; the next call gets another one.
         """
-        line, self._line = self._line, _Line()
-        with line.lock:
-            waiting, line.waiting = tuple(line.waiting), deque()
+        queue, self._queue = self._queue, _CallQueue()
+        with queue.lock:
+            waiting, queue.waiting = tuple(queue.waiting), deque()
         for future, _ in waiting:
             future.cancel()
 
@@ -88,7 +88,7 @@ class _Cancellable(Protocol):
     def cancel(self) -> bool: ...
 
 
-class _Line:
+class _CallQueue:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.waiting: deque[tuple[_Cancellable, Callable[[], None]]] = deque()
@@ -96,13 +96,13 @@ class _Line:
         """True while a thread works on the queue."""
 
 
-def _serve(line: _Line) -> None:
+def _serve(queue: _CallQueue) -> None:
     while True:
-        with line.lock:
-            if not line.waiting:
-                line.served = False
+        with queue.lock:
+            if not queue.waiting:
+                queue.served = False
                 return
-            _, call = line.waiting.popleft()
+            _, call = queue.waiting.popleft()
         call()
 
 
