@@ -1,4 +1,4 @@
-"""Who may say what: every message, every role, with keys and without; one table decides."""
+"""Authorization: every message, every role, with keys and without; one table decides."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_trainer_that_is_distrusted_loses_its_lease() -> None:
 
 
 def test_an_engine_that_is_distrusted_leaves_the_ready_list() -> None:
-    """Nobody is sent to an engine that is not trusted."""
+    """No request is sent to an engine that is not trusted."""
     world = World()
     world.engine("e0")
     assert world.ready == ("e0",)
@@ -140,7 +140,7 @@ def test_an_engine_that_is_distrusted_leaves_the_ready_list() -> None:
 
 
 def test_a_rollback_takes_a_trainer_s_key() -> None:
-    """With an engine's key nobody goes back: neither as the engine that it is, nor as the trainer it claims to be."""
+    """An engine's key allows no rollback: neither as that engine, nor as the trainer it claims to be."""
     world = World()
     trainer = world.trainer()
     for version in (1, 2):
@@ -158,7 +158,7 @@ def test_a_rollback_takes_a_trainer_s_key() -> None:
 
 @pytest.mark.parametrize("changed", [{"role": Role.TRAINER}, {"name": AgentId("y")}, {"channels": (Channel("other"),)}])
 def test_what_the_list_says_now_counts_and_not_what_it_said_at_the_hello(changed: dict[str, object]) -> None:
-    """Rights are looked up for every message, though whoever is behind a key is compared in full only once."""
+    """Rights are looked up for every message, though the owner of a key is compared in full only once."""
     world = World()
     principal = Principal(AgentId("x"), Role.ENGINE, (CHANNEL,))
     say(world, hello_of(Role.ENGINE), principal)

@@ -302,7 +302,7 @@ def test_a_round_that_ended_in_many_words_is_told_and_kept(tmp_path: Path, who: 
 
 
 def test_blobs_of_the_round_can_be_read_by_engines() -> None:
-    """What the trainer put is what an engine gets; what nobody put is refused."""
+    """What the trainer put is what an engine gets; a blob that was never put is refused."""
     world = World()
     engine = world.engine("e0")
     world.publish(world.trainer(), 1)
@@ -317,7 +317,7 @@ def test_blobs_of_the_round_can_be_read_by_engines() -> None:
 
 
 def test_what_is_committed_can_be_read_whatever_else_is_put() -> None:
-    """Manifest and table of the committed version make room for nobody: engines that come later need them."""
+    """Manifest and table of the committed version are never evicted: engines that come later need them."""
     world = World(msgspec.structs.replace(LIMITS, blob_bytes=1024))
     engine, trainer = world.engine("e0"), world.trainer()
     world.publish(trainer, 1)
@@ -462,7 +462,7 @@ def fill_the_disk_at_its_transfer(world: World, engine: Engine) -> None:
 
 @pytest.mark.parametrize("recovers", [True, False])
 def test_commit_waits_for_the_disk_and_gives_up_at_its_deadline(recovers: bool) -> None:
-    """A commit that cannot be written is tried until `commit_s`; then nobody is told to serve it."""
+    """A commit that cannot be written is tried until `commit_s`; then no engine is told to serve it."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
     fill_the_disk_at_its_transfer(world, engine)
@@ -622,7 +622,7 @@ def test_observations_tell_the_round() -> None:
 
 
 def test_status_tells_lag_lease_and_round() -> None:
-    """The document of an engine left behind in the middle of somebody's round."""
+    """The document of an engine left behind in the middle of a round."""
     world = World()
     behind, trainer = world.engine("e0"), world.trainer()
     world.publish(trainer, 3)
@@ -730,7 +730,7 @@ def test_a_hello_that_ends_a_round_is_answered_after_its_record() -> None:
 
 
 def test_serving_an_older_commit_of_the_same_number_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trainer went back and trained version 7 anew. Who serves 7 as it was told before holds the other."""
+    """A trainer went back and trained version 7 anew. An engine that serves the earlier 7 holds the other."""
     world = World()
     world.engine("e0")
     late, trainer = world.engine("e1"), world.trainer()

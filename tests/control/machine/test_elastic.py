@@ -1,4 +1,4 @@
-"""Rounds in which engines take turns, and engines that come later: what is promised to those who stand aside."""
+"""Rolling rounds, and engines that join later: what is promised to engines that wait for their wave."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ..world import CHANNEL, LIMITS, Engine, Trainer, World, readiness_of
 
 
 class Rolling:
-    """Engines of a channel, at most `most` of which stand still at a time; whoever generates is counted."""
+    """Engines of a channel, at most `most` of which are paused at a time; the generating ones are counted."""
 
     def __init__(self, count: int, most: int, **policy: object) -> None:
         self.world = World()
@@ -82,13 +82,13 @@ def test_at_most_so_many_stand_still(most: int, waves: int) -> None:
     assert [engine.weights for engine in rolling.engines] == [1] * 4
     assert rolling.world.ready == ("e0", "e1", "e2", "e3")
     assert not [each for each in rolling.world.observed if isinstance(each, TransferRetried)], (
-        "nobody is sent anything twice"
+        "no engine is sent anything twice"
     )
 
 
 @pytest.mark.parametrize("how", ["gone", "not reached"])
 def test_turns_stay_what_they_are_when_an_engine_goes(how: str) -> None:
-    """Those who have one together may be a group: no other turn than its own and the last one changes, both ways."""
+    """A wave may be a group: only the wave of the engine and the last one change, both ways."""
     rolling = Rolling(6, 2)
     rolling.outcomes(1)
     first = rolling.engines[0]
@@ -118,7 +118,7 @@ def test_turns_stay_what_they_are_when_an_engine_goes(how: str) -> None:
 
 
 def test_who_waits_is_routed_to() -> None:
-    """With what was committed before, until its own turn: nobody ceases to be ready more than once in a round."""
+    """With the previous version, until its own wave: no engine ceases to be ready more than once in a round."""
     rolling = Rolling(3, 1)
     rolling.outcomes(1)
     before = len(rolling.world.observed)
@@ -166,7 +166,7 @@ def test_who_was_behind_is_not_routed_to_while_it_waits() -> None:
 
 
 def test_a_wave_that_fails_is_followed_by_the_next() -> None:
-    """As long as fewer do not serve than may stand still; who failed for good is out, and reported."""
+    """As long as fewer do not serve than may stand still; an engine that failed for good is excluded, and reported."""
     rolling = Rolling(4, 2, redrives=0)
     rolling.engines[0].fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
     assert rolling.outcomes(1) == ["quarantined", "committed", "committed", "committed"]
@@ -203,9 +203,9 @@ def test_a_version_that_breaks_servers_does_not_reach_all(how: str, most: int, f
         behind = done.engines[first + most :]
         assert {(each.outcome, each.version) for each in behind} == {(Outcome.ABORTED, 1)}
         assert [each.weights for each in rolling.engines[first + most :]] == [1] * len(behind)
-    nobody = how == "transfer" and first == 0
-    assert done.outcome is (Outcome.ABORTED if nobody else Outcome.COMMITTED)
-    assert rolling.world.committed == (1 if nobody else 2)
+    too_many = how == "transfer" and first == 0
+    assert done.outcome is (Outcome.ABORTED if too_many else Outcome.COMMITTED)
+    assert rolling.world.committed == (1 if too_many else 2)
 
 
 def test_the_log_says_why_a_round_stopped() -> None:
@@ -223,7 +223,7 @@ def test_the_log_says_why_a_round_stopped() -> None:
 
 
 def test_whose_agent_is_gone_stops_nobody() -> None:
-    """It is no part of the fleet any more, and a large fleet loses somebody now and then."""
+    """It is no part of the fleet any more, and a large fleet loses an engine now and then."""
     rolling = Rolling(4, 1)
     rolling.outcomes(1)
     first = rolling.engines[0]
@@ -248,7 +248,7 @@ def test_who_did_not_serve_before_stops_nobody() -> None:
 
 
 def test_nor_does_a_joiner() -> None:
-    """It serves the weights of its launch, which nobody is sent to."""
+    """It serves the weights of its launch, to which no request is sent."""
     world = World()
     trainer = world.trainer()
     world.engine("e0")
@@ -263,7 +263,7 @@ def test_nor_does_a_joiner() -> None:
 @pytest.mark.parametrize("how", ["resume", "overdue"])
 @pytest.mark.parametrize("most", [1, 2])
 def test_a_catch_up_does_not_go_on_where_the_round_stopped(how: str, most: int) -> None:
-    """It may come once in a second: those who fell have the first turns, and until they serve nobody else has one."""
+    """It may come once in a second: engines that are down come first, and no other before they serve."""
     rolling = Rolling(6, most, redrives=0)
     rolling.outcomes(1)
     for engine in rolling.engines[1:]:
@@ -289,7 +289,7 @@ def test_a_catch_up_does_not_go_on_where_the_round_stopped(how: str, most: int) 
 
 
 def test_a_catch_up_risks_first_who_fell() -> None:
-    """Wherever it stood in the fleet: somebody who serves would fall besides."""
+    """Wherever it stood in the fleet: a serving engine would go down besides."""
     rolling = Rolling(4, 1, redrives=0)
     rolling.outcomes(1)
     rolling.engines[0].die()
@@ -306,7 +306,7 @@ def test_a_catch_up_risks_first_who_fell() -> None:
 
 
 def test_who_is_told_that_the_round_stopped_has_time_to_answer() -> None:
-    """Though that of those who resumed is over: it serves what it had, and is reported so."""
+    """Though the wave before is over: it serves what it had, and is reported so."""
     rolling = Rolling(2, 1)
     rolling.outcomes(1)
     BREAKS["overdue"](rolling.engines[0])
@@ -370,7 +370,7 @@ def test_who_never_answers_its_abort_is_waited_for_in_bounded_time() -> None:
 def test_whatever_breaks_no_more_fall_than_may_stand_still(
     count: int, most: int, redrives: int, breaks: list[str]
 ) -> None:
-    """In one round, by whatever mixture of failures; and where nobody was stopped, everybody had a turn."""
+    """In one round, by whatever mixture of failures; and if the round was not stopped, every engine had a wave."""
     rolling = Rolling(count, most, redrives=redrives)
     rolling.outcomes(1)
     rolling.still.clear()
@@ -393,7 +393,7 @@ def test_whatever_breaks_no_more_fall_than_may_stand_still(
 
 
 def test_nobody_takes_it() -> None:
-    """All waves failed: the round comes to nothing, and whoever was not touched serves what it had."""
+    """All waves failed: the round comes to nothing, and every untouched engine serves what it had."""
     rolling = Rolling(2, 1, redrives=0)
     for engine in rolling.engines:
         engine.fail(Transfer, Step.TRANSFER)
@@ -404,7 +404,7 @@ def test_nobody_takes_it() -> None:
 
 
 def test_a_re_drive_stays_within_its_wave() -> None:
-    """An engine that broke is sent everything again while nobody more stands still than may."""
+    """An engine that broke is sent everything again while no more are paused than may be."""
     rolling = Rolling(3, 2)
     rolling.engines[1].fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
     assert rolling.outcomes(1) == ["committed"] * 3
@@ -424,7 +424,7 @@ def gives_up(rolling: Rolling) -> None:
 
 @pytest.mark.parametrize("end", [lost, gives_up])
 def test_the_trainer_goes_after_the_first_wave(end: Callable[[Rolling], None]) -> None:
-    """What is durable stays; who has not had its turn serves on what it had, and is known to be behind."""
+    """What is durable stays; an engine before its wave goes on with what it had, and is known to be behind."""
     rolling = Rolling(3, 1)
     rolling.outcomes(1)
     trainer = rolling.trainer
@@ -455,7 +455,7 @@ def test_the_trainer_goes_after_the_first_wave(end: Callable[[Rolling], None]) -
 
 
 def test_the_trainer_gives_up_between_two_turns() -> None:
-    """While the first ones are told to serve: they do, and nobody else is asked to stand still."""
+    """While the first ones are told to serve: they do, and no other engine is paused."""
     rolling = Rolling(3, 1)
     rolling.outcomes(1)
     waves = len(rolling.waves())
@@ -513,7 +513,7 @@ def test_a_coordinator_that_restarts_between_waves_keeps_what_is_durable() -> No
     assert world.ready == ("e0",)
 
 
-# -- who comes later ---------------------------------------------------------------------------------------------------
+# -- joining later ----------------------------------------------------------------------------------------------------
 
 
 def behind() -> tuple[World, Engine, Engine, Trainer]:
@@ -552,7 +552,7 @@ def test_a_joiner_is_not_routed_to_before_it_serves() -> None:
 
 
 def test_a_catch_up_finds_nobody_behind() -> None:
-    """It is answered like any version that is committed already, and nobody is paused."""
+    """It is answered like any version that is committed already, and no engine is paused."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
     world.publish(trainer, 1)
@@ -626,7 +626,7 @@ def test_who_gave_its_memory_back_is_brought_the_next_version(restarts: bool) ->
 
 
 def test_the_trainer_of_a_catch_up_is_lost() -> None:
-    """The joiner goes on with what it had; nobody else notices."""
+    """The joiner goes on with what it had; no other engine notices."""
     world, old, new, trainer = behind()
     trainer.catch_up = True
     trainer.stop_before = Offered
@@ -658,7 +658,7 @@ def test_joiners_take_turns_too() -> None:
 
 
 def test_a_heartbeat_is_no_answer() -> None:
-    """A dirty engine that nobody publishes for stays out, until a catch-up mends it."""
+    """A dirty engine stays out while nothing is published, until a catch-up mends it."""
     world, old, new, trainer = behind()
     world.deliver(old, Heartbeat(seq=1, health=EngineHealth.DIRTY, held=None))
     old.health, old.held, old.weights, old.generating = EngineHealth.DIRTY, None, None, False

@@ -255,7 +255,7 @@ def test_seals_are_believed_through_deaths_of_everybody() -> None:
 
 
 def test_an_unsigned_version_reaches_no_engine_of_a_sealed_world() -> None:
-    """The judge sees a doubt: a trainer that nobody trusts publishes, and every engine refuses to prepare."""
+    """The judge sees a doubt: an untrusted trainer publishes, and every engine refuses to prepare."""
     calm = storm(sealed=True).scenario
     world = World(calm)
     world.trust = {AgentId("t9"): next(iter((world.trust or {}).values()))}
@@ -294,7 +294,7 @@ def test_row_8_a_trainer_that_lost_its_progress_goes_back_in_a_storm() -> None:
     world = storm(*faults, trainers=("t0", "t1"), rollback=1.0, think_s=0.5)
     history = world.journal.channels[world.channel].history
     back = [past for past in history if past.rollback]
-    assert back, "nobody went back"
+    assert back, "no channel went back"
     assert [past.epoch for past in history] == sorted({past.epoch for past in history}), "every step is a new epoch"
     for before, after in itertools.pairwise(history):
         assert after.version > before.version or after.rollback
@@ -338,7 +338,7 @@ def test_row_8_a_lease_without_rollback_does_not_go_back() -> None:
 
 
 def test_row_9_a_former_lease_holder_changes_nothing() -> None:
-    """Stopped past its lease in mid-transfer, it wakes up beside its successor: nobody takes anything from it (G3)."""
+    """Stopped past its lease in mid-transfer, it wakes up beside its successor: no engine takes its bytes (G3)."""
     world = storm(at("transferring", "freeze", "t0", 25.0), trainers=("t0", "t1"))
     order(
         world,
@@ -409,7 +409,7 @@ OPEN = {
 
 @pytest.mark.parametrize("how", ["dies", "lost"])
 def test_row_24_a_table_that_follows_does_not_come(how: str) -> None:
-    """Engines have all bytes by then. Who is not given the table is left out; without the trainer, everybody is.
+    """Engines have all bytes by then. An engine without the table is excluded; without the trainer, all are.
 
     (N22)
     """

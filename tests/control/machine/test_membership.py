@@ -1,4 +1,4 @@
-"""Names, lives and connections: who is there."""
+"""The agents that are alive: names, incarnations and connections."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_killed_agent_is_back_within_takeover() -> None:
 
 
 def test_dead_connection_frees_the_name_at_once() -> None:
-    """Where the connection is known to be gone nobody has to wait."""
+    """If the connection is known to be gone, no agent has to wait."""
     world = World()
     engine = world.engine("e0")
     engine.die()
@@ -156,7 +156,7 @@ def test_a_trainer_without_a_connection_keeps_its_lease() -> None:
 
 
 def test_a_trainer_that_engines_stand_still_for_has_to_come_back_soon() -> None:
-    """Its connection is gone in the middle of a transfer: nobody waits until its lease has run out."""
+    """Its connection is gone in the middle of a transfer: no engine waits until its lease has run out."""
     world = World()
     world.engine("e0")
     trainer = world.trainer()
@@ -172,7 +172,7 @@ def test_a_trainer_that_engines_stand_still_for_has_to_come_back_soon() -> None:
 
 
 def test_a_trainer_whose_bytes_travel_has_to_come_back_as_soon() -> None:
-    """To an engine that says nothing, too: it stands still, and nobody knows for what."""
+    """To an engine that says nothing, too: it is paused, and nothing says for what."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
     trainer.stop_before = Offered
@@ -212,7 +212,7 @@ def test_a_trainer_that_was_gone_before_its_bytes_were_needed_again_is_not_waite
 
 
 def test_bye_is_immediate_and_silent() -> None:
-    """Who leaves on purpose is gone at once, without an answer; its connection is forgotten."""
+    """An agent that leaves on purpose is gone at once, without an answer; its connection is forgotten."""
     world = World()
     engine = world.engine("e0")
     effects = world.handle(MessageReceived(peer=engine.peer, message=Bye(reason="done")))
@@ -246,7 +246,7 @@ def test_an_agent_has_one_connection() -> None:
 
 @pytest.mark.parametrize("role", [Role.TRAINER, Role.ENGINE])
 def test_who_is_missed_again_has_no_longer_to_come_back(role: Role) -> None:
-    """It counts from when its connection was missed first, however often somebody begins to stand still for it."""
+    """It counts from when its connection was missed first, however often an engine begins to pause for it."""
     members = Membership(LIMITS)
     name = AgentId("a")
     hello = Hello(
@@ -336,7 +336,7 @@ def test_new_name_for_a_server_when_the_old_one_is_lost() -> None:
 
 
 def test_connection_that_breaks_does_not_hand_the_server_over() -> None:
-    """Who may come back keeps its server; another name gets it once the old one is lost, and is not given it back."""
+    """An agent that may return keeps its server; another name gets it once the old one is lost, and keeps it."""
     world = World()
     first = world.engine("e0", url=URL)
     world.handle(ConnectionLost(peer=first.peer))

@@ -43,14 +43,14 @@ def fleet(
 
 
 def waves(trainer: Trainer) -> list[ROUND]:
-    """Who was sent to together, and by which transport, so far."""
+    """The engines of each attempt so far, with their transport."""
     sent = [each for each in trainer.got(Send) if isinstance(each, Send)]
     return [[(each.engine, each.transport) for each in send.receivers] for send in sent]
 
 
 @pytest.mark.parametrize("kind", [SENDS, GROUP])
 def test_two_engines_on_one_gpu_are_in_two_groups_of_one_round(kind: TransportKind) -> None:
-    """One after the other; who has a GPU of its own need not wait, and nobody's attempt is broken off."""
+    """One after the other; an engine with a GPU of its own need not wait, and no attempt is broken off."""
     world, trainer = fleet({"a": ("gpu-0",), "b": ("gpu-0",), "c": ("gpu-1", "gpu-2")}, (kind, DISK))
     done = world.publish(trainer, 1)
     assert waves(trainer) == [[("a", kind), ("c", kind)], [("b", kind)]]
@@ -114,7 +114,7 @@ def test_people_see_who_is_in_the_way() -> None:
 
 
 def test_whoever_is_brought_a_version_alone_has_the_group_alone() -> None:
-    """A catch-up asks only who takes part in it: the others' groups are not in its way."""
+    """A catch-up asks only its own engines: the others' groups are not in its way."""
     world, trainer = fleet({"a": ("gpu-0",)}, (SENDS, LOCAL, DISK), host="h0")
     world.publish(trainer, 1)
     on(world.engine("b", transports=PREFERRED, device="cuda", host="h0"), "gpu-0", host="h0")
@@ -148,7 +148,7 @@ def test_turns_of_a_policy_are_kept() -> None:
 
 
 def test_who_nccl_takes_for_several_hosts_is_in_one_group() -> None:
-    """Whoever says so in NCCL's own variable stands in for hosts with GPUs of their own."""
+    """NCCL's own variable can stand for hosts with GPUs of their own."""
     world, trainer = fleet({"a": ("gpu-0",), "b": ("gpu-0",)})
     for name in "ab":
         place = ProcessLocation(rank=0, host="h1", device="gpu-0", nccl_gpu_id=f"{name}/gpu-0")

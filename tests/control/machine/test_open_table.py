@@ -90,7 +90,7 @@ def test_a_version_is_committed_under_the_table_that_followed() -> None:
 
 @pytest.mark.parametrize("redrives", [0, 1])
 def test_who_has_proven_another_table_is_broken(redrives: int) -> None:
-    """It said so before anybody knew better; the others are committed, and it is sent everything again if it may.
+    """It said so before the table was known; the others are committed, and it is sent everything again if it may.
 
     (G5, N22)
     """
@@ -126,7 +126,7 @@ def test_a_table_that_was_said_is_compared_with_at_once() -> None:
 
 @pytest.mark.parametrize("lost", ["dies", "silent"])
 def test_without_its_table_nothing_is_committed(lost: str) -> None:
-    """Engines have proven something, and nobody who may say it has said that it was the version (N22)."""
+    """Engines have proven something, and the trainer has not said that it was the version (N22)."""
     world, e0, e1, trainer = fleet(transfer_timeout_s=30.0)
     trainer.stop_before = Sent
     trainer.acquire(1)
@@ -148,7 +148,7 @@ def test_without_its_table_nothing_is_committed(lost: str) -> None:
 
 @pytest.mark.parametrize("slow", list(StragglerPolicy))
 def test_an_open_table_is_waited_for_no_longer_than_a_transfer_may_take(slow: StragglerPolicy) -> None:
-    """Whoever waits for whom: the trainer has the whole deadline of its policy for it, and no more."""
+    """Whatever else is waited for: the trainer has the whole deadline of its policy for it, and no more."""
     world, e0, e1, trainer = fleet(slow=slow, quorum=1, slow_s=5.0, transfer_timeout_s=30.0)
     trainer.stop_before = Sent
     trainer.acquire(1)
@@ -234,7 +234,7 @@ def test_the_table_is_kept_while_it_is_needed() -> None:
 
 
 def test_the_table_is_kept_before_its_version_is_committed() -> None:
-    """While an engine still takes it: whoever fails is sent everything again, and compared with it."""
+    """While an engine still takes it: an engine that fails is sent everything again, and compared with it."""
     world, e0, _, trainer = fleet()
     e0.ignore(Transfer)
     trainer.acquire(1)
@@ -306,7 +306,7 @@ def granted(world: World, trainer: Trainer) -> Granted:
 def test_a_table_may_follow_where_everybody_said_that_it_knows_how(
     knows: tuple[bool, ...], kinds: tuple[TransportKind, ...], trainer_knows: bool, open_: bool
 ) -> None:
-    """Nobody is asked for what it did not say, and an older trainer is not told what it would not understand."""
+    """No agent is asked for what it did not offer, and an older trainer is not told what it would not understand."""
     world = World()
     for at, (know, kind) in enumerate(zip(knows, kinds, strict=True)):
         world.engine(f"e{at}", supports_deferred_digests=know, transports=(kind,))
@@ -319,7 +319,7 @@ def test_a_table_may_follow_where_everybody_said_that_it_knows_how(
 
 
 def test_an_older_engine_that_comes_after_the_lease_is_left_out_at_once() -> None:
-    """It would not understand a word of the round; nobody waits for it, and the next one takes it in."""
+    """It would not understand a word of the round; the round does not wait for it, and the next one takes it in."""
     world, _, _, trainer = fleet()
     trainer.stop_before = Publish
     trainer.acquire(1)
@@ -374,7 +374,7 @@ def test_who_comes_back_says_again_what_it_knows() -> None:
 
 @pytest.mark.parametrize("later", [False, True])
 def test_asked_again_after_a_restart_the_announcement_is_answered_with_who_holds_the_version(*, later: bool) -> None:
-    """As one that named its table is. Once another version is committed, with nobody: nobody is asked what it holds."""
+    """As one that named its table is. After another commit, without engines: none is asked what it holds."""
     world, _, _, trainer = fleet()
     world.crash_on = lambda effect: isinstance(effect, Persist) and isinstance(effect.record, RoundClosed)
     trainer.acquire(1)

@@ -1,4 +1,4 @@
-"""The order of turns: who comes and goes changes no more of them than it must."""
+"""The order of waves: an engine that joins or leaves changes no more of them than it must."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def names(*numbers: int) -> tuple[AgentId, ...]:
 
 
 def test_the_first_time_they_come_as_they_are() -> None:
-    """And stay so while nobody comes or goes, in whatever order they are asked for."""
+    """And stay so while no engine joins or leaves, in whatever order they are asked for."""
     assert wave_order((), names(2, 0, 1)) == names(2, 0, 1)
     assert wave_order(names(2, 0, 1), names(0, 1, 2)) == names(2, 0, 1)
 
 
 def test_a_place_that_became_free_is_taken() -> None:
-    """By somebody new, or else by the last; whoever is new otherwise comes last."""
+    """By a new engine, or else by the last; other new engines come last."""
     before = names(0, 1, 2, 3, 4, 5)
     assert wave_order(before, names(1, 2, 3, 4, 5)) == names(5, 1, 2, 3, 4)
     assert wave_order(before, names(0, 1, 2, 3)) == names(0, 1, 2, 3)
@@ -33,7 +33,7 @@ def test_a_place_that_became_free_is_taken() -> None:
 
 @given(st.lists(st.sampled_from(NAMES), unique=True), st.lists(st.sampled_from(NAMES), unique=True))
 def test_everybody_has_a_turn_and_few_change_theirs(before: list[AgentId], present: list[AgentId]) -> None:
-    """Nobody twice; no more of those who stay move than others have left."""
+    """No engine twice; no more of the staying ones move than others have left."""
     after = wave_order(before, present)
     assert sorted(after) == sorted(present)
     staying = [name for name in before if name in present]

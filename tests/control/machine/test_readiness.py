@@ -1,4 +1,4 @@
-"""Who is listed as ready has said, in this life and on this connection, that it serves, and what."""
+"""An engine listed as ready has said, in this incarnation and on this connection, that it serves, and what."""
 
 from __future__ import annotations
 

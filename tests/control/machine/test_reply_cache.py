@@ -30,7 +30,7 @@ OTHER = msgspec.structs.replace(PUBLISH, table=Digest("c" * 64))
     [(question(PUBLISH), PUBLISH, False), (question(PUBLISH), OTHER, True), ("", PUBLISH, False), ("", OTHER, False)],
 )
 def test_an_answer_that_was_kept_without_its_question_answers_it(kept: str, asked: Publish, refused: bool) -> None:
-    """As those of the first release are: whoever repeats a `Publish` is told its end, and not that it asks another."""
+    """As those of the first release are: a repeated `Publish` gets its end, and is not refused as another one."""
     known = RoundReplies({RequestId("p"): RoundReply(closed("p").done, kept)})
     verdict = known.contradicts(asked)
     assert (verdict is not None and verdict.code is RefusalCode.NOT_ALLOWED) is refused

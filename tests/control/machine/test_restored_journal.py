@@ -61,7 +61,7 @@ def test_versions_are_committed_again_as_soon_as_engines_were_heard(kept: int) -
 
 @pytest.mark.parametrize("kept", [0, 3])
 def test_no_epoch_of_the_life_that_is_forgotten_is_given_out_again(kept: int) -> None:
-    """Neither by the first grant nor by what engines say, nor is anybody settled at one.
+    """Neither by the first grant nor by what engines say, nor is an engine settled at one.
 
     So a late message of that life is older than all that is said in this one.
     """
@@ -167,7 +167,7 @@ def test_an_engine_that_lies_fast_raises_no_faster() -> None:
 
 
 def test_an_engine_that_is_gone_keeps_no_channel_from_publishing() -> None:
-    """What it has seen was higher; nobody waits for it."""
+    """What it has seen was higher; the round does not wait for it."""
     world = World()
     gone, trainer = world.engine("e1"), world.trainer()
     trainer.stop_before = Publish
@@ -232,7 +232,7 @@ def silent(world: World, name: str) -> Engine:
 
 
 def test_who_has_seen_no_epoch_is_listed_with_its_first_heartbeat() -> None:
-    """Nobody can have paused it, and it is told nothing."""
+    """No coordinator can have paused it, and it is told nothing."""
     world = World()
     engine = silent(world, "e0")
     assert world.ready == ()

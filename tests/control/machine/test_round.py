@@ -165,7 +165,7 @@ def test_clean_failure_leaves_the_engine_behind(command: type[Message], step: St
 
 
 def test_dirty_engine_is_driven_again_under_a_new_durable_epoch() -> None:
-    """A re-drive names exactly the engines that broke, and its epoch is on disk before anybody hears of it."""
+    """A retry names exactly the engines that broke, and its epoch is on disk before any agent hears of it."""
     world, victim, other, trainer = fleet()
     victim.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY)
     assert set(outcomes(world, trainer, 1).values()) == {Outcome.COMMITTED}
@@ -365,7 +365,7 @@ def test_who_was_spared_pays_for_what_it_fails_by_itself_after_that() -> None:
     trainer.acquire(1)
     world.settle()
     trainer.stop_before = Sent
-    world.advance(8)  # who is spared is given some time to speak for itself
+    world.advance(8)  # a spared engine has some time to report
     while taken and len(trainer.got(Send)) < 6:
         e1.health = EngineHealth.DIRTY
         epoch: Epoch = taken[-1].epoch  # type: ignore[attr-defined]
@@ -379,7 +379,7 @@ def test_who_was_spared_pays_for_what_it_fails_by_itself_after_that() -> None:
 
 
 def test_a_group_that_fails_by_nobodys_fault_ends_with_its_redrives() -> None:
-    """A trainer that spares everybody, always, does not drive a round for ever."""
+    """A trainer that spares every engine, always, does not drive a round for ever."""
     world, e0, e1, trainer = fleet()
     for engine in (e0, e1):
         hold(engine, epoch=99)
@@ -493,7 +493,7 @@ def test_commit_is_repeated_after_the_round_until_the_engine_serves() -> None:
 
 
 def test_channel_without_engines_commits_at_once() -> None:
-    """A version of a channel nobody serves yet exists as soon as it is durable; who comes later is behind."""
+    """A version of a channel without engines exists as soon as it is durable; an engine that joins later is stale."""
     world = World()
     trainer = world.trainer()
     assert world.publish(trainer, 1).outcome is Outcome.COMMITTED
@@ -714,7 +714,7 @@ def test_an_engine_whose_time_is_over_may_say_so_itself() -> None:
 
 
 def test_a_turn_that_has_proven_what_it_holds_when_the_trainer_gives_up_goes_on() -> None:
-    """The version is durable since the turn before: who holds it serves it, and nobody stays out."""
+    """The version is durable since the wave before: engines that hold it serve it, and none stays out."""
     world, e0, e1, trainer = fleet()
     trainer.policy = Policy(max_paused=1)
     trainer.acquire(1)
@@ -739,7 +739,7 @@ def test_a_turn_that_has_proven_what_it_holds_when_the_trainer_gives_up_goes_on(
 
 @pytest.mark.parametrize("not_said", [Offered, Sent])
 def test_a_trainer_that_gives_up_sending_again_takes_nothing_from_who_has_all(not_said: type[Message]) -> None:
-    """One engine had proven the version when it was said to be sent: without it nobody would serve anything."""
+    """One engine had proven the version when it was said to be sent: without it no engine would serve."""
     world, e0, e1, trainer = fleet()
     e1.fail(Transfer, Step.TRANSFER, EngineHealth.DIRTY, "a rank is gone")
     trainer.try_say = lambda message, blob=None: (  # type: ignore[method-assign]
@@ -767,7 +767,7 @@ def test_a_trainer_that_gives_up_sending_again_takes_nothing_from_who_has_all(no
 
 
 def test_a_trainer_that_gives_up_while_what_it_sent_is_proven_is_not_needed() -> None:
-    """As one that dies then: who holds the version is waited for."""
+    """As one that dies then: engines that hold the version are waited for."""
     world, e0, _, trainer = fleet()
     kept: list[ToCoordinator] = []
     e0.answers = lambda message: [  # type: ignore[method-assign]
@@ -825,7 +825,7 @@ def count_effects() -> int:
 
 @pytest.mark.parametrize("at", range(1, count_effects() + 1))
 def test_coordinator_dies_before_each_effect_of_a_round(at: int) -> None:
-    """Wherever it dies: nothing is forgotten, nobody serves mixed weights, and publishing again ends well."""
+    """Wherever it dies: nothing is forgotten, no engine serves mixed weights, and publishing again ends well."""
     world, *_, trainer = fleet()
     seen = 0
 
@@ -1074,7 +1074,7 @@ def test_who_serves_another_version_after_the_commit_is_quarantined() -> None:
 
 
 def test_the_end_of_an_aborted_round_is_told_as_often_as_it_is_asked_for() -> None:
-    """Whoever missed it repeats its question, on the connection that it has."""
+    """An agent that missed it repeats its request, on the connection that it has."""
     world = World()
     engine, trainer = world.engine("e0"), world.trainer()
     trainer.policy = Policy(redrives=0)
@@ -1115,7 +1115,7 @@ def deaf_from(command: type[Message]) -> tuple[World, Engine, Engine, Trainer]:
 
 @pytest.mark.parametrize("command", [Abort, Commit])
 def test_the_last_engines_keep_a_trainer_only_a_moment(command: type[Message]) -> None:
-    """It gets its report soon after the others serve. Who has not answered is told until it does."""
+    """It gets its report soon after the others serve. A straggler is told until it answers."""
     world, e0, e1, trainer = deaf_from(command)
     began = world.now
     done = world.publish(trainer, 2)
@@ -1310,7 +1310,7 @@ class AnyHistory(RuleBasedStateMachine):
         assert epochs == sorted(set(epochs))
 
     def teardown(self) -> None:
-        """When the faults stop, the next version reaches everybody."""
+        """When the faults stop, the next version reaches every engine."""
         if not hasattr(self, "world"):
             return
         world = self.world

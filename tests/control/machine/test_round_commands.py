@@ -25,7 +25,7 @@ def member(name: str, tp: int, transport: TransportKind) -> Participant:
 
 
 def test_every_worker_of_a_group_has_a_rank_of_its_own() -> None:
-    """0 is the trainer's; an engine has one for each of its workers; who gets its bytes another way has none."""
+    """0 is the trainer's; an engine has one for each of its workers; an engine with another transport has none."""
     publish = Publish(
         request=RequestId("k"),
         channel=CHANNEL,

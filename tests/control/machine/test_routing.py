@@ -309,7 +309,7 @@ def test_what_was_found_out_since_the_hello_counts() -> None:
 
 
 def test_the_advice_for_a_loopback_address_names_the_interfaces() -> None:
-    """So that nobody has to look for the address that is to be set."""
+    """So that the address to set need not be looked for."""
     found = objection(SENDS, TransferEnds(trainer(), engine(**AWAY), told(address="127.0.0.1", nics=(ETH,))))
     assert found is not None
     assert "10.0.0.1 (eth0)" in found.needed

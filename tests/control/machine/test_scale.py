@@ -141,7 +141,7 @@ def test_few_descriptions_of_the_fleet_are_kept() -> None:
 
 
 def test_a_status_that_no_message_can_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks is told where else to read it, instead of nothing."""
+    """The reply says where else to read it, instead of nothing."""
     monkeypatch.setattr(coordinator, "MAX_ANSWER_BYTES", 10)
     world = World()
     trainer = world.trainer()
@@ -191,7 +191,7 @@ def test_only_the_newest_order_is_given() -> None:
 
 
 def test_what_is_told_together_is_repeated_together() -> None:
-    """Thousands have one timer; who answered, or was told something else meanwhile, is not told again."""
+    """Thousands have one timer; an engine that answered, or got another command meanwhile, is not told again."""
     pending = PendingCommands(1.0, 8.0)
     names = [AgentId(f"e{number}") for number in range(4)]
     pending.assign_all(names, (abort(1),), 0.0)
@@ -208,7 +208,7 @@ def test_what_is_told_together_is_repeated_together() -> None:
 
 
 def test_what_follows_is_repeated_alone() -> None:
-    """Who has answered the first of two commands is told the second again, when it would have been told both."""
+    """An engine that answered the first of two commands is told the second again, when both were due."""
     pending = PendingCommands(1.0, 8.0)
     for name in "abc":
         pending.assign_all((AgentId(name),), (abort(1), abort(2)), 0.0)
@@ -268,7 +268,7 @@ def reader(snapshot: LoopSnapshot[StatusView], wake: Callable[[], None], found: 
 
 
 def test_the_status_is_written_for_readers_only() -> None:
-    """A loop that nobody asks writes nothing; who asks gets what is true after the question."""
+    """Without a request the loop writes nothing; a request gets what is true after it."""
     written: list[float] = []
     snapshot = LoopSnapshot(lambda now: (written.append(now), QUIET)[1])
     snapshot.open()
@@ -288,7 +288,7 @@ def test_the_status_is_written_for_readers_only() -> None:
 
 
 def test_a_status_that_takes_long_is_written_seldom() -> None:
-    """However often somebody asks, the loop spends a tenth of its time on it."""
+    """However often the status is requested, the loop spends a tenth of its time on it."""
     now = [0.0]
 
     def slow(_at: float) -> StatusView:

@@ -91,7 +91,7 @@ def test_who_never_answered_its_pause_is_not_ready_when_the_round_is_over() -> N
 
 
 def test_who_holds_what_is_committed_and_does_not_serve_it_is_asked_again_after_a_round() -> None:
-    """Its server answered the `Commit` of a restarted coordinator with a failure; nobody else would ask it again."""
+    """Its server answered the `Commit` of a restarted coordinator with a failure; nothing else would ask it again."""
     world = World()
     e0, e1 = world.engine("e0"), world.engine("e1", transports=("disk",), host="h1")
     trainer = world.trainer()
@@ -250,7 +250,7 @@ def test_a_trainer_that_is_lost_while_bytes_travel_commits_nothing(monkeypatch: 
 
 
 def test_a_disk_that_is_full_between_two_turns_ends_the_round() -> None:
-    """The epoch of the next turn is asked for once: who has not had its turn is left out, and the rest stands."""
+    """The epoch of the next wave is requested once: engines before their wave are excluded, and the rest stands."""
     world = World()
     e0, e1, trainer = world.engine("e0"), world.engine("e1"), world.trainer()
     trainer.policy = Policy(max_paused=1)
@@ -270,7 +270,7 @@ def test_a_disk_that_is_full_between_two_turns_ends_the_round() -> None:
 
 
 def test_a_quorum_of_none_waits_for_the_first() -> None:
-    """Before anybody is through a step there is nobody of whom the others could be slower."""
+    """Before an engine has reached a barrier, none is a straggler."""
     world = World()
     e0, trainer = world.engine("e0"), world.trainer()
     trainer.policy = Policy(slow=StragglerPolicy.QUORUM, quorum=0, slow_s=1.0)

@@ -42,7 +42,7 @@ def test_what_is_allowed_is_the_committed_version_and_those_less_than_max_lag_be
 
 
 def test_before_anything_is_committed_the_weights_of_a_launch_may_serve() -> None:
-    """And nothing else: a version that the channel does not know may be anything, whoever claims it."""
+    """And nothing else: a version that the channel does not know may be anything, whichever engine claims it."""
     assert AllowedVersions().allows(None)
     assert not AllowedVersions(None, max_lag=3).allows(held(1))
 
@@ -152,7 +152,7 @@ def test_how_long_training_stood_still_is_a_metric(deployment: tuple[World, Trai
 def test_who_loaded_the_committed_version_by_itself_is_told_to_serve_it(
     deployment: tuple[World, Trainer, Engine],
 ) -> None:
-    """By its heartbeat, outside of any round. Who holds something else whole and uncommitted waits for the next one."""
+    """By its heartbeat, outside of any round. An engine with another, uncommitted version waits for the next round."""
     world, _, late = deployment
     committed = late.held
     assert committed is not None

@@ -1,4 +1,4 @@
-"""Commands that are none that could travel: nobody waits for who was never told, and everybody else goes on."""
+"""Commands that cannot be encoded: no answer is awaited for them, and all other agents go on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALONE = Policy(max_paused=1)
 
 
 def unable(world: World, name: str, *kinds: type[Message]) -> None:
-    """From now on nobody can tell `name` one of `kinds`."""
+    """From now on no command of `kinds` to `name` can be encoded."""
 
     def unsendable(agent: Agent, message: Message) -> bool:
         return agent.name == name and isinstance(message, kinds)
