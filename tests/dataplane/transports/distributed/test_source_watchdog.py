@@ -54,7 +54,7 @@ from torch._C import _distributed_c10d as c10d
 from weightbus.dataplane.processes import process_groups as backends
 host, port = sys.argv[1], int(sys.argv[2])
 store = c10d.TCPStore(host, port, is_master=False, wait_for_workers=False)
-group = backends.gloo(c10d.PrefixStore("group", store), host, 1, 2, datetime.timedelta(seconds=60))
+group = backends.make_gloo_group(c10d.PrefixStore("group", store), host, 1, 2, datetime.timedelta(seconds=60))
 sys.stdin.read()
 """
 
