@@ -31,7 +31,7 @@ GROWTH = 1.5
 
 
 class CountingWorld(World):
-    """Counts the instructions that the machine spends on engines' answers. Skips its checks, which look at all engines."""
+    """Counts the instructions that the machine spends on engines' answers. Skips its checks, which cost more."""
 
     def __init__(self) -> None:
         self.instructions, self.answers = 0, 0
