@@ -488,7 +488,7 @@ class EngineMachine:
         if not updated:
             self.reason = ""
             return (*kept, Note("server_found", event.identity))
-        self.reason = event.lost if restarted else f"labeled {event.label!r} by somebody unknown"
+        self.reason = event.lost if restarted else f"labeled {event.label!r} by another party"
         return (*kept, Note("server_pending", self.reason))
 
     def _gone(self, reason: str) -> tuple[Effect, ...]:

@@ -84,7 +84,7 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         TransportKind.DISK,
     )
     beside: Annotated[
-        bool, Meta(description="take what is sent beside the served weights where memory allows (sends)")
+        bool, Meta(description="receive what is sent into a second buffer where memory allows (sends)")
     ] = True
     hands_on: Annotated[
         bool,

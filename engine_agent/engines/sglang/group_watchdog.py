@@ -27,7 +27,7 @@ SILENCE_S: Final = WATCHDOG_S
 """Less than the coordinator's ``silence_s``: when that ends an attempt, no rank waits in the group any more."""
 _TICK_S: Final = 0.5
 _END_S: Final = 1.0
-_STOOD: Final = "this process had no time for so long while its server was in groups: it was made to leave them"
+_STALLED: Final = "this process had no time for so long while its server was in groups: it was made to leave them"
 _PROGRAM: Final = Path(__file__).with_name("group_watchdog_main.py")
 
 _log = get_log(__name__)
@@ -46,7 +46,7 @@ class GroupWatchdog:
         self._silence_s = silence_s
         self._said: tuple[float, bool] = 0.0, False
         """Time of the last word to the process, and whether it leaves groups when none comes."""
-        self._stood = False
+        self._stalled = False
         """True if it waited so long for a word that it may have left the groups."""
 
     def entrust(self, groups: Sequence[str], *, used: bool) -> bool:
@@ -60,8 +60,8 @@ class GroupWatchdog:
             if groups and (self._process is None or self._process.poll() is not None):
                 self._start()
             self._tell("\t".join(("used" if used else "held", *groups)) + "\n")
-            stood, self._stood = self._stood, False
-        return not stood
+            stalled, self._stalled = self._stalled, False
+        return not stalled
 
     def close(self) -> None:
         """End the watchdog; no group is left by it any more."""
@@ -72,7 +72,7 @@ class GroupWatchdog:
             with contextlib.suppress(OSError):
                 process.stdin.close()
             if not _ended(process):
-                _log.warning("stand_in_killed", reason=f"it had not ended {_END_S:g} s after it was told to")
+                _log.warning("watchdog_killed", reason=f"it had not ended {_END_S:g} s after it was told to")
                 process.kill()  # it has nothing to leave any more
                 _ended(process)
 
@@ -85,12 +85,12 @@ class GroupWatchdog:
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0, start_new_session=True
             )
         except OSError as error:
-            _log.warning("no_stand_in", reason=str(error))
+            _log.warning("no_watchdog", reason=str(error))
             return
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)  # a stalled watchdog must not hold up the sidecar
         self._tell(self._first)
-        threading.Thread(target=self._tick, args=(process,), name="stand-in", daemon=True).start()
+        threading.Thread(target=self._tick, args=(process,), name="group-watchdog", daemon=True).start()
 
     def _tick(self, process: subprocess.Popen[bytes]) -> None:
         while process is self._process and process.poll() is None:
@@ -104,14 +104,14 @@ class GroupWatchdog:
             began = time.monotonic()
             with contextlib.suppress(OSError):  # it ended: the next groups have another one started
                 if self._process.stdin.write(told := words.encode()) != len(told):
-                    _log.warning("stand_in_killed", reason="it stands still, and its pipe is full")
+                    _log.warning("watchdog_killed", reason="it has stalled, and its pipe is full")
                     self._process.kill()
             since, leaves = self._said
             self._said = began, self._used
             silent_s = time.monotonic() - since
             if leaves and silent_s >= self._silence_s:
-                self._stood = True
-                _log.warning("stood_still", seconds=round(silent_s, 1), reason=_STOOD)
+                self._stalled = True
+                _log.warning("sidecar_stalled", seconds=round(silent_s, 1), reason=_STALLED)
 
 
 def _ended(process: subprocess.Popen[bytes]) -> bool:

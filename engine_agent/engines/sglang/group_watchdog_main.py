@@ -1,9 +1,9 @@
-"""Leaves weight-update groups in the place of a sidecar that died or stands still. A program, run by group_watchdog.py.
+"""Leaves weight-update groups in place of a sidecar that died or stalled. A program, run by group_watchdog.py.
 
-Standard input is where the server is, what to say as Authorization (may be empty), and then, as it changes, ``held`` or
-``used`` and the names of the groups, separated by tabs: a line each. An empty line is a sign of life. The groups are
-left when the input ends, or is silent, while they are used, for as many seconds as the argument says. Needs the
-standard library alone, and is there at once.
+Standard input has, a line each: the server's url; its Authorization header (may be empty); and then, with each change,
+``held`` or ``used`` and the names of the groups, separated by tabs. An empty line is a sign of life. The groups are left
+when the input ends, or when it is silent, while they are used, for the seconds of the argument. Needs the standard
+library alone, and so starts at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 CALL_S: Final = 60.0
-"""The server answers when its workers have ended what they are at."""
+"""Deadline of a call. The server answers once its workers have ended their present work."""
 
 
 def lines(silence_s: float) -> Iterator[str | None]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,12 +17,11 @@ from weightbus.dataplane.processes.rendezvous_store import serve_store
 from weightbus.dataplane.transports.distributed import store_proxy as relay_module
 from weightbus.dataplane.transports.distributed.store_proxy import StoreProxy
 from weightbus.dataplane.transports.interface import Address
-from weightbus.engine_agent.engines.local_process import loopback_of
 from weightbus.engine_agent.engines.sglang import sglang_server as sglang
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import ServerError
 
-from ....kit.waiting import has_ipv6, readable
+from ....kit.waiting import readable
 
 PATIENCE = timedelta(seconds=60)
 AT_ONCE_S = 5.0
@@ -200,40 +197,3 @@ def test_a_store_that_ends_ends_its_clients() -> None:
         assert client.recv(1) == b""
         client.close()
     relay.cut()
-
-
-@pytest.mark.parametrize(
-    ("host", "at"),
-    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("[::1]", "::1"), ("sglang", ""), ("10.0.0.7", "")],
-)
-def test_only_a_server_on_the_loopback_reaches_a_relay(host: str, at: str) -> None:
-    """Others may be on other machines: they meet in the store itself."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        assert loopback_of(f"http://{host}:{server.getsockname()[1]}") == at
-
-
-@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
-@pytest.mark.parametrize("dual", [True, False], ids=["both", "IPv6 alone"])
-def test_a_server_that_listens_on_all_addresses_of_ipv6_is_seen(*, dual: bool) -> None:
-    """As ``--host ::`` has it: it is in another table of the kernel's."""
-    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=dual) as server:
-        assert loopback_of(f"http://[::1]:{server.getsockname()[1]}") == "::1"
-
-
-FORWARDER = """
-use Socket; $| = 1;
-socket(S, PF_INET, SOCK_STREAM, 0); bind(S, sockaddr_in(0, INADDR_LOOPBACK)); listen(S, 5);
-my ($p) = sockaddr_in(getsockname(S)); print "$p\\n"; <STDIN>;
-"""
-
-
-@pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
-def test_a_server_behind_a_forwarded_port_meets_in_the_store_itself() -> None:
-    """Its loopback is another one: what listens on ours is no Python. And nobody may listen at all (a NAT's rule)."""
-    command = ["perl", "-e", FORWARDER]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forwarder:
-        assert forwarder.stdout is not None
-        port = int(forwarder.stdout.readline())
-        assert not loopback_of(f"http://127.0.0.1:{port}")
-        forwarder.communicate()
-    assert not loopback_of(f"http://127.0.0.1:{port}")

@@ -1,0 +1,75 @@
+"""Processes of a server on this host: the one behind a port is found, and no other is taken for it."""
+
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from weightbus.engine_agent.engines.local_process import listener, loopback_of, start_time
+
+from ...kit.waiting import has_ipv6
+
+BUSY = """
+import os, socket, threading
+listening = socket.create_server(("127.0.0.1", 0))
+def churn():
+    while True:
+        for each in [os.dup(0) for _ in range(50)]:
+            os.close(each)
+threading.Thread(target=churn, daemon=True).start()
+print(listening.getsockname()[1], flush=True)
+import sys; sys.stdin.read()
+"""
+
+
+def test_a_busy_server_is_not_taken_for_another() -> None:
+    """It opens and closes files all the time, also while its own are looked at: the same process, every time.
+
+    A server that is not recognized counts as launched anew: it would be paused until the next round.
+    """
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as busy:
+        assert busy.stdout is not None
+        url = f"http://127.0.0.1:{int(busy.stdout.readline())}"
+        found = {listener(url) for _ in range(30)}
+        expected = (busy.pid, start_time(busy.pid))
+        busy.kill()
+    assert found == {expected}
+
+
+@pytest.mark.parametrize(
+    ("host", "at"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("[::1]", "::1"), ("sglang", ""), ("10.0.0.7", "")],
+)
+def test_only_a_server_on_the_loopback_reaches_a_relay(host: str, at: str) -> None:
+    """Others may be on other machines: they meet in the store itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert loopback_of(f"http://{host}:{server.getsockname()[1]}") == at
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("dual", [True, False], ids=["both", "IPv6 alone"])
+def test_a_server_that_listens_on_all_addresses_of_ipv6_is_seen(*, dual: bool) -> None:
+    """As ``--host ::`` has it: it is in another table of the kernel's."""
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=dual) as server:
+        assert loopback_of(f"http://[::1]:{server.getsockname()[1]}") == "::1"
+
+
+FORWARDER = """
+use Socket; $| = 1;
+socket(S, PF_INET, SOCK_STREAM, 0); bind(S, sockaddr_in(0, INADDR_LOOPBACK)); listen(S, 5);
+my ($p) = sockaddr_in(getsockname(S)); print "$p\\n"; <STDIN>;
+"""
+
+
+@pytest.mark.skipif(shutil.which("perl") is None, reason="needs perl")
+def test_a_server_behind_a_forwarded_port_meets_in_the_store_itself() -> None:
+    """Its loopback is another one: what listens on ours is no Python. And nobody may listen at all (a NAT's rule)."""
+    command = ["perl", "-e", FORWARDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as forwarder:
+        assert forwarder.stdout is not None
+        port = int(forwarder.stdout.readline())
+        assert not loopback_of(f"http://127.0.0.1:{port}")
+        forwarder.communicate()
+    assert not loopback_of(f"http://127.0.0.1:{port}")
