@@ -1,8 +1,8 @@
 """Leaves weight-update groups in place of a sidecar that died or stalled. A program, run by group_watchdog.py.
 
-Standard input has, a line each: the server's url; its Authorization header (may be empty); and then, with each change,
-``held`` or ``used`` and the names of the groups, separated by tabs. An empty line is a sign of life. The groups are left
-when the input ends, or when it is silent, while they are used, for the seconds of the argument. Needs the standard
+Standard input has, a line each: the server's url; its Authorization header (may be empty); and then, with each
+change, ``held`` or ``used`` and the names of the groups, separated by tabs. An empty line is a sign of life. The groups
+are left when the input ends, or when it is silent, while they are used, for the seconds of the argument. Needs the standard
 library alone, and so starts at once.
 """
 
