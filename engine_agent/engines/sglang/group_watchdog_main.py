@@ -2,8 +2,8 @@
 
 Standard input has, a line each: the server's url; its Authorization header (may be empty); and then, with each
 change, ``held`` or ``used`` and the names of the groups, separated by tabs. An empty line is a sign of life. The groups
-are left when the input ends, or when it is silent, while they are used, for the seconds of the argument. Needs the standard
-library alone, and so starts at once.
+are left when the input ends, or when it is silent, while they are used, for the seconds of the argument. Needs the
+standard library alone, and so starts at once.
 """
 
 from __future__ import annotations
