@@ -239,13 +239,21 @@ def test_command_examples_are_understood(example: Example, monkeypatch: pytest.M
                 _read_settings([service, *arguments])
             case ["make", *arguments]:
                 _check_make(arguments)
-            case [python, "-m", module, *_] if re.fullmatch(r"(\.venv/bin/)?python3?", python):
-                if module.startswith("tests."):
-                    assert (ROOT / f"{module.replace('.', '/')}.py").exists() or (
-                        ROOT / module.replace(".", "/") / "__main__.py"
-                    ).exists(), module
-            case [python, path, *_] if re.fullmatch(r"(\.venv/bin/)?python3?", python) and path.endswith(".py"):
-                assert (ROOT / path).exists(), path
+            case _:
+                _check_program(words)
+
+
+def _check_program(words: list[str]) -> None:
+    """A program or module of the tests' tree is there, and has the flags that are given to it."""
+    if not re.fullmatch(r"(\.venv/bin/)?python3?", words[0]):
+        return
+    path = f"{words[2].replace('.', '/')}.py" if words[1:2] == ["-m"] and len(words) > 2 else words[1]
+    if path.startswith("tests/"):
+        file = ROOT / path if (ROOT / path).exists() else (ROOT / path).with_suffix("") / "__main__.py"
+        assert file.exists(), path
+        known = "".join(each.read_text(encoding="utf-8") for each in file.parent.glob("*.py"))
+        flags = {word.partition("=")[0] for word in words if word.startswith("--")}
+        assert not [flag for flag in flags if f'"{flag}"' not in known], words
 
 
 def _read_settings(arguments: list[str]) -> None:
@@ -281,11 +289,13 @@ def _check_make(arguments: list[str]) -> None:
 
 @pytest.mark.parametrize("page", STATED, ids=relative)
 def test_commands_in_the_prose_exist(page: Path) -> None:
-    """Targets of make, commands of `weightbus` and their flags, wherever a page names them."""
+    """Targets of make, commands of `weightbus`, programs of the tests, and their flags, wherever a page names them."""
     for text in inline(page):
         words = text.split()
         if words[:1] == ["make"] and len(words) > 1:
             _check_make([word for word in words[1:] if re.fullmatch(r"[a-z-]+|[A-Z]+=.*", word)][:1])
+        if words[:1] in (["python"], ["python3"]) and len(words) > 1:
+            _check_program(words)
         if words[:1] == ["weightbus"] and len(words) > 1 and re.fullmatch(r"[a-z-]+", words[1]):
             assert words[1] in entry_point.BUILT_IN, text
             flags = _flags_of(words[1])
