@@ -1,11 +1,11 @@
-"""An engine that lacks the committed version, and that no round takes in, loads it from the files of its trainer.
+"""Resync from files: an engine that lacks the committed version, and that no round includes, loads it from disk.
 
-It is a round that the agent holds with itself: the machine gets the commands of one (`Prepare`, `Pause`, `Transfer`) at
-the epoch that it is at, and carries them out under all its rules; what it answers, the coordinator takes for answers
-that came late. In the end the engine holds the committed version, says so, and is told to serve it. Any round of the
-coordinator has a higher epoch, and ends this one.
+The sidecar runs a round with itself: the engine machine gets its commands (`Prepare`, `Pause`, `Transfer`) at the
+present epoch, and carries them out under all its rules; the coordinator takes the replies for late ones. In the end the
+engine has the committed version, reports it, and is told to serve it. Any round of the coordinator has a higher epoch,
+and ends this one.
 
-Pure: what the engine is and the time in, the next command out.
+Pure: the state of the engine and the time in, the next command out.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from weightbus.control.protocol import (
 from .operation_state import ServerView
 
 STEP_S: Final = 120.0
-"""For each step but the load."""
+"""Deadline of each step but the load."""
 LOAD_S: Final = 1800.0
 AGAIN_S: Final = 60.0
-"""After an attempt that came to nothing."""
+"""Seconds to the next attempt after a failed one."""
 _SETTLE_S: Final = 2.0
-"""How long nothing is done and nothing reached before a step counts as failed."""
+"""Seconds without an operation or progress after which a step counts as failed."""
 SAVED: Final = "saved"
-"""`Endpoint.group` of what lies in files already."""
+"""`Endpoint.group` of a version that is on disk already."""
 
 
 class ResyncStage(enum.Enum):
-    """How far it is."""
+    """Progress of a resync."""
 
     WATCHING = "watching"
-    """The engine holds what is committed, or a round may still bring it."""
+    """The engine has the committed version, or a round may still bring it."""
     LOOKING = "looking"
     """The version is searched for in the folder."""
     PREPARING = "preparing"
@@ -55,10 +55,10 @@ class ResyncStage(enum.Enum):
 
 
 class Resync:
-    """One engine's. Drive it from one thread."""
+    """The resync of one engine. Drive it from one thread."""
 
     def __init__(self, channel: str, after_s: float) -> None:
-        """`after_s` is how long a round is waited for."""
+        """A resync begins after `after_s` seconds without a round."""
         self.stage = ResyncStage.WATCHING
         self._channel = Channel(channel)
         self._after_s = after_s
@@ -70,7 +70,7 @@ class Resync:
         self._until = 0.0
         self._idle_since: float | None = None
         self._known: int | None = None
-        """The newest version that was there while the server had its memory: that is not worth taking it back."""
+        """The newest version known while the server had its memory: only a later one makes it resume its memory."""
 
     def looks(self, view: ServerView, committed: int | None, now: float) -> bool:
         """Whether to look for the committed version now. `found` or `missed` follows."""
@@ -90,11 +90,11 @@ class Resync:
         return True
 
     def missed(self, now: float) -> None:
-        """It is not there."""
+        """Note that the folder lacks the version."""
         self._end(now, self._after_s)
 
     def found(self, held: HeldVersion, folder: str, view: ServerView, now: float) -> ToEngine | None:
-        """The committed version lies in `folder`."""
+        """Begin with the committed version in `folder`; returns the first command."""
         if not self._lacks(view, held.version):
             self._end(now, 0.0)
             return None
@@ -133,9 +133,9 @@ class Resync:
         return self._give_up(now) if now > self._until else None
 
     def _lacks(self, view: ServerView, committed: int | None) -> bool:
-        """It is not in a round, nothing runs on it, and it holds something older than what is committed, or nothing.
+        """Whether the engine is idle, in no round, and has an older version than the committed one, or none.
 
-        A server that has given its memory back generates nothing before a version that was not there then.
+        A server that has released its memory waits for a version that was not committed then.
         """
         if committed is None or not view.up or view.epoch <= 0 or view.doing or view.reached is not None:
             return False
