@@ -60,7 +60,7 @@ class Mixed:
         self.offers = {offer.transport: Address(offer.address, token=offer.token) for offer in delivery.open()}
         if SENDS in self.offers:
             self.trainer.summon(self.offers[SENDS], self.epoch)
-        delivery.told()
+        delivery.offers_received()
         return delivery
 
     def come(self, engine: str, server: object = None) -> Future[Receipt]:
