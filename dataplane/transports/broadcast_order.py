@@ -1,8 +1,8 @@
-"""Which of several trainer ranks broadcasts which bucket, and in which order everybody does what. Pure, no torch.
+"""Which of several trainer ranks broadcasts which bucket, and in which order each member acts. Pure, no torch.
 
 The ranks that broadcast are *sources*, one for each pipeline stage; source 0 leads. Each has a group of its own with
-all engine ranks (over gloo one with each engine: `engine_groups.py`). Three orders are the same for everybody, and are
-all that is needed so that nobody waits in a circle:
+all engine ranks (over gloo one with each engine: `engine_groups.py`). Three orders are the same for all members, which
+is what keeps them from waiting in a circle:
 
     groups    are joined in the order of their sources: a server is asked for the next one when it is in the last
     buckets   are taken in the manifest's order, in which stages take turns: while one sends, the others assemble
@@ -27,7 +27,7 @@ _SEVERAL: Final = "{"
 
 
 class Sources(msgspec.Struct, frozen=True, dict=True):
-    """Who broadcasts which bucket."""
+    """The rank that broadcasts each bucket."""
 
     of: tuple[int, ...]
     """By bucket, the number of its source."""

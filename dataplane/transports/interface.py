@@ -31,9 +31,9 @@ from ..tensors import BucketSpec, DigestTable, Manifest, TensorSpec
 from .broadcast_order import Sources
 
 JOIN_S: Final = 15.0
-"""How long a sender waits for receivers to come. They are told where at once, and coming takes no time: whoever has not
-come by then is lost, and the others, paused for this round, do not wait for it any longer. Above the control plane's
-own silence_s, so that a lost message has been sent again."""
+"""How long a sender waits for receivers to come. Engines are told where at once, and coming takes no time: an
+engine that has not come by then is failed, so that the others, paused for this round, do not wait any longer. Above the
+control plane's own silence_s, so that a lost message has been sent again."""
 
 
 class TransferSession(msgspec.Struct, frozen=True):
@@ -231,7 +231,7 @@ class Tabling(Protocol):
     """A sender whose session may begin before its digest table is known."""
 
     def tabled(self, tabled: Tabled) -> None:
-        """Give it to all receivers, those that are there and those that come. Once in a session, from any thread."""
+        """Give it to all receivers, those connected and those still to come. Once in a session, from any thread."""
         ...
 
 
@@ -245,7 +245,10 @@ class Dividing(Protocol):
         ...
 
     def divide(self, sources: Sources | None) -> None:
-        """Who sends what, from the next `offer` on; null: this rank alone. The buckets of others need no slot here."""
+        """The rank that sends each bucket, from the next `offer` on; null: this one.
+
+        Buckets of others need no slot here.
+        """
         ...
 
 
@@ -301,7 +304,7 @@ class Receiver(Protocol):
         """The server was asked to change weights at least once: from now on a failure leaves it DIRTY."""
         ...
 
-    def receive(  # noqa: PLR0917 - the session, where, who, and how long, in the order of the call
+    def receive(  # noqa: PLR0917 - session, address, engine and deadline in the order of the call
         self,
         session: TransferSession,
         address: Address,

@@ -312,7 +312,7 @@ class PlanExchange:
 
     @staticmethod
     def hear_agreed(attempt: Attempt) -> None:
-        """Raises `TransferFailed` where the trainer made other plans than those that were proposed."""
+        """Raises `TransferFailed` where the trainer made other plans than the proposed ones."""
         reply = attempt.hear("the trainer to make the same plan")
         if not isinstance(reply, wire.Agreed):
             raise TransferFailed(f"the trainer does not agree to the plan: {wire.reason_of(reply)}")

@@ -1,7 +1,7 @@
-"""What was worked out before any version came (prerecording.py), for whoever takes the first one.
+"""Load traces and proofs from before the first version (prerecording.py), for the receiver that takes it.
 
-What a version's tensors are was foreseen; in which order its manifest names them was not. So whatever is kept is given
-out for another order too: none of it is worked out again while a server stands still.
+What a version's tensors are was foreseen; in which order its manifest names them was not. So traces are given out for
+another order too: none is made again while a server is paused.
 """
 
 from __future__ import annotations

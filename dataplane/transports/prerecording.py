@@ -1,6 +1,6 @@
-"""The server's loader is recorded while nobody waits for it: an exchange with its workers in which nothing moves.
+"""Records the server's loader before a round needs it: an exchange with its workers in which no weights move.
 
-What a worker records it keeps; it is used for a version of exactly these tensors, whoever asks then
+A worker keeps its load trace, which is used for a version of exactly these tensors, by any transport
 (worker_messages.py, `Record`). Nothing is written to the model by it.
 """
 
@@ -64,7 +64,7 @@ class Prerecording:
         Then they bind what they will have to report of it, and load what a first version would wait for.
 
         Raises `NotTraceable`, `TransferFailed`, and what the server's call raises. A server that does not come to our
-        loader soon is not waited for: when it does, its workers find nobody and return.
+        loader soon is not waited for: when it does, its workers find no sidecar and return.
         """
         deadline = Deadline(deadline_s)
         self._wait()

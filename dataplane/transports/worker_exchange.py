@@ -55,7 +55,7 @@ class Workers:
         self._workers: list[_Worker] = []
 
     def __len__(self) -> int:
-        """Those that have come."""
+        """Workers that have come."""
         return len(self._workers)
 
     def gather(  # noqa: PLR0917
@@ -99,13 +99,13 @@ class Workers:
 
     @property
     def nccl_gpu_ids(self) -> tuple[str, ...]:
-        """By which a group over NCCL knows their GPUs; empty for who has none."""
+        """The workers' GPUs as an NCCL group knows them; empty for a worker without one."""
         return tuple(worker.hello.seat for worker in self._workers)
 
     def ask_to_record(
         self, layout: str, tensors: tuple[TensorSpec, ...], known: Mapping[str, LoadTrace], deadline: Deadline
     ) -> Sequence[int]:
-        """Have whoever has no recording of this layout that is `known` make one; which of them, for `recorded`."""
+        """Have workers without a `known` trace of this layout make one; their numbers, for `recorded`."""
         without = [
             number
             for number, worker in enumerate(self._workers)
@@ -123,7 +123,7 @@ class Workers:
     def recorded(
         self, without: Sequence[int], tensors: tuple[TensorSpec, ...], deadline: Deadline
     ) -> dict[str, LoadTrace]:
-        """What those have recorded who were asked to, by digest. Raises `NotTraceable`, `TransferFailed`."""
+        """Load traces of the workers that were asked to record, by digest. Raises `NotTraceable`, `TransferFailed`."""
         made: dict[str, LoadTrace] = {}
         for worker in [self._workers[number] for number in without]:
             reply = wire.SIDECAR.hear(worker.frames, deadline, f"worker {worker.hello.rank} to record its loader")
@@ -134,7 +134,7 @@ class Workers:
             recording = verifiable_trace(LoadTrace.decode(reply.recording, tensors))
             digest = recording.digest()
             made[digest] = recording
-            # Whoever records has let go of its plan, also where the same one will be made again.
+            # A worker that records has dropped its plan, also where the same one will be made again.
             worker.hello = msgspec.structs.replace(worker.hello, recording=digest, plan="")
         return made
 
@@ -145,7 +145,10 @@ class Workers:
         proofs: Sequence[RankVerification],
         deadline: Deadline,
     ) -> Sequence[int]:
-        """Give each worker its plan, unless it has that one; who got one, for `adopted`. All of them bind at a time."""
+        """Give each worker its plan, unless it has that one. All bind at a time.
+
+        Returns the numbers of the workers that got one, for `adopted`.
+        """
         new = [number for number, worker in enumerate(self._workers) if worker.hello.plan != digests[number]]
         for number in new:
             adopt = _adopt(digests[number], plans[number], proofs[number])
@@ -153,7 +156,7 @@ class Workers:
         return new
 
     def adopted(self, new: Sequence[int], deadline: Deadline) -> None:
-        """Hear those who were given a plan. Raises `TransferFailed`."""
+        """Hear the workers that were given a plan. Raises `TransferFailed`."""
         self._taken([self._workers[number] for number in new], "plan", deadline)
 
     def form(self, group: Group, deadline: Deadline) -> bool:
@@ -227,7 +230,7 @@ class Workers:
 
     @property
     def plans(self) -> tuple[str, ...]:
-        """Digests of those that they have."""
+        """Digests of the workers' plans."""
         return tuple(worker.hello.plan for worker in self._workers)
 
     def swap(self, epoch: int, version: int, deadline: Deadline, pulse: Callable[[], None]) -> list[wire.PlanExecuted]:
@@ -259,11 +262,11 @@ class Workers:
 
     @property
     def dead(self) -> int | None:
-        """The rank of one whose process has ended; None where that is not known of any."""
+        """The rank of a worker whose process has ended; None where none is known to have."""
         return find_ended_peer((worker.hello.rank, worker.frames) for worker in self._workers)
 
     def let_go(self, message: wire.Done | wire.Failed) -> None:
-        """Let the workers return. Who is gone needs no telling, and the server's answer says so."""
+        """Let the workers return. A worker that is gone is skipped; the server's answer says so."""
         for worker in self._workers:
             try:
                 wire.SIDECAR.say(worker.frames, message, Deadline(RETURN_S))
@@ -324,7 +327,7 @@ def _exports(exporting: Exporting, made: ArenaRegion | None, regions: tuple[int,
 
 
 def _introduced(frames: Frames, deadline: Deadline) -> wire.Hello:
-    """Who has connected. Hangs up on anybody who does not say so."""
+    """The first words of a worker that has connected. Hangs up where there are none."""
     try:
         hello = wire.SIDECAR.hear(frames, deadline, "a worker's first words")
     except BaseException:

@@ -38,7 +38,7 @@ from .interface import Group
 
 
 class Hello(WireMessage, frozen=True, omit_defaults=True, tag="Hello"):
-    """Worker, first: who it is, and what it has from earlier rounds."""
+    """Worker, first: its rank and device, and what it has from earlier rounds."""
 
     rank: int
     device: str
@@ -80,7 +80,7 @@ class Exports(WireMessage, frozen=True, omit_defaults=True, tag="Exports"):
 
 
 class Form(WireMessage, frozen=True, tag="Form"):
-    """Sidecar: begin to join this group beside the rest. Whoever gets a schedule next takes it along."""
+    """Sidecar: begin to join this group beside the rest. The next schedule takes it along."""
 
     group: Group
 

@@ -1,4 +1,4 @@
-"""What the two halves of the direct transport say to each other: who, which layout, the plan, and how it ended.
+"""What the two halves of the direct transport say to each other: the engine, the layout, the plan, and how it ended.
 
 receiver                     sender
   Hello  ------------------->
@@ -11,7 +11,7 @@ receiver                     sender
          <-------------------  Table                 as soon as it is known
   Finished | Failed -------->
 
-Nobody is told anything that it has not asked for, but for Failed: a receiver that copies reads nothing meanwhile.
+Each side says only what the other has asked for, but for Failed: a receiver that copies reads nothing meanwhile.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class DirectSender:
         self._exposed: ExportedWeights | None = None
         self._layout = ""
         self._given: bytes | None = None
-        """The layout, as it is said; memory that all who are told share."""
+        """The encoded layout; one buffer for all receivers."""
         self._epoch = 0
         self._failed: dict[str, str] = {}
         self._withdrawn: dict[str, str] = {}
@@ -52,7 +52,7 @@ class DirectSender:
         self._lock = threading.Lock()
         """Of the three below: the table comes from any thread."""
         self._table: bytes | None = None
-        """As it is said; memory that all who are told share."""
+        """The encoded digest table; one buffer for all receivers."""
         self._follows: bool | None = None
         """The session was begun without its table; null before the first."""
         self._wake = -1
@@ -65,7 +65,7 @@ class DirectSender:
 
     @property
     def spared(self) -> frozenset[str]:
-        """Nobody: no engine fails for another."""
+        """Always empty: no engine fails for another."""
         return frozenset()
 
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
@@ -92,7 +92,7 @@ class DirectSender:
         return Address(os.fspath(path))
 
     def tabled(self, tabled: Tabled) -> None:
-        """Implements `Tabling`: whoever has asked for it is told, and whoever will.
+        """Implements `Tabling`: receivers that have asked for it are told, and those that ask later.
 
         To be called when `offer` has returned; after `close` it says nothing. Raises `TransferFailed` for a session
         that was begun with its table or has got it, and for one that is larger than any.
@@ -120,13 +120,13 @@ class DirectSender:
         self._require_some()
 
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:
-        """Nothing is sent; whoever speaks meanwhile is answered."""
+        """Sends nothing; answers receivers that have spoken meanwhile."""
         del index, slot, deadline_s
         self._pump(0.0)
         self._require_some()
 
     def reclaim(self, index: int, deadline_s: float) -> None:
-        """Nobody reads buckets."""
+        """Returns at once: no receiver reads buckets."""
         del index, deadline_s
         self._pump(0.0)
 
@@ -179,7 +179,7 @@ class DirectSender:
         return self._pool
 
     def _admit(self) -> None:
-        """Somebody has come. A peer that never says who it is is named at the deadline."""
+        """Accept a connection. A receiver that never names its engine is failed at the deadline."""
         pool, listener = self._on_offer(), self._listener
         if listener is None:
             raise TransferFailed("the sender was closed")
@@ -272,12 +272,12 @@ class DirectSender:
                 f"worker {proposal.reader.rank} planned {proposal.plan[:12]}, the trainer {plan.digest()[:12]} from "
                 "the same layouts: both sides must run one version of weightbus"
             )
-        if len(self._agreed) >= _REMEMBERED:  # of a fleet that changes for weeks; who is in it does not ask again
+        if len(self._agreed) >= _REMEMBERED:  # of a fleet that changes for weeks; its present engines do not ask again
             self._agreed.clear()
         self._agreed.add(proposal.plan)
 
     def _drop(self, peer: _Peer, reason: str) -> None:
-        """Of somebody who has not said who it is, without a word."""
+        """Fail `peer`, or hang up on a connection that has not named its engine, which is told nothing."""
         told = peer.name and not peer.finished
         if self._pool is not None:
             self._pool.drop(peer, wire.SENDER.encode(wire.Failed(reason=reason)) if told else b"")

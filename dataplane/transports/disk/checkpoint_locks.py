@@ -1,4 +1,4 @@
-"""Who writes and who reads a checkpoint: a folder of small files beside it, each locked by the one it belongs to.
+"""Writers and readers of a checkpoint: a folder of small files beside it, each locked by its owner.
 
     sender.json        what is being written; locked by the sender until its session ends
     reader-<engine>    made by the sender; locked and written by the engine's agent: reading, done, failed
@@ -133,7 +133,7 @@ class CheckpointReader:
 
     @property
     def state(self) -> str:
-        """``reading``, ``done``, ``failed``, or empty while nobody came."""
+        """``reading``, ``done``, ``failed``, or empty while no reader has come."""
         return self._read().state if self._path.stat().st_size else ""
 
     @property
@@ -142,7 +142,7 @@ class CheckpointReader:
         return self._read().reason
 
     def died(self) -> bool:
-        """It says that it reads, and nobody holds its lock."""
+        """The file says that its owner reads, and no process holds its lock."""
         return not _locked(self._path) and self._read().state == "reading"
 
     def _read(self) -> _State:

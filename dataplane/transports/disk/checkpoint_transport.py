@@ -2,7 +2,7 @@
 
     <checkpoint_dir>/<channel>/v<version>-e<epoch>          the checkpoint; appears complete, by one rename
     <checkpoint_dir>/<channel>/v<version>-e<epoch>.tmp      being written
-    <checkpoint_dir>/<channel>/v<version>-e<epoch>.session  who reads it (checkpoint_locks.py)
+    <checkpoint_dir>/<channel>/v<version>-e<epoch>.session  its readers (checkpoint_locks.py)
 
 Buckets become shards one by one, so the sender needs no memory beyond its staging. Receivers compare every tensor of
 the files with the digest table before the server is told of them. The newest `KEEP` checkpoints stay, and any that an
@@ -30,7 +30,7 @@ from .checkpoint_locks import POLL_S, CheckpointReader, Notes, SessionFolder
 from .checkpoint_writer import NOTES, CheckpointWriter
 
 KEEP: Final = 2
-"""Checkpoints that stay: the newest, and the one before it for whoever comes late."""
+"""Checkpoints that stay: the newest, and the one before it for engines that come late."""
 
 _CHECKPOINT: Final = re.compile(r"^v(\d+)-e(\d+)$")
 
@@ -58,7 +58,7 @@ class DiskSender:
 
     @property
     def spared(self) -> frozenset[str]:
-        """Nobody: no engine fails for another."""
+        """Always empty: no engine fails for another."""
         return frozenset()
 
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
@@ -78,7 +78,7 @@ class DiskSender:
         return Address(os.fspath(self._target.absolute()))
 
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
-        """Wait until every engine's agent has come to read, or is in `failed`: those that have not within `join_s`."""
+        """Wait until every engine's agent has come to read, or is in `failed`: agents that have not within `join_s`."""
         self._wait(min(deadline_s, join_s), lambda engine: self._reader(engine).state == "", "did not come")
         self._require_some()
 
@@ -141,7 +141,7 @@ class DiskSender:
         return self._writer
 
     def _discard_unfinished(self) -> None:
-        """A crashed sender's leftovers: nobody else writes in this channel while we hold its lease."""
+        """A crashed sender's leftovers: no other trainer writes in this channel while this one holds its lease."""
         for leftover in self._root.glob("v*-e*.tmp"):
             shutil.rmtree(leftover)
         for session in self._root.glob("v*-e*.session"):
@@ -150,7 +150,7 @@ class DiskSender:
                 folder.remove()
 
     def _prune(self) -> None:
-        """Remove all but the newest checkpoints, leaving those that are being read for a later round."""
+        """Remove all but the newest checkpoints, leaving the ones that are being read for a later round."""
         found = [(int(m[2]), path) for path in self._root.iterdir() if (m := _CHECKPOINT.match(path.name))]
         for _, path in sorted(found)[: -self._keep]:
             folder = SessionFolder.of(path)

@@ -82,7 +82,7 @@ def read(path: Path, manifest: Manifest, index: int) -> torch.Tensor:
                 raise TransferFailed(
                     f"{path} with {found_size} bytes is not bucket {index} of this manifest ({size} bytes)"
                 )
-            # Private and writable, because torch has no read-only tensors; nobody writes to it.
+            # Private and writable, because torch has no read-only tensors; it is never written to.
             mapped = mmap.mmap(file.fileno(), size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     except OSError as error:
         raise TransferFailed(f"{path} cannot be read: {error.strerror}") from error

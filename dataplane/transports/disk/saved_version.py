@@ -6,8 +6,9 @@
         weightbus-table.msgpack                    its digests, and what engines must report of their parameters
         weightbus-publication.json                 what the trainer announced, with its seal where keys are used
 
-Who may write into the folder decides what engines load, within what trainers have signed. An agent whose server loads
-a version holds a lock that is shared with others on its notes; a version with such a lock is not taken away.
+Processes that may write into the folder decide what engines load, within what trainers have signed. An agent whose
+server loads a version holds a lock that is shared with others on its notes; a version with such a lock is not taken
+away.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def staying(path: Path) -> Generator[None]:
 
 @contextlib.contextmanager
 def leaving(path: Path) -> Generator[bool]:
-    """Whether the version in `path` may be taken away now: nobody loads it, and nobody begins to."""
+    """Whether the version in `path` may be removed now: no server loads it, and none begins to."""
     try:
         notes = (path / NOTES).open("r+b")
     except FileNotFoundError:  # not one that an agent would load
@@ -88,7 +89,7 @@ def leaving(path: Path) -> Generator[bool]:
 
 
 def _lock(descriptor: int, how: int) -> bool:
-    """False when somebody else has it. A file system without locks protects nobody, and keeps nobody from anything."""
+    """False when another process has it. A file system without locks neither protects nor excludes any."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -100,7 +101,7 @@ def _lock(descriptor: int, how: int) -> bool:
 
 
 class SavedReceiver:
-    """Has a server load a version that lies there already. Implements `transport.Receiver`; nobody else takes part."""
+    """Has a server load a version that lies there already. Implements `transport.Receiver`; no trainer takes part."""
 
     def __init__(self) -> None:
         self._touched = False

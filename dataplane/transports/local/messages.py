@@ -23,7 +23,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Hello(WireMessage, frozen=True, tag="Hello"):
-    """Receiver, first: who it is and which epoch it was told to take."""
+    """Receiver, first: its engine, and the epoch that it was told to take."""
 
     channel: _Text
     epoch: _Count

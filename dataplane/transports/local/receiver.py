@@ -121,7 +121,7 @@ class LocalReceiver:
                     loads.append(self._load(session, server, index, None, loads, deadline))
                 connection.say(BucketDone(index=index, generation=message.generation))
         except BaseException:
-            # The server may still be loading a complete bucket: nobody may think otherwise before it has answered.
+            # The server may still be loading a complete bucket: until it has answered, that must not be forgotten.
             wait(loads, deadline.left())
             raise
         for index, load in enumerate(loads):

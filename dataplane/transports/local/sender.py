@@ -76,7 +76,7 @@ class LocalSender:
 
     @property
     def spared(self) -> frozenset[str]:
-        """Nobody: no engine fails for another."""
+        """Always empty: no engine fails for another."""
         return frozenset()
 
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
@@ -100,13 +100,13 @@ class LocalSender:
         return Address(os.fspath(path))
 
     def ready(self, deadline_s: float, join_s: float = JOIN_S) -> None:
-        """Wait until every peer has connected, or is in `failed`: those that have not within `join_s`."""
+        """Wait until every peer has connected, or is in `failed`: peers that have not within `join_s`."""
         self._pump(0.0)
         self._wait(min(deadline_s, join_s), lambda receiver: receiver.connection is None, "did not come")
         self._require_some()
 
     def send(self, index: int, slot: Slot, deadline_s: float) -> None:
-        """Announce bucket `index`; does not wait for anybody to take it."""
+        """Announce bucket `index`; does not wait for receivers to take it."""
         del deadline_s  # announcing never blocks
         self._pump(0.0)
         if slot.memory.device.type == "cuda":
@@ -159,7 +159,7 @@ class LocalSender:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _wait(self, deadline_s: float, pending: Callable[[_Receiver], bool], reproach: str) -> None:
-        """Serve events until nobody is `pending`; whoever is at the deadline is dropped with the `reproach`."""
+        """Serve events until no peer is `pending`; drop those that are at the deadline, with the `reproach`."""
         deadline = Deadline(deadline_s)
         while any(pending(receiver) for receiver in self._live.values()):
             left = deadline.left()
@@ -206,7 +206,7 @@ class LocalSender:
         self._strangers.remove(connection)
         try:
             pid, hello = self._admit(connection)
-        except PeerLost:  # whoever it was has been told or is gone; a peer that never comes is named at the deadline
+        except PeerLost:  # it has been told, or is gone; a peer that never comes is failed at the deadline
             connection.close()
             return
         receiver = self._live[hello.engine]

@@ -1,6 +1,6 @@
-"""Greets whoever connects to the sender, all at a time: one who says nothing keeps nobody waiting but himself.
+"""Accepts connections to the sender, all at a time: a silent one keeps no other waiting.
 
-Each connection has a thread until its first message is there, or the time for that is over. Who has got so far waits to
+Each connection has a thread until its first message is there, or the time for that is over. An accepted one waits to
 be taken in; `fileno` is readable then.
 """
 
@@ -18,7 +18,7 @@ from ...processes import Deadline, MacFrames, MacListener
 from . import messages as wire
 
 GREETING_S: Final = 2.0
-"""For the first words of whoever connects."""
+"""For the first message of a connection."""
 GREETED: Final = 256
 """Connections that are greeted at a time. Others wait in the socket's backlog until the time of one is over."""
 _AGAIN_S: Final = 0.05
@@ -43,7 +43,7 @@ class Acceptor:
         return self._bell.fileno()
 
     def came(self) -> list[tuple[MacFrames, wire.ToSender]]:
-        """Who knows the token, with what he said first."""
+        """Connections that know the token, with their first messages."""
         found: list[tuple[MacFrames, wire.ToSender]] = []
         self._bell.setblocking(False)
         with contextlib.suppress(BlockingIOError):
@@ -53,7 +53,7 @@ class Acceptor:
         return found
 
     def close(self) -> None:
-        """Hang up on who was not taken in. Who is being greeted ends in his time."""
+        """Hang up on connections that were not taken. A greeting that runs ends in its time."""
         self._closed = True
         self._listener.close()
         for frames, _ in self.came():
@@ -63,7 +63,7 @@ class Acceptor:
 
     def _open(self) -> None:
         while not self._closed:
-            self._free.acquire()  # whoever is greeted has `GREETING_S`
+            self._free.acquire()  # each greeting has `GREETING_S`
             try:
                 frames = self._listener.accept(Deadline(GREETING_S))
             except DeadlineExceeded:
@@ -83,7 +83,7 @@ class Acceptor:
             if self._closed:
                 frames.close()
             self._rings.send(b".")
-        except (DataplaneError, OSError):  # whoever it was is gone; who never comes is named at the deadline
+        except (DataplaneError, OSError):  # it is gone; a peer that never comes is failed at the deadline
             frames.close()
         finally:
             self._free.release()

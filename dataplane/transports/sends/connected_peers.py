@@ -1,4 +1,4 @@
-"""What the leader of sends knows of whoever is connected to it, and of the groups that they are in."""
+"""What rank 0 knows of the members that are connected to it, and of their groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Formed(NamedTuple):
 
     name: str = ""
     members: object = None
-    """Who is in it, for what."""
+    """The members of a group, and for what it was formed."""
     engines: frozenset[str] = frozenset()
 
 
@@ -73,7 +73,7 @@ class ConnectedPeer(PooledConnection):
         self.known: frozenset[str] = frozenset()
         """The parts of schedules that a rank has, by name."""
         self.groups: frozenset[str] = frozenset()
-        """Those that it has from rounds before."""
+        """Groups that it has from earlier rounds."""
         self.forming = False
         """It joins the group that forms early."""
         self.seats: tuple[str, ...] = ()

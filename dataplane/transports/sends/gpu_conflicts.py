@@ -1,4 +1,4 @@
-"""Who may not be in a group over NCCL, because somebody else is in it on the same GPU. Pure."""
+"""GPU conflicts: engines that cannot be in an NCCL group, because another member is on the same GPU. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GpuConflict(NamedTuple):
 def crowded(ranks: Mapping[int, str], engines: Mapping[str, tuple[str, ...]]) -> dict[str, GpuConflict]:
     """The engines whose GPUs are taken, by the trainer's ranks or by engines before them.
 
-    `ranks` and `engines` say which seat each rank and worker has (device_identity.py); empty for who has none. Raises
+    `ranks` and `engines` say which seat each rank and worker has (device_identity.py); empty for one without. Raises
     `TransferFailed` where two ranks have the same one.
     """
     holders: dict[str, str] = {}

@@ -33,7 +33,7 @@ class RankHello(WireMessage, frozen=True, tag="RankHello"):
     known: tuple[str, ...]
     """The parts that it still has: `SentLetters.schedule`."""
     groups: tuple[str, ...] = ()
-    """Those that it still has."""
+    """Groups that it still has."""
     seat: str = ""
     """By which a group over NCCL knows its GPU."""
 
@@ -49,7 +49,7 @@ class Invited(WireMessage, frozen=True, tag="Invited"):
     alone_bytes: int
     """From how many bytes on a row is a message of its own: too."""
     plans: tuple[str, ...] = ()
-    """Those that need not be proposed."""
+    """Plans that need not be proposed."""
     form: Group | None = None
     """Its workers may begin to join this one: `BeginSends` says whether it is used."""
 
@@ -62,7 +62,7 @@ class Prepared(WireMessage, frozen=True, tag="Prepared"):
     group: str = ""
     """The group that all of its workers still have."""
     seats: tuple[str, ...] = ()
-    """By which a group over NCCL knows the GPU of each worker; empty for who has none."""
+    """The GPU of each worker as an NCCL group knows it; empty for a worker without one."""
 
 
 class Form(WireMessage, frozen=True, tag="Form"):
@@ -112,7 +112,7 @@ ToSender = Hello | RankHello | GiveLayout | Propose | Forms | Prepared | GroupBe
 
 BEAT_S: Final = 0.5
 SILENT_S: Final = 10.0
-"""Who has said nothing for so long while the group forms or moves stands still, and is given up with the group."""
+"""A member that says nothing for so long while the group forms or moves is stalled, and given up with the group."""
 
 RECEIVER: Final = WireEnd[ToSender, ToReceiver](ToReceiver)
 """Also of a rank of the trainer."""

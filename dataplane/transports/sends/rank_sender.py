@@ -208,7 +208,7 @@ class RankSender:
         return wire.RECEIVER.hear(frames, deadline, "the sender to begin")
 
     def _mail_of(self, kept: _Kept, letters: Sequence[wire.SentLetters]) -> list[Mail]:
-        """What is sent to whom."""
+        """The messages of each worker."""
         for each in letters:
             if each.messages or each.schedule not in kept.parts:
                 kept.parts[each.schedule] = _Part.of(each)

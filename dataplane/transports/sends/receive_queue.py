@@ -106,7 +106,10 @@ class ReceiveQueue:
 
         What goes beside the parameters has room of its own, so all of it is asked for at once.
         """
-        staging, places = self._staging, self._places  # these: whoever is stuck here has nothing of what comes later
+        staging, places = (
+            self._staging,
+            self._places,
+        )  # these: a thread that is stuck here touches nothing of a later session
         if staging is None:
             raise TransferFailed("there is no memory for what is received: it was let go of")
         limit = len(places) if self.beside else UNDER_WAY

@@ -2,8 +2,9 @@
 
 The leader moves no weights here. It listens, gives receivers the layout, makes their plans once more, and, when all
 have prepared, has trainer ranks and workers join one group (p2p_group.py) in which the schedules (send_schedule.py) are
-carried out. Until then a receiver that does not come is left out. From then on the group is one: whoever fails fails it
-for all that are not through, everybody is told at once, and the next epoch forms a new one. README.md tells it all.
+carried out. Until then a receiver that does not come is left out. From then on the group is one: a member that fails
+fails it for all that have not reached the barrier, all are told at once, and the next epoch forms a new one
+(README.md).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from .plan_agreement import PlanAgreement
 FORM_S: Final = 15.0
 """For a group whose members have all said that they are prepared."""
 KEEP_S: Final = 900.0
-"""How long a group that nobody uses is kept for the next version. It costs its members connections and buffers."""
+"""Seconds for which an unused group is kept for the next version. It costs its members connections and buffers."""
 TURN_S: Final = 10.0
-"""For one turn of a rank: who stands still is given up after it. Turns shrink where a link does not carry them."""
+"""For one chunk of a rank; a stalled rank is given up after it. Chunks shrink where a link does not carry them."""
 _SHRUNK: Final = 8
 """To what part of itself a group may shrink before its messages are cut anew."""
 _UNHEARD_S: Final = 3 * wire.BEAT_S
-"""Whoever was heard of so lately is not known to stand still."""
+"""A member that was heard of so lately is not known to be stalled."""
 _LOOK_S: Final = 0.1
 """How soon a wait notices that a peer was withdrawn; everything else wakes it at once."""
 
@@ -60,7 +61,7 @@ class SendsSender:
     ) -> None:
         """`host` is the address under which engines and the trainer's other ranks reach this machine.
 
-        With `nixl` groups are of NIXL, which everybody's environment must have; otherwise of gloo or NCCL.
+        With `nixl` groups are of NIXL, which every member's environment must have; otherwise of gloo or NCCL.
         """
         self._host, self._channel, self._device, self._describe, self._nixl = host, channel, device, describe, nixl
         self._chunk_s, self._form_s, self._keep_s = turn_s, form_s, 0.0 if nixl else keep_s
@@ -77,7 +78,7 @@ class SendsSender:
         """The layout, as it is said."""
         self._epoch = self._version = 0
         self._fell = False
-        """Somebody of the group did not come to its end."""
+        """A member of the group did not reach the barrier."""
         self._token = ""
         self._pair_bytes = 0
         self._most = 0
@@ -107,7 +108,7 @@ class SendsSender:
 
     @property
     def spared(self) -> frozenset[str]:
-        """Those on whose GPU another one was. Nobody else: when the group has begun, bytes are under way to all."""
+        """Engines on whose GPU another member was. No others: when the group has begun, bytes are under way to all."""
         return frozenset(self._spared)
 
     def offer(self, session: TransferSession, peers: Sequence[Peer]) -> Address:
@@ -153,7 +154,7 @@ class SendsSender:
         del index, slot, deadline_s
 
     def reclaim(self, index: int, deadline_s: float) -> None:
-        """Nobody reads buckets."""
+        """Returns at once: no receiver reads buckets."""
         del index, deadline_s
 
     def finish(self, deadline_s: float) -> None:
@@ -171,7 +172,7 @@ class SendsSender:
         self._withdrawn.setdefault(engine, reason)
 
     def close(self) -> None:
-        """Hang up on everybody. Whoever is still in the group breaks it."""
+        """Hang up on all members. A member that is still in the group breaks it."""
         if self._pool is not None:
             self._pool.end()
         for end in (*self._engines.values(), *self._ranks.values()):
@@ -192,7 +193,7 @@ class SendsSender:
     def _cut_for(self, ranks: int) -> int:
         """What a pair may move in a turn: as before, while it fits and is not much too little.
 
-        It is part of every schedule, and who is told a new one has to stand still for it.
+        It is part of every schedule, and an engine that is told a new one has to be paused for it.
         """
         self._most = pair_bytes_for(ranks, self._device.type)
         most = self._ceiling.under(self._most)
@@ -202,9 +203,9 @@ class SendsSender:
         return most
 
     def _all_move(self) -> bool:
-        """Nobody of the group is known to stand still, nor did this process: what failed may have been too much.
+        """No member is known to be stalled, nor was this process: what failed may have been too much at a time.
 
-        When a turn runs out, whoever was stopped in it has not been heard of for most of it.
+        When a chunk runs out of time, a member that was stopped in it has not been heard of for most of it.
         """
         now = time.monotonic()
         since = now - max(self._chunk_s / 2, _UNHEARD_S)
@@ -263,7 +264,7 @@ class SendsSender:
             raise PeerLost(f"ranks {missing} of the trainer did not come to send, or are gone again")
         self._require_some()
 
-    # -- who comes ----------------------------------------------------------------------------------------------------
+    # -- members come --------------------------------------------------------------------------------------------------
 
     def _admit_all(self) -> None:
         for frames, hello in self._acceptor.came() if self._acceptor is not None else ():
@@ -292,7 +293,7 @@ class SendsSender:
         return self._let_form()
 
     def _known(self, hello: wire.ToSender) -> tuple[ConnectedPeer | None, str]:
-        """Who has come; or None, and why it may not."""
+        """The member that has come; or None, and why it may not."""
         if not isinstance(hello, wire.Hello | wire.RankHello):
             return None, f"whoever comes begins with Hello, not with {hello.kind}"
         if (hello.channel, hello.epoch) != (self._channel, self._epoch):
@@ -333,7 +334,7 @@ class SendsSender:
                 self._drop(end, f"it said {message.kind} out of turn")
 
     def _layout_to_give(self) -> bytes:
-        """Made once for all who do not know it: it waits for as long as they take to read it."""
+        """Encoded once for all receivers to which it is new; kept for as long as they take to read it."""
         if self._given is None:
             assert self._exposed is not None
             self._given = wire.SENDER.encode(self._exposed.given)
@@ -350,7 +351,7 @@ class SendsSender:
             self._drop(self._engines[name], found.reason)
 
     def _begin(self) -> None:
-        """Give everybody its rank: the trainer's come first, then the engines' workers in the order of their names."""
+        """Give every member its rank: the trainer's first, then the engines' workers in the order of their names."""
         first = len(self._ranks)
         letters: list[tuple[int, str]] = []
         offsets: dict[str, int] = {}
@@ -377,7 +378,7 @@ class SendsSender:
             self._tell(end, begin)
 
     def _choose_group(self, members: object) -> bool:
-        """One of the last version, if all who are in it have it still and no others take part; or a new one.
+        """The group of the last version, if all its members still have it and no others take part; or a new one.
 
         That one may have begun to form. Whether all have it, or wait for it already.
         """
@@ -407,7 +408,7 @@ class SendsSender:
         return group
 
     def _let_form(self) -> None:
-        """The ranks join what the engine's workers have begun to join. Whoever comes late forms another with all."""
+        """The ranks join what the engine's workers have begun to join. A late rank forms another one with all."""
         if self._early is None or self._in_time is None or not self._in_time.left():
             return
         for rank, end in tuple(self._ranks.items()):
@@ -441,7 +442,7 @@ class SendsSender:
             self._drop(end, f"{end.name}: {error}")
 
     def _drop(self, end: ConnectedPeer, reason: str) -> None:
-        """It is out. While the group moves, so is everybody who is not through."""
+        """Fail a member. While the group moves, so are all that have not reached the barrier."""
         self._fell |= self._began and not (end.finished if end.workers else end.through)
         self._out(end, reason)
         if self._began and not end.through:

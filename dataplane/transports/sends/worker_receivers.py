@@ -1,7 +1,7 @@
 """The workers' threads that receive, as their sidecar sees them: connections that outlive rounds, one for each worker.
 
-They are also what a worker's life is known by. A worker whose thread answers is there, whatever its scheduler does; one
-that says nothing for `SILENT_S` stands still: its process was stopped, or is stuck. Whoever stood still is remembered,
+They also show that a worker is alive. A worker whose thread answers is there, whatever its scheduler does; one that
+says nothing for `SILENT_S` is stalled: its process was stopped, or is stuck. A stalled worker is remembered,
 so that no later attempt waits for it: until it says something, every round is refused at once, before others begin.
 """
 
@@ -68,12 +68,12 @@ class WorkerReceivers:
         self._threads: dict[int, Frames] = {}
         """By the worker's rank."""
         self._still: dict[int, tuple[Frames, float]] = {}
-        """Who owes an answer, and when it was heard last. What it says when it goes on belongs to no round."""
+        """Stalled workers' connections by rank, and when each was heard last. What comes later belongs to no round."""
         self._asked: dict[int, float] = {}
-        """By `pulse`: who has not answered since when."""
+        """Ranks that `pulse` has asked and that have not answered, since when."""
         self._ask_at = float("inf")
         self._group: tuple[str, float, tuple[Frames, ...]] = ("", 0.0, ())
-        """The group of the last transfer, until when it may be used again, and whose it is."""
+        """The group of the last transfer, until when it may be used again, and its members."""
 
     def __len__(self) -> int:
         return len(self._threads)
@@ -99,7 +99,7 @@ class WorkerReceivers:
                 raise
 
     def _listening(self) -> FrameListener:
-        """Where threads connect. Raises `PeerLost` after `close`, and opens nothing that nobody would close."""
+        """The socket that threads connect to. Raises `PeerLost` after `close`, which closes it."""
         if self._listener is None:
             open_runtime_dir(self._runtime_dir)
             self._listener = FrameListener(self._runtime_dir / f"t-{os.getpid()}-{id(self):x}.sock")
@@ -109,9 +109,9 @@ class WorkerReceivers:
         return self._listener
 
     def _take_in(self, frames: Frames, told: Mapping[int, str], deadline: Deadline) -> None:
-        """Of those that were `told` a schedule, by rank, and know it. Raises `PeerLost`, `DeadlineExceeded`.
+        """Keep a thread that was `told` this schedule, by rank. Raises `PeerLost`, `DeadlineExceeded`.
 
-        Others are hung up on: one that comes so late may have been told by an attempt that nobody waits for any more.
+        Others are hung up on: one that comes so late may have been told by an attempt that is over.
         """
         hello = worker_wire.SIDECAR.hear(frames, deadline, "a worker's thread")
         if not isinstance(hello, worker_wire.Expecting):
@@ -141,7 +141,7 @@ class WorkerReceivers:
 
     @property
     def dead(self) -> int | None:
-        """The rank of a worker whose process has ended; None where that is not known of any."""
+        """The rank of a worker whose process has ended; None where none is known to have."""
         return find_ended_peer(self._threads.items())
 
     def require_moving(self) -> None:
@@ -160,7 +160,7 @@ class WorkerReceivers:
         for rank in [rank for rank in self._asked if self._threads[rank].readable()]:
             try:
                 worker_wire.SIDECAR.hear(self._threads[rank], Deadline(_SAY_S), f"worker {rank}")
-            except DataplaneError:  # whoever waits for its scheduler hears of it
+            except DataplaneError:  # the exchange with its scheduler hears of it
                 self._threads.pop(rank).close()
             del self._asked[rank]
         for rank, asked_at in self._asked.items():
@@ -174,7 +174,7 @@ class WorkerReceivers:
             self._ask(rank, now)
 
     def _calm(self) -> None:
-        """`pulse` is not called any more: nobody owes an answer to it."""
+        """Hear the answers that `pulse` still waits for; it is not called any more."""
         for rank, asked_at in tuple(self._asked.items()):
             try:
                 worker_wire.SIDECAR.hear(self._threads[rank], Deadline(_END_S), f"worker {rank}")
@@ -213,7 +213,7 @@ class WorkerReceivers:
     def take(self, group: Group, leader: LeadSession, deadline: Deadline, *, beside: bool) -> list[worker_wire.Taken]:
         """Have all of them join `group`, as its rank and those that follow, and receive everything.
 
-        Whoever fails first, here or elsewhere, ends it for all. Raises `NotReceived`.
+        The first failure, here or elsewhere, ends it for all. Raises `NotReceived`.
         """
         self._calm()
         for at, rank in enumerate(sorted(self._threads)):
@@ -232,12 +232,12 @@ class WorkerReceivers:
         return name if there and time.monotonic() < until else ""
 
     def tell(self, reason: str) -> None:
-        """Call it off. Who is gone needs no telling."""
+        """Call it off. Workers that are gone are skipped."""
         _tell(dict(self._threads), reason)
 
     def close(self) -> None:
         """Let go of all of them, for good."""
-        self._closed = True  # first: whoever takes somebody in finds out by it
+        self._closed = True  # first: `expect` in another thread finds out by it
         for frames in (*self._threads.values(), *(frames for frames, _ in self._still.values())):
             frames.close()
         self._threads, self._still, self._asked = {}, {}, {}
@@ -278,7 +278,7 @@ class _Transfer:
         self._over: Deadline | None = None
 
     def outcomes(self, deadline: Deadline, stands: Callable[[int, float], None]) -> list[worker_wire.Taken]:
-        """How it ended for every worker; who did not say is told to `stands`."""
+        """How it ended for every worker; ranks that did not say are given to `stands`."""
         beat_at = 0.0
         with selectors.DefaultSelector() as selector:
             for rank, frames in self._threads.items():
@@ -325,7 +325,7 @@ class _Transfer:
             self._leader.beat()
 
     def _look(self) -> None:
-        """End it for who stands still, or for what the trainer said."""
+        """End it for a stalled worker, or for what the trainer said."""
         if self._reason:
             return
         late = time.monotonic() - sends_wire.SILENT_S
