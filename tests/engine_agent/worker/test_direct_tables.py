@@ -458,7 +458,7 @@ def test_an_offer_leaves_no_descriptor_behind(tmp_path: Path) -> None:
         silent = Frames.connect(crowd.address, Deadline(WAIT_S))
         lines = crowd.sender._pool
         assert lines is not None
-        until(lambda: not all(line.name for line in tuple(lines._taken)))
+        until(lambda: not all(line.name for line in tuple(lines._connections)))
         crowd.say("e", direct_wire.Finished())
         assert crowd.end() == {}
         silent.close()
