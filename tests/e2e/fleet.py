@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from weightbus import engine_agent
 from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
 from weightbus.control.protocol.enums import Role
 from weightbus.control.protocol.ids import AgentId, Channel
+from weightbus.engine_agent.engines.sglang import cpu_server
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.trainer_agent.demo.child_processes import Program, ProgramEnded, Programs
 
@@ -237,7 +237,7 @@ class Fleet:
 
     def start_watcher(self, folder: Path) -> None:
         """Publish the checkpoints that appear in `folder`, torch DCP included."""
-        shim = Path(next(iter(engine_agent.__path__))) / "cpu_shim"
+        shim = Path(cpu_server.__file__).with_name("cpu_shim")
         argv = [
             *_weightbus("trainer-agent"),
             f"--watch={folder}",

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from weightbus import engine_agent
+from weightbus.engine_agent.engines.sglang import cpu_server
 
 from .fleet import ROOT, Fleet
 
@@ -26,7 +26,7 @@ def write_checkpoints(folder: Path, seeds: int) -> Path:
 
 def ask_oracle(folder: Path, seeds: int, prompts: list[list[int]]) -> dict[int, Answers]:
     """By seed. No two seeds answer alike, and none says next to nothing."""
-    shim = Path(engine_agent.__file__).parent / "cpu_shim"
+    shim = Path(cpu_server.__file__).with_name("cpu_shim")
     path = os.pathsep.join([str(shim), os.environ.get("PYTHONPATH", "")])
     oracle = [sys.executable, str(ROOT / "tests/e2e/oracle.py"), str(folder), str(seeds), json.dumps(prompts)]
     done = subprocess.run(oracle, check=True, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path})

@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weightbus import engine_agent
 from weightbus.control.protocol.enums import TransportKind
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
+from weightbus.engine_agent.engines.sglang import cpu_server
 from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
 
 from ..kit.loopback_engine import LoopbackEngine
@@ -27,7 +27,7 @@ from ..kit.tiny_families import FAMILIES
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 KIT = Path(__file__).parent.parent / "kit"
-SHIM = Path(next(iter(engine_agent.__path__))) / "cpu_shim"
+SHIM = Path(cpu_server.__file__).with_name("cpu_shim")
 WORLD = 2
 
 

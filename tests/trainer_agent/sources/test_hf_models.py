@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from weightbus import engine_agent
+from weightbus.engine_agent.engines.sglang import cpu_server
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
 
 KIT = Path(__file__).parents[2] / "kit"
-SHIM = Path(next(iter(engine_agent.__path__))) / "cpu_shim"
+SHIM = Path(cpu_server.__file__).with_name("cpu_shim")
 MODELS = (
     "llama",
     "qwen3 tied",

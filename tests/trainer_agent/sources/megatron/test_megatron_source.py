@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from weightbus import engine_agent
+from weightbus.engine_agent.engines.sglang import cpu_server
 
 from ....kit.megatron_cases import CASES, CONTENTS
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
 KIT = Path(__file__).parents[3] / "kit"
-SHIM = Path(next(iter(engine_agent.__path__))) / "cpu_shim"
+SHIM = Path(cpu_server.__file__).with_name("cpu_shim")
 RANKS_S = 240
 REFUSALS = {
     "another ffn": ("LayoutMismatch", "ffn_hidden_size=96, the Hugging Face config gives 128"),

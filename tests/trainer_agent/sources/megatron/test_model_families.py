@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from weightbus import engine_agent
+from weightbus.engine_agent.engines.sglang import cpu_server
 from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
 from weightbus.trainer_agent.sources.megatron.model_families import FAMILIES as SERVED
 
@@ -30,7 +30,7 @@ from ....kit.tiny_families import FAMILIES, Case, matrix, parse, slice_of
 pytestmark = [pytest.mark.real, pytest.mark.timeout(3600)]
 
 KIT = Path(__file__).parents[3] / "kit"
-SHIM = Path(next(iter(engine_agent.__path__))) / "cpu_shim"
+SHIM = Path(cpu_server.__file__).with_name("cpu_shim")
 SEED = os.environ.get("LAYOUTS_SEED", dt.datetime.now(tz=dt.UTC).date().isoformat())
 COUNT = os.environ.get("LAYOUTS", "32")
 AT_ONCE = 40
