@@ -27,7 +27,7 @@ _POLL_S: Final = 0.001
 
 
 def to_be_taken(memory: torch.Tensor, deadline: Deadline) -> Deadline:
-    """When a broadcast of `memory` has to have ended, whoever stands still."""
+    """The deadline of a broadcast of `memory`, whichever member stalls."""
     return Deadline(min(deadline.left(), bucket_timeout_s(memory.nbytes)))
 
 
@@ -87,7 +87,7 @@ class BroadcastGroup:
                     try:
                         group._carry(torch.zeros(1, dtype=torch.uint8, device=device), deadline)
                     except BaseException:
-                        group.abort()  # nobody else has it
+                        group.abort()  # no other holds it
                         raise
                 return group
             backend = cast("_Backend", backends.make_gloo_group(prefixed, host, rank, world_size, timeout))

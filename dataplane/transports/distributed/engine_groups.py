@@ -1,7 +1,7 @@
 """A source's part where each engine has a group of its own with it: over gloo, whose broadcast is a tree of ranks.
 
 In one group of all, ranks of engines would receive from ranks of other engines. A rank that stands still keeps those
-below it waiting, and those above it too, which offer it bytes. Nobody reaches a server that waits so, and when the
+below it waiting, and those above it too, which offer it bytes. Nothing reaches a server that waits so, and when the
 source leaves it waits on. Engines that share no group wait for the source alone, which can leave; and the source knows
 who does not take what the others have taken. Of three and more workers of one server some are still below others of it.
 """
@@ -28,9 +28,9 @@ STILL_S: Final = 10.0
 STILL_FORMING_S: Final = 15.0
 """... for its group to form, after the first of the others: a server imports and connects for the first time."""
 AWAY_S: Final = 1.0
-"""Who looks every few milliseconds, and did not for longer, was away itself: so much of that time counts."""
+"""A source looks every few milliseconds. After a longer gap it was stopped itself: only so much of it counts."""
 BREAK_OFF_S: Final = 5.0
-"""How long all groups of a session may take to be left before nobody waits for them any more."""
+"""How long all groups of a session are waited for while they are left."""
 _POLL_S: Final = 0.001
 _FACTOR: Final = 3.0
 
@@ -47,10 +47,10 @@ class Stalled(TransferFailed):
 
 
 class Stragglers:
-    """Tells those who are slow from those who stand still, by how the others do. Pure."""
+    """Tells slow engines from stalled ones, by the progress of the others. Pure."""
 
     def __init__(self, what: str, since: float, still_s: float) -> None:
-        """`what` nobody had done at `since`."""
+        """`what` no engine had done at `since`."""
         self._what, self._since, self._still_s = what, since, still_s
         self._last: float | None = None
         self._seen = 0
@@ -58,9 +58,9 @@ class Stragglers:
         """When last, and how long since the last one had."""
 
     def look(self, done: Sequence[bool], now: float) -> None:
-        """Of every engine, whether it has. Raises `Stalled` when those who have not had time enough.
+        """Of every engine, whether it has. Raises `Stalled` when the others had time enough.
 
-        To be called all the time. While nobody did, the source itself stood still, and nobody got anything of it.
+        To be called all the time. While it is not called, the source itself is stalled, and no engine gets anything.
         """
         count = sum(done)
         self._waited_s += min(now - self._looked, AWAY_S)
@@ -75,9 +75,9 @@ class Stragglers:
 
 
 class Behind:
-    """Tells who keeps others from going on in a group of all, by the bucket to which each has come. Pure.
+    """Tells the engine that keeps others waiting in a group of all, by the bucket that each has come to. Pure.
 
-    NCCL hands a bucket from rank to rank: behind one that does not come to it nobody gets it, and the source may be
+    NCCL hands a bucket from rank to rank: behind one that does not come to it none gets it, and the source may be
     through with it long before.
     """
 
@@ -86,7 +86,7 @@ class Behind:
         self._looked, self._waited_s, self._longest_s = since, 0.0, 0.0
 
     def look(self, at: Sequence[int], now: float) -> None:
-        """Raises `Stalled` when nobody has gone on for long, and some have come further than others.
+        """Raises `Stalled` when no engine has gone on for long, and some have come further than others.
 
         To be called all the time, as `Stragglers.look`. How long is too long follows from the longest step so far.
         """
@@ -199,7 +199,7 @@ class Leaving(Protocol):
 
 
 def break_when_formed(forming: Future[_Group]) -> None:
-    """Nobody waits for it any more: it is left as soon as it has formed, by whoever forms it."""
+    """Not waited for any more: the thread that forms it leaves it as soon as it has formed."""
 
     def leave(formed: Future[_Group]) -> None:
         if not formed.cancelled() and formed.exception() is None:

@@ -1,7 +1,7 @@
-"""The engine agent's half of the distributed transport: who takes part in a group, the agent or its server's workers.
+"""The engine's half of the distributed transport: the member of a group is the sidecar, or the server's workers.
 
-The agent does where it can (`sidecar_receiver.py`): it can leave a group that somebody broke, and looks at what it
-takes before the server does. Workers join as the field does it (`server_receiver.py`) where the server is elsewhere or
+The sidecar is where it can (`sidecar_receiver.py`): it can leave a broken group, and compares what it takes before the
+server loads it. Workers join as the field does it (`server_receiver.py`) where the server is elsewhere or
 another user's, its GPUs are not known, not seen from here or do not reach each other, or the first of them has no room.
 """
 

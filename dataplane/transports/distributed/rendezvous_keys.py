@@ -5,7 +5,7 @@
                                     agent takes part itself, and the group that it is still in
     <epoch>/group         sender    what to broadcast over (`sources.Groups`): what all are in, or new groups to join
     <epoch>/joined/E      receiver  E's server is in it
-    <epoch>/formed        sender    new groups stand for everybody; said where each engine has its own
+    <epoch>/formed        sender    new groups stand for all members; said where each engine has its own
     <epoch>/at/E          receiver  E's agent begins to take this bucket; said where it takes part itself
     <epoch>/done/E        receiver  E has loaded every bucket
     <epoch>/failed/E      receiver  E gives up, and why
@@ -13,20 +13,20 @@
 
 Sources that do not lead say the same under the name that `source_name` gives them, which no engine can have, and:
 
-    <epoch>/sent/S        source    so many of its buckets have been taken by everybody
+    <epoch>/sent/S        source    so many of its buckets have been taken by all
     <epoch>/differs/S     source    tensors that it found changed between the digest and the transfer
     <epoch>/still/S       source    engines that it found to stand still, by their place among all; before it fails
 
-Keys of an epoch are deleted when the next one begins: whoever finds another epoch there has missed the end of his own.
-A store that stops answering is a sender that died.
+Keys of an epoch are deleted when the next one begins: a member that finds another epoch there has missed the end of its
+own. A store that stops answering is a sender that died.
 
 There may be hundreds of engines, and the sender looks all the time. So every word of theirs has its place from the
 beginning, with a mark of the sender's in it until it is said: what all of them said with one step is asked for at once,
 for it takes as many calls as one word does.
 
-Whoever reaches its port can read and write a store. So every value but the bare epoch carries a MAC over its key and
-itself, by a token that is new in every epoch and travels on the authenticated bus, never here: what a stranger writes
-can stop a transfer, and is named, but cannot pass for the word of an engine or of the sender.
+Any process that reaches its port can read and write a store. So every value but the bare epoch carries a MAC over its
+key and itself, by a token that is new in every epoch and travels on the authenticated bus, never here: what a stranger
+writes can stop a transfer, and is named, but cannot pass for the word of an engine or of the sender.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _ENGINES: Final = ("came", "joined", "at", "done", "failed")
 _SOURCES: Final = ("came", "joined", "done", "failed", "sent", "differs", "still")
 """What a source that does not lead may."""
 BY_SIDECAR: Final = "sidecar:"
-"""How the word of an engine begins whose agent takes part in place of its server's workers."""
+"""How an engine's first word begins where the sidecar is the member, and not the server's workers."""
 
 _ANNOUNCED: Final[tuple[str, ...]] = ("group", "formed", "over")
 
@@ -66,12 +66,12 @@ _T = TypeVar("_T")
 
 
 def source_name(number: int) -> str:
-    """As whom source `number` of a trainer speaks."""
+    """The name by which source `number` of a trainer speaks."""
     return f"source/{number}"
 
 
 def holding(groups: Sequence[str], *, by_sidecar: bool = False) -> str:
-    """What an engine says when it comes whose server is in `groups`, or whose agent is."""
+    """What an engine says when it comes: the `groups` that its server, or its sidecar, is in."""
     return (BY_SIDECAR if by_sidecar else "") + ",".join(groups)
 
 
@@ -94,7 +94,7 @@ class _Sealed:
         self._epoch = epoch
         self._token = token.encode("ascii")
         self._unsaid = self._mac("", b"").encode("ascii")
-        """What lies where nothing was said. A stranger who puts it there could have deleted the word as well."""
+        """The value of a key that was not written. A stranger that writes it could have deleted the key as well."""
         self._opened: dict[str, tuple[bytes, str | ForgedMessage]] = {}
         """By key: what was found there, and what it says."""
 
@@ -121,7 +121,7 @@ class _Sealed:
         keys = [self._key(name) for name in names]
         if not keys:
             return {}
-        if not self._store.check(keys):  # a stranger deleted some: who asks for these would wait for them
+        if not self._store.check(keys):  # a stranger deleted some: asking for these would wait for them
             for key in keys:
                 self._store.compare_set(key, "", self._unsaid.decode())  # where there is nothing
         found, unsaid = self._store.multi_get(keys), self._unsaid
@@ -158,12 +158,12 @@ class _Sealed:
 
 
 class Rendezvous:
-    """The sender's side. The store is served by this very process, so nothing here waits for anybody."""
+    """The sender's side. The store is served by this very process, so nothing here waits for a peer."""
 
     def __init__(
         self, store: Store, epoch: int, token: str, engines: Sequence[str] = (), sources: Sequence[str] = ()
     ) -> None:
-        """`engines` and `sources` are who will be asked about together."""
+        """`engines` and `sources` are the members that are asked about together."""
         self._sealed = _Sealed(store, epoch, token)
         self._forged: dict[str, str] = {}
         self._places = [f"{step}/{engine}" for engine in engines for step in _ENGINES]
@@ -173,7 +173,7 @@ class Rendezvous:
         store.check([_EPOCH])  # nothing else says that all that is there, and it must not come after the first words
 
     def heard(self, step: str, engine: str) -> str | None:
-        """What `engine` said with `step`, or None. An engine in whose name a stranger wrote has ``failed``."""
+        """What `engine` said with `step`, or None. Where a stranger wrote in its name, it has ``failed``."""
         try:
             word = self._sealed.hear(f"{step}/{engine}")
         except ForgedMessage as error:
@@ -182,7 +182,7 @@ class Rendezvous:
         return self._forged.get(engine, word) if step == "failed" else word
 
     def heard_from(self, step: str, members: Iterable[str]) -> dict[str, str]:
-        """What those of `members` said with `step` who did: `heard` of each, for little more than of one."""
+        """What `members` said with `step`, as far as they did: `heard` of each, for little more than of one."""
         places = {f"{step}/{member}": member for member in members}
         words: dict[str, str] = {}
         for place, word in self._sealed.hear_all(tuple(places)).items():
@@ -231,7 +231,7 @@ class RendezvousKeys:
         self._thread = torch_threads.start(self._run, "weightbus-rendezvous")
 
     def cancel(self, reason: str) -> None:
-        """From any thread: whoever waits here, or will, is told at once that it is over."""
+        """From any thread: waits that run, or begin later, end at once."""
         with self._news:
             self._error = self._error or PeerLost(reason)
             self._news.notify_all()
@@ -253,7 +253,7 @@ class RendezvousKeys:
         return self._announced["group"]
 
     def formed(self, deadline: Deadline) -> None:
-        """Wait until everybody is in the new groups. Raises as `group` does."""
+        """Wait until all members are in the new groups. Raises as `group` does."""
         self._awaited = ("formed", "over")
         self._wait(lambda: "formed" in self._announced, "all engines to join their groups", deadline)
 

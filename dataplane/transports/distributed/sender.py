@@ -65,7 +65,7 @@ class DistributedSender:
         self._channel = channel
         self._device = device
         self._store: TCPStore | None = None
-        """The one reference to the server: whoever uses the store has a client of its own."""
+        """The one reference to the server: every user of the store has a client of its own."""
         self._rendezvous: Rendezvous | None = None
         self._session: TransferSession | None = None
         self._group: BroadcastGroup | EngineGroups | None = None
@@ -73,21 +73,21 @@ class DistributedSender:
         self._groups: tuple[str, ...] = ()
         """Every source's, `_group` first."""
         self._members: tuple[Peer, ...] = ()
-        """Who is in them."""
+        """Members of the groups."""
         self._sidecars: tuple[int, ...] = ()
-        """Of this session's engines those, by their place, whose agent takes part in place of its server's workers."""
+        """Engines of this session, by their place, whose member is the sidecar."""
         self._divided: Sources | None = None
         self._sources = Sources.one(1)
         """Of this session."""
         self._behind: Behind | None = None
-        """Where agents share a group: who keeps the others waiting in it."""
+        """Where sidecars share a group: finds the one that keeps the others waiting."""
         self._due = self._behind_due = 0.0
         """When all are looked at again, on the monotonic clock, and when for `_behind`."""
         self._lost = ""
         """Which other source gave up, and why."""
         self.differing: tuple[str, ...] = ()
         self._peers: tuple[Peer, ...] = ()
-        """Who takes part in this session."""
+        """Engines of this session."""
         self._failed: dict[str, str] = {}
         self._withdrawn: dict[str, str] = {}
         self._spared: frozenset[str] = frozenset()
@@ -98,12 +98,12 @@ class DistributedSender:
 
     @property
     def failed(self) -> dict[str, str]:
-        """Engines that will not get every bucket, with the reason: nobody, or everybody."""
+        """Engines that will not get every bucket, with the reason: none, or all."""
         return self._failed
 
     @property
     def spared(self) -> frozenset[str]:
-        """Those who were well when another one failed, before the first broadcast."""
+        """Engines that were well when another one failed, before the first broadcast."""
         return self._spared
 
     def divide(self, sources: Sources | None) -> None:
@@ -177,7 +177,7 @@ class DistributedSender:
         self._sends[index] = self._calls.submit(partial(self._group.broadcast, memory, Deadline(deadline_s)))
 
     def reclaim(self, index: int, deadline_s: float) -> None:
-        """Wait until bucket `index` has left its slot. On failure everybody is in `failed` when this returns."""
+        """Wait until bucket `index` has left its slot. On failure all engines are in `failed` when this returns."""
         try:
             if self._sources.of[index] and not self._failed:
                 self._await_source(index, Deadline(deadline_s))
@@ -237,7 +237,7 @@ class DistributedSender:
         return f"weightbus-{self._channel}-{self._session.epoch}"
 
     def _all_hold(self, words: Mapping[str, str]) -> bool:
-        """Everybody who came, with these words, is still in the groups of the last session, which are what it needs."""
+        """All that came, with these words, are still in the groups of the last session, which are what it needs."""
         if self._group is None or self._group.hung_up:
             return False
         if self._members != self._peers or len(self._groups) != self._sources.count:
@@ -250,7 +250,7 @@ class DistributedSender:
 
     @property
     def _apart(self) -> bool:
-        """Engines that share a group of gloo's wait for each other, where nobody reaches them."""
+        """Engines that share a group of gloo's wait for each other, where nothing reaches them."""
         return self._device.type != "cuda" and len(self._peers) > 1
 
     @property
@@ -266,7 +266,7 @@ class DistributedSender:
         """This source's own; the others are formed by theirs, in the order in which engines come to them."""
         assert self._store is not None
         size = groups.size(1 + sum(peer.tp for peer in self._peers))
-        # Clients that are there before: who forms a group would hold the server itself, and `_end_store` end nothing.
+        # Clients that are there before: forming a group would hold the server itself, and `_end_store` end nothing.
         clients, name = [join_store(self._store) for _ in groups.apart or (size,)], groups.names[0]
 
         def form() -> BroadcastGroup | EngineGroups:
@@ -281,7 +281,7 @@ class DistributedSender:
         self._group, self._members, self._groups = group, self._peers, groups.names
 
     def _await_source(self, index: int, deadline: Deadline) -> None:
-        """Wait until everybody has taken a bucket of another source."""
+        """Wait until all engines have taken a bucket of another source."""
         rendezvous, _ = self._open()
         source, wanted = source_name(self._sources.of[index]), self._sources.place(index) + 1
         while int(rendezvous.heard("sent", source) or 0) < wanted:
@@ -289,7 +289,7 @@ class DistributedSender:
             time.sleep(min(_LOOK_S, deadline.check(f"bucket {index} to be taken from {source}")))
 
     def _await_sent(self, index: int, deadline: Deadline) -> None:
-        """Wait until everybody has taken a bucket of this source."""
+        """Wait until all engines have taken a bucket of this source."""
         self._await(self._sends[index], f"the broadcast of bucket {index}", deadline)
 
     def _watch(self) -> None:
@@ -349,7 +349,7 @@ class DistributedSender:
             self._failed.update({engine: reasons[engine] for engine in _silent(rendezvous, "done", gone)})
         for source, reason in rendezvous.heard_from("failed", self._others).items():
             self._source_failed(source, reason, rendezvous.heard("still", source) or "")
-        # Last: it is said before all that, and engines cannot say whose fault it is.
+        # Last: it is said before all that, and engines cannot say which member is at fault.
         for source, named in rendezvous.heard_from("differs", self._others).items():
             if named:
                 self.differing = tuple(named.split(","))
@@ -385,7 +385,7 @@ class DistributedSender:
         self._break_off()
 
     def _hear_reasons(self) -> None:
-        """A broadcast breaks at once everywhere: whoever caused it gets a moment to say so."""
+        """A broadcast breaks at once everywhere: the member at fault gets a moment to say so."""
         if self._rendezvous is None or self._session is None:
             return
         deadline = Deadline(_REASONS_S)
@@ -405,7 +405,7 @@ class DistributedSender:
         self._calls.give_up()
 
     def _end_store(self) -> None:
-        """Free whoever waits in it for the group, once the agents have heard that the session is over."""
+        """End waits for the group in it, once the sidecars have heard that the session is over."""
         rendezvous, self._rendezvous = self._rendezvous, None
         deadline = Deadline(_REASONS_S)
         while rendezvous and deadline.left() and _silent(rendezvous, "failed", self._engines):
@@ -418,6 +418,6 @@ class DistributedSender:
 
 
 def _silent(rendezvous: Rendezvous, step: str, members: Sequence[str]) -> list[str]:
-    """Those of `members` who have not said it."""
+    """The `members` that have not said it."""
     said = rendezvous.heard_from(step, members)
     return [member for member in members if member not in said]

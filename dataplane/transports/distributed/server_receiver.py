@@ -121,7 +121,7 @@ class ServerReceiver:
         deadline: Deadline,
         buckets: int,
     ) -> tuple[GroupSettings, EnginePart]:
-        """Into every group that the sender names, one after the other in its order, which is everybody's."""
+        """Into every group that the sender names, one after the other in its order, which all members follow."""
         rendezvous.say("came", holding(() if self._doubted else self._held), deadline)
         groups = GroupSettings.decode(rendezvous.group(deadline), buckets)
         mine = groups.of_engine(rank_offset, address.world_size)
@@ -170,7 +170,7 @@ class ServerReceiver:
         return self._asked is None or settled(self._asked, seconds)
 
     def _leave(self, server: EngineServer) -> None:
-        """The groups are broken for everybody: the server is asked to forget them, and that it may be dead is no news.
+        """Have the server forget its groups, which are broken for all members. It may be dead; that is no news.
 
         All of them within the time of one: a server that does not answer is not asked again.
         """

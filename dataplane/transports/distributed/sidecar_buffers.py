@@ -130,7 +130,7 @@ class SidecarDeviceMemory:
             raise TransferFailed(reason) from error
 
     def _try_out(self, nbytes: int) -> None:
-        """Have memory for all slots, and give it back: torch keeps what was exported and nobody has opened."""
+        """Have memory for all slots, and give it back: torch keeps memory that was exported and never opened."""
         tried: list[torch.Tensor] = []
         try:
             tried.extend(torch.empty(nbytes, dtype=torch.uint8, device=self._device) for _ in range(SLOTS))

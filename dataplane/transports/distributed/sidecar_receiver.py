@@ -1,9 +1,9 @@
 """The engine agent's half of the distributed transport where the agent takes part itself, and hands on what it takes.
 
-A server in a collective waits inside of it for whoever is gone: over NCCL for ever, and nobody reaches it. This process
-can leave. So it takes each bucket into memory of its own, which the server's workers can open, compares it with the
-digest table, and only then has the server load it, while the next bucket arrives. The server is in no group, and costs
-a group one rank, whatever its tensor parallelism.
+A server in a collective waits inside of it for members that are gone: over NCCL for ever, and nothing reaches it. This
+process can leave. So it takes each bucket into memory of its own, which the server's workers can open, compares it with
+the digest table, and only then has the server load it, while the next bucket arrives. The server is in no group, and
+costs a group one rank, whatever its tensor parallelism.
 
 Over NCCL that memory lies on the first of the server's GPUs, and takes a context there.
 """
@@ -133,7 +133,7 @@ class SidecarReceiver:
             rendezvous.close(reason)
             if reason:
                 self._break_off()
-                self._returns(_RETURN_S)  # nobody may think otherwise before it has answered, if it does
+                self._returns(_RETURN_S)  # until it has answered, if it does, it counts as loading
         return Receipt(session.manifest.nbytes, len(session.manifest.buckets), checked=True)
 
     def require_moving(self) -> None:
@@ -177,7 +177,7 @@ class SidecarReceiver:
     def _join(
         self, rendezvous: RendezvousKeys, address: Address, rank_offset: int, deadline: Deadline, buckets: int
     ) -> tuple[GroupSettings, EnginePart]:
-        """Into every group that the sender names, one after the other in its order, which is everybody's."""
+        """Into every group that the sender names, one after the other in its order, which all members follow."""
         rendezvous.say("came", holding(tuple(self._groups), by_sidecar=True), deadline)
         groups = GroupSettings.decode(rendezvous.group(deadline), buckets)
         mine = groups.of_engine(rank_offset, address.world_size)
@@ -271,7 +271,7 @@ class SidecarReceiver:
         return not wait(self._loads, seconds).not_done
 
     def _break_off(self) -> None:
-        """Leave the groups, which ends them for everybody; what is queued for the server is not asked any more."""
+        """Leave the groups, which ends them for all members; what is queued for the server is not asked any more."""
         groups, self._groups = self._groups, {}
         with contextlib.suppress(RuntimeError):  # torch's: they are of no use any more, however they end
             break_off([group.abort for group in groups.values()])

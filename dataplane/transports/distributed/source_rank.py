@@ -2,8 +2,8 @@
 
 The rank's loop fills slots and says so (`filled`); a thread has everything else: it meets the leader and the engines in
 the leader's store, forms this source's group, broadcasts each bucket when it is there, and says which have been taken.
-It ends with the session, whoever ends that, and at the latest at the deadline; the group outlives a session that ended
-well. The ranks of `sends` (`rank_sender.py`) are its kin.
+It ends with the session, whichever side ends that, and at the latest at the deadline; the group outlives a session that
+ended well. The ranks of `sends` (`rank_sender.py`) are its kin.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ class SourceRank:
         self._session.start(address, tuple(buckets), Deadline(deadline_s))
 
     def wait_free(self, taken: int) -> None:
-        """Wait until everybody has taken the first `taken` buckets, or the session is over: it is by its deadline.
+        """Wait until all engines have taken the first `taken` buckets, or the session is over: it is by its deadline.
 
-        Whatever its thread does then: who has not got such a bucket by now is told that the session failed.
+        Whatever its thread does then: an engine without such a bucket by now is told that the session failed.
         """
         if self._session is not None:
             self._session.wait_free(taken)

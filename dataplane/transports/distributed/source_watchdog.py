@@ -1,4 +1,4 @@
-"""Somebody who hangs up for a source that stands still in the middle of a broadcast over gloo.
+"""A watchdog process that hangs up for a source that stalls in the middle of a broadcast over gloo.
 
 The workers of servers that are not ours wait for its bytes inside of gloo, for half an hour, and answer nothing. The
 connections of a source that was killed are ended by its kernel; one that is stopped keeps them. So a process beside it
@@ -42,7 +42,7 @@ class Connections:
         self._close = weakref.finalize(self, _close, self.files)
 
     def end(self) -> None:
-        """Hang up, for all who have them."""
+        """Hang up, in all processes that have them."""
         if self._close.alive:
             for file in self.files:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(file)) as connection:
@@ -110,12 +110,15 @@ class SourceWatchdog:
     """A process that has the connections, and hears that this one lives. It ends with this object."""
 
     def __init__(self, connections: Sequence[Connections], silence_s: float | None = None) -> None:
-        """Who is silent for `silence_s` stands still. Never raises: without it servers wait, as they did before."""
+        """A source that is silent for `silence_s` is stalled.
+
+        Never raises: without it servers wait, as they did before.
+        """
         files = [file for each in connections for file in each.files]
         command = (sys.executable, "-I", "-S", str(_PROGRAM), str(silence_s or SILENCE_S), *map(str, files))
         self._line: _Line | None = None
         with contextlib.suppress(OSError):
-            # A session of its own: who stops all processes of this one's group leaves it to its task.
+            # A session of its own: stopping all processes of this one's group leaves it to its task.
             process = subprocess.Popen(  # noqa: S603  our own file
                 command,
                 stdin=subprocess.PIPE,
@@ -150,7 +153,7 @@ class _Line:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
         if process.stdin is not None:
-            os.set_blocking(process.stdin.fileno(), False)  # one that stands still hears nothing, and holds nobody
+            os.set_blocking(process.stdin.fileno(), False)  # a stalled one hears nothing, and holds up none
         self.over = threading.Event()
         self._used = False
         self._lock = threading.Lock()
@@ -175,7 +178,7 @@ class _Line:
         except subprocess.TimeoutExpired:  # it has the connections as long as it is there
             _LOG.warning("the process that hangs up for this one did not end within %g s: it is killed", _END_S)
             self.process.kill()
-            self.process.wait()  # nothing keeps a process from that; and nobody waits for this thread
+            self.process.wait()  # nothing keeps a process from that; and this thread is not waited for
 
     def _tell(self) -> None:
         if self.process.stdin is not None and not self.process.stdin.closed:

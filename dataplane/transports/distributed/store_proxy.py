@@ -1,9 +1,10 @@
 """The rendezvous store of a group, as servers reach it: through here, so that it can be cut; and what stays of it.
 
-A server whose workers wait in a store for the rest of their group answers nothing, for as long as whoever serves that
-store stands still. Cut off from it they are told at once that there will be no group, and go on. Of a store that is not
-there any more they are told nothing: torch tries to connect to it for half an hour. So who comes for one is let into a
-store of our own, which has nothing, and out again: by the relay in front of a server, and where the store was.
+A server whose workers wait in a store for the rest of their group answers nothing, for as long as the process that
+serves that store stands still. Cut off from it they are told at once that there will be no group, and go on. Of a store
+that is not there any more they are told nothing: torch tries to connect to it for half an hour. So a worker that comes
+for one is let into a store of our own, which has nothing, and out again: by the relay in front of a server, and where
+the store was.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from ...processes import address_family, serve_store, torch_threads
 
 _CONNECT_S: Final = 5.0
 _LINGER_S: Final = 120.0
-"""Who has not connected yet tries again and again, for half an hour, and is told only once it has."""
+"""A worker that has not connected yet tries again for half an hour, and is told only once it has."""
 _DEAD_END_S: Final = 0.5
 """For answers to what was said last."""
 _SILENT_S: Final = 15.0
-"""Torch may ask for the name of whom it has reached before it says anything, which takes 10 s where nobody answers."""
+"""Torch may resolve the name of the peer before it says anything, which takes 10 s without an answer."""
 _CHUNK: Final = 1 << 16
 _DEAD_ENDS: Final = 4
 """As many are there at a time, with a thread each; a trainer that fails every few seconds leaves no more."""
@@ -42,7 +43,7 @@ _lock: Final = threading.Lock()
 
 
 class StoreProxy:
-    """Listens at an address of this machine, and connects whoever comes to ``host:port``. Few bytes go through it."""
+    """Listens at an address of this machine, and connects every comer to ``host:port``. Few bytes go through it."""
 
     def __init__(self, host: str, port: int, at: str, at_port: int = 0) -> None:
         """`at` is an address of the loopback, where it is for one server; a port of 0 is any. Raises OSError."""
@@ -60,12 +61,12 @@ class StoreProxy:
         torch_threads.start(self._run, "rendezvous-relay")
 
     def cut(self) -> None:
-        """End every connection, and take none to the store any more. Waits for nobody."""
+        """End every connection, and take none to the store any more. Does not wait."""
         self._over.set()
         self._waker.close()  # which is read at the other end, also by a process that can open nothing more
 
     def end(self) -> None:
-        """Be gone within moments, who comes or not. Waits for nobody."""
+        """Be gone within moments, whether workers come or not. Does not wait."""
         self._ended.set()
         self.cut()
 
@@ -99,7 +100,7 @@ class StoreProxy:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             near, _ = self._listener.accept()
-        except OSError:  # who came has gone
+        except OSError:  # it has gone
             return
         ends = float("inf")
         try:
@@ -111,7 +112,7 @@ class StoreProxy:
                 if self._dead_end is None:
                     self._dead_end = serve_store(self.at[0])
                 far = socket.create_connection((self._dead_end.host, self._dead_end.port), _CONNECT_S)
-            except (OSError, RuntimeError, TransferFailed):  # too many open files, say: who is sent away comes again
+            except (OSError, RuntimeError, TransferFailed):  # too many open files, say: a worker comes again
                 near.close()
                 return
             ends = time.monotonic() + _SILENT_S
@@ -148,7 +149,7 @@ class StoreProxy:
 def lead_nowhere(host: str, port: int) -> None:
     """Take the place of a store that was at ``host:port`` and has ended, for two minutes. Never raises.
 
-    Whoever comes for it is told that there will be no group.
+    Workers that come for it are told that there will be no group.
     """
     with contextlib.suppress(OSError):  # another process has the port, or there are too many open files: as without
         relay = StoreProxy("", 0, host, port)

@@ -3,7 +3,7 @@
 One is used again only where everybody who is in it says that it still has it, and nobody else takes part (sender.py). A
 rank of the trainer has several where engines take turns, because no two that share a GPU are in one group over NCCL; a
 worker has one. A group that was broken, that waited for somebody in vain, or whose members are not the same any more is
-let go of; so is one that nobody has used for a while. Letting go waits for nobody: some of the others may be dead.
+let go of; so is one that was not used for a while. Letting go does not wait: some of the others may be dead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .group_forming import GroupForming
 from .p2p_group import P2PGroup
 
 SLACK_S: Final = 60.0
-"""A group is there for so much longer than it is spoken of: who said that it has one still has it when it is used."""
+"""A group is kept so much longer than it is named: a member that has said that it has one can still use it."""
 
 
 class _Kept(NamedTuple):
@@ -34,7 +34,7 @@ class GroupCache:
         self._kept: dict[str, _Kept] = {}
         """By name."""
         self._forming: GroupForming | None = None
-        """Begun before anybody said that it will be used."""
+        """Begun before it is known that it will be used."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class GroupCache:
             self._forming = forming
 
     def call_off(self) -> None:
-        """Nobody will ask for what forms."""
+        """The forming group will not be used."""
         with self._lock:
             forming, self._forming = self._forming, None
         if forming is not None:
@@ -91,7 +91,7 @@ class GroupCache:
         return forming.result() if forming is not None else None
 
     def discard(self) -> None:
-        """Let go of all of them, whoever is still in one."""
+        """Let go of all of them, even where members are still in one."""
         self.call_off()
         with self._lock:
             names = tuple(self._kept)

@@ -2,7 +2,7 @@
 
 A group takes longer to form than most versions to move. Where only one engine takes part, it can begin to form as soon
 as both ends are known (`GroupForming`), while the engine still records, plans and binds: nobody else waits in it if
-that fails. Whoever is told in the end to use it has it, or waits for the rest of it.
+that fails. A member that is told in the end to use it has it, or waits for the rest of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def join(
 
 
 class GroupForming:
-    """Joins a group on a thread of its own, for whoever asks for it later. May be used from several threads."""
+    """Joins a group on a thread of its own, for a transfer that asks for it later. May be used from several threads."""
 
     def __init__(self, where: Group, device: torch.device) -> None:
         """`where.ranks` of its members are the trainer's, and come first; they send to the others."""
@@ -75,7 +75,7 @@ class GroupForming:
         return group
 
     def discard(self) -> None:
-        """It will not be used. Waits for nobody."""
+        """It will not be used. Does not wait."""
         with self._lock:
             self._unwanted = True
             group, self._group = self._group, None

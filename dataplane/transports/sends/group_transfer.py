@@ -1,8 +1,8 @@
 """One process's part in the group of one epoch: it joins, moves its messages, and can be called off meanwhile.
 
-Joining and moving block, so a thread of their own does it. The caller watches the connection to whoever leads, and
-breaks the group when it is told to, or when nobody is there any more: so a death anywhere is known everywhere at once,
-also to ranks that exchange nothing with the one that died.
+Joining and moving block, so a thread of their own does it. The caller watches the connection to its leader (rank 0, or
+the sidecar), and breaks the group when it is told to, or when the leader is gone: so a death anywhere is known
+everywhere at once, also to ranks that exchange nothing with the one that died.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GroupTransfer:
         standing: GroupCache | None = None,
         others: Collection[str] = (),
     ) -> None:
-        """`to` and `from_` are those with whom messages are exchanged, which lie in `memory`.
+        """`to` and `from_` are the members that messages are exchanged with, which lie in `memory`.
 
         The group may be one that `standing` has, and is kept there; of those that it has, `others` stay, too.
         """
@@ -127,7 +127,7 @@ class GroupTransfer:
         except BaseException as error:  # noqa: BLE001  it is raised where it was asked for
             outcome.error = error
             if group is not None:
-                if not outcome.began:  # the others wait, and hear why of whoever leads before they see it break
+                if not outcome.began:  # the others wait, and hear why from their leader before they see it break
                     outcome.over.set()
                     time.sleep(_SAY_FIRST_S)
                 group.abort(str(error) or type(error).__name__)

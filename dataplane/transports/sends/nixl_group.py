@@ -1,6 +1,6 @@
 """The group of one epoch over NIXL, for RDMA: receivers read the senders' memory. An optional extra; see p2p_group.py.
 
-Nobody writes into another process. A sender says where its messages lie, a receiver reads them when it is ready, and
+No process writes into another. A sender says where its messages lie, a receiver reads them when it is ready, and
 what NIXL then tells the sender is that they were read: so a process that was stopped and goes on later can change
 nothing, and memory of an epoch that is over is read by nobody whose registration was dropped. Over UCX this is RDMA, or
 TCP, which is how it is tested.
@@ -162,7 +162,7 @@ class NixlGroup(OwnStream):
             return _Reads(self, mine, theirs)
 
     def abort(self, reason: str = "it was broken off") -> None:
-        """Whoever waits here raises; the peers hear of it from whoever leads."""
+        """A wait that runs raises; the peers hear of it from their leader."""
         self._broken = self._broken or reason or "it was broken off"
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
 """A process group of one epoch in which ranks send to and receive from each other, under deadlines: gloo or NCCL.
 
 The trainer's ranks come first, then the workers of the engines. The name of a group and the address of its store are
-new in every epoch, so that nobody of an earlier one can be in it; one that served without a fault may serve the same
+new in every epoch, so that no member of an earlier one can be in it; one that served without a fault may serve the same
 members again (group_cache.py).
 
-Who gives up breaks the group for all that take part: NCCL by `abort`, gloo by `break_gloo` (process_groups.py).
+A member that gives up breaks the group for all: NCCL by `abort`, gloo by `break_gloo` (process_groups.py).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Posted(Protocol):
     def wait(self, deadline: Deadline) -> None:
         """Return when memory that is sent may be written, and memory that is received read.
 
-        Raises `PeerLost`, `ChunkTimeout`; the group is broken then, for everybody.
+        Raises `PeerLost`, `ChunkTimeout`; the group is broken then, for all members.
         """
         ...
 
@@ -151,7 +151,7 @@ class P2PGroup(OwnStream):
     def close(self) -> None:
         """Everything has moved. NCCL keeps memory and threads until it is told so; gloo does not.
 
-        Ending is polite, so that the last bytes of a peer are not cut off, and nobody waits for it.
+        Ending is polite, so that the last bytes of a peer are not cut off, and it is not waited for.
         """
         if self._stream is not None and not self._broken:
             self._broken = "it has ended"
@@ -165,7 +165,7 @@ class P2PGroup(OwnStream):
     def drop(self) -> None:
         """Let go of a group in which nothing moves, without a word to the others: some may be dead, or have it still.
 
-        Gloo's connections close when nobody refers to it any more. NCCL's shutdown would wait for all; abort does not.
+        Gloo's connections close with the last reference to it. NCCL's shutdown would wait for all; abort does not.
         """
         if not self._broken:
             self._broken = "it was let go of"

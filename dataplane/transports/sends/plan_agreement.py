@@ -1,12 +1,12 @@
 """Plans that the leader of sends and its engines agree to, their schedules, and what each rank of the trainer does.
 
 All of it follows from a plan, and is made when that is agreed to: the engine is busy with its own half then, and when
-all are prepared nobody waits for it. What engines that are alike take is made once, and is one part of a rank's: it is
+all are prepared it is not waited for. What engines that are alike take is made once, and is one part of a rank's: it is
 known by what is in it, and a rank that has sent it to another engine need not be told again.
 
 It is kept from version to version, because to make it takes longer than many versions do. But a fleet changes for
-weeks, and every worker that ever came would leave its own. So plans of who took no part for some versions are
-forgotten; who comes back after that proposes its plan once more.
+weeks, and every worker that ever came would leave its own. So plans of engines that took no part for some versions
+are forgotten; an engine that comes back after that proposes its plan once more.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PlanAgreement:
     def __init__(self) -> None:
         self._exposed: ExportedWeights | None = None
         self._plans: dict[str, _Agreed] = {}
-        """Those that were agreed to, by digest."""
+        """Plans that were agreed to, by digest."""
         self._made: dict[tuple[bytes, int, tuple[int, ...]], tuple[ReshardPlan, int]] = {}
         """What they were taken from, by what that was made from, and how many targets its recording has."""
         self._schedules: dict[str, SendSchedule] = {}
@@ -54,7 +54,7 @@ class PlanAgreement:
         self._names: dict[tuple[SendMessages, int], str] = {}
         """Of what each holder does of a schedule."""
         self._ready: dict[tuple[SendMessages, int], tuple[bytes, bytes]] = {}
-        """The parts that nobody was told yet."""
+        """Parts that no rank was told yet."""
         self._room = _MOST_READY
         """Bytes that are left for them."""
         self._version, self._turn = -1, 0
@@ -72,7 +72,7 @@ class PlanAgreement:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Of all plans: those that need not be proposed."""
+        """Digests of plans that need not be proposed."""
         return tuple(self._plans)
 
     def agree(self, proposal: Proposal) -> str:
@@ -154,7 +154,7 @@ class PlanAgreement:
         return tuple(found)
 
     def told(self) -> None:
-        """Everybody knows its letters."""
+        """Every rank knows its messages."""
         self._ready, self._room = {}, _MOST_READY
 
     def _make(self, proposal: Proposal) -> tuple[ReshardPlan, int]:
@@ -164,7 +164,7 @@ class PlanAgreement:
         return plan, len(recording.targets)
 
     def _alike(self, plan: ReshardPlan) -> SendSchedule | None:
-        """That of another worker who copies the same, if there is one."""
+        """The plan of another worker that copies the same, if there is one."""
         found = (each for name, each in self._schedules.items() if self._plans[name].plan.copies is plan.copies)
         return next(found, None)
 
