@@ -169,7 +169,7 @@ def test_a_rank_that_does_not_come_leaves_the_workers_with_nothing(world: SendsW
     assert isinstance(taken.exception(WAIT_S), DataplaneError)
     takers = [state._receive_thread for state in worker_loader._states.values() if state._receive_thread is not None]
     assert len(takers) == world.server.tp
-    until(lambda: not any(taker._standing._forming for taker in takers), "workers to let go of it", WAIT_S)
+    until(lambda: not any(taker._groups._forming for taker in takers), "workers to let go of it", WAIT_S)
     world.trainer.sends._form_s = WAIT_S
     world.round()
     assert holds(world.server, world.trainer.values)
