@@ -51,8 +51,8 @@ POINTS = {
     "worker_flipped": _at("worker", "weightbus.engine_agent.worker.receive_thread:ReceiveThread.swap", after=True),
     # A sidecar.
     "sidecar_begins": _at("sidecar", "weightbus.dataplane.transports.sends.worker_receivers:WorkerReceivers.take"),
-    "sidecar_flips": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.flip"),
-    "sidecar_flipped": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.flip", after=True),
+    "sidecar_flips": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.swap"),
+    "sidecar_flipped": _at("sidecar", "weightbus.dataplane.transports.worker_exchange:Workers.swap", after=True),
     "sidecar_forms": _at("sidecar", _HANDING + "_form"),
     "sidecar_takes": _at("sidecar", _HANDING + "_take"),
     "sidecar_takes_half": _at("sidecar", _HANDING + "_take", skip=2),

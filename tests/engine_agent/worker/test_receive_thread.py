@@ -169,15 +169,15 @@ def test_a_version_that_was_called_off_leaves_its_memory_to_the_scheduler(sideca
 
 def test_what_is_being_put_into_place_is_not_let_go_of(sidecar: Sidecar, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer may be gone before the scheduler is through with it."""
-    flip = ReceiveQueue.flip
+    swap = ReceiveQueue.swap
 
     def called_off(inbox: ReceiveQueue) -> None:
         sidecar.say(wire.Failed(reason="the sender is gone"))
         sidecar.say(wire.Weigh())
         assert isinstance(sidecar.hear(), wire.Room)
-        flip(inbox)
+        swap(inbox)
 
-    monkeypatch.setattr(ReceiveQueue, "flip", called_off)
+    monkeypatch.setattr(ReceiveQueue, "swap", called_off)
     assert isinstance(sidecar.take(), wire.Taken)
     sidecar.taker.swap()
     assert (sidecar.parameter == SENT).all()

@@ -84,7 +84,7 @@ def test_a_version_that_is_not_put_into_place(
 ) -> None:
     """What came in place is there already, whatever workers say of the rest."""
     with monkeypatch.context() as patched:
-        patched.setattr(Workers, "flip", failed(error))
+        patched.setattr(Workers, "swap", failed(error))
         with pytest.raises(type(error)):
             world.round(stage=beside)
     assert world.receiver.touched is (expected or not beside)
