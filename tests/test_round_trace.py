@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,10 @@ def section(title: str) -> str:
 
 @pytest.mark.real
 @pytest.mark.timeout(600)
-def test_a_steady_round_calls_the_functions_that_the_page_names(tmp_path: Path) -> None:
+def test_a_steady_round_calls_the_functions_that_the_page_names() -> None:
     """Each process calls its functions of the table; those of a weight are called over `local` or `direct`."""
-    found = {transport: trace(transport, tmp_path / transport) for transport in ("local", "direct")}
+    with tempfile.TemporaryDirectory(prefix="wb-", dir="/tmp") as folder:  # names of sockets are short
+        found = {transport: trace(transport, Path(folder, transport)) for transport in ("local", "direct")}
     calls = {name: {each.removeprefix("weightbus.") for each in called} for name, called in found["local"].items()}
     steps = _STEP.findall(section("The path of a version"))
     assert len(steps) > 10

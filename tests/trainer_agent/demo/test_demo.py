@@ -143,7 +143,9 @@ def test_a_coordinator_killed_under_the_demo_is_named_with_its_log(tmp_path: Pat
     """The demo ends within seconds; its last line says what ended, how, and where the log is."""
     process = demo(tmp_path)
     until_a_server_starts(process, tmp_path)
-    (coordinator,) = (pid for pid, line in children_of(process.pid) if "cli coordinator" in line)
+    (coordinator,) = (
+        pid for pid, line in children_of(process.pid) if "weightbus.control" in line and " coordinator " in line
+    )
     began = time.monotonic()
     os.kill(coordinator, signal.SIGKILL)
     out, errors = process.communicate(timeout=150)
