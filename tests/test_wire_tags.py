@@ -1,4 +1,4 @@
-"""Tags that travel or are written down are stated in the code: a class may be renamed, its tag may not change."""
+"""Tags and field names that travel or are written down: classes and attributes may be renamed, these may not change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import pytest
 
 from weightbus.control import protocol as messages
 from weightbus.control.machine import effects
+from weightbus.dataplane.memory.export_map import ArenaParts, ArenaRegion, ExportedTensor, ExportMap, Region
 from weightbus.dataplane.processes.wire_message import WireMessage
+from weightbus.dataplane.reshard.load_trace import ConstantFill, LoadTarget
+from weightbus.dataplane.reshard.reshard_plan import PlanReader, SourceRegion
+from weightbus.dataplane.tensors.manifest import BucketSpec, DigestTable, LiveDigests, Manifest, TensorSpec
 from weightbus.dataplane.transports import interface, plan_messages, worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import messages as direct_wire
 from weightbus.dataplane.transports.local import messages as local_wire
@@ -22,6 +26,8 @@ from weightbus.trainer_agent.publish import rank_commands as orders
 
 GOLDEN = json.loads(Path(__file__).with_name("golden").joinpath("tags.json").read_text("utf-8"))
 """Written by the code of 69e00d5, where every tag was the class name."""
+FIELDS = json.loads(Path(__file__).with_name("golden").joinpath("fields.json").read_text("utf-8"))
+"""Of the same code, where every field had the name of its attribute. A new field is added there by hand."""
 
 
 def of_module(module: object) -> list[type[msgspec.Struct]]:
@@ -40,6 +46,27 @@ WIRES: dict[str, list[type[msgspec.Struct]]] = {
     "engine_operations": list(get_args(events.Operation)),
 }
 
+INSIDE: dict[str, type[msgspec.Struct]] = {
+    "server state on disk": events.StateRecord,
+    "export map: place": ExportedTensor,
+    "export map: made region": ArenaRegion,
+    "plan reader": PlanReader,
+    "topology: process": messages.ProcessLocation,
+    "engine": messages.EngineInfo,
+    "export map": ExportMap,
+    "export map: region": Region,
+    "export map: parts": ArenaParts,
+    "manifest": Manifest,
+    "manifest: tensor": TensorSpec,
+    "manifest: bucket": BucketSpec,
+    "digest table": DigestTable,
+    "digest table: live": LiveDigests,
+    "load trace: target": LoadTarget,
+    "load trace: constant": ConstantFill,
+    "plan: source": SourceRegion,
+}
+"""Structures without a tag: inside messages, or in files."""
+
 
 @pytest.mark.parametrize("wire", GOLDEN)
 def test_tags_are_those_of_the_first_release(wire: str) -> None:
@@ -51,3 +78,17 @@ def test_every_tag_is_stated_where_its_class_is() -> None:
     """The source of each class names its tag: were the class renamed, the bytes would stay as they are."""
     for each in (each for classes in WIRES.values() for each in classes):
         assert f'tag="{each.__struct_config__.tag}"' in inspect.getsource(each), each
+
+
+@pytest.mark.parametrize("wire", [each for each in FIELDS if each != "inside"])
+def test_fields_are_encoded_under_the_names_of_the_first_release(wire: str) -> None:
+    """Two processes of different code read each other, whatever attributes are called today."""
+    assert {str(each.__struct_config__.tag): list(each.__struct_encode_fields__) for each in WIRES[wire]} == FIELDS[
+        wire
+    ]
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_structures_inside_messages_and_files_keep_their_field_names(name: str) -> None:
+    """A state file of an earlier sidecar is read, and a plan of another process understood."""
+    assert list(INSIDE[name].__struct_encode_fields__) == FIELDS["inside"][name]

@@ -205,7 +205,7 @@ class Channel:
             if ready and not allowed.allows(engine.held):
                 wrong.append(f"{engine.name} is ready, but holds {engine.held}")
             if phase is EnginePhase.SERVING and (self.committed is None or self.round is None):
-                wrong.append(f"{engine.name} serves what was never committed")
+                wrong.append(f"{engine.name} serves a version that was never committed")
         if wrong:
             raise InvariantBroken("; ".join(wrong), tuple(self.event_trace))
 
