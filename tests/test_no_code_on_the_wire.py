@@ -129,7 +129,7 @@ def objections(text: str) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("path", MODULES, ids=relative)
 def test_no_module_can_load_code(path: Path) -> None:
-    """No pickler, no evaluation, no torch.load but with weights_only, no shell; exceptions have a reason."""
+    """No pickler, no evaluation, no torch.load but with weights_only, no shell; exceptions have a reason (S11)."""
     found = [each for each in objections(path.read_text("utf-8")) if (relative(path), each[1]) not in ALLOWED]
     assert found == [], f"{relative(path)}: {found}"
 
@@ -141,7 +141,7 @@ def test_exceptions_are_in_use() -> None:
 
 
 def test_one_module_writes_a_pickle() -> None:
-    """And no other has the opcodes to: protocol 2 or 4, by hand, at the beginning of some bytes."""
+    """And no other has the opcodes to: protocol 2 or 4, by hand, at the beginning of some bytes (S11)."""
     writers = {
         relative(path)
         for path in MODULES

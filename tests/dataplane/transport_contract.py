@@ -168,7 +168,7 @@ class TransportContract:
 
     @pytest.mark.parametrize("told", [4, 6])
     def test_another_epoch_is_refused(self, places: Places, make_engine: Callable[..., Engine], told: int) -> None:
-        """A receiver of an older or newer epoch gets nothing, and its server hears nothing."""
+        """A receiver of an older or newer epoch gets nothing, and its server hears nothing (F9)."""
         manifest = make_manifest(BUCKETS)
         sender, engine = places.sender(self.kind), make_engine("e0")
         address = sender.offer(make_session(5, 50, manifest), [Peer("e0", 1)])
@@ -353,7 +353,7 @@ class TransportContract:
     def test_receiver_stopped(
         self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine], halves: Halves
     ) -> None:
-        """An engine agent that stands still is dropped at the deadline, and the others are served to the end."""
+        """An engine agent that stands still is dropped at the deadline, and the others are served to the end (F5)."""
         manifest = make_manifest(BUCKETS)
         session = make_session(2, 22, manifest)
         sender, engine = places.sender(self.kind), make_engine("survivor")
@@ -377,7 +377,10 @@ class TransportContract:
 
     @pytest.mark.parametrize("at", range(BUCKETS))
     def test_sender_killed(self, places: Places, make_engine: Callable[..., Engine], halves: Halves, at: int) -> None:
-        """A trainer killed at any bucket is noticed long before the deadline; no server is half loaded unnoticed."""
+        """A trainer killed at any bucket is noticed long before the deadline; no server is half loaded unnoticed.
+
+        (F2)
+        """
         engine = make_engine("e0")
         halves.start(
             half="sender", kind=self.kind, root=str(places.root), epoch=4, version=41, peers=[["e0", 1]], at=at
@@ -440,7 +443,7 @@ class TransportContract:
     def test_recovers_in_the_next_epoch(
         self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]
     ) -> None:
-        """After a failed session the same halves serve everybody under a new epoch."""
+        """After a failed session the same halves serve everybody under a new epoch (F5)."""
         refusals = iter([True])
 
         def refuse(_: int) -> None:
@@ -466,7 +469,7 @@ class TransportContract:
         assert all(engine.server.weights == [wanted(manifest, 62)] for engine in engines)
 
     def test_corrupted_bucket(self, places: Places, pool: BucketBuffers, make_engine: Callable[..., Engine]) -> None:
-        """A bit that flipped on the way is noticed before the server hears of the bucket; the tensor is named."""
+        """A bit that flipped on the way is noticed before the server hears of the bucket; the tensor is named (F16)."""
         if not self.checked:
             pytest.skip("this transport's bytes go straight into the server, which is verified afterwards")
 

@@ -36,7 +36,7 @@ def test_both_composes_understand_it(compose: dict[str, Any]) -> None:
 
 
 def test_every_port_is_on_the_loopback_unless_told(services: dict[str, Service]) -> None:
-    """A plain `up` opens nothing to the network."""
+    """A plain `up` opens nothing to the network (S20)."""
     published = [port for service in services.values() for port in service.get("ports", [])]
     assert published
     for port in published:
@@ -60,7 +60,7 @@ def test_listening_off_the_loopback_comes_with_keys(services: dict[str, Service]
 
 
 def test_no_secret_is_in_the_environment(services: dict[str, Service]) -> None:
-    """Keys are files: what is in the environment is in every `docker inspect`."""
+    """Keys are files: what is in the environment is in every `docker inspect` (S20)."""
     for service in services.values():
         for name in service.get("environment", {}):
             assert not re.search(r"SECRET|TOKEN|PASSWORD|_KEY$", name)
@@ -83,7 +83,7 @@ def test_ports_are_the_coordinators_defaults(services: dict[str, Service]) -> No
 
 @pytest.mark.parametrize("name", ["coordinator", "prometheus", "keygen", "trust"])
 def test_services_can_do_little(services: dict[str, Service], name: str) -> None:
-    """No capability, no way to gain one, nothing to write but volumes, and never the Docker socket."""
+    """No capability, no way to gain one, nothing to write but volumes, and never the Docker socket (S20)."""
     service = services[name]
     assert service["cap_drop"] == ["ALL"]
     assert "cap_add" not in service

@@ -50,7 +50,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deaths]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cell", STRUCK, ids=str)
 def test_who_is_struck_stops_nobody_else(deployment: Deaths, cell: Cell) -> None:
-    """The others serve within the limit, one version or the other, whole; the victim comes back verified."""
+    """The others serve within the limit, one version or the other, whole; the victim comes back verified (F29, F30)."""
     found = deployment.carry_out(cell, returns=cell is not STRUCK[-1])
     deployment.require_in_time(cell, found)  # who is late has broken nothing: the next cell is tried
 

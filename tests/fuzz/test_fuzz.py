@@ -24,7 +24,7 @@ INPUTS = 1_000_000
 
 
 def test_a_million_hostile_frames_crash_nothing() -> None:
-    """Every one is refused with a `ProtocolError`, or accepted and the same when it is sent again."""
+    """Every one is refused with a `ProtocolError`, or accepted and the same when it is sent again (S12)."""
     command = [sys.executable, "-m", "tests.fuzz.decoder", str(INPUTS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -75,7 +75,7 @@ def test_the_campaign_finds_a_decoder_that_lets_errors_through(monkeypatch: pyte
 
 
 def test_a_coordinator_under_attack_stays_well() -> None:
-    """It answers an honest agent all the while, counts every refusal, and ends when it is told to."""
+    """It answers an honest agent all the while, counts every refusal, and ends when it is told to (S13)."""
     found = live.campaign(4000)
     assert found.garbage > 3000
     assert found.flood in {0, 2000}
@@ -87,7 +87,7 @@ def test_a_coordinator_under_attack_stays_well() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_hostile_agents_break_no_invariant(seed: int) -> None:
-    """Ten thousand well-formed messages in any order, from anybody, with a journal that fails now and then."""
+    """Ten thousand well-formed messages in any order, from anybody, with a journal that fails now and then (S12)."""
     world = HostileAgents(seed)
     for _ in range(10_000):
         world.step()

@@ -30,7 +30,7 @@ SLICE = int(os.environ.get("WEIGHTBUS_SEEDS", "100"))
 
 
 def test_no_seed_of_the_slice_breaks_a_promise() -> None:
-    """Storms of crashes, losses, partitions and half-dead engines break none of the named invariants."""
+    """Storms of crashes, losses, partitions and half-dead engines break none of the named invariants (S17)."""
     tally = Tally()
     for ended in run_chunk(range(SLICE)):
         tally.add(ended)

@@ -232,7 +232,7 @@ def test_lost_answers_are_asked_for_again(there: Coordinator, client: BusClient)
 def test_doubled_answers_and_commands_count_once(there: Coordinator, client: BusClient) -> None:
     """Every answer twice: each request ends once, nothing is left in the inbox; a repeated command is read once.
 
-    (G6)
+    (G6, F6)
     """
     there.copies = 2
 

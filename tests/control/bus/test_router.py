@@ -148,7 +148,10 @@ def test_what_is_not_taken_is_bounded_in_bytes(bus: RouterBus) -> None:
 
 
 def test_a_flood_is_dropped_and_its_neighbor_heard(bus: RouterBus) -> None:
-    """Above its rate a peer's messages are dropped unread, counted, and told of once; another's come through (N58)."""
+    """Above its rate a peer's messages are dropped unread, counted, and told of once; another's come through.
+
+    (N52, F20)
+    """
     bus._rate_limiter = RateLimiter(rate=0.001, burst=20)
     flood, neighbor = link_to(bus), link_to(bus)
     say(bus, flood)
@@ -279,7 +282,7 @@ def test_what_cannot_be_bound_or_connected(folder: Path) -> None:
 
 @pytest.mark.parametrize("endpoint", ["tcp://10.0.0.1:5750", "tcp://coordinator:5750", "tcp://[2001:db8::1]:5750"])
 def test_without_keys_nothing_is_said_to_another_machine(endpoint: str) -> None:
-    """A stranger who answered there could make engines load any weights."""
+    """A stranger who answered there could make engines load any weights (S1)."""
     with pytest.raises(ConfigurationError, match="weightbus keygen"):
         DealerLink(endpoint)
     for near in ("tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1"):
@@ -320,7 +323,7 @@ def trust_second(bus: RouterBus, folder: Path, role: Role) -> list[object]:
 
 
 def test_distrust_cuts_a_standing_connection(curve_bus: RouterBus, folder: Path) -> None:
-    """An agent taken off the list is named at once, and nothing more is taken from its connection."""
+    """An agent taken off the list is named at once, and nothing more is taken from its connection (S6)."""
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
     assert isinstance(say(curve_bus, link), MessageReceived)
     distrust(folder, "friend")
@@ -361,7 +364,7 @@ def test_a_changed_entry_is_a_lost_one(curve_bus: RouterBus, folder: Path) -> No
 
 
 def test_broken_list_cuts_everybody(curve_bus: RouterBus, folder: Path) -> None:
-    """In doubt no agent is trusted; the reason says what is wrong with the file."""
+    """In doubt no agent is trusted; the reason says what is wrong with the file (S7)."""
     (folder / ALLOW_LIST_FILE).write_text("nonsense")
     (found,) = until(lambda: curve_bus.poll(0.3))  # type: ignore[misc]  # a list of one
     assert isinstance(found, TrustRevoked)
@@ -377,7 +380,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("hasty")
 @pytest.mark.parametrize("who", ["unknown key", "no key", "no handshake", "other protocol"])
 def test_every_connection_that_is_turned_away_is_counted(curve_bus: RouterBus, folder: Path, who: str) -> None:
-    """Nothing was said on it, so only the socket's monitor could know."""
+    """Nothing was said on it, so only the socket's monitor could know (S13)."""
     target = ("127.0.0.1", curve_bus.router_port)
     with contextlib.ExitStack() as stack:
         if who in ("no handshake", "other protocol"):
@@ -418,13 +421,13 @@ def _let_in(bus: RouterBus, curve: CurveFiles | None, patience_s: float) -> bool
 
 @pytest.mark.parametrize("who", ["unknown key", "no key"])
 def test_stranger_is_refused(curve_bus: RouterBus, folder: Path, who: str) -> None:
-    """An agent without a key, or with one that is not on the list, gets nothing through."""
+    """An agent without a key, or with one that is not on the list, gets nothing through (S2)."""
     assert not _let_in(curve_bus, _strangers(folder)[who], patience_s=0.7)
     assert _let_in(curve_bus, CurveFiles.of(folder, "friend"), patience_s=DEADLINE_S)
 
 
 def test_dead_authenticator_lets_nobody_in(curve_bus: RouterBus, folder: Path) -> None:
-    """When the thread that authenticates is gone, strangers and friends stay out, and the loop says so."""
+    """When the thread that authenticates is gone, strangers and friends stay out, and the loop says so (S3)."""
     alive = curve_bus._authenticator
     assert alive is not None
     alive.stop()
@@ -466,7 +469,7 @@ CONNECTED = {
 
 
 def test_the_profile_of_every_socket(curve_bus: RouterBus, folder: Path) -> None:
-    """Every option that was chosen against a failure is set, on both sides."""
+    """Every option that was chosen against a failure is set, on both sides (F23)."""
     link = link_to(curve_bus, CurveFiles.of(folder, "friend"))
     for socket_, options in (
         (curve_bus._router, COMMON | BOUND | {zmq.SNDHWM: 64}),

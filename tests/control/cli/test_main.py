@@ -450,7 +450,7 @@ def test_a_coordinator_without_keys_does_not_start(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Neither off the loopback nor on it, unless told; the message says both ways out."""
+    """Neither off the loopback nor on it, unless told; the message says both ways out (S1)."""
     monkeypatch.setattr("weightbus.control.cli.commands.configure_logging", lambda *_: None)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main(["coordinator", "--router-port", "0", "--http-port", "0", *flags]) == 2

@@ -82,7 +82,7 @@ def test_survives_sigkill_after_write(tmp_path: Path) -> None:
 def test_every_commit_is_synced(tmp_path: Path) -> None:
     """The open connection runs as the module promises, first and later: in WAL mode, with an fsync of each commit (G2).
 
-    With NORMAL SQLite would sync at checkpoints only, with OFF never; SIGKILL shows neither.
+    With NORMAL SQLite would sync at checkpoints only, with OFF never; SIGKILL shows neither (F1f).
     """
     full = 2
     for records in (RECORDS, [closed("later")]):
@@ -123,7 +123,7 @@ def test_a_journal_that_is_begun_anew_says_so(tmp_path: Path) -> None:
 
 
 def test_full_disk_is_told_and_recovered_from(tmp_path: Path) -> None:
-    """A write that does not fit raises `JournalUnwritable` and changes nothing; with room again writes go on."""
+    """A write that does not fit raises `JournalUnwritable` and changes nothing; with room again writes go on (F18)."""
     journal = SqliteJournal(tmp_path / "j")
     journal.write(taken(1))
     database = journal._db
@@ -276,7 +276,7 @@ def test_old_answers_do_not_stay_in_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["j", "j-wal"])
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, name: str, *, replaced: bool) -> None:
-    """What is written to a file without a name is not durable: the coordinator ends, and says why (A2)."""
+    """What is written to a file without a name is not durable: the coordinator ends, and says why (A2, F28)."""
     path = tmp_path / "j"
     journal = SqliteJournal(path)
     journal.write(taken(1))
@@ -298,7 +298,7 @@ def test_a_file_that_is_taken_away_is_noticed(tmp_path: Path, name: str, *, repl
 def test_a_start_deletes_no_decisions_of_a_file_that_was_taken_away(tmp_path: Path, main: str) -> None:
     """They are all in the `-wal` yet. A coordinator started anew refuses, and the file put back has them all.
 
-    SQLite deletes a `-wal` whose main file is absent or empty.
+    SQLite deletes a `-wal` whose main file is absent or empty (F28).
     """
     path, moved = tmp_path / "j", tmp_path / "moved"
     if main == "behind a link":

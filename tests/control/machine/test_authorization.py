@@ -54,7 +54,7 @@ def not_allowed(answers: list[Message]) -> bool:
 
 
 def test_every_message_has_a_row() -> None:
-    """A message type that the table does not know cannot be sent: adding one without a row fails here."""
+    """A message type that the table does not know cannot be sent: adding one without a row fails here (S5)."""
     assert set(ALLOWED) == set(get_args(ToCoordinator))
     assert {each.__name__ for each in ALLOWED} == TRAINER_SAYS | ENGINE_SAYS | ANYBODY_SAYS
 
@@ -63,7 +63,7 @@ def test_every_message_has_a_row() -> None:
 @pytest.mark.parametrize("role", list(Role))
 @pytest.mark.parametrize("message", EXAMPLES, ids=lambda m: type(m).__name__)
 def test_every_message_of_every_role(message: ToCoordinator, role: Role, keys: bool) -> None:
-    """What a role may say is taken, whatever comes of it; anything else is `not_allowed` and changes nothing."""
+    """What a role may say is taken, whatever comes of it; anything else is `not_allowed` and changes nothing (S5)."""
     if isinstance(message, Hello):
         return  # below
     own = {Role.TRAINER: TRAINER_SAYS, Role.ENGINE: ENGINE_SAYS, Role.OBSERVER: set[str]()}[role]
@@ -84,7 +84,7 @@ def test_every_message_of_every_role(message: ToCoordinator, role: Role, keys: b
 @pytest.mark.parametrize("key_role", list(Role))
 @pytest.mark.parametrize("role", list(Role))
 def test_the_key_decides_the_role(role: Role, key_role: Role) -> None:
-    """A Hello that claims another role than its key's is refused: an engine's key never makes a trainer."""
+    """A Hello that claims another role than its key's is refused: an engine's key never makes a trainer (S4)."""
     world = World()
     answers = say(world, hello_of(role), Principal(AgentId("x"), key_role, (CHANNEL,)))
     assert not_allowed(answers) is (role is not key_role)
@@ -92,7 +92,7 @@ def test_the_key_decides_the_role(role: Role, key_role: Role) -> None:
 
 
 def test_the_key_decides_name_and_channel() -> None:
-    """Neither another's name nor another channel can be had with a key; ``*`` is every channel."""
+    """Neither another's name nor another channel can be had with a key; ``*`` is every channel (S4)."""
     for principal in (
         Principal(AgentId("y"), Role.ENGINE, (CHANNEL,)),
         Principal(AgentId("x"), Role.ENGINE, (Channel("another"),)),
@@ -104,7 +104,7 @@ def test_the_key_decides_name_and_channel() -> None:
 
 
 def test_rights_are_looked_up_for_every_message() -> None:
-    """A connection whose key now belongs to another name, role or channel has lost what it could do before."""
+    """A connection whose key now belongs to another name, role or channel has lost what it could do before (S5)."""
     for now in (
         Principal(AgentId("x"), Role.OBSERVER, (CHANNEL,)),
         Principal(AgentId("y"), Role.TRAINER, (CHANNEL,)),
@@ -117,7 +117,7 @@ def test_rights_are_looked_up_for_every_message() -> None:
 
 
 def test_a_trainer_that_is_distrusted_loses_its_lease() -> None:
-    """At once, and not when it has been silent for long enough; a stranger's name changes nothing."""
+    """At once, and not when it has been silent for long enough; a stranger's name changes nothing (S6)."""
     world = World()
     world.lose = lambda message: isinstance(message, Granted)
     world.trainer("t0").acquire(1)

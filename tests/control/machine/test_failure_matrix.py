@@ -1,15 +1,12 @@
-"""Faults that the control plane has to survive without a GPU; PROTOCOL.md has the table of all of them.
+"""Faults that the control plane survives without a GPU; PROTOCOL.md has the table of all of them (F).
 
-Each test lets its fault happen, at the moment named, in a deployment of the real machines (tests/simulation), and the
-judge watches all invariants on the way; what the row itself promises is asserted on top.
+Each test injects its fault, at the moment named, into a deployment of the real machines (tests/simulation), whose
+invariants are checked on the way; the promise of the fault's row is asserted on top.
 """
 
 from __future__ import annotations
 
-import ast
 import itertools
-import re
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,12 +19,6 @@ from ...simulation.network import Weather
 from ...simulation.scenario import EngineSpec, Fault, Scenario
 from ...simulation.world import TRANSFER_S, World
 from ..world import World as QuietWorld
-
-TESTS = Path(__file__).parents[2]
-TABLE = TESTS.parent / "control" / "protocol" / "PROTOCOL.md"
-ROWS = ("1a", "1b", "1c", "1d", "1e", "1f", "1g", "2", "3", "4", "5", "6", "7a", "7b", "7c", *map(str, range(8, 31)))
-"""All there are. A fault that is thought of later gets the next number."""
-
 
 BUCKETS = 3
 
@@ -94,51 +85,51 @@ def at(moment: str, kind: str, who: str, lasts: float, *, after: float = 0.5, co
     return Fault(at=after, kind=kind, target=who, lasts=lasts, moment=moment, count=count)
 
 
-def test_row_1a_coordinator_dies_before_a_grant_is_durable() -> None:
-    """Nothing was promised; the trainer's question, repeated, is granted by the next life."""
+def test_fault_1a_coordinator_dies_before_a_grant_is_durable() -> None:
+    """Nothing was promised; the trainer's question, repeated, is granted by the next life (F1a)."""
     world = storm(dies("before"))
     order(world, "coordinator  ** dies: before persist", "(life 2)", "Granted epoch=1", "round 1 is over: committed")
 
 
-def test_row_1b_coordinator_dies_between_a_grant_and_its_answer() -> None:
-    """The epoch is spent: the next life begins above it, and grants above that (G3)."""
+def test_fault_1b_coordinator_dies_between_a_grant_and_its_answer() -> None:
+    """The epoch is spent: the next life begins above it, and grants above that (G3, F1b)."""
     world = storm(dies("after"))
     order(world, "coordinator  ** dies: after persist", "(life 2)", "Granted epoch=3", "round 1 is over: committed")
 
 
-def test_row_1c_engines_do_not_stay_paused_without_a_coordinator() -> None:
-    """Paused and clean, they resume when their lease ends, long before the coordinator is back (N7)."""
+def test_fault_1c_engines_do_not_stay_paused_without_a_coordinator() -> None:
+    """Paused and clean, they resume when their lease ends, long before the coordinator is back (N7, F1c)."""
     world = storm(at("offering", "kill", "coordinator", 35.0))
     order(world, "coordinator  ** dies", "e0           resumed_by_itself", "coordinator  starts (life 2)")
 
 
-def test_row_1d_coordinator_dies_while_bytes_travel() -> None:
+def test_fault_1d_coordinator_dies_while_bytes_travel() -> None:
     """What the engines say of the old epoch is stale after the restart; the version reaches them in another round.
 
-    (G3)
+    (G3, F1d)
     """
     world = storm(at("transferring", "kill", "coordinator", 1.0))
     order(world, "coordinator  ** dies", "(life 2)", "Granted epoch=3", "round 1 is over: committed e0=committed")
 
 
-def test_row_1e_coordinator_dies_before_the_commit_is_durable() -> None:
-    """No engine was told; the version is published once more, under another epoch."""
+def test_fault_1e_coordinator_dies_before_the_commit_is_durable() -> None:
+    """No engine was told; the version is published once more, under another epoch (F1e)."""
     world = storm(dies("before", moment="transferring"))
     order(world, "coordinator  ** dies: before persist", "(life 2)", "journal      Committed epoch=3 version=1")
 
 
-def test_row_1f_what_is_durable_rolls_forward() -> None:
+def test_fault_1f_what_is_durable_rolls_forward() -> None:
     """The commit record is the truth: the next life tells the engines to serve it, and the trainer that it is done.
 
-    (G2, N18)
+    (G2, N13, F1f)
     """
     world = storm(dies("after", moment="transferring"))
     order(world, "Committed epoch=1 version=1", "coordinator  ** dies", "(life 2)", "<- Commit epoch=2 version=1")
     order(world, "(life 2)", "publication of 1: committed")
 
 
-def test_row_1g_the_end_of_a_round_is_told_again() -> None:
-    """The round was over and its answer stored when the coordinator died: the same question gets it (G6)."""
+def test_fault_1g_the_end_of_a_round_is_told_again() -> None:
+    """The round was over and its answer stored when the coordinator died: the same question gets it (G6, F1g)."""
     world = storm(dies("after", moment="transferring", count=2))
     order(world, "RoundClosed version=1 committed", "coordinator  ** dies", "(life 2)", "publication of 1: committed")
     assert outcomes(world).count(Outcome.COMMITTED) >= 2
@@ -155,8 +146,8 @@ def test_row_1g_the_end_of_a_round_is_told_again() -> None:
         ("committing", Outcome.COMMITTED),
     ],
 )
-def test_row_2_trainer_dies_in_any_state_of_a_round(moment: str, outcome: Outcome) -> None:
-    """The round ends with its lease, or without it once the bytes are across; another trainer goes on (G4)."""
+def test_fault_2_trainer_dies_in_any_state_of_a_round(moment: str, outcome: Outcome) -> None:
+    """The round ends with its lease, or without it once the bytes are across; another trainer goes on (G4, F2)."""
     away = Fault(at=2.5, kind="kill", target="t1", lasts=12.0)  # so that it is a round of t0
     world = storm(away, at(moment, "kill", "t0", 30.0, after=6.0), trainers=("t0", "t1"))
     order(
@@ -170,10 +161,10 @@ def test_row_2_trainer_dies_in_any_state_of_a_round(moment: str, outcome: Outcom
 
 
 @pytest.mark.parametrize("bucket", range(BUCKETS))
-def test_row_3_engine_dies_half_loaded(bucket: int) -> None:
+def test_fault_3_engine_dies_half_loaded(bucket: int) -> None:
     """It is lost to the round, the other commits; its next launch serves nothing of ours before all of it is proven.
 
-    (G1)
+    (G1, F3)
     """
     world = storm(at("preparing", "server-dies-loading", "e0", 1.0, after=6.0, count=bucket))
     order(
@@ -199,16 +190,16 @@ def test_row_3_engine_dies_half_loaded(bucket: int) -> None:
         (StragglerPolicy.EVICT_AFTER, 2.0, 8.0),
     ],
 )
-def test_row_4_slow_engine(policy: StragglerPolicy, least_s: float, most_s: float) -> None:
-    """A sidecar that is stopped holds the round up as long as the policy says; then the others go on (G4, N31)."""
+def test_fault_4_slow_engine(policy: StragglerPolicy, least_s: float, most_s: float) -> None:
+    """A sidecar that is stopped holds the round up as long as the policy says; then the others go on (G4, N27, F4)."""
     world = storm(at("preparing", "freeze", "e1", 9.0, after=6.0), slow=policy, quorum=1)
     slow = next(done for done in world.rounds if done.seconds["total"] > 1.9)
     assert slow.outcome is Outcome.COMMITTED
     assert least_s <= slow.seconds["total"] <= most_s
 
 
-def test_row_6_doubled_late_and_reordered_messages_change_nothing() -> None:
-    """Agents repeat a third of what they say, seconds later: every round still commits everywhere (G6)."""
+def test_fault_6_doubled_late_and_reordered_messages_change_nothing() -> None:
+    """Agents repeat a third of what they say, seconds later: every round still commits everywhere (G6, F6)."""
     world = storm(weather=Weather(repeat=0.33), calm_from=30.0)
     assert set(outcomes(world)) == {Outcome.COMMITTED}
     assert all(each.outcome is Outcome.COMMITTED for done in world.rounds for each in done.engines)
@@ -216,16 +207,22 @@ def test_row_6_doubled_late_and_reordered_messages_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("way", ["cut", "cut-up", "cut-down"], ids=["7a", "7c-up", "7c-down"])
-def test_row_7_control_is_cut_while_data_flows(way: str) -> None:
-    """The engine takes its bytes and serves none of them without a Commit; the other one commits; all heals (G4)."""
+def test_fault_7_control_is_cut_while_data_flows(way: str) -> None:
+    """The engine takes its bytes and serves none of them without a Commit; the other one commits; all heals.
+
+    (G4, F7a, F7c)
+    """
     world = storm(at("transferring", way, "e0", 25.0, after=6.0))
     cut, healed = "e0           ** is cut off", "e0           ** is connected again"
     order(world, cut, f"e0           server loads bucket {BUCKETS - 1}", "e1=committed", healed, "e0=committed")
     assert not [line for line in between(world, cut, healed) if "e0           server generates again" in line]
 
 
-def test_row_7b_the_data_plane_is_cut_while_control_is_well() -> None:
-    """Its transfer ends at a deadline and not before; the other one commits; the next round takes it in again (G4)."""
+def test_fault_7b_the_data_plane_is_cut_while_control_is_well() -> None:
+    """Its transfer ends at a deadline and not before; the other one commits; the next round takes it in again.
+
+    (G4, F7b)
+    """
     world = storm(at("offering", "data-cut", "e0", 25.0, after=6.0), redrives=0)
     order(world, "e0           ** its data plane is cut off", "is over: committed")
     cut = next(done for done in world.rounds if done.seconds["total"] > 4.0)
@@ -234,10 +231,10 @@ def test_row_7b_the_data_plane_is_cut_while_control_is_well() -> None:
 
 
 @pytest.mark.parametrize("open_tables", [False, True])
-def test_row_26_an_offer_is_heard_and_its_answer_is_lost(*, open_tables: bool) -> None:
+def test_fault_26_an_offer_is_heard_and_its_answer_is_lost(*, open_tables: bool) -> None:
     """Engines stand still for a trainer that hears nothing: it says so, and they are driven again before a timeout.
 
-    (N44)
+    (N41, F26)
     """
     kinds = (TransportKind.DIRECT, TransportKind.LOCAL)
     engines = tuple(EngineSpec(name=name, transports=kinds, live=True, drift=0.0) for name in ("e0", "e1"))
@@ -264,10 +261,10 @@ def test_an_unsigned_version_reaches_no_engine_of_a_sealed_world() -> None:
     assert "is no trainer that is trusted" in ended.violation
 
 
-def test_row_8_a_version_goes_back_only_by_an_explicit_rollback() -> None:
+def test_fault_8_a_version_goes_back_only_by_an_explicit_rollback() -> None:
     """A trainer from an older checkpoint is refused; with rollback it is granted, and the step back is durable.
 
-    (G2, N1)
+    (G2, N1, F8)
     """
     world = QuietWorld()
     engine, trainer = world.engine("e0"), world.trainer()
@@ -288,8 +285,8 @@ def test_row_8_a_version_goes_back_only_by_an_explicit_rollback() -> None:
     assert world.ready == ("e0",)
 
 
-def test_row_8_a_trainer_that_lost_its_progress_goes_back_in_a_storm() -> None:
-    """Two trainers, one killed and behind when it returns: it is refused, says rollback, and that is on record."""
+def test_fault_8_a_trainer_that_lost_its_progress_goes_back_in_a_storm() -> None:
+    """Two trainers, one killed and behind when it returns: it is refused, says rollback, and that is on record (F8)."""
     faults = (at("resuming", "kill", "t0", 2.0, after=9.0), at("resuming", "kill", "coordinator", 1.0, after=16.0))
     world = storm(*faults, trainers=("t0", "t1"), rollback=1.0, think_s=0.5)
     history = world.journal.channels[world.channel].history
@@ -302,8 +299,8 @@ def test_row_8_a_trainer_that_lost_its_progress_goes_back_in_a_storm() -> None:
     assert world.coordinator.server.machine.channels[world.channel].history[-len(history) :] == history
 
 
-def test_row_8_what_may_be_gone_back_to_is_known_after_a_restart() -> None:
-    """The channel's history comes from the journal, the step back in it, and is bounded (N1)."""
+def test_fault_8_what_may_be_gone_back_to_is_known_after_a_restart() -> None:
+    """The channel's history comes from the journal, the step back in it, and is bounded (N1, F8)."""
     world = QuietWorld()
     world.engine("e0")
     trainer = world.trainer()
@@ -324,8 +321,8 @@ def test_row_8_what_may_be_gone_back_to_is_known_after_a_restart() -> None:
     assert [past.epoch for past in many] == list(range(MAX_HISTORY, 2 * MAX_HISTORY)), "the newest, each once"
 
 
-def test_row_8_a_lease_without_rollback_does_not_go_back() -> None:
-    """The permission belongs to the lease: a `Publish` that claims it under another one is refused (G2, N1)."""
+def test_fault_8_a_lease_without_rollback_does_not_go_back() -> None:
+    """The permission belongs to the lease: a `Publish` that claims it under another one is refused (G2, N1, F8)."""
     world = QuietWorld()
     world.engine("e0")
     trainer = world.trainer()
@@ -337,8 +334,8 @@ def test_row_8_a_lease_without_rollback_does_not_go_back() -> None:
     assert world.committed == 8  # tried again without the claim
 
 
-def test_row_9_a_former_lease_holder_changes_nothing() -> None:
-    """Stopped past its lease in mid-transfer, it wakes up beside its successor: no engine takes its bytes (G3)."""
+def test_fault_9_a_former_lease_holder_changes_nothing() -> None:
+    """Stopped past its lease in mid-transfer, it wakes up beside its successor: no engine takes its bytes (G3, F9)."""
     world = storm(at("transferring", "freeze", "t0", 25.0), trainers=("t0", "t1"))
     order(
         world,
@@ -350,51 +347,32 @@ def test_row_9_a_former_lease_holder_changes_nothing() -> None:
     )
 
 
-def test_row_10_a_restarted_engine_is_not_listed_before_it_is_verified() -> None:
-    """Launch weights under the old address: out of the ready list until a round has mended it (G7)."""
+def test_fault_10_a_restarted_engine_is_not_listed_before_it_is_verified() -> None:
+    """Launch weights under the old address: out of the ready list until a round has mended it (G7, F10)."""
     world = storm(Fault(at=20.0, kind="server-kill", target="e0", lasts=3.0))
     order(world, "e0           server is up (launch 2)", "e0           server_pending", "server generates again")
 
 
-def test_row_16_a_corrupted_bucket_is_never_served() -> None:
-    """Found before it is loaded, or by the live digest after it; driven again within the round (G1)."""
+def test_fault_16_a_corrupted_bucket_is_never_served() -> None:
+    """Found before it is loaded, or by the live digest after it; driven again within the round (G1, F16)."""
     world = storm(Fault(at=6.0, kind="corrupt", count=1))
     order(world, "bucket 1 of epoch", "round", "is over: committed")
     assert set(outcomes(world)) == {Outcome.COMMITTED}
 
 
-def test_row_18_a_full_disk_means_read_only_and_heals_by_itself() -> None:
-    """Nothing is granted while nothing can be made durable; with room again everything goes on (N54)."""
+def test_fault_18_a_full_disk_means_read_only_and_heals_by_itself() -> None:
+    """Nothing is granted while nothing can be made durable; with room again everything goes on (N48, F18)."""
     world = storm(Fault(at=6.0, kind="disk-full", target="coordinator", lasts=12.0))
     order(world, "journal is read-only", "code=read_only", "journal takes writes again", "outcome=committed")
     order(world, "journal is read-only", "its disk has room again", "journal takes writes again")
 
 
-def test_row_19_clock_jumps_mean_nothing() -> None:
-    """A wall clock that leaps by decades changes no line of the story but its own (A5)."""
+def test_fault_19_clock_jumps_mean_nothing() -> None:
+    """A wall clock that leaps by decades changes no line of the story but its own (A5, F19)."""
     without = storm()
     jumps = tuple(Fault(at=5.0 + n, kind="wall-jump", lasts=by) for n, by in enumerate((1e9, -2e9, 9e4)))
     told = [line for line in storm(*jumps).loop.story if "wall clock" not in line]
     assert told == without.loop.story
-
-
-def tabled() -> dict[str, list[str]]:
-    """Row -> its tests, ``file::name``, from the two tables of PROTOCOL.md: faults, and tests of the rows."""
-    section = TABLE.read_text(encoding="utf-8").split("\n## Faults\n")[1].split("\n## ")[0]
-    faults, tests = (
-        [line.strip("|").split("|") for line in block.splitlines()[2:]]
-        for block in section.split("\n\n")
-        if block.lstrip().startswith("| Row |")
-    )
-    found = {cells[0].strip(): list[str]() for cells in faults}
-    for cells in tests:
-        found[cells[0].strip()] += re.findall(r"`([\w/]+\.py::\w+)`", cells[1])
-    return found
-
-
-def names_in(file: Path) -> set[str]:
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")}
 
 
 OPEN = {
@@ -408,10 +386,10 @@ OPEN = {
 
 
 @pytest.mark.parametrize("how", ["dies", "lost"])
-def test_row_24_a_table_that_follows_does_not_come(how: str) -> None:
+def test_fault_24_a_table_that_follows_does_not_come(how: str) -> None:
     """Engines have all bytes by then. An engine without the table is excluded; without the trainer, all are.
 
-    (N22)
+    (N17, F24)
     """
     kind, who = ("kill", "t0") if how == "dies" else ("table-lost", "e0")
     world = storm(
@@ -427,28 +405,13 @@ def test_row_24_a_table_that_follows_does_not_come(how: str) -> None:
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-def test_row_25_another_table_convinces_nobody(sealed: bool) -> None:
+def test_fault_25_another_table_convinces_nobody(sealed: bool) -> None:
     """Its engine holds what that table says, to the bit; the others are committed, and it is sent everything again.
 
-    (G5, G8)
+    (G5, G8, F25)
     """
     world = storm(Fault(at=4.0, kind="wrong-table", target="e0"), sealed=sealed, **OPEN)
     found = "is not what 't0' signed" if sealed else "-> Verified"
     order(world, "e0 is given another table", "forged/forged", found, "is over: committed e0=committed e1=committed")
     forged = between(world, "loads bucket 2: forged/forged", "loads bucket 0")
     assert not [line for line in forged if "e0           server generates again" in line]
-
-
-def test_every_row_has_its_tests() -> None:
-    """Every row names tests, and every test that is named exists; every test of a row stands in its row."""
-    found = tabled()
-    assert tuple(found) == ROWS
-    for row, tests in found.items():
-        assert tests, row
-        for each in tests:
-            file, _, name = each.partition("::")
-            assert name in names_in(TESTS / file), f"row {row}: {each} does not exist"
-    named = {each.partition("::")[2]: row for row, tests in found.items() for each in tests}
-    for name in names_in(Path(__file__)):
-        if row := re.match(r"test_row_(\d+[a-g]?)_", name):
-            assert named.get(name, "").startswith(row[1]), f"{name} is not in its row"

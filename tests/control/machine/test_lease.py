@@ -81,7 +81,7 @@ def test_who_may_acquire(lease: Lease | None, who: str, round_: RoundState | Non
     ],
 )
 def test_epochs_are_compared(lease: Lease | None, who: str, epoch: int, code: RefusalCode | None) -> None:
-    """Only the holder's own life, under exactly the current epoch, may act."""
+    """Only the holder's own life, under exactly the current epoch, may act (S17)."""
     name, life = who.split()
     assert may_use(lease, AgentId(name), Incarnation(life), Epoch(epoch), Epoch(5)).code is code
     assert YES.ok

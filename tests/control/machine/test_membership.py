@@ -394,7 +394,7 @@ def test_hello_that_is_refused(
 
 
 def test_room_for_agents_and_channels_is_bounded() -> None:
-    """Names and channels cannot be made up without end."""
+    """Names and channels cannot be made up without end (F23)."""
     world = World(World().limits.__class__(max_agents=2, max_channels=1))
     world.engine("e0")
     world.engine("e1")

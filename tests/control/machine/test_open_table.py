@@ -92,7 +92,7 @@ def test_a_version_is_committed_under_the_table_that_followed() -> None:
 def test_who_has_proven_another_table_is_broken(redrives: int) -> None:
     """It said so before the table was known; the others are committed, and it is sent everything again if it may.
 
-    (G5, N22)
+    (G5, N17, F25)
     """
     world, e0, e1, trainer = fleet(redrives=redrives)
     proves(e0, digest(b"other bits"))
@@ -126,7 +126,7 @@ def test_a_table_that_was_said_is_compared_with_at_once() -> None:
 
 @pytest.mark.parametrize("lost", ["dies", "silent"])
 def test_without_its_table_nothing_is_committed(lost: str) -> None:
-    """Engines have proven something, and the trainer has not said that it was the version (N22)."""
+    """Engines have proven something, and the trainer has not said that it was the version (N17, F24)."""
     world, e0, e1, trainer = fleet(transfer_timeout_s=30.0)
     trainer.stop_before = Sent
     trainer.acquire(1)

@@ -40,7 +40,7 @@ def epochs(world: World) -> list[int]:
 def test_versions_are_committed_again_as_soon_as_engines_were_heard(kept: int) -> None:
     """One heartbeat later the channel is above what they have seen, on disk, and the first version is committed.
 
-    (N56)
+    (N50, F27)
     """
     world, e0, e1, trainer = set_back(kept)
     seen = e0.epoch
@@ -128,7 +128,7 @@ def test_a_lease_that_no_engine_would_hear_is_asked_for_again() -> None:
 def test_an_engine_that_lies_keeps_nobody_but_itself_from_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a lease, under it, and in a round. The epoch rises in steps, and not more often than heartbeats come.
 
-    (N56)
+    (N50, F27)
     """
     monkeypatch.setattr(module, "MAX_EPOCH_LEAP", 100)
     world = World()

@@ -599,7 +599,7 @@ def test_trainer_that_dies_after_its_last_byte_is_not_needed() -> None:
 def test_a_trainers_last_word_is_not_waited_for_when_all_have_proven_what_they_hold(dies: bool) -> None:
     """Engines stand still for nothing else then: they serve what they hold after `reconnect_s`, not after its lease.
 
-    (N34)
+    (N30, F29)
     """
     world, _, _, trainer = fleet()
     trainer.stop_before = Sent

@@ -51,7 +51,10 @@ def abort(epoch: int) -> Abort:
 
 @pytest.mark.parametrize("engines", [4, 64])
 def test_an_answer_costs_the_same_in_a_large_fleet(monkeypatch: pytest.MonkeyPatch, engines: int) -> None:
-    """In the middle of a phase an engine's answer makes the coordinator judge that engine at most, and no other."""
+    """In the middle of a phase an engine's answer makes the coordinator judge that engine at most, and no other.
+
+    (F23)
+    """
     world = World()
     late = [world.engine(f"e{number}") for number in range(engines)][1:]
     for engine in late:

@@ -288,7 +288,7 @@ def test_what_an_older_side_sends_is_told_from_noise() -> None:
 def test_no_default_ever_changes() -> None:
     """It is what a reader takes for a field that was not sent. `--regen` writes the list for fields that are new.
 
-    (N50)
+    (N44)
     """
     assert (GOLDEN / "defaults.txt").read_text(encoding="utf-8") == defaults()
 
@@ -296,7 +296,7 @@ def test_no_default_ever_changes() -> None:
 def test_a_reader_that_is_older_than_a_field() -> None:
     """It understands what it could be asked before, and refuses what it is asked in the field it does not know.
 
-    (N50)
+    (N44)
     """
     known = [(each.name, each.type) for each in msgspec.structs.fields(m.Acquire) if each.name != "rollback"]
     older = msgspec.defstruct("Acquire", known, tag_field="type", tag="Acquire", forbid_unknown_fields=True)
@@ -413,7 +413,7 @@ def test_long_reasons_are_cut_not_lost() -> None:
 @FUZZ
 @given(wire=st.sampled_from([codec.TO_COORDINATOR, codec.TO_AGENT]), frames=st.lists(st.binary(), max_size=4))
 def test_any_bytes_are_refused_with_a_typed_error(wire: MessageCodec[m.Message], frames: list[bytes]) -> None:
-    """Random frames raise nothing but `ProtocolError`."""
+    """Random frames raise nothing but `ProtocolError` (F20)."""
     with pytest.raises(ProtocolError):
         wire.decode(frames)
 

@@ -137,7 +137,7 @@ def test_what_is_wrong_is_named(path: Path, old: str, new: str, problem: str) ->
 
 
 def test_a_list_that_others_may_write_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write access to the file decides which trainer may publish."""
+    """Write access to the file decides which trainer may publish (S7)."""
     for mode in (0o620, 0o602):
         path.chmod(mode)
         with pytest.raises(PeerKeyError, match="chmod"):
@@ -191,7 +191,10 @@ def test_an_unchanged_principal_stays_the_same_object(path: Path) -> None:
 
 
 def test_an_invalid_list_trusts_no_agent(path: Path) -> None:
-    """While the file is missing or invalid no agent is let in; the reason is told, and a valid file is used at once."""
+    """While the file is missing or invalid no agent is let in; the reason is told, and a valid file is used at once.
+
+    (S7)
+    """
     trust = AllowList(path)
     good = path.read_bytes()
     for spoil in (path.unlink, lambda: path.write_text("nonsense")):

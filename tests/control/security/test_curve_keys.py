@@ -71,7 +71,7 @@ def test_any_key_character_may_come_first(tmp_path: Path, first: str) -> None:
 
 
 def test_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    """And the message says how to mend it."""
+    """And the message says how to mend it (S8)."""
     write(tmp_path, "e0")
     (tmp_path / "e0.key").chmod(0o640)
     with pytest.raises(PeerKeyError, match="chmod 600"):

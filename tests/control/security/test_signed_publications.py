@@ -108,7 +108,7 @@ def test_what_a_trainer_signed_is_believed() -> None:
     ],
 )
 def test_nothing_that_was_signed_can_be_changed(lie: dict[str, object]) -> None:
-    """Not the weights, not the version, not the epoch: a statement is good for one round and never again."""
+    """Not the weights, not the version, not the epoch: a statement is good for one round and never again (S9)."""
     trusted = {name: msgspec.structs.replace(each, channels=("*",)) for name, each in TRUSTED.items()}
     found = verify_publication(offered(signed_publication(), **lie), None, trusted)
     assert found is not None
@@ -178,7 +178,7 @@ def test_the_chain_is_signed_too(previous: HeldVersion | None) -> None:
 def test_history_is_one_line(
     previous: HeldVersion | None, version: int, serving: HeldVersion, found: VerificationFailureKind
 ) -> None:
-    """A coordinator that lies to a trainer about what is committed makes it sign what engines refuse."""
+    """A coordinator that lies to a trainer about what is committed makes it sign what engines refuse (S9)."""
     assert kind(offered(signed_publication(previous, version=version)), serving) is found
 
 
@@ -249,7 +249,10 @@ def test_bytes_come_from_where_the_trainer_said() -> None:
     ],
 )
 def test_engines_cannot_be_redirected(lie: dict[str, object]) -> None:
-    """Digests made for speed do not resist an attacker that chooses the bytes: so only the trainer names the sender."""
+    """Digests made for speed do not resist an attacker that chooses the bytes: so only the trainer names the sender.
+
+    (S10)
+    """
     offer = msgspec.structs.replace(sign_endpoint(OFFER, CHANNEL, Epoch(9), TRAINER.secret), **lie)
     found = verify_endpoint(transfer(offer), AgentId("t0"), TRUSTED)
     assert found is not None

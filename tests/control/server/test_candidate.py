@@ -86,7 +86,7 @@ def answered(link: DealerLink, message: ToCoordinator | bytes) -> Refused:
 
 
 def test_every_refusal_is_answered_and_counted(standby: StandbyServer) -> None:
-    """Agents are sent to the leader; bytes that are no message are refused as by a leader."""
+    """Agents are sent to the leader; bytes that are no message are refused as by a leader (S13)."""
     link = DealerLink(f"tcp://127.0.0.1:{standby.ports.router}")
     link.open()
     try:

@@ -192,7 +192,7 @@ def test_whole_round_over_sockets_and_a_restart(start: Callable[..., Running]) -
 
 
 def test_what_is_no_message_is_refused_and_the_loop_goes_on(start: Callable[..., Running]) -> None:
-    """Garbage gets an answer, is observed, and harms no agent."""
+    """Garbage gets an answer, is observed, and harms no agent (F20)."""
     bus = MemoryBus()
     observed: list[AnyObservation] = []
     start(bus, observed)
@@ -255,7 +255,7 @@ def test_stop_while_a_trainer_holds_a_lease(start: Callable[..., Running]) -> No
 
 
 def test_a_stop_waits_no_longer_than_stated(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is durable is carried on, for as long as `STOP_S`: a service manager kills soon after that (N60)."""
+    """What is durable is carried on, for as long as `STOP_S`: a service manager kills soon after that (N54)."""
     assert f"at most {module.STOP_S:g} s; then the sockets close" in " ".join(PROTOCOL.read_text().split())
     monkeypatch.setattr(module, "STOP_S", 0.5)
     running = start(MemoryBus())

@@ -93,7 +93,7 @@ def test_offsets_may_begin_later_and_memory_may_be_larger() -> None:
     ],
 )
 def test_notices(change: object) -> None:
-    """Damage as transports do it changes both lanes."""
+    """Damage as transports do it changes both lanes (F16)."""
     data = pattern(8192)
     assert callable(change)
     before = integrity.digest_tensors(memory_of(data), [0, 8192])

@@ -97,7 +97,7 @@ def test_generations_change_with_the_memory_only(exporter: RegionExporter, impor
 
 
 def test_memory_that_was_replaced_lives_while_it_is_read(exporter: RegionExporter, importer: RegionImporter) -> None:
-    """A trainer may free what it exported; a reader of that generation still has it."""
+    """A trainer may free what it exported; a reader of that generation still has it (F11)."""
     exporter.export([torch.full((8,), 7.0)])
     importer.open(exporter.address(), 3, 1, [0], OPEN_S)
     exporter.export([torch.zeros(8)])
@@ -211,7 +211,7 @@ def test_another_users_reader_is_hung_up_on(exporter: RegionExporter, monkeypatc
 
 
 def test_an_exporter_that_died_is_noticed(tmp_path: Path, importer: RegionImporter) -> None:
-    """SIGKILL, in the middle of anything: the reader's next look says so, and its mapping stays valid."""
+    """SIGKILL, in the middle of anything: the reader's next look says so, and its mapping stays valid (F12)."""
     program = textwrap.dedent(f"""
         import sys, torch
         from pathlib import Path
@@ -278,7 +278,7 @@ def test_an_exporter_that_died_is_noticed_while_its_child_lives(tmp_path: Path, 
 
 
 def test_a_reader_that_died_holds_nothing_up(tmp_path: Path) -> None:
-    """Its lease ends with it."""
+    """Its lease ends with it (F13)."""
     exporter = RegionExporter(tmp_path / "run", "c", 0)
     exporter.export([torch.zeros(8)])
     program = textwrap.dedent(f"""

@@ -70,7 +70,7 @@ def test_the_first_message_may_be_large() -> None:
 
 
 def test_who_does_not_know_the_token_says_nothing() -> None:
-    """Either end refuses a stranger before his first word."""
+    """Either end refuses a stranger before his first word (S16)."""
     listener = MacListener("127.0.0.1", "token")
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(greeted, listener, WAIT_S)
@@ -82,7 +82,7 @@ def test_who_does_not_know_the_token_says_nothing() -> None:
 
 
 def test_what_was_said_once_is_not_said_again(ends: Pair) -> None:
-    """A message that is played back, into the same connection or back to its sender, is none."""
+    """A message that is played back, into the same connection or back to its sender, is none (S16)."""
     ours, theirs = ends
     theirs.send(b"begin", Deadline(WAIT_S))
     mac = theirs._mac(b"begin", 1, by_listener=False)

@@ -133,7 +133,7 @@ def test_an_abort_ends_the_labeling() -> None:
 
 
 def test_transfer_untouched_is_clean_again_and_resumes_on_abort() -> None:
-    """A transfer that failed before the server was asked leaves the old version, which an abort sets free."""
+    """A transfer that failed before the server was asked leaves the old version, which an abort sets free (F15)."""
     world = World()
     world.to_serving()
     world.to_paused(2, 8)
@@ -147,7 +147,10 @@ def test_transfer_untouched_is_clean_again_and_resumes_on_abort() -> None:
 
 
 def test_only_what_was_prepared_is_taken() -> None:
-    """A version that was never checked, nor its trainer, is not loaded: whoever commands must say `Prepare` first."""
+    """A version that was never checked, nor its trainer, is not loaded: whoever commands must say `Prepare` first.
+
+    (S9)
+    """
     world = World()
     world.to_serving()
     world.to_paused(2, 8)
@@ -399,7 +402,7 @@ def test_a_server_that_does_not_generate_takes_nothing_beside() -> None:
 
 
 def test_lower_epochs_are_dropped() -> None:
-    """A command of an earlier epoch gets no answer and changes nothing (G3)."""
+    """A command of an earlier epoch gets no answer and changes nothing (G3, F9)."""
     world = World()
     world.to_serving(5)
     for effects in (world.prepare(4), world.pause(4), world.transfer(4), world.commit(4), world.abort(4)):
@@ -478,7 +481,7 @@ def test_commit_of_another_table_is_refused() -> None:
 
 
 def test_commit_failure_is_held_back_and_can_be_repeated_by_a_new_commit() -> None:
-    """Weights are known; whether the server was resumed all the same is not, so it is paused again."""
+    """Weights are known; whether the server was resumed all the same is not, so it is paused again (F21)."""
     world = World()
     world.to_loaded()
     world.commit()
@@ -524,7 +527,7 @@ def test_a_dirty_server_is_held_back_without_the_coordinator() -> None:
 
 
 def test_pause_lease_resumes_a_clean_engine() -> None:
-    """With the coordinator gone, a paused engine that nobody touched serves its old version again (N40)."""
+    """With the coordinator gone, a paused engine that nobody touched serves its old version again (N7, F1c)."""
     world = World()
     world.to_paused()
     assert ran(world.tick(9, heard=True)) == []

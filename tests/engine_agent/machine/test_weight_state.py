@@ -1,12 +1,10 @@
 """The weights of a server: every event in every state, as the table says and as the promises demand."""
 
 from collections import deque
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from weightbus.control.machine.states import diagram
 from weightbus.control.protocol.enums import EngineHealth
 from weightbus.control.protocol.errors import IllegalMove, InvariantBroken
 from weightbus.control.protocol.ids import Digest, Version
@@ -177,9 +175,3 @@ def test_a_contradiction_is_told_with_its_story(changes: dict[str, object]) -> N
         setattr(machine, name, value)
     with pytest.raises(InvariantBroken, match=r"(?s)weights in state .*recently:.*weights dirty after WeightsDirtied"):
         machine.check()
-
-
-def test_the_protocol_draws_this_table() -> None:
-    """The diagram in PROTOCOL.md is the table's."""
-    page = Path(__file__).parents[3] / "control" / "protocol" / "PROTOCOL.md"
-    assert f"```mermaid\n{diagram(MOVES)}\n```" in page.read_text(encoding="utf-8")

@@ -269,7 +269,10 @@ def test_the_log_tells_a_round_shortly_and_a_failure_loudly(deployment: Deployme
 
 @pytest.mark.parametrize("fault", ["swallow", "corrupt", "refuse"])
 def test_bad_loads_never_serve(deployment: Deployment, fault: Any) -> None:
-    """Success that loaded nothing, wrong bits, a refusal half-way: paused and dirty until a good round (G1)."""
+    """Success that loaded nothing, wrong bits, a refusal half-way: paused and dirty until a good round.
+
+    (G1, F16, S18)
+    """
     deployment.fake.inject("/update_weights_from_tensor", fault, after=2)
     with contextlib.suppress(Exception):
         deployment.publish(7)
@@ -285,7 +288,7 @@ def test_bad_loads_never_serve(deployment: Deployment, fault: Any) -> None:
 
 
 def test_a_server_that_dies_half_way_comes_back_paused(deployment: Deployment) -> None:
-    """Killed at the third bucket, launched again: paused at once, pending, mended by the next round (G1)."""
+    """Killed at the third bucket, launched again: paused at once, pending, mended by the next round (G1, F3)."""
     deployment.fake.inject("/update_weights_from_tensor", "die", after=2)
     with contextlib.suppress(Exception):
         deployment.publish(7)
@@ -347,7 +350,7 @@ def test_ready_means_the_committed_version(  # noqa: PLR0917  the parameters of 
 
 
 def test_an_engine_takes_only_what_a_trainer_it_trusts_has_signed(deployment: Deployment) -> None:
-    """Its own list decides, not the coordinator's: nothing is paused or loaded, and the refusal is counted."""
+    """Its own list decides, not the coordinator's: nothing is paused or loaded, and the refusal is counted (S9)."""
     deployment.publish(1, deployment.first)
     deployment.stop()
     deployment.engine_keys = deployment.folder / "engine-keys"
@@ -382,7 +385,7 @@ def test_an_engine_takes_only_what_a_trainer_it_trusts_has_signed(deployment: De
 def test_a_sidecar_without_keys_does_not_start(
     given: dict[str, Any], advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it looks for its server, and with what to do: no keys, and off the loopback not even when told."""
+    """Before it looks for its server, and with what to do: no keys, and off the loopback not even when told (S1)."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     agent = EngineAgent(EngineAgentSettings(name="e0", channel="c", state_dir=tmp_path, **given))
     with pytest.raises(ConfigurationError, match=advice):
@@ -428,7 +431,7 @@ def test_a_full_disk_beside_one_server_stops_nobody(
 ) -> None:
     """Its agent fails before it comes to the trainer, who is told: the other engine has its version in seconds.
 
-    The trainer once waited for it as long as for the whole transfer, and then gave up the other one as well.
+    The trainer once waited for it as long as for the whole transfer, and then gave up the other one as well (F18).
     """
     full = Deployment(tmp_path / "full", coordinator, "e1")
     full.run.cleanup()

@@ -174,7 +174,10 @@ def test_the_cache_is_flushed_where_it_is_asked_for_and_before_anything_is_gener
 def test_memory_that_runs_out_leaves_untouched_weights_as_they_are(
     problem: Exception, touched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Staging that cannot be had ends the transfer, not the agent; dirty are only weights that were begun with."""
+    """Staging that cannot be had ends the transfer, not the agent; dirty are only weights that were begun with.
+
+    (F15)
+    """
     calls: list[str] = []
 
     def end_update(_: float) -> None:
@@ -354,7 +357,7 @@ def test_an_operation_that_was_called_off_before_it_began_asks_nothing() -> None
 def test_a_server_of_which_a_worker_has_died_is_asked_nothing_more(
     monkeypatch: pytest.MonkeyPatch, kind: TransportKind
 ) -> None:
-    """It takes seconds to end, in which it answers no call; its next launch is another one."""
+    """It takes seconds to end, in which it answers no call; its next launch is another one (F30)."""
     made = Returns(monkeypatch, session=True)
     monkeypatch.setattr(made.receiver, "receive", lambda *_: (_ for _ in ()).throw(WorkerDied(1)))
     receive = Receive(msgspec.structs.replace(TRANSFER, offer=Endpoint(transport=kind, address="/run/x")), "")
@@ -403,7 +406,7 @@ class Still(Minds):
 def test_a_server_of_which_a_worker_stands_still_is_asked_nothing_before_that_goes_on(
     monkeypatch: pytest.MonkeyPatch, kind: type[Minds]
 ) -> None:
-    """No call of it would be answered in time, and the other engines wait for this one."""
+    """No call of it would be answered in time, and the other engines wait for this one (F30)."""
     made = Returns(monkeypatch, session=True)
     still = kind(made.calls)
     monkeypatch.setattr(made.worker, "_make", lambda _kind: still)
@@ -519,7 +522,7 @@ def test_a_table_that_followed_names_what_was_taken(
 def test_a_table_that_nobody_signed_is_not_believed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signed: str
 ) -> None:
-    """The transfer has failed, the weights are what nobody knows, and the cause is counted (G8)."""
+    """The transfer has failed, the weights are what nobody knows, and the cause is counted (G8, F25)."""
     cause = {"cause": "forged"}
     name = "weightbus_sidecar_publications_refused_total"
     before = METERS.registry.get_sample_value(name, cause) or 0.0

@@ -20,7 +20,7 @@ sys.stdin.read()
 
 
 def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
-    """Held by a live process, named in the refusal; free the moment it was killed, with nothing to clean up."""
+    """Held by a live process, named in the refusal; free the moment it was killed, with nothing to clean up (S19)."""
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path), "http://127.0.0.1:30000"],
         stdin=subprocess.PIPE,
@@ -48,7 +48,7 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_one_server(tmp_path: Path, one: str, other: str, same: bool) -> None:
-    """Spellings of one address are one server; other ports and hosts are others."""
+    """Spellings of one address are one server; other ports and hosts are others (S19)."""
     assert (server_claim(tmp_path, one, "e0").path == server_claim(tmp_path, other, "e1").path) is same
 
 

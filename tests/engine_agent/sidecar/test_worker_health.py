@@ -39,7 +39,7 @@ class Server:
 
 
 def test_a_server_that_was_silent_has_to_answer_before_it_is_paused() -> None:
-    """A pause has a deadline of half a minute, in which all engines of a round would wait for this one."""
+    """A pause has a deadline of half a minute, in which all engines of a round would wait for this one (F30)."""
     server = Server()
     worker = OperationExecutor("e0", cast("Any", server), cast("Any", None), None, Metrics(MetricSource.ENGINE))
     pause = PauseServer("retract", 60.0)

@@ -73,7 +73,7 @@ def test_the_live_parameters_are_what_is_read(source: HFModuleSource, memory_exp
 def test_memory_that_cannot_be_exported_is_found_at_the_start(
     source: HFModuleSource, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A trainer that allows nothing else does not start; it is told why, and what to allow."""
+    """A trainer that allows nothing else does not start; it is told why, and what to allow (F14)."""
 
     def refuse(_self: RegionExporter, _tensors: object, **_: object) -> object:
         raise NotExportable("an expandable segment")

@@ -289,7 +289,7 @@ def test_an_offer_that_was_not_heard_is_made_again() -> None:
 def test_an_offer_whose_answer_was_lost_is_reported_as_broken_off() -> None:
     """It may have been heard: then the coordinator asks for nothing any more, and engines stand still for a report.
 
-    (N44)
+    (N41, F26)
     """
     machine = brought_to(PublicationState.SENDING)
     machine.handle(ev.RequestTimedOut("silence"), 1.0)

@@ -289,7 +289,7 @@ def test_without_enough_engines_the_round_is_aborted(deployment: Deployment) -> 
 def test_a_trainer_without_keys_does_not_start(
     given: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On every rank, and with what to do: no keys, and off the loopback not even when told."""
+    """On every rank, and with what to do: no keys, and off the loopback not even when told (S1)."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     sources = group_of(tiny_qwen3(), RANKS, timeout_s=20.0)
 

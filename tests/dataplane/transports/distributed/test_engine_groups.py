@@ -37,7 +37,7 @@ def test_workers_that_stand_still_hold_no_other_engine(
 ) -> None:
     """Stopped in the middle of a broadcast: the source names them before any deadline, and frees the others' workers.
 
-    In one group of all, the first worker of `lives` would be below one of `stopped`, and wait for bytes from it.
+    In one group of all, the first worker of `lives` would be below one of `stopped`, and wait for bytes from it (F5).
     """
     monkeypatch.setattr(engine_groups, "STILL_S", 1.0)
     places, manifest = Places(tmp_path), make_manifest(6)

@@ -56,7 +56,7 @@ def test_tokens_are_of_one_epoch() -> None:
 
 @pytest.mark.parametrize("step", ["came", "joined", "done", "failed"])
 def test_a_stranger_cannot_speak_for_an_engine(step: str) -> None:
-    """Plain words, and words under another token, are not the engine's: it is failed, by that name."""
+    """Plain words, and words under another token, are not the engine's: it is failed, by that name (S15)."""
     for write in (
         lambda store: store.set(f"weightbus/{EPOCH}/{step}/e0", "x"),
         lambda store: store.set(f"weightbus/{EPOCH}/{step}/e0", "0" * 64 + "x"),
@@ -88,7 +88,7 @@ def test_a_word_cannot_be_moved() -> None:
 
 @pytest.mark.parametrize("what", ["group", "formed", "over"])
 def test_a_stranger_cannot_speak_for_the_sender(what: str) -> None:
-    """An engine joins no group that its sender did not name."""
+    """An engine joins no group that its sender did not name (S15)."""
     store, token = serve_store("127.0.0.1"), new_token()
     Rendezvous(store, EPOCH, token)
     Rendezvous(stranger_at(store), EPOCH, new_token()).announce(what, "evil")

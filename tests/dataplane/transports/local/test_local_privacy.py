@@ -136,7 +136,7 @@ def hello(path: str, *, look: bool) -> None:
 
 @needs_root
 def test_another_user_does_not_reach_the_socket(sender: LocalSender) -> None:
-    """The folder keeps it out; if that were opened, the socket's own rights do."""
+    """The folder keeps it out; if that were opened, the socket's own rights do (S14)."""
     path = Path(sender.offer(SESSION, [Peer("e0", 1)]).address)
     assert "Permission" in as_nobody(lambda: hello(os.fspath(path), look=False))
     mode = path.lstat().st_mode
@@ -147,7 +147,7 @@ def test_another_user_does_not_reach_the_socket(sender: LocalSender) -> None:
 
 @needs_root
 def test_another_user_that_reaches_the_socket_is_not_let_in(sender: LocalSender) -> None:
-    """With every right of the files given away, SO_PEERCRED still tells the sender who speaks."""
+    """With every right of the files given away, SO_PEERCRED still tells the sender who speaks (S14)."""
     path = Path(sender.offer(SESSION, [Peer("e0", 1)]).address)
     open_to_all(path)
     assert as_nobody(lambda: hello(os.fspath(path), look=False)) == ""
@@ -157,7 +157,7 @@ def test_another_user_that_reaches_the_socket_is_not_let_in(sender: LocalSender)
 
 @needs_root
 def test_an_engine_takes_nothing_from_another_user(run: Path) -> None:
-    """A socket of somebody else, in a folder of ours or theirs, is not spoken to."""
+    """A socket of somebody else, in a folder of ours or theirs, is not spoken to (S14)."""
     run.mkdir(mode=0o700)
     path = run / "s.sock"
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:

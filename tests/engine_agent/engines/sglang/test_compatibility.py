@@ -66,7 +66,7 @@ def test_the_served_set_fits(folder: Path) -> None:
 
 
 def test_a_missing_tensor_is_refused(folder: Path) -> None:
-    """SGLang would keep its old value and report success."""
+    """SGLang would keep its old value and report success (F17)."""
     with pytest.raises(UnfitManifest, match=r"1 tensors \(model\.norm\.weight\) missing"):
         check([spec for spec in specs(folder) if spec.name != "model.norm.weight"], folder)
 

@@ -181,7 +181,7 @@ def test_death_in_a_call_is_unreachable(fake: FakeSGLang) -> None:
 
 
 def test_a_server_that_hangs_is_left_at_the_deadline(fake: FakeSGLang) -> None:
-    """No call outlives its own deadline."""
+    """No call outlives its own deadline (F22)."""
     server = SGLangServer(fake.url)
     server.identify(5)
     fake.inject("/pause_generation", "hang")
@@ -207,7 +207,7 @@ def test_both_keys_are_used_where_they_belong(checkpoints: tuple[Path, Path]) ->
 
 
 def test_flush_is_tried_again_until_requests_are_gone(fake: FakeSGLang) -> None:
-    """A refused flush is normal just after a pause; one that stays refused ends at the deadline."""
+    """A refused flush is normal just after a pause; one that stays refused ends at the deadline (F21)."""
     server = SGLangServer(fake.url)
     server.identify(5)
     fake.inject("/flush_cache", "refuse")
