@@ -33,7 +33,11 @@ if TYPE_CHECKING:
         serve_store as serve_store,
         warm_up_name_resolution as warm_up_name_resolution,
     )
-    from .thread_latency import low_latency_threads as low_latency_threads, without_timer_slack as without_timer_slack
+    from .thread_latency import (
+        gc_paused as gc_paused,
+        low_latency_threads as low_latency_threads,
+        without_timer_slack as without_timer_slack,
+    )
     from .unix_sockets import (
         default_runtime_dir as default_runtime_dir,
         open_runtime_dir as open_runtime_dir,

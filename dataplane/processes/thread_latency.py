@@ -1,4 +1,4 @@
-"""Low thread latency in a process whose main thread rarely releases the interpreter (GIL switch interval, timer slack).
+"""Low latency of threads in a process that serves a model: GIL switch interval, timer slack, garbage collector.
 
 An idle scheduler polls for requests, and releases the GIL for a microsecond in each loop. A waiting thread is woken
 each time and comes too late each time; its wait for the switch interval, after which Python forces a release, begins
@@ -7,11 +7,16 @@ version. An interval shorter than one loop serves the waiting thread.
 
 Linux adds up to 50 µs to every timed wait of a thread, its timer slack, which is longer than such a loop. A thread that
 needs low latency sets it to 1 ns.
+
+A process that serves a model has millions of objects, and a garbage collection takes it half a second or more, in which
+every thread waits. The objects of one exchange, such as the names of ten thousand tensors, are enough to start one. So
+the collector is paused while a server takes a version, in the server and in its sidecar.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
 import threading
 from collections.abc import Generator
@@ -28,6 +33,8 @@ _PR_SET_TIMERSLACK: Final = 29
 _lock = threading.Lock()
 _usual: list[float] = []
 """The interval before the first user of `low_latency_threads`, once for each current user."""
+_collected: list[bool] = []
+"""Whether the collector was on before the first user of `gc_paused`, once for each current user."""
 
 
 def without_timer_slack() -> None:
@@ -53,3 +60,17 @@ def low_latency_threads() -> Generator[None]:
             usual = _usual.pop()
             if not _usual and isclose(sys.getswitchinterval(), INTERVAL_S):  # it is kept in whole µs
                 sys.setswitchinterval(usual)
+
+
+@contextmanager
+def gc_paused() -> Generator[None]:
+    """Pause the cyclic collector; reference counting goes on. Contexts may overlap: the last one ends the pause."""
+    with _lock:
+        _collected.append(_collected[0] if _collected else gc.isenabled())
+        gc.disable()
+    try:
+        yield
+    finally:
+        with _lock:
+            if _collected.pop() and not _collected:
+                gc.enable()

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .connection import EngineConnection as EngineConnection, Keys as Keys
     from .interface import CALL_S as CALL_S, Engine as Engine, EngineFacts as EngineFacts, Limitation as Limitation
     from .local_process import environment_of as environment_of, start_time as start_time
-    from .registry import DEFAULT as DEFAULT, open_engine as open_engine
+    from .registry import (
+        DEFAULT as DEFAULT,
+        EngineConnection as EngineConnection,
+        Keys as Keys,
+        open_engine as open_engine,
+    )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

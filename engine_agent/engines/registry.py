@@ -12,8 +12,31 @@ from typing import TYPE_CHECKING, Final, cast
 from weightbus.control.protocol import ConfigurationError
 
 if TYPE_CHECKING:
-    from .connection import EngineConnection
     from .interface import Engine
+
+
+from pathlib import Path
+
+import msgspec
+
+
+class Keys(msgspec.Struct, frozen=True):
+    """API keys that the server asks for; empty where it asks for none."""
+
+    api: str = ""
+    admin: str = ""
+
+
+class EngineConnection(msgspec.Struct, frozen=True):
+    """Address, keys and dialect of one server."""
+
+    url: str
+    keys: Keys = Keys()
+    dialect: str = ""
+    """Version as which an unknown version of the server is treated; empty for its own."""
+    memory_file: Path | None = None
+    """File in which released memory is remembered across restarts of the sidecar; None: nowhere."""
+
 
 DEFAULT: Final = "sglang"
 KINDS: Final = {DEFAULT: f"{__package__}.sglang.sglang_server:open_engine"}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .engine_machine import EngineMachine as EngineMachine
+    from .engine_machine import EngineMachine as EngineMachine, ServerView as ServerView
     from .events import (
         Answer as Answer,
         Cancel as Cancel,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
         Verify as Verify,
         Welcomed as Welcomed,
     )
-    from .operation_state import ServerView as ServerView
     from .resync import SAVED as SAVED, Resync as Resync
     from .weight_state import WeightState as WeightState
 else:

@@ -11,8 +11,12 @@ One operation runs at a time. A command that comes meanwhile waits for its end, 
 abort, or a command of a higher epoch, also asks it to end soon. control/protocol/PROTOCOL.md draws both sides.
 """
 
+from __future__ import annotations
+
 from collections import deque
 from typing import Final, assert_never
+
+import msgspec
 
 from weightbus.control.protocol import (
     Abort,
@@ -20,15 +24,23 @@ from weightbus.control.protocol import (
     Commit,
     Digest,
     EngineHealth,
+    EngineMessage,
     Epoch,
+    Failed,
     HeldVersion,
     InvariantBroken,
     Pause,
+    Paused,
     PauseMode,
     Prepare,
+    Prepared,
+    RequestId,
+    Serving,
     Step,
     ToEngine,
     Transfer,
+    Transferred,
+    Verified,
     Version,
     Welcome,
 )
@@ -63,21 +75,9 @@ from .events import (
     VerificationPassed,
     Verify,
     Welcomed,
+    name_of,
 )
-from .operation_state import (
-    HOLD_S,
-    STEP_OF,
-    DoubleBuffering,
-    QueuedCommands,
-    RunningOperation,
-    ServerView,
-    trace_line,
-    view_of,
-    with_digest_table,
-)
-from .pause_lease import PauseLease
-from .recorded_state import RecordedState
-from .reply_cache import PendingReplies
+from .weight_state import GENERATES, RecordedState, Weights, WeightState
 
 TRACE_EVENTS: Final = 48
 """Number of recent events that an error carries."""
@@ -526,3 +526,290 @@ class EngineMachine:
     def _unasked(self, operation: Operation, now: float) -> tuple[Effect, ...]:
         may = self.pause_lease.given and self._running is None and self.pause_lease.due(now)
         return self._run(operation, None, now) if may else ()
+
+
+HOLD_S: Final = 30.0
+"""Deadline for pausing or resuming a server outside of a round, and time between two tries."""
+UNSETTLED_S: Final = 10.0
+"""A clean server found in an unknown state resumes after so many seconds without word from the coordinator."""
+
+STEP_OF: Final[dict[type[Operation], Step]] = {
+    Validate: Step.PREPARE,
+    PauseServer: Step.PAUSE,
+    ReceiveDoubleBuffered: Step.TRANSFER,
+    Receive: Step.TRANSFER,
+    Verify: Step.VERIFY,
+    Label: Step.RESUME,
+    ReleaseServer: Step.RESUME,
+}
+"""The step of the round that has failed when an operation fails."""
+
+
+class RunningOperation(msgspec.Struct):
+    """The one operation that the worker thread carries out."""
+
+    number: int
+    operation: Operation
+    command: ToEngine | None
+    """The command it serves; null for an operation that no command asked for."""
+    started: float
+    identity: str
+    """Process generation it was started on. Its result tells little about any other."""
+    ending: bool = False
+    """True once its result is not needed: it was asked to end soon, and is asked again until it does."""
+
+
+_ARRIVING: Final = frozenset({name_of(Receive), name_of(Verify)})
+
+
+class ServerView(msgspec.Struct, frozen=True):
+    """State of the engine as heartbeats, the HTTP port and the log show it."""
+
+    up: bool
+    health: EngineHealth
+    held: HeldVersion | None
+    paused: bool
+    weights: WeightState
+    version: Version | None
+    """The version that `weights` refers to: clean(7), staged(8). Null: none, or the weights of the launch."""
+    reached: Step | None
+    """The last completed step of the round of `epoch`; null without a round."""
+    epoch: Epoch
+    doing: str
+    reason: str
+    memory_released: bool = msgspec.field(default=False, name="lent")
+    """True if the server has released the memory of its weights, or is about to."""
+
+    @property
+    def on_its_way(self) -> bool:
+        """Not clean because of a round under way: weights arrive, are verified, or wait for the commit."""
+        return self.up and (self.doing in _ARRIVING or self.reached is Step.VERIFY)
+
+
+def view_of(
+    weights: Weights, running: RunningOperation | None, *, up: bool, reached: Step | None, epoch: Epoch, reason: str
+) -> ServerView:
+    """The view of the engine now. A server that does not answer counts as holding no version."""
+    health, held = weights.health, weights.held
+    if not up and health is not EngineHealth.DIRTY:
+        health, held = EngineHealth.PENDING, None
+    return ServerView(
+        up=up,
+        health=health,
+        held=held,
+        paused=weights.paused is True,
+        weights=weights.state,
+        version=weights.version,
+        reached=reached,
+        epoch=epoch,
+        doing=running.operation.name if running else "",
+        reason=reason,
+    )
+
+
+class QueuedCommands:
+    """Commands that came while an operation runs: the newest, or a `Pause` and the `Transfer` that follows it."""
+
+    def __init__(self) -> None:
+        self._commands: tuple[ToEngine, ...] = ()
+
+    @property
+    def next(self) -> ToEngine | None:
+        """The command to be carried out first."""
+        return self._commands[0] if self._commands else None
+
+    def add(self, command: ToEngine) -> None:
+        """Queue `command`; it replaces the queued one, unless it is the transfer that follows that pause."""
+        first = self.next
+        follows = isinstance(first, Pause) and isinstance(command, Transfer) and first.epoch == command.epoch
+        self._commands = (first, command) if first is not None and follows else (command,)
+
+    def take(self) -> ToEngine | None:
+        """Remove and return the next command."""
+        command = self.next
+        self._commands = self._commands[1:]
+        return command
+
+    def forget_transfer(self, epoch: int) -> None:
+        """Drop a transfer up to `epoch`: the pause that it follows has failed."""
+        self._commands = tuple(each for each in self._commands if each.epoch > epoch or not isinstance(each, Transfer))
+
+
+class DoubleBuffering:
+    """Whether the prepared version can be received into a second buffer while the server generates."""
+
+    def __init__(self) -> None:
+        self.able = False
+        """True if there is a plan and memory for it."""
+        self.mode = PauseMode.RETRACT.value
+        """Mode in which the server is paused for the swap."""
+
+    def applies(self, weights: Weights) -> bool:
+        """Whether it can, and the server generates from clean weights: then it needs no pause before the swap."""
+        return self.able and weights.state in GENERATES and weights.paused is False
+
+
+def with_digest_table(command: Transfer, received: Received) -> Transfer:
+    """`command` with the digest table that came with the tensors, where the command left it open."""
+    return command if command.table else msgspec.structs.replace(command, table=Digest(received.table))
+
+
+def trace_line(event: Event) -> str:
+    """A line of the event trace that errors carry."""
+    match event:
+        case Commanded(message):
+            return f"told {message.kind} of epoch {message.epoch}"
+        case Operated(number, result):
+            broken = f": {result.reason}" if isinstance(result, OperationFailed) else ""
+            return f"operation {number} ended, {type(result).__name__}{broken}"
+        case ServerFound(identity, label):
+            return f"the server is {identity}, labeled {label!r}"
+        case ServerGone(reason):
+            return f"the server is gone: {reason}"
+        case _:
+            return type(event).__name__
+
+
+_REASON: Final = 2000
+
+
+class PendingReplies:
+    """Makes the replies of one engine, each under a key of its own, and remembers those of the current epoch."""
+
+    def __init__(self, channel: Channel, incarnation: str) -> None:
+        self._channel = channel
+        self._generation = incarnation
+        self._keys = 0
+        self._given: dict[type[ToEngine], tuple[EngineMessage, ...]] = {}
+
+    def forget(self) -> None:
+        """Drop all replies: none of them answers a command that comes from now on."""
+        self._given.clear()
+
+    def gave(self, kind: type[ToEngine], epoch: Epoch) -> bool:
+        """Whether a command of this kind got a reply at `epoch`."""
+        return any(message.epoch == epoch for message in self._given.get(kind, ()))
+
+    def again(self, command: ToEngine) -> tuple[Answer, ...]:
+        """The earlier replies to `command`; empty when it has to be carried out."""
+        given = self._given.get(type(command), ())
+        return tuple(Answer(message) for message in given if message.epoch == command.epoch)
+
+    def prepared(self, command: ToEngine, seconds: float) -> Answer:
+        """Reply that the manifest fits."""
+        message = Prepared(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
+        return self._give(command, message)
+
+    def paused(self, command: ToEngine, seconds: float) -> Answer:
+        """Reply that the server is paused."""
+        message = Paused(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
+        return self._give(command, message)
+
+    def transferred(self, command: Transfer, received: Received, seconds: float) -> Answer:
+        """Reply that every bucket was loaded."""
+        message = Transferred(
+            request=self._key(),
+            channel=self._channel,
+            epoch=command.epoch,
+            bytes=received.bytes,
+            buckets=received.buckets,
+            seconds=seconds,
+        )
+        return self._give(command, message)
+
+    def verified(self, command: Transfer, proven: VerificationPassed, seconds: float) -> Answer:
+        """Reply that the weights are the version. Sent after `transferred`, and repeated together with it."""
+        message = Verified(
+            request=self._key(),
+            channel=self._channel,
+            epoch=command.epoch,
+            version=command.version,
+            table=command.table,
+            verified_by=proven.verified_by,
+            seconds=seconds,
+        )
+        return self._give(command, message, after=self._given.get(Transfer, ()))
+
+    def serving(self, command: ToEngine, version: Version | None, seconds: float, paused_s: float) -> Answer:
+        """Reply which version is served. Made anew each time: it is a fact of now, not of the first command."""
+        message = Serving(
+            request=self._key(),
+            channel=self._channel,
+            epoch=command.epoch,
+            version=version,
+            seconds=seconds,
+            paused_s=paused_s,
+        )
+        return Answer(message)
+
+    def failed(self, command: ToEngine, step: Step, health: EngineHealth, reason: str) -> Answer:
+        """Reply that `step` of `command` failed, and the server is `health` now."""
+        lost = self.lost(command.epoch, step, health, reason)
+        if isinstance(command, Prepare | Pause | Transfer):
+            earlier = self._given.get(type(command), ()) if step is Step.VERIFY else ()
+            return self._give(command, lost.message, after=earlier)
+        return lost
+
+    def lost(self, epoch: Epoch, step: Step, health: EngineHealth, reason: str) -> Answer:
+        """Report a failure between two commands. Not repeated: the next command finds the server as it is then."""
+        message = Failed(
+            request=self._key(),
+            channel=self._channel,
+            epoch=epoch,
+            step=step,
+            health=health,
+            reason=reason[:_REASON],
+        )
+        return Answer(message)
+
+    def _give(self, command: ToEngine, message: EngineMessage, after: tuple[EngineMessage, ...] = ()) -> Answer:
+        self._given[type(command)] = (*after, message)
+        return Answer(message)
+
+    def _key(self) -> RequestId:
+        self._keys += 1
+        return RequestId(f"{self._generation}-{self._keys}")
+
+
+_PATIENCE_S = 1.0
+"""Seconds between two tries."""
+
+
+class PauseLease:
+    """The lease of one process generation of the server."""
+
+    def __init__(self) -> None:
+        self.boot = 0
+        """Boot number of the coordinator that welcomed this sidecar last; 0 before."""
+        self.ours = False
+        """True if the record shows that a round of this sidecar met this process generation."""
+        self.lease_s = UNSETTLED_S
+        """How long a clean server stays paused without news."""
+        self.quiet_since = 0.0
+        """Earliest time from which silence counts."""
+        self.doubted = False
+        """True if an operation failed since the server was last seen to generate; the cause is not known here."""
+        self._tried_at = float("-inf")
+
+    def anew(self, now: float) -> None:
+        """Begin for another process generation."""
+        self.quiet_since, self.lease_s, self.doubted = now, UNSETTLED_S, False
+
+    @property
+    def given(self) -> bool:
+        """Whether the sidecar may pause or resume the server unasked: a stray one must not touch the server of another.
+
+        A welcome allows it, or the record of a round on this process generation.
+        """
+        return self.boot > 0 or self.ours
+
+    def over(self, heard_at: float, now: float) -> bool:
+        """Whether `heard_at`, when the coordinator was last heard of, is too long ago."""
+        return now >= max(heard_at, self.quiet_since) + self.lease_s
+
+    def due(self, now: float) -> bool:
+        """Whether it is time for another try; it counts as made."""
+        if now < self._tried_at + _PATIENCE_S:
+            return False
+        self._tried_at = now
+        return True

@@ -29,7 +29,7 @@ from weightbus.control.protocol import (
     TransportKind,
 )
 
-from .operation_state import ServerView
+from .engine_machine import ServerView
 
 STEP_S: Final = 120.0
 """Deadline of each step but the load."""

@@ -11,8 +11,7 @@ from weightbus.control.cli import add_settings_flags, settings_from_args
 from weightbus.control.log import get_log
 from weightbus.control.server import configure_logging
 
-from .keys import check_trust, read_keys
-from .settings import SECTION, EngineAgentSettings
+from .settings import SECTION, EngineAgentSettings, check_trust, read_keys
 
 
 class EngineAgentCommand:

@@ -13,8 +13,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Final, assert_never
+from typing import Final, NoReturn, assert_never
 
 import msgspec
 
@@ -24,10 +25,12 @@ from weightbus.control.protocol import (
     Abort,
     AgentId,
     Channel,
+    ClientClosed,
     Commit,
     CoordinatorUnreachable,
     EngineHealth,
     EngineInfo,
+    EngineMessage,
     Heartbeat,
     Hello,
     Incarnation,
@@ -37,8 +40,10 @@ from weightbus.control.protocol import (
     RequestId,
     RequestRefused,
     Role,
+    ToAgent,
     Topology,
     Transfer,
+    WeightbusError,
     Welcome,
 )
 from weightbus.control.security import AllowList, agent_key_files, allow_list_path
@@ -79,17 +84,13 @@ from ..machine import (
     WeightState,
     Welcomed,
 )
-from .effect_dispatcher import EffectDispatcher
+from ..state_file import EffectDispatcher, LockHeld, StateFile, StateWriter, server_claim
 from .file_resync import FileResync
-from .keys import check_trust, read_keys
 from .memory_release import MemoryRelease, Noticed
 from .operation_executor import OperationExecutor
 from .prerecording import Prerecorder
-from .process_lock import LockHeld, server_claim
-from .reply_sender import ReplySender
 from .server_monitor import ServerMonitor
-from .settings import EngineAgentSettings
-from .state_file import StateFile, StateWriter
+from .settings import EngineAgentSettings, check_trust, read_keys
 from .topology import opened_by, places_of, places_on, topology_of
 
 TICK_S: Final = 0.5
@@ -510,3 +511,81 @@ class EngineAgent:
             "taken": self._executor.taken,
         }
         return msgspec.json.encode(document)
+
+
+_ANSWER_S: Final = 5.0
+_AGAIN_S: Final = 0.1
+
+_log = get_log(__name__)
+
+
+class ReplySender:
+    """One thread that sends. `say` and `forget` are called from one other."""
+
+    def __init__(self, line: Callable[[], BusClient | None], agent: str) -> None:
+        """`line` returns the present connection, if there is one."""
+        self._line = line
+        self._log = _log.bind(agent=agent)
+        self._answers: queue.SimpleQueue[tuple[int, EngineMessage] | None] = queue.SimpleQueue()
+        self._boot = 0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="reply-sender", daemon=True)
+
+    def start(self) -> None:
+        """Begin to send."""
+        self._thread.start()
+
+    def say(self, message: EngineMessage) -> None:
+        """Queue `message` behind earlier ones."""
+        self._answers.put((self._boot, message))
+
+    def forget(self) -> None:
+        """Drop all messages queued until now."""
+        self._boot += 1
+
+    def stop(self) -> None:
+        """Stop sending. To be called when the line is closed."""
+        self._stopping.set()
+        self._answers.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (first := self._answers.get()) is not None:
+            waiting = [first]
+            while not self._answers.empty() and (more := self._answers.get()) is not None:
+                if more not in waiting:  # a repeated command gets an equal reply
+                    waiting.append(more)
+            while waiting and not self._stopping.is_set():
+                begun = [(item, self._begin(item[1])) for item in waiting if item[0] == self._boot]
+                waiting = [item for item, wait in begun if not self._said(item[1], wait)]
+                if waiting:
+                    self._stopping.wait(_AGAIN_S)
+            if self._stopping.is_set():
+                return
+
+    def _begin(self, message: EngineMessage) -> Callable[[], ToAgent]:
+        """Send `message`; the function that is returned waits for the acknowledgement, or raises."""
+        bus = self._line()
+        if bus is None:
+            return partial(_raise, ClientClosed("there is no line to the coordinator"))
+        try:
+            return bus.ask(message, deadline_s=_ANSWER_S)
+        except WeightbusError as error:
+            return partial(_raise, error)
+
+    def _said(self, message: EngineMessage, wait: Callable[[], ToAgent]) -> bool:
+        """Whether `message` is settled: acknowledged, or refused for good."""
+        try:
+            wait()
+        except (CoordinatorUnreachable, ClientClosed):
+            return False
+        except RequestRefused as refused:
+            self._log.info("answer_refused", answer=message.kind, reason=str(refused))
+        except WeightbusError as error:
+            self._log.error("answer_not_sent", answer=message.kind, reason=str(error))
+        return True
+
+
+def _raise(error: WeightbusError) -> NoReturn:
+    raise error

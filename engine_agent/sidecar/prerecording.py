@@ -26,10 +26,10 @@ from weightbus.dataplane.processes import default_runtime_dir
 from weightbus.dataplane.tensors import Manifest, TensorSpec
 from weightbus.dataplane.transports import PrerecordedTraces, Prerecording, registry as transports
 
-from ..durable_file import write_durably
 from ..engines import Engine
 from ..errors import EngineAgentError, UnfitManifest
 from ..machine import ServerView
+from ..state_file import write_durably
 from .memory_release import Noticed
 from .settings import EngineAgentSettings
 

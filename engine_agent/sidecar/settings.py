@@ -1,25 +1,30 @@
 """What an engine agent can be told. Read once, at the start."""
 
 import enum
+import stat
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
+from weightbus.control.bus import check_keys
 from weightbus.control.protocol import NAME_PATTERN, TransportKind
 from weightbus.control.security import (
     InsecureLoopback,
     KeysFolder,
+    allow_list_path,
     check_endpoints,
     check_key_settings,
     check_url,
+    read_allow_list,
     state_folder,
 )
 from weightbus.control.server import LogFormat, LogLevel
 from weightbus.dataplane.transports import registry as transports
 
-from ..engines import DEFAULT
+from ..engines import DEFAULT, Keys
+from ..errors import KeyFileUnusable
 
 SECTION: Final = "engine_agent"
 """Of the settings file; environment variables begin with ``WEIGHTBUS_ENGINE_AGENT_``."""
@@ -119,3 +124,53 @@ class EngineAgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if key and file is not None:
                 raise ValueError(f"{name} and {name}_file are both given, expected one: remove either")
+
+
+_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
+
+
+class ExposedSecret(msgspec.Struct, frozen=True):
+    """A key file that is readable by others than its owner."""
+
+    setting: str
+    path: Path
+    mode: int
+
+    @property
+    def advice(self) -> str:
+        """The finding and the remedy."""
+        return f"others may read it (mode {self.mode:04o}): chmod 600 {self.path}"
+
+
+def read_keys(settings: EngineAgentSettings) -> tuple[Keys, tuple[ExposedSecret, ...]]:
+    """The server's keys, and those of their files that others can read. Raises `KeyFileUnusable`."""
+    exposed: list[ExposedSecret] = []
+    keys = Keys(
+        api=_key("api_key_file", settings.api_key_file, settings.api_key, exposed),
+        admin=_key("admin_api_key_file", settings.admin_api_key_file, settings.admin_api_key, exposed),
+    )
+    return keys, tuple(exposed)
+
+
+def check_trust(given: EngineAgentSettings) -> None:
+    """Raise the `ConfigurationError` that would come up later, before anything is started."""
+    check_keys(given.coordinator, given.keys, given.name, insecure_loopback=given.insecure_loopback)
+    if not given.insecure_loopback:
+        read_allow_list(allow_list_path(given.keys))
+
+
+def _key(setting: str, path: Path | None, given: str, exposed: list[ExposedSecret]) -> str:
+    if path is None:
+        return given
+    try:
+        words = path.read_text(encoding="ascii").split()
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as error:
+        raise KeyFileUnusable(setting, path, f"cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise KeyFileUnusable(setting, path, "does not hold ASCII text") from error
+    if len(words) != 1:
+        raise KeyFileUnusable(setting, path, f"holds {len(words)} words" if words else "is empty")
+    if mode & _OTHERS:
+        exposed.append(ExposedSecret(setting, path, mode))
+    return words[0]

@@ -5,14 +5,18 @@ Movements are noted, calculations end the trail, and reading a value raises `Rea
 is none of our business and is carried out.
 
 Two things torch does not report: what threads of the loader's own do, and what is done with a tensor's address. Neither
-happens while a loader is traced (trace_guards.py).
+happens while a loader is traced (dispatch_mode.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeAlias, cast
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,10 +25,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from weightbus.dataplane.reshard import NotCopiedCause
 from weightbus.dataplane.tensors import TensorSpec
 
-from .memory_origins import Origin, ReadsValues, Write, WrittenMemory, calculated, constant, identity_of, window_of
-from .phantom_tensors import PhantomTensors
-from .trace_guards import in_one_thread, noting_numbers, without_addresses
-from .view_composition import MOST_BOXES, Move, SourceWindow
+from .memory_origins import (
+    MOST_BOXES,
+    Move,
+    Number,
+    Origin,
+    ReadsValues,
+    SourceWindow,
+    Write,
+    WrittenMemory,
+    calculated,
+    constant,
+    identity_of,
+    window_of,
+)
 
 _aten: Any = torch.ops.aten
 _Args: TypeAlias = Sequence[Any]
@@ -473,3 +487,174 @@ def _axis_and_order(operation: Any, args: _Args) -> tuple[int, list[int]] | None
     axis, index = given[0]
     size = source.shape[axis]
     return axis, [int(each) % size for each in index.tolist()]
+
+
+_ALONE: Final = threading.Lock()
+_ADDRESSES: Final = ("data_ptr", "numpy", "tolist", "__array__", "__dlpack__")
+"""Ways out of torch: through them code reads or writes memory unseen."""
+_CONVERSIONS: Final = ("__bool__", "__complex__", "__float__", "__index__", "__int__")
+"""Numbers of Python's own, of which nothing is known any more. Torch asks for none of them by these names."""
+_INTERFACE: Final = "__cuda_array_interface__"
+"""One more, which is a property."""
+
+
+@contextlib.contextmanager
+def without_addresses(memory_of: Callable[[torch.Tensor], WrittenMemory | None]) -> Generator[None]:
+    """Refuse to this thread the ways out of torch for traced memory.
+
+    The methods are exchanged for the time. A function mode would see them too, and also every other call, which made
+    tracing half as slow again.
+    """
+    mine = threading.get_ident()
+
+    def look(tensor: torch.Tensor, name: str) -> None:
+        memory = memory_of(tensor) if threading.get_ident() == mine else None
+        if memory is not None:
+            raise ReadsValues(memory.sources(), name)
+
+    def guarded(name: str) -> Callable[..., object]:
+        method = getattr(torch.Tensor, name)
+
+        def refusing(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
+            look(tensor, name)
+            return method(tensor, *args, **kwargs)
+
+        return refusing
+
+    interface = getattr(torch.Tensor, _INTERFACE)
+
+    def shown(tensor: torch.Tensor) -> object:
+        look(tensor, _INTERFACE)
+        return interface.__get__(tensor)
+
+    with contextlib.ExitStack() as exchanged:
+        for name in _ADDRESSES:
+            exchanged.enter_context(mock.patch.object(torch.Tensor, name, guarded(name)))
+        exchanged.enter_context(mock.patch.object(torch.Tensor, _INTERFACE, property(shown)))
+        yield
+
+
+@contextlib.contextmanager
+def noting_numbers(memory_of: Callable[[torch.Tensor], WrittenMemory | None], read: set[int]) -> Generator[None]:
+    """Add to `read` the sources whose only element this thread decides or calculates by."""
+    mine = threading.get_ident()
+    number_of = torch.Tensor.item
+
+    def followed(tensor: torch.Tensor) -> WrittenMemory | None:
+        return memory_of(tensor) if threading.get_ident() == mine else None
+
+    def item(tensor: torch.Tensor) -> object:
+        memory, value = followed(tensor), cast("object", number_of(tensor))
+        return Number.of(value, memory.sources(), read) if memory is not None and isinstance(value, float) else value
+
+    def noting(name: str) -> Callable[[torch.Tensor], object]:
+        method = getattr(torch.Tensor, name)
+
+        def convert(tensor: torch.Tensor) -> object:
+            memory = followed(tensor)
+            read.update(memory.sources() if memory is not None else ())
+            return method(tensor)
+
+        return convert
+
+    with contextlib.ExitStack() as exchanged:
+        exchanged.enter_context(mock.patch.object(torch.Tensor, "item", item))
+        for name in _CONVERSIONS:
+            exchanged.enter_context(mock.patch.object(torch.Tensor, name, noting(name)))
+        yield
+
+
+@contextlib.contextmanager
+def in_one_thread() -> Generator[None]:
+    """Work that this thread gives to a pool is done at once, by itself: torch's modes belong to a thread.
+
+    One thread at a time: the classes that are changed belong to the process.
+    """
+    with _ALONE, _here():
+        yield
+
+
+@contextlib.contextmanager
+def _here() -> Generator[None]:
+    mine = threading.get_ident()
+    submit, start = ThreadPoolExecutor.submit, threading.Thread.start
+
+    def run(pool: ThreadPoolExecutor, function: Callable[..., object], /, *args: object, **kwargs: object) -> object:
+        if threading.get_ident() != mine:
+            return submit(pool, function, *args, **kwargs)
+        future: Future[object] = Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # noqa: BLE001 - a future carries whatever was raised
+            future.set_exception(error)
+        return future
+
+    def refuse(thread: threading.Thread) -> None:
+        if threading.get_ident() == mine:
+            raise RuntimeError(f"the loader starts a thread {thread.name!r}, in which nothing could be followed")
+        start(thread)
+
+    with mock.patch.object(ThreadPoolExecutor, "submit", run), mock.patch.object(threading.Thread, "start", refuse):
+        yield
+
+
+_MAP_NORESERVE: Final = 0x4000
+"""Linux's number; Python names it since 3.13 only. Without it the kernel refuses more than there is memory."""
+
+
+class _DeviceMemory:
+    """Memory of a GPU as other libraries see it; torch makes a new storage over it each time it is given one."""
+
+    def __init__(self, memory: torch.Tensor, nbytes: int) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 3,
+        }
+
+
+class PhantomTensors:
+    """Makes phantom tensors, on one device. Grows to the largest one: address space on a CPU, memory on a GPU.
+
+    What was made before it grew keeps the smaller memory, so `reserve` the largest first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host: mmap.mmap | None = None
+        self._gpu: torch.Tensor | None = None
+        self._nbytes = 0
+
+    def make(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> torch.Tensor:
+        """A tensor over a new storage, packed unless `strides` say otherwise."""
+        sizes = torch.Size(shape)
+        if sizes.numel() == 0:
+            return torch.empty(sizes, dtype=dtype, device=self._device)
+        if strides is None:
+            return self._storage(sizes.numel() * dtype.itemsize).view(dtype).view(sizes)
+        count = 1 + sum((extent - 1) * stride for extent, stride in zip(sizes, strides, strict=True))
+        return self._storage(count * dtype.itemsize).view(dtype).as_strided(sizes, tuple(strides))
+
+    def reserve(self, nbytes: int) -> None:
+        """Have room for tensors of up to `nbytes`."""
+        if nbytes > self._nbytes:
+            self._grow(nbytes)
+
+    def _storage(self, nbytes: int) -> torch.Tensor:
+        """1-D, uint8."""
+        self.reserve(nbytes)
+        if self._host is not None:
+            return torch.frombuffer(self._host, dtype=torch.uint8, count=nbytes)
+        if self._gpu is not None:
+            return torch.as_tensor(_DeviceMemory(self._gpu, nbytes), device=self._device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)  # neither: memory for each of them
+
+    def _grow(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        if self._device.type == "cpu":
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+            self._host = mmap.mmap(-1, nbytes, flags=flags)  # pages that are never written take no memory
+        elif self._device.type == "cuda":
+            self._gpu = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

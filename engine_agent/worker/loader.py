@@ -1,6 +1,6 @@
 """The part of weightbus that runs inside the engine's workers, whichever engine they belong to.
 
-The engine's own loader (engines/sglang/weight_loader.py) calls `serve_sidecar` in every worker, on the thread that
+The engine's own loader (worker_loader.py) calls `serve_sidecar` in every worker, on the thread that
 generates. The worker connects to the sidecar's socket and carries out its messages until the sidecar lets it go
 (dataplane/transports/worker_messages.py). Nothing is generated meanwhile.
 
@@ -19,10 +19,9 @@ from typing import Final
 import torch
 
 from weightbus.dataplane.errors import DataplaneError, NotTraceable
-from weightbus.dataplane.processes import Deadline, Frames
+from weightbus.dataplane.processes import Deadline, Frames, gc_paused
 from weightbus.dataplane.transports import worker_messages as wire
 
-from ..gc_pause import gc_paused
 from .worker_state import WorkerState
 
 _PATIENCE_S: Final = 120.0

@@ -21,9 +21,9 @@ import torch
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports.interface import SharedBucket
 from weightbus.engine_agent.engines import checkpoint_spec
-from weightbus.engine_agent.engines.connection import EngineConnection
 from weightbus.engine_agent.engines.interface import CALL_S, EngineFacts, Limitation, Observer
 from weightbus.engine_agent.engines.local_process import start_time
+from weightbus.engine_agent.engines.registry import EngineConnection
 from weightbus.engine_agent.errors import (
     AnotherGeneration,
     NothingToGive,

@@ -24,10 +24,10 @@ from weightbus.control.machine.reply_cache import MAX_ROUND_REPLIES, Restored, R
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
 from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId
 from weightbus.control.protocol.message_fields import HeldVersion
-from weightbus.engine_agent import durable_file
+from weightbus.engine_agent import state_file
 from weightbus.engine_agent.errors import StateUnreadable
 from weightbus.engine_agent.machine.events import StateRecord
-from weightbus.engine_agent.sidecar.state_file import StateFile
+from weightbus.engine_agent.state_file import StateFile
 
 from .filesystem import Files, SimOs, SimPath
 from .invariants import Memory
@@ -252,11 +252,11 @@ class RecordDisk:
         self._written = [self._written[0], record]
         if process.doomed("persist"):
             self._cut_short(process)
-        durable_file.os = SimOs  # type: ignore[assignment]
+        state_file.os = SimOs  # type: ignore[assignment]
         try:
             self._file.write(record)
         finally:
-            durable_file.os = os
+            state_file.os = os
             self.files.step = _on
         self._written = [record]
         process.passes("persist", "during")

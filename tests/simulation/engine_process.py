@@ -65,7 +65,7 @@ from weightbus.engine_agent.machine.events import (
     Verify,
     Welcomed,
 )
-from weightbus.engine_agent.sidecar.effect_dispatcher import EffectDispatcher
+from weightbus.engine_agent.state_file import EffectDispatcher
 
 from .client import Client
 from .disks import RecordDisk

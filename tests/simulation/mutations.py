@@ -47,8 +47,8 @@ SERVER, COORDINATOR, CHANNEL = (
 
 JOURNAL, RECORD_FILE, LEDGER = (
     "control/journal/sqlite_journal.py",
-    "engine_agent/durable_file.py",
-    "engine_agent/machine/recorded_state.py",
+    "engine_agent/state_file.py",
+    "engine_agent/machine/weight_state.py",
 )
 ROUND, PARTICIPANTS, REGISTRY = (
     "control/machine/round.py",
@@ -458,14 +458,14 @@ MUTATIONS: Final = (
     _m(
         "pause-lease-never-ends",
         "pause-lease",
-        "engine_agent/machine/pause_lease.py",
+        "engine_agent/machine/engine_machine.py",
         "        return now >= max(heard_at, self.quiet_since) + self.lease_s\n",
         "        return False\n",
     ),
     _m(
         "pause-lease-ends-at-once",
         "every-wait-ends",
-        "engine_agent/machine/pause_lease.py",
+        "engine_agent/machine/engine_machine.py",
         "        return now >= max(heard_at, self.quiet_since) + self.lease_s\n",
         "        return True\n",
     ),
@@ -514,7 +514,7 @@ MUTATIONS: Final = (
     _m(
         "transfers-though-the-record-is-not-written",
         "no-mixed-tokens",
-        "engine_agent/sidecar/effect_dispatcher.py",
+        "engine_agent/state_file.py",
         "                self.unsaved is not None and isinstance(effect, RunOperation)",
         "                False and isinstance(effect, RunOperation)",
     ),

@@ -10,7 +10,7 @@ import pytest
 
 from weightbus.control.machine.effects import EpochTaken
 from weightbus.control.protocol.ids import AgentId, Channel, Epoch, Version
-from weightbus.engine_agent import durable_file
+from weightbus.engine_agent import state_file
 
 from .filesystem import Files, SimOs, SimPath
 from .sqlite_disk import SqliteDisk
@@ -21,7 +21,7 @@ OLD, NEW = b'{"of": "the last round"}', b'{"of": "the round that was running"}'
 
 @pytest.fixture
 def files(monkeypatch: pytest.MonkeyPatch) -> Files:
-    monkeypatch.setattr(durable_file, "os", SimOs)
+    monkeypatch.setattr(state_file, "os", SimOs)
     return Files()
 
 
@@ -34,7 +34,7 @@ def found_after(files: Files, seed: int) -> bytes | None:
 
 
 def write(files: Files, content: bytes) -> None:
-    durable_file.write_durably(SimPath(files, "e0.json"), content)  # type: ignore[arg-type]
+    state_file.write_durably(SimPath(files, "e0.json"), content)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -86,9 +86,9 @@ def test_without_a_sync_it_is_lost_or_torn(files: Files, monkeypatch: pytest.Mon
 
     found = set()
     for seed in range(40):
-        monkeypatch.setattr(durable_file, "os", SimOs)
+        monkeypatch.setattr(state_file, "os", SimOs)
         write(files, OLD)
-        monkeypatch.setattr(durable_file, "os", Forgetful)
+        monkeypatch.setattr(state_file, "os", Forgetful)
         write(files, NEW)
         found.add(found_after(files, seed))
     assert OLD in found if without == "folder" else found - {OLD, NEW}

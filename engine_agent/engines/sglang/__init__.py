@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .weight_loader import load as load
+    from .pickle_payload import PREFIX as PREFIX
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

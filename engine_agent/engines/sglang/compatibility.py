@@ -4,20 +4,24 @@ There is no second chance: SGLang exits on a wrong shape or a misaligned bucket,
 to half of a model and to the wrong dtype. So a manifest that is not known to be right is refused here.
 """
 
+from __future__ import annotations
+
+import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from weightbus.dataplane.quantize import Element, Quantization, Scheme
 from weightbus.dataplane.tensors import Manifest, TensorSpec
 from weightbus.dataplane.transports import LoadedBy, Transport, registry as transports
 
-from ...errors import UnfitManifest
+from ...errors import EngineAgentError, UnfitManifest
+from .. import checkpoint_spec
 from ..checkpoint_spec import Expected
 from ..interface import Limitation
-from .api_versions import Dialect
 from .pickle_payload import LOADER
-from .quantized_reload import objections
 from .server_identity import ServerFacts
 
 _SHOWN: Final = 4
@@ -184,3 +188,194 @@ def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     more = f" and {len(ordered) - _SHOWN} more" if len(ordered) > _SHOWN else ""
     return f"{len(ordered)} tensors ({', '.join(ordered[:_SHOWN])}{more})"
+
+
+_EXPERT: Final = re.compile(r"\.experts\.\d+\.")
+_LLAMA: Final = "LlamaForCausalLM"
+_SERVE_BLOCKS: Final = (
+    "serve a checkpoint in fp8 blocks (weight_block_size), or the plain one with no --quantization, which any transport"
+    " updates"
+)
+
+
+def objections(
+    quantization: Quantization | None, names: Iterable[str], facts: ServerFacts, dialect: Dialect
+) -> Iterator[str]:
+    """Objections to updating a server of such a checkpoint, whose tensors have these names."""
+    asked = facts.quantization.replace("_", "-")
+    if quantization is None:
+        if asked:
+            yield (
+                f"the server quantizes a plain checkpoint while it loads (--quantization {facts.quantization}), which"
+                " cannot be compared: launch it without the flag from a checkpoint that is quantized already, and name"
+                " that to the trainer (served)"
+            )
+        return
+    if asked and asked != quantization.method:
+        yield (
+            f"the server was launched with --quantization {facts.quantization}, its checkpoint is"
+            f" {quantization.method}: launch it without the flag"
+        )
+    if facts.device == "cpu":
+        yield "SGLang packs quantized weights for its CPU and cannot unpack them: serve the plain checkpoint there"
+        return
+    names = tuple(names)
+    if _LLAMA in facts.architectures and any(name.endswith(".weight_scale_inv") for name in names):
+        yield "SGLang's Llama drops scales called weight_scale_inv in silence: serve a compressed-tensors checkpoint"
+    packed = [name for name in names if name.endswith(".weight_packed")]
+    for rule in quantization.rules:
+        reason = _reason(rule.scheme, packed, dialect)
+        if reason:
+            yield f"weights in {rule.scheme.name} cannot be loaded into a running server: {reason}"
+
+
+def _reason(scheme: Scheme, packed: Iterable[str], dialect: Dialect) -> str:
+    if scheme.element is Element.INT4:
+        if any(not _EXPERT.search(name) for name in packed):
+            return f"SGLang repacks them and unpacks experts only; {_SERVE_BLOCKS}, or quantize nothing but experts"
+        if not dialect.sessions:
+            return "SGLang unpacks experts from 0.5.21 on: launch a newer server"
+        return ""
+    if scheme.scale_dtype == "uint8":
+        return f"SGLang swizzles their scales; {_SERVE_BLOCKS}"
+    if not all(scheme.block):
+        return f"SGLang transposes them; {_SERVE_BLOCKS}"
+    return ""
+
+
+_CPU: Final = Path("/proc/cpuinfo")
+
+
+def refusals(facts: ServerFacts, dialect: Dialect, checkpoint: Path) -> Iterator[str]:
+    """Why `Prepare` will refuse every version, as far as the files in `checkpoint` tell."""
+    try:
+        expected = checkpoint_spec.expected(checkpoint)
+    except (UnfitManifest, OSError, ValueError) as error:
+        yield str(error)
+        return
+    yield from objections(expected.quantization, expected.shapes, facts, dialect)
+
+
+def prerecording_objection(facts: ServerFacts, dialect: Dialect, expected: Expected) -> str:
+    """Why this server's loader must not be called outside of a round; empty when it may be."""
+    plain = not facts.quantization and expected.quantization is None and checkpoint_spec.dense(facts.architectures)
+    packed = facts.device == "cpu" and "amx_tile" in _CPU.read_text(encoding="utf-8")
+    if dialect.sessions and (packed or not plain):
+        return (
+            f"SGLang {facts.version} lays weights out anew after a loader was called, as if all had been loaded: those"
+            " that were not would be laid out twice"
+        )
+    return ""
+
+
+Release = tuple[int, int, int]
+
+
+class Dialect(msgspec.Struct, frozen=True):
+    """The versions from `first` to `last`, both included."""
+
+    name: str
+    first: Release
+    last: Release
+    sessions: bool
+    """begin_weight_update must come before tensors and end_weight_update after; without a session they get 400."""
+    exact_unpickler: bool
+    """Payload classes are allowed by exact name. Before, by prefix: any client of the endpoint could run code."""
+    checksums: bool
+    """weights_checker knows the action ``checksum``."""
+    cpu_checksums: bool
+    """... and it works where there is no GPU."""
+    spans: bool
+    """Answers carry ``weight_versions``: which token was made by which version."""
+    in_place_flush_kills: bool
+    """An update with flush_cache while requests are frozen ends the server, not only the call."""
+
+
+DIALECTS: Final = (
+    Dialect(
+        name="0.5.11",
+        first=(0, 5, 11),
+        last=(0, 5, 11),
+        sessions=False,
+        exact_unpickler=False,
+        checksums=False,
+        cpu_checksums=False,
+        spans=False,
+        in_place_flush_kills=True,
+    ),
+    Dialect(
+        name="0.5.12",
+        first=(0, 5, 12),
+        last=(0, 5, 18),
+        sessions=False,
+        exact_unpickler=False,
+        checksums=True,
+        cpu_checksums=False,
+        spans=False,
+        in_place_flush_kills=True,
+    ),
+    Dialect(
+        name="0.5.19",
+        first=(0, 5, 19),
+        last=(0, 5, 20),
+        sessions=False,
+        exact_unpickler=False,
+        checksums=True,
+        cpu_checksums=False,
+        spans=True,
+        in_place_flush_kills=True,
+    ),
+    Dialect(
+        name="0.5.21",
+        first=(0, 5, 21),
+        last=(0, 5, 22),
+        sessions=True,
+        exact_unpickler=True,
+        checksums=True,
+        cpu_checksums=False,
+        spans=True,
+        in_place_flush_kills=True,
+    ),
+    Dialect(
+        name="0.5.23",
+        first=(0, 5, 23),
+        last=(0, 5, 23),
+        sessions=True,
+        exact_unpickler=True,
+        checksums=True,
+        cpu_checksums=True,
+        spans=True,
+        in_place_flush_kills=False,
+    ),
+)
+KNOWN: Final = "0.5.11 to 0.5.23"
+
+
+class UnknownDialect(EngineAgentError):
+    """The server speaks a version of SGLang's HTTP interface that was never checked."""
+
+    def __init__(self, version: str, known: str) -> None:
+        self.version = version
+        super().__init__(
+            f"SGLang {version!r} is not a version this agent knows ({known}): run one of those, or name the nearest "
+            "with --dialect after trying a round on a server that nobody uses"
+        )
+
+
+_RELEASE: Final = re.compile(r"^(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?$")
+
+
+def dialect_of(version: str, override: str = "") -> Dialect:
+    """The dialect that `version` speaks, or the one named `override`. Raises `UnknownDialect`.
+
+    Post releases speak as their release does. Development builds (``0.5.23.dev7``, ``+g1a2b``) are unknown: their
+    number does not tell what is in them.
+    """
+    wanted = override or version
+    found = _RELEASE.match(wanted)
+    if found:
+        release = (int(found[1]), int(found[2]), int(found[3]))
+        for dialect in DIALECTS:
+            if dialect.first <= release <= dialect.last:
+                return dialect
+    raise UnknownDialect(wanted, KNOWN)

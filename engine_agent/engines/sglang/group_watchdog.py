@@ -20,7 +20,7 @@ from typing import Final
 from weightbus.control.log import get_log
 from weightbus.control.machine import WATCHDOG_S
 
-from ..connection import Keys
+from ..registry import Keys
 from .http_client import authorization
 
 SILENCE_S: Final = WATCHDOG_S

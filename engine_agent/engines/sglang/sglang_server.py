@@ -4,6 +4,8 @@ Calls are made in the order in which they are asked for, each with its own deadl
 reports neither whether a weight-update session is open nor which memory it has released, so both are kept here.
 """
 
+from __future__ import annotations
+
 import contextlib
 import time
 from collections import deque
@@ -18,16 +20,16 @@ from weightbus.dataplane.tensors import Manifest, TensorSpec
 from weightbus.dataplane.transports import Address, SharedBucket
 from weightbus.dataplane.transports.distributed import StoreProxy
 
-from ...errors import AnotherGeneration, NothingToGive, ServerError, ServerRefused, ServerSilent
+from ...errors import AnotherGeneration, NothingToGive, ServerError, ServerRefused, ServerSilent, StateUnreadable
+from ...state_file import write_durably
 from .. import checkpoint_spec
-from ..connection import EngineConnection, Keys
 from ..interface import CALL_S, Engine, Limitation, Observer
 from ..local_process import loopback_of, start_time
-from . import compatibility, preflight
-from .api_versions import Dialect, dialect_of
+from ..registry import EngineConnection, Keys
+from . import compatibility
+from .compatibility import Dialect, dialect_of
 from .group_watchdog import GroupWatchdog
 from .http_client import HttpClient
-from .memory_occupation import TAGS, WEIGHTS, MemoryOccupation
 from .pickle_payload import LOAD_FORMAT, LOADER, invitation, serialized
 from .server_identity import ServerFacts, facts_of, layout_of, workers_of
 
@@ -185,7 +187,7 @@ class SGLangServer:
 
     def refusals(self, checkpoint: Path) -> Iterable[str]:
         """Reasons why every version will be refused, as far as the served checkpoint tells."""
-        return preflight.refusals(self.facts, self.dialect, checkpoint)
+        return compatibility.refusals(self.facts, self.dialect, checkpoint)
 
     def check(self, manifest: Manifest, transport: str, checkpoint: Path) -> None:
         """Raise `UnfitManifest` with everything that speaks against loading `manifest`."""
@@ -199,7 +201,7 @@ class SGLangServer:
         """Why the loader must not be called outside of a round; empty when it may be."""
         if self.memory_released or self.facts.undefined:
             return "the server has released its memory"
-        return preflight.prerecording_objection(self.facts, self.dialect, checkpoint_spec.expected(checkpoint))
+        return compatibility.prerecording_objection(self.facts, self.dialect, checkpoint_spec.expected(checkpoint))
 
     # -- health
 
@@ -546,3 +548,75 @@ def _checksums_of(rank: object) -> dict[str, str]:
     if not isinstance(found, dict):
         raise ServerRefused("/weights_checker", 200, "a rank without checksums in the answer")
     return {str(name): str(value) for name, value in found.items()}  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
+
+
+WEIGHTS: Final = "weights"
+TAGS: Final = ("kv_cache", WEIGHTS, "cuda_graph")
+"""SGLang's names, in the order of release."""
+
+
+class _Released(msgspec.Struct, frozen=True):
+    """The content of the file."""
+
+    launch: str = ""
+    """Identity of the launch, without releases."""
+    times: int = 0
+    """Releases of this launch."""
+    tags: tuple[str, ...] = ()
+    """Memory that is released now."""
+
+
+class MemoryOccupation:
+    """The released memory of one server. Used by the thread that calls the server."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Kept in the file `path`; in memory alone without one. Raises `StateUnreadable`."""
+        self._path = path
+        self._content = _read(path)
+
+    @property
+    def released(self) -> tuple[str, ...]:
+        """Tags of the memory that is released now."""
+        return self._content.tags
+
+    @property
+    def undefined(self) -> bool:
+        """True if the weights were released since the launch."""
+        return self._content.times > 0
+
+    def identity_of(self, launch: str) -> str:
+        """Identity of a server of this launch, another one after each release. Forgets other launches."""
+        if launch != self._content.launch:
+            self._content = _Released(launch)
+        return f"{launch}+{self._content.times}" if self._content.times else launch
+
+    def begin_release(self) -> None:
+        """The weights are about to be released: from now on `identity_of` gives another identity. Raises OSError."""
+        self._keep(msgspec.structs.replace(self._content, times=self._content.times + 1))
+
+    def note_released(self) -> None:
+        """All memory is about to be released. Raises OSError."""
+        self._keep(msgspec.structs.replace(self._content, tags=TAGS))
+
+    def note_resumed(self, tag: str) -> None:
+        """The server has the memory of `tag` again. Raises OSError."""
+        self._keep(msgspec.structs.replace(self._content, tags=tuple(each for each in self.released if each != tag)))
+
+    def _keep(self, content: _Released) -> None:
+        if self._path is not None:
+            write_durably(self._path, msgspec.json.encode(content))
+        self._content = content
+
+
+def _read(path: Path | None) -> _Released:
+    if path is None:
+        return _Released()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Released)
+    except FileNotFoundError:
+        return _Released()
+    except (OSError, ValueError) as error:
+        raise StateUnreadable(
+            f"cannot tell from {path} what memory the server has given back ({error}): restart the server, then delete"
+            " the file"
+        ) from error

@@ -17,8 +17,8 @@ from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.engine_agent.engines import registry
-from weightbus.engine_agent.engines.connection import EngineConnection
 from weightbus.engine_agent.engines.interface import Engine
+from weightbus.engine_agent.engines.registry import EngineConnection
 from weightbus.engine_agent.sidecar.driver import EngineAgent
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
 from weightbus.trainer_agent import TrainerAgent

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from weightbus.control import protocol as m
 from weightbus.control.protocol.enums import EngineHealth, Step
 from weightbus.control.protocol.errors import InvariantBroken
+from weightbus.engine_agent.machine.engine_machine import HOLD_S
 from weightbus.engine_agent.machine.events import (
     Answer,
     ForgetAnswers,
@@ -20,7 +21,6 @@ from weightbus.engine_agent.machine.events import (
     StateRecord,
     Verify,
 )
-from weightbus.engine_agent.machine.operation_state import HOLD_S
 
 from ..world import MANIFEST, OTHER, TABLE, World, answers, cancels, only, ran
 

@@ -17,7 +17,7 @@ from weightbus.engine_agent.machine.events import (
     RunOperation,
     StateRecord,
 )
-from weightbus.engine_agent.sidecar.effect_dispatcher import EffectDispatcher
+from weightbus.engine_agent.state_file import EffectDispatcher
 
 from ..world import World, answers, cancels, only, ran
 

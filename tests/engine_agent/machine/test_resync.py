@@ -20,7 +20,7 @@ from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.control.protocol.messages import Abort, Pause, Prepare, Transfer
 from weightbus.dataplane.transports.disk.saved_version import PUBLICATION, SavedReceiver, leaving
 from weightbus.dataplane.transports.interface import Receipt, TransferSession
-from weightbus.engine_agent.machine.operation_state import ServerView
+from weightbus.engine_agent.machine.engine_machine import ServerView
 from weightbus.engine_agent.machine.resync import AGAIN_S, SAVED, STEP_S, Resync, ResyncStage
 from weightbus.engine_agent.machine.weight_state import WeightState
 from weightbus.engine_agent.sidecar import file_resync as saved_versions

@@ -35,12 +35,12 @@ from weightbus.control.security.allow_list import ALLOW_LIST_FILE, edit_allow_li
 from weightbus.dataplane.transports.interface import JOIN_S
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.errors import ServerInUse
+from weightbus.engine_agent.machine.engine_machine import ServerView
 from weightbus.engine_agent.machine.events import Commanded, ReleaseServer
-from weightbus.engine_agent.machine.operation_state import ServerView
 from weightbus.engine_agent.machine.weight_state import WeightState
 from weightbus.engine_agent.sidecar.driver import EngineAgent
 from weightbus.engine_agent.sidecar.settings import EngineAgentSettings
-from weightbus.engine_agent.sidecar.state_file import StateFile
+from weightbus.engine_agent.state_file import StateFile
 from weightbus.engine_agent.worker import loader as worker_loader
 from weightbus.engine_agent.worker_loader import load
 from weightbus.trainer_agent import TrainerAgent

@@ -13,8 +13,8 @@ import pytest
 from weightbus.control.protocol.enums import EngineHealth, Step
 from weightbus.control.protocol.ids import Epoch
 from weightbus.engine_agent.errors import NothingToGive, ServerUnreachable
+from weightbus.engine_agent.machine.engine_machine import ServerView
 from weightbus.engine_agent.machine.events import ServerFound, StateRecord
-from weightbus.engine_agent.machine.operation_state import ServerView
 from weightbus.engine_agent.machine.weight_state import WeightState
 from weightbus.engine_agent.sidecar import memory_release as giving
 from weightbus.engine_agent.sidecar.memory_release import MemoryRelease, Noticed

@@ -13,10 +13,10 @@ from structlog.testing import capture_logs
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports import prerecording as rehearsal, registry as transports
-from weightbus.engine_agent.engines.sglang import preflight
+from weightbus.engine_agent.engines.sglang import compatibility
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
-from weightbus.engine_agent.machine.operation_state import ServerView
+from weightbus.engine_agent.machine.engine_machine import ServerView
 from weightbus.engine_agent.sidecar import prerecording as rehearsing
 from weightbus.engine_agent.sidecar.memory_release import Noticed
 from weightbus.engine_agent.sidecar.prerecording import Prerecorder
@@ -77,7 +77,7 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         return 1
 
     monkeypatch.setattr(rehearsal.Prerecording, "record", record)
-    monkeypatch.setattr(preflight, "_CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(compatibility, "_CPU", tmp_path / "cpuinfo")
     monkeypatch.setattr(rehearsing, "_AGAIN_S", 0.01, raising=False)
     (tmp_path / "cpuinfo").write_text("flags: fpu avx2\n")
     launched = Launched(tiny_model.write(tmp_path / "a", 1))
@@ -307,7 +307,7 @@ def test_a_closed_agent_asks_its_server_for_nothing(stage: Stage, monkeypatch: p
         monkeypatch.setattr(Prerecorder, "__init__", begin)
         plain = rehearsal.Prerecording.record
         monkeypatch.setattr(rehearsal.Prerecording, "record", record)
-        monkeypatch.setattr(preflight, "_CPU", stage.folder / "cpuinfo")
+        monkeypatch.setattr(compatibility, "_CPU", stage.folder / "cpuinfo")
     monkeypatch.setattr(Prerecorder, "_idle", idle)
     called: list[str] = []
     monkeypatch.setattr(SGLangServer, "load_direct", lambda _self, path, _deadline_s: called.append(path))

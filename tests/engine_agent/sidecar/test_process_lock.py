@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.engine_agent.sidecar.process_lock import LockHeld, ProcessLock, server_claim
+from weightbus.engine_agent.state_file import LockHeld, ProcessLock, server_claim
 
 HOLD = """
 import sys
 from pathlib import Path
-from weightbus.engine_agent.sidecar.process_lock import server_claim
+from weightbus.engine_agent.state_file import server_claim
 claim = server_claim(Path(sys.argv[1]), sys.argv[2], "e0")
 claim.take()
 print("held", flush=True)

@@ -13,7 +13,7 @@ from weightbus.control.protocol.enums import RefusalCode
 from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
 from weightbus.control.protocol.ids import Channel, Epoch, RequestId
 from weightbus.control.protocol.messages import Ack, Paused, ToAgent
-from weightbus.engine_agent.sidecar.reply_sender import ReplySender
+from weightbus.engine_agent.sidecar.driver import ReplySender
 
 WAIT_S = 30.0
 

@@ -8,11 +8,10 @@ from structlog.testing import capture_logs
 from weightbus.control.cli.entry_point import main
 from weightbus.control.cli.settings_loader import load_settings
 from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.engine_agent.engines.connection import Keys
+from weightbus.engine_agent.engines.registry import Keys
 from weightbus.engine_agent.errors import KeyFileUnusable
 from weightbus.engine_agent.sidecar.driver import EngineAgent
-from weightbus.engine_agent.sidecar.keys import read_keys
-from weightbus.engine_agent.sidecar.settings import SECTION, EngineAgentSettings
+from weightbus.engine_agent.sidecar.settings import SECTION, EngineAgentSettings, read_keys
 
 KEYS = pytest.mark.parametrize("key", ["api_key", "admin_api_key"])
 SECRET = "open-sesame"

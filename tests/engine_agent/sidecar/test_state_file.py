@@ -15,13 +15,10 @@ from weightbus.control.protocol.enums import EngineHealth
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.protocol.ids import Epoch, Version
 from weightbus.control.protocol.message_fields import HeldVersion
-from weightbus.engine_agent import durable_file
-from weightbus.engine_agent.durable_file import write_durably
+from weightbus.engine_agent import state_file
 from weightbus.engine_agent.errors import StateInUse, StateUnreadable, StateUnwritable
 from weightbus.engine_agent.machine.events import StateRecord
-from weightbus.engine_agent.sidecar import state_file
-from weightbus.engine_agent.sidecar.effect_dispatcher import EffectDispatcher
-from weightbus.engine_agent.sidecar.state_file import StateFile, StateWriter
+from weightbus.engine_agent.state_file import EffectDispatcher, StateFile, StateWriter, write_durably
 
 
 def test_a_claim_leaves_the_record_as_it_is(tmp_path: Path) -> None:
@@ -52,7 +49,7 @@ def test_what_is_kept_beside_a_record_is_written_beside_it(tmp_path: Path, monke
     """By another thread, at the same time: neither is taken for the other, and both are kept."""
     record = StateRecord(identity="first", health=EngineHealth.CLEAN, epoch=1)
     records = StateFile(tmp_path, "e0")
-    write_fresh = durable_file.write_fresh
+    write_fresh = state_file.write_fresh
 
     def meanwhile(path: Path, content: bytes) -> Path:
         fresh = write_fresh(path, content)
@@ -60,8 +57,7 @@ def test_what_is_kept_beside_a_record_is_written_beside_it(tmp_path: Path, monke
             write_durably(tmp_path / "e0.manifest", b"a manifest")
         return fresh
 
-    for module in (durable_file, state_file):
-        monkeypatch.setattr(module, "write_fresh", meanwhile)
+    monkeypatch.setattr(state_file, "write_fresh", meanwhile)
     records.write(record)
 
     assert records.read() == record

@@ -10,9 +10,8 @@ from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.errors import DeadlineExceeded
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent
 from weightbus.engine_agent.machine.events import OperationDone, OperationFailed, PauseServer, Validate
-from weightbus.engine_agent.sidecar import worker_health as module
-from weightbus.engine_agent.sidecar.operation_executor import OperationExecutor
-from weightbus.engine_agent.sidecar.worker_health import VERIFY_S, WorkerHealth, proof_s
+from weightbus.engine_agent.sidecar import operation_executor as module
+from weightbus.engine_agent.sidecar.operation_executor import VERIFY_S, OperationExecutor, WorkerHealth, proof_s
 
 
 class Server:

@@ -17,8 +17,7 @@ from weightbus.dataplane.transports import prerecorded_traces as ahead, prerecor
 from weightbus.dataplane.transports.prerecording import Prerecording
 from weightbus.dataplane.transports.worker_exchange import Workers
 from weightbus.engine_agent.worker import worker_state
-from weightbus.engine_agent.worker.digest_report import DigestReport
-from weightbus.engine_agent.worker.worker_state import WorkerState
+from weightbus.engine_agent.worker.worker_state import DigestReport, WorkerState
 
 from ...kit.toy_direct import SPECS, WAIT_S, ToyShard, Trainer, World, holds
 from ...kit.waiting import until

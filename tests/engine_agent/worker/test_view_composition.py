@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from weightbus.engine_agent.worker.view_composition import Move, Scattered, SourceWindow, boxes_of, compose
+from weightbus.engine_agent.worker.memory_origins import Move, Scattered, SourceWindow, boxes_of, compose
 
 Numbers = npt.NDArray[np.int64]
 

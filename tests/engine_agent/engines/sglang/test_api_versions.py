@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from weightbus.engine_agent.engines.sglang.api_versions import DIALECTS, UnknownDialect, dialect_of
+from weightbus.engine_agent.engines.sglang.compatibility import DIALECTS, UnknownDialect, dialect_of
 
 
 @pytest.mark.parametrize(

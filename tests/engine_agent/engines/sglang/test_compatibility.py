@@ -14,7 +14,7 @@ from weightbus.dataplane.quantize import hf_quantization_config as quantization_
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.engine_agent.engines import checkpoint_spec as checkpoint
 from weightbus.engine_agent.engines.sglang import compatibility as validate
-from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
+from weightbus.engine_agent.engines.sglang.compatibility import dialect_of
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.engines.sglang.server_identity import ServerFacts, facts_of
 from weightbus.engine_agent.errors import UnfitManifest

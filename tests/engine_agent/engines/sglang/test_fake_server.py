@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.engine_agent.engines.connection import Keys
+from weightbus.engine_agent.engines.registry import Keys
 from weightbus.engine_agent.engines.sglang import sglang_server as sglang
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 from weightbus.engine_agent.errors import AnotherGeneration, ServerRefused, ServerSilent, ServerUnreachable

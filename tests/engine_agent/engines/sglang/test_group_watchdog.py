@@ -19,14 +19,14 @@ import pytest
 
 from weightbus.control.machine.limits import Limits
 from weightbus.control.server.settings import CoordinatorSettings
-from weightbus.engine_agent.engines.connection import Keys
+from weightbus.engine_agent.engines.registry import Keys
 from weightbus.engine_agent.engines.sglang import group_watchdog as stand_in
 from weightbus.engine_agent.engines.sglang.group_watchdog import GroupWatchdog
 
 SIDECAR = """
 import sys, time
 from weightbus.engine_agent.engines.sglang.group_watchdog import GroupWatchdog
-from weightbus.engine_agent.engines.connection import Keys
+from weightbus.engine_agent.engines.registry import Keys
 stand_in = GroupWatchdog(sys.argv[1], Keys(admin="secret"), float(sys.argv[2]))
 for line in sys.stdin:
     how, *groups = line.split()

@@ -13,7 +13,7 @@ import httpcore
 import pytest
 
 from tests.kit.trickle import trickling
-from weightbus.engine_agent.engines.connection import Keys
+from weightbus.engine_agent.engines.registry import Keys
 from weightbus.engine_agent.engines.sglang import http_client as wire
 from weightbus.engine_agent.engines.sglang.http_client import HttpClient, _object
 from weightbus.engine_agent.errors import ServerRefused, ServerSilent, ServerUnreachable

@@ -11,8 +11,7 @@ import pytest
 
 from weightbus.control.server.http_server import HttpPort, Readiness
 from weightbus.control.server.metrics import Metrics, MetricSource
-from weightbus.engine_agent.engines.sglang.memory_occupation import TAGS, WEIGHTS, MemoryOccupation
-from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
+from weightbus.engine_agent.engines.sglang.sglang_server import TAGS, WEIGHTS, MemoryOccupation, SGLangServer
 from weightbus.engine_agent.errors import NothingToGive, ServerError, StateUnreadable
 
 from ....kit import tiny_model

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
-from weightbus.engine_agent.engines.sglang.preflight import refusals
+from weightbus.engine_agent.engines.sglang.compatibility import dialect_of, refusals
 
 from ....kit import tiny_model
 from .test_compatibility import CHANNELS, FP8, INT4, facts, stored_quantized

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.engine_agent.engines.sglang.api_versions import dialect_of
+from weightbus.engine_agent.engines.sglang.compatibility import dialect_of
 from weightbus.engine_agent.engines.sglang.server_identity import facts_of
 from weightbus.engine_agent.engines.sglang.sglang_server import SGLangServer
 
