@@ -33,7 +33,7 @@ SHARES: Final = (1, 1, 2, 4, 8, 8, 8, 8, 8, 8)
 """Relative sizes of batches, in the order of their submission.
 
 An engine begins when all of its batch is submitted: the first are short, and while one is copied, the next twice as
-long one is submitted. Each begins a little late, which the other engines make good meanwhile (tests/gpu/crosswise.py).
+long one is submitted. Each begins a little late, which the other engines make good meanwhile (tests/gpu/copies.py).
 """
 
 Mask = npt.NDArray[np.bool_]

@@ -51,12 +51,11 @@ STEADY = 6
 
 def orchestrate(args: argparse.Namespace) -> int:
     """Start everything, run the trainer, write what it has measured so far."""
-    from weightbus.trainer_agent.demo.child_processes import ProgramEnded, Programs
+    from weightbus.trainer_agent.demo.child_processes import Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-direct-"))
     hf = rig.model_of(args)
     rig.write_model(work / "model", hf)
-    problem = ""
     with Programs(work) as programs:
         layout = rig.start_coordinator(programs, work)
         for engine in engines(args):
@@ -67,22 +66,9 @@ def orchestrate(args: argparse.Namespace) -> int:
         if args.tp > 1:
             command = rig.ranks_command(__file__, args.tp, arguments)
         trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
-
-        measured, known = work / "result.json", 0
-
-        def ended() -> bool:
-            nonlocal known
-            if measured.exists() and measured.stat().st_mtime_ns != known:
-                known = measured.stat().st_mtime_ns
-                write(args, work, hf, "under way")
-            return trainer.process.poll() is not None
-
-        try:
-            rig.wait("the trainer", ended, args.deadline, lambda: programs.check([trainer]))
-            programs.check([trainer])
-        except (ProgramEnded, TimeoutError) as error:
-            problem = f"{error}"
-            rig.keep_logs(work, args.out, "direct")
+        problem = rig.follow(
+            programs, trainer, work, args=args, name="direct", news=lambda: write(args, work, hf, "under way")
+        )
     results = write(args, work, hf, problem)
     sys.stdout.write(json.dumps(results) + "\n")
     return 0 if results and not problem and all(each["equal"] for each in results.values()) else 1

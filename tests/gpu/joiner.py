@@ -3,7 +3,7 @@
     python3 tests/gpu/joiner.py                       two CUDA devices. Qwen3-30B-A3B shapes, 24 layers, 31 GB
     python3 tests/gpu/joiner.py --not-ahead           the same where its loader is recorded in its first round
     python3 tests/gpu/joiner.py --one-gpu             on one device of 140 GB, over sockets: what a joiner takes
-                                                      beside the wire, which has no goal there (joiner-one-gpu.json)
+                                                      beside the wire, which is slower there (joiner-one-gpu.json)
     python3 tests/gpu/joiner.py --device cpu          the same steps with tiny models, over gloo
 
 A Megatron-core trainer on GPU 0 sends versions to a real SGLang server on GPU 1, by `sends`. A second server stands
@@ -28,15 +28,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import nccl_parts
+import direct
 import rig
-from nccl import SOCKETS
 
+SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 STEADY = 5
 CHANNEL = "joiner"
 FIRST, LATE = "first", "late"
@@ -45,13 +46,86 @@ LOOK_S = 0.002
 """Between two looks, each of which takes the coordinator's time."""
 
 
+class Part:
+    """The trainer's model, the fleet, and the results so far."""
+
+    def __init__(self, work: Path, device: str) -> None:
+        import torch
+        from shards import LayoutShards
+
+        self._work, self._found = work, dict[str, Any]()
+        self.layout = rig.read_layout(work)
+        hf = rig.read_config(work)
+        self.fleet = rig.Fleet(self.layout, hf["max_position_embeddings"])
+        self.source = LayoutShards(hf, torch.device(device, 0), 2, tp=2)
+
+    def say(self, **found: Any) -> None:
+        """Write it down: a run that is cut short leaves what it had."""
+        self._found |= found
+        rig.write_found(self._work, self._found)
+        rig.log(", ".join(found))
+
+    def state(self, place: str) -> str:
+        """The engine's, as the coordinator shows it."""
+        url = f"http://127.0.0.1:{self.layout['status']}/status"
+        channels = self.fleet._http.get(url).json()["channels"]
+        return str(channels.get(CHANNEL, {"engines": {}})["engines"].get(f"{place}0", {}).get("state"))
+
+
+def committed(report: dict[str, Any], *engines: str) -> bool:
+    """The version, and these engines or all of them."""
+    found = report["engines"]
+    return report["outcome"] == "committed" and all(found[name] == "committed" for name in engines or found)
+
+
+class rounds:  # noqa: N801  a context manager like direct.rounds
+    """An agent of one channel, and how it publishes one version."""
+
+    def __init__(self, part: Part, transport: str) -> None:
+        from weightbus.trainer_agent import TrainerAgent
+
+        self._agent = TrainerAgent.connect(
+            part.source, channel=CHANNEL, name=f"trainer-{CHANNEL}", coordinator=f"tcp://127.0.0.1:{part.layout['bus']}",
+            transport=(transport,), bucket_bytes=direct.BUCKET_BYTES, insecure_loopback=True, pause="in_place",
+            flush=False,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        self._agent.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._agent.__exit__(*error)
+
+    def __call__(self, version: int) -> dict[str, Any]:
+        return self._told(self._agent.publish, version)
+
+    def catch_up(self, version: int) -> dict[str, Any]:
+        """To engines that are behind."""
+        return self._told(self._agent.catch_up, version)
+
+    @staticmethod
+    def _told(bring: Callable[[int], Any], version: int) -> dict[str, Any]:
+        began = time.perf_counter()
+        report = bring(version)
+        return {
+            "publish_s": time.perf_counter() - began,
+            "outcome": f"{report.outcome}",
+            "reason": report.reason,
+            "engines": {each.engine: f"{each.outcome}" for each in report.engines},
+            "reasons": {each.engine: each.reason for each in report.engines if each.reason},
+            "engine_s": {each.engine: each.seconds for each in report.engines},
+            "trainer_s": report.seconds,
+        }
+
+
 class Watch:
     """When an engine is there, and when it is ready: as a process beside the trainer sees it in the status."""
 
-    def __init__(self, part: nccl_parts.Part, place: str) -> None:
+    def __init__(self, part: Part, place: str) -> None:
         url = f"http://127.0.0.1:{part.layout['status']}/status"
         program = Path(__file__).with_name("watch.py")
-        arguments = [url, part.layout["engines"][place]["channel"], f"{place}0", str(LOOK_S)]
+        arguments = [url, CHANNEL, f"{place}0", str(LOOK_S)]
         self._process = subprocess.Popen([sys.executable, str(program), *arguments], stdout=subprocess.PIPE, text=True)
         self._news = threading.Condition()
         self.states: list[tuple[float, str, bool]] = []
@@ -89,7 +163,7 @@ class Watch:
         return [(round(at - came, 4), state, ready) for at, state, ready in self.states]
 
 
-def join(part: nccl_parts.Part, publish: nccl_parts.rounds, version: int, log: Path) -> dict[str, Any]:
+def join(part: Part, publish: rounds, version: int, log: Path) -> dict[str, Any]:
     """Start the late engine's sidecar and bring it `version`; where the time went."""
     late = part.layout["engines"][LATE]
     watch = Watch(part, LATE)
@@ -121,13 +195,13 @@ def _nop() -> None:
 def train(work: Path, device: str) -> None:
     """The trainer: a process of its own."""
     rig.play_cuda(device)
-    part = nccl_parts.Part(CHANNEL, work, device, "model", (FIRST,))
-    part.called()
+    part = Part(work, device)
+    part.fleet.wait_ready(400, FIRST)
     part.fleet.wait_serving(LATE, 400, _nop)
     part.fleet.overwrite(LATE)
     noise = part.fleet.checksum(LATE)
     numbers = iter(range(1, 1000))
-    with nccl_parts.rounds(part, "sends", CHANNEL) as publish:
+    with rounds(part, "sends") as publish:
         reports, wires = [], []
         for version in (next(numbers) for _ in range(STEADY + 2)):
             part.source.refill(version)
@@ -136,7 +210,7 @@ def train(work: Path, device: str) -> None:
         steady = [each["publish_s"] for each in reports[2:]]
         beside = [took - (after - before) for took, before, after in zip(steady, wires[1:], wires[2:], strict=False)]
         normal = statistics.median(steady)
-        equal = all(nccl_parts.committed(each) for each in reports)
+        equal = all(committed(each) for each in reports)
         part.say(rounds=reports, normal_round_s=normal, steady_s=steady, steady_beside_wire_s=beside, equal=False)
 
         joined = join(part, publish, version, work / "sidecar-late.log")
@@ -146,9 +220,9 @@ def train(work: Path, device: str) -> None:
         part.say(**joined, ratio=joined["joiner_s"] / normal, beside_wire_s=beside_wire, equal_joined=equal)
 
         os.killpg(part.layout["engines"][LATE]["sidecar_group"], signal.SIGTERM)
-        rig.wait("it to be gone", lambda: part.engine(LATE)["state"] == "lost", 30, _nop)
+        rig.wait("it to be gone", lambda: part.state(LATE) == "lost", 30, _nop)
         part.source.refill(version := next(numbers))
-        equal = equal and nccl_parts.committed(publish(version), f"{FIRST}0")
+        equal = equal and committed(publish(version), f"{FIRST}0")
         again = join(part, publish, version, work / "sidecar-late-again.log")
         sums = part.fleet.checksum(FIRST), part.fleet.checksum(LATE)
         equal = equal and sums[0] == sums[1]
@@ -159,7 +233,7 @@ def train(work: Path, device: str) -> None:
             part.source.refill(version)
             both.append(publish(version))
         sums = part.fleet.checksum(FIRST), part.fleet.checksum(LATE)
-        equal = equal and sums[0] == sums[1] and all(nccl_parts.committed(each) for each in both)
+        equal = equal and sums[0] == sums[1] and all(committed(each) for each in both)
         part.say(with_both=both, equal=equal)
         os.killpg(part.layout["engines"][LATE]["sidecar_group"], signal.SIGTERM)
     part.source.close()
@@ -186,21 +260,10 @@ def orchestrate(args: argparse.Namespace, work: Path, programs: Any) -> dict[str
         )  # fmt: skip
         rig.start_engine(programs, args.device, work, engine, layout)
     rig.write_layout(work, layout)
-    (work / f"go-{CHANNEL}").touch()
     command = [sys.executable, __file__, f"--trainer-of={work}", f"--device={args.device}"]
     trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device) | apart(args, "trainer"))
-    programs.dismiss([trainer])  # it is looked after here
-    until, problem = time.monotonic() + args.deadline, ""
-    while trainer.process.poll() is None and time.monotonic() < until:
-        time.sleep(0.2)
-    if trainer.process.poll() is None:
-        os.killpg(trainer.process.pid, signal.SIGKILL)
-        problem = "it ran out of time"
-    elif trainer.process.returncode:
-        problem = f"the trainer ended with status {trainer.process.returncode}"
-    if problem:
-        rig.keep_logs(work, args.out, "joiner")
-    file = work / f"result-{CHANNEL}.json"
+    problem = rig.follow(programs, trainer, work, args=args, name="joiner")
+    file = work / "result.json"
     measured: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"equal": False}
     head = {key: measured.pop(key, None) for key in ("joiner_s", "normal_round_s", "ratio", "recorded_ahead", "equal")}
     described = rig.describe("joiner.py", args.device, hf)

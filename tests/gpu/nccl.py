@@ -2,30 +2,24 @@
 
     python3 tests/gpu/nccl.py                       two CUDA devices. Qwen3-30B-A3B shapes, 24 layers, 31 GB
     python3 tests/gpu/nccl.py --config FILE         another model, by its config.json
-    python3 tests/gpu/nccl.py --parts speed,death   some of the parts
     python3 tests/gpu/nccl.py --device cpu          the same steps with tiny models, over gloo
 
-Three parts, each a trainer of its own (nccl_parts.py, stock_paths.py), each with a deadline:
-
-``speed``  Versions by `sends`, by SGLang's flattened buckets, and by a broadcast for each tensor as slime drives it,
-           all into the same server. Its own checksums of its live parameters must be the same every way, and other ones
-           after they were overwritten with noise. A bare send of as many bytes is the floor.
-``death``  The trainer is killed in the middle of a transfer, and another one comes: how long until the engine serves.
-``hosts``  Two engines on one GPU that NCCL takes for three hosts with the trainer: sockets over the loopback, P2P and
-           shared memory off. An engine joins; then a worker is killed in the middle of a transfer: how long until the
-           other engine serves the version.
+Versions come by `sends`, by `distributed`, by SGLang's flattened buckets, and by a broadcast for each tensor as slime
+drives it (stock_paths.py), all into the same server. Its own checksums of its live parameters must be the same every
+way, and other ones after they were overwritten with noise. A bare send of as many bytes is the floor. Deaths over NCCL
+are in deaths.py, joining engines in joiner.py.
 
 Prints one JSON object; `--out FOLDER` writes nccl.json there after every step, so that a run that is cut short leaves
-what it had. Exits with 1 unless every part came to its end and everything was equal.
+its figures. Exits with 1 unless everything was equal.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import json
 import os
-import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,166 +28,168 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import direct
 import rig
 
-ENGINES = {"speed": ("remote",), "death": ("remote",), "hosts": ("near", "far")}
-LIMITS_S = {"speed": 240.0, "death": 120.0, "hosts": 200.0}
-"""Of a part, once its engines are there."""
-SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
-FIGURES = (
-    "bytes", "shard_to_shard_s", "bare_sendrecv_s", "slime_distributed_s", "flattened_distributed_s",
-    "survivors_serving_s", "joiner_s", "normal_round_s", "equal",
-)  # fmt: skip
+PLACE = "remote"
+STEADY = 3
+CHUNK_BYTES = 512 * 1024 * 1024
+"""Size of one message of the bare send."""
+BARE_ROUNDS = 5
+FORM_S = 60.0
 
 
-class Run:
-    """What runs, and what was measured so far."""
-
-    def __init__(self, args: argparse.Namespace, work: Path, programs: Any) -> None:
-        self.args = args
-        self.work = work
-        self.parts: list[str] = args.parts.split(",")
-        self.found: dict[str, Any] = {}
-        self._programs = programs
-        self._until = time.monotonic() + args.budget
-        self._trainers: dict[str, Any] = {}
-        self._described: dict[str, Any] = {}
-
-    def start(self) -> None:
-        """Coordinator, engines, and on GPUs at once every trainer: each waits until it is called."""
-        args, work = self.args, self.work
-        hf = rig.model_of(args)
-        small = dict(rig.TINY_MOE) if args.device == "cpu" else {**rig.QWEN3_30B_A3B, "num_hidden_layers": 2}
-        rig.write_model(work / "model", hf)
-        rig.write_model(work / "small", small)
-        self._described = rig.describe("nccl.py", args.device, hf)
-        layout = rig.start_coordinator(self._programs, work)
-        for place in dict.fromkeys(place for part in self.parts for place in ENGINES[part]):
-            rig.start_engine(self._programs, args.device, work, self._engine(place), layout)
-        rig.write_layout(work, layout)
-        if args.device == "cuda":
-            for part in self.parts:
-                self._start_trainer(part)
-
-    def carry_out(self, part: str) -> None:
-        """One part, to its end or its deadline. What it has written until then counts."""
-        if part not in self._trainers:
-            self._start_trainer(part)
-        trainer = self._trainers[part]
-        (self.work / f"go-{part}").touch()
-        ready, began = self.work / f"ready-{part}", time.monotonic()
-        until, called, problem = self._until, False, ""
-        while trainer.process.poll() is None and time.monotonic() < until and not problem:
-            if ready.exists() and not called:
-                called = True
-                rig.log(f"{part}: its engines are there after {time.monotonic() - began:.0f} s")
-                until = min(until, time.monotonic() + LIMITS_S[part])
-            problem = "" if called else self._gone()
-            if part == "death" and trainer.process.poll() is None and (self.work / "killed").exists():
-                break
-            time.sleep(0.1)
-        if part == "death" and not problem:
-            self._another_trainer(until)
-            trainer = self._trainers["death"]
-        ended = trainer.process.poll()
-        if ended is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(trainer.process.pid, signal.SIGKILL)
-        found = self._read(part)
-        found["seconds"] = time.monotonic() - began
-        if ended != 0:
-            found["problem"] = problem or ("it ran out of time" if ended is None else f"it ended with status {ended}")
-            rig.keep_logs(self.work, self.args.out, f"nccl-{part}")
-        self.found[part] = found
-        self.write()
-
-    def write(self) -> dict[str, Any]:
-        """Everything so far, with the figures that the issue names on top."""
-        parts = self.found
-        # Of two parts the first one's: `hosts` has another model, over sockets. A joiner is its alone.
-        told: dict[str, Any] = {}
-        for each in parts.values():
-            told = {**{key: each[key] for key in FIGURES if key in each}, **told}
-        if "hosts" in parts and len(parts) > 1:
-            told["joiner_s"] = None  # of other rounds than `normal_round_s`: `parts` has both
-        told["equal"] = bool(parts) and all(part in parts and parts[part].get("equal") for part in self.parts)
-        survivors = [each["survivors_serving_s"] for each in parts.values() if each.get("survivors_serving_s")]
-        told["survivors_serving_s"] = max(survivors, default=None)
-        found = {**self._described, **{key: told.get(key) for key in FIGURES}, "parts": parts}
-        rig.write_result(self.args.out, "nccl", found)
-        return found
-
-    def _engine(self, place: str) -> rig.Engine:
-        flags: tuple[str, ...] = (rig.LOADER,)
-        sidecar = rig.takes_part(self.args)
-        if place == "remote":
-            if self.args.device == "cuda":
-                flags += (f"--mem-fraction-static={self.args.memory}", *rig.GRAPHS)
-            return rig.Engine(place, 1, 1, flags, "available", sidecar=sidecar)
-        if self.args.device == "cuda":
-            flags += (f"--mem-fraction-static={self.args.memory}", "--disable-cuda-graph")
-        environment = tuple({**SOCKETS, "NCCL_HOSTID": place}.items())
-        return rig.Engine("hosts", 1, 1, flags, "available", place, environment, "small", sidecar)
-
-    def _start_trainer(self, part: str) -> None:
-        program = str(Path(__file__).with_name("nccl_parts.py"))
-        command = [sys.executable, program, part, str(self.work), self.args.device]
-        environment = rig.ranks_environment(self.args.device)
-        if part == "hosts":
-            environment = {**environment, **SOCKETS, "NCCL_HOSTID": "trainer"}
-        self._trainers[part] = self._programs.start(f"trainer-{part}", command, env=environment)
-        self._programs.dismiss([self._trainers[part]])  # it is looked after here
-
-    def _gone(self) -> str:
-        """Which program has ended, while engines start: nobody waits for one that never comes."""
-        from weightbus.trainer_agent.demo.child_processes import ProgramEnded
-
-        try:
-            self._programs.check()
-        except ProgramEnded as error:
-            return f"{error}"
-        return ""
-
-    def _another_trainer(self, until: float) -> None:
-        """The first one has killed itself; the next one publishes again."""
-        self._start_trainer("death")
-        process = self._trainers["death"].process
-        while process.poll() is None and time.monotonic() < until:
-            time.sleep(0.1)
-
-    def _read(self, part: str) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for file in sorted(self.work.glob(f"result-{part}*.json")):
-            with contextlib.suppress(ValueError):
-                found |= json.loads(file.read_text())
-        return found
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", default="speed,death,hosts", help="some of them")
-    parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
-    parser.add_argument("--config", help="config.json of another model")
-    parser.add_argument("--memory", type=float, default=0.6, help="the servers' --mem-fraction-static")
-    parser.add_argument("--budget", type=float, default=540.0, help="seconds for everything")
-    parser.add_argument("--out", help="folder for the JSON file")
-    rig.ask_who_takes_part(parser)
-    args = parser.parse_args()
-    if set(args.parts.split(",")) - set(ENGINES):
-        parser.error(f"--parts: expected some of {', '.join(ENGINES)}")
+def orchestrate(args: argparse.Namespace) -> int:
+    """Start coordinator, server, sidecar and trainer; write what the trainer has measured so far."""
     from weightbus.trainer_agent.demo.child_processes import Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-nccl-"))
+    hf = rig.model_of(args)
+    rig.write_model(work / "model", hf)
+    flags: tuple[str, ...] = (rig.LOADER,)
+    if args.device == "cuda":
+        flags += (f"--mem-fraction-static={args.memory}", *rig.GRAPHS)
+
+    def write(problem: str) -> dict[str, Any]:
+        file = work / "result.json"
+        measured = json.loads(file.read_text()) if file.exists() else {}
+        found = {**rig.describe("nccl.py", args.device, hf), "equal": False, **measured}
+        if problem:
+            found |= {"problem": problem, "equal": False}
+        rig.write_result(args.out, "nccl", found)
+        return found
+
     with Programs(work) as programs:
-        run = Run(args, work, programs)
-        run.start()
-        for part in run.parts:
-            run.carry_out(part)
-        found = run.write()
+        layout = rig.start_coordinator(programs, work)
+        engine = rig.Engine(PLACE, 1, 1, flags, "available", sidecar=rig.takes_part(args))
+        rig.start_engine(programs, args.device, work, engine, layout)
+        rig.write_layout(work, layout)
+        command = [sys.executable, __file__, "--trainer-of", str(work), *rig.arguments()]
+        trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
+        problem = rig.follow(programs, trainer, work, args=args, name="nccl", news=lambda: write("under way"))
+    found = write(problem)
     sys.stdout.write(json.dumps(found) + "\n")
-    whole = all("problem" not in each for each in run.found.values())
-    return 0 if found["equal"] and whole else 1
+    return 0 if found["equal"] else 1
+
+
+def train(args: argparse.Namespace) -> None:
+    """Bring versions every way, and compare what the server holds; results are written after every step."""
+    import torch
+    from shards import LayoutShards
+    from stock_paths import StockPath
+
+    work = Path(args.trainer_of)
+    rig.play_cuda(args.device)
+    layout, hf = rig.read_layout(work), rig.read_config(work)
+    fleet = rig.Fleet(layout, hf["max_position_embeddings"])
+    source = LayoutShards(hf, torch.device(args.device, 0), 2, tp=2)
+    found: dict[str, Any] = {}
+
+    def say(**more: Any) -> None:
+        found.update(more)
+        rig.write_found(work, found)
+        rig.log(", ".join(more))
+
+    fleet.wait_ready(args.deadline)
+    numbers = itertools.count(1)
+    first = next(numbers)
+    source.refill(first)
+    with direct.rounds(source, layout, PLACE, "sends") as (publish_one, agent):
+        manifest = agent.manifest
+        reports = [publish_one(first, fleet)]
+    ours = fleet.checksum(PLACE)
+    say(bytes=manifest.nbytes, first=reports[0], equal=False)
+    fleet.overwrite(PLACE)
+    noise = fleet.checksum(PLACE)
+    with direct.rounds(source, layout, PLACE, "distributed") as (publish_one, _):
+        stock_report = publish_one(next(numbers), fleet)
+    equal = ours == fleet.checksum(PLACE) != noise and stock_report["outcome"].endswith("committed")
+    say(distributed=stock_report, equal_distributed=equal)
+    with direct.rounds(source, layout, PLACE, "sends") as (publish_one, _):
+        for version in itertools.islice(numbers, STEADY + 1):
+            source.refill(version)
+            with direct.generating(fleet, PLACE, active=True) as client:
+                report = publish_one(version, fleet)
+            reports.append({**report, **client.gaps()})
+            say(sends=reports)
+    ours = fleet.checksum(PLACE)
+    equal = equal and all(each["outcome"].endswith("committed") for each in reports)
+    say(
+        shard_to_shard_s=min(each["sidecar_s"].get("step:transfer_wire", 0.0) for each in reports[2:]),
+        normal_round_s=min(each["publish_s"] for each in reports[2:]),
+        pause_gap_s=min((each["pause_gap_s"] for each in reports if "pause_gap_s" in each), default=None),
+        taken=fleet._http.get(fleet.url(PLACE, "sidecar") + "/status").json().get("taken"),
+    )
+    say(**bare(args.device, manifest.nbytes))
+    with StockPath(fleet.url(PLACE), source.device) as stock:
+        for flattened, key in ((True, "flattened_distributed_s"), (False, "slime_distributed_s")):
+            fleet.overwrite(PLACE)
+            say(**{key: min(stock.update(source, manifest, flattened=flattened) for _ in range(2))})
+            equal = equal and ours == fleet.checksum(PLACE)
+            say(**{f"equal_{key.removesuffix('_distributed_s')}": equal})
+    say(equal=equal)
+    source.close()
+
+
+def bare(device: str, nbytes: int) -> dict[str, Any]:
+    """Seconds for a plain send of as many bytes to another process, and memory that an idle group of the two keeps."""
+    from weightbus.dataplane.processes.rendezvous_store import serve_store
+
+    store = serve_store("127.0.0.1")
+    command = [sys.executable, __file__, f"--device={device}", "--bare-end", f"{nbytes}", f"{store.port}"]
+    other = subprocess.Popen(command, env=dict(os.environ))
+    try:
+        return bare_end(device, nbytes, store.port, 0)
+    finally:
+        other.kill()
+        other.wait(FORM_S)
+
+
+def bare_end(device: str, nbytes: int, port: int, rank: int) -> dict[str, Any]:
+    """One end of it: messages are put into the queue one after another, and waited for once. The best of several."""
+    import torch
+    from torch._C._distributed_c10d import TCPStore
+
+    from weightbus.dataplane.processes.deadline import Deadline
+    from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
+
+    where = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    memory = torch.zeros(min(nbytes, CHUNK_BYTES), dtype=torch.uint8, device=where)
+    free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else 0
+    began = time.perf_counter()
+    group = P2PGroup.form(store, "bare", "127.0.0.1", where, rank, 2, Deadline(FORM_S))
+    formed = time.perf_counter() - began
+    sizes = [CHUNK_BYTES] * (nbytes // CHUNK_BYTES) + [nbytes % CHUNK_BYTES] * bool(nbytes % CHUNK_BYTES)
+    move = group._backend.recv if rank else group._backend.send
+    times = []
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    for _ in range(BARE_ROUNDS):
+        began = time.perf_counter()
+        for work in [move([memory[:size]], 1 - rank, 0) for size in sizes]:
+            work.wait()
+        if where.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    idle = free - torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else None
+    return {"bare_sendrecv_s": min(times), "form_group_s": formed, "idle_group_bytes": idle}
+
+
+def main() -> int:
+    parser = rig.parser(__doc__, memory=0.6, deadline=400.0)
+    parser.add_argument("--layers", type=int, default=24, help="of the model's 48")
+    parser.add_argument("--config", help="config.json of another model")
+    parser.add_argument("--bare-end", nargs=2, type=int, help=argparse.SUPPRESS)
+    rig.ask_who_takes_part(parser)
+    args = parser.parse_args()
+    if args.bare_end:
+        bare_end(args.device, *args.bare_end, 1)
+        return 0
+    if args.trainer_of:
+        train(args)
+        return 0
+    return orchestrate(args)
 
 
 if __name__ == "__main__":

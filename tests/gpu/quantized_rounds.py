@@ -47,7 +47,7 @@ def folder_of(place: str) -> str:
 
 def orchestrate(args: argparse.Namespace) -> int:
     """Start everything, run the trainer, write what it has found so far."""
-    from weightbus.trainer_agent.demo.child_processes import ProgramEnded, Programs
+    from weightbus.trainer_agent.demo.child_processes import Programs
 
     work = Path(tempfile.mkdtemp(prefix="wb-quantized-"))
     cuda = args.device == "cuda"
@@ -56,7 +56,6 @@ def orchestrate(args: argparse.Namespace) -> int:
     rig.write_model(work / "model-fp8", {**hf, "quantization_config": rig.FP8} if cuda else hf)
     gpus = direct.gpus() if cuda else 1
     places = [place for place in servers(args) if gpus > 1 or not place.startswith("peer")]
-    problem = ""
     with Programs(work) as programs:
         layout = rig.start_coordinator(programs, work)
         for place in places:
@@ -70,21 +69,8 @@ def orchestrate(args: argparse.Namespace) -> int:
         rig.write_layout(work, layout)
         command = [sys.executable, __file__, "--trainer-of", str(work), *rig.arguments()]
         trainer = programs.start("trainer", command, env=rig.ranks_environment(args.device))
-        measured, known = work / "result.json", 0
-
-        def ended() -> bool:
-            nonlocal known
-            if measured.exists() and measured.stat().st_mtime_ns != known:
-                known = measured.stat().st_mtime_ns
-                write(args, work, hf, "under way")
-            return trainer.process.poll() is not None
-
-        try:
-            rig.wait("the trainer", ended, args.deadline, lambda: programs.check([trainer]))
-            programs.check([trainer])
-        except (ProgramEnded, TimeoutError) as error:
-            problem = f"{error}"
-            rig.keep_logs(work, args.out, "quantized-rounds")
+        news = lambda: write(args, work, hf, "under way")  # noqa: E731
+        problem = rig.follow(programs, trainer, work, args=args, name="quantized-rounds", news=news)
     result = write(args, work, hf, problem)
     sys.stdout.write(json.dumps(result) + "\n")
     return 0 if result["equal"] and not problem else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime as dt
-import fcntl
 import functools
 import json
 import os
@@ -230,6 +229,30 @@ def software() -> dict[str, str]:
     return found
 
 
+def follow(
+    programs: Any, trainer: Any, work: Path, *, args: argparse.Namespace, name: str, news: Callable[[], object] = dict
+) -> str:
+    """Wait until the trainer has ended; `news` is called whenever it has written its result. Returns the problem."""
+    from weightbus.trainer_agent.demo.child_processes import ProgramEnded
+
+    measured, known = work / "result.json", 0
+
+    def ended() -> bool:
+        nonlocal known
+        if measured.exists() and measured.stat().st_mtime_ns != known:
+            known = measured.stat().st_mtime_ns
+            news()
+        return trainer.process.poll() is not None
+
+    try:
+        wait("the trainer", ended, args.deadline, lambda: programs.check([trainer]))
+        programs.check([trainer])
+    except (ProgramEnded, TimeoutError) as error:
+        keep_logs(work, args.out, name)
+        return f"{error}"
+    return ""
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
@@ -381,7 +404,6 @@ class Fleet:
             for url in (self.url(channel, "sidecar") + "/readyz", self.url(channel) + "/health_generate"):
                 wait(url, lambda url=url: self._http.get(url).status_code == 200, deadline_s, lambda: None)
             log(f"engine {channel} is ready")
-        take_turn()
 
     def add(self, place: str, port: int) -> None:
         """A server without a sidecar."""
@@ -467,30 +489,6 @@ def dig(value: Any, key: str) -> Iterator[Any]:
     elif isinstance(value, list):
         for inner in value:
             yield from dig(inner, key)
-
-
-_turn: list[int] = []
-PARTIES_S = 300.0
-"""How long one waits for the others before it measures beside them."""
-
-
-def take_turn() -> None:
-    """Where programs share GPUs, their servers start together and one measures at a time, until its process ends.
-
-    ``WEIGHTBUS_GPU_TURN`` names the file that they lock for it. Nobody measures while others still start: the folder
-    ``WEIGHTBUS_GPU_PARTIES`` has a file for each that is not ready, and this program's is ``WEIGHTBUS_GPU_PARTY``.
-    """
-    path = os.environ.get("WEIGHTBUS_GPU_TURN")
-    if not path or _turn:
-        return
-    if folder := os.environ.get("WEIGHTBUS_GPU_PARTIES"):
-        (Path(folder) / os.environ.get("WEIGHTBUS_GPU_PARTY", "-")).unlink(missing_ok=True)
-        until = time.monotonic() + PARTIES_S
-        while (others := [each.name for each in Path(folder).iterdir()]) and time.monotonic() < until:
-            time.sleep(0.2)
-        log(f"measured beside {', '.join(others)}" if others else "everybody is ready")
-    _turn.append(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
-    fcntl.flock(_turn[0], fcntl.LOCK_EX)
 
 
 # -- trainers ----------------------------------------------------------------------------------------------------------

@@ -104,15 +104,12 @@ class Run:
         for way in WAYS:
             arguments = [f"--trainer-of={work}", f"--way={way}", *rig.arguments()]
             command = rig.ranks_command(__file__, len(gpus[way]), arguments)
-            # The turn among programs is this one's, not that of the ranks of one way.
-            environment = {**rig.ranks_environment(args.device), "WEIGHTBUS_GPU_TURN": ""}
-            self._programs.start(f"ranks-{way}", command, env=environment)
+            self._programs.start(f"ranks-{way}", command, env=rig.ranks_environment(args.device))
 
     def carry_out(self) -> None:
         """All turns, the oracle, and the loops."""
         for way in WAYS:
             self._ask(way, do="ready")
-        rig.take_turn()
         began = time.monotonic()
         self._until = began + self._args.deadline
         seeds = itertools.count(1)

@@ -1,38 +1,14 @@
-"""Programs that share GPUs, and the client that they measure with. No GPU."""
+"""The client that programs measure with. No GPU."""
 
 import http.server
 import itertools
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Generator
-from pathlib import Path
 
 import pytest
 
 from tests.gpu import client, rig
 from tests.kit.waiting import readable
-
-MINE = "import rig; rig.take_turn(); print('mine', flush=True)"
-
-
-def test_nobody_measures_while_another_one_starts(tmp_path: Path) -> None:
-    """Who is ready takes its name away and waits until no other name is left."""
-    parties = tmp_path / "parties"
-    parties.mkdir()
-    for name in ("one", "other"):
-        (parties / name).touch()
-    environment = {
-        **os.environ, "PYTHONPATH": os.fspath(Path(rig.__file__).parent), "WEIGHTBUS_GPU_PARTY": "one",
-        "WEIGHTBUS_GPU_PARTIES": os.fspath(parties), "WEIGHTBUS_GPU_TURN": os.fspath(tmp_path / "turn"),
-    }  # fmt: skip
-    with subprocess.Popen([sys.executable, "-c", MINE], env=environment, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        rig.wait("its name to go", lambda: not (parties / "one").exists(), 60, lambda: None)
-        assert not readable(process.stdout.fileno(), 0.5)
-        (parties / "other").unlink()
-        assert process.stdout.readline() == b"mine\n"
 
 
 class Server(http.server.BaseHTTPRequestHandler):
