@@ -133,7 +133,7 @@ def trainer(job: dict[str, Any]) -> None:
     from trainer import build, fill, shard
 
     from weightbus.trainer_agent import TrainerAgent
-    from weightbus.trainer_agent.sources.fsdp import FSDPSource
+    from weightbus.trainer_agent.sources.hf_module import FSDPSource
 
     folder, rank = Path(job["folder"]), job["rank"]
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=RANKS)

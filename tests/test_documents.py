@@ -48,9 +48,9 @@ FAKED = ("MegatronSource", "FSDPSource", "HFModuleSource", "FullTensorSource", "
 
 SETTINGS = {
     "engine-agent": ("weightbus.engine_agent.sidecar.settings:EngineAgentSettings", "engine_agent"),
-    "demo": ("weightbus.trainer_agent.demo.settings:DemoSettings", "demo"),
-    "trainer-agent": ("weightbus.trainer_agent.cli.watch_settings:WatchSettings", "watch"),
-    "rollback": ("weightbus.trainer_agent.cli.rollback_settings:RollbackSettings", "rollback"),
+    "demo": ("weightbus.trainer_agent.demo.commands:DemoSettings", "demo"),
+    "trainer-agent": ("weightbus.trainer_agent.cli.commands:WatchSettings", "watch"),
+    "rollback": ("weightbus.trainer_agent.cli.commands:RollbackSettings", "rollback"),
 }
 """Commands that carry no `kind` and `section` of their own."""
 

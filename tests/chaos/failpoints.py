@@ -111,8 +111,8 @@ POINTS: dict[str, Point] = {
     "sent": _drive("_report_delivery"),
     "reported": _drive("_report_delivery", after=True),
     # Any other rank.
-    "rank_assembles": Point("trainer-1", ("weightbus.trainer_agent.sources.fsdp:FSDPSource.assemble",), _always),
-    "rank_waits": Point("trainer-1", ("weightbus.trainer_agent.sources.fsdp:FSDPSource.agree",), _always),
+    "rank_assembles": Point("trainer-1", ("weightbus.trainer_agent.sources.hf_module:FSDPSource.assemble",), _always),
+    "rank_waits": Point("trainer-1", ("weightbus.trainer_agent.sources.hf_module:FSDPSource.agree",), _always),
     # A sidecar, by its steps and by what it asks of its server.
     "validated": _works("validate", after=True),
     "dirty_unwritten": Point("sidecar", _RECORD, _dirty),

@@ -28,7 +28,7 @@ import model
 from weightbus.control.protocol.enums import RefusalCode
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.machine.errors import AgentClosed, ConnectFailed, PublishFailed
-from weightbus.trainer_agent.sources.fsdp import FSDPSource
+from weightbus.trainer_agent.sources.hf_module import FSDPSource
 
 GROUP_S = 60.0
 """How long the ranks wait for each other."""

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 from weightbus.trainer_agent import FSDPSource, PublishReport, TrainerAgent
-from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
+from weightbus.trainer_agent.demo import toy_task as task
 
 sys.modules.setdefault("torchvision", None)  # made for CUDA, it does not import beside a torch for the CPU
 
@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 def become(module: nn.Module, folder: Path) -> None:
     """Take the weights of another checkpoint, in place, as an optimizer's step would."""
-    weights = checkpoint.read(folder)
+    weights = task.read_checkpoint(folder)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             whole = weights[name].float()

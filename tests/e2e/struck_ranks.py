@@ -37,7 +37,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, megatron_learner as model
+from weightbus.trainer_agent.demo import megatron_learner as model, toy_task as task
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 RANKS = 2
@@ -58,7 +58,7 @@ class Rank:
         dist.init_process_group("gloo", timeout=dt.timedelta(seconds=RANKS_S))
         parallel_state.initialize_model_parallel(RANKS)
         model_parallel_cuda_manual_seed(1)
-        self._policy = model.build(checkpoint.TINY)
+        self._policy = model.build(task.TINY)
         self._orders = dist.new_group(backend="gloo", timeout=dt.timedelta(days=1))
         """On which ranks wait for the next command."""
         self._source: MegatronSource | None = None
@@ -67,7 +67,7 @@ class Rank:
 
     def publish(self, asked: dict[str, Any]) -> object:
         """One version."""
-        model.load(self._policy, checkpoint.read(self._folder / f"seed{asked['seed']}"), checkpoint.TINY)
+        model.load(self._policy, task.read_checkpoint(self._folder / f"seed{asked['seed']}"), task.TINY)
         try:
             return msgspec.to_builtins(self._connected(asked).publish(asked["version"]))
         except Exception as error:  # noqa: BLE001 - whoever asked reads what went wrong

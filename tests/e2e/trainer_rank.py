@@ -41,7 +41,7 @@ from weightbus.dataplane.transports.distributed.source_rank import SourceSession
 from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.trainer_agent import TrainerAgent
-from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, megatron_learner as model
+from weightbus.trainer_agent.demo import megatron_learner as model, toy_task as task
 from weightbus.trainer_agent.publish.publisher_context import Progress
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
@@ -118,8 +118,8 @@ def source_held(place: int, folder: Path) -> Iterator[None]:
 
 def publish(policy: Any, folder: Path, coordinator: str, asked: dict[str, Any]) -> object:
     """Carry one command out."""
-    shape = checkpoint.TINY
-    model.load(policy, checkpoint.read(folder / f"seed{asked['seed']}"), shape)
+    shape = task.TINY
+    model.load(policy, task.read_checkpoint(folder / f"seed{asked['seed']}"), shape)
     source = MegatronSource(policy, hf_config=folder / "seed0", timeout_s=180)
     try:
         with (
@@ -159,7 +159,7 @@ def main() -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     model_parallel_cuda_manual_seed(1)
-    policy = model.build(checkpoint.TINY)
+    policy = model.build(task.TINY)
     say({"ready": True})
     while (asked := command()) is not None:
         say(publish(policy, folder, coordinator, asked))

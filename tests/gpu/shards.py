@@ -18,9 +18,14 @@ from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import Assembler, check_manifest
 from weightbus.trainer_agent.assembly.gather_plan import plan
-from weightbus.trainer_agent.sources.collective_source import RankShards
-from weightbus.trainer_agent.sources.megatron.local_shards import describe_chunks
-from weightbus.trainer_agent.sources.rank_layout import RankLayout, check_layouts, distinct_shards, encode
+from weightbus.trainer_agent.sources.collective_source import (
+    RankLayout,
+    RankShards,
+    check_layouts,
+    distinct_shards,
+    encode,
+)
+from weightbus.trainer_agent.sources.megatron.megatron_source import describe_chunks
 
 import rig  # isort: skip
 

@@ -18,9 +18,9 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
 from megatron_ranks import export
 
-from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint, toy_task as task
+from weightbus.trainer_agent.demo import toy_task as task
+from weightbus.trainer_agent.demo.commands import TrainerKind
 from weightbus.trainer_agent.demo.megatron_learner import MegatronLearner
-from weightbus.trainer_agent.demo.settings import TrainerKind
 from weightbus.trainer_agent.sources.megatron.cpu_emulation import install
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
@@ -47,7 +47,7 @@ def wanted(learner: MegatronLearner, tokens: torch.Tensor) -> float:
 
 def judge(folder: Path, trainer: TrainerKind) -> dict[str, object]:
     """Load, compare, learn, compare. On the root, the verdict."""
-    learner = MegatronLearner(folder, 1, checkpoint.policy_of(trainer))
+    learner = MegatronLearner(folder, 1, task.policy_of(trainer))
     source = MegatronSource(learner.model, hf_config=folder, timeout_s=60.0)
     before = export(source, 1 << 16)
     tokens = rows()
@@ -57,7 +57,7 @@ def judge(folder: Path, trainer: TrainerKind) -> dict[str, object]:
     later = wanted(learner, tokens)
     after = export(source, 1 << 16)
     source.close()
-    given = checkpoint.read(folder)
+    given = task.read_checkpoint(folder)
     same = before.keys() == given.keys() and all(torch.equal(before[name], given[name]) for name in given)
     unchanged = [name for name in before if torch.equal(before[name], after[name])]
     return {"same": same, "before": odds, "after": later, "unchanged": unchanged}

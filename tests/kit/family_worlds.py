@@ -38,11 +38,19 @@ from weightbus.dataplane.transports.broadcast_order import cut  # noqa: E402
 from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler  # noqa: E402
 from weightbus.trainer_agent.assembly.gather_plan import plan  # noqa: E402
 from weightbus.trainer_agent.quantized.quantized_source import quantized  # noqa: E402
-from weightbus.trainer_agent.sources.collective_source import RankShards  # noqa: E402
+from weightbus.trainer_agent.sources.collective_source import (  # noqa: E402
+    RankLayout,
+    RankShards,
+    check_layouts,
+    distinct_shards,
+    encode,
+)
 from weightbus.trainer_agent.sources.megatron import cpu_emulation as megatron_cpu  # noqa: E402
-from weightbus.trainer_agent.sources.megatron.layer_order import check_order, roots_of  # noqa: E402
-from weightbus.trainer_agent.sources.megatron.local_shards import describe_chunks  # noqa: E402
-from weightbus.trainer_agent.sources.rank_layout import RankLayout, check_layouts, distinct_shards, encode  # noqa: E402
+from weightbus.trainer_agent.sources.megatron.megatron_source import (  # noqa: E402
+    check_order,
+    describe_chunks,
+    roots_of,
+)
 
 
 class Post:

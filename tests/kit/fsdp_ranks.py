@@ -38,9 +38,9 @@ from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.trainer_agent.quantized.quantized_source import quantized
 from weightbus.trainer_agent.source import SourceError
 from weightbus.trainer_agent.sources.checkpoint_conversion import revert, stored_tensors
-from weightbus.trainer_agent.sources.fsdp import FSDPSource
-from weightbus.trainer_agent.sources.full_tensor import FullTensorSource
-from weightbus.trainer_agent.sources.parameter_identity import local_tensor
+from weightbus.trainer_agent.sources.collective_source import local_tensor
+from weightbus.trainer_agent.sources.exported import FullTensorSource
+from weightbus.trainer_agent.sources.hf_module import FSDPSource
 
 EVEN = {"hidden_size": 16, "intermediate_size": 32, "head_dim": 8, "num_key_value_heads": 2, "vocab_size": 64}
 ODD = {"hidden_size": 18, "intermediate_size": 25, "head_dim": 6, "num_key_value_heads": 1, "vocab_size": 67}

@@ -37,7 +37,7 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
-from weightbus.trainer_agent.checkpoints.checkpoint_source import CheckpointSource
+from weightbus.trainer_agent.checkpoints.checkpoint_folder import CheckpointSource
 from weightbus.trainer_agent.checkpoints.dcp_files import DcpFiles
 from weightbus.trainer_agent.machine.errors import BadCheckpoint, UnfinishedCheckpoint
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource

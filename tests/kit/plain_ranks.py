@@ -8,7 +8,7 @@ import sys
 
 import torch.distributed as dist
 
-from weightbus.trainer_agent.sources.rank_group import RankGroup
+from weightbus.trainer_agent.sources.collective_source import RankGroup
 
 
 def converse(ranks: RankGroup, turn: int) -> None:

@@ -8,12 +8,14 @@ if TYPE_CHECKING:
     from . import checkpoint_folder as checkpoint_folder
     from .archive import (
         Archive as Archive,
+        ArchivedVersion as ArchivedVersion,
         ArchivePolicy as ArchivePolicy,
         Saving as Saving,
         check_configs as check_configs,
+        check_notes as check_notes,
+        kept_in as kept_in,
     )
-    from .archived_version import ArchivedVersion as ArchivedVersion, check_notes as check_notes, kept_in as kept_in
-    from .checkpoint_source import (
+    from .checkpoint_folder import (
         Checkpoint as Checkpoint,
         CheckpointSource as CheckpointSource,
         CorruptCheckpoint as CorruptCheckpoint,

@@ -27,7 +27,7 @@ from ..checkpoints import (
 )
 from ..machine import BadCheckpoint, PublishReport, RollbackRefused
 from ..publish import TrainerAgent
-from .rollback_settings import RollbackSettings
+from .commands import RollbackSettings
 
 
 class RollbackReply(enum.Enum):

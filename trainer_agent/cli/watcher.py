@@ -46,7 +46,7 @@ from ..checkpoints import (
 from ..machine import BadCheckpoint, ConnectFailed, PublishFailed, PublishRefused, UnfinishedCheckpoint
 from ..publish import TrainerAgent
 from ..source import SourceError
-from .watch_settings import WatchSettings
+from .commands import WatchSettings
 
 _log = get_log(__name__)
 

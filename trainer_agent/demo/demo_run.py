@@ -24,14 +24,11 @@ from weightbus.control.cli import AgentKeys, make_deployment_keys
 from weightbus.control.protocol import AgentId, Channel, Role, TransportKind
 from weightbus.control.terminal_text import terminal_safe
 
-from . import initial_checkpoint as checkpoint
-from .child_processes import Program, ProgramEnded, Programs
-from .initial_checkpoint import policy_of
-from .network_namespace import EngineHost, second_host
-from .ports import choose_ports
-from .progress_view import ProgressView
-from .round_records import DemoRound, Follower, RoundVerdict, compare, verdict
-from .settings import CHANNEL, ENGINES, RANKS, DemoSettings, RankArguments, Sync
+from . import toy_task as task
+from .child_processes import EngineHost, Program, ProgramEnded, Programs, choose_ports, second_host
+from .commands import CHANNEL, ENGINES, RANKS, DemoSettings, RankArguments, Sync
+from .round_records import DemoRound, Follower, ProgressView, RoundVerdict, compare, verdict
+from .toy_task import policy_of
 
 START_S: Final = 300.0
 """Seconds that the servers may take to start; two of them take 20 to 60 s on two idle cores."""
@@ -66,7 +63,9 @@ class DemoRun:
 
     def run(self) -> bool:
         """Run the demo from the first process to the last line. True for success."""
-        weights = checkpoint.write(self._folder / "checkpoint", self._settings.seed, policy_of(self._settings.trainer))
+        weights = task.write_checkpoint(
+            self._folder / "checkpoint", self._settings.seed, policy_of(self._settings.trainer)
+        )
         if self._settings.mixed:
             other = second_host(self._programs, self._folder)
             self._here, self._hosts[-1] = other.here, other.host

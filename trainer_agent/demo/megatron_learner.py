@@ -30,9 +30,8 @@ from megatron.core.transformer.module import Float16Module
 from torch.nn import functional
 
 from ..sources.megatron import CONFIG, MegatronSource
-from . import initial_checkpoint as checkpoint
-from .initial_checkpoint import TINY, ModelShape
-from .toy_task import LEARNING_RATE, PROMPT_TOKENS, advantages, reward
+from . import toy_task as task
+from .toy_task import LEARNING_RATE, PROMPT_TOKENS, TINY, ModelShape, advantages, reward
 
 
 def build(shape: ModelShape) -> GPTModel:
@@ -168,7 +167,7 @@ class MegatronLearner:
         model_parallel_cuda_manual_seed(seed)
         self._folder = folder
         policy = build(shape)
-        load(policy, checkpoint.read(folder), shape)
+        load(policy, task.read_checkpoint(folder), shape)
         config = policy.config
         plan = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False)
         self.model = DistributedDataParallel(config, plan, Float16Module(config, policy))

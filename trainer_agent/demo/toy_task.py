@@ -1,13 +1,23 @@
-"""The toy task: emit tokens of the wanted class. Pure arithmetic, the same on every rank and in every run.
+"""The toy task: emit tokens of the wanted class. The policy before training, prompts, rewards, advantages.
 
 The reward of a response is the share of its tokens with an id below `WANTED`; a policy that has learned nothing earns
 `WANTED / VOCABULARY`. Responses to one prompt form a group, and each is judged against its group's mean, as in GRPO.
+The same on every rank and in every run of a seed: the policy is a Hugging Face checkpoint, which engines serve and
+ranks load.
 """
 
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Final
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file  # pyright: ignore[reportUnknownVariableType]  # a bare PathLike
+
+from .commands import TrainerKind
 
 VOCABULARY: Final = 512
 WANTED: Final = 128
@@ -45,3 +55,138 @@ def advantages(rewards: Sequence[float], group: int = GROUP) -> list[float]:
         mean, spread = fmean(members), pstdev(members)
         result.extend((value - mean) / spread if spread else 0.0 for value in members)
     return result
+
+
+class ModelShape(msgspec.Struct, frozen=True):
+    """Sizes of the policy, by Megatron's terms."""
+
+    hidden: int = 64
+    ffn: int = 128
+    layers: int = 2
+    heads: int = 4
+    kv_groups: int = 2
+    head_dim: int = 16
+    vocabulary: int = VOCABULARY
+    positions: int = 128
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-6
+    experts: int = 0
+    """Experts of each layer; 0 for an MLP of `ffn` in every layer."""
+    experts_per_token: int = 2
+    expert_ffn: int = 64
+
+    @property
+    def q_rows(self) -> int:
+        """Rows of the query projection."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_rows(self) -> int:
+        """Rows of the key projection, and of the value projection."""
+        return self.kv_groups * self.head_dim
+
+
+TINY: Final = ModelShape()
+TINY_EXPERTS: Final = ModelShape(experts=4)
+INITIAL_SPREAD: Final = 0.02
+"""Small weights give nearly even odds to every token, so the first reward is the share of wanted tokens."""
+
+
+def policy_of(trainer: TrainerKind) -> ModelShape:
+    """Shape of the policy that `trainer` trains."""
+    return TINY_EXPERTS if trainer is TrainerKind.MEGATRON_MOE else TINY
+
+
+def model_config(shape: ModelShape) -> dict[str, object]:
+    """``config.json`` of a Qwen3 of this shape."""
+    kind: dict[str, object] = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    if shape.experts:
+        kind = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": shape.experts,
+            "num_experts_per_tok": shape.experts_per_token,
+            "moe_intermediate_size": shape.expert_ffn,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return kind | {
+        "torch_dtype": "bfloat16",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.ffn,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_groups,
+        "head_dim": shape.head_dim,
+        "max_position_embeddings": shape.positions,
+        "rms_norm_eps": shape.norm_eps,
+        "rope_theta": shape.rope_theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "use_cache": True,
+    }
+
+
+def checkpoint_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the checkpoint by name, with its shape."""
+    table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, shape.hidden)}
+    for index in range(shape.layers):
+        layer = f"model.layers.{index}."
+        table |= {
+            layer + "input_layernorm.weight": (shape.hidden,),
+            layer + "self_attn.q_proj.weight": (shape.q_rows, shape.hidden),
+            layer + "self_attn.k_proj.weight": (shape.kv_rows, shape.hidden),
+            layer + "self_attn.v_proj.weight": (shape.kv_rows, shape.hidden),
+            layer + "self_attn.o_proj.weight": (shape.hidden, shape.q_rows),
+            layer + "self_attn.q_norm.weight": (shape.head_dim,),
+            layer + "self_attn.k_norm.weight": (shape.head_dim,),
+            layer + "post_attention_layernorm.weight": (shape.hidden,),
+            **_mlps(layer + "mlp.", shape),
+        }
+    return table | {
+        "model.norm.weight": (shape.hidden,),
+        "lm_head.weight": (shape.vocabulary, shape.hidden),
+    }
+
+
+def _mlps(prefix: str, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """The MLP of a layer, or its experts and their router."""
+    sizes = {f"{prefix}experts.{expert}.": shape.expert_ffn for expert in range(shape.experts)} or {prefix: shape.ffn}
+    table: dict[str, tuple[int, ...]] = {prefix + "gate.weight": (shape.experts, shape.hidden)} if shape.experts else {}
+    for at, inner in sizes.items():
+        table |= {
+            at + "gate_proj.weight": (inner, shape.hidden),
+            at + "up_proj.weight": (inner, shape.hidden),
+            at + "down_proj.weight": (shape.hidden, inner),
+        }
+    return table
+
+
+def write_checkpoint(folder: Path, seed: int, shape: ModelShape = TINY) -> Path:
+    """Write the checkpoint into `folder` and return it. The same seed writes the same bits."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: torch.ones(size, dtype=torch.bfloat16)
+        if name.endswith("norm.weight")
+        else (torch.randn(size, generator=generator) * INITIAL_SPREAD).to(torch.bfloat16)
+        for name, size in checkpoint_tensors(shape).items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(model_config(shape), indent=2) + "\n")
+    generation = {"bos_token_id": 1, "eos_token_id": 2, "max_new_tokens": RESPONSE_TOKENS + PROMPT_TOKENS}
+    (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
+    return folder
+
+
+def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of the checkpoint in `folder`, by Hugging Face name."""
+    weights: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return weights

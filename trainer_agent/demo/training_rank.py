@@ -25,10 +25,9 @@ from ..machine import PublishHandle
 from ..publish import TrainerAgent
 from ..source import Source
 from . import toy_task as task
-from .actor import WIDTH, Actor, Batch
-from .initial_checkpoint import policy_of
-from .rollout_client import RolloutClient
-from .settings import RankArguments, TrainerKind
+from .commands import RankArguments, TrainerKind
+from .rollouts import WIDTH, Actor, Batch, RolloutClient
+from .toy_task import policy_of
 
 TIMEOUT_S: Final = 120.0
 """Seconds that a rank waits for a peer, an engine or a round. A round takes two seconds."""

@@ -1,20 +1,86 @@
-"""Cost of one round that is not the first: seconds of its steps, its pause, its busiest links. Pure."""
+"""Cost of one round that is not the first: seconds of its steps, its pause, its busiest links. Pure.
+
+Every constant stands with its source. One set serves all fleets; none is fitted to a single run. The runs are in
+tests/gpu/results and tests/bench/results, of two H200s and of two busy cores. Constants that were not measured are
+marked.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 import numpy as np
 
 from weightbus.dataplane.tensors import Column
 
-from . import calibration
-from .calibration import CalibratedValue
 from .fleet import FleetSpec, ForecastTransport, Links, PlacedEngines, Placement
 from .traffic import Traffic
+
+
+class CalibratedValue(msgspec.Struct, frozen=True):
+    """A constant and its source."""
+
+    value: float
+    source: str
+    measured: bool = True
+
+
+DEVICE_GB_S: Final = CalibratedValue(1940.0, "colocated.json: 31.2 GB copied on one H200 in 16 ms")
+NVLINK_GB_S: Final = CalibratedValue(
+    375.0, "peer.json: 31.2 GB read from the other H200 in 80 ms, with what it takes to begin"
+)
+BOTH_WAYS: Final = CalibratedValue(
+    0.9, "crosswise.json beside peer.json: what is left of NVLink one way while both are used"
+)
+NIC_GB_S: Final = CalibratedValue(45.0, "not measured: 0.9 of a 400 Gb/s NIC", measured=False)
+STORAGE_GB_S: Final = CalibratedValue(0.75, "stock.json: 16.4 GB written and read in 43.8 s, one machine's disk")
+GATHER_GB_S: Final = CalibratedValue(253.0, "gather.json: what the first rank receives of a model that two hold")
+
+DIGEST_GB_S: Final = CalibratedValue(3200.0, "copies.json, digest: parameters where they lie")
+DIGEST_TENSOR_S: Final = CalibratedValue(0.4e-6, "peer.json: 9,435 tensors")
+DIGEST_BESIDE_GB_S: Final = CalibratedValue(
+    1480.0, "colocated.json: the same on a GPU whose server generates meanwhile"
+)
+DIGEST_BESIDE_TP_S: Final = CalibratedValue(
+    0.165, "crosswise.json: what it waits for a server whose workers wait for each other"
+)
+DIGEST_BUCKET_S: Final = CalibratedValue(2.8e-3, "stock.json: 30 buckets of 512 MB")
+PROOF_GB_S: Final = CalibratedValue(3200.0, "colocated and peer.json: a worker reads its live parameters")
+CHECKSUM_GB_S: Final = CalibratedValue(280.0, "stock.json: the server's own checksum of them")
+LOCAL_BUCKET_S: Final = CalibratedValue(6.9e-3, "stock.json: one call to the server for each bucket")
+GROUP_BUCKET_S: Final = CalibratedValue(3.8e-3, "stock.json, NCCL: the same, beside the broadcast; servers join")
+LOAD_TENSOR_S: Final = CalibratedValue(110e-6, "colocated and peer.json, flattened buckets: the server's loader")
+LOAD_GROUP_TENSOR_S: Final = CalibratedValue(
+    62e-6, "stages.json: the same after a broadcast, but for the wire and the calls; servers join"
+)
+LOAD_PART_TENSOR_S: Final = CalibratedValue(
+    205e-6, "crosswise.json: the same where each worker takes a part of each tensor"
+)
+
+ACQUIRE_S: Final = CalibratedValue(2.3e-3, "every run with one engine")
+ANNOUNCE_S: Final = CalibratedValue(3.4e-3, "every run with one engine")
+PREPARE_S: Final = CalibratedValue(3.1e-3, "every run with one engine")
+PAUSE_S: Final = CalibratedValue(5.6e-3, "every run with one engine")
+OFFER_S: Final = CalibratedValue(1.8e-3, "every run with one engine")
+CALL_S: Final = CalibratedValue(7.0e-3, "colocated, peer and crosswise.json: a transfer but for offer, copy and proof")
+VERIFY_S: Final = CalibratedValue(0.2e-3, "every run with one engine")
+COMMIT_S: Final = CalibratedValue(0.7e-3, "every run with one engine: label, journal and fsync")
+RESUME_S: Final = CalibratedValue(4.3e-3, "every run with one engine")
+JOIN_S: Final = CalibratedValue(
+    0.086, "joiner.json: a group, a manifest to read and small parts that an engine's first round has, mean of two"
+)
+JOIN_TENSOR_S: Final = CalibratedValue(
+    14.5e-6, "joiner.json: layout, plan and what to expect of 9,435 tensors, by one worker"
+)
+GPU_GB: Final = CalibratedValue(288.0, "not measured: the memory of a B300", measured=False)
+BARRIER_ENGINE_S: Final = CalibratedValue(
+    0.035e-3, "control.json: 2,048 agents resumed in 72 ms, on two cores that ran them, too"
+)
+
 
 _GB = 1e9
 
@@ -103,10 +169,10 @@ def round_cost(fleet: FleetSpec, placement: Placement, waves: Sequence[Wave], vo
     engines = sum(wave.engines for wave in waves)
     assembled = any(not group.transport.sends_shards for group in placement.groups)
     before = (
-        StepCost("acquire", calibration.ACQUIRE_S.value, paused=False),
+        StepCost("acquire", ACQUIRE_S.value, paused=False),
         StepCost("digest", _digest(volume, placement, assembled=assembled), paused=False),
-        StepCost("announce", calibration.ANNOUNCE_S.value, paused=False),
-        StepCost("prepare", calibration.PREPARE_S.value + calibration.BARRIER_ENGINE_S.value * engines, paused=False),
+        StepCost("announce", ANNOUNCE_S.value, paused=False),
+        StepCost("prepare", PREPARE_S.value + BARRIER_ENGINE_S.value * engines, paused=False),
     )
     waves_costs = [_wave_cost(fleet.links, wave, volume, first=not index) for index, wave in enumerate(waves)]
     spent: Counter[str] = Counter()
@@ -131,8 +197,8 @@ def joining_s(fleet: FleetSpec, wave: Wave, volume: RoundVolume) -> float:
 
     Its loader was recorded before. Nothing is committed.
     """
-    alone = round_cost(fleet, wave.placement, (wave,), volume).total_s - calibration.COMMIT_S.value
-    return alone + calibration.JOIN_S.value + volume.tensors * calibration.JOIN_TENSOR_S.value
+    alone = round_cost(fleet, wave.placement, (wave,), volume).total_s - COMMIT_S.value
+    return alone + JOIN_S.value + volume.tensors * JOIN_TENSOR_S.value
 
 
 @dataclass(frozen=True)
@@ -146,28 +212,28 @@ class _WaveCost:
 
 
 def _wave_cost(links: Links, wave: Wave, volume: RoundVolume, *, first: bool) -> _WaveCost:
-    barrier = calibration.BARRIER_ENGINE_S.value * wave.engines
+    barrier = BARRIER_ENGINE_S.value * wave.engines
     groups = wave.placement.groups
     whole = [group for group in groups if not group.transport.sends_shards]
     loads = [*_links(links, wave.placement, wave.traffic)]
     by_parts = max((load.seconds for load in loads), default=0.0)
     by_root = [*_whole(links, wave.placement, volume, whole)]
     moved = max(by_parts, sum(load.seconds for load in by_root) + _calls(volume, whole))
-    proof = calibration.CHECKSUM_GB_S if whole else calibration.PROOF_GB_S
-    durable = calibration.COMMIT_S.value
+    proof = CHECKSUM_GB_S if whole else PROOF_GB_S
+    durable = COMMIT_S.value
     # The first wave commits. Each later one has an epoch of its own, which is on the disk before its offer.
     steps = (
-        StepCost("offer", calibration.OFFER_S.value + (0.0 if first else durable), paused=False),
-        StepCost("pause", calibration.PAUSE_S.value + barrier, paused=True),
-        StepCost("transfer", moved + calibration.CALL_S.value + barrier, paused=True),
-        StepCost("verify", wave.engine_bytes / rate(None, proof) + calibration.VERIFY_S.value + barrier, paused=True),
+        StepCost("offer", OFFER_S.value + (0.0 if first else durable), paused=False),
+        StepCost("pause", PAUSE_S.value + barrier, paused=True),
+        StepCost("transfer", moved + CALL_S.value + barrier, paused=True),
+        StepCost("verify", wave.engine_bytes / rate(None, proof) + VERIFY_S.value + barrier, paused=True),
         StepCost("commit", durable if first else 0.0, paused=True),
-        StepCost("resume", calibration.RESUME_S.value + barrier, paused=True),
+        StepCost("resume", RESUME_S.value + barrier, paused=True),
     )
     # The first engine that stops and the last that goes on see most of it; of those two steps one sees about half.
     half = sum(step.seconds for step in steps if step.name in {"pause", "resume"}) / 2
     pause = sum(step.seconds for step in steps if step.paused) - half
-    swap = wave.engine_bytes / rate(links.device, calibration.DEVICE_GB_S)
+    swap = wave.engine_bytes / rate(links.device, DEVICE_GB_S)
     by_sends = all(group.transport is ForecastTransport.SENDS for group in groups)
     ordered = tuple(sorted((*loads, *by_root), key=lambda load: -load.seconds))
     return _WaveCost(steps, pause, pause - moved + swap if by_sends else None, ordered)
@@ -176,16 +242,16 @@ def _wave_cost(links: Links, wave: Wave, volume: RoundVolume, *, first: bool) ->
 def _digest(volume: RoundVolume, placement: Placement, *, assembled: bool) -> float:
     """Seconds of the digest, before any engine pauses: servers on the trainer's GPUs generate meanwhile."""
     if assembled:
-        gathered = volume.near_gather / rate(None, calibration.GATHER_GB_S)
-        return gathered + volume.buckets / volume.roots * calibration.DIGEST_BUCKET_S.value
+        gathered = volume.near_gather / rate(None, GATHER_GB_S)
+        return gathered + volume.buckets / volume.roots * DIGEST_BUCKET_S.value
     beside = [
         each.engines
         for each in placement.groups
         if any(gpu < placement.trainer.gpus for row in each.gpu for gpu in row)
     ]
-    speed = rate(None, calibration.DIGEST_BESIDE_GB_S if beside else calibration.DIGEST_GB_S)
-    waits = calibration.DIGEST_BESIDE_TP_S.value if any(engines.tp > 1 for engines in beside) else 0.0
-    return volume.digested / speed + volume.tensors * calibration.DIGEST_TENSOR_S.value + waits
+    speed = rate(None, DIGEST_BESIDE_GB_S if beside else DIGEST_GB_S)
+    waits = DIGEST_BESIDE_TP_S.value if any(engines.tp > 1 for engines in beside) else 0.0
+    return volume.digested / speed + volume.tensors * DIGEST_TENSOR_S.value + waits
 
 
 def _links(links: Links, placement: Placement, traffic: Traffic) -> Iterator[LinkLoad]:
@@ -202,14 +268,12 @@ def _links(links: Links, placement: Placement, traffic: Traffic) -> Iterator[Lin
         np.add.at(total, where[chosen], nbytes[chosen])
         return total
 
-    yield from _busiest("copies within GPU", "GPU", sums(target, own), rate(links.device, calibration.DEVICE_GB_S))
+    yield from _busiest("copies within GPU", "GPU", sums(target, own), rate(links.device, DEVICE_GB_S))
     out, back = sums(source, beside), sums(target, beside)
-    speed = np.where((out > 0) & (back > 0), calibration.BOTH_WAYS.value, 1.0) * rate(
-        links.nvlink, calibration.NVLINK_GB_S
-    )
+    speed = np.where((out > 0) & (back > 0), BOTH_WAYS.value, 1.0) * rate(links.nvlink, NVLINK_GB_S)
     yield from _busiest("NVLink out of GPU", "GPU", out, speed)
     yield from _busiest("NVLink into GPU", "GPU", back, speed)
-    nic = rate(links.nic, calibration.NIC_GB_S)
+    nic = rate(links.nic, NIC_GB_S)
     for direction, end in (("out of", source), ("into", target)):
         sent = sums(end, beyond)
         yield from _busiest(f"NIC {direction} GPU", "GPU", sent, nic)
@@ -241,8 +305,8 @@ def _whole(links: Links, placement: Placement, volume: RoundVolume, groups: list
         return LinkLoad(link, f"GPU {gpu}", nbytes / _GB, nbytes / _GB, nbytes / speed)
 
     if volume.near_gather:
-        yield load("gathering over NVLink into GPU", volume.near_gather, rate(None, calibration.GATHER_GB_S))
-    nic = rate(links.nic, calibration.NIC_GB_S)
+        yield load("gathering over NVLink into GPU", volume.near_gather, rate(None, GATHER_GB_S))
+    nic = rate(links.nic, NIC_GB_S)
     if volume.far_gather:
         yield load("gathering over the NIC into GPU", volume.far_gather, nic)
     ways = {group.transport for group in groups}
@@ -259,10 +323,10 @@ def _whole(links: Links, placement: Placement, volume: RoundVolume, groups: list
         if far:
             yield load("broadcast over the NIC into GPU", volume.total, nic, far[0])
         else:
-            nvlink = rate(links.nvlink, calibration.NVLINK_GB_S)
+            nvlink = rate(links.nvlink, NVLINK_GB_S)
             yield load("broadcast over NVLink into GPU", volume.total, nvlink, takers[0])
     if ForecastTransport.LOCAL in ways:
-        yield load("buckets read from GPU", volume.total, rate(links.device, calibration.DEVICE_GB_S))
+        yield load("buckets read from GPU", volume.total, rate(links.device, DEVICE_GB_S))
     if ForecastTransport.DISK in ways:
         readers = {
             host[gpu]
@@ -271,7 +335,7 @@ def _whole(links: Links, placement: Placement, volume: RoundVolume, groups: list
             for row in group.gpu
             for gpu in row
         }
-        seconds = (1 + len(readers)) * volume.total / rate(links.storage, calibration.STORAGE_GB_S)
+        seconds = (1 + len(readers)) * volume.total / rate(links.storage, STORAGE_GB_S)
         yield LinkLoad("storage", f"{len(readers)} hosts read", (1 + len(readers)) * total, total, seconds)
 
 
@@ -282,8 +346,8 @@ def _calls(volume: RoundVolume, groups: list[PlacedEngines]) -> float:
         if group.transport is ForecastTransport.DISK:
             continue
         by_group = group.transport is ForecastTransport.DISTRIBUTED
-        each = calibration.GROUP_BUCKET_S if by_group else calibration.LOCAL_BUCKET_S
-        alone = calibration.LOAD_GROUP_TENSOR_S if by_group else calibration.LOAD_TENSOR_S
-        loader = calibration.LOAD_PART_TENSOR_S if group.engines.tp > 1 else alone
+        each = GROUP_BUCKET_S if by_group else LOCAL_BUCKET_S
+        alone = LOAD_GROUP_TENSOR_S if by_group else LOAD_TENSOR_S
+        loader = LOAD_PART_TENSOR_S if group.engines.tp > 1 else alone
         slowest = max(slowest, volume.buckets * each.value + volume.tensors * loader.value)
     return slowest

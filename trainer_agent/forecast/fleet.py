@@ -108,7 +108,7 @@ class Engines(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Links(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rates in GB/s, one way; None: the figure of calibration.py."""
+    """Rates in GB/s, one way; None: the figure of cost_model.py."""
 
     device: Rate | None = None
     """Copies within a GPU."""

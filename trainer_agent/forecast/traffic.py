@@ -26,10 +26,8 @@ from weightbus.dataplane.tensors import (
     volumes,
 )
 
-from .engine_shards import EngineShards
 from .fleet import FleetError, ForecastTransport, PlacedEngines, Placement
-from .tensor_blocks import Tensors
-from .trainer_shards import TrainerShards
+from .shards import EngineShards, Tensors, TrainerShards
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,10 +5,13 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .checkpoint_conversion import Slice as Slice, slices as slices, stored_tensors as stored_tensors
-    from .exported import ExportedSource as ExportedSource, bridge_exporter as bridge_exporter
-    from .fsdp import FSDPSource as FSDPSource
-    from .full_tensor import FullTensorSource as FullTensorSource
-    from .hf_module import HFModuleSource as HFModuleSource
+    from .checkpoint_conversion import slices as slices, stored_tensors as stored_tensors
+    from .exported import (
+        ExportedSource as ExportedSource,
+        FullTensorSource as FullTensorSource,
+        bridge_exporter as bridge_exporter,
+    )
+    from .hf_module import FSDPSource as FSDPSource, HFModuleSource as HFModuleSource
+    from .tensor_slices import Slice as Slice
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Final, Protocol, cast, runtime_checkable
 
-import msgspec
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..source import LayoutMismatch, UnsupportedModel
+from .tensor_slices import Axis, Slice
 
 _WRAPPERS: Final = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 """What torch.compile, activation checkpointing and the like put into names."""
@@ -31,33 +31,6 @@ _WRAPPERS: Final = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_w
 
 _HEADS: Final = "num_attention_heads"
 _HEAD: Final = "lm_head.weight"
-
-
-class Axis(msgspec.Struct, frozen=True):
-    """One dimension of a slice: a dimension of its source, every `step`-th index of it."""
-
-    source: int
-    step: int = 1
-
-
-class Slice(msgspec.Struct, frozen=True):
-    """A tensor of the checkpoint as a slice of a tensor in memory.
-
-    Element ``(i, j, ..)`` is the source's element at `origin`, moved by ``i * axes[0].step`` along dimension
-    ``axes[0].source``, and so on. Source dimensions without an axis stay where `origin` says.
-    """
-
-    tensor: str
-    shape: tuple[int, ...]
-    source: str
-    origin: tuple[int, ...]
-    axes: tuple[Axis, ...]
-
-    @classmethod
-    def whole(cls, name: str, shape: Sequence[int]) -> Slice:
-        """A tensor that is stored as it is."""
-        dims = range(len(shape))
-        return cls(name, tuple(shape), name, tuple(0 for _ in dims), tuple(Axis(dim) for dim in dims))
 
 
 @runtime_checkable

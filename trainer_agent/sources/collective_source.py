@@ -1,26 +1,243 @@
-"""The core of every source: the ranks of its group, what they agree on, and errors that all of them raise together.
+"""The core of every source: the group of its ranks, what they agree on, and buckets from the shards that each holds.
 
-`CollectiveSource` owns the group. `ShardedSource` adds bucket assembly from shards that stay where the trainer keeps
-them: each rank describes its shards once (`RankShards`), all ranks conclude who is read (`distinct_shards`), and every
-bucket is gathered by an `Assembler`. A concrete source states only how its shards are found.
+`RankGroup` carries small messages on gloo, wherever the weights are; messages are bytes, not pickles. Over the whole
+world a source opens groups of its own, so that its collectives cannot interleave with the training loop's, and every
+wait ends after the timeout. Over a part of the world it cannot: torch needs every rank of the world for a new group,
+and without them (`use_local_synchronization`) it names the group after the number of groups a rank is in already, which
+differs between ranks. There the caller's group is used, with the caller's timeout.
+
+When a source is built, every rank sends one `RankLayout`, or a `LayoutRefusal` when it cannot serve its part, and all
+ranks compute the same result from all messages: the same error everywhere, or the rank that each shard is read from.
+
+Once per publication `ParameterIdentity` checks that the model still holds the parameters that its source was built on.
+Trainers replace them: `load_state_dict(assign=True)`, a new `nn.Parameter`, a conversion of the whole module. A source
+would then read tensors that are no longer trained, or with the strides of others, and no digest can tell. New memory
+under a parameter of the same form is allowed, also on another device, because trainers offload between phases.
 """
+
+# torch leaves Tensor.stride partly untyped.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import datetime as dt
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import cache
+from typing import Final, NamedTuple, TypeVar, cast
 
 import msgspec
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec
+from weightbus.dataplane.errors import ManifestError
+from weightbus.dataplane.memory import Driver
+from weightbus.dataplane.tensors import Manifest, Shards, TensorSpec, coverage as cover
 
 from ..assembly import Assembler, BucketPlan, BucketPlanCache, GatherExchange, check_manifest, plan
-from ..source import SourceError
-from .parameter_identity import ParameterIdentity, local_tensors
-from .rank_group import RankGroup, SingleRank
-from .rank_layout import LayoutRefusal, PipelineStage, RankLayout, check_layouts, encode
+from ..source import AssemblyFailed, LayoutMismatch, RanksDisagree, SourceError
+
+DEFAULT_TIMEOUT_S: Final = 1800.0
+"""Seconds that a rank waits for another: longer than a round, in which rank 0 waits for the engines."""
+
+
+_HEADER_BYTES: Final = 8
+
+
+_PAGE_BYTES: Final = 1024
+"""Largest message, header included, that is broadcast in one call."""
+
+
+class RankGroup:
+    """All ranks of a source; rank 0 is the root."""
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout_s: float) -> None:
+        """Open a control group over the world, or take `group` for it. Collective."""
+        self._timeout = dt.timedelta(seconds=timeout_s)
+        self._groups: list[dist.ProcessGroup] = []
+        self.global_ranks: tuple[int, ...] = tuple(
+            range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+        )
+        if dist.get_rank() not in self.global_ranks:
+            raise ValueError(f"rank {dist.get_rank()} is not in the group {self.global_ranks} of the source it builds")
+        self.rank: int = self.global_ranks.index(dist.get_rank())
+        self._own = len(self.global_ranks) == dist.get_world_size()
+        if group is not None and not self._own:
+            if "cpu:gloo" not in (backends := dist.get_backend_config(group)):
+                raise ValueError(
+                    f"a group of a part of the world must carry CPU tensors too, this one is {backends!r}: "
+                    f"make it with backend='cpu:gloo,cuda:nccl', or 'gloo' for a model on the CPU"
+                )
+            self._control = group
+        else:
+            self._control = self._open(self.global_ranks, "gloo")
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        """Blobs of all ranks, by rank. Collective."""
+        size = torch.tensor([len(blob)])
+        sizes = [torch.zeros_like(size) for _ in self.global_ranks]
+        try:
+            dist.all_gather(sizes, size, group=self._control)
+            lengths = [int(each) for each in sizes]
+            page = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+            page[: len(blob)] = _tensor(blob)
+            pages = [torch.zeros_like(page) for _ in lengths]
+            dist.all_gather(pages, page, group=self._control)
+        except RuntimeError as error:
+            raise self._broken("every rank to describe its part of the model", error) from error
+        return [_bytes(each[:length]) for each, length in zip(pages, lengths, strict=True)]
+
+    def broadcast(self, blob: bytes | None) -> bytes:
+        """Return the root's `blob` on every rank; the others pass None. Collective."""
+        if (blob is not None) != (self.rank == 0):
+            raise ValueError(f"rank {self.rank}: the root, and only the root, gives what is agreed")
+        page = torch.zeros(_PAGE_BYTES, dtype=torch.uint8)
+        if blob is not None:
+            head = len(blob).to_bytes(_HEADER_BYTES, "little") + blob[: _PAGE_BYTES - _HEADER_BYTES]
+            page[: len(head)] = _tensor(head)
+        try:
+            dist.broadcast(page, src=self.global_ranks[0], group=self._control)
+            size = int.from_bytes(_bytes(page[:_HEADER_BYTES]), "little")
+            first = _bytes(page[_HEADER_BYTES : _HEADER_BYTES + size])
+            if len(first) == size:
+                return first
+            rest = torch.zeros(size - len(first), dtype=torch.uint8)
+            if blob is not None:
+                rest.copy_(_tensor(blob[len(first) :]))
+            dist.broadcast(rest, src=self.global_ranks[0], group=self._control)
+        except RuntimeError as error:
+            raise self._broken("the root's decision", error) from error
+        return first + _bytes(rest)
+
+    def subgroup(self, ranks: Sequence[int], device: torch.device) -> dist.ProcessGroup | None:
+        """A group in which `ranks` exchange tensors of `device`; None on the others. Collective over all ranks."""
+        member = self.rank in ranks
+        if device.type != "cuda":
+            return self._control if member else None
+        group = self._open([self.global_ranks[rank] for rank in ranks], "nccl") if self._own else self._control
+        if member or not self._own:
+            # NCCL connects at the first call, which every member must make; a bucket concerns only some of them.
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        return group if member else None
+
+    def close(self) -> None:
+        """Destroy the groups that this one opened. Collective."""
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _open(self, members: Sequence[int], backend: str) -> dist.ProcessGroup:
+        """Open a group for `members`. Called by every rank of the world, in the same order."""
+        group = dist.new_group(list(members), timeout=self._timeout, backend=backend)
+        if dist.get_rank() in members:
+            self._groups.append(cast("dist.ProcessGroup", group))
+        return cast("dist.ProcessGroup", group)  # elsewhere torch's NON_GROUP_MEMBER, an int
+
+    def _broken(self, waiting_for: str, error: RuntimeError) -> AssemblyFailed:
+        return AssemblyFailed(
+            f"rank {self.rank} waited for {waiting_for}, and a peer failed or took more than "
+            f"{self._timeout.total_seconds():.0f} s ({error}): find the rank that failed first"
+        )
+
+
+class SingleRank:
+    """The group of a source on one process, which needs no process group of torch."""
+
+    rank: Final = 0
+    global_ranks: Final = (0,)
+
+    def gather(self, blob: bytes) -> list[bytes]:
+        """`blob`, as the list of one rank."""
+        return [blob]
+
+    def broadcast(self, blob: bytes | None) -> bytes:
+        """Return `blob`. Raises `ValueError` for None."""
+        if blob is None:
+            raise ValueError("rank 0: the root, and only the root, gives what is agreed")
+        return blob
+
+    def subgroup(self, ranks: Sequence[int], device: torch.device) -> None:
+        """None: no tensors are exchanged."""
+        del ranks, device
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _tensor(blob: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.zeros(0, dtype=torch.uint8)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.numpy().tobytes()
+
+
+class PipelineStage(msgspec.Struct, frozen=True):
+    """Layers of a pipelined model that one chunk of a rank holds: `count` consecutive ones, by `layer_number`."""
+
+    chunk: int
+    """Index of the chunk in its rank's virtual pipeline."""
+    pipeline_rank: int = msgspec.field(name="place")
+    """Index of the rank's pipeline stage."""
+    first: int
+    """`layer_number` of its first layer, counted from 1."""
+    count: int
+
+
+class RankLayout(msgspec.Struct, frozen=True, tag="Roster"):
+    """The part of a model that one rank holds."""
+
+    facts: dict[str, str]
+    """Readable values that must be the same on every rank: config, dtype, sizes of groups."""
+    shards: bytes = msgspec.field(name="pieces")
+    """`Shards.encode()`, with the rank as their holder."""
+    stages: tuple[PipelineStage, ...] = ()
+
+
+class LayoutRefusal(msgspec.Struct, frozen=True, tag="Refusal"):
+    """The reason why a rank cannot serve its part."""
+
+    reason: str
+
+
+def encode(statement: RankLayout | LayoutRefusal) -> bytes:
+    """The bytes that a rank sends."""
+    return msgspec.msgpack.encode(statement)
+
+
+def check_layouts(statements: Sequence[bytes]) -> tuple[RankLayout, ...]:
+    """Decode the layouts of all ranks. Raises `RanksDisagree` unless every rank serves its part of the same model."""
+    layouts: list[RankLayout] = []
+    for rank, blob in enumerate(statements):
+        statement = msgspec.msgpack.decode(blob, type=RankLayout | LayoutRefusal)
+        if isinstance(statement, LayoutRefusal):
+            raise RanksDisagree(f"rank {rank} cannot serve its part: {statement.reason}")
+        layouts.append(statement)
+    first = layouts[0].facts
+    for rank, layout in enumerate(layouts):
+        found = layout.facts
+        keys = {**first, **found}
+        odd = [f"{key}={found.get(key)} (rank 0: {first.get(key)})" for key in keys if found.get(key) != first.get(key)]
+        if odd:
+            raise RanksDisagree(f"rank {rank} has {', '.join(odd)}: give every rank the same model, config and dtype")
+    return tuple(layouts)
+
+
+def distinct_shards(layouts: Sequence[RankLayout], tensors: Sequence[TensorSpec]) -> Shards:
+    """Every element of every tensor once, with the rank that it is read from: of replicas, the lowest rank's.
+
+    Raises `RanksDisagree` when the ranks together do not hold all of `tensors`.
+    """
+    try:
+        shards = cover.drop_replicas(Shards.decode([layout.shards for layout in layouts], tensors))
+        cover.check_exact_cover(shards)
+    except ManifestError as error:
+        raise RanksDisagree(
+            f"{error}; build the source on every rank, with all of its model chunks and the config that is trained"
+        ) from error
+    return shards
+
 
 Own = TypeVar("Own")
 
@@ -60,6 +277,100 @@ def _wrapped(rank: int, error: Exception) -> SourceError:
         f"what rank {rank} was given cannot be read ({type(error).__name__}: {error}): "
         f"give every rank its part of the model, and the config that belongs to it"
     )
+
+
+Reader = Callable[[], Mapping[str, torch.Tensor]]
+"""Returns the tensors of a model as they are now, by their names in memory. Reads no values, calls no other rank."""
+
+
+_ADVICE = "build the source again after replacing parameters"
+
+
+_OFFLOADED = (
+    "it was offloaded, or its torch_memory_saver region is paused: load it back, or resume the region, before"
+    " publishing; or move it to host memory with `.data = .data.cpu()`, where it is read, too"
+)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `tensor`, not copied: the whole tensor when it is not sharded."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """`local_tensor` of each."""
+    with torch.no_grad():
+        return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+class ParameterIdentity:
+    """The parameters of one rank's model as they were when its source was built."""
+
+    def __init__(self, read: Reader) -> None:
+        self._read = read
+        # The tensors themselves, not their ids: an id is given again when its object is gone.
+        self._then = {name: (tensor, _Form.of(tensor)) for name, tensor in read().items()}
+
+    def check(self) -> None:
+        """Raise `LayoutMismatch` unless the model holds the same parameters, in the same form, with memory."""
+        now = self._read()
+        for name, (tensor, form) in self._then.items():
+            found = now.get(name)
+            if found is None:
+                raise LayoutMismatch(f"{name!r} ({form}) is not in the model any more: {_ADVICE}")
+            new = _Form.of(found)
+            if new != form:
+                raise LayoutMismatch(f"{name!r} is now {new}, the source was built when it was {form}: {_ADVICE}")
+            if found is not tensor:
+                raise LayoutMismatch(
+                    f"{name!r} ({new}) is another tensor now, the source was built on the one before: {_ADVICE}"
+                )
+            if not _has_memory(found):
+                raise LayoutMismatch(
+                    f"{name!r} ({new} on {local_tensor(found).device}) has no memory now: {_OFFLOADED}"
+                )
+        for name in now.keys() - self._then.keys():
+            raise LayoutMismatch(f"{name!r} ({_Form.of(now[name])}) was not in the model before: {_ADVICE}")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for an offloaded parameter: it keeps its shape over an emptied storage or unmapped memory."""
+    mine = local_tensor(tensor)
+    if not mine.numel():
+        return True
+    steps = zip(mine.shape, mine.stride(), strict=True)
+    end = mine.storage_offset() + 1 + sum((size - 1) * stride for size, stride in steps)
+    if mine.is_meta or mine.untyped_storage().nbytes() < end * mine.element_size():
+        return False
+    return mine.device.type != "cuda" or _driver().mapped(mine.data_ptr())
+
+
+@cache
+def _driver() -> Driver:
+    return Driver()
+
+
+class _Form(NamedTuple):
+    """The properties of a tensor that its shards depend on, all but its address."""
+
+    whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Shape of this rank's part."""
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    placements: tuple[object, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        mine = local_tensor(tensor)
+        placements = tuple(tensor.placements) if isinstance(tensor, DTensor) else ()
+        whole, shape, strides = tuple(tensor.shape), tuple(mine.shape), tuple(mine.stride())
+        return cls(whole, shape, strides, mine.dtype, placements)
+
+    def __str__(self) -> str:
+        part = f" of {self.whole} {self.placements}" if self.placements else ""
+        return f"{self.shape}{part} with strides {self.strides}, {self.dtype}"
 
 
 class CollectiveSource:

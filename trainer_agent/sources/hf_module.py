@@ -1,17 +1,40 @@
-"""A `Source` over a plain Hugging Face module on one process, as single-GPU trainers and tests have it.
+"""Sources over a Hugging Face module: on one process, or sharded by torch's FSDP2 (`fully_shard`), hybrid and over TP.
 
-Tensors go by the names of the checkpoint: tied tensors once, buffers that belong to it, experts one by one
-(checkpoint_conversion.py).
+Every rank describes its own tensors as shards of the checkpoint's tensors, experts by their own names, tied tensors
+once; buckets are assembled from them as from any other trainer's (assembler.py). No parameter is ever gathered: the
+bytes of a bucket travel to the root, once. Masters in float32 are cast where they are, before they travel.
 """
+
+# torch leaves parts of DTensor untyped.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 
-from .collective_source import ShardedSource
-from .module_shards import describe_module
-from .rank_group import SingleRank
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard as ShardPlacement
+
+from weightbus.dataplane.tensors import ITEM_BYTES, Shard, Shards, TensorSpec
+
+from ..assembly import unreadable_reason
+from ..source import LayoutMismatch, UnknownParameter, UnsupportedModel, check_dtype, check_manifestable
+from .checkpoint_conversion import architecture, head_dim, slices, stored_tensors, unwrapped
+from .collective_source import (
+    DEFAULT_TIMEOUT_S,
+    ParameterIdentity,
+    RankGroup,
+    RankShards,
+    ShardedSource,
+    SingleRank,
+    distinct_shards,
+    local_tensor,
+)
+from .tensor_slices import DTensorCut, LocalShard, Slice, runs_of, shards_of
 
 
 class HFModuleSource(ShardedSource):
@@ -31,3 +54,142 @@ class HFModuleSource(ShardedSource):
         super().__init__(SingleRank())
         local = describe_module(module, dtype, 0, model)
         self._serve(local, local.shards, local.parameters[0].device)
+
+
+class FSDPSource(ShardedSource):
+    """The live weights of one sharded Hugging Face module. Satisfies `Source`."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        dtype: torch.dtype | None = None,
+        model: str | None = None,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        """Agree with every rank of `group` (default: all) on the tensors that are served. Collective over `group`.
+
+        Args:
+            module: the root module, after `fully_shard`.
+            dtype: dtype in which parameters are served; by default their own, often float32 with FSDP.
+            model: architecture that the checkpoint's config names; by default the module's class.
+            group: the ranks of one model with all of its replicas; see `MegatronSource`.
+            timeout_s: seconds that any collective waits.
+
+        Raises:
+            SourceError: on every rank when any rank cannot serve; the first by rank is named on the others.
+        """
+        super().__init__(RankGroup(group, timeout_s))
+        with self._closing_when_refused():
+            layouts, local = self._exchange_layouts(lambda: describe_module(module, dtype, self.rank, model))
+            distinct = distinct_shards(layouts, local.tensors)
+        self._serve(local, distinct, device_of(local.parameters))
+
+
+def describe_module(module: nn.Module, dtype: torch.dtype | None, rank: int, model: str | None = None) -> RankShards:
+    """Find every tensor of `module` that its checkpoint holds, and this rank's part of it. Reads no values of shards.
+
+    Parameters are served in `dtype`, if it is given; buffers, and modules that the model itself keeps in float32, as
+    they are. Raises a `SourceError` for a tensor that cannot be described.
+    """
+    stored = stored_tensors(module)
+    if not stored:
+        raise UnsupportedModel(f"{type(module).__name__} has no parameters")
+    form = slices(module, {name: tuple(tensor.shape) for name, tensor in stored.items()})
+    served = served_dtypes(module, stored, dtype)
+    tensors = tuple(TensorSpec(each.tensor, served[each.source], each.shape) for each in form)
+    check_manifestable(tensors)
+    locals_ = {name: _local_of(name, tensor, index) for index, (name, tensor) in enumerate(stored.items())}
+    name = model or architecture(module)
+    return RankShards(
+        model=name,
+        tensors=tensors,
+        shards=Shards.of(tensors, _shards(form, locals_), rank),
+        parameters=tuple(stored.values()),
+        facts=lambda: {"model": name, **dict(_facts(stored, tensors))},
+        identity=ParameterIdentity(lambda: stored_tensors(module)),
+        head_dim=head_dim(module),
+    )
+
+
+def device_of(tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Device on which the ranks exchange `tensors`: that of the mesh, also where shards are kept in host memory."""
+    sharded = next((tensor for tensor in tensors if isinstance(tensor, DTensor)), None)
+    if sharded is None:
+        return tensors[0].device
+    kind = str(sharded.device_mesh.device_type)
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def _shards(form: Sequence[Slice], locals_: Mapping[str, LocalShard | None]) -> Iterator[Shard]:
+    for each in form:
+        local = locals_[each.source]
+        if local is not None:
+            yield from shards_of(each, local)
+
+
+def _local_of(name: str, tensor: torch.Tensor, storage: int) -> LocalShard | None:
+    """This rank's part of one tensor; None when it has no elements."""
+    mine = local_tensor(tensor)
+    dtype = str(mine.dtype).removeprefix("torch.")
+    held = LocalShard(runs_of(tuple(tensor.shape), _cuts(name, tensor)), tuple(mine.stride()), storage, dtype)
+    if not mine.numel():
+        return None
+    if held.shape != tuple(mine.shape):
+        raise LayoutMismatch(
+            f"{name!r} {tuple(tensor.shape)} should leave this rank {held.shape}, it holds {tuple(mine.shape)}: "
+            "it was cut otherwise than its placements say"
+        )
+    return held
+
+
+def _cuts(name: str, tensor: torch.Tensor) -> list[DTensorCut]:
+    """The cuts by which the ranks of its mesh share a tensor, in the order of the mesh."""
+    if not isinstance(tensor, DTensor):
+        return []
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise LayoutMismatch(f"{name!r} is spread over a mesh that this rank is not part of: {mesh}")
+    cuts: list[DTensorCut] = []
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            continue
+        # FSDP over tensor parallelism; a kind of Shard in some versions of torch, and in some not.
+        strided = type(placement).__name__ == "_StridedShard"
+        if not strided and type(placement) is not ShardPlacement:
+            advice = "only replicated and sharded parameters are read"
+            raise UnknownParameter(name, tensor.shape, f"placed as {placement!r}", advice)
+        after = int(getattr(placement, "split_factor")) if strided else 1  # noqa: B009  # the class is private
+        dim = int(getattr(placement, "dim"))  # noqa: B009
+        cuts.append(DTensorCut(dim, mesh.size(axis), coordinate[axis], after))
+    return cuts
+
+
+def served_dtypes(module: nn.Module, stored: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> dict[str, str]:
+    """Dtype in which each tensor is served, by its name in memory. Raises `UnsupportedModel` for an unfit `dtype`."""
+    if dtype is not None:
+        check_dtype(str(dtype).removeprefix("torch."), "dtype=")
+    kept = tuple(getattr(unwrapped(module), "_keep_in_fp32_modules_strict", None) or ())
+    served: dict[str, str] = {}
+    for name, tensor in stored.items():
+        cast = dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        wanted = dtype if cast and not any(part in name for part in kept) else tensor.dtype
+        if advice := unreadable_reason(local_tensor(tensor), rounded=wanted != tensor.dtype):
+            raise UnknownParameter(name, tensor.shape, str(tensor.dtype), advice)
+        served[name] = str(wanted).removeprefix("torch.")
+        if served[name] not in ITEM_BYTES:
+            detail, advice = f"{wanted}", f"these dtypes can travel: {', '.join(ITEM_BYTES)}"
+            raise UnknownParameter(name, tensor.shape, detail, advice)
+    return served
+
+
+def _facts(stored: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec]) -> Iterator[tuple[str, str]]:
+    """Facts that differ between two models, and between ranks with different values of a tensor that is not sharded."""
+    yield "tensors", hashlib.sha256(msgspec.msgpack.encode(tensors)).hexdigest()
+    for name, tensor in stored.items():
+        if not isinstance(tensor, DTensor) and isinstance(tensor, nn.Parameter):
+            # A copy: numpy would fix the size of the trainer's own storage.
+            data = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).numpy()
+            yield f"{name} (not sharded)", hashlib.sha256(data.tobytes()).hexdigest()[:16]

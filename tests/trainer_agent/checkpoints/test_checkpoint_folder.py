@@ -17,8 +17,8 @@ from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.protocol.ids import MAX_VERSION
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.trainer_agent.checkpoints import checkpoint_folder as folders
-from weightbus.trainer_agent.checkpoints.checkpoint_source import CheckpointSource, open_checkpoint, staging_device
-from weightbus.trainer_agent.cli.watch_settings import SECTION, WatchSettings
+from weightbus.trainer_agent.checkpoints.checkpoint_folder import CheckpointSource, open_checkpoint, staging_device
+from weightbus.trainer_agent.cli.commands import WATCH_SECTION, WatchSettings
 from weightbus.trainer_agent.machine.errors import BadCheckpoint, UnfinishedCheckpoint
 from weightbus.trainer_agent.source import AssemblyFailed
 
@@ -260,7 +260,7 @@ def test_the_pattern_must_say_where_the_version_is(tmp_path: Path) -> None:
 def test_a_pattern_that_may_leave_the_version_out_is_refused(tmp_path: Path, pattern: str) -> None:
     """When the settings are read: a folder that matches without a number would end the watch."""
     with pytest.raises(ConfigurationError, match=r"no regular expression|exactly one group"):
-        load_settings(WatchSettings, SECTION, flags={**GIVEN, "watch": str(tmp_path), "pattern": pattern})
+        load_settings(WatchSettings, WATCH_SECTION, flags={**GIVEN, "watch": str(tmp_path), "pattern": pattern})
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_a_pattern_with_its_version_is_taken(tmp_path: Path, pattern: str, name:
 def test_what_could_not_work_is_refused_before_the_watch(tmp_path: Path, given: dict[str, str], reason: str) -> None:
     """As a mistake in the settings, with what to write instead."""
     with pytest.raises(ConfigurationError, match=reason):
-        load_settings(WatchSettings, SECTION, flags={**GIVEN, "watch": str(tmp_path), **given})
+        load_settings(WatchSettings, WATCH_SECTION, flags={**GIVEN, "watch": str(tmp_path), **given})
 
 
 def test_a_gpu_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ import torch
 from torch.distributed.checkpoint import save
 
 from weightbus.trainer_agent.checkpoints import dcp_files
-from weightbus.trainer_agent.checkpoints.checkpoint_source import CorruptCheckpoint
+from weightbus.trainer_agent.checkpoints.checkpoint_folder import CorruptCheckpoint
 from weightbus.trainer_agent.checkpoints.dcp_files import DcpFiles
 from weightbus.trainer_agent.machine.errors import BadCheckpoint
 from weightbus.trainer_agent.source import AssemblyFailed
-from weightbus.trainer_agent.sources.checkpoint_conversion import Slice
+from weightbus.trainer_agent.sources.tensor_slices import Slice
 
 SHAPES = {"model.embed.weight": (8, 4), "model.norm.weight": (4,), "model.hash": (3,)}
 BUFFER = "model.hash"

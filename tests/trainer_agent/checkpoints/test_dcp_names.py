@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.trainer_agent.checkpoints.dcp_names import NoSuchModel, check_complete, chosen, normal
+from weightbus.trainer_agent.checkpoints.dcp_files import NoSuchModel, check_complete, chosen, normal
 
 MODEL = ("model.embed.weight", "model.norm.weight", "lm_head.weight")
 FUSED = ("model.experts.gate_up", "model.norm.weight")

@@ -17,9 +17,8 @@ from safetensors.torch import save_file
 
 from weightbus.control.protocol.messages import Transfer
 from weightbus.trainer_agent.checkpoints import checkpoint_folder as folders
-from weightbus.trainer_agent.checkpoints.checkpoint_folder import LATEST
-from weightbus.trainer_agent.checkpoints.checkpoint_source import CorruptCheckpoint, SafetensorsFiles
-from weightbus.trainer_agent.cli.watch_settings import WatchSettings
+from weightbus.trainer_agent.checkpoints.checkpoint_folder import LATEST, CorruptCheckpoint, SafetensorsFiles
+from weightbus.trainer_agent.cli.commands import WatchSettings
 from weightbus.trainer_agent.cli.watcher import Watcher
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.source import AssemblyFailed

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from weightbus.trainer_agent.demo.rollout_client import BadRollout, NotReady, RolloutClient
+from weightbus.trainer_agent.demo.rollouts import BadRollout, NotReady, RolloutClient
 from weightbus.trainer_agent.demo.toy_task import RESPONSE_TOKENS
 
 

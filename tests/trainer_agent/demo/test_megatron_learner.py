@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from weightbus.trainer_agent.demo import initial_checkpoint as checkpoint
+from weightbus.trainer_agent.demo import toy_task as task
 from weightbus.trainer_agent.demo.child_processes import Programs
-from weightbus.trainer_agent.demo.settings import TrainerKind
+from weightbus.trainer_agent.demo.commands import TrainerKind
 
 from ...kit.ports import free_port
 
@@ -25,7 +25,7 @@ def judged_all(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     """What two ranks said of themselves, by trainer."""
     folder = tmp_path_factory.mktemp("learner")
     for trainer in MEGATRONS:
-        checkpoint.write(folder / trainer, 1, checkpoint.policy_of(trainer))
+        task.write_checkpoint(folder / trainer, 1, task.policy_of(trainer))
     port = str(free_port())
     with Programs(folder) as programs:
         ranks = [

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.trainer_agent.demo import network_namespace as module
-from weightbus.trainer_agent.demo.child_processes import Programs
-from weightbus.trainer_agent.demo.network_namespace import EngineHost, NoNamespace, second_host, unavailable
+from weightbus.trainer_agent.demo import child_processes as module
+from weightbus.trainer_agent.demo.child_processes import EngineHost, NoNamespace, Programs, second_host, unavailable
 
 from ...kit.waiting import until
 

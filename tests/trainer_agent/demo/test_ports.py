@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.trainer_agent.demo import ports
-from weightbus.trainer_agent.demo.ports import COUNT, Ports, choose_ports
+from weightbus.trainer_agent.demo import child_processes as ports
+from weightbus.trainer_agent.demo.child_processes import COUNT, Ports, choose_ports
 
 
 def numbers(chosen: Ports) -> list[int]:

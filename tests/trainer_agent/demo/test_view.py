@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.trainer_agent.demo.progress_view import ProgressView
+from weightbus.trainer_agent.demo.round_records import ProgressView
 
 
 def test_what_programs_say_is_text(capsys: pytest.CaptureFixture[str]) -> None:

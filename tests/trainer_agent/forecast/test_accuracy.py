@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from weightbus.trainer_agent.forecast import calibration
+from weightbus.trainer_agent.forecast import cost_model
 from weightbus.trainer_agent.forecast.cost_model import RoundCost
 from weightbus.trainer_agent.forecast.fleet import EngineLocation, Engines, FleetSpec, ForecastTransport, TrainerSpec
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
+from weightbus.trainer_agent.forecast.shards import Tensors
 
 GPU = Path(__file__).parents[2] / "gpu"
 FACTOR = 1.25
@@ -149,10 +149,10 @@ def test_what_a_joiner_adds_to_a_round_is_what_was_measured() -> None:
     joined = (measured, measured["again"])
     steps = [sum(one["sidecar_s"][f"step:transfer_{name}"] for name in ("layout", "plan", "expect")) for one in joined]
     planned = statistics.mean(steps)
-    assert calibration.JOIN_TENSOR_S.value == pytest.approx(planned / 9435, rel=0.01)
+    assert cost_model.JOIN_TENSOR_S.value == pytest.approx(planned / 9435, rel=0.01)
     commits = statistics.median(each["trainer_s"]["commit"] for each in measured["rounds"][2:])
     beyond = statistics.mean(one["joiner_s"] for one in joined) - (measured["normal_round_s"] - commits)
-    assert calibration.JOIN_S.value == pytest.approx(beyond - planned, rel=0.02)
+    assert cost_model.JOIN_S.value == pytest.approx(beyond - planned, rel=0.02)
 
 
 def test_rounds_of_stages_that_broadcast() -> None:

@@ -20,9 +20,8 @@ from weightbus.trainer_agent.forecast.fleet import (
     Links,
     TrainerSpec,
 )
-from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
-from weightbus.trainer_agent.forecast.what_if import changes
+from weightbus.trainer_agent.forecast.forecast import Forecast, changes
+from weightbus.trainer_agent.forecast.shards import Tensors
 
 MODEL = str(Path(__file__).parents[2] / "gpu" / "models" / "deepseek.json")
 KIMI_K2 = {

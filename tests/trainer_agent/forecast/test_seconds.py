@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.trainer_agent.forecast import calibration
+from weightbus.trainer_agent.forecast import cost_model
 from weightbus.trainer_agent.forecast.cost_model import LinkLoad
 from weightbus.trainer_agent.forecast.fleet import (
     EngineLocation,
@@ -18,7 +18,7 @@ from weightbus.trainer_agent.forecast.fleet import (
     TrainerSpec,
 )
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
+from weightbus.trainer_agent.forecast.shards import Tensors
 
 MODEL = Path(__file__).parents[2] / "gpu" / "models" / "deepseek.json"
 TWO = TrainerSpec(gpus=2, gpus_per_host=2, tp=2)
@@ -53,7 +53,7 @@ def test_nvlink_is_slower_where_both_ways_are_used(forecast: Forecast) -> None:
         Links(nvlink=100.0),
     )
     both = load(forecast, crosswise, "NVLink into GPU")
-    assert both.seconds == pytest.approx(both.gigabytes / (100.0 * calibration.BOTH_WAYS.value))
+    assert both.seconds == pytest.approx(both.gigabytes / (100.0 * cost_model.BOTH_WAYS.value))
     aside = FleetSpec(
         TWO, (Engines(tp=2, location=EngineLocation.HOSTS, transport=ForecastTransport.DIRECT),), Links(nvlink=100.0)
     )
@@ -111,4 +111,4 @@ def test_a_barrier_takes_what_was_measured() -> None:
     """The slower one of control.json, by agent."""
     measured = json.loads((MODEL.parents[2] / "bench" / "results" / "control.json").read_text())
     each = max(measured["barrier_ms"].values()) / 1000 / measured["agents"]
-    assert calibration.BARRIER_ENGINE_S.value == pytest.approx(each, rel=0.05)
+    assert cost_model.BARRIER_ENGINE_S.value == pytest.approx(each, rel=0.05)

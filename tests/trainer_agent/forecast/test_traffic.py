@@ -16,7 +16,6 @@ from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, make_plan
 from weightbus.dataplane.tensors.boxes import Boxes, volumes
 from weightbus.dataplane.tensors.shards import DTYPES, Shards
-from weightbus.trainer_agent.forecast.engine_shards import engine_shards
 from weightbus.trainer_agent.forecast.fleet import (
     EngineLocation,
     Engines,
@@ -27,8 +26,7 @@ from weightbus.trainer_agent.forecast.fleet import (
     place_engines,
 )
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
-from weightbus.trainer_agent.forecast.trainer_shards import TrainerShards, trainer_shards
+from weightbus.trainer_agent.forecast.shards import Tensors, TrainerShards, engine_shards, trainer_shards
 
 from ...kit.tiny_families import FAMILIES
 

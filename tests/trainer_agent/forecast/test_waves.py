@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.trainer_agent.forecast import calibration
+from weightbus.trainer_agent.forecast import cost_model
 from weightbus.trainer_agent.forecast.cost_model import RoundCost
 from weightbus.trainer_agent.forecast.fleet import (
     EngineLocation,
@@ -21,7 +21,7 @@ from weightbus.trainer_agent.forecast.fleet import (
     waves,
 )
 from weightbus.trainer_agent.forecast.forecast import Forecast
-from weightbus.trainer_agent.forecast.tensor_blocks import Tensors
+from weightbus.trainer_agent.forecast.shards import Tensors
 
 GPU = Path(__file__).parents[2] / "gpu"
 LLAMA = json.loads((GPU / "models" / "llama.json").read_text())
@@ -76,21 +76,21 @@ def test_one_at_a_time_by_hand(forecast: Forecast, count: int) -> None:
     engines = (Engines(count, location=EngineLocation.OTHER, transport=ForecastTransport.SENDS, gpus_per_host=1),)
     found = forecast.round(FleetSpec(TrainerSpec(), engines, Links(nic=10.0), max_paused=1))
     size = forecast.tensors.total / 1e9
-    alone = calibration.BARRIER_ENGINE_S.value
+    alone = cost_model.BARRIER_ENGINE_S.value
     stands = [
-        calibration.PAUSE_S.value + alone,
-        size / 10.0 + calibration.CALL_S.value + alone,
-        size / calibration.PROOF_GB_S.value + calibration.VERIFY_S.value + alone,
-        calibration.RESUME_S.value + alone,
+        cost_model.PAUSE_S.value + alone,
+        size / 10.0 + cost_model.CALL_S.value + alone,
+        size / cost_model.PROOF_GB_S.value + cost_model.VERIFY_S.value + alone,
+        cost_model.RESUME_S.value + alone,
     ]
-    before = calibration.ACQUIRE_S.value + calibration.ANNOUNCE_S.value + calibration.PREPARE_S.value + count * alone
-    digest = size / calibration.DIGEST_GB_S.value + len(forecast.tensors.specs) * calibration.DIGEST_TENSOR_S.value
+    before = cost_model.ACQUIRE_S.value + cost_model.ANNOUNCE_S.value + cost_model.PREPARE_S.value + count * alone
+    digest = size / cost_model.DIGEST_GB_S.value + len(forecast.tensors.specs) * cost_model.DIGEST_TENSOR_S.value
     # The first wave's version is committed, and every later one's epoch is on the disk before it.
-    turn = calibration.OFFER_S.value + sum(stands) + calibration.COMMIT_S.value
+    turn = cost_model.OFFER_S.value + sum(stands) + cost_model.COMMIT_S.value
     assert found.total_s == pytest.approx(before + digest + count * turn)
-    assert found.pause_s == pytest.approx(sum(stands) - (stands[0] + stands[-1]) / 2 + calibration.COMMIT_S.value)
+    assert found.pause_s == pytest.approx(sum(stands) - (stands[0] + stands[-1]) / 2 + cost_model.COMMIT_S.value)
     assert (found.waves, found.serving) == (count, count - 1)
-    assert seconds(found, "commit") == calibration.COMMIT_S.value
+    assert seconds(found, "commit") == cost_model.COMMIT_S.value
     assert found.loads[0].gigabytes == pytest.approx(size)
 
 
@@ -127,12 +127,12 @@ def test_a_wave_is_a_round_of_its_engines(forecast: Forecast) -> None:
         assert seconds(found, step) == pytest.approx(sum(seconds(each, step) for each in alone))
     assert seconds(found, "digest") == seconds(alone[0], "digest")
     assert seconds(found, "prepare") == pytest.approx(
-        calibration.PREPARE_S.value + 5 * calibration.BARRIER_ENGINE_S.value  # all are asked at once
+        cost_model.PREPARE_S.value + 5 * cost_model.BARRIER_ENGINE_S.value  # all are asked at once
     )
     assert (found.waves, found.serving) == (3, 3)
     # Only the first commits.
     assert found.pause_s == pytest.approx(
-        max(alone[0].pause_s, *(each.pause_s - calibration.COMMIT_S.value for each in alone[1:]))
+        max(alone[0].pause_s, *(each.pause_s - cost_model.COMMIT_S.value for each in alone[1:]))
     )
     longest = max(alone, key=lambda each: seconds(each, "transfer") + seconds(each, "verify"))
     assert [(load.gigabytes, load.seconds) for load in found.loads] == [
@@ -146,7 +146,7 @@ def test_files_are_written_for_every_wave(forecast: Forecast) -> None:
     found = forecast.round(FleetSpec(TrainerSpec(), engines, Links(storage=1.0), max_paused=2))
     size = forecast.tensors.total / 1e9
     moved = (1 + 2) * size + (1 + 1) * size
-    calls = 2 * calibration.CALL_S.value + 3 * calibration.BARRIER_ENGINE_S.value
+    calls = 2 * cost_model.CALL_S.value + 3 * cost_model.BARRIER_ENGINE_S.value
     assert seconds(found, "transfer") == pytest.approx(moved + calls)
     assert found.loads[0].gigabytes == pytest.approx(3 * size)
 

@@ -23,8 +23,7 @@ from weightbus.trainer_agent.quantized.quantized_assembly import LocatedSource
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, as_served, quantized
 from weightbus.trainer_agent.settings import TrainerSettings
 from weightbus.trainer_agent.source import Source, UnsupportedModel
-from weightbus.trainer_agent.sources.fsdp import FSDPSource
-from weightbus.trainer_agent.sources.hf_module import HFModuleSource
+from weightbus.trainer_agent.sources.hf_module import FSDPSource, HFModuleSource
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 from ...kit.quantized_world import RANKS, SHAPES, STORED, Opaque, Rank, World, cut, of, small, tensor_parallel

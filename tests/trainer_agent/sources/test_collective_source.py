@@ -6,9 +6,14 @@ from typing import cast
 import pytest
 
 from weightbus.trainer_agent.source import LayoutMismatch, RanksDisagree, SourceError
-from weightbus.trainer_agent.sources.collective_source import check_on_all_ranks, on_all_ranks
-from weightbus.trainer_agent.sources.rank_group import RankGroup
-from weightbus.trainer_agent.sources.rank_layout import LayoutRefusal, RankLayout, encode
+from weightbus.trainer_agent.sources.collective_source import (
+    LayoutRefusal,
+    RankGroup,
+    RankLayout,
+    check_on_all_ranks,
+    encode,
+    on_all_ranks,
+)
 
 
 class Two:

@@ -6,7 +6,7 @@ from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
 from weightbus.trainer_agent.source import RanksDisagree
-from weightbus.trainer_agent.sources.rank_layout import (
+from weightbus.trainer_agent.sources.collective_source import (
     LayoutRefusal,
     RankLayout,
     check_layouts,

@@ -1,9 +1,13 @@
-"""The supported families, each a table: the blocks of its layers, its switches, its names.
+"""The supported families, each a table: the blocks of its layers, its switches, its names. Blocks are tables, too.
 
-To add one:
+A row of a block names a Megatron-core parameter below its layer (``decoder.layers.N.``), with local and Transformer
+Engine names side by side, and the Hugging Face tensors below theirs (``model.layers.N.``). Experts have ``{e}`` for
+their index. Shapes are in names of sizes, which hf_model.py reads from the config.
+
+To add a family:
 
 1. Find its architecture in ``config.json``, and a checkpoint's tensor names.
-2. Add an entry here. Blocks come from layer_blocks.py; a block that no family has yet is a tuple of rules there.
+2. Add an entry of `FAMILIES`, from the blocks here; a block that no family has yet is a tuple of rules.
 3. A size that the config has under another name goes into `keys`, a tensor that the checkpoint has under another name
    into `renames`. What a switch (`qkv_bias`, `qk_norm`, ..) is set to is True, False or the config key that decides.
 4. Add a tiny config to tests/kit/tiny_families.py. The tests take it from there: every layout of it against the files
@@ -18,23 +22,275 @@ from typing import Final
 
 import msgspec
 
-from .layer_blocks import (
-    ATTENTION,
-    DELTA_NET,
-    GATED_ATTENTION,
-    GATED_SHARED_EXPERT,
-    HEAD_NORMS,
-    LATENT_ATTENTION,
-    MLP,
-    NORMS,
-    ROUTED_EXPERTS,
-    ROUTER_BIAS,
-    SANDWICH_NORMS,
-    SHARED_EXPERTS,
-    SPARSE_INDEXER,
-    STACKED_MLP,
-    WIDE_HEAD_NORMS,
-    Rules,
+from .parameter_mapping import Fusion, MappingRule, MappingTarget, Norm, TensorCut
+
+Rules = tuple[MappingRule, ...]
+
+
+def _norm(name: str, size: str = "hidden", kind: Norm = Norm.FAMILY) -> MappingTarget:
+    return MappingTarget(name, (size,), kind)
+
+
+EMBEDDING: Final = MappingRule(
+    ("embedding.word_embeddings.weight",),
+    (MappingTarget("embed_tokens.weight", ("vocab", "hidden")),),
+    TensorCut.ROWS,
+    Fusion.VOCABULARY,
+)
+FINAL_NORM: Final = MappingRule(
+    ("decoder.final_layernorm.weight", "decoder.final_norm.weight"), (_norm("norm.weight"),)
+)
+OUTPUT: Final = MappingRule(
+    ("output_layer.weight",),
+    (MappingTarget("lm_head.weight", ("vocab", "hidden")),),
+    TensorCut.ROWS,
+    Fusion.VOCABULARY,
+    when="not tied",
+)
+
+NORMS: Final[Rules] = (
+    MappingRule(
+        (
+            "input_layernorm.weight",
+            "self_attention.linear_qkv.layer_norm_weight",
+            "self_attention.in_proj.layer_norm_weight",
+        ),
+        (_norm("input_layernorm.weight"),),
+    ),
+    MappingRule(
+        ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), (_norm("post_attention_layernorm.weight"),)
+    ),
+)
+
+SANDWICH_NORMS: Final[Rules] = (
+    MappingRule(("post_self_attn_layernorm.weight",), (_norm("post_self_attn_layernorm.weight"),)),
+    MappingRule(("post_mlp_layernorm.weight",), (_norm("post_mlp_layernorm.weight"),)),
+)
+
+_Q, _K, _V, _O = (f"self_attn.{part}_proj" for part in "qkvo")
+
+ATTENTION: Final[Rules] = (
+    MappingRule(
+        ("self_attention.linear_qkv.weight",),
+        (
+            MappingTarget(f"{_Q}.weight", ("query", "hidden")),
+            MappingTarget(f"{_K}.weight", ("key", "hidden")),
+            MappingTarget(f"{_V}.weight", ("key", "hidden")),
+        ),
+        TensorCut.ROWS,
+        Fusion.QKV,
+    ),
+    MappingRule(
+        ("self_attention.linear_qkv.bias",),
+        (
+            MappingTarget(f"{_Q}.bias", ("query",)),
+            MappingTarget(f"{_K}.bias", ("key",)),
+            MappingTarget(f"{_V}.bias", ("key",)),
+        ),
+        TensorCut.ROWS,
+        Fusion.QKV,
+        when="qkv_bias",
+    ),
+    MappingRule(
+        ("self_attention.linear_proj.weight",),
+        (MappingTarget(f"{_O}.weight", ("hidden", "attended")),),
+        TensorCut.COLUMNS,
+    ),
+    MappingRule(("self_attention.linear_proj.bias",), (MappingTarget(f"{_O}.bias", ("hidden",)),), when="proj_bias"),
+)
+
+HEAD_NORMS: Final[Rules] = (
+    MappingRule(
+        ("self_attention.q_layernorm.weight",), (_norm("self_attn.q_norm.weight", "head_dim"),), when="qk_norm"
+    ),
+    MappingRule(
+        ("self_attention.k_layernorm.weight",), (_norm("self_attn.k_norm.weight", "head_dim"),), when="qk_norm"
+    ),
+)
+
+# Over all heads at once; a rank holds the part of its own heads.
+WIDE_HEAD_NORMS: Final[Rules] = (
+    MappingRule(
+        ("self_attention.q_layernorm.weight",), (_norm("self_attn.q_norm.weight", "query"),), TensorCut.ROWS_OR_NONE
+    ),
+    MappingRule(
+        ("self_attention.k_layernorm.weight",), (_norm("self_attn.k_norm.weight", "key"),), TensorCut.ROWS_OR_NONE
+    ),
+)
+
+GATED_ATTENTION: Final[Rules] = (
+    MappingRule(
+        ("self_attention.linear_qkv.weight",),
+        (
+            MappingTarget(f"{_Q}.weight", ("gated_query", "hidden")),
+            MappingTarget(f"{_K}.weight", ("key", "hidden")),
+            MappingTarget(f"{_V}.weight", ("key", "hidden")),
+        ),
+        TensorCut.ROWS,
+        Fusion.GATED_QKV,
+    ),
+    MappingRule(
+        ("self_attention.linear_proj.weight",),
+        (MappingTarget(f"{_O}.weight", ("hidden", "attended")),),
+        TensorCut.COLUMNS,
+    ),
+)
+
+LATENT_ATTENTION: Final[Rules] = (
+    MappingRule(
+        ("self_attention.linear_q_proj.weight",),
+        (MappingTarget(f"{_Q}.weight", ("latent_query", "hidden")),),
+        TensorCut.ROWS,
+        when="not q_lora",
+    ),
+    MappingRule(
+        ("self_attention.linear_q_down_proj.weight",),
+        (MappingTarget("self_attn.q_a_proj.weight", ("q_lora", "hidden")),),
+        TensorCut.ROWS_OR_NONE,
+        when="q_lora",
+    ),
+    MappingRule(
+        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+        (_norm("self_attn.q_a_layernorm.weight", "q_lora"),),
+        when="q_lora",
+    ),
+    MappingRule(
+        ("self_attention.linear_q_up_proj.weight",),
+        (MappingTarget("self_attn.q_b_proj.weight", ("latent_query", "q_lora")),),
+        TensorCut.ROWS,
+        when="q_lora",
+    ),
+    MappingRule(
+        ("self_attention.linear_kv_down_proj.weight",),
+        (MappingTarget("self_attn.kv_a_proj_with_mqa.weight", ("latent_kv", "hidden")),),
+        TensorCut.ROWS_OR_NONE,
+    ),
+    MappingRule(
+        ("self_attention.kv_layernorm.weight", "self_attention.linear_kv_up_proj.layer_norm_weight"),
+        (_norm("self_attn.kv_a_layernorm.weight", "kv_lora"),),
+    ),
+    MappingRule(
+        ("self_attention.linear_kv_up_proj.weight",),
+        (MappingTarget("self_attn.kv_b_proj.weight", ("keys_and_values", "kv_lora")),),
+        TensorCut.ROWS,
+    ),
+    MappingRule(
+        ("self_attention.linear_proj.weight",),
+        (MappingTarget(f"{_O}.weight", ("hidden", "latent_attended")),),
+        TensorCut.COLUMNS,
+    ),
+)
+
+_INDEXER = "self_attention.core_attention.indexer"
+
+SPARSE_INDEXER: Final[Rules] = (
+    MappingRule(
+        (f"{_INDEXER}.linear_wq_b.weight",),
+        (MappingTarget("self_attn.indexer.wq_b.weight", ("indexer_query", "q_lora")),),
+    ),
+    MappingRule(
+        (f"{_INDEXER}.linear_wk.weight",), (MappingTarget("self_attn.indexer.wk.weight", ("indexer_dim", "hidden")),)
+    ),
+    MappingRule((f"{_INDEXER}.k_norm.weight",), (_norm("self_attn.indexer.k_norm.weight", "indexer_dim"),)),
+    MappingRule((f"{_INDEXER}.k_norm.bias",), (MappingTarget("self_attn.indexer.k_norm.bias", ("indexer_dim",)),)),
+    MappingRule(
+        (f"{_INDEXER}.linear_weights_proj.weight",),
+        (MappingTarget("self_attn.indexer.weights_proj.weight", ("indexer_heads", "hidden")),),
+    ),
+)
+
+DELTA_NET: Final[Rules] = (
+    MappingRule(
+        ("self_attention.in_proj.weight",),
+        (
+            MappingTarget("linear_attn.in_proj_qkvz.weight", ("delta_qkvz", "hidden")),
+            MappingTarget("linear_attn.in_proj_ba.weight", ("delta_ba", "hidden")),
+        ),
+        TensorCut.ROWS,
+        Fusion.DELTA_IN,
+    ),
+    MappingRule(
+        ("self_attention.conv1d.weight",),
+        (MappingTarget("linear_attn.conv1d.weight", ("delta_channels", "one", "delta_kernel")),),
+        TensorCut.ROWS,
+        Fusion.DELTA_CONVOLUTION,
+    ),
+    MappingRule(("self_attention.A_log",), (MappingTarget("linear_attn.A_log", ("delta_values",)),), TensorCut.ROWS),
+    MappingRule(
+        ("self_attention.dt_bias",), (MappingTarget("linear_attn.dt_bias", ("delta_values",)),), TensorCut.ROWS
+    ),
+    MappingRule(("self_attention.out_norm.weight",), (_norm("linear_attn.norm.weight", "delta_value_dim", Norm.ONE),)),
+    MappingRule(
+        ("self_attention.out_proj.weight",),
+        (MappingTarget("linear_attn.out_proj.weight", ("hidden", "delta_attended")),),
+        TensorCut.COLUMNS,
+    ),
+)
+
+
+def _gated(trained: str, served: str, size: str, when: str | None = None) -> Rules:
+    """A gated MLP: two projections fused in, one out."""
+    gate, up, down = (f"{served}.{part}_proj.weight" for part in ("gate", "up", "down"))
+    return (
+        MappingRule(
+            (f"{trained}.linear_fc1.weight",),
+            (MappingTarget(gate, (size, "hidden")), MappingTarget(up, (size, "hidden"))),
+            TensorCut.ROWS,
+            Fusion.GATED,
+            when,
+        ),
+        MappingRule(
+            (f"{trained}.linear_fc2.weight",), (MappingTarget(down, ("hidden", size)),), TensorCut.COLUMNS, when=when
+        ),
+    )
+
+
+MLP: Final[Rules] = (
+    *_gated("mlp", "mlp", "ffn"),
+    MappingRule(
+        ("mlp.linear_fc1.bias",),
+        (MappingTarget("mlp.gate_proj.bias", ("ffn",)), MappingTarget("mlp.up_proj.bias", ("ffn",))),
+        TensorCut.ROWS,
+        Fusion.GATED,
+        when="mlp_bias",
+    ),
+    MappingRule(("mlp.linear_fc2.bias",), (MappingTarget("mlp.down_proj.bias", ("hidden",)),), when="mlp_bias"),
+)
+
+STACKED_MLP: Final[Rules] = (
+    MappingRule(
+        ("mlp.linear_fc1.weight",),
+        (MappingTarget("mlp.gate_up_proj.weight", ("gate_and_up", "hidden")),),
+        TensorCut.ROWS,
+        Fusion.GATED,
+    ),
+    MappingRule(
+        ("mlp.linear_fc2.weight",), (MappingTarget("mlp.down_proj.weight", ("hidden", "ffn")),), TensorCut.COLUMNS
+    ),
+)
+
+ROUTED_EXPERTS: Final[Rules] = (
+    MappingRule(("mlp.router.weight",), (MappingTarget("mlp.gate.weight", ("experts", "hidden")),)),
+    *_gated("mlp.experts", "mlp.experts.{e}", "expert_ffn"),
+)
+"""Experts go by one name, sequential or grouped; hf_model.py takes their indexes out of their names."""
+
+ROUTER_BIAS: Final[Rules] = (
+    # Kept in single precision by Megatron and by engines, whatever the model is served in.
+    MappingRule(
+        ("mlp.router.expert_bias",), (MappingTarget("mlp.gate.e_score_correction_bias", ("experts",), dtype="float32"),)
+    ),
+)
+
+SHARED_EXPERTS: Final[Rules] = _gated("mlp.shared_experts", "mlp.shared_experts", "shared_ffn", "shared_experts")
+
+GATED_SHARED_EXPERT: Final[Rules] = (
+    *_gated("mlp.shared_experts", "mlp.shared_expert", "shared_ffn", "shared_experts"),
+    MappingRule(
+        ("mlp.shared_experts.gate_weight",),
+        (MappingTarget("mlp.shared_expert_gate.weight", ("one", "hidden")),),
+        when="shared_experts",
+    ),
 )
 
 

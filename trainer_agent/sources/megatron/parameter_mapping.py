@@ -24,7 +24,7 @@ import msgspec
 from weightbus.dataplane.tensors import Box, Shard, ShardView, TensorSpec
 
 from ...source import LayoutMismatch
-from ..row_runs import RowRun, concatenate, slice_runs, total_length
+from ..tensor_slices import RowRun, concatenate, slice_runs, total_length
 
 
 class Norm(enum.Enum):

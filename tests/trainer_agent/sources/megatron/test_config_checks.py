@@ -15,7 +15,7 @@ from weightbus.trainer_agent.sources.megatron.config_checks import (
     settings_of,
 )
 from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
-from weightbus.trainer_agent.sources.megatron.local_shards import _served_dtype
+from weightbus.trainer_agent.sources.megatron.megatron_source import _served_dtype
 
 HF = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from weightbus.trainer_agent.source import LayoutMismatch, RanksDisagree
-from weightbus.trainer_agent.sources.megatron.layer_order import check_numbers, check_order, check_part
-from weightbus.trainer_agent.sources.rank_layout import PipelineStage, RankLayout
+from weightbus.trainer_agent.sources.collective_source import PipelineStage, RankLayout
+from weightbus.trainer_agent.sources.megatron.megatron_source import check_numbers, check_order, check_part
 
 
 def rosters(*ranks: tuple[PipelineStage, ...]) -> list[RankLayout]:

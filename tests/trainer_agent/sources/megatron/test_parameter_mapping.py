@@ -10,9 +10,8 @@ from hypothesis import given, strategies as st
 from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.shards import Shard, contiguous_strides
 from weightbus.trainer_agent.source import LayoutMismatch
-from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors
+from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, hf_tensors, match_parameter
 from weightbus.trainer_agent.sources.megatron.parameter_mapping import LocalParameter, ParallelRank, shards_of
-from weightbus.trainer_agent.sources.megatron.parameter_names import match_parameter
 
 Array = npt.NDArray[np.int64]
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"

@@ -2,9 +2,8 @@
 
 import pytest
 
-from weightbus.trainer_agent.sources.megatron.hf_model import HFModel
+from weightbus.trainer_agent.sources.megatron.hf_model import HFModel, advice_for, match_parameter
 from weightbus.trainer_agent.sources.megatron.model_families import FAMILIES
-from weightbus.trainer_agent.sources.megatron.parameter_names import advice_for, match_parameter
 
 CONFIG = {
     "num_hidden_layers": 20,

@@ -1,13 +1,13 @@
-"""The part of a tensor that one rank holds, as DTensor cuts it, and the shards of checkpoint tensors in it. Pure.
+"""Runs and slices of tensors, and the shards of checkpoint tensors that a rank holds through them. Pure, no torch.
 
-Along each dimension a rank holds runs of consecutive indexes, one after another: one run for a plain shard, several
-where FSDP cuts shards of tensor parallelism again. Cuts are `torch.chunk`'s: equal parts but for the last ones, which
-may be smaller or empty.
+Megatron's fused parameters and DTensor's shards are both sequences of runs, of which a rank holds a slice: along each
+dimension one run for a plain shard, several where FSDP cuts shards of tensor parallelism again. DTensor's cuts are
+`torch.chunk`'s: equal parts but for the last ones, which may be smaller or empty.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from math import prod
 
@@ -16,8 +16,69 @@ import msgspec
 from weightbus.dataplane.tensors import Box, Shard, ShardView
 
 from ..source import UnsupportedModel
-from .checkpoint_conversion import Axis, Slice
-from .row_runs import RowRun, slice_runs, total_length
+
+
+class RowRun(msgspec.Struct, frozen=True):
+    """`length` indexes of a tensor from `start` on, at positions from `at` on of the sequence."""
+
+    start: int
+    length: int
+    at: int = 0
+    tensor: int = 0
+    """Index of the tensor, in a sequence of several tensors."""
+
+
+def concatenate(runs: Iterable[RowRun]) -> tuple[RowRun, ...]:
+    """The same runs, each placed behind the one before it."""
+    found: list[RowRun] = []
+    at = 0
+    for run in runs:
+        found.append(RowRun(run.start, run.length, at, run.tensor))
+        at += run.length
+    return tuple(found)
+
+
+def total_length(runs: Sequence[RowRun]) -> int:
+    """Sum of the runs' lengths."""
+    return sum(run.length for run in runs)
+
+
+def slice_runs(runs: Sequence[RowRun], start: int, length: int) -> tuple[RowRun, ...]:
+    """The runs at positions `start` to `start + length` of a sequence, as a sequence of its own."""
+    found: list[RowRun] = []
+    for run in runs:
+        first = max(run.at, start)
+        last = min(run.at + run.length, start + length)
+        if first < last:
+            found.append(RowRun(run.start + first - run.at, last - first, first - start, run.tensor))
+    return tuple(found)
+
+
+class Axis(msgspec.Struct, frozen=True):
+    """One dimension of a slice: a dimension of its source, every `step`-th index of it."""
+
+    source: int
+    step: int = 1
+
+
+class Slice(msgspec.Struct, frozen=True):
+    """A tensor of the checkpoint as a slice of a tensor in memory.
+
+    Element ``(i, j, ..)`` is the source's element at `origin`, moved by ``i * axes[0].step`` along dimension
+    ``axes[0].source``, and so on. Source dimensions without an axis stay where `origin` says.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    source: str
+    origin: tuple[int, ...]
+    axes: tuple[Axis, ...]
+
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> Slice:
+        """A tensor that is stored as it is."""
+        dims = range(len(shape))
+        return cls(name, tuple(shape), name, tuple(0 for _ in dims), tuple(Axis(dim) for dim in dims))
 
 
 class DTensorCut(msgspec.Struct, frozen=True):

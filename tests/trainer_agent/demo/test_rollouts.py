@@ -13,10 +13,9 @@ import msgspec
 import pytest
 
 from weightbus.trainer_agent.demo import toy_task as task
-from weightbus.trainer_agent.demo.actor import PARTS, WIDTH, Actor, Batch, EpisodePart
-from weightbus.trainer_agent.demo.rollout_client import Response, RolloutClient
+from weightbus.trainer_agent.demo.commands import RankArguments, TrainerKind
+from weightbus.trainer_agent.demo.rollouts import PARTS, WIDTH, Actor, Batch, EpisodePart, Response, RolloutClient
 from weightbus.trainer_agent.demo.round_records import Follower
-from weightbus.trainer_agent.demo.settings import RankArguments, TrainerKind
 
 
 def response(*versions: str) -> Response:
@@ -88,7 +87,7 @@ class Judge:
         """One for each part that it began with."""
         self.done = threading.Semaphore(0)
         clock = SimpleNamespace(sleep=self.sleep, perf_counter=time.perf_counter)
-        monkeypatch.setattr("weightbus.trainer_agent.demo.actor.time", clock)
+        monkeypatch.setattr("weightbus.trainer_agent.demo.rollouts.time", clock)
 
     def sleep(self, _seconds: float) -> None:
         self.took.release()

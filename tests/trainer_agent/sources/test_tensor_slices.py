@@ -6,9 +6,15 @@ from hypothesis import given, settings, strategies as st
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from weightbus.trainer_agent.source import UnsupportedModel
-from weightbus.trainer_agent.sources.checkpoint_conversion import Axis, Slice
-from weightbus.trainer_agent.sources.dtensor_shards import DTensorCut, LocalShard, runs_of, shards_of
-from weightbus.trainer_agent.sources.row_runs import RowRun
+from weightbus.trainer_agent.sources.tensor_slices import (
+    Axis,
+    DTensorCut,
+    LocalShard,
+    RowRun,
+    Slice,
+    runs_of,
+    shards_of,
+)
 
 SIZES = st.integers(1, 17)
 PARTS = st.integers(1, 5)

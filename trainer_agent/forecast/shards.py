@@ -1,0 +1,385 @@
+"""A Hugging Face model as blocks, and what trainer ranks and engine workers hold of them. Pure, no torch.
+
+A model of 70,000 tensors has a few kinds of layers. Shards are computed for one block of each kind, by the mapping
+rules that read a real trainer, and repeated over layers and experts by arithmetic.
+
+Of a trainer every rank of a stage holds what Megatron's layout gives it. Of an SGLang server heads, rows and vocabulary
+are cut over tensor parallel workers, output projections by columns, KV heads are copied where there are fewer of them
+than workers, experts go to expert parallel groups and are cut over the workers of each. Prediction layers are not read:
+that is a speculating server. The second copy that SGLang keeps of a latent attention's `kv_b_proj`, in another form, is
+left out: it is less than a thousandth of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Final
+
+import numpy as np
+
+from weightbus.dataplane.tensors import ITEM_BYTES, Box, Boxes, Column, TensorSpec, contiguous_strides
+
+from ..source import LayoutMismatch, UnsupportedModel
+from ..sources.megatron import (
+    Fusion,
+    HeadCounts,
+    HFModel,
+    LayerMapping,
+    LocalParameter,
+    MappingRule,
+    Norm,
+    ParallelRank,
+    TensorCut,
+    body,
+    decoder_layer,
+    head,
+    hf_tensors,
+    prediction_layer,
+    prediction_parts,
+    shards_of,
+)
+from .fleet import Engines, FleetError, TrainerSpec
+
+MOST_TENSORS: Final = 1 << 20
+"""Most tensors of a model. Each is looked at; the largest known model has a tenth of it."""
+MOST_BYTES: Final = 1 << 50
+AXES: Final = 3
+"""Most dimensions of any tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Mapping rules of consecutive tensors: a layer, or a part that the model has once."""
+
+    kind: str
+    """Blocks of one kind have the same parts."""
+    rules: tuple[MappingRule, ...]
+    first: int
+    """Number of its first tensor."""
+    plain: int
+    """Number of tensors of no expert; tensors of experts follow, expert by expert."""
+    each: int
+    """Tensors of one expert."""
+    experts: int
+    depth: int
+    """Layers before it; -1 for the embedding, the number of layers for parts behind the last one."""
+    read: bool
+    """False for prediction layers, which engines without speculation do not read."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tensors:
+    """All tensors of a model."""
+
+    model: HFModel
+    specs: tuple[TensorSpec, ...]
+    blocks: tuple[Block, ...]
+    item: Column
+    """(tensors,): bytes of one element."""
+    nbytes: Column
+    """(tensors,)."""
+
+    @classmethod
+    def parse(cls, config: Mapping[str, object], dtype: str | None = None) -> Tensors:
+        """Of a Hugging Face ``config.json``. Raises `UnsupportedModel`, `LayoutMismatch` or `FleetError`."""
+        model = HFModel.parse(config)
+        named = dtype or model.dtype or "bfloat16"
+        if named not in ITEM_BYTES:
+            raise FleetError(f"dtype {named!r} is none that is known: give one of {', '.join(ITEM_BYTES)}")
+        blocks = tuple(_blocks(model))
+        count = blocks[-1].first + blocks[-1].plain + blocks[-1].each * blocks[-1].experts
+        if count > MOST_TENSORS:
+            raise FleetError(
+                f"its config describes {count} tensors, more than the {MOST_TENSORS} that are looked at one by one:"
+                " look at its numbers of layers and of experts"
+            )
+        specs = hf_tensors(model, named)
+        if (total := sum(spec.nbytes for spec in specs)) > MOST_BYTES:
+            raise FleetError(
+                f"its config describes {total:.1e} bytes, more than the {MOST_BYTES:.1e} of any model: look at sizes"
+            )
+        item = np.array([ITEM_BYTES[spec.dtype] for spec in specs], np.int64)
+        nbytes = np.array([spec.nbytes for spec in specs], np.int64)
+        return cls(model, specs, blocks, item, nbytes)
+
+    @property
+    def total(self) -> int:
+        """Bytes of one version."""
+        return int(self.nbytes.sum())
+
+
+def tensors_of(config: Mapping[str, object], dtype: str | None = None) -> Tensors:
+    """As `Tensors.parse`; every problem of the config is a `FleetError`."""
+    try:
+        return Tensors.parse(config, dtype)
+    except (LayoutMismatch, UnsupportedModel) as problem:
+        raise FleetError(str(problem)) from problem
+
+
+def _blocks(model: HFModel) -> Iterator[Block]:
+    first = 0
+    for kind, place, depth, read in _places(model):
+        targets = [target for rule in place.rules for target in rule.targets]
+        each = sum("{e}" in target.name for target in targets)
+        experts = model.sizes["experts"] if each else 0
+        plain = len(targets) - each
+        yield Block(kind, place.rules, first, plain, each, experts, depth, read)
+        first += plain + each * experts
+
+
+def _places(model: HFModel) -> Iterator[tuple[str, LayerMapping, int, bool]]:
+    """In the order of `hf_tensors`."""
+    embedding, norm = body(model).rules
+    last = len(model.layers)
+    yield "embedding", LayerMapping((embedding,), ""), -1, True
+    for index, layer in enumerate(model.layers):
+        yield f"layer {layer.linear} {layer.experts}", decoder_layer(model, index), index, True
+    yield "norm", LayerMapping((norm,), ""), last, True
+    yield "head", head(model), last, True
+    for index in range(model.predictions):
+        yield "prediction", prediction_parts(model, index), last, False
+        yield "prediction layer", prediction_layer(model, index), last, False
+
+
+_MEGATRON_PADDING: Final = 128
+"""Megatron's make_vocab_size_divisible_by."""
+
+Part = tuple[int, int, Box]
+"""A target's position in its block (of its expert), the share that holds it or -1 for every rank, and the box."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainerShards:
+    """Distinct boxes, which make up every tensor exactly once. Holders of row r: base + stride * k, k < count."""
+
+    boxes: Boxes
+    base: Column
+    stride: Column
+    count: Column
+
+
+def trainer_shards(tensors: Tensors, trainer: TrainerSpec) -> TrainerShards:
+    """The boxes of the trainer's ranks. Raises `FleetError` where a matrix cannot be cut evenly."""
+    model = tensors.model
+    if trainer.pp > len(model.layers):
+        raise FleetError(f"pp = {trainer.pp} stages for {len(model.layers)} layers: use at most one stage for each")
+    if model.heads.heads % trainer.tp:
+        raise FleetError(f"the model has {model.heads.heads} heads, which tp = {trainer.tp} does not divide: change tp")
+    if trainer.ep > 1 and (not model.family.experts or model.sizes["experts"] % trainer.ep):
+        found = model.sizes["experts"] if model.family.experts else 0
+        raise FleetError(f"the model has {found} experts, ep = {trainer.ep} does not divide them: change ep")
+
+    @cache
+    def parts(kind: str, *, experts: bool) -> tuple[Part, ...]:
+        block = next(each for each in tensors.blocks if each.kind == kind)
+        return tuple(_parts(model, block, trainer.expert_tp if experts else trainer.tp, experts=experts))
+
+    tables: list[Column] = []
+    for block in tensors.blocks:
+        stage = _stage(block.depth, len(model.layers), trainer.pp) * trainer.stage
+        tables.append(_plain(parts(block.kind, experts=False), block, stage, trainer))
+        if block.experts:
+            tables.append(_experts(parts(block.kind, experts=True), block, stage, trainer))
+    table = np.concatenate([each for each in tables if len(each)])
+    boxes = Boxes(table[:, 0], table[:, 4 : 4 + AXES], table[:, 4 + AXES :])
+    return TrainerShards(boxes, table[:, 1], table[:, 2], table[:, 3])
+
+
+def _stage(depth: int, layers: int, stages: int) -> int:
+    """Layers as even as can be, longer stages first; the embedding on the first, what follows them on the last."""
+    if depth < 0:
+        return 0
+    short, longer = divmod(layers, stages)
+    edge = longer * (short + 1)
+    index = min(depth, layers - 1)
+    return index // (short + 1) if index < edge else longer + (index - edge) // short
+
+
+def _plain(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSpec) -> Column:
+    rows: list[tuple[int, ...]] = []
+    for target, share, box in parts:
+        holders = (stage, 1, trainer.stage) if share < 0 else (stage + share, trainer.tp, trainer.stage // trainer.tp)
+        rows.append((block.first + target, *holders, *_wide(box)))
+    return np.array(rows, np.int64).reshape(len(rows), 4 + 2 * AXES)
+
+
+def _experts(parts: Sequence[Part], block: Block, stage: int, trainer: TrainerSpec) -> Column:
+    """The boxes of all experts, from those of one: expert e is on the e-th share of the expert parallel ranks."""
+    width, group = trainer.expert_tp, trainer.expert_tp * trainer.ep
+    of_one = np.array([(target, max(share, 0), *_wide(box)) for target, share, box in parts], np.int64)
+    every = np.array([share < 0 for _, share, _ in parts])
+    expert = np.repeat(np.arange(block.experts), len(parts))
+    rows = np.tile(of_one, (block.experts, 1))
+    alike = np.tile(every, block.experts)
+    base = stage + expert // (block.experts // trainer.ep) * width + rows[:, 1]
+    space = block.first + block.plain + expert * block.each + rows[:, 0]
+    stride = np.full(len(rows), group)
+    if alike.any():
+        raise FleetError(f"a part of an expert that etp = {width} does not cut: use etp = 1")
+    return np.column_stack([space, base, stride, np.full(len(rows), trainer.stage // group), rows[:, 2:]])
+
+
+def _parts(model: HFModel, block: Block, ranks: int, *, experts: bool) -> Iterator[Part]:
+    """The boxes of all shares, for the rules of experts or for the others."""
+    position = 0
+    for rule in block.rules:
+        of_expert = "{e}" in rule.targets[0].name
+        if of_expert is not experts:
+            continue
+        yield from _parts_of(model, rule, position, ranks, experts=experts)
+        position += len(rule.targets)
+
+
+def _parts_of(model: HFModel, rule: MappingRule, position: int, ranks: int, *, experts: bool) -> Iterator[Part]:
+    served = [model.spec(target, "", "bfloat16", 0) for target in rule.targets]
+    number = {spec.name: position + index for index, spec in enumerate(served)}
+    # Norms over all heads are cut with them, latent projections down are not.
+    wide_norm = rule.cut is TensorCut.ROWS_OR_NONE and rule.targets[0].norm is not Norm.NOT
+    cut = wide_norm or rule.cut in {TensorCut.ROWS, TensorCut.COLUMNS}
+    shares = ranks if cut else 1
+    rows = sum(spec.shape[0] for spec in served)
+    full = (rows, *served[0].shape[1:])
+    if rule.fusion is Fusion.VOCABULARY:
+        unit = _MEGATRON_PADDING * shares
+        full = (-(-rows // unit) * unit, *full[1:])
+    axis = 1 if rule.cut is TensorCut.COLUMNS else 0
+    uneven = full[axis] % shares or (rule.fusion is Fusion.GATED and any(s.shape[0] % shares for s in served))
+    if uneven:
+        name = "etp" if experts else "tp"
+        raise FleetError(
+            f"{rule.megatron_names[0]!r} has {full[axis]} {'columns' if axis else 'rows'}, which {name} = {shares} does"
+            f" not divide: choose another {name}"
+        )
+    shape = tuple(size // shares if at == axis else size for at, size in enumerate(full))
+    for share in range(shares):
+        local = LocalParameter(rule.megatron_names[0], 0, shape, contiguous_strides(shape), "bfloat16")
+        for piece in shards_of(
+            rule, local, served, (0,) * len(served), heads=model.heads, share=ParallelRank(share, shares)
+        ):
+            yield number[piece.tensor], share if cut else -1, piece.box
+
+
+def _wide(box: Box) -> tuple[int, ...]:
+    missing = AXES - len(box.start)
+    assert missing >= 0, prod(box.stop)
+    return (*box.start, *(0,) * missing, *box.stop, *(1,) * missing)
+
+
+_SGLANG_PADDING: Final = 64
+"""SGLang's padding of the vocabulary."""
+
+
+@dataclass(frozen=True, eq=False)
+class EngineShards:
+    """Boxes of all workers of one engine."""
+
+    boxes: Boxes
+    worker: Column
+
+
+def engine_shards(tensors: Tensors, engines: Engines) -> EngineShards:
+    """The boxes of each worker. Raises `FleetError` for a layout that the engine could not be started with."""
+    model = tensors.model
+    if model.heads.heads % engines.tp:
+        raise FleetError(
+            f"the model has {model.heads.heads} heads, engine tp = {engines.tp} does not divide them: change it"
+        )
+    if engines.ep > 1 and (not model.family.experts or model.sizes["experts"] % engines.ep):
+        found = model.sizes["experts"] if model.family.experts else 0
+        raise FleetError(f"the model has {found} experts, engine ep = {engines.ep} does not divide them: change it")
+
+    @cache
+    def parts(kind: str, *, experts: bool) -> Column:
+        block = next(each for each in tensors.blocks if each.kind == kind)
+        found = _worker_parts(model, block, engines.tp // engines.ep if experts else engines.tp, experts=experts)
+        rows = [(target, worker, *_wide(box)) for target, worker, box in found]
+        return np.array(rows, np.int64).reshape(len(rows), 2 + 2 * AXES)
+
+    tables: list[Column] = []
+    for block in tensors.blocks:
+        if not block.read:
+            continue
+        plain = parts(block.kind, experts=False).copy()
+        plain[:, 0] += block.first
+        tables.append(plain)
+        if block.experts:
+            of_one = parts(block.kind, experts=True)
+            expert = np.repeat(np.arange(block.experts), len(of_one))
+            rows = np.tile(of_one, (block.experts, 1))
+            rows[:, 0] += block.first + block.plain + expert * block.each
+            rows[:, 1] += expert // (block.experts // engines.ep) * (engines.tp // engines.ep)
+            tables.append(rows)
+    table = np.concatenate(tables)
+    return EngineShards(Boxes(table[:, 0], table[:, 2 : 2 + AXES], table[:, 2 + AXES :]), table[:, 1])
+
+
+def _worker_parts(model: HFModel, block: Block, workers: int, *, experts: bool) -> Iterator[Part]:
+    position = 0
+    for rule in block.rules:
+        if ("{e}" in rule.targets[0].name) is not experts:
+            continue
+        for index, target in enumerate(rule.targets):
+            spec = model.spec(target, "", "bfloat16", 0)
+            for worker in range(workers):
+                for box in _boxes_of(model, rule, index, spec, ParallelRank(worker, workers)):
+                    yield position + index, worker, box
+        position += len(rule.targets)
+
+
+def _boxes_of(model: HFModel, rule: MappingRule, index: int, spec: TensorSpec, share: ParallelRank) -> Iterator[Box]:
+    """The boxes of one tensor on one worker."""
+    heads = model.heads
+    if _is_copied(rule, index):
+        yield Box.whole(spec.shape)
+    elif rule.fusion is Fusion.VOCABULARY:
+        yield from _vocabulary(spec, share)
+    elif rule.fusion in {Fusion.QKV, Fusion.GATED_QKV} and index and heads.groups < share.ranks:
+        if share.ranks % heads.groups:
+            raise FleetError(f"{heads.groups} KV heads for engine tp = {share.ranks}: it must be a multiple of them")
+        group = share.rank * heads.groups // share.ranks
+        yield _axis(spec, 0, group * heads.head_dim, (group + 1) * heads.head_dim)
+    else:
+        axis = 1 if rule.cut is TensorCut.COLUMNS else 0
+        for begin, extent in _worker_sections(rule, spec.shape[axis], heads):
+            if extent % share.ranks:
+                raise FleetError(
+                    f"{spec.name!r} {spec.shape} cannot be cut along axis {axis} for {share.ranks} workers: choose"
+                    " another engine tp or ep"
+                )
+            each = extent // share.ranks
+            yield _axis(spec, axis, begin + share.rank * each, begin + (share.rank + 1) * each)
+
+
+def _is_copied(rule: MappingRule, index: int) -> bool:
+    """True where every worker has the whole tensor, as of latent down projections but not of norms over all heads."""
+    wide_norm = rule.targets[index].norm is not Norm.NOT
+    return rule.cut is TensorCut.NONE or (rule.cut is TensorCut.ROWS_OR_NONE and not wide_norm)
+
+
+def _vocabulary(spec: TensorSpec, share: ParallelRank) -> Iterator[Box]:
+    rows = spec.shape[0]
+    padded = -(-rows // _SGLANG_PADDING) * _SGLANG_PADDING
+    if padded % share.ranks:
+        raise FleetError(f"a vocabulary of {padded} rows cannot be cut for engine tp = {share.ranks}: choose another")
+    first, last = (min(rows, end * (padded // share.ranks)) for end in (share.rank, share.rank + 1))
+    if first < last:
+        yield _axis(spec, 0, first, last)
+
+
+def _worker_sections(rule: MappingRule, extent: int, heads: HeadCounts) -> tuple[tuple[int, int], ...]:
+    """Begin and extent of each section that is cut by itself."""
+    if rule.fusion is Fusion.DELTA_CONVOLUTION:
+        key, value = heads.key_heads * heads.key_dim, heads.value_heads * heads.value_dim
+        return (0, key), (key, key), (2 * key, value)
+    if rule.fusion is Fusion.GATED and len(rule.targets) == 1:
+        return (0, extent // 2), (extent // 2, extent // 2)
+    return ((0, extent),)
+
+
+def _axis(spec: TensorSpec, axis: int, first: int, last: int) -> Box:
+    start, stop = [0] * len(spec.shape), list(spec.shape)
+    start[axis], stop[axis] = first, last
+    return Box(tuple(start), tuple(stop))
