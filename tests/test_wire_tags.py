@@ -13,7 +13,7 @@ import pytest
 from weightbus.control import protocol as messages
 from weightbus.control.machine import effects
 from weightbus.dataplane.memory.export_map import ArenaParts, ArenaRegion, ExportedTensor, ExportMap, Region
-from weightbus.dataplane.processes.wire_message import WireMessage
+from weightbus.dataplane.processes.connections import WireMessage
 from weightbus.dataplane.reshard.load_trace import ConstantFill, LoadTarget
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, SourceRegion
 from weightbus.dataplane.tensors.manifest import BucketSpec, DigestTable, LiveDigests, Manifest, TensorSpec

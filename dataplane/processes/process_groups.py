@@ -1,9 +1,11 @@
-"""torch's process group backends, constructed directly: the default group, its timeouts and registry stay untouched."""
+"""torch's process groups and the stores they meet in: the default group, its timeouts and registry stay untouched."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import socket
 import threading
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
@@ -14,10 +16,9 @@ import torch
 # torch.distributed has these names only where it was built with it, and type checkers do not see them there.
 from torch._C import _distributed_c10d as c10d
 
-# torch.distributed has these names only where it was built with it, and type checkers do not see them there.
-from ..errors import DeadlineExceeded, Unsupported
-from . import torch_threads
-from .deadline import Deadline
+from ..errors import DeadlineExceeded, PeerLost, Unsupported
+from .connections import Deadline, listen_tcp, parse_tcp_address
+from .threads import start_thread
 
 _UNWATCHED: Final = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",  # by which it is told of no work
@@ -104,7 +105,7 @@ def run_aside(function: Callable[[], None]) -> threading.Thread:
         with contextlib.suppress(RuntimeError):
             function()
 
-    return torch_threads.start(quietly, "weightbus-nccl-end")
+    return start_thread(quietly, "weightbus-nccl-end")
 
 
 @contextlib.contextmanager
@@ -122,16 +123,6 @@ def _environment(settings: Mapping[str, str]) -> Generator[None, None, None]:
                 os.environ[name] = value
 
 
-BUCKET_TIMEOUT_S: Final = 30.0
-"""Seconds for one bucket, besides its bytes at `_LEAST_BYTES_S`, where no other receiver shows how long it takes.
-
-A server loads the bucket before it meanwhile, and compiles kernels for the first one.
-"""
-
-
-_LEAST_BYTES_S: Final = 26e6
-
-
 def process_group_backend(device: torch.device) -> str:
     """``make_gloo_group`` or ``make_nccl_group``. Raises `Unsupported` when the environment would make NCCL hang."""
     if device.type != "cuda":
@@ -146,6 +137,54 @@ def process_group_backend(device: torch.device) -> str:
     return "nccl"
 
 
-def bucket_timeout_s(nbytes: int) -> float:
-    """Seconds after which a server that has not taken a bucket of `nbytes` counts as stalled."""
-    return BUCKET_TIMEOUT_S + nbytes / _LEAST_BYTES_S
+def connect_store(address: str, deadline: Deadline) -> c10d.TCPStore:
+    """A client of the store at ``tcp://host:port``, whose waits for keys end with `deadline`.
+
+    Raises `PeerLost`, `DeadlineExceeded`, `TransferFailed` for another kind of address. To be called on a thread of
+    threads.py, because it cannot be cancelled.
+    """
+    host, port = parse_tcp_address(address)
+    _knock(host, port, deadline)
+    left = timedelta(seconds=deadline.check("the group's store"))
+    try:
+        return c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=left)
+    except RuntimeError as error:
+        raise DeadlineExceeded("the group's store", deadline.seconds) from error
+
+
+@functools.cache
+def warm_up_name_resolution() -> threading.Thread:
+    """Have torch make its first store now, on a thread of its own; once in a process.
+
+    Torch resolves the host name of every peer of a store. Without a name server it waits 10 s for each, and only the
+    first time: otherwise in the middle of the process's first round.
+    """
+    return start_thread(_make_a_store, "weightbus-names")
+
+
+def _make_a_store() -> None:
+    c10d.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def _knock(host: str, port: int, deadline: Deadline) -> None:
+    """Connect once: torch would retry an ended store for twice its deadline, and cannot be cancelled meanwhile."""
+    try:
+        socket.create_connection((host, port), deadline.check("the group's store")).close()
+    except TimeoutError as error:
+        raise DeadlineExceeded("the group's store", deadline.seconds) from error
+    except OSError as error:
+        raise PeerLost(f"the group's store at {host}:{port} does not answer: {error}") from error
+
+
+def serve_store(host: str) -> c10d.TCPStore:
+    """A rendezvous store on an ephemeral port of `host` alone. Raises `TransferFailed` where there can be none."""
+    listener = listen_tcp(host)
+    port: int = listener.getsockname()[1]
+    return c10d.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+    )
+
+
+def join_store(server: c10d.TCPStore) -> c10d.TCPStore:
+    """A client of `server`. It keeps no server alive: the last reference to `server` ends the store for all."""
+    return c10d.TCPStore(server.host, server.port, is_master=False, wait_for_workers=False)

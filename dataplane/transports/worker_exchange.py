@@ -245,7 +245,7 @@ class Workers:
     def _replayed(self, deadline: Deadline, pulse: Callable[[], None] | None) -> list[wire.PlanExecuted]:
         replies: list[wire.ToSidecar] = []
         for worker in self._workers:
-            while pulse is not None and not worker.frames.readable_within(_LOOK_S):
+            while pulse is not None and not worker.frames.readable(_LOOK_S):
                 deadline.check(f"worker {worker.hello.rank} to copy")
                 pulse()
             replies.append(wire.SIDECAR.hear(worker.frames, deadline, f"worker {worker.hello.rank} to copy"))

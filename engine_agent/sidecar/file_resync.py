@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from weightbus.control.log import get_log
 from weightbus.control.machine import parse
 from weightbus.control.protocol import ConfigurationError, Digest, HeldVersion, ToEngine, Version, WeightbusError
-from weightbus.dataplane.processes import torch_threads
+from weightbus.dataplane.processes import SerialCalls
 from weightbus.dataplane.transports.disk import SavedVersion, place_of
 
 from ..machine import Resync, ServerView
@@ -48,7 +48,7 @@ class FileResync:
         self._channel = settings.channel
         self._worker = worker
         self._machine = Resync(settings.channel, settings.saved_after_s)
-        self._calls = torch_threads.SerialCalls("saved-versions")
+        self._calls = SerialCalls("saved-versions")
         self._look: Future[SavedVersion | None] | None = None
         self._said = ""
         """Digest table of the version that was last reported missing."""

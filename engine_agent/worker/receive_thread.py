@@ -108,7 +108,7 @@ class ReceiveThread:
         without_timer_slack()
         try:
             while True:
-                while not self._frames.readable_within(_LOOK_S):
+                while not self._frames.readable(_LOOK_S):
                     pass
                 with low_latency_threads():  # from the first word on: to hear it takes several turns of the interpreter
                     if not self._obey(wire.WORKER.hear(self._frames, Deadline(_SAY_S), "the sidecar")) or self._stuck:
@@ -130,7 +130,7 @@ class ReceiveThread:
         match message:
             case wire.Weigh():
                 self._say(wire.Room(needed=beside_bytes(self._messages), free=free_bytes(self._device)))
-                self._frames.readable_within(_SOON_S)
+                self._frames.readable(_SOON_S)
             case wire.Take():
                 self._say(self._take(message))
             case wire.Failed():  # of what has ended already

@@ -39,7 +39,7 @@ from weightbus.dataplane.memory import (
     readable_peers,
     sizes_of,
 )
-from weightbus.dataplane.processes import torch_threads
+from weightbus.dataplane.processes import start_thread
 from weightbus.dataplane.reshard import ConstantFill, LoadTrace
 from weightbus.dataplane.tensors import DTYPES, TensorSpec
 from weightbus.dataplane.transports import worker_messages as wire
@@ -163,7 +163,7 @@ class WorkerState:
         if self._held.device.type == "cuda":
             report.warm()
             if message.sent:
-                torch_threads.start(partial(_warmed, self._held.device), "weightbus-warm").join(_WARM_S)
+                start_thread(partial(_warmed, self._held.device), "weightbus-warm").join(_WARM_S)
 
     def install_plan(self, message: wire.InstallPlan) -> None:
         """Take a plan. The memory that it reads is opened at the first execution."""

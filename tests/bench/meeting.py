@@ -16,8 +16,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from weightbus.dataplane.processes.mac_frames import new_token
-from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
+from weightbus.dataplane.processes.connections import new_token
+from weightbus.dataplane.processes.process_groups import join_store, serve_store
 from weightbus.dataplane.transports.distributed.rendezvous_keys import Rendezvous
 from weightbus.dataplane.transports.distributed.sender import BEHIND_S, WATCH_S
 

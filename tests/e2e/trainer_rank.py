@@ -36,7 +36,7 @@ megatron_cpu.install()
 
 from megatron.core import parallel_state
 
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.distributed.source_rank import SourceSession
 from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup

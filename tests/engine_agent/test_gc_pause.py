@@ -12,7 +12,7 @@ import torch
 
 from weightbus.control.protocol.enums import PauseMode
 from weightbus.control.server.metrics import Metrics, MetricSource
-from weightbus.dataplane.processes.thread_latency import gc_paused
+from weightbus.dataplane.processes.threads import gc_paused
 from weightbus.engine_agent.errors import ServerError
 from weightbus.engine_agent.machine.events import OperationFailed, PauseServer
 from weightbus.engine_agent.sidecar.operation_executor import OperationExecutor

@@ -133,7 +133,7 @@ def train(args: argparse.Namespace) -> None:
 
 def bare(device: str, nbytes: int) -> dict[str, Any]:
     """Seconds for a plain send of as many bytes to another process, and memory that an idle group of the two keeps."""
-    from weightbus.dataplane.processes.rendezvous_store import serve_store
+    from weightbus.dataplane.processes.process_groups import serve_store
 
     store = serve_store("127.0.0.1")
     command = [sys.executable, __file__, f"--device={device}", "--bare-end", f"{nbytes}", f"{store.port}"]
@@ -150,7 +150,7 @@ def bare_end(device: str, nbytes: int, port: int, rank: int) -> dict[str, Any]:
     import torch
     from torch._C._distributed_c10d import TCPStore
 
-    from weightbus.dataplane.processes.deadline import Deadline
+    from weightbus.dataplane.processes.connections import Deadline
     from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 
     where = torch.device("cpu") if device == "cpu" else torch.device("cuda", rank)

@@ -16,9 +16,8 @@ from typing import Any, Self
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.process_groups import process_group_backend
-from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
+from weightbus.dataplane.processes.connections import Deadline
+from weightbus.dataplane.processes.process_groups import join_store, process_group_backend, serve_store
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
 from weightbus.dataplane.transports.interface import Address

@@ -19,9 +19,9 @@ PROGRAM = """
 import os, signal, subprocess, sys, threading, time
 import torch, torch.distributed as dist
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
-from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.rendezvous_store import connect_store
+from weightbus.dataplane.processes.process_groups import join_store, serve_store
+from weightbus.dataplane.processes.connections import Deadline
+from weightbus.dataplane.processes.process_groups import connect_store
 
 device, wait = torch.device("cuda", 0), Deadline(60)
 torch.cuda.set_device(device)

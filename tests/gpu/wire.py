@@ -28,8 +28,8 @@ import rig
 
 from weightbus.dataplane.copy.engine_selection import copy_engine_for
 from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.rendezvous_store import serve_store
+from weightbus.dataplane.processes.connections import Deadline
+from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.reshard.send_schedule import make_send_schedule

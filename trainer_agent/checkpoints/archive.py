@@ -30,7 +30,7 @@ from weightbus.control.log import get_log
 from weightbus.control.protocol import ConfigurationError
 from weightbus.dataplane.digest import ALGORITHM, DIGEST_BYTES, check_digests
 from weightbus.dataplane.errors import DigestMismatch, ManifestError
-from weightbus.dataplane.processes import torch_threads
+from weightbus.dataplane.processes import SerialCalls
 from weightbus.dataplane.quantize import read_quantization_config
 from weightbus.dataplane.tensors import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.transports.disk import NOTES, CheckpointWriter, Notes, SavedVersion, leaving, place_of
@@ -219,7 +219,7 @@ class Saving:
         self._writer = writer
         self._version, self._nbytes = version, manifest.nbytes
         self._patience_s = HANGS_S + manifest.largest_bucket / _LEAST_BYTES_S
-        self._calls = torch_threads.SerialCalls("weightbus-save")
+        self._calls = SerialCalls("weightbus-save")
         self._writes: list[Future[None]] = []
         self._given_up = before.hangs if before is not None else ""
         self.stuck: Future[None] | None = before.stuck if before is not None and self._given_up else None

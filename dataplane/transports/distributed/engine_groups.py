@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from ...errors import TransferFailed
-from ...processes import Deadline, torch_threads
+from ...processes import Deadline, SerialCalls, run_all_within
 from ..broadcast_order import GroupSettings, own_group
 from .broadcast_group import BroadcastGroup, to_be_taken
 from .source_watchdog import SourceWatchdog
@@ -127,7 +127,7 @@ class EngineGroups:
         for member, (workers, ranks) in enumerate(zip(groups.ranks, groups.apart, strict=True)):
             own = own_group(name, first)
             make = partial(_form, store, own, host, device, 1 + ranks, deadline)
-            forming[member] = torch_threads.SerialCalls("weightbus-broadcast").submit(make)
+            forming[member] = SerialCalls("weightbus-broadcast").submit(make)
             first += workers
         stragglers = Stragglers("its group to form", time.monotonic(), STILL_FORMING_S)
         try:
@@ -187,7 +187,7 @@ def break_off(ends: Sequence[Callable[[], None]]) -> None:
 
     Beside one another: over NCCL one may take that long, and wait for another one. Raises as `run_all_within`.
     """
-    torch_threads.run_all_within(BREAK_OFF_S, ends, "weightbus-break-off")
+    run_all_within(BREAK_OFF_S, ends, "weightbus-break-off")
 
 
 class Leaving(Protocol):

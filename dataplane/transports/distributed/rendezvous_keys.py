@@ -43,7 +43,7 @@ from typing import Final, Protocol, TypeVar, cast
 from torch._C._distributed_c10d import Store
 
 from ...errors import ForgedMessage, PeerLost, StaleSession, TransferFailed
-from ...processes import Deadline, connect_store, torch_threads
+from ...processes import Deadline, connect_store, start_thread
 
 POLL_S: Final = 0.02
 _EPOCH: Final = "weightbus/epoch"
@@ -228,7 +228,7 @@ class RendezvousKeys:
 
     def begin(self) -> None:
         """Connect, in the background."""
-        self._thread = torch_threads.start(self._run, "weightbus-rendezvous")
+        self._thread = start_thread(self._run, "weightbus-rendezvous")
 
     def cancel(self, reason: str) -> None:
         """From any thread: waits that run, or begin later, end at once."""

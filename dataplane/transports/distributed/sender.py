@@ -28,15 +28,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from ...errors import DataplaneError, DeadlineExceeded, PeerLost, TransferFailed
-from ...processes import (
-    Deadline,
-    bracket_ipv6,
-    join_store,
-    new_token,
-    process_group_backend,
-    serve_store,
-    torch_threads,
-)
+from ...processes import Deadline, SerialCalls, bracket_ipv6, join_store, new_token, process_group_backend, serve_store
 from ..broadcast_order import GroupSettings, Sources
 from ..interface import JOIN_S, Address, Peer, Slot, TransferSession
 from .broadcast_group import BroadcastGroup
@@ -92,7 +84,7 @@ class DistributedSender:
         self._withdrawn: dict[str, str] = {}
         self._spared: frozenset[str] = frozenset()
         self._sends: dict[int, Future[None]] = {}
-        self._calls = torch_threads.SerialCalls("weightbus-broadcast")
+        self._calls = SerialCalls("weightbus-broadcast")
         self._forming = self._began = self._finished = False
         self._token = ""
 

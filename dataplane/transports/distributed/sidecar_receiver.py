@@ -25,11 +25,11 @@ from ...errors import TransferFailed
 from ...memory import TorchSharedBuffers
 from ...processes import (
     Deadline,
+    SerialCalls,
     connect_store,
     local_address_towards,
     open_runtime_dir,
     parse_tcp_address,
-    torch_threads,
 )
 from ..broadcast_order import EnginePart, GroupSettings
 from ..interface import Address, EngineServer, Receipt, SharedBucket, TransferSession
@@ -57,7 +57,7 @@ class SidecarReceiver:
         self._device = torch.device("cpu")
         self._groups: dict[str, BroadcastGroup] = {}
         """By name, in the order in which they were joined."""
-        self._calls = torch_threads.SerialCalls("weightbus-receive")
+        self._calls = SerialCalls("weightbus-receive")
         self._moving: Callable[[], bool] = lambda: False
         """Whether the last call of ours, which may write into our memory, has not returned."""
         self._loader: ThreadPoolExecutor | None = None

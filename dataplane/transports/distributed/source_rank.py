@@ -20,11 +20,12 @@ import torch
 from ...errors import DataplaneError, PeerLost, TransferFailed
 from ...processes import (
     Deadline,
+    SerialCalls,
     connect_store,
     local_address_towards,
     parse_tcp_address,
     process_group_backend,
-    torch_threads,
+    start_thread,
 )
 from ..broadcast_order import GroupSettings, Sources
 from ..interface import Address
@@ -130,7 +131,7 @@ class SourceSession:
         self._filled, self._taken = filled, 0
         self._spoiled: tuple[str, ...] = ()
         self._running = True
-        self._calls = torch_threads.SerialCalls("weightbus-source")
+        self._calls = SerialCalls("weightbus-source")
         self._thread: threading.Thread | None = None
         self._deadline = Deadline(0.0)
         self.failure = ""
@@ -139,7 +140,7 @@ class SourceSession:
     def start(self, address: Address, buckets: tuple[torch.Tensor, ...], deadline: Deadline) -> None:
         """See `SourceRank.begin`."""
         self._deadline = deadline
-        self._thread = torch_threads.start(lambda: self._run(address, buckets, deadline), "weightbus-source-rank")
+        self._thread = start_thread(lambda: self._run(address, buckets, deadline), "weightbus-source-rank")
 
     def stop(self) -> None:
         """End it, and wait a while until its thread has."""

@@ -23,7 +23,7 @@ from typing import Final
 from torch._C._distributed_c10d import TCPStore
 
 from ...errors import TransferFailed
-from ...processes import address_family, serve_store, torch_threads
+from ...processes import address_family, serve_store, start_thread
 
 _CONNECT_S: Final = 5.0
 _LINGER_S: Final = 120.0
@@ -58,7 +58,7 @@ class StoreProxy:
         self._over = threading.Event()
         self._ended = threading.Event()
         _relays.add(self)
-        torch_threads.start(self._run, "rendezvous-relay")
+        start_thread(self._run, "rendezvous-relay")
 
     def cut(self) -> None:
         """End every connection, and take none to the store any more. Does not wait."""
@@ -166,4 +166,4 @@ def _end_all() -> None:
         relay.end()
 
 
-atexit.register(_end_all)  # after that of torch_threads.py, and so before it: it waits for their threads
+atexit.register(_end_all)  # after that of threads.py, and so before it: it waits for their threads

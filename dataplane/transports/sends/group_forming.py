@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from ...errors import DeadlineExceeded, PeerLost, TransferFailed
-from ...processes import Deadline, connect_store, local_address_towards, parse_tcp_address, torch_threads
+from ...processes import Deadline, connect_store, local_address_towards, parse_tcp_address, start_thread
 from ..interface import Group
 from .nixl_group import NixlGroup
 from .p2p_group import NOBODY, P2PGroup
@@ -59,7 +59,7 @@ class GroupForming:
         pairs = len(ranks) * len(workers) <= _MOST_PAIRS
         to, from_ = (workers, NOBODY) if sends else (NOBODY, ranks)
         self._arguments = where, device, to if pairs else NOBODY, from_ if pairs else NOBODY
-        torch_threads.start(self._form, "weightbus-forming")
+        start_thread(self._form, "weightbus-forming")
 
     def result(self) -> P2PGroup:
         """The group, which is the caller's now. Raises what kept it from forming, `DeadlineExceeded`."""

@@ -18,7 +18,7 @@ import msgspec
 import torch
 
 from ...errors import DataplaneError, OutOfStagingMemory, PeerLost, TransferFailed
-from ...processes import Deadline, torch_threads
+from ...processes import Deadline, start_thread
 from ..interface import Group
 from .group_cache import GroupCache
 from .group_forming import join
@@ -85,7 +85,7 @@ class GroupTransfer:
         breaks the group for all. Raises `TransferFailed`.
         """
         outcome, forming = _Outcome(), Deadline(self._where.form_s + _END_S)
-        torch_threads.start(partial(self._pass, move, ready, outcome), "weightbus-sends")
+        start_thread(partial(self._pass, move, ready, outcome), "weightbus-sends")
         due = time.monotonic() + BEAT_S
         while not outcome.over.wait(_LOOK_S):
             try:

@@ -201,7 +201,7 @@ class RankSender:
 
     @staticmethod
     def _next(frames: MacFrames, deadline: Deadline, stop: threading.Event) -> wire.ToReceiver:
-        while not frames.readable_within(_LOOK_S):  # at once: the workers receive already
+        while not frames.readable(_LOOK_S):  # at once: the workers receive already
             deadline.check("the sender to begin")
             if stop.is_set():
                 raise PeerLost("this rank has gone on")

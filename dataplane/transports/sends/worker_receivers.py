@@ -148,7 +148,7 @@ class WorkerReceivers:
         """Raise `WorkerStalled` when a worker that stood still has said nothing since."""
         self._calm()
         for rank, (frames, heard_at) in sorted(self._still.items()):
-            if not frames.readable_within(max(0.0, heard_at + sends_wire.SILENT_S - time.monotonic())):
+            if not frames.readable(max(0.0, heard_at + sends_wire.SILENT_S - time.monotonic())):
                 raise WorkerStalled(rank)
             self._still.pop(rank)[0].close()  # its thread begins anew, with a schedule; or it has died
 

@@ -20,7 +20,7 @@ from weightbus.dataplane.memory import (
     torch_shared_memory as engine_memory,
 )
 from weightbus.dataplane.memory.ipc_handles import CudaMemory
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 
 CUDA = CudaMemory("GPU-0123-4567", b"\1c" + bytes(range(64)), 1 << 30, 512, b"/torch_1_2_3", 7, b"e" * 64, True)
 

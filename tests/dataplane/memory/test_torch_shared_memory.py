@@ -11,7 +11,7 @@ import torch
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded
 from weightbus.dataplane.memory import torch_shared_memory as engine_memory
 from weightbus.dataplane.memory.torch_shared_memory import _MAX_PATH, TorchSharedBuffers
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 
 
 def test_a_deep_runtime_dir_does_not_break_the_managers_socket(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, TransferFailed
-from weightbus.dataplane.processes import background_init as binding
-from weightbus.dataplane.processes.background_init import BackgroundInit
+from weightbus.dataplane.processes import threads as binding
+from weightbus.dataplane.processes.threads import BackgroundInit
 
 WAIT_S = 20.0
 

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.frames import MAX_FRAME, FrameListener, Frames, find_ended_peer
+from weightbus.dataplane.processes.connections import MAX_FRAME, Deadline, FrameListener, Frames, find_ended_peer
 
 from ...kit.waiting import until
 

@@ -10,8 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, ForgedMessage, PeerLost, TransferFailed
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import MacFrames, MacListener, local_address_towards, parse_tcp_address
+from weightbus.dataplane.processes.connections import (
+    Deadline,
+    MacFrames,
+    MacListener,
+    local_address_towards,
+    parse_tcp_address,
+)
 
 WAIT_S = 20.0
 Pair = tuple[MacFrames, MacFrames]
@@ -140,11 +145,11 @@ def test_what_is_pulled_is_looked_at_as_what_is_received(ends: Pair) -> None:
         with ThreadPoolExecutor(1) as pool:
             saying = pool.submit(theirs.send, message, Deadline(WAIT_S))
             while (found := ours.pull()) is None:
-                ours.readable_within(WAIT_S)
+                ours.readable(WAIT_S)
             saying.result(WAIT_S)
         assert found == message
     theirs._sent += 1
     theirs.send(b"said in another place", Deadline(WAIT_S))
     with pytest.raises(ForgedMessage):
         while ours.pull() is None:
-            ours.readable_within(WAIT_S)
+            ours.readable(WAIT_S)

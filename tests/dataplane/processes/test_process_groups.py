@@ -14,7 +14,7 @@ import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded
 from weightbus.dataplane.processes import process_groups as backends
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 
 SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

@@ -9,15 +9,9 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.processes import rendezvous_store as rendezvous
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import MacListener, address_family, local_address_towards
-from weightbus.dataplane.processes.rendezvous_store import (
-    connect_store,
-    join_store,
-    serve_store,
-    warm_up_name_resolution,
-)
+from weightbus.dataplane.processes import process_groups as rendezvous
+from weightbus.dataplane.processes.connections import Deadline, MacListener, address_family, local_address_towards
+from weightbus.dataplane.processes.process_groups import connect_store, join_store, serve_store, warm_up_name_resolution
 from weightbus.dataplane.transports.description import ReceiverContext
 from weightbus.dataplane.transports.registry import by_name
 
@@ -31,7 +25,7 @@ def test_names_are_asked_for_once_and_nobody_waits_for_them(monkeypatch: pytest.
         made.set()
         assert silent.wait(10)
 
-    monkeypatch.setattr(rendezvous, "TCPStore", store)
+    monkeypatch.setattr(rendezvous.c10d, "TCPStore", store)
     warm_up_name_resolution.cache_clear()
     thread = warm_up_name_resolution()
     assert warm_up_name_resolution() is thread

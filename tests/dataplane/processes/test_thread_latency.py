@@ -10,8 +10,8 @@ from collections.abc import Generator
 
 import pytest
 
-from weightbus.dataplane.processes import torch_threads
-from weightbus.dataplane.processes.thread_latency import INTERVAL_S, low_latency_threads
+from weightbus.dataplane.processes import start_thread
+from weightbus.dataplane.processes.threads import INTERVAL_S, low_latency_threads
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +53,7 @@ def test_a_thread_of_torchs_is_woken_in_time() -> None:
     found: list[int] = []
     slack = functools.partial(ctypes.CDLL(None).prctl, 30, 0, 0, 0, 0)
     before = slack()
-    torch_threads.start(lambda: found.append(slack()), "test").join(10)
+    start_thread(lambda: found.append(slack()), "test").join(10)
     assert found == [1]
     assert slack() == before > 1
 

@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from weightbus.dataplane.processes.torch_threads import SerialCalls
+from weightbus.dataplane.processes.threads import SerialCalls
 
 PROGRAM = textwrap.dedent(
     """
     import threading
     from datetime import timedelta
     from torch._C._distributed_c10d import TCPStore
-    from weightbus.dataplane.processes import torch_threads
+    from weightbus.dataplane.processes import threads
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     begun = threading.Event()
@@ -29,7 +29,7 @@ PROGRAM = textwrap.dedent(
         except RuntimeError:
             print("came back", flush=True)
 
-    torch_threads.start(wait, "in torch")
+    threads.start_thread(wait, "in torch")
     begun.wait()
     """
 )
@@ -44,10 +44,10 @@ def test_the_interpreter_waits_for_threads_that_are_in_torch() -> None:
 STUCK = textwrap.dedent(
     """
     import threading
-    from weightbus.dataplane.processes import torch_threads
+    from weightbus.dataplane.processes import threads
 
-    torch_threads.PATIENCE_S = 0.5
-    calls = torch_threads.SerialCalls("stuck")
+    threads.PATIENCE_S = 0.5
+    calls = threads.SerialCalls("stuck")
     calls.submit(lambda: None).result()
     calls.submit(threading.Event().wait)
     print("over", flush=True)

@@ -18,7 +18,7 @@ from weightbus.dataplane.copy.copy_table import ITEM_SIZES, CopyTable
 from weightbus.dataplane.copy.copy_torch import TorchCopies, TorchCopyEngine
 from weightbus.dataplane.errors import ManifestError
 from weightbus.dataplane.memory.export_map import ExportedTensor, ExportMap, Region
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.reshard.load_trace import LoadTarget, LoadTrace
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.reshard.send_schedule import (

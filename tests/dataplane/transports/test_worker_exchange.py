@@ -9,8 +9,7 @@ import msgspec
 import pytest
 
 from weightbus.dataplane.memory.export_map import ArenaRegion
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.frames import Frames
+from weightbus.dataplane.processes.connections import Deadline, Frames
 from weightbus.dataplane.transports import worker_exchange as module, worker_messages as wire
 from weightbus.dataplane.transports.interface import Exporting
 from weightbus.dataplane.transports.worker_exchange import Workers

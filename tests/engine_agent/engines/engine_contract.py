@@ -14,7 +14,7 @@ import torch
 
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.torch_shared_memory import TorchSharedBuffers
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
 from weightbus.dataplane.transports.interface import SharedBucket
 from weightbus.engine_agent.engines.interface import Engine

@@ -21,8 +21,7 @@ from weightbus.dataplane.copy.engine_selection import DEFAULT_COPY_STREAMS
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, StaleSession, TransferFailed, Unsupported
 from weightbus.dataplane.memory.exporter import RegionExporter
 from weightbus.dataplane.memory.importer import RegionImporter
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.frames import FrameListener, Frames
+from weightbus.dataplane.processes.connections import Deadline, FrameListener, Frames
 from weightbus.dataplane.reshard.reshard_plan import ReshardPlan
 from weightbus.dataplane.reshard.verification import Verification
 from weightbus.dataplane.tensors.manifest import TensorSpec

@@ -20,8 +20,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, StaleSession, TransferFailed
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.frames import FrameListener
+from weightbus.dataplane.processes.connections import Deadline, FrameListener
 from weightbus.dataplane.transports import plan_exchange, worker_exchange as workers, worker_messages as worker_wire
 from weightbus.dataplane.transports.direct import receiver as direct_receiver
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver

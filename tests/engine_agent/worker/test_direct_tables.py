@@ -16,9 +16,8 @@ import msgspec
 import pytest
 
 from weightbus.dataplane.errors import DeadlineExceeded, DigestMismatch, ManifestError, PeerLost, TransferFailed
-from weightbus.dataplane.processes import connection_pool as lines
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.frames import Frames
+from weightbus.dataplane.processes import connections as lines
+from weightbus.dataplane.processes.connections import Deadline, Frames
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.dataplane.transports.direct import messages as direct_wire, sender as direct
@@ -445,7 +444,7 @@ def test_who_asks_once_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     crowd.sender.tabled(crowd.tabled)
     go_on.set()
     assert isinstance(crowd.hear("e"), direct_wire.Table)
-    assert not crowd.engines["e"].readable_within(0.5)
+    assert not crowd.engines["e"].readable(0.5)
     crowd.say("e", direct_wire.Finished())
     assert crowd.end() == {}
 

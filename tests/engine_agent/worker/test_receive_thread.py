@@ -17,10 +17,9 @@ import torch
 
 from weightbus.dataplane.copy.copy_table import AXES, CopyTable
 from weightbus.dataplane.errors import ChunkTimeout, DeadlineExceeded, OutOfStagingMemory, TransferFailed
-from weightbus.dataplane.processes import background_init as binding
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.frames import FrameListener
-from weightbus.dataplane.processes.thread_latency import INTERVAL_S
+from weightbus.dataplane.processes import threads as binding
+from weightbus.dataplane.processes.connections import Deadline, FrameListener
+from weightbus.dataplane.processes.threads import INTERVAL_S
 from weightbus.dataplane.reshard.send_schedule import SendMessages
 from weightbus.dataplane.transports import worker_messages as wire
 from weightbus.dataplane.transports.interface import Group
@@ -300,11 +299,11 @@ def test_a_connection_that_is_closed_under_its_hands_is_no_failure(
     """A sidecar that goes away leaves no traceback in the log of its server. What is nobody's doing does."""
     made = sidecar.taker
 
-    def gone(_within_s: float) -> bool:
+    def gone(_within_s: float = 0.0) -> bool:
         made._closed = ours
         raise ValueError("file descriptor cannot be a negative integer (-1)")
 
-    monkeypatch.setattr(made._frames, "readable_within", gone)
+    monkeypatch.setattr(made._frames, "readable", gone)
     sidecar.say(wire.Weigh())
     made._thread.join(WAIT_S)
     assert not made._thread.is_alive()

@@ -18,9 +18,8 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import DigestMismatch, ManifestError, PeerLost, StaleSession, TransferFailed
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import parse_tcp_address
-from weightbus.dataplane.processes.thread_latency import INTERVAL_S
+from weightbus.dataplane.processes.connections import Deadline, parse_tcp_address
+from weightbus.dataplane.processes.threads import INTERVAL_S
 from weightbus.dataplane.reshard.reshard_plan import ReshardPlan, make_plan
 from weightbus.dataplane.transports import plan_exchange
 from weightbus.dataplane.transports.interface import Group, Peer

@@ -21,8 +21,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import DataplaneError, TransferFailed, WorkerDied
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import MacFrames
+from weightbus.dataplane.processes.connections import Deadline, MacFrames
 from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.interface import Peer, Receipt
 from weightbus.dataplane.transports.plan_exchange import PlanExchange
@@ -226,7 +225,7 @@ def test_a_stopped_worker_costs_the_others_one_attempt(
         if epoch == 4:
             os.kill(victim.pid, signal.SIGCONT)
             (still, _), = sidecar._threads._still.values()  # fmt: skip
-            assert still.readable_within(WAIT_S), "it goes on, and says so when the machine lets it"
+            assert still.readable(WAIT_S), "it goes on, and says so when the machine lets it"
     assert theirs.result(WAIT_S).checked
 
 

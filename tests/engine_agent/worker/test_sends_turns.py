@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.sends import (
     chunk_limit as turn_ceiling,

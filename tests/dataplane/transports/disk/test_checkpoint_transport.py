@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.disk.checkpoint_locks import Notes, SessionFolder
 from weightbus.dataplane.transports.disk.checkpoint_transport import DiskReceiver, DiskSender
 from weightbus.dataplane.transports.disk.checkpoint_writer import NOTES

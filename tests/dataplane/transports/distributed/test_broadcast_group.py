@@ -13,7 +13,7 @@ from torch._C import _distributed_c10d as c10d
 
 from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, TransferFailed, Unsupported
 from weightbus.dataplane.processes import process_groups as backends
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.processes.process_groups import process_group_backend
 from weightbus.dataplane.transports.distributed import broadcast_group
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup

@@ -14,8 +14,8 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.processes import torch_threads
-from weightbus.dataplane.processes.rendezvous_store import serve_store
+from weightbus.dataplane.processes import threads
+from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.transports.distributed import store_proxy as relay
 from weightbus.dataplane.transports.distributed.receiver import DistributedReceiver
 from weightbus.dataplane.transports.distributed.store_proxy import lead_nowhere
@@ -30,7 +30,7 @@ DEADLINE_S = 60.0
 """More than a moment: as long torch tries to reach a store that is not there."""
 ENDS = """
 import socket
-from weightbus.dataplane.processes.rendezvous_store import serve_store
+from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.transports.distributed.store_proxy import lead_nowhere
 store = serve_store("127.0.0.1")
 where = store.host, store.port
@@ -167,5 +167,5 @@ def test_a_dead_end_keeps_no_process() -> None:
         began = time.monotonic()
         _, said = ends.communicate()
     assert (ends.returncode, said) == (0, "")
-    assert time.monotonic() - began < torch_threads.PATIENCE_S / 2
+    assert time.monotonic() - began < threads.PATIENCE_S / 2
     assert not is_there((HOST, port))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.broadcast_order import GroupSettings
 from weightbus.dataplane.transports.distributed import engine_groups
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup

@@ -15,9 +15,8 @@ from torch._C._distributed_c10d import Store
 
 from weightbus.dataplane.errors import DataplaneError, PeerLost
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import new_token
-from weightbus.dataplane.processes.rendezvous_store import connect_store, join_store, serve_store
+from weightbus.dataplane.processes.connections import Deadline, new_token
+from weightbus.dataplane.processes.process_groups import connect_store, join_store, serve_store
 from weightbus.dataplane.transports.distributed import (
     engine_groups,
     rendezvous_keys as meeting_module,

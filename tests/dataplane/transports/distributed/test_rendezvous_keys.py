@@ -10,9 +10,8 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.errors import ForgedMessage, PeerLost, StaleSession, TransferFailed
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import new_token
-from weightbus.dataplane.processes.rendezvous_store import serve_store
+from weightbus.dataplane.processes.connections import Deadline, new_token
+from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.transports.distributed.rendezvous_keys import Rendezvous, RendezvousKeys, source_name
 
 EPOCH = 7

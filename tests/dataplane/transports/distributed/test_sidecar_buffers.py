@@ -11,7 +11,7 @@ import torch
 
 from weightbus.dataplane.errors import NotExportable, TransferFailed
 from weightbus.dataplane.memory import ipc_handles as handles
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.distributed import sidecar_buffers as handing_memory
 from weightbus.dataplane.transports.distributed.sidecar_buffers import GpuRoom
 

@@ -14,7 +14,7 @@ import torch
 
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.dataplane.transports.distributed import (
     engine_groups,

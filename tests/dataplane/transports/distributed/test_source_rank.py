@@ -14,9 +14,9 @@ import torch
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
-from weightbus.dataplane.processes import rendezvous_store as rendezvous
-from weightbus.dataplane.processes.mac_frames import new_token
-from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
+from weightbus.dataplane.processes import process_groups as rendezvous
+from weightbus.dataplane.processes.connections import new_token
+from weightbus.dataplane.processes.process_groups import join_store, serve_store
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.broadcast_order import GroupSettings, Sources
 from weightbus.dataplane.transports.distributed import engine_groups, source_rank

@@ -22,7 +22,7 @@ from weightbus.control.machine.limits import WATCHDOG_S
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes import process_groups as backends
-from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
+from weightbus.dataplane.processes.process_groups import join_store, serve_store
 from weightbus.dataplane.transports.distributed import source_watchdog as source_stand_in
 from weightbus.dataplane.transports.distributed.broadcast_group import BroadcastGroup
 from weightbus.dataplane.transports.distributed.source_watchdog import Connections, SourceWatchdog, connections_of

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.unix_sockets import open_runtime_dir
+from weightbus.dataplane.processes.connections import Deadline, open_runtime_dir
 from weightbus.dataplane.transports.interface import Peer
 from weightbus.dataplane.transports.local.messages import RECEIVER, Connection, Hello, connect
 from weightbus.dataplane.transports.local.receiver import LocalReceiver

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import MacFrames
+from weightbus.dataplane.processes.connections import Deadline, MacFrames
 from weightbus.dataplane.transports.sends import messages as wire
 from weightbus.dataplane.transports.sends.acceptor import Acceptor
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import DeadlineExceeded, PeerLost
-from weightbus.dataplane.processes.rendezvous_store import serve_store
+from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import group_forming as joining
 from weightbus.dataplane.transports.sends.group_forming import GroupForming, join

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import ChunkTimeout, DataplaneError, OutOfStagingMemory, PeerLost, TransferFailed
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.rendezvous_store import serve_store
+from weightbus.dataplane.processes.connections import Deadline
+from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import group_transfer as passage
 from weightbus.dataplane.transports.sends.group_cache import GroupCache

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import ChunkTimeout, PeerLost
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
+from weightbus.dataplane.processes.connections import Deadline
+from weightbus.dataplane.processes.process_groups import join_store, serve_store
 from weightbus.dataplane.transports.sends.nixl_group import _MODULES, NixlGroup
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk
 

@@ -9,7 +9,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed, Unsupported
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.transports.sends import nixl_group
 from weightbus.dataplane.transports.sends.nixl_group import _PACK, NixlGroup, _Offer
 

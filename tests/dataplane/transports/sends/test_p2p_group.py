@@ -14,8 +14,8 @@ from torch._C import _distributed_c10d as c10d
 
 from weightbus.dataplane.errors import ChunkTimeout, DeadlineExceeded, PeerLost, TransferFailed
 from weightbus.dataplane.processes import process_groups as backends
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.rendezvous_store import join_store, serve_store
+from weightbus.dataplane.processes.connections import Deadline
+from weightbus.dataplane.processes.process_groups import join_store, serve_store
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk, P2PGroup
 
 HOST = "127.0.0.1"

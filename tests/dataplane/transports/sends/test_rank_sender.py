@@ -13,9 +13,8 @@ import torch
 
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import ChunkTimeout, DeadlineExceeded, OutOfStagingMemory, PeerLost
-from weightbus.dataplane.processes import background_init as binding
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import MacFrames
+from weightbus.dataplane.processes import threads as binding
+from weightbus.dataplane.processes.connections import Deadline, MacFrames
 from weightbus.dataplane.reshard.send_schedule import SendMessages
 from weightbus.dataplane.transports.interface import Address, Group
 from weightbus.dataplane.transports.sends import messages as wire, rank_sender as rank_sends
@@ -49,13 +48,12 @@ class Leader:
         self.notes: list[str] = []
         self.hung_up = threading.Event()
 
-    def readable_within(self, within_s: float) -> bool:
+    def readable(self, within_s: float = 0.0) -> bool:
+        if not within_s:
+            return self.hung_up.is_set()
         if not self.says:
             time.sleep(within_s)
         return bool(self.says)
-
-    def readable(self) -> bool:
-        return self.hung_up.is_set()
 
     def close(self) -> None:
         self.notes.append("closed")

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from weightbus.dataplane.copy.copy_table import CopyTable
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.reshard.send_schedule import NOWHERE, SendMessages
 from weightbus.dataplane.transports.sends import receive_queue as module
 from weightbus.dataplane.transports.sends.p2p_group import P2PChunk

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from weightbus.dataplane.errors import ManifestError
-from weightbus.dataplane.processes.deadline import Deadline
+from weightbus.dataplane.processes.connections import Deadline
 from weightbus.dataplane.reshard.send_schedule import NOWHERE, SendMessages
 from weightbus.dataplane.transports.sends import send_queue as module
 from weightbus.dataplane.transports.sends.send_queue import UNDER_WAY, Mail, SendQueue

@@ -15,9 +15,8 @@ import torch
 
 from weightbus.dataplane.errors import PeerLost, TransferFailed
 from weightbus.dataplane.memory.export_map import ExportMap
-from weightbus.dataplane.processes import connection_pool as lines
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.mac_frames import MacFrames, parse_tcp_address
+from weightbus.dataplane.processes import connections as lines
+from weightbus.dataplane.processes.connections import Deadline, MacFrames, parse_tcp_address
 from weightbus.dataplane.reshard.reshard_plan import PlanReader, ReshardPlan, make_plan
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest, TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
@@ -149,7 +148,7 @@ def test_who_does_not_read_its_layout_holds_nobody(count: int) -> None:
     crowd = Crowd("slow", "fast")
     crowd.say("slow", wire.GiveLayout())
     slow = crowd.members["slow"]
-    assert slow.readable_within(WAIT_S)
+    assert slow.readable(WAIT_S)
     came = slow._exactly(count, Deadline(WAIT_S), "a part") if count else b""
     served_at_once(crowd, "fast")
     if not count:
@@ -419,7 +418,7 @@ def test_who_does_not_read_how_to_begin_holds_nobody_from_beginning() -> None:
     """What the trainer's ranks are told grows with the model, and they are told first."""
     crowd = Crowd("e", ranks=2)
     crowd.prepare("e")
-    assert crowd.members["rank 0"].readable_within(WAIT_S)
+    assert crowd.members["rank 0"].readable(WAIT_S)
     began = time.monotonic()
     for member in ("e", "rank 1", "rank 0"):
         assert isinstance(crowd.hear(member), wire.BeginSends)

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from weightbus.dataplane.errors import PeerLost
-from weightbus.dataplane.processes.deadline import Deadline
-from weightbus.dataplane.processes.frames import FrameListener, Frames
+from weightbus.dataplane.processes.connections import Deadline, FrameListener, Frames
 from weightbus.dataplane.transports import worker_messages as worker_wire
 from weightbus.dataplane.transports.interface import Group
 from weightbus.dataplane.transports.sends import messages as sends_wire, worker_receivers as takers

@@ -13,7 +13,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from weightbus.dataplane.errors import TransferFailed
-from weightbus.dataplane.processes.rendezvous_store import serve_store
+from weightbus.dataplane.processes.process_groups import serve_store
 from weightbus.dataplane.transports.distributed import store_proxy as relay_module
 from weightbus.dataplane.transports.distributed.store_proxy import StoreProxy
 from weightbus.dataplane.transports.interface import Address
