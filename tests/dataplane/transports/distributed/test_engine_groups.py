@@ -13,7 +13,7 @@ import pytest
 
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
-from weightbus.dataplane.processes import process_groups
+from weightbus.dataplane.processes import connections
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.transports.distributed import engine_groups
 from weightbus.dataplane.transports.distributed.engine_groups import STILL_S, Behind, Stalled, Stragglers
@@ -78,7 +78,7 @@ def test_the_source_waits_a_while_for_engines_that_all_stand_still(
     tmp_path: Path, halves: Halves, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     """Nobody shows how long a bucket takes: by its bytes, then, and not until the end of the session."""
-    monkeypatch.setattr(process_groups, "BUCKET_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(connections, "BUCKET_TIMEOUT_S", 2.0)
     places, manifest = Places(tmp_path), make_manifest(6)
     session = make_session(1, 11, manifest)
     sender, pool = places.sender("distributed"), BucketBuffers("cpu", 2, manifest.largest_bucket, "all-still")
