@@ -16,7 +16,7 @@ from weightbus.control.security import InsecureLoopback, KeysFolder, check_endpo
 from weightbus.dataplane.tensors import DEFAULT_BUCKET_BYTES
 from weightbus.dataplane.transports import registry as transports
 
-from .machine import Overlap, PublishLimits, SnapshotMemory
+from .machine import PublishLimits
 
 SECTION: Final = "trainer"
 """Section of the settings file; environment variables begin with ``WEIGHTBUS_TRAINER_``."""
@@ -34,6 +34,24 @@ class SendsOver(enum.StrEnum):
     """A process group of torch: gloo between CPUs, NCCL between GPUs."""
     NIXL = "nixl"
     """Engines read the ranks' memory with NIXL (``weightbus[nixl]``)."""
+
+
+class Overlap(enum.StrEnum):
+    """What happens to earlier snapshots that are not published yet when a new one is taken."""
+
+    WAIT = "wait"
+    """Every version is published; a new snapshot waits until a buffer is free."""
+    SUPERSEDE = "supersede"
+    """Waiting snapshots are dropped; a publication that has begun goes on to its end."""
+
+
+class SnapshotMemory(enum.StrEnum):
+    """Memory in which snapshots are kept on rank 0. Each takes as many bytes as one version."""
+
+    HOST = "host"
+    """Host memory, pinned where the weights are on a GPU; two buckets of GPU memory are borrowed while it is taken."""
+    DEVICE = "device"
+    """Memory of the device that holds the weights: fastest, if there is room."""
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -42,7 +42,7 @@ from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.dataplane.transports.sends.p2p_group import P2PGroup
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.demo import megatron_learner as model, toy_task as task
-from weightbus.trainer_agent.publish.publisher_context import Progress
+from weightbus.trainer_agent.publish.driver import Progress
 from weightbus.trainer_agent.sources.megatron.megatron_source import MegatronSource
 
 SMALL_TURNS = 1 << 14

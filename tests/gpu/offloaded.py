@@ -33,9 +33,9 @@ from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
 from weightbus.trainer_agent.assembly.assembler import DTYPES, Assembler, MemoryAccess
 from weightbus.trainer_agent.assembly.gather_plan import plan
 from weightbus.trainer_agent.assembly.host_uploads import HostUploadStream
-from weightbus.trainer_agent.machine.snapshot_queue import SnapshotMemory
-from weightbus.trainer_agent.publish.snapshot import SnapshotBuffer
+from weightbus.trainer_agent.publish.background_publisher import SnapshotBuffer
 from weightbus.trainer_agent.quantized.quantized_source import quantized
+from weightbus.trainer_agent.settings import SnapshotMemory
 
 PASSES = 4
 FULL, SMALL = (4096, 12288, 32, 8, 128), (256, 512, 4, 2, 64)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from weightbus.dataplane.tensors.manifest import BucketSpec, Manifest, TensorSpec
-from weightbus.trainer_agent.machine.snapshot_queue import SnapshotMemory
-from weightbus.trainer_agent.publish.snapshot import SnapshotBuffer
+from weightbus.trainer_agent.publish.background_publisher import SnapshotBuffer
+from weightbus.trainer_agent.settings import SnapshotMemory
 
 pytestmark = pytest.mark.gpu
 

@@ -21,7 +21,7 @@ from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
-from weightbus.trainer_agent.publish.publisher_context import PublisherContext
+from weightbus.trainer_agent.publish.driver import PublisherContext
 from weightbus.trainer_agent.publish.rank_commands import CommandedRanks
 from weightbus.trainer_agent.publish.rank_zero import RankZero
 from weightbus.trainer_agent.settings import TrainerSettings
@@ -95,7 +95,6 @@ class ConnectedInMemory(TrainerAgent):
         context = PublisherContext(
             settings=settings,
             bus=coordinator,
-            ranks=ranks,
             staging=BucketStaging(source, manifest, pool, ranks),
             make_sender=lambda _: sender,
             senders={},

@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from .assembler import (
         DTYPES as DTYPES,
         Assembler as Assembler,
+        BucketPlanCache as BucketPlanCache,
         GatherExchange as GatherExchange,
         MemoryAccess as MemoryAccess,
         check_manifest as check_manifest,
         unreadable_reason as unreadable_reason,
     )
-    from .bucket_plan_cache import BucketPlanCache as BucketPlanCache
     from .gather_plan import BucketPlan as BucketPlan, Placement as Placement, plan as plan
     from .host_uploads import (
         Uploads as Uploads,

@@ -3,11 +3,12 @@
 Every rank exports its own memory, or describes it, and digests its share; all ranks exchange their announcements, and
 rank 0 joins the digests. Shards and export maps are exchanged when they change; in a steady round a rank announces its
 generation and its digests. With `direct` engines fetch the memory; with `sends` ranks send it by threads of their own.
-export_state.py has the states of an export and its legal moves.
+memory_export.py has the states of an export and its legal moves.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,20 +18,86 @@ import msgspec
 import numpy as np
 import torch
 
-from weightbus.control.protocol import ProcessLocation
-from weightbus.dataplane.copy import DeviceFence, Lanes, copy_engine_for
+from weightbus.control.protocol import IllegalMove, ProcessLocation
+from weightbus.dataplane.copy import ITEM_SIZES, DeviceFence, Lanes, copy_engine_for
 from weightbus.dataplane.errors import CoverageError, ManifestError, NotExportable, Unsupported
 from weightbus.dataplane.memory import ArenaParts, ExportMap, LocalMemory, RegionExporter
 from weightbus.dataplane.processes import Deadline
 from weightbus.dataplane.quantize import FusedDigests
 from weightbus.dataplane.reshard import PASS_BYTES, DigestDivision, DigestShare, ShareDigester, divide_digest_work
-from weightbus.dataplane.tensors import Column, Manifest, Shards, TensorSpec
+from weightbus.dataplane.tensors import DTYPES, Column, Manifest, Shards, TensorSpec, packed_strides, served_dtypes
 from weightbus.dataplane.transports import Address, ExportedWeights, Exporting
 from weightbus.dataplane.transports.sends import RankSender
 
-from .derived_tensors import DerivedTensors
-from .export_state import ExportMove, ExportState, after
 from .topology import location_of
+
+
+class ExportState(enum.Enum):
+    """State of one rank's export. Each member says what is true while in it."""
+
+    NEW = "new"
+    """This rank has exported nothing yet."""
+    PREPARED = "prepared"
+    """The next version is prepared: a device may still write it, and the other ranks do not know of it.
+
+    Memory of the version before stays readable under its own layout; engines must not read it any more.
+    """
+    PREPARED_DIGESTING = "prepared, digesting"
+    """As PREPARED, and a device digests this rank's share of the version."""
+    EXPORTED = "exported"
+    """This rank has told the others how its memory is exported as of the current version. No digest runs."""
+    EXPORTED_DIGESTING = "exported, digesting"
+    """As EXPORTED, and a device digests this rank's share of the version."""
+    CLOSED = "closed"
+    """The memory is not exported any more."""
+
+    @property
+    def prepared(self) -> bool:
+        """True while a prepared version waits for its export."""
+        return self in {ExportState.PREPARED, ExportState.PREPARED_DIGESTING}
+
+    @property
+    def digesting(self) -> bool:
+        """True while a device digests this rank's share."""
+        return self in {ExportState.PREPARED_DIGESTING, ExportState.EXPORTED_DIGESTING}
+
+
+class ExportMove(enum.Enum):
+    """What changes the state."""
+
+    PREPARE = "prepare"
+    """Another version is prepared; digests that ran before are of no use."""
+    EXPORT = "export"
+    """The prepared version is exported as it is; digests that run go on."""
+    EXPORT_ANEW = "export anew"
+    """The memory is exported as it is now; what was prepared, and digests of it, are discarded."""
+    BEGIN_DIGESTS = "begin digests"
+    """A device begins to digest this rank's share."""
+    END_DIGESTS = "end digests"
+    """The digests were collected, or discarded because memory or layout changed."""
+    CLOSE = "close"
+
+
+_NEW, _PREPARED, _PREPARED_DIGESTING, _EXPORTED, _EXPORTED_DIGESTING, _CLOSED = ExportState
+_OPEN: Final = frozenset(ExportState) - {_CLOSED}
+
+MOVES: Final[dict[ExportMove, dict[ExportState, ExportState]]] = {
+    ExportMove.PREPARE: dict.fromkeys(_OPEN, _PREPARED),
+    ExportMove.EXPORT: {_PREPARED: _EXPORTED, _PREPARED_DIGESTING: _EXPORTED_DIGESTING},
+    ExportMove.EXPORT_ANEW: dict.fromkeys(_OPEN, _EXPORTED),
+    ExportMove.BEGIN_DIGESTS: {_PREPARED: _PREPARED_DIGESTING, _EXPORTED: _EXPORTED_DIGESTING},
+    ExportMove.END_DIGESTS: {_PREPARED_DIGESTING: _PREPARED, _EXPORTED_DIGESTING: _EXPORTED},
+    ExportMove.CLOSE: dict.fromkeys(ExportState, _CLOSED),
+}
+"""Legal moves: for each move, the state that follows each state in which it is allowed."""
+
+
+def after(state: ExportState, move: ExportMove) -> ExportState:
+    """State after `move`. Raises `IllegalMove` when `state` does not allow it."""
+    following = MOVES[move].get(state)
+    if following is None:
+        raise IllegalMove("memory export", state.value, move.value)
+    return following
 
 
 @runtime_checkable
@@ -521,3 +588,42 @@ _DIGEST_LANES: Final = msgspec.msgpack.Decoder(_DigestLanes)
 
 def _encode(message: _Announcement | _Layout | _DigestLanes) -> bytes:
     return msgspec.msgpack.encode(message)
+
+
+class DerivedTensors:
+    """Derived tensors of one rank. `shards` are all of its shards, none of them shifted."""
+
+    def __init__(self, shards: Shards, storages: int, device: torch.device) -> None:
+        """`storages` is the number of local tensors; derived tensors are numbered after them."""
+        rows = np.flatnonzero(shards.shift != 0)
+        self._shifted = shards.take(rows)
+        self.tensors: list[torch.Tensor] = []
+        """One for each dtype in which shifted shards are served."""
+        served = served_dtypes(self._shifted)
+        storage, dtype, offset, stride = (
+            each.copy() for each in (shards.storage, shards.dtype, shards.offset, shards.stride)
+        )
+        kinds: list[int] = np.unique(served).tolist()
+        for kind in kinds:
+            here = rows[served == kind]
+            sizes = -(-shards.boxes.sizes[here] * ITEM_SIZES[kind] // 16) * 16 // ITEM_SIZES[kind]
+            storage[here], dtype[here] = storages + len(self.tensors), kind
+            offset[here] = np.cumsum(sizes) - sizes
+            stride[here] = packed_strides(shards.boxes.extents[here])
+            self.tensors.append(torch.zeros(int(sizes.sum()), dtype=getattr(torch, DTYPES[kind]), device=device))
+        self.shards = replace(
+            shards, storage=storage, dtype=dtype, offset=offset, stride=stride, shift=np.zeros_like(shards.shift)
+        )
+        self._mirrored = self.shards.take(rows)
+        self._storages = storages
+
+    @torch.no_grad()
+    def refresh(self, storages: Sequence[torch.Tensor]) -> None:
+        """Copy the current values of the shifted shards, with their shifts added."""
+        for row in range(len(self._shifted)):
+            shard, copy = self._shifted.at(row), self._mirrored.at(row)
+            source, target = storages[shard.view.storage], self.tensors[copy.view.storage - self._storages]
+            trained = source.as_strided(
+                shard.box.shape, shard.view.strides, source.storage_offset() + shard.view.offset
+            )
+            target.as_strided(copy.box.shape, copy.view.strides, copy.view.offset).copy_(trained + shard.shift)

@@ -1,4 +1,4 @@
-"""What a publication decides and how it ends, pure: machine, snapshot queue, report, handle, errors."""
+"""What a publication decides and how it ends, pure: machine, report, errors, handle."""
 
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
         ConnectFailed as ConnectFailed,
         CoordinatorLost as CoordinatorLost,
         LeaseBusy as LeaseBusy,
-        PublicationEnd as PublicationEnd,
         PublishFailed as PublishFailed,
+        PublishHandle as PublishHandle,
         PublishRefused as PublishRefused,
         RollbackRefused as RollbackRefused,
         RoundAborted as RoundAborted,
@@ -23,17 +23,15 @@ if TYPE_CHECKING:
         TrainerError as TrainerError,
         UnfinishedCheckpoint as UnfinishedCheckpoint,
         WeightsChanged as WeightsChanged,
-        raise_for as raise_for,
+        failure_of as failure_of,
     )
     from .events import EndReason as EndReason
-    from .publication import PublicationResult as PublicationResult, PublishLimits as PublishLimits
-    from .publish_handle import PublishHandle as PublishHandle
-    from .publish_report import Mode as Mode, PublishReport as PublishReport, Stopwatch as Stopwatch
-    from .snapshot_queue import (
-        Overlap as Overlap,
-        SnapshotClaim as SnapshotClaim,
-        SnapshotMemory as SnapshotMemory,
-        SnapshotQueue as SnapshotQueue,
+    from .publication import (
+        Mode as Mode,
+        PublicationEnd as PublicationEnd,
+        PublicationResult as PublicationResult,
+        PublishLimits as PublishLimits,
+        PublishReport as PublishReport,
     )
 else:
     __getattr__, __dir__ = lazy_face(__name__, __file__)

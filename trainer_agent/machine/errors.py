@@ -1,4 +1,4 @@
-"""Errors of `TrainerAgent`, by what the training loop can do about them. Raised on every rank of the group alike.
+"""Errors of `TrainerAgent`, by what the training loop can do about them, and the handle that raises them later.
 
     TrainerError
         ConnectFailed           the agent could not be started: the message says what to check
@@ -16,22 +16,20 @@
         BadCheckpoint           a folder is not a publishable checkpoint: the watcher goes on with the next
             UnfinishedCheckpoint    a part of it is missing, and may still come
 
-An exception that a source raises on this rank (source.py) is the `__cause__` of `SourceFailed`.
+Errors are raised on every rank of the group alike. An exception that a source raises on this rank (source.py) is the
+`__cause__` of `SourceFailed`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final
 
 from weightbus.control.protocol import RefusalCode, WeightbusError
 
 from .events import EndReason
-from .publication import PublicationResult
-from .publish_report import PublishReport
-
-if TYPE_CHECKING:
-    from .publish_handle import PublishHandle
+from .publication import PublicationEnd, PublicationResult, PublishReport
 
 
 class TrainerError(WeightbusError):
@@ -130,20 +128,47 @@ _BY_ENDING: Final[dict[EndReason, type[PublishFailed]]] = {
     EndReason.SOURCE_FAILED: SourceFailed,
     EndReason.WEIGHTS_CHANGED: WeightsChanged,
     EndReason.SUPERSEDED: Superseded,
-    EndReason.INTERNAL: PublishFailed,
 }
 
 
-def raise_for(result: PublicationResult, report: PublishReport, cause: BaseException | None = None) -> None:
-    """Raise the error that `result` stands for; return if it stands for success."""
-    if result.ending is not EndReason.COMMITTED:
-        raise _BY_ENDING[result.ending](result, report) from cause
+def failure_of(end: PublicationEnd) -> PublishFailed:
+    """The error that the end of a version that was not committed stands for."""
+    failure = _BY_ENDING.get(end.result.ending, PublishFailed)(end.result, end.report)
+    failure.__cause__ = end.cause
+    return failure
 
 
-class PublicationEnd(NamedTuple):
-    """How a publication ended: what the training loop receives."""
+class PublishHandle:
+    """Publication of one snapshot, made by `TrainerAgent.publish`. Dropping the handle does not stop it."""
 
-    result: PublicationResult
-    report: PublishReport
-    cause: BaseException | None
-    """The exception behind the result where it was raised on this rank."""
+    def __init__(
+        self,
+        version: int,
+        conclude: Callable[[], PublishReport],
+        over: Callable[[], bool] | None = None,
+        stood_s: float = 0.0,
+    ) -> None:
+        self.version = version
+        self.stood_s = stood_s
+        """Seconds for which `publish` blocked training: for engines to catch up (`max_lag`), or for a free buffer."""
+        self._conclude = conclude
+        self._over = over
+        self._end: PublishReport | PublishFailed | None = None
+
+    def over(self) -> bool:
+        """True if `wait` would return at once. Not collective: before `wait`, only rank 0 knows."""
+        return self._end is not None or (self._over is not None and self._over())
+
+    def wait(self) -> PublishReport:
+        """Block until the publication has ended; return its report or raise its `PublishFailed`. Collective, once.
+
+        Further calls return or raise the same at once, on any rank.
+        """
+        if self._end is None:
+            try:
+                self._end = self._conclude()
+            except PublishFailed as failure:
+                self._end = failure
+        if isinstance(self._end, PublishFailed):
+            raise self._end
+        return self._end

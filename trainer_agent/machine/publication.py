@@ -23,11 +23,20 @@ once more with the same request key; only its refusal loses the round.
 from __future__ import annotations
 
 import enum
-from typing import Final, assert_never
+from typing import Final, NamedTuple, Self, assert_never
 
 import msgspec
 
-from weightbus.control.protocol import HeldVersion, IllegalMove, InvariantBroken, Outcome, ReceivingEngine, RefusalCode
+from weightbus.control.protocol import (
+    EngineReport,
+    HeldVersion,
+    IllegalMove,
+    InvariantBroken,
+    Outcome,
+    ReceivingEngine,
+    RefusalCode,
+)
+from weightbus.control.terminal_text import terminal_safe
 
 from .events import (
     AbandonRound,
@@ -201,35 +210,45 @@ class Publication:
         ):
             raise InvariantBroken(f"{self.state.value} without a deadline")
 
-    def handle(self, event: AnyEvent, now: float) -> Effects:  # noqa: C901, PLR0911  one line for each event
+    def handle(self, event: AnyEvent, now: float) -> Effects:  # noqa: C901, PLR0911, PLR0912  one case for each event
         """Take one event; return the effects. Raises `IllegalMove`, changing nothing, for an unexpected answer."""
         self._require(event)
         if self.state is PublicationState.DONE:
             return ()
         match event:
-            case (
-                PublishRequested()
-                | LeaseObtained()
-                | DigestsReady()
-                | RoundAccepted()
-                | DeliveryEnded()
-                | ReportAcknowledged()
-            ):
-                return self._advance(event, now)
+            case PublishRequested():
+                return self._acquire(now)
+            case LeaseObtained():
+                return self._lease_obtained(event, now)
             case RequestDenied():
                 return self._request_denied(event, now)
             case RequestTimedOut():
                 self._timeout_reason = event.reason
                 return self._retry_later(self.limits.retry_s, now)
-            case DigestsUnavailable():
-                return self._digests_unavailable(event, now)
+            case DigestsReady():
+                return self._digests_ready(event, now)
+            case DigestsUnavailable():  # the same version again, with its digest table first
+                abandoning = self.state is PublicationState.ABANDONING
+                return () if abandoning else self._replace_round(event.reason, now)
             case AttemptFailed():
                 return self._attempt_failed(event)
+            case RoundAccepted():
+                self._move(PublicationState.WAITING, give_up_at=self._give_up_at)
+                return (self._pending_report,) if self._pending_report is not None else ()
             case SendRequested():
                 return self._start_delivery(event)
             case EnginesWithdrawn():
                 sending = self.state is PublicationState.SENDING and event.epoch == self.epoch
                 return (DropReceivers(event.engines),) if sending else ()
+            case DeliveryEnded():
+                self._move(PublicationState.WAITING, give_up_at=self._give_up_at)
+                self._pending_report = ReportDelivery(
+                    event.epoch, event.failed, event.spared, self.table if self.digests_deferred else ""
+                )
+                return (self._pending_report,)
+            case ReportAcknowledged():
+                self._pending_report = None
+                return ()
             case RoundEnded():
                 return self._round_ended(event)
             case Reconnected():
@@ -248,36 +267,6 @@ class Publication:
             in_turn = bool(self.table)
         if not in_turn or (allowed is not None and self.state not in allowed):
             raise IllegalMove("publication", f"{self.state.value}, table {self.table!r}", type(event).__name__)
-
-    def _advance(
-        self,
-        event: PublishRequested | LeaseObtained | DigestsReady | RoundAccepted | DeliveryEnded | ReportAcknowledged,
-        now: float,
-    ) -> Effects:
-        """Handle the events of a publication without failures."""
-        match event:
-            case PublishRequested():
-                return self._acquire(now)
-            case LeaseObtained():
-                return self._lease_obtained(event, now)
-            case DigestsReady():
-                return self._digests_ready(event, now)
-            case RoundAccepted():
-                self._move(PublicationState.WAITING, give_up_at=self._give_up_at)
-                return (self._pending_report,) if self._pending_report is not None else ()
-            case DeliveryEnded():
-                self._move(PublicationState.WAITING, give_up_at=self._give_up_at)
-                self._pending_report = ReportDelivery(
-                    event.epoch, event.failed, event.spared, self.table if self.digests_deferred else ""
-                )
-                return (self._pending_report,)
-            case ReportAcknowledged():
-                self._pending_report = None
-                return ()
-            case _:  # pragma: no cover
-                assert_never(event)
-
-    # -- decisions -----------------------------------------------------------------------------------------------------
 
     def _acquire(self, now: float) -> Effects:
         self.attempt += 1
@@ -309,10 +298,6 @@ class Publication:
     def _announce(self, now: float) -> Effects:
         self._move(PublicationState.ANNOUNCING, give_up_at=now + self.limits.round_s)
         return (AnnounceRound(self.lease, self.digests_deferred),)
-
-    def _digests_unavailable(self, event: DigestsUnavailable, now: float) -> Effects:
-        """Publish the same version again, with its digest table first."""
-        return () if self.state is PublicationState.ABANDONING else self._replace_round(event.reason, now)
 
     def _replace_round(self, reason: str, now: float) -> Effects:
         """Abandon the round and begin another one."""
@@ -479,3 +464,108 @@ class Publication:
         self._move(PublicationState.DONE)
         self.result = result
         return ()
+
+
+PHASES: Final = (
+    "snapshot",
+    "make",
+    "acquire",
+    "assemble",
+    "digest",
+    "announce",
+    "prepare",
+    "offer",
+    "pause",
+    "transfer",
+    "verify",
+    "commit",
+    "resume",
+    "save",
+    "total",
+)
+"""Keys of `PublishReport.seconds`, in the order of the round. A phase that was not reached is absent.
+
+The trainer's clock measures ``snapshot`` to ``announce``, ``save``, ``send`` and ``total``; the coordinator's the
+others. ``snapshot``: the training loop was blocked to copy the weights. ``make``: launching the preparation of what
+engines read of quantized weights and the digests of memory that engines read in place; a GPU works on both afterwards,
+and ``digest`` is the time spent waiting for them after ``acquire``, while a CPU has done both when ``make`` ends. With
+deferred digests ``digest`` overlaps ``prepare`` and ``transfer``. ``save``: waiting for checkpoint files. ``send``: the
+trainer's half of ``transfer``.
+"""
+
+
+class Mode(enum.StrEnum):
+    """Memory from which a version is published."""
+
+    LIVE = "live"
+    """The parameters: they must not change until `publish` returns, when engines have them."""
+    SNAPSHOT = "snapshot"
+    """A copy: `publish` returns when the copy is taken, and the round runs in the background."""
+
+
+class PublishReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One publication, after it has ended."""
+
+    channel: str
+    version: int
+    epoch: int
+    outcome: Outcome
+    reason: str = ""
+    mode: Mode = Mode.LIVE
+    attempts: int = 1
+    """Number of rounds begun; more than one if the coordinator restarted meanwhile."""
+    tensors: int = 0
+    buckets: int = 0
+    bytes: int = 0
+    """Bytes of one copy of the version. The bytes that each engine received are in its own report."""
+    seconds: dict[str, float] = {}
+    engines: tuple[EngineReport, ...] = ()
+    manifest: str = ""
+    table: str = ""
+    """Digest of the digest table: identifies the bits of the version."""
+    saved: str = ""
+    """Folder of the version's checkpoint if one was kept, else empty."""
+    save_error: str = ""
+    """Why no checkpoint was kept although one was due. The publication is not affected."""
+
+    @property
+    def committed(self) -> bool:
+        """True if the version is durable and at least the required engines serve it."""
+        return self.outcome is Outcome.COMMITTED
+
+    def engines_by(self, outcome: Outcome) -> tuple[str, ...]:
+        """Names of the engines with that outcome."""
+        return tuple(engine.engine for engine in self.engines if engine.outcome is outcome)
+
+    def line(self) -> str:
+        """The report as one line for a training log."""
+        serving = len(self.engines_by(Outcome.COMMITTED))
+        phases = " ".join(f"{phase}={self.seconds[phase]:.3f}s" for phase in PHASES if phase in self.seconds)
+        size = f"{self.bytes / 1e6:.1f} MB in {self.buckets} buckets"
+        how = " from a snapshot" if self.mode is Mode.SNAPSHOT else ""
+        why = f" ({self.reason})" if self.reason else ""
+        kept = f", saved {self.saved}" if self.saved else f", not saved: {self.save_error}" if self.save_error else ""
+        ending = f"{self.outcome.value}{how}{why}"
+        return terminal_safe(
+            f"version {self.version} {ending}: {size}, {serving}/{len(self.engines)} engines, {phases}{kept}"
+        )
+
+
+class PublicationEnd(NamedTuple):
+    """How a publication ended: what the training loop receives."""
+
+    result: PublicationResult
+    report: PublishReport
+    cause: BaseException | None
+    """The exception behind the result where it was raised on this rank."""
+
+    @classmethod
+    def without_round(
+        cls, channel: str, version: int, mode: Mode, result: PublicationResult, cause: BaseException | None = None
+    ) -> Self:
+        """The end of a version for which no round was begun."""
+        outcome = Outcome.COMMITTED if result.ending is EndReason.COMMITTED else Outcome.ABORTED
+        report = PublishReport(
+            channel=channel, version=version, epoch=0, outcome=outcome, reason=result.reason, mode=mode
+        )
+        return cls(result, report, cause)

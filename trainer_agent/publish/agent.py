@@ -21,7 +21,7 @@ from typing import Literal, Self, overload
 from weightbus.control.cli import load_settings
 from weightbus.control.log import get_log
 from weightbus.control.machine import PastStatus
-from weightbus.control.protocol import MAX_VERSION, Outcome, TransportKind
+from weightbus.control.protocol import MAX_VERSION, TransportKind
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.tensors import Manifest
 from weightbus.dataplane.transports import Address
@@ -37,14 +37,13 @@ from ..machine import (
     PublishHandle,
     PublishReport,
     TooFarAhead,
-    raise_for,
+    failure_of,
 )
 from ..quantized import as_served
 from ..settings import SECTION, TrainerSettings
 from ..source import Source, SourceError
-from .deferred_digests import settle_device
-from .pipeline_broadcast import PipelineBroadcast, VersionLayout
-from .publisher_context import Progress
+from .bucket_staging import PipelineBroadcast, VersionLayout
+from .driver import Progress, settle_device
 from .rank_commands import (
     AssembleBucket,
     CommandedRanks,
@@ -187,7 +186,7 @@ class TrainerAgent:
         )
         if not isinstance(taken, SnapshotTaken):
             self._conclude(taken)
-            raise unexpected_command(Finish(*taken[:2]), "to fail, or to take a snapshot")
+            raise unexpected_command(Finish(taken.result, taken.report), "to fail, or to take a snapshot")
         over = future.done if future else None
         handle = PublishHandle(version, lambda: self._await_end(version, future), over, taken.stood_s)
         if taken.ahead:
@@ -230,11 +229,11 @@ class TrainerAgent:
 
     def _conclude(self, end: PublicationEnd) -> PublishReport:
         """Return the report, or raise the error that the result stands for."""
-        result, report, cause = end
-        if result.ending is EndReason.SOURCE_FAILED:
-            self._unusable = f"lost its source ({result.reason})"
-        raise_for(result, report, cause)
-        return report
+        if end.result.ending is EndReason.COMMITTED:
+            return end.report
+        if end.result.ending is EndReason.SOURCE_FAILED:
+            self._unusable = f"lost its source ({end.result.reason})"
+        raise failure_of(end)
 
     def _await_end(self, version: int, future: Future[PublicationEnd] | None) -> PublishReport:
         """Wait for the end of a snapshot's publication. Collective."""
@@ -257,46 +256,37 @@ class TrainerAgent:
             try:
                 command = self._ranks.hear()
                 match command:
-                    case AssembleBucket() if cause is None:
+                    case KeepWaiting():
+                        pass
+                    case Finish() if command.report.version == version:
+                        result = settle_device(command.result, self._memory_export)
+                        return PublicationEnd(result, command.report, cause)
+                    case RefillStage() | JoinBroadcast() if cause is not None:
+                        pass  # rank 0 has learned, or will learn, that this source failed
+                    case _ if cause is not None:
+                        # Rank 0 did not notice that this rank failed; its collective will run out of time.
+                        return self._failed_alone(version, cause)
+                    case AssembleBucket():
                         self._source.assemble(self.manifest, command.index, None)
-                    case ExportMemory() if cause is None and self._memory_export is not None:
+                    case PrepareExport() if self._memory_export is not None:
+                        self._memory_export.prepare(digests=command.digests, ready_flags=command.ready_flags)
+                    case ExportMemory() if self._memory_export is not None:
                         self._memory_export.export(prepared=command.prepared, ready_flags=command.ready_flags)
                         if command.digests:
                             self._memory_export.digests()
-                    case DigestExported() if cause is None and self._memory_export is not None:
+                    case DigestExported() if self._memory_export is not None:
                         self._memory_export.digests()
-                    case PrepareExport() if cause is None and self._memory_export is not None:
-                        self._memory_export.prepare(digests=command.digests, ready_flags=command.ready_flags)
-                    case JoinSends() if cause is None and self._memory_export is not None:
+                    case JoinSends() if self._memory_export is not None:
                         self._memory_export.join_sends(
                             Address(command.address, token=command.token), command.epoch, command.deadline_s
                         )
-                    case ReadStage() | RefillStage() | JoinBroadcast() if cause is None and self._pipeline is not None:
+                    case ReadStage() | RefillStage() | JoinBroadcast() if self._pipeline is not None:
                         self._pipeline.execute(command)
-                    case KeepWaiting():
-                        pass
-                    case SnapshotTaken() if command.version == version and cause is None:
+                    case SnapshotTaken() if command.version == version:
                         return command
-                    case Finish() if command.report.version == version:
-                        return PublicationEnd(self._settle(command.result), command.report, cause)
-                    case (
-                        AssembleBucket()
-                        | PrepareExport()
-                        | ExportMemory()
-                        | DigestExported()
-                        | JoinSends()
-                        | SnapshotTaken()
-                    ) if cause is not None:
-                        # Rank 0 did not notice that this rank failed; its collective will run out of time.
-                        return self._failed_alone(version, cause)
-                    case RefillStage() | JoinBroadcast() if cause is not None:
-                        pass  # rank 0 has learned, or will learn, that this source failed
-                    case ReadStage() if cause is not None:
-                        return self._failed_alone(version, cause)
                     case _:
-                        return self._failed_alone(
-                            version, unexpected_command(command, f"a command for version {version}")
-                        )
+                        unexpected = unexpected_command(command, f"a command for version {version}")
+                        return self._failed_alone(version, unexpected)
             except Exception as error:  # noqa: BLE001  logged, and raised in the end as this rank's cause
                 if cause is not None:
                     return self._failed_alone(version, cause)
@@ -304,24 +294,10 @@ class TrainerAgent:
                 _log.exception("rank_failed", version=version)
                 cause = error
 
-    def _settle(self, result: PublicationResult) -> PublicationResult:
-        """The result, once no device reads this rank's weights any more."""
-        return result if self._memory_export is None else settle_device(result, self._memory_export.settle)
-
-    def _failed_alone(self, version: int, cause: BaseException | None) -> PublicationEnd:
+    def _failed_alone(self, version: int, cause: BaseException) -> PublicationEnd:
         """The end as this rank sees it, when rank 0 cannot be heard any more."""
         result = PublicationResult(EndReason.SOURCE_FAILED, f"{cause}")
-        report = PublishReport(
-            channel=self.settings.channel,
-            version=version,
-            epoch=0,
-            outcome=Outcome.ABORTED,
-            reason=result.reason,
-            tensors=len(self.manifest.tensors),
-            buckets=len(self.manifest.buckets),
-            bytes=self.manifest.nbytes,
-        )
-        return PublicationEnd(result, report, cause)
+        return PublicationEnd.without_round(self.settings.channel, version, Mode.LIVE, result, cause)
 
 
 def _check_version(version: object) -> None:

@@ -1,41 +1,74 @@
-"""Assembling a version into buckets on all ranks, and its digest table. Rank 0's side.
+"""Assembling a version into buckets on all ranks, and its digest table.
 
 A model that fits the staging buffers is assembled once and stays there until the publication ends. A larger
 one is assembled twice: for the digests, which the round needs first, and again to be sent. Both passes must read the
 same weights; the second is compared bucket by bucket.
+
+Where pipeline stages broadcast their own buckets, nothing is gathered across stages. The first rank of each stage is a
+*source* (dataplane/transports/broadcast_order.py): it assembles the buckets of its stage in staging buffers of its own,
+digests them, and broadcasts them to all engines; rank 0 is source 0. Rank 0 commands each step, a row of buckets at a
+time of which every stage has one, so that stages work in parallel:
+
+    ReadStage      every stage assembles its buckets once, for the digest table, which rank 0 puts together
+    JoinBroadcast  sources join the group of an epoch
+    RefillStage    a row is assembled again, to be sent, and compared with its digests
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+import time
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Final, NamedTuple, Self, assert_never
 
-from weightbus.control.protocol import Endpoint, EngineInfo, ReceivingEngine, TransportKind
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
+from weightbus.control.protocol import (
+    Endpoint,
+    EngineInfo,
+    ProcessLocation,
+    ReceivingEngine,
+    TransportKind,
+)
 from weightbus.dataplane.digest import tensor_digest as integrity
-from weightbus.dataplane.tensors import DigestTable, Manifest
-from weightbus.dataplane.transports import Slot, Sources, registry as transports
+from weightbus.dataplane.memory import BucketBuffers
+from weightbus.dataplane.tensors import BucketSpec, DigestTable, LiveDigests, Manifest
+from weightbus.dataplane.transports import Address, Slot, Sources, cut, registry as transports
+from weightbus.dataplane.transports.distributed import SourceRank
 
 from ..checkpoints import Saving
-from ..machine import Stopwatch
-from ..source import Source
-from .expected_sglang_digests import EngineKind, SglangDigester, SglangDigestPlan, engine_kinds
+from ..export import location_of
+from ..settings import TrainerSettings
+from ..source import AssemblyFailed, PipelineSource, Source, head_dim_of
+from . import rank_commands as commands
+from .expected_sglang_digests import EngineKind, SglangDigester, SglangDigestPlan, engine_kinds, merge_live_digests
 from .in_place_export import InPlaceExport
-from .pipeline_broadcast import PipelineBroadcast, broadcast_command, differing_tensors
-from .progress_bar import ProgressBar
 from .rank_commands import AssembleBucket, CommandedRanks, ReadStage, RefillStage
 
 
-class StagingPool(Protocol):
-    """What is asked of dataplane's `BucketBuffers`."""
+class Stopwatch:
+    """Seconds by phase, on this process's clock."""
 
-    @property
-    def buffers(self) -> Sequence[Slot]:
-        """The buffers."""
-        ...
+    def __init__(self, **seconds: float) -> None:
+        self._started = time.monotonic()
+        self.seconds = seconds
 
-    def close(self) -> None:
-        """Give them back."""
-        ...
+    @contextmanager
+    def phase(self, name: str) -> Generator[None, None, None]:
+        """Add the time spent in the block to phase `name`."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+    def total(self) -> float:
+        """Seconds since the stopwatch was created."""
+        return time.monotonic() - self._started
 
 
 class WeightsDiffer(Exception):
@@ -57,7 +90,7 @@ class BucketStaging:
         self,
         source: Source,
         manifest: Manifest,
-        pool: StagingPool,
+        pool: BucketBuffers,
         ranks: CommandedRanks,
         head_dim: int | None = None,
         in_place: InPlaceExport | None = None,
@@ -67,14 +100,14 @@ class BucketStaging:
         self.manifest = manifest
         self.name = manifest.digest()
         self.blob = manifest.encode()
-        self.head_dim = head_dim
         self.in_place = in_place
         """The way to engines that need no buckets; None where memory is not exported."""
-        self._source, self._pool, self._ranks = source, pool, ranks
+        self.ranks = ranks
+        self._source, self._pool = source, pool
         self._plan = SglangDigestPlan(manifest, (), head_dim)
         self._pipeline = pipeline
         if pipeline is not None:
-            pipeline.lend(pool.buffers)
+            pipeline.lend([each.memory for each in pool.buffers])
         self._by_stages = False
         """True if each pipeline stage assembled its own buckets."""
         self._table: DigestTable | None = None
@@ -98,8 +131,8 @@ class BucketStaging:
     @property
     def whole(self) -> bool:
         """True if all buckets of the publication were assembled and are in the staging buffers at once."""
-        by_stages = self._pipeline is not None and self._by_stages
-        most = self._pipeline.sources.largest_share if self._pipeline and by_stages else len(self.manifest.buckets)
+        stages = self._pipeline if self._by_stages else None
+        most = len(self.manifest.buckets) if stages is None else stages.sources.largest_share
         return self._filled and most <= len(self.buffers)
 
     @property
@@ -113,17 +146,6 @@ class BucketStaging:
         if self._table is None:
             raise RuntimeError("no digests yet: digest first")
         return self._table
-
-    def prepare(self, watch: Stopwatch) -> None:
-        """Begin to compute what engines read in place, before it is known that a round may begin. Collective."""
-        if self.in_place is not None:
-            with watch.phase("make"):
-                self.in_place.prepare()
-
-    def settle(self, deadline_s: float) -> None:
-        """Block until the work that `prepare` began on this rank has ended. Raises `DeadlineExceeded`, RuntimeError."""
-        if self.in_place is not None:
-            self.in_place.settle(deadline_s)
 
     def digest(
         self,
@@ -194,14 +216,14 @@ class BucketStaging:
             if taken.in_place and not taken.reads_memory and self.in_place is not None:
                 self.in_place.join_sends(offer, epoch, deadline_s)
             elif taken.divides and not alone:
-                self._ranks.tell(broadcast_command(offer, epoch, deadline_s, whole=self.whole))
+                self.ranks.tell(broadcast_command(offer, epoch, deadline_s, whole=self.whole))
 
     def refill(self, buckets: range, watch: Stopwatch) -> None:
         """Assemble `buckets` again. Collective. Raises `WeightsDiffer` if a tensor has changed since the digests."""
         if self._saving is not None:
             self._saving.settle()
         if self._pipeline is not None and self._by_stages:
-            self._ranks.tell(RefillStage(buckets.start, buckets.stop))
+            self.ranks.tell(RefillStage(buckets.start, buckets.stop))
             differing = [*self._pipeline.refill(buckets.start, buckets.stop, watch)]
         else:
             differing = list[str]()
@@ -216,10 +238,10 @@ class BucketStaging:
         self, pipeline: PipelineBroadcast, version: int, kinds: frozenset[EngineKind], watch: Stopwatch
     ) -> DigestTable:
         """As `_read`, but each pipeline stage assembles the buckets of its own layers."""
-        self._ranks.tell(ReadStage(tuple(sorted(kinds))))
-        found = pipeline.read(kinds, watch)
+        self.ranks.tell(ReadStage(tuple(sorted(kinds))))
+        digests, live = pipeline.read(kinds, watch)
         self._filled = self._by_stages = True
-        self._table = DigestTable(self.name, version, integrity.ALGORITHM, found.tensors, found.live)
+        self._table = DigestTable(self.name, version, integrity.ALGORITHM, digests, live)
         return self._table
 
     def _read(self, version: int, kinds: frozenset[EngineKind], watch: Stopwatch) -> DigestTable:
@@ -227,8 +249,7 @@ class BucketStaging:
         saving = self._saving
         if saving is not None:
             saving.begin()
-        if self._plan.wanted != kinds:
-            self._plan = SglangDigestPlan(self.manifest, kinds, self.head_dim)
+        self._plan = self._plan.of_kinds(kinds)
         live = SglangDigester(self._plan)
         digests: list[bytes] = []
         with ProgressBar(f"reading version {version}", self.manifest.nbytes) as bar:
@@ -250,11 +271,9 @@ class BucketStaging:
     def _assemble(self, index: int, slot: Slot, watch: Stopwatch) -> bytes:
         """Assemble a bucket and return its digests."""
         with watch.phase("assemble"):
-            self._ranks.tell(AssembleBucket(index))
+            self.ranks.tell(AssembleBucket(index))
             self._source.assemble(self.manifest, index, slot.memory)
-        with watch.phase("digest"):
-            memory = slot.memory[: self.manifest.buckets[index].nbytes]
-            return integrity.digest_tensors(memory, self.manifest.offsets_of(index))
+        return _digest(self.manifest, index, slot.memory, watch)
 
 
 def _broadcast_alone(others: Mapping[str, EngineInfo], routes: Mapping[str, TransportKind] | None) -> bool:
@@ -263,3 +282,250 @@ def _broadcast_alone(others: Mapping[str, EngineInfo], routes: Mapping[str, Tran
         return False
     ways = [transports.by_name(kind) for name in others if (kind := routes.get(name)) is not None]
     return bool(ways) and all(way.divides for way in ways)
+
+
+class VersionLayout(NamedTuple):
+    """Buckets of a version, and which ranks can send which of them."""
+
+    manifest: Manifest
+    pipeline: PipelineBroadcast | None
+    """None if one rank sends everything."""
+    places: tuple[ProcessLocation, ...] = ()
+    """Locations of the ranks; exchanged only if several ranks may send."""
+
+    @classmethod
+    def of(cls, source: Source, settings: TrainerSettings) -> Self:
+        """Cut buckets by pipeline stage if stages may broadcast them; the same on every rank. Collective."""
+        tensors = source.tensors()
+        if isinstance(source, PipelineSource) and any(
+            transports.by_name(kind).divides for kind in settings.preferences()
+        ):
+            roots = source.roots()
+            ranks = sorted(set(roots))
+            if ranks[0] == 0 and len(ranks) > 1:
+                owners = [ranks.index(root) for root in roots]
+                manifest, sources = cut(source.model, tensors, owners, settings.bucket_bytes)
+                pipeline = PipelineBroadcast(source, manifest, sources, ranks, settings.slots, head_dim_of(source))
+                places = source.collect(msgspec.msgpack.encode(location_of(source.rank, source.device)))
+                return cls(
+                    manifest, pipeline, tuple(msgspec.msgpack.decode(each, type=ProcessLocation) for each in places)
+                )
+        return cls(Manifest.of(source.model, tensors, settings.bucket_bytes), None)
+
+
+class _Found(msgspec.Struct, frozen=True):
+    """Digests of the buckets of one source."""
+
+    digests: dict[int, bytes] = {}
+    """By bucket."""
+    live: tuple[LiveDigests, ...] = ()
+    error: str = ""
+
+
+class PipelineBroadcast:
+    """One rank's part. Calls are collective, but for `lend` and `close`."""
+
+    def __init__(  # noqa: PLR0917  made in one place
+        self,
+        source: PipelineSource,
+        manifest: Manifest,
+        sources: Sources,
+        ranks: Sequence[int],
+        depth: int,
+        head_dim: int | None = None,
+    ) -> None:
+        """`ranks` are the ranks of the `sources`, rank 0 first; `depth` is the number of staging buffers on each."""
+        self.sources = sources
+        self._source, self._manifest = source, manifest
+        self._roots = tuple(ranks[number] for number in sources.of)
+        number = list(ranks).index(source.rank) if source.rank in ranks else None
+        self._own = sources.own(number) if number is not None else ()
+        """Buckets of this rank."""
+        self._depth = depth
+        self._buffers: Sequence[torch.Tensor] = ()
+        self._plan = SglangDigestPlan(manifest, (), head_dim)
+        self._digests: dict[int, bytes] = {}
+        self._source_rank = SourceRank(number, source.device) if number else None
+        """Sends this rank's buckets; None on rank 0, and on ranks that are no source."""
+
+    def lend(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Use rank 0's staging buffers for its buckets."""
+        self._buffers = buffers
+
+    def read(self, wanted: Collection[EngineKind], watch: Stopwatch) -> tuple[bytes, tuple[LiveDigests, ...]]:
+        """Assemble and digest the buckets of every stage; returns all digests. Raises `SourceError` on every rank."""
+        failure: Exception | None = None
+        try:
+            found = self._read(frozenset(wanted), watch)
+        except Exception as error:  # noqa: BLE001  raised below, once the others know
+            failure, found = error, _Found(error=f"rank {self._source.rank}: {type(error).__name__}: {error}")
+        with watch.phase("assemble"):
+            all_found = [_FOUND.decode(each) for each in self._source.collect(msgspec.msgpack.encode(found))]
+        if failure is not None:
+            raise failure
+        errors = [each.error for each in all_found if each.error]
+        if errors:
+            raise AssemblyFailed("; ".join(errors))
+        digests = {bucket: digest for each in all_found for bucket, digest in each.digests.items()}
+        in_order = b"".join(digests[index] for index in range(len(digests)))
+        return in_order, merge_live_digests([each.live for each in all_found])
+
+    def refill(self, first: int, last: int, watch: Stopwatch) -> Sequence[str]:
+        """Assemble a row of buckets again. Returns this rank's tensors that differ from their digests.
+
+        A source other than rank 0 sends the bucket, or reports the difference to rank 0 instead.
+        """
+        differing: list[str] = []
+        for index in range(first, last):
+            sender = self._source_rank if index in self._own else None
+            if sender is not None:
+                sender.wait_free(self.sources.place(index) + 1 - self._depth)
+            found = self._gather(index, watch)
+            if index not in self._own:
+                continue
+            odd = differing_tensors(self._manifest, self._manifest.buckets[index], found, self._digests[index])
+            differing += odd
+            if sender is not None and odd:
+                sender.spoil(odd)
+            elif sender is not None:
+                sender.filled(self.sources.place(index) + 1)
+        return differing
+
+    def broadcast(self, address: Address, epoch: int, deadline_s: float, *, whole: bool) -> None:
+        """Have this rank send its buckets in `epoch`, by a thread of its own; `whole`: all are assembled."""
+        if self._source_rank is None:
+            return
+        buckets = [self._memory(index)[: self._manifest.buckets[index].nbytes] for index in self._own]
+        filled = len(buckets) if whole else 0
+        self._source_rank.begin(address, epoch, self.sources, buckets, deadline_s, filled)
+
+    def execute(self, command: commands.PipelineCommand) -> None:
+        """Execute a command of rank 0, which makes the same calls. A failure ends the session on every rank."""
+        try:
+            match command:
+                case commands.ReadStage():
+                    self.read(command.wanted, Stopwatch())
+                case commands.RefillStage():
+                    self.refill(command.first, command.last, Stopwatch())
+                case commands.JoinBroadcast():
+                    address = Address(
+                        command.address,
+                        command.group,
+                        command.backend,
+                        world_size=command.world_size,
+                        token=command.token,
+                    )
+                    self.broadcast(address, command.epoch, command.deadline_s, whole=command.whole)
+                case _:  # pragma: no cover
+                    assert_never(command)
+        except BaseException:
+            if self._source_rank is not None:
+                self._source_rank.stop()
+            raise
+
+    def close(self) -> None:
+        """Leave the group, and release the staging buffers."""
+        if self._source_rank is not None:
+            self._source_rank.close()
+        self._buffers = ()
+
+    def _memory(self, index: int) -> torch.Tensor:
+        """The staging buffer of one of this rank's buckets."""
+        if not self._buffers:
+            nbytes = max(self._manifest.buckets[own].nbytes for own in self._own)
+            count = min(self._depth, len(self._own))
+            self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self._source.device) for _ in range(count)]
+        return self._buffers[self.sources.place(index) % len(self._buffers)]
+
+    def _read(self, wanted: frozenset[EngineKind], watch: Stopwatch) -> _Found:
+        if self._source_rank is not None:
+            self._source_rank.stop()  # an earlier session would send from the slots
+        self._plan = self._plan.of_kinds(wanted if self._own else frozenset())
+        live = SglangDigester(self._plan)
+        self._digests = {}
+        for index in range(len(self._manifest.buckets)):
+            found = self._gather(index, watch)
+            if index in self._own:
+                self._digests[index] = found
+                with watch.phase("digest"):
+                    live.feed(index, self._memory(index))
+        return _Found(self._digests, live.result(partial=True))
+
+    def _gather(self, index: int, watch: Stopwatch) -> bytes:
+        """Take part in assembling a bucket; returns its digests if it is this rank's."""
+        memory = self._memory(index) if index in self._own else None
+        with watch.phase("assemble"):
+            self._source.assemble(self._manifest, index, memory, self._roots)
+        return b"" if memory is None else _digest(self._manifest, index, memory, watch)
+
+
+def _digest(manifest: Manifest, index: int, memory: torch.Tensor, watch: Stopwatch) -> bytes:
+    """Digests of the tensors of bucket `index`, which is in `memory`."""
+    with watch.phase("digest"):
+        return integrity.digest_tensors(memory[: manifest.buckets[index].nbytes], manifest.offsets_of(index))
+
+
+def differing_tensors(manifest: Manifest, bucket: BucketSpec, found: bytes, expected: bytes) -> list[str]:
+    """Names of the tensors of a bucket whose digests differ."""
+    if found == expected:
+        return []
+    size = integrity.DIGEST_BYTES
+    return [
+        tensor.name
+        for at, tensor in enumerate(manifest.tensors[bucket.first : bucket.last])
+        if found[at * size : (at + 1) * size] != expected[at * size : (at + 1) * size]
+    ]
+
+
+def broadcast_command(offer: Endpoint, epoch: int, deadline_s: float, *, whole: bool) -> commands.JoinBroadcast:
+    """The command that tells the other sources of an offer."""
+    return commands.JoinBroadcast(
+        address=offer.address,
+        group=offer.group,
+        backend=offer.backend,
+        world_size=offer.world_size,
+        token=offer.token,
+        epoch=epoch,
+        deadline_s=deadline_s,
+        whole=whole,
+    )
+
+
+_FOUND: Final = msgspec.msgpack.Decoder(_Found)
+
+
+LONG_S: Final = 3.0
+"""Seconds of work before the bar is shown."""
+
+
+class ProgressBar:
+    """Counts bytes; shows them after `LONG_S` if stderr is a terminal."""
+
+    def __init__(self, what: str, total_bytes: int, console: Console | None = None) -> None:
+        self._what, self._total = what, total_bytes
+        self._console = console or Console(stderr=True)
+        self._done = 0
+        self._began = 0.0
+        self._shown: tuple[Progress, TaskID] | None = None
+
+    def __enter__(self) -> Self:
+        self._began = time.monotonic()
+        return self
+
+    def advance(self, nbytes: int) -> None:
+        """Add `nbytes` to the bytes done."""
+        self._done += nbytes
+        if self._shown is None and self._console.is_terminal and time.monotonic() - self._began > LONG_S:
+            columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+            bar = Progress(*columns, console=self._console, transient=True)
+            bar.start()
+            self._shown = bar, bar.add_task(self._what, total=self._total)
+        if self._shown is not None:
+            bar, task = self._shown
+            bar.update(task, completed=self._done)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shown is not None:
+            self._shown[0].stop()

@@ -3,7 +3,7 @@
 A lane is a thread that owns one `Sender` for the epoch, so that a slow transport does not delay another and the
 driver's thread stays free to assemble, to command ranks and to hear the coordinator. A staging buffer is written again
 only after every lane has reclaimed the bucket in it. Where pipeline stages send their own buckets
-(pipeline_broadcast.py), that holds for the buffers of each stage, and a row of buckets, one of each stage, is assembled
+(bucket_staging.py), that holds for the buffers of each stage, and a row of buckets, one of each stage, is assembled
 at a time.
 
 A lane never raises: its error becomes the failure of the engines that it serves.

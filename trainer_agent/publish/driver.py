@@ -6,15 +6,19 @@ Runs on the caller's thread; senders run in threads of their own (delivery.py). 
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Final, assert_never
 
 import msgspec
 
 from weightbus.control import protocol as m
+from weightbus.control.bus import BusClient
 from weightbus.control.log import get_log
+from weightbus.control.machine import ChannelView, parse
 from weightbus.control.protocol import (
     AgentId,
     Channel,
@@ -22,22 +26,34 @@ from weightbus.control.protocol import (
     CoordinatorUnreachable,
     Digest,
     Epoch,
+    ReceivingEngine,
     RequestId,
     RequestRefused,
+    TransportKind,
     Version,
+    WeightbusError,
 )
-from weightbus.dataplane.errors import DataplaneError, Unsupported
+from weightbus.control.security import CurveFiles, read_secret_key, sign_digest_table, sign_endpoint, sign_publication
+from weightbus.dataplane.errors import DataplaneError, DeadlineExceeded, Unsupported
 from weightbus.dataplane.tensors import DigestTable
-from weightbus.dataplane.transports import Dividing, Peer, Tabled, TransferSession, registry as transports
+from weightbus.dataplane.transports import (
+    Dividing,
+    Peer,
+    Sender,
+    Tabled,
+    Tabling,
+    TransferSession,
+    registry as transports,
+)
 from weightbus.dataplane.transports.disk import Notes, saved_version
 
-from ..checkpoints import Saving
-from ..machine import Mode, PublishReport, Stopwatch, events as ev, publication
+from ..checkpoints import Archive, Saving
+from ..export import MemoryExport
+from ..machine import EndReason, Mode, PublicationEnd, PublicationResult, PublishReport, events as ev, publication
+from ..settings import TrainerSettings
 from ..source import SourceError
-from .bucket_staging import WeightsDiffer
-from .deferred_digests import DeferredDigests, needed_before_offer, remove_unable
+from .bucket_staging import BucketStaging, Stopwatch, WeightsDiffer
 from .delivery import Delivery
-from .publisher_context import Progress, PublisherContext
 from .rank_commands import KeepWaiting
 
 _log = get_log(__name__)
@@ -49,6 +65,71 @@ _BEST_EFFORT_S: Final = 2.0
 """Seconds to wait for the answer to an abandoned round or a released lease; without it the lease expires by itself."""
 _TEXT: Final = 2048
 """Maximum characters of free text in messages."""
+SETTLE_S: Final = 30.0
+"""Seconds for a device to finish what was begun for a version: milliseconds, unless the device is stuck."""
+_CANNOT_WAIT: Final = "the digest table follows in this round, and {} cannot wait for it: a later version will do"
+_LEVELS: Final = {
+    EndReason.COMMITTED: logging.INFO,
+    EndReason.ABORTED: logging.WARNING,
+    EndReason.LEASE_BUSY: logging.WARNING,
+}
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """Progress of a publication, for display."""
+
+    version: int
+    state: str
+    buckets_sent: int
+    buckets: int
+
+
+class PublicationSigner:
+    """Signs the messages of this trainer with its secret key, which is neither shown nor logged."""
+
+    def __init__(self, settings: TrainerSettings, curve: CurveFiles) -> None:
+        self._name, self._channel = AgentId(settings.name), Channel(settings.channel)
+        self._secret = read_secret_key(curve.secret)
+
+    def publication(self, message: m.Publish, previous: m.HeldVersion | None) -> m.Publish:
+        """Sign `message`, which follows the committed version `previous`."""
+        return sign_publication(message, self._name, self._secret, previous)
+
+    def table(self, message: m.Publish, table: Digest) -> bytes:
+        """Sign `table` as the digest table of `message`, which deferred it."""
+        return sign_digest_table(message, table, self._secret).encode("ascii")
+
+    def offer(self, offer: m.Endpoint, epoch: Epoch) -> m.Endpoint:
+        """Sign `offer` for one epoch."""
+        return sign_endpoint(offer, self._channel, epoch, self._secret)
+
+
+class PublisherContext(msgspec.Struct):
+    """State that outlives a publication and serves each of them."""
+
+    settings: TrainerSettings
+    bus: BusClient
+    staging: BucketStaging
+    make_sender: Callable[[m.TransportKind], Sender]
+    senders: MutableMapping[m.TransportKind, Sender]
+    boot: int
+    """Process generation of the coordinator, as of its last `Welcome`."""
+    progress: Callable[[Progress], None] | None = None
+    signer: PublicationSigner | None = None
+    """None if no keys are used."""
+    archive: Archive | None = None
+    """Keeps versions as files; None if none are kept."""
+    limits: publication.PublishLimits = publication.PublishLimits()
+    """Of `settings`, as `policy`."""
+    policy: m.Policy = m.Policy()
+
+    def __post_init__(self) -> None:
+        self.limits, self.policy = self.settings.limits(), self.settings.policy()
+
+    def channel_status(self) -> ChannelView | None:
+        """The coordinator's status of the channel; None if it does not know the channel."""
+        document = self.bus.status(self.settings.request_timeout_s)
+        return parse(document).channels.get(self.settings.channel)
 
 
 class PublicationDriver:
@@ -58,19 +139,28 @@ class PublicationDriver:
         self,
         context: PublisherContext,
         version: int,
+        staging: BucketStaging | None = None,
         *,
         rollback: bool = False,
         catch_up: bool = False,
         stood_s: float = 0.0,
+        snapshot_s: float | None = None,
     ) -> None:
+        """`staging` is of a snapshot; the context's is of live weights.
+
+        `stood_s` and `snapshot_s`: seconds for which training was blocked, for engines and to copy the weights.
+        """
         self.version = version
         self._rollback, self._catch_up = rollback, catch_up
         self._stood_s = stood_s
-        self.machine = publication.Publication(version, context.settings.limits(), catch_up=catch_up)
+        self.machine = publication.Publication(version, context.limits, catch_up=catch_up)
         self.cause: BaseException | None = None
-        self._context = context
-        self._watch = Stopwatch()
-        self._deferred = DeferredDigests(context, version, self._watch)
+        self._context, self._staging = context, staging or context.staging
+        self._mode = Mode.LIVE if staging is None else Mode.SNAPSHOT
+        self._watch = Stopwatch() if snapshot_s is None else Stopwatch(snapshot=snapshot_s)
+        self._digests_pending = False
+        """True if the memory is exported and its deferred digests were not collected."""
+        self._table_upload: threading.Thread | None = None
         self._keep_alive_at = time.monotonic()
         self._engines: dict[str, m.EngineInfo] = {}
         self._routes: Mapping[str, m.TransportKind] | None = None
@@ -82,31 +172,38 @@ class PublicationDriver:
         self._announced: m.Publish | None = None
         self._saved = self._save_error = ""
         self._log = _log.bind(channel=context.settings.channel, version=version)
-        context.staging.begin()
+        self._staging.begin()
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
-    def run(self) -> publication.PublicationResult:
+    def run(self) -> PublicationResult:
         """Run until the machine is done. Effects are carried out in order, each before the next event is taken."""
         effects: deque[ev.AnyEffect] = deque(self._handle(self._prepare_ahead() or ev.PublishRequested()))
         while effects or self.machine.result is None:
             event = self._perform(effects.popleft()) if effects else self._wait()
             if event is not None:
                 effects.extend(self._handle(event))
-        result = self._deferred.settle(self.machine.result)
-        self._conclude_saving(result)
-        return result
+        return self._settle(self.machine.result)
 
-    def fail(self, error: BaseException) -> publication.PublicationResult:
+    def fail(self, error: BaseException) -> PublicationResult:
         """Abandon the round, as far as possible, after a step raised an unexpected exception."""
-        ending = ev.EndReason.SOURCE_FAILED if isinstance(error, SourceError) else ev.EndReason.INTERNAL
+        ending = EndReason.SOURCE_FAILED if isinstance(error, SourceError) else EndReason.INTERNAL
         self.cause = error
         self._log.error("publication_failed", state=self.machine.state.value, exc_info=error)
         for effect in self._handle(ev.AttemptFailed(ending, f"{type(error).__name__}: {error}")):
             self._perform(effect)
         self._stop_delivery()
-        result = self.machine.result or publication.PublicationResult(ending, str(error))
-        result = self._deferred.settle(result)
+        return self._settle(self.machine.result or PublicationResult(ending, str(error)))
+
+    def _settle(self, result: PublicationResult) -> PublicationResult:
+        """End all reading of the weights: they may be stepped afterwards. Keep or discard the version's files."""
+        if self._digests_pending:
+            try:
+                self._collect_digests()
+            except Exception as error:  # noqa: BLE001  the next publication finds what is wrong
+                self._log.warning("digests_not_settled", error=f"{type(error).__name__}: {error}")
+        in_place = self._staging.in_place
+        result = settle_device(result, None if in_place is None else in_place.memory_export)
         self._conclude_saving(result)
         return result
 
@@ -144,7 +241,7 @@ class PublicationDriver:
             delivery.wait(_POLL_S)
             return None
         try:
-            self._context.staging.refill(row, self._watch)
+            self._staging.refill(row, self._watch)
         except (WeightsDiffer, SourceError) as error:
             return self._source_failed(error)
         delivery.filled(row.stop)
@@ -153,7 +250,7 @@ class PublicationDriver:
 
     def _keep_ranks_waiting(self, now: float) -> None:
         if now >= self._keep_alive_at:
-            self._context.ranks.tell(KeepWaiting())
+            self._staging.ranks.tell(KeepWaiting())
             self._keep_alive_at = now + self._context.settings.beat_s
 
     def _event(self, message: m.ToAgent | None) -> ev.AnyEvent | None:
@@ -225,29 +322,31 @@ class PublicationDriver:
             )
             answer = self._request(message)
         if not isinstance(answer, m.Granted):
-            return ev.AttemptFailed(ev.EndReason.INTERNAL, f"the coordinator answered Acquire with {answer.kind}")
+            return ev.AttemptFailed(EndReason.INTERNAL, f"the coordinator answered Acquire with {answer.kind}")
         self._engines, self._committed = answer.engines, answer.committed
         self._routes = answer.routes or None
-        if self._context.staging.in_place is not None:
-            self._context.staging.in_place.ready_flags = answer.may_defer_digests
+        if self._staging.in_place is not None:
+            self._staging.in_place.ready_flags = answer.may_defer_digests
         self._log.info("lease_granted", epoch=answer.epoch, engines=len(answer.engines))
-        may_defer = not self._catch_up and self._deferred.allowed(answer)
-        return ev.LeaseObtained(answer.epoch, answer.committed, may_defer)
+        return ev.LeaseObtained(answer.epoch, answer.committed, self._may_defer_digests(answer))
 
     def _prepare_ahead(self) -> ev.AnyEvent | None:
         """Begin to compute what engines read while the lease is requested. Returns the failure if there is one."""
+        in_place = self._staging.in_place
         try:
-            self._context.staging.prepare(self._watch)
+            if in_place is not None:
+                with self._watch.phase("make"):
+                    in_place.prepare()
         except SourceError as error:
             return self._source_failed(error)
         return None
 
     def _assemble(self) -> ev.AnyEvent:
-        staging = self._context.staging
+        staging = self._staging
         if self._saving is None and self._context.archive is not None and not self._catch_up:
             self._saving = self._context.archive.saving(self.version, staging.manifest)
         try:
-            self._deferred.collect()
+            self._collect_digests()
             table = staging.digest(self.version, self._engines, self._watch, self._saving, self._routes)
         except SourceError as error:
             return self._source_failed(error)
@@ -256,7 +355,7 @@ class PublicationDriver:
         return self._digests_ready(table)
 
     def _digests_ready(self, table: DigestTable) -> ev.DigestsReady:
-        manifest = self._context.staging.manifest
+        manifest = self._staging.manifest
         seconds = {name: round(self._watch.seconds.get(name, 0.0), 3) for name in ("assemble", "digest")}
         self._log.info("digested", bytes=manifest.nbytes, buckets=len(manifest.buckets), **seconds)
         return ev.DigestsReady(table.digest())
@@ -264,7 +363,7 @@ class PublicationDriver:
     def _await_digests(self) -> ev.AnyEvent:
         """Wait for deferred digests; send the table to the receivers and to the coordinator."""
         try:
-            table = self._deferred.collect()
+            table = self._collect_digests()
         except SourceError as error:
             return self._source_failed(error)
         if table is None:
@@ -272,8 +371,50 @@ class PublicationDriver:
                 "the ranks cannot digest what they expose any more: the table has to be made of buckets"
             )
         self._send_table_to_receivers(table)
-        self._deferred.upload(table)
+        self._upload_table(table)
         return self._digests_ready(table)
+
+    def _may_defer_digests(self, granted: m.Granted) -> bool:
+        """True if the version may be announced without its table.
+
+        The coordinator must allow it. Excluded are a version that may be committed already, which only its table tells;
+        one that is kept as files, which are made of buckets; and the first one that goes by this sender.
+        """
+        of, in_place = self._context, self._staging.in_place
+        newer = granted.committed is None or self.version > granted.committed.version
+        able = isinstance(of.senders.get(TransportKind.DIRECT), Tabling)
+        kept = of.archive is not None and of.archive.keeps(self.version)
+        live = self._mode is Mode.LIVE and not self._catch_up
+        wanted = granted.may_defer_digests and of.settings.open_tables and live
+        begun = self._staging.known is None and in_place is not None and in_place.digests_begun
+        return wanted and newer and able and not kept and begun
+
+    def _collect_digests(self) -> DigestTable | None:
+        """Wait for deferred digests. Returns the table; None if digests are not available in place. Collective."""
+        staging = self._staging
+        if self._digests_pending and staging.in_place is not None:
+            self._digests_pending = False
+            with self._watch.phase("digest"):
+                digests = staging.in_place.digests()
+            if digests is not None:
+                staging.take_digests(self.version, digests)
+        return staging.known
+
+    def _upload_table(self, table: DigestTable) -> None:
+        """Upload `table` to the coordinator, in a thread.
+
+        The delivery report, on which a commit waits, finds it there. If the upload fails, the report uploads it.
+        """
+        bus, deadline_s = self._context.bus, 6 * self._context.settings.request_timeout_s
+
+        def put() -> None:
+            try:
+                bus.put_blob(table.encode(), deadline_s, table.digest())
+            except WeightbusError as error:
+                _log.debug("table_not_given", error=str(error))
+
+        self._table_upload = threading.Thread(target=put, name="weightbus-table", daemon=True)
+        self._table_upload.start()
 
     def _send_table_to_receivers(self, table: DigestTable) -> None:
         if self._delivery is not None and self._announced is not None:
@@ -283,7 +424,7 @@ class PublicationDriver:
 
     def _adopt_committed_table(self, ours: DigestTable, held: m.HeldVersion) -> DigestTable:
         """The committed table if it is of these weights: it differs from ours if it was made for other engines."""
-        staging = self._context.staging
+        staging = self._staging
         try:
             blob = self._context.bus.get_blob(held.table, deadline_s=6 * self._context.settings.request_timeout_s)
             staging.adopt(DigestTable.decode(blob, staging.manifest))
@@ -293,7 +434,7 @@ class PublicationDriver:
         return staging.table
 
     def _announce(self, effect: ev.AnnounceRound) -> ev.AnyEvent:
-        staging, timeout_s = self._context.staging, self._context.settings.request_timeout_s
+        staging, timeout_s = self._staging, self._context.settings.request_timeout_s
         with self._watch.phase("announce"):
             manifest = Digest(staging.name)
             table = Digest("") if effect.digests_deferred else Digest(staging.table.digest())
@@ -306,8 +447,8 @@ class PublicationDriver:
                 table=table,
                 bytes=staging.manifest.nbytes,
                 buckets=len(staging.manifest.buckets),
-                policy=self._context.settings.policy(),
-                mode=self._context.mode.value,
+                policy=self._context.policy,
+                mode=self._mode.value,
                 rollback=self._rollback,
                 catch_up=self._catch_up,
                 stood_s=self._stood_s,
@@ -325,20 +466,24 @@ class PublicationDriver:
         ) or ev.RoundAccepted()  # engines prepare meanwhile
 
     def _export_before_digests(self) -> ev.AnyEvent | None:
-        """Export what engines read while its digests are deferred. Returns the failure if there is one.
+        """Export what engines read while its digests are deferred, once. Returns the failure if there is one.
 
         Called for the announcement and for a delivery: the answer to the announcement may get lost.
         """
-        if self.machine.digests_deferred and not self.machine.table:
+        staging = self._staging
+        open_table = self.machine.digests_deferred and not self.machine.table and staging.known is None
+        if open_table and not self._digests_pending and staging.in_place is not None:
             try:
-                self._deferred.export()
+                with self._watch.phase("digest"):
+                    staging.in_place.export()
             except SourceError as error:
                 return self._source_failed(error)
+            self._digests_pending = True
         return None
 
     def _deliver(self, effect: ev.StartDelivery) -> ev.AnyEvent | None:
         """Open the senders and offer them to the coordinator; from then on `_wait` watches the delivery."""
-        of, staging = self._context, self._context.staging
+        of, staging = self._context, self._staging
         if failed_early := self._export_before_digests():
             return failed_early
         peers = self._peers(effect)
@@ -376,7 +521,7 @@ class PublicationDriver:
         peers: dict[m.TransportKind, list[Peer]] = {}
         for receiver in effect.receivers:
             peers.setdefault(receiver.transport, []).append(Peer(receiver.engine, receiver.tp))
-        if of.mode is Mode.SNAPSHOT and any(transports.by_name(kind).in_place for kind in peers):
+        if self._mode is Mode.SNAPSHOT and any(transports.by_name(kind).in_place for kind in peers):
             raise Unsupported("a snapshot was asked for out of memory that is trained on: upgrade the coordinator")
         for kind in peers:
             if kind not in of.senders:
@@ -385,7 +530,7 @@ class PublicationDriver:
 
     def _digests_before_offer(self, effect: ev.StartDelivery) -> ev.AnyEvent | None:
         """Send the digest table to the receivers of a new delivery, if it is known or has to be known by now."""
-        staging = self._context.staging
+        staging = self._staging
         if staging.known is not None:
             self._send_table_to_receivers(staging.known)
         elif needed_before_offer(staging, effect.receivers):
@@ -417,10 +562,9 @@ class PublicationDriver:
         )
         if table:
             timeout_s = self._context.settings.request_timeout_s
-            self._deferred.await_upload(timeout_s)
-            self._context.bus.request_with(
-                message, {table: self._context.staging.table.encode()}, timeout_s, 6 * timeout_s
-            )
+            if self._table_upload is not None:
+                self._table_upload.join(timeout_s)
+            self._context.bus.request_with(message, {table: self._staging.table.encode()}, timeout_s, 6 * timeout_s)
         else:
             self._request(message)
         return ev.ReportAcknowledged(effect.epoch)
@@ -439,14 +583,14 @@ class PublicationDriver:
             # The lease runs out by itself; this only makes it quicker.
             self._log.debug("best_effort_unanswered", message=message.kind, error=str(error))
 
-    def _conclude_saving(self, result: publication.PublicationResult) -> None:
+    def _conclude_saving(self, result: PublicationResult) -> None:
         """Keep the version's files if it was committed, otherwise discard them."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
-        if result.ending is not ev.EndReason.COMMITTED:
+        if result.ending is not EndReason.COMMITTED:
             return saving.discard()
-        staging = self._context.staging
+        staging = self._staging
         notes = Notes(
             channel=self._context.settings.channel,
             epoch=self.machine.epoch,
@@ -465,28 +609,31 @@ class PublicationDriver:
 
     # -- the report ----------------------------------------------------------------------------------------------------
 
-    def report(self, result: publication.PublicationResult) -> PublishReport:
-        """Report of the publication as far as it came."""
-        ended, manifest = self.machine.ended, self._context.staging.manifest
+    def end(self, result: PublicationResult) -> PublicationEnd:
+        """How the publication ended, with a report as far as it came. Logs one line."""
+        ended, manifest = self.machine.ended, self._staging.manifest
         theirs = {name: each for name, each in ended.seconds.items() if name != "total"} if ended else {}
-        return PublishReport(
+        report = PublishReport(
             channel=self._context.settings.channel,
             version=self.version,
             epoch=self.machine.epoch,
-            outcome=m.Outcome.COMMITTED if result.ending is ev.EndReason.COMMITTED else m.Outcome.ABORTED,
+            outcome=m.Outcome.COMMITTED if result.ending is EndReason.COMMITTED else m.Outcome.ABORTED,
             reason=result.reason,
-            mode=self._context.mode,
+            mode=self._mode,
             attempts=max(1, self.machine.attempt),
             tensors=len(manifest.tensors),
             buckets=len(manifest.buckets),
             bytes=manifest.nbytes,
             seconds={**self._watch.seconds, **theirs, "total": self._watch.total()},
             engines=ended.engines if ended else (),
-            manifest=self._context.staging.name,
+            manifest=self._staging.name,
             table=self.machine.table,
             saved=self._saved,
             save_error=self._save_error,
         )
+        end = PublicationEnd(result, report, self.cause)
+        log_publication_end(end)
+        return end
 
     # -- small things --------------------------------------------------------------------------------------------------
 
@@ -502,14 +649,58 @@ class PublicationDriver:
 
     def _source_failed(self, error: SourceError | WeightsDiffer) -> ev.AttemptFailed:
         self.cause, differ = error, isinstance(error, WeightsDiffer)
-        return ev.AttemptFailed(ev.EndReason.WEIGHTS_CHANGED if differ else ev.EndReason.SOURCE_FAILED, str(error))
+        return ev.AttemptFailed(EndReason.WEIGHTS_CHANGED if differ else EndReason.SOURCE_FAILED, str(error))
 
     def _show(self, buckets_sent: int = 0) -> None:
         if self._context.progress is not None:
-            buckets = len(self._context.staging.manifest.buckets)
+            buckets = len(self._staging.manifest.buckets)
             self._context.progress(Progress(self.version, self.machine.state.value, buckets_sent, buckets))
 
 
 def _bounded(failed: Mapping[str, str]) -> dict[str, str]:
     """Reasons, cut to the length that messages allow."""
     return {engine: reason[:_TEXT] for engine, reason in failed.items()}
+
+
+def remove_unable(peers: dict[TransportKind, list[Peer]], senders: Mapping[TransportKind, Sender]) -> dict[str, str]:
+    """Remove from `peers` the engines that cannot wait for a table; returns the reason for each."""
+    kinds = [kind for kind in peers if not isinstance(senders[kind], Tabling)]
+    return {peer.engine: _CANNOT_WAIT.format(kind.value) for kind in kinds for peer in peers.pop(kind)}
+
+
+def needed_before_offer(staging: BucketStaging, receivers: Sequence[ReceivingEngine]) -> bool:
+    """True if the digests are awaited before the offer: a copy on the same device would wait for them there."""
+    return any(each.shares for each in receivers) or staging.buffers[0].memory.device.type == "cpu"
+
+
+def settle_device(result: PublicationResult, memory_export: MemoryExport | None) -> PublicationResult:
+    """`result`, once this rank's device reads no weights any more; they may be stepped then.
+
+    If the device does not finish in time the source has failed; a version that is committed stays committed.
+    """
+    try:
+        if memory_export is not None:
+            memory_export.settle(SETTLE_S)
+    except RuntimeError as error:  # torch's: the device has failed, and reads nothing any more
+        _log.warning("device_failed", error=str(error))
+    except DeadlineExceeded as error:
+        _log.exception("device_not_settled", ending=result.ending.value)
+        if result.ending is not EndReason.COMMITTED:
+            reason = f"{error}, and may still read the weights ({result.reason})"
+            return PublicationResult(EndReason.SOURCE_FAILED, reason)
+    return result
+
+
+def log_publication_end(end: PublicationEnd) -> None:
+    """Log one line for a publication."""
+    result, report, _ = end
+    _log.log(
+        _LEVELS.get(result.ending, logging.ERROR),
+        "publication_over",
+        channel=report.channel,
+        version=report.version,
+        mode=report.mode.value,
+        ending=result.ending.value,
+        reason=result.reason,
+        seconds=round(report.seconds.get("total", 0.0), 3),
+    )

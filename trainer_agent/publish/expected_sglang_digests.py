@@ -183,6 +183,7 @@ class SglangDigestPlan:
 
     def __init__(self, manifest: Manifest, wanted: Iterable[EngineKind], head_dim: int | None = None) -> None:
         self.manifest = manifest
+        self.head_dim = head_dim
         self.wanted = frozenset(wanted)
         """Kinds that were asked for. Kinds without a known layout are missing in `layouts` and `on_gpu`."""
         self.layouts: dict[int, tuple[ServedParameter, ...]] = {}
@@ -200,6 +201,10 @@ class SglangDigestPlan:
                 self.on_gpu[size] = GpuChecksumPlan(manifest, layout)
             except ValueError as error:
                 _log.warning("no_live_digests", tp=size, reason=str(error))
+
+    def of_kinds(self, wanted: frozenset[EngineKind]) -> SglangDigestPlan:
+        """The plan of the same manifest for the kinds `wanted`: this one if it is of them."""
+        return self if wanted == self.wanted else SglangDigestPlan(self.manifest, wanted, self.head_dim)
 
     def _note(self, size: int, layout: tuple[ServedParameter, ...]) -> None:
         self.layouts[size] = layout

@@ -100,10 +100,6 @@ class InPlaceExport:
         self._ranks.tell(JoinSends(offer.address, offer.token, epoch, deadline_s))
         self.memory_export.join_sends(Address(offer.address, token=offer.token), epoch, deadline_s)
 
-    def settle(self, deadline_s: float) -> None:
-        """Block until the work that `prepare` began on this rank has ended; see `MemoryExport.settle`."""
-        self.memory_export.settle(deadline_s)
-
     def _noted(self, digests: bytes | None) -> bytes | None:
         self._digested = digests is not None
         if digests is None and self._logged != self.memory_export.undigestible:

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
 
 import torch
 
 from weightbus.control.bus import BusClient, BusSettings
 from weightbus.control.log import get_log
-from weightbus.control.machine import PastStatus, parse
+from weightbus.control.machine import PastStatus
 from weightbus.control.protocol import (
     AgentId,
     Channel,
     ConfigurationError,
-    Digest,
-    Endpoint,
-    Epoch,
-    HeldVersion,
     Hello,
     Incarnation,
-    Outcome,
-    Publish,
     RequestId,
     Role,
     TrainerInfo,
@@ -36,12 +30,7 @@ from weightbus.control.protocol import (
     WeightbusError,
 )
 from weightbus.control.security import (
-    CurveFiles,
     agent_key_files,
-    read_secret_key,
-    sign_digest_table,
-    sign_endpoint,
-    sign_publication,
 )
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory import BucketBuffers
@@ -51,19 +40,19 @@ from weightbus.dataplane.transports import Sender, SenderContext, Transport, reg
 
 from ..checkpoints import Archive, ArchivePolicy, check_configs
 from ..export import Exportable, MemoryExport, location_of, topology_of
-from ..machine import EndReason, Mode, PublicationEnd, PublicationResult, PublishReport, SnapshotClaim, Stopwatch
+from ..machine import EndReason, Mode, PublicationEnd, PublicationResult
 from ..quantized import KnowsServed
 from ..settings import SendsOver, TrainerSettings
 from ..source import Source, SourceError, head_dim_of
-from .background_publisher import BackgroundPublisher
-from .bucket_staging import BucketStaging, StagingPool
-from .driver import PublicationDriver
+from .background_publisher import (
+    BackgroundPublisher,
+    SnapshotClaim,
+    engines_behind,
+)
+from .bucket_staging import BucketStaging, Stopwatch, VersionLayout
+from .driver import Progress, PublicationDriver, PublicationSigner, PublisherContext, log_publication_end
 from .in_place_export import InPlaceExport
-from .lag_limit import LagLimit
-from .pipeline_broadcast import VersionLayout
-from .publisher_context import Progress, PublisherContext
 from .rank_commands import AssembleBucket, CommandedRanks, ExportMemory, Finish, KeepWaiting, SnapshotTaken
-from .snapshot import SnapshotPublisher, SnapshotTimes, engines_behind, log_publication_end
 
 _log = get_log(__name__)
 
@@ -72,25 +61,16 @@ class RankZero:
     """Publishes version after version. Not thread-safe."""
 
     def __init__(
-        self, context: PublisherContext, pool: StagingPool, source: Source, memory_export: MemoryExport | None = None
+        self, context: PublisherContext, pool: BucketBuffers, source: Source, memory_export: MemoryExport | None = None
     ) -> None:
         self._context = context
+        self._ranks = context.staging.ranks
         self._pool = pool
         self._source = source
         self._memory_export = memory_export
-        self._times: dict[int, SnapshotTimes] = {}
-        snapshots = SnapshotPublisher(context, pool, source, self._times)
-        self._background = BackgroundPublisher(
-            snapshots.buffers,
-            context.settings.overlap,
-            snapshots.publish,
-            snapshots,
-            context.settings.channel,
-            source.device,
-        )
+        self._background = BackgroundPublisher(context, pool, source)
         if doubt := context.settings.doubt():
             _log.warning("settings_doubted", channel=context.settings.channel, reason=doubt)
-        self._lag_limit = LagLimit(context.settings, context.bus, self._background)
         self._stood_s = 0.0
         """Seconds for which training was blocked since the last snapshot was enqueued."""
 
@@ -101,34 +81,18 @@ class RankZero:
 
     def history(self) -> tuple[PastStatus, ...]:
         """Versions committed in the channel, oldest first, as far as the coordinator remembers."""
-        settings = self._context.settings
-        document = self._context.bus.status(settings.request_timeout_s)
-        known = parse(document).channels.get(settings.channel)
+        known = self._context.channel_status()
         return known.history if known else ()
-
-    def behind(self, version: int) -> tuple[str, ...]:
-        """Engines that are present without the committed `version`; none if another version is committed."""
-        settings = self._context.settings
-        known = parse(self._context.bus.status(settings.request_timeout_s)).channels.get(settings.channel)
-        return engines_behind(known, version)
 
     def catch_up(self, version: int) -> PublicationEnd:
         """Deliver the committed `version` to the engines that lack it, and tell every rank how that ended."""
         try:
-            lacking = self.behind(version)
+            if engines_behind(self._context.channel_status(), version):
+                return self.publish(version, catch_up=True)
         except WeightbusError as error:
-            end = _unpublished(self._context.settings.channel, version, error, Mode.LIVE)
-            self._tell(end[0], end[1])
-            return end
-        if lacking:
-            return self.publish(version, catch_up=True)
-        reason = "no engine is behind"
-        report = PublishReport(
-            channel=self._context.settings.channel, version=version, epoch=0, outcome=Outcome.COMMITTED, reason=reason
-        )
-        end = PublicationEnd(PublicationResult(EndReason.COMMITTED, reason), report, None)
-        self._tell(end[0], end[1])
-        return end
+            return self._tell(self._failed(version, error, Mode.LIVE))
+        result = PublicationResult(EndReason.COMMITTED, "no engine is behind")
+        return self._tell(PublicationEnd.without_round(self._context.settings.channel, version, Mode.LIVE, result))
 
     def publish(self, version: int, *, rollback: bool = False, catch_up: bool = False) -> PublicationEnd:
         """Publish `version` and tell every rank how that ended. Raises only what is no `Exception`, afterwards."""
@@ -140,12 +104,9 @@ class RankZero:
             # The other ranks wait for a command, whatever happened here.
             result = drive.fail(error)
             if not isinstance(error, Exception):
-                self._tell(result, drive.report(result))
+                self._tell(drive.end(result))
                 raise
-        report = drive.report(result)
-        log_publication_end(result, report)
-        self._tell(result, report)
-        return PublicationEnd(result, report, drive.cause)
+        return self._tell(drive.end(result))
 
     def snapshot(self, version: int) -> tuple[SnapshotTaken, Future[PublicationEnd]] | tuple[PublicationEnd, None]:
         """Copy the weights and tell every rank to go on. The future of the publication's end never raises.
@@ -160,24 +121,23 @@ class RankZero:
                 claim = self._claim(version)
             claimed = True
             with watch.phase("snapshot"):
-                self._background.buffer_of(claim).take(self._assemble)
+                self._background.take(claim, self._assemble)
         except BaseException as error:
             if claimed:
                 self._background.discard()
-            end = _unpublished(self._context.settings.channel, version, error)
-            log_publication_end(end[0], end[1])
-            self._tell(end[0], end[1])
+            end = self._failed(version, error)
+            log_publication_end(end)
+            self._tell(end)
             if not isinstance(error, Exception):
                 raise
             return end, None
-        self._times[version] = SnapshotTimes(watch.seconds["snapshot"], self._stood_s + watch.seconds["claim"])
-        future = self._background.enqueue(version)
-        future.add_done_callback(lambda _: self._times.pop(version, None))  # a superseded version has no driver
+        stood_s = self._stood_s + watch.seconds["claim"]
+        future = self._background.enqueue(version, snapshot_s=watch.seconds["snapshot"], stood_s=stood_s)
         with watch.phase("hold"):
-            ahead = self._lag_limit.wait_until_allowed(version, self._context.ranks)
+            ahead = self._background.wait_until_allowed(version, self._ranks)
         self._stood_s = watch.seconds["hold"]
-        taken = SnapshotTaken(version, watch.seconds["claim"] + self._stood_s, str(ahead) if ahead else "")
-        self._context.ranks.tell(taken)
+        taken = SnapshotTaken(version, watch.seconds["claim"] + self._stood_s, ahead)
+        self._ranks.tell(taken)
         _log.info("snapshot_taken", channel=self._context.settings.channel, version=version, **watch.seconds)
         return taken, future
 
@@ -189,14 +149,10 @@ class RankZero:
                 error = TimeoutError(
                     f"the publication of version {version} did not end in {self._longest_wait_s():.0f} s"
                 )
-                end = _unpublished(self._context.settings.channel, version, error)
-                break
+                return self._tell(self._failed(version, error))
             futures.wait([future], self._context.settings.beat_s)
-            self._context.ranks.tell(KeepWaiting())
-        else:
-            end = future.result()
-        self._tell(end[0], end[1])
-        return end
+            self._ranks.tell(KeepWaiting())
+        return self._tell(future.result())
 
     def close(self) -> None:
         """Close senders, buffers and the connection to the coordinator; each of them even if another fails."""
@@ -210,7 +166,7 @@ class RankZero:
             stack.callback(lambda: self._background.close(self._longest_wait_s()))
 
     def _assemble(self, index: int, out: torch.Tensor) -> None:
-        self._context.ranks.tell(AssembleBucket(index))
+        self._ranks.tell(AssembleBucket(index))
         self._source.assemble(self._context.staging.manifest, index, out)
 
     def _claim(self, version: int) -> SnapshotClaim:
@@ -234,32 +190,29 @@ class RankZero:
     def _keep_waiting_until(self, deadline: float) -> None:
         if time.monotonic() >= deadline:
             raise TimeoutError(f"earlier snapshots were not published in {self._longest_wait_s():.0f} s")
-        self._context.ranks.tell(KeepWaiting())
+        self._ranks.tell(KeepWaiting())
 
     def _longest_wait_s(self) -> float:
         """Upper bound in seconds of all pending publications, by their own deadlines."""
-        limits = self._context.settings.limits()
+        limits = self._context.limits
         return (
             self._background.pending * (limits.attempts * (limits.acquire_s + limits.round_s) + limits.abandon_s) + 1.0
         )
 
-    def _tell(self, result: PublicationResult, report: PublishReport) -> None:
+    def _failed(self, version: int, error: BaseException, mode: Mode = Mode.SNAPSHOT) -> PublicationEnd:
+        """The end of a version for which no round could be begun."""
+        ending = EndReason.SOURCE_FAILED if isinstance(error, SourceError) else EndReason.INTERNAL
+        result = PublicationResult(ending, f"{type(error).__name__}: {error}")
+        return PublicationEnd.without_round(self._context.settings.channel, version, mode, result, error)
+
+    def _tell(self, end: PublicationEnd) -> PublicationEnd:
+        """Tell every rank the end, and return it."""
         try:
-            self._context.ranks.tell(Finish(result, report))
+            self._ranks.tell(Finish(end.result, end.report))
         except SourceError as error:
             # The group is broken: every rank notices by itself, at the latest after the source's timeout.
-            _log.warning("ranks_not_told", version=report.version, error=str(error))
-
-
-def _unpublished(channel: str, version: int, error: BaseException, mode: Mode = Mode.SNAPSHOT) -> PublicationEnd:
-    ending = EndReason.SOURCE_FAILED if isinstance(error, SourceError) else EndReason.INTERNAL
-    reason = f"{type(error).__name__}: {error}"
-    report = PublishReport.unpublished(channel, version, mode, reason)
-    return PublicationEnd(PublicationResult(ending, reason), report, error)
-
-
-_INFO: Final = 20
-_WARNING: Final = 30
+            _log.warning("ranks_not_told", version=end.report.version, error=str(error))
+        return end
 
 
 def start_rank_zero(
@@ -302,7 +255,6 @@ def start_rank_zero(
         context = PublisherContext(
             settings=settings,
             bus=bus,
-            ranks=ranks,
             staging=BucketStaging(
                 source,
                 manifest,
@@ -316,7 +268,7 @@ def start_rank_zero(
             senders={},
             boot=bus.start(settings.connect_timeout_s).boot,
             progress=progress,
-            signer=_Signer(settings, curve) if curve else None,
+            signer=PublicationSigner(settings, curve) if curve else None,
             archive=archive,
         )
         undo.pop_all()
@@ -352,7 +304,7 @@ def _first_export(
     the settings name these transports.
     """
     wanted = _in_place(settings.preferences())
-    level = _WARNING if _in_place(settings.transport) else _INFO
+    level = logging.WARNING if _in_place(settings.transport) else logging.INFO
     if memory_export is None:
         reason = f"{type(source).__name__} does not say where its tensors lie"
         if wanted:
@@ -386,26 +338,6 @@ def _without_nixl(settings: TrainerSettings) -> dict[TransportKind, str]:
     reason = "sends_over = nixl needs NIXL on the trainer too: install weightbus[nixl]"
     _log.warning("not_by_sends", reason=reason)
     return {TransportKind.SENDS: reason}
-
-
-class _Signer:
-    """Signs with this trainer's secret key, which is neither shown nor logged."""
-
-    def __init__(self, settings: TrainerSettings, curve: CurveFiles) -> None:
-        self._name, self._channel = AgentId(settings.name), Channel(settings.channel)
-        self._secret = read_secret_key(curve.secret)
-
-    def publication(self, message: Publish, previous: HeldVersion | None) -> Publish:
-        """Sign `message`, which follows the committed version `previous`."""
-        return sign_publication(message, self._name, self._secret, previous)
-
-    def table(self, message: Publish, table: Digest) -> bytes:
-        """Sign `table` as the digest table of `message`, which deferred it."""
-        return sign_digest_table(message, table, self._secret).encode("ascii")
-
-    def offer(self, offer: Endpoint, epoch: Epoch) -> Endpoint:
-        """Sign `offer` for one epoch."""
-        return sign_endpoint(offer, self._channel, epoch, self._secret)
 
 
 def _hello_maker(source: Source, settings: TrainerSettings, kinds: tuple[TransportKind, ...]) -> Callable[[], Hello]:

@@ -10,23 +10,32 @@ import itertools
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
 import torch
 
 from weightbus.dataplane.copy import Lanes
-from weightbus.dataplane.memory import ArenaParts, addresses_of
+from weightbus.dataplane.memory import READY_FLAG_BYTES, ArenaParts, addresses_of
 from weightbus.dataplane.quantize import DigestSums, PreparedTasks, QuantizeTask, prepare_tasks
 from weightbus.dataplane.tensors import DTYPES as DTYPE_NAMES, ITEM_BYTES, Manifest, Shards
 
-from ..assembly import DTYPES, Assembler, GatherExchange, MemoryAccess, is_pinned, plan
+from ..assembly import (
+    DTYPES,
+    Assembler,
+    GatherExchange,
+    MemoryAccess,
+    Placement,
+    Uploads,
+    UploadSpans,
+    is_pinned,
+    plan,
+    upload_spans_of,
+)
 from ..export import Exportable
 from ..source import Source
 from .quantization_plan import QuantizedWeight, QuantizeJob, RankWork, WeightDivision, WeightPlace
-from .quantized_uploads import WeightUploads
-from .ready_flags import ReadyFlags
 
 _ELSEWHERE: Final = -1
 """Rank of all but the root, where only the root has work."""
@@ -282,7 +291,7 @@ class QuantizedAssembly:
 class ResidentQuantization(QuantizedAssembly):
     """All that one rank quantizes, in an arena that stays where it is, so that engines can read it.
 
-    Engines may read a part of the arena once its ready flag shows the number of the round (ready_flags.py). A
+    Engines may read a part of the arena once its ready flag shows the number of the round (quantized_assembly.py). A
     publication ends before the next one is prepared.
     """
 
@@ -393,3 +402,164 @@ def _typed(memory: torch.Tensor, at: int, place: WeightPlace) -> torch.Tensor:
     for extent in place.shape:
         count *= extent
     return memory[at : at + count].view(DTYPES[place.dtype]).view(place.shape)
+
+
+SHARES: Final = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Shares of the arena at which parts end. A device quantizes about three times as fast as a peer copies: after one part
+is copied the next is complete, and readers wait for the first part only."""
+_ALIGNMENT: Final = 16
+
+
+class ReadyPart(NamedTuple):
+    """A part of the arena with one flag."""
+
+    jobs: int
+    """Number of the first bucket's jobs that precede the flag; for the last part, all work precedes it."""
+    end: int
+    """Bytes of the arena that are complete when the flag is set, from its beginning."""
+
+
+class ReadyFlags:
+    """Parts and flags of one rank's arena."""
+
+    def __init__(self, work: RankWork, shares: Sequence[float] = SHARES) -> None:
+        self.parts = ready_parts_of(work, shares)
+        self.offset = -(-work.arena_bytes // _ALIGNMENT) * _ALIGNMENT
+        """Byte of the arena at which the flags begin, behind all data."""
+        self.arena_bytes = self.offset + len(self.parts) * READY_FLAG_BYTES if self.parts else work.arena_bytes
+        """Bytes of the arena with its flags."""
+
+    @property
+    def job_cuts(self) -> tuple[int, ...]:
+        """Jobs of the first bucket behind which a flag is set; the last flag is set behind all work."""
+        return tuple(part.jobs for part in self.parts[:-1])
+
+    def in_memory(self, storage: int) -> ArenaParts | None:
+        """Parts and flags as readers are told of them; `storage` is the number of the arena. None without parts."""
+        return ArenaParts(storage, tuple(part.end for part in self.parts), self.offset) if self.parts else None
+
+    def of(self, arena: torch.Tensor) -> torch.Tensor:
+        """(parts,) int64: the flags in `arena`."""
+        return arena[self.offset :].view(torch.int64) if self.parts else arena[:0].view(torch.int64)
+
+    def clear(self, arena: torch.Tensor) -> None:
+        """Clear all flags, in stream order."""
+        self.of(arena).zero_()
+
+    def set(self, arena: torch.Tensor, part: int, value: int) -> None:
+        """Set the flag of `part`, in stream order behind the part's writes."""
+        self.of(arena)[part].fill_(value)
+
+
+def ready_parts_of(work: RankWork, shares: Sequence[float] = SHARES) -> tuple[ReadyPart, ...]:
+    """Parts of an arena that stays in memory; empty if nothing is quantized.
+
+    Jobs that need no other rank come first, and lie in the arena in their order. Gathered weights and data that is
+    written once lie behind them, in the last part. Jobs of one weight, whose checksums are cleared together, are in one
+    part.
+    """
+    if not work.arena_bytes:
+        return ()
+    jobs = work.buckets[0].jobs
+    own = next((at for at, job in enumerate(jobs) if job.held is None), len(jobs))
+    found: list[ReadyPart] = []
+    left = [share * work.arena_bytes for share in shares]
+    end = 0
+    for at, job in enumerate(jobs[:own]):
+        end = max(end, _end(job))
+        if left and end >= left[0] and (at + 1 == len(jobs) or jobs[at + 1].weight != job.weight):
+            found.append(ReadyPart(at + 1, end))
+            left = [each for each in left if each > end]
+    if found and found[-1].end >= work.arena_bytes:
+        found.pop()
+    return (*found, ReadyPart(len(jobs), work.arena_bytes))
+
+
+def _end(job: QuantizeJob) -> int:
+    ends = (place.offset + _items(place.shape) * ITEM_BYTES[place.dtype] for place in job.targets if place.arena)
+    return max(ends, default=0)
+
+
+def _items(shape: Sequence[int]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+class UploadedWeights(NamedTuple):
+    """Weights of one bucket on the device."""
+
+    at: int
+    """Address of their buffer."""
+    views: dict[int, torch.Tensor]
+    """By number of the bucket's job; a job that is missing reads its weight where it lies."""
+
+
+class WeightUploads:
+    """Uploads for passes over the buckets of `work`, as long as all storages stay where they are."""
+
+    def __init__(
+        self, work: RankWork, storages: Sequence[torch.Tensor], device: torch.device, memory_access: MemoryAccess
+    ) -> None:
+        self._work, self._storages, self._device, self._memory_access = work, storages, device, memory_access
+        far = {
+            number: storage.element_size()
+            for number, storage in enumerate(storages)
+            if memory_access.is_elsewhere(storage, device) and memory_access.is_pinned(storage)
+        }
+        self._spans_by_bucket = [_upload_spans(each.jobs, far) for each in work.buckets]
+        self._uploads: Uploads | None = None
+
+    def take(self, index: int) -> UploadedWeights | None:
+        """Weights of bucket `index`, uploaded already or now; None if none are uploaded. Ends with `used`."""
+        wanted = self._spans_by_bucket[index]
+        if wanted is None:
+            return None
+        if self._uploads is None:
+            largest = max(each.nbytes for each in self._spans_by_bucket if each is not None)
+            self._uploads = Uploads(
+                self._storages, self._device, self._memory_access.upload_stream(self._device), largest
+            )
+        view = self._uploads.take(index, wanted)
+        jobs = enumerate(self._work.buckets[index].jobs)
+        views = {at: view(place) for at, job in jobs if (place := _place(job)) and place.storage in wanted.spans}
+        return UploadedWeights(next(iter(views.values())).untyped_storage().data_ptr(), views)
+
+    def used(self, index: int) -> None:
+        """Begin the next upload: the weights of bucket `index` were read, in stream order."""
+        assert self._uploads is not None
+        self._uploads.used()
+        for later in range(index + 1, len(self._spans_by_bucket)):
+            wanted = self._spans_by_bucket[later]
+            if wanted is not None:
+                return self._uploads.begin(later, wanted)
+        return None
+
+    def settle(self) -> None:
+        """End a pass: block until the parameters may change, and free the buffers."""
+        if self._uploads is not None:
+            self._uploads.settle()
+            self._uploads = None
+
+
+def _upload_spans(jobs: Sequence[QuantizeJob], far: dict[int, int]) -> UploadSpans | None:
+    places = [place for job in jobs if (place := _place(job)) and place.storage in far]
+    return upload_spans_of(places, far) if places else None
+
+
+def _place(job: QuantizeJob) -> Placement | None:
+    """Where a job reads; None if it reads a gathered weight."""
+    if job.held is None:
+        return None
+    view = job.held.view
+    return Placement(
+        storage=view.storage,
+        dtype=job.held.dtype,
+        shape=job.shape,
+        offset=view.offset,
+        strides=view.strides,
+        contribution_offset=0,
+        bucket_offset=0,
+        bucket_strides=(),
+    )

@@ -37,7 +37,7 @@ from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Shard, Shards, ShardView
 from weightbus.dataplane.transports.sends import sender as sends
 from weightbus.trainer_agent.machine.errors import LeaseBusy
-from weightbus.trainer_agent.machine.publish_report import PublishReport
+from weightbus.trainer_agent.machine.publication import PublishReport
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 
 from ...kit import tiny_model

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from weightbus.dataplane.tensors.manifest import Manifest, TensorSpec
-from weightbus.trainer_agent.assembly.bucket_plan_cache import BucketPlanCache
+from weightbus.trainer_agent.assembly.assembler import BucketPlanCache
 
 ONE, SAME, OTHER = (Manifest.of("toy", [TensorSpec("t", "bfloat16", (size,))]) for size in (1, 1, 2))
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from weightbus.control.protocol.errors import IllegalMove
-from weightbus.trainer_agent.export.export_state import MOVES, ExportMove, ExportState, after
+from weightbus.trainer_agent.export.memory_export import MOVES, ExportMove, ExportState, after
 
 ALL = tuple(itertools.product(ExportState, ExportMove))
 

@@ -7,7 +7,8 @@ import msgspec
 from weightbus.control.protocol.enums import Outcome
 from weightbus.control.protocol.ids import AgentId
 from weightbus.control.protocol.message_fields import EngineReport
-from weightbus.trainer_agent.machine.publish_report import PublishReport, Stopwatch
+from weightbus.trainer_agent.machine.publication import PublishReport
+from weightbus.trainer_agent.publish.bucket_staging import Stopwatch
 
 REPORT = PublishReport(
     channel="c",

@@ -17,10 +17,10 @@ from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest
 from weightbus.trainer_agent.machine import errors
-from weightbus.trainer_agent.machine.publish_report import PublishReport
+from weightbus.trainer_agent.machine.publication import PublishReport
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
-from weightbus.trainer_agent.publish.publisher_context import Progress, PublisherContext
+from weightbus.trainer_agent.publish.driver import Progress, PublisherContext
 from weightbus.trainer_agent.publish.rank_commands import CommandedRanks
 from weightbus.trainer_agent.publish.rank_zero import RankZero
 from weightbus.trainer_agent.settings import TrainerSettings
@@ -93,7 +93,6 @@ class Rig:
         context = PublisherContext(
             settings=settings,
             bus=self.coordinator,
-            ranks=ranks,
             staging=BucketStaging(source, self.manifest, self.pool, ranks),
             make_sender=lambda kind: self.senders[kind],
             senders={},

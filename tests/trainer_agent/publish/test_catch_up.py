@@ -10,7 +10,7 @@ import pytest
 
 from weightbus.control.protocol.enums import Outcome, TransportKind
 from weightbus.trainer_agent.machine.errors import PublishRefused
-from weightbus.trainer_agent.machine.publish_report import PublishReport
+from weightbus.trainer_agent.machine.publication import PublishReport
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 
 from ...kit.loopback_engine import LoopbackEngine

@@ -23,11 +23,10 @@ from weightbus.control.protocol.ids import AgentId, Digest
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.transports.interface import Peer, Tabled
 from weightbus.trainer_agent.checkpoints.archive import Archive, ArchivePolicy
-from weightbus.trainer_agent.export.export_state import ExportState
-from weightbus.trainer_agent.export.memory_export import MemoryExport
+from weightbus.trainer_agent.export.memory_export import ExportState, MemoryExport
 from weightbus.trainer_agent.export.topology import topology_of
 from weightbus.trainer_agent.machine.events import EndReason
-from weightbus.trainer_agent.publish import deferred_digests, driver
+from weightbus.trainer_agent.publish import driver
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
 from weightbus.trainer_agent.publish.delivery import Delivery
 from weightbus.trainer_agent.settings import TrainerSettings
@@ -159,7 +158,7 @@ def test_what_is_on_the_device_that_makes_the_table_waits_for_it(*, shares: bool
     memory = SimpleNamespace(device=torch.device(device))
     staging = cast(BucketStaging, SimpleNamespace(buffers=[SimpleNamespace(memory=memory)]))
 
-    assert deferred_digests.needed_before_offer(staging, receivers) is waits
+    assert driver.needed_before_offer(staging, receivers) is waits
 
 
 def test_the_table_that_follows_is_signed(rig: Rig) -> None:

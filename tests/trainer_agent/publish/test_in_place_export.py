@@ -34,13 +34,12 @@ from weightbus.trainer_agent.export import memory_export
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.machine.errors import PublishFailed
 from weightbus.trainer_agent.machine.events import EndReason
-from weightbus.trainer_agent.machine.publication import PublicationResult
-from weightbus.trainer_agent.machine.publish_report import Mode, PublishReport
-from weightbus.trainer_agent.publish import deferred_digests, rank_commands as commands
+from weightbus.trainer_agent.machine.publication import PublicationResult, PublishReport
+from weightbus.trainer_agent.publish import driver, rank_commands as commands
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.publish.bucket_staging import BucketStaging
+from weightbus.trainer_agent.publish.driver import PublisherContext
 from weightbus.trainer_agent.publish.in_place_export import InPlaceExport
-from weightbus.trainer_agent.publish.publisher_context import PublisherContext
 from weightbus.trainer_agent.publish.rank_zero import RankZero
 from weightbus.trainer_agent.quantized import quantized_assembly
 from weightbus.trainer_agent.quantized.quantized_assembly import ReadableSource
@@ -234,7 +233,6 @@ class Rig:
         context = PublisherContext(
             settings=settings,
             bus=self.coordinator,
-            ranks=ranks,
             staging=BucketStaging(
                 self.source, manifest, pool, ranks, None, InPlaceExport(self.memory_export, ranks, info)
             ),
@@ -506,7 +504,7 @@ def test_a_device_that_does_not_come_to_an_end_is_not_waited_for_for_ever(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The agent is of no use then, and says why; a trainer that went on would change what is read."""
-    monkeypatch.setattr(deferred_digests, "SETTLE_S", 0.1)
+    monkeypatch.setattr(driver, "SETTLE_S", 0.1)
     rig.publish(1)
     rig.coordinator.refusals[m.Acquire] = deque([REFUSED])
     rig.device.stuck = True
@@ -519,8 +517,8 @@ def test_a_device_that_does_not_come_to_an_end_is_not_waited_for_for_ever(
 @pytest.mark.parametrize("stuck", [False, True])
 def test_other_ranks_wait_for_their_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, stuck: bool) -> None:
     """The lease was refused while they prepared theirs."""
-    monkeypatch.setattr(deferred_digests, "SETTLE_S", 0.1)
-    report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
+    monkeypatch.setattr(driver, "SETTLE_S", 0.1)
+    report = PublishReport(channel="c", version=2, epoch=0, outcome=m.Outcome.ABORTED, reason="over")
     said = (
         commands.ExportMemory(digests=True),
         commands.PrepareExport(digests=True),
@@ -583,7 +581,7 @@ def test_a_device_that_fails_ends_the_round(rig: Rig) -> None:
 
 def test_other_ranks_make_theirs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that follows makes what it lets others read when it is told to, digests it once, and exposes that."""
-    report = PublishReport.unpublished("c", 2, Mode.LIVE, "over")
+    report = PublishReport(channel="c", version=2, epoch=0, outcome=m.Outcome.ABORTED, reason="over")
     said = (
         commands.ExportMemory(digests=True),
         commands.PrepareExport(digests=True),

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from weightbus.trainer_agent.publish import progress_bar as progress
+from weightbus.trainer_agent.publish import bucket_staging as progress
 
 
 def written(*, terminal: bool, long: bool, monkeypatch: pytest.MonkeyPatch) -> str:

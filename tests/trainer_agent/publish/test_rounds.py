@@ -19,7 +19,7 @@ from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.transports.interface import JOIN_S
 from weightbus.trainer_agent.machine.errors import ConnectFailed, RoundAborted
-from weightbus.trainer_agent.machine.publish_report import PublishReport
+from weightbus.trainer_agent.machine.publication import PublishReport
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.source import AssemblyFailed
 

@@ -20,8 +20,7 @@ from weightbus.dataplane.tensors.boxes import Box
 from weightbus.dataplane.tensors.manifest import TensorSpec
 from weightbus.dataplane.tensors.shards import Shards
 from weightbus.trainer_agent.assembly.assembler import DTYPES
-from weightbus.trainer_agent.export.derived_tensors import DerivedTensors
-from weightbus.trainer_agent.export.memory_export import Exportable
+from weightbus.trainer_agent.export.memory_export import DerivedTensors, Exportable
 from weightbus.trainer_agent.quantized.quantized_source import QuantizedSource, ReadableQuantizedSource, quantized
 from weightbus.trainer_agent.sources.hf_module import HFModuleSource
 

@@ -10,8 +10,13 @@ from weightbus.dataplane.tensors.manifest import ITEM_BYTES
 from weightbus.dataplane.tensors.shards import DTYPES as DTYPE_NAMES
 from weightbus.trainer_agent.export.memory_export import FlaggingSource
 from weightbus.trainer_agent.quantized.quantization_plan import BucketWork, QuantizeJob, RankWork, WeightPlace
-from weightbus.trainer_agent.quantized.quantized_assembly import ResidentQuantization
-from weightbus.trainer_agent.quantized.ready_flags import SHARES, ReadyFlags, ReadyPart, ready_parts_of
+from weightbus.trainer_agent.quantized.quantized_assembly import (
+    SHARES,
+    ReadyFlags,
+    ReadyPart,
+    ResidentQuantization,
+    ready_parts_of,
+)
 
 from ...kit.quantized_world import small, tensor_parallel
 from .test_quantized_memory import sources_of

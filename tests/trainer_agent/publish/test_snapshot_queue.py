@@ -5,7 +5,8 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from weightbus.control.protocol.errors import InvariantBroken
-from weightbus.trainer_agent.machine.snapshot_queue import Overlap, SnapshotClaim, SnapshotQueue
+from weightbus.trainer_agent.publish.background_publisher import SnapshotClaim, SnapshotQueue
+from weightbus.trainer_agent.settings import Overlap
 
 
 def test_versions_are_published_in_order_one_at_a_time() -> None:
