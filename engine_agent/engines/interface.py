@@ -67,6 +67,11 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[int, ...] = ()
     """Index of each worker's GPU among those that the server sees, by rank; empty where the settings do not tell."""
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """The part of the facts that the coordinator is told once: while it is equal the sidecar need not rejoin."""
+        return self.version, self.device, self.tp, self.pp, self.dp
+
 
 class Limitation(NamedTuple):
     """Why a server cannot take some transport."""
@@ -96,11 +101,6 @@ class Engine(EngineServer, Protocol):
     @property
     def facts(self) -> EngineFacts:
         """What `identify` read last. Raises `ServerError` before."""
-        ...
-
-    @property
-    def layout(self) -> tuple[str, ...]:
-        """The part of the facts that the coordinator is told once: while it is equal the sidecar need not rejoin."""
         ...
 
     @property
@@ -249,13 +249,8 @@ class Engine(EngineServer, Protocol):
     # -- memory
 
     @property
-    def memory_released(self) -> bool:
-        """True while the server has released some memory."""
-        ...
-
-    @property
     def weights_released(self) -> bool:
-        """True while the memory of the weights is among it."""
+        """True while the server has released the memory of the weights."""
         ...
 
     def prepare_release(self, deadline_s: float = CALL_S) -> EngineFacts:

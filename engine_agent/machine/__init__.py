@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .engine_machine import EngineMachine as EngineMachine, ServerView as ServerView
+    from .engine_machine import EngineMachine as EngineMachine, ServerView as ServerView, name_of as name_of
     from .events import (
         Answer as Answer,
         Cancel as Cancel,

@@ -75,12 +75,19 @@ from .events import (
     VerificationPassed,
     Verify,
     Welcomed,
-    name_of,
 )
-from .weight_state import GENERATES, RecordedState, Weights, WeightState
+from .weight_state import RecordedState, WeightState
 
 TRACE_EVENTS: Final = 48
 """Number of recent events that an error carries."""
+HOLD_S: Final = 30.0
+"""Deadline for pausing or resuming a server outside of a round, and time between two tries."""
+UNSETTLED_S: Final = 10.0
+"""A clean server found in an unknown state resumes after so many seconds without word from the coordinator."""
+_TRY_AGAIN_S: Final = 1.0
+"""Seconds between two tries to pause or resume a server unasked."""
+_REASON: Final = 2000
+"""Characters of a reason that are reported."""
 
 
 class EngineMachine:
@@ -96,7 +103,10 @@ class EngineMachine:
         self._recorded = RecordedState(record)
         self._prepared: tuple[Version, Digest, Digest] | None = None
         """Version, manifest and table that were last validated: no other is received."""
-        self._double_buffering = DoubleBuffering()
+        self._can_double_buffer = False
+        """True if there is a plan and memory to receive the prepared version into a second buffer."""
+        self._pause_mode = PauseMode.RETRACT.value
+        """Mode in which the server is paused for a swap."""
         self._checkpoint = ""
         self._labeled: Version | None = None
         """Version with which the server was labeled ahead of its commit."""
@@ -149,8 +159,20 @@ class EngineMachine:
 
     def view(self) -> ServerView:
         """The view of the engine now. A server that does not answer counts as holding no version."""
-        return view_of(
-            self.weights, self._running, up=self.up, reached=self._reached, epoch=self.epoch, reason=self.reason
+        health, held = self.health, self.held
+        if not self.up and health is not EngineHealth.DIRTY:
+            health, held = EngineHealth.PENDING, None
+        return ServerView(
+            up=self.up,
+            health=health,
+            held=held,
+            paused=self.paused is True,
+            weights=self.weights.state,
+            version=self.weights.version,
+            reached=self._reached,
+            epoch=self.epoch,
+            doing=name_of(self._running.operation) if self._running else "",
+            reason=self.reason,
         )
 
     def check(self) -> None:
@@ -209,17 +231,17 @@ class EngineMachine:
     def _prepare(self, command: Prepare, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PREPARE, self.reason)
-        self._double_buffering.mode = command.policy.pause.value
+        self._pause_mode = command.policy.pause.value
         serving = self.held if self.health is EngineHealth.CLEAN else None
         return self._run(Validate(command, self._checkpoint, serving), command, now)
 
     def _pause(self, command: Pause, now: float) -> tuple[Effect, ...]:
         if not self.up:
             return self._fail(command, Step.PAUSE, self.reason)
-        self.pause_lease.lease_s, self._double_buffering.mode = command.lease_s, command.mode.value
-        if self._double_buffering.applies(self.weights):
+        self.pause_lease.lease_s, self._pause_mode = command.lease_s, command.mode.value
+        if self._double_buffers():
             self._reached = Step.PAUSE
-            return (self._answers.paused(command, 0.0),)
+            return (self._answers.done(Paused, command, 0.0),)
         return self._run(PauseServer(command.mode.value, command.deadline_s), command, now)
 
     def _transfer(self, command: Transfer, now: float) -> tuple[Effect, ...]:
@@ -228,25 +250,25 @@ class EngineMachine:
         if not self._fits(command):
             reason = f"version {command.version} with this manifest and table was not prepared here: prepare it first"
             return self._fail(command, Step.TRANSFER, reason)
-        if self._double_buffering.applies(self.weights):
+        if self._double_buffers():
             return self._run(ReceiveDoubleBuffered(command, self._checkpoint), command, now)
         if self.paused is not True and self._answers.gave(Pause, command.epoch):
             return self._fail(command, Step.TRANSFER, "the server is not paused (any more): pause it first")
         if self.paused is not True:
-            return self._run(
-                PauseServer(self._double_buffering.mode, HOLD_S), command, now
-            )  # what was to stop it got lost
+            # what was to stop it got lost
+            return self._run(PauseServer(self._pause_mode, HOLD_S), command, now)
         known = self._recorded.begin_transfer(self.epoch)
         dirty = self._learn(w.TransferBegan(command.version), now)
         self._reached, self.reason, self._labeled = Step.PAUSE, f"began to take version {command.version}", None
         return (*(() if known else dirty), *self._run(Receive(command, self._checkpoint), command, now))
 
-    def _fits(self, trace_line: ToEngine) -> bool:
+    def _double_buffers(self) -> bool:
+        """Whether the version needs no pause before the swap: the server generates from clean weights meanwhile."""
+        return self._can_double_buffer and self.weights.state in w.GENERATES and self.paused is False
+
+    def _fits(self, command: ToEngine) -> bool:
         """Whether it is the transfer of the version that was prepared last."""
-        return (
-            isinstance(trace_line, Transfer)
-            and (trace_line.version, trace_line.manifest, trace_line.table) == self._prepared
-        )
+        return isinstance(command, Transfer) and (command.version, command.manifest, command.table) == self._prepared
 
     def _commit(self, command: Commit, now: float) -> tuple[Effect, ...]:
         if not self.up:
@@ -325,9 +347,9 @@ class EngineMachine:
         if isinstance(result, OperationFailed):
             return self._fail(command, Step.PREPARE, result.reason)
         self._prepared = (command.version, command.manifest, command.table)
-        self._double_buffering.able = isinstance(result, OperationDone) and result.double_buffered
+        self._can_double_buffer = isinstance(result, OperationDone) and result.double_buffered
         self._reached = Step.PREPARE
-        return (self._answers.prepared(command, seconds),)
+        return (self._answers.done(Prepared, command, seconds),)
 
     def _pausing_ended(
         self, command: ToEngine | None, result: Result, seconds: float, now: float
@@ -347,15 +369,13 @@ class EngineMachine:
         self.pause_lease.quiet_since, self._reached = now, Step.PAUSE
         if isinstance(command, Transfer):
             return (*stilled, *(self._unless_unwanted(command) or self._transfer(command, now)))
-        return (*stilled, self._answers.paused(command, seconds))
+        return (*stilled, self._answers.done(Paused, command, seconds))
 
     def _staging_ended(self, command: Transfer, result: Result, now: float) -> tuple[Effect, ...]:
         """No served weight has changed. Received or still to be received, the version needs the server paused now."""
         if isinstance(result, OperationFailed):
             return self._fail(command, Step.TRANSFER, result.reason)
-        return self._unless_unwanted(command) or self._run(
-            PauseServer(self._double_buffering.mode, HOLD_S), command, now
-        )
+        return self._unless_unwanted(command) or self._run(PauseServer(self._pause_mode, HOLD_S), command, now)
 
     def _unless_unwanted(self, command: Transfer) -> tuple[Effect, ...]:
         """Fail `command` when another one came meanwhile: the second buffer is not swapped in then."""
@@ -363,18 +383,17 @@ class EngineMachine:
         return self._fail(command, Step.TRANSFER, f"{other.kind} came before the swap") if other else ()
 
     def _receiving_ended(self, command: Transfer, result: Result, seconds: float, now: float) -> tuple[Effect, ...]:
+        if isinstance(result, OperationFailed) and not result.dirty:
+            self.reason = result.reason
+            return (*self._learn(w.WeightsUnchanged(), now), *self._fail(command, Step.TRANSFER, result.reason))
         if not isinstance(result, Received) or not (command.table or result.table):
-            reason = (
-                result.reason
-                if isinstance(result, OperationFailed)
-                else "the transfer ended without a receipt or a table"
-            )
-            if isinstance(result, OperationFailed) and not result.dirty:
-                self.reason = reason
-                return (*self._learn(w.WeightsUnchanged(), now), *self._fail(command, Step.TRANSFER, reason))
+            incomplete = "the transfer ended without a receipt or a table"
+            reason = result.reason if isinstance(result, OperationFailed) else incomplete
             self.reason = f"version {command.version} was not taken completely: {reason}"
             return (*self._learn(w.WeightsDirtied(), now), *self._fail(command, Step.TRANSFER, reason))
-        command, arrived = with_digest_table(command, result), self._learn(w.WeightsDirtied(), now)
+        arrived = self._learn(w.WeightsDirtied(), now)
+        if not command.table:  # it came with the tensors
+            command = msgspec.structs.replace(command, table=Digest(result.table))
         transferred = self._answers.transferred(command, result, seconds)
         if result.verified_by:
             return (*arrived, transferred, *self._proven(command, VerificationPassed(result.verified_by), 0.0, now))
@@ -512,11 +531,9 @@ class EngineMachine:
         if self._running is not None and self._running.ending:
             return (Cancel(self._running.number),)
         clean = self.up and self.health is EngineHealth.CLEAN and self.paused is not False
-        return (
-            self._unasked(ReleaseServer(None, False, HOLD_S), now)
-            if clean and self.pause_lease.over(heard_at, now)
-            else ()
-        )
+        if not clean or not self.pause_lease.over(heard_at, now):
+            return ()
+        return self._unasked(ReleaseServer(None, False, HOLD_S), now)
 
     def _hold(self, now: float) -> tuple[Effect, ...]:
         """Pause a server that must not generate."""
@@ -527,11 +544,6 @@ class EngineMachine:
         may = self.pause_lease.given and self._running is None and self.pause_lease.due(now)
         return self._run(operation, None, now) if may else ()
 
-
-HOLD_S: Final = 30.0
-"""Deadline for pausing or resuming a server outside of a round, and time between two tries."""
-UNSETTLED_S: Final = 10.0
-"""A clean server found in an unknown state resumes after so many seconds without word from the coordinator."""
 
 STEP_OF: Final[dict[type[Operation], Step]] = {
     Validate: Step.PREPARE,
@@ -559,9 +571,6 @@ class RunningOperation(msgspec.Struct):
     """True once its result is not needed: it was asked to end soon, and is asked again until it does."""
 
 
-_ARRIVING: Final = frozenset({name_of(Receive), name_of(Verify)})
-
-
 class ServerView(msgspec.Struct, frozen=True):
     """State of the engine as heartbeats, the HTTP port and the log show it."""
 
@@ -583,28 +592,7 @@ class ServerView(msgspec.Struct, frozen=True):
     @property
     def on_its_way(self) -> bool:
         """Not clean because of a round under way: weights arrive, are verified, or wait for the commit."""
-        return self.up and (self.doing in _ARRIVING or self.reached is Step.VERIFY)
-
-
-def view_of(
-    weights: Weights, running: RunningOperation | None, *, up: bool, reached: Step | None, epoch: Epoch, reason: str
-) -> ServerView:
-    """The view of the engine now. A server that does not answer counts as holding no version."""
-    health, held = weights.health, weights.held
-    if not up and health is not EngineHealth.DIRTY:
-        health, held = EngineHealth.PENDING, None
-    return ServerView(
-        up=up,
-        health=health,
-        held=held,
-        paused=weights.paused is True,
-        weights=weights.state,
-        version=weights.version,
-        reached=reached,
-        epoch=epoch,
-        doing=running.operation.name if running else "",
-        reason=reason,
-    )
+        return self.up and (self.doing in {name_of(Receive), name_of(Verify)} or self.reached is Step.VERIFY)
 
 
 class QueuedCommands:
@@ -635,44 +623,6 @@ class QueuedCommands:
         self._commands = tuple(each for each in self._commands if each.epoch > epoch or not isinstance(each, Transfer))
 
 
-class DoubleBuffering:
-    """Whether the prepared version can be received into a second buffer while the server generates."""
-
-    def __init__(self) -> None:
-        self.able = False
-        """True if there is a plan and memory for it."""
-        self.mode = PauseMode.RETRACT.value
-        """Mode in which the server is paused for the swap."""
-
-    def applies(self, weights: Weights) -> bool:
-        """Whether it can, and the server generates from clean weights: then it needs no pause before the swap."""
-        return self.able and weights.state in GENERATES and weights.paused is False
-
-
-def with_digest_table(command: Transfer, received: Received) -> Transfer:
-    """`command` with the digest table that came with the tensors, where the command left it open."""
-    return command if command.table else msgspec.structs.replace(command, table=Digest(received.table))
-
-
-def trace_line(event: Event) -> str:
-    """A line of the event trace that errors carry."""
-    match event:
-        case Commanded(message):
-            return f"told {message.kind} of epoch {message.epoch}"
-        case Operated(number, result):
-            broken = f": {result.reason}" if isinstance(result, OperationFailed) else ""
-            return f"operation {number} ended, {type(result).__name__}{broken}"
-        case ServerFound(identity, label):
-            return f"the server is {identity}, labeled {label!r}"
-        case ServerGone(reason):
-            return f"the server is gone: {reason}"
-        case _:
-            return type(event).__name__
-
-
-_REASON: Final = 2000
-
-
 class PendingReplies:
     """Makes the replies of one engine, each under a key of its own, and remembers those of the current epoch."""
 
@@ -695,14 +645,9 @@ class PendingReplies:
         given = self._given.get(type(command), ())
         return tuple(Answer(message) for message in given if message.epoch == command.epoch)
 
-    def prepared(self, command: ToEngine, seconds: float) -> Answer:
-        """Reply that the manifest fits."""
-        message = Prepared(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
-        return self._give(command, message)
-
-    def paused(self, command: ToEngine, seconds: float) -> Answer:
-        """Reply that the server is paused."""
-        message = Paused(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
+    def done(self, kind: type[Prepared | Paused], command: ToEngine, seconds: float) -> Answer:
+        """Reply that the manifest fits, or that the server is paused."""
+        message = kind(request=self._key(), channel=self._channel, epoch=command.epoch, seconds=seconds)
         return self._give(command, message)
 
     def transferred(self, command: Transfer, received: Received, seconds: float) -> Answer:
@@ -771,10 +716,6 @@ class PendingReplies:
         return RequestId(f"{self._generation}-{self._keys}")
 
 
-_PATIENCE_S = 1.0
-"""Seconds between two tries."""
-
-
 class PauseLease:
     """The lease of one process generation of the server."""
 
@@ -809,7 +750,28 @@ class PauseLease:
 
     def due(self, now: float) -> bool:
         """Whether it is time for another try; it counts as made."""
-        if now < self._tried_at + _PATIENCE_S:
+        if now < self._tried_at + _TRY_AGAIN_S:
             return False
         self._tried_at = now
         return True
+
+
+def name_of(operation: Operation | type[Operation]) -> str:
+    """Label of an operation in metrics and in ``/status``: independent of the class name."""
+    return str(operation.__struct_config__.tag)
+
+
+def trace_line(event: Event) -> str:
+    """A line of the event trace that errors carry."""
+    match event:
+        case Commanded(message):
+            return f"told {message.kind} of epoch {message.epoch}"
+        case Operated(number, result):
+            broken = f": {result.reason}" if isinstance(result, OperationFailed) else ""
+            return f"operation {number} ended, {type(result).__name__}{broken}"
+        case ServerFound(identity, label):
+            return f"the server is {identity}, labeled {label!r}"
+        case ServerGone(reason):
+            return f"the server is gone: {reason}"
+        case _:
+            return type(event).__name__

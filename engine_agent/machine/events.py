@@ -20,19 +20,7 @@ class StateRecord(msgspec.Struct, frozen=True, kw_only=True):
 # -- operations: at most one at a time ---------------------------------------------------------------------------------
 
 
-class _Operation(msgspec.Struct, frozen=True):
-    @property
-    def name(self) -> str:
-        """Label of metrics and of ``/status``: independent of the class name."""
-        return name_of(type(self))
-
-
-def name_of(operation: type[_Operation]) -> str:
-    """`_Operation.name` of one kind of operation."""
-    return str(operation.__struct_config__.tag)
-
-
-class Validate(_Operation, frozen=True, tag="validate"):
+class Validate(msgspec.Struct, frozen=True, tag="validate"):
     """Compare manifest and table with the server. Changes nothing."""
 
     command: Prepare
@@ -41,28 +29,28 @@ class Validate(_Operation, frozen=True, tag="validate"):
     """The committed version that is served now, which the prepared one must follow."""
 
 
-class PauseServer(_Operation, frozen=True, tag="pauseserver"):
+class PauseServer(msgspec.Struct, frozen=True, tag="pauseserver"):
     """Stop the server from generating."""
 
     mode: str
     deadline_s: float
 
 
-class ReceiveDoubleBuffered(_Operation, frozen=True, tag="stage"):
+class ReceiveDoubleBuffered(msgspec.Struct, frozen=True, tag="stage"):
     """Receive the version into a second buffer while the server generates. Changes no served weight."""
 
     command: Transfer
     checkpoint: str
 
 
-class Receive(_Operation, frozen=True, tag="receive"):
+class Receive(msgspec.Struct, frozen=True, tag="receive"):
     """Receive every bucket and load it; or swap in what `ReceiveDoubleBuffered` received."""
 
     command: Transfer
     checkpoint: str
 
 
-class Verify(_Operation, frozen=True, tag="verify"):
+class Verify(msgspec.Struct, frozen=True, tag="verify"):
     """Compare the weights on the server with the digest table."""
 
     command: Transfer
@@ -70,14 +58,14 @@ class Verify(_Operation, frozen=True, tag="verify"):
     """True if every byte was compared with the table before it reached the server."""
 
 
-class Label(_Operation, frozen=True, tag="label"):
+class Label(msgspec.Struct, frozen=True, tag="label"):
     """Label the server, which stays paused, with the verified version."""
 
     version: int
     deadline_s: float
 
 
-class ReleaseServer(_Operation, frozen=True, tag="release"):
+class ReleaseServer(msgspec.Struct, frozen=True, tag="release"):
     """Label the server with `version` (null: leave its label), flush if asked, and let it generate."""
 
     version: int | None

@@ -49,9 +49,8 @@ class ResyncStage(enum.Enum):
     """The engine has the committed version, or a round may still bring it."""
     LOOKING = "looking"
     """The version is searched for in the folder."""
-    PREPARING = "preparing"
-    PAUSING = "pausing"
-    TAKING = "taking"
+    LOADING = "loading"
+    """The engine carries out the commands."""
 
 
 class Resync:
@@ -66,7 +65,8 @@ class Resync:
         self._not_before = float("-inf")
         self._epoch = Epoch(0)
         self._held: HeldVersion | None = None
-        self._folder = ""
+        self._ahead: list[tuple[Step, Pause | Transfer]] = []
+        """Commands that follow, each with the step that the engine must have reached."""
         self._until = 0.0
         self._idle_since: float | None = None
         self._known: int | None = None
@@ -98,9 +98,8 @@ class Resync:
         if not self._lacks(view, held.version):
             self._end(now, 0.0)
             return None
-        self._held, self._folder, self._epoch = held, folder, view.epoch
-        self._go(ResyncStage.PREPARING, now, STEP_S)
-        return Prepare(
+        self.stage, self._held, self._epoch = ResyncStage.LOADING, held, view.epoch
+        prepare = Prepare(
             channel=self._channel,
             epoch=self._epoch,
             version=held.version,
@@ -110,27 +109,37 @@ class Resync:
             policy=Policy(),
             deadline_s=STEP_S,
         )
+        pause = Pause(
+            channel=self._channel, epoch=self._epoch, mode=PauseMode.RETRACT, lease_s=LOAD_S, deadline_s=STEP_S
+        )
+        transfer = Transfer(
+            channel=self._channel,
+            epoch=self._epoch,
+            version=held.version,
+            manifest=held.manifest,
+            table=held.table,
+            offer=Endpoint(transport=TransportKind.DISK, address=folder, group=SAVED),
+            rank_offset=0,
+            deadline_s=LOAD_S,
+        )
+        self._ahead = [(Step.PREPARE, pause), (Step.PAUSE, transfer)]
+        return self._go(prepare, now)
 
     def step(self, view: ServerView, now: float) -> ToEngine | None:
         """The next command, if it is time for one."""
-        if self.stage in (ResyncStage.WATCHING, ResyncStage.LOOKING):
+        if self.stage is not ResyncStage.LOADING:
             return None
-        if view.epoch != self._epoch or not view.up:
-            self._end(now, AGAIN_S)  # a round of the coordinator, or another server
+        if view.epoch != self._epoch or not view.up or view.held == self._held:
+            self._end(now, AGAIN_S)  # a round of the coordinator, another server, or the end
             return None
-        if view.held == self._held:
-            self._end(now, AGAIN_S)
-            return None
-        wanted = _REACHED.get(self.stage)
-        if view.doing == "" and wanted is not None and view.reached is wanted:
-            return self._next(now)
+        if not view.doing and self._ahead and view.reached is self._ahead[0][0]:
+            return self._go(self._ahead.pop(0)[1], now)
         if view.doing:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = now
-        elif now > self._idle_since + _SETTLE_S or now > self._until:
-            return self._give_up(now)
-        return self._give_up(now) if now > self._until else None
+        idle = self._idle_since is not None and now > self._idle_since + _SETTLE_S
+        return self._give_up(now) if idle or now > self._until else None
 
     def _lacks(self, view: ServerView, committed: int | None) -> bool:
         """Whether the engine is idle, in no round, and has an older version than the committed one, or none.
@@ -143,36 +152,15 @@ class Resync:
             return False
         return view.held is None or view.held.version < committed
 
-    def _next(self, now: float) -> ToEngine:
-        assert self._held is not None
-        if self.stage is ResyncStage.PREPARING:
-            self._go(ResyncStage.PAUSING, now, STEP_S)
-            return Pause(
-                channel=self._channel, epoch=self._epoch, mode=PauseMode.RETRACT, lease_s=LOAD_S, deadline_s=STEP_S
-            )
-        self._go(ResyncStage.TAKING, now, LOAD_S)
-        return Transfer(
-            channel=self._channel,
-            epoch=self._epoch,
-            version=self._held.version,
-            manifest=self._held.manifest,
-            table=self._held.table,
-            offer=Endpoint(transport=TransportKind.DISK, address=self._folder, group=SAVED),
-            rank_offset=0,
-            deadline_s=LOAD_S,
-        )
-
     def _give_up(self, now: float) -> Abort:
         self._end(now, AGAIN_S)
         return Abort(
             channel=self._channel, epoch=self._epoch, reason="the saved version was not loaded", deadline_s=STEP_S
         )
 
-    def _go(self, stage: ResyncStage, now: float, limit_s: float) -> None:
-        self.stage, self._until, self._idle_since = stage, now + limit_s, None
+    def _go(self, command: Prepare | Pause | Transfer, now: float) -> ToEngine:
+        self._until, self._idle_since = now + command.deadline_s, None
+        return command
 
     def _end(self, now: float, wait_s: float) -> None:
         self.stage, self._not_before = ResyncStage.WATCHING, now + wait_s
-
-
-_REACHED: Final = {ResyncStage.PREPARING: Step.PREPARE, ResyncStage.PAUSING: Step.PAUSE}

@@ -13,9 +13,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Final, NoReturn, assert_never
+from typing import Final, assert_never
 
 import msgspec
 
@@ -63,7 +62,7 @@ from weightbus.dataplane.errors import Unsupported
 from weightbus.dataplane.processes import default_runtime_dir, host_identity, open_runtime_dir
 from weightbus.dataplane.transports import Receiver, ReceiverContext, registry as transports
 
-from ..engines import EngineConnection, open_engine
+from ..engines import EngineConnection, EngineFacts, open_engine
 from ..errors import EngineAgentError, ServerInUse
 from ..machine import (
     Answer,
@@ -143,15 +142,15 @@ class EngineAgent:
         self.metrics.live(SIDECAR_CONNECTED, self._connected)
         self._machine = EngineMachine(Channel(settings.channel), self._incarnation, self._records.read())
         self._writer = StateWriter(self._records.write)
+        self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
         self._dispatcher = EffectDispatcher(
-            self._machine, self._writer.now, self._carry_out, self._post, self._writer.later
+            self._machine, self._writer.now, self._carry_out, self._events.put, self._writer.later
         )
         self._view = self._machine.view()
-        self._events: queue.SimpleQueue[Event | _Stop | Noticed] = queue.SimpleQueue()
         self._operations: queue.SimpleQueue[RunOperation | Callable[[], None] | None] = queue.SimpleQueue()
         self._reply_sender = ReplySender(lambda: self._bus, settings.name)
         self._monitor = ServerMonitor(self._server, self._events.put, settings.poll_s)
-        self._file_resync = FileResync(settings, self._executor)
+        self._file_resync = FileResync(settings.saved_dir, settings, self._executor) if settings.saved_dir else None
         self._memory_release = MemoryRelease(self._server, self._events.put, self._records.read)
         self._prerecorder = Prerecorder(
             settings, self._server, lambda: self._view, self._events.put, self._executor.remember_layout
@@ -159,7 +158,8 @@ class EngineAgent:
         self._bus: BusClient | None = None
         self.http_port = 0
         """Where the HTTP port listens, once `run` has opened it."""
-        self._described: tuple[str, ...] = ()
+        self._described: EngineFacts | None = None
+        """What the coordinator was told of the server."""
         self._locations: tuple[str, tuple[ProcessLocation, ...]] = ("", ())
         """Identity of a process generation, and the locations of its workers."""
         self._around: tuple[object, ...] = ()
@@ -234,14 +234,17 @@ class EngineAgent:
     def _connect(self) -> None:
         """Join the coordinator as what the server is now."""
         self._look_around()
-        bus = BusClient(self._bus_settings(), self._hello, self._heartbeat, topology=self._topology)
+        given = self.settings
+        curve = agent_key_files(given.keys, given.name, insecure_loopback=given.insecure_loopback)
+        settings = BusSettings(endpoint=given.coordinator, curve=curve)
+        bus = BusClient(settings, self._hello, self._heartbeat, topology=self._topology)
         try:
             welcome = self._join(bus)
         except BaseException:
             bus.close()
             raise
         facts = self._server.facts
-        self._bus, self._executor.blobs, self._described = bus, bus, self._server.layout
+        self._bus, self._executor.blobs, self._described = bus, bus, facts
         self._log.info("joined", server_version=facts.version, tp=facts.tp, boot=welcome.boot, epoch=welcome.epoch)
         self._warn_of_limits()
         self._dispatch(Welcomed(welcome))
@@ -254,11 +257,6 @@ class EngineAgent:
             self._log.warning("transports_limited", reason=f"{found}: {needed}", transports=server.transports())
         for reason in server.refusals(self.settings.model_path or Path(server.facts.model_path)):
             self._log.warning("every_version_will_be_refused", reason=reason)
-
-    def _bus_settings(self) -> BusSettings:
-        given = self.settings
-        curve = agent_key_files(given.keys, given.name, insecure_loopback=given.insecure_loopback)
-        return BusSettings(endpoint=given.coordinator, curve=curve)
 
     def _join(self, bus: BusClient) -> Welcome:
         until = time.monotonic() + self.settings.start_timeout_s
@@ -285,10 +283,15 @@ class EngineAgent:
     def _loop(self) -> None:
         while True:
             self._step(self._next())
-            if self._view.up and self._server.layout != self._described:
+            if self._view.up and self._is_laid_out_anew():
                 self._reconnect()
             elif self._look_around() and self._bus is not None:
                 self._bus.report_topology()
+
+    def _is_laid_out_anew(self) -> bool:
+        facts, before = self._server.facts, self._described
+        self._described = facts
+        return before is not None and facts is not before and facts.layout != before.layout
 
     def _reconnect(self) -> None:
         """Join anew: the server was launched again with other ranks than the coordinator was told."""
@@ -325,8 +328,10 @@ class EngineAgent:
             self._dispatcher.lost(*lost)
         self._dispatcher.retry()
         self._dispatch(TimePassed(self._heard_at()))
-        if (bus := self._bus) is not None and (command := self._file_resync.next(self._view, bus, time.monotonic())):
-            self._dispatch(Commanded(command))
+        if self._file_resync is not None and self._bus is not None:
+            command = self._file_resync.next(self._view, self._bus, time.monotonic())
+            if command is not None:
+                self._dispatch(Commanded(command))
 
     def _heard_at(self) -> float:
         heard = self._bus.heard_at if self._bus else None
@@ -337,10 +342,8 @@ class EngineAgent:
         self._dispatcher.dispatch(event, time.monotonic())
         if self._dispatcher.problem and not before:
             self._log.error("record_not_written", reason=self._dispatcher.problem, path=str(self._records.path))
-        self._show(msgspec.structs.replace(self._machine.view(), memory_released=self._memory_release.active))
-
-    def _post(self, event: Event) -> None:
-        self._events.put(event)
+        released = self._memory_release.begun or self._server.weights_released
+        self._show(msgspec.structs.replace(self._machine.view(), memory_released=released))
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
@@ -385,7 +388,8 @@ class EngineAgent:
         self._reply_sender.stop()
         if thread.is_alive():
             thread.join(_CLOSE_S)
-        self._file_resync.close()
+        if self._file_resync is not None:
+            self._file_resync.close()
         self._executor.close()
         self._server.close()
         http.stop()
@@ -403,7 +407,8 @@ class EngineAgent:
             except queue.Empty:
                 if done:
                     self._executor.look_ahead(*done)
-                    self._prerecorder.remember(self._executor.copied)
+                    if (copied := self._executor.copied) is not None:
+                        self._prerecorder.remember(copied)
                 done = None
                 continue
             done = None
@@ -520,7 +525,12 @@ _log = get_log(__name__)
 
 
 class ReplySender:
-    """One thread that sends. `say` and `forget` are called from one other."""
+    """One thread that sends the replies of an engine in order, each again until it is acknowledged.
+
+    A version that is verified during its transfer gives two replies at a time. If the second waited for the `Ack` of
+    the first, requests would wait for one more exchange with the coordinator. `say` and `forget` are called from one
+    other thread.
+    """
 
     def __init__(self, line: Callable[[], BusClient | None], agent: str) -> None:
         """`line` returns the present connection, if there is one."""
@@ -558,26 +568,28 @@ class ReplySender:
                     waiting.append(more)
             while waiting and not self._stopping.is_set():
                 begun = [(item, self._begin(item[1])) for item in waiting if item[0] == self._boot]
-                waiting = [item for item, wait in begun if not self._said(item[1], wait)]
+                waiting = [item for item, sent in begun if not self._said(item[1], sent)]
                 if waiting:
                     self._stopping.wait(_AGAIN_S)
             if self._stopping.is_set():
                 return
 
-    def _begin(self, message: EngineMessage) -> Callable[[], ToAgent]:
+    def _begin(self, message: EngineMessage) -> Callable[[], ToAgent] | WeightbusError:
         """Send `message`; the function that is returned waits for the acknowledgement, or raises."""
         bus = self._line()
         if bus is None:
-            return partial(_raise, ClientClosed("there is no line to the coordinator"))
+            return ClientClosed("there is no line to the coordinator")
         try:
             return bus.ask(message, deadline_s=_ANSWER_S)
         except WeightbusError as error:
-            return partial(_raise, error)
+            return error
 
-    def _said(self, message: EngineMessage, wait: Callable[[], ToAgent]) -> bool:
+    def _said(self, message: EngineMessage, sent: Callable[[], ToAgent] | WeightbusError) -> bool:
         """Whether `message` is settled: acknowledged, or refused for good."""
         try:
-            wait()
+            if isinstance(sent, WeightbusError):
+                raise sent
+            sent()
         except (CoordinatorUnreachable, ClientClosed):
             return False
         except RequestRefused as refused:
@@ -585,7 +597,3 @@ class ReplySender:
         except WeightbusError as error:
             self._log.error("answer_not_sent", answer=message.kind, reason=str(error))
         return True
-
-
-def _raise(error: WeightbusError) -> NoReturn:
-    raise error

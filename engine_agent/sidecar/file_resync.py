@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from functools import partial
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Final
 
+from weightbus.control.bus import BusClient
 from weightbus.control.log import get_log
 from weightbus.control.machine import parse
 from weightbus.control.protocol import ConfigurationError, Digest, HeldVersion, ToEngine, Version, WeightbusError
@@ -21,30 +23,17 @@ _STATUS_S: Final = 10.0
 _log = get_log(__name__)
 
 
-class ResyncCoordinator(Protocol):
-    """The part of control's `BusClient` that a resync needs."""
-
-    @property
-    def committed(self) -> Version | None:
-        """The channel's committed version."""
-        ...
-
-    def status(self, deadline_s: float = 10.0) -> bytes:
-        """The coordinator's status document."""
-        ...
-
-
 class FileResync:
     """The resync of one sidecar. `next` is called by its main thread, again and again."""
 
-    def __init__(self, settings: EngineAgentSettings, worker: OperationExecutor) -> None:
-        """Raises `ConfigurationError` when `saved_dir` is no folder. One that is missing may still come."""
-        self._root = settings.saved_dir
-        if self._root is not None and not self._root.is_dir():
-            if self._root.exists():
-                raise ConfigurationError(f"saved_dir = {self._root} is a file, the trainer's save_dir is expected")
+    def __init__(self, root: Path, settings: EngineAgentSettings, worker: OperationExecutor) -> None:
+        """Raises `ConfigurationError` when `root` is no folder. One that is missing may still come."""
+        if not root.is_dir():
+            if root.exists():
+                raise ConfigurationError(f"saved_dir = {root} is a file, the trainer's save_dir is expected")
             reason = "no such folder here: trainers make it with the first version that they keep"
-            _log.warning("saved_dir_missing", folder=str(self._root), reason=reason)
+            _log.warning("saved_dir_missing", folder=str(root), reason=reason)
+        self._root = root
         self._channel = settings.channel
         self._worker = worker
         self._machine = Resync(settings.channel, settings.saved_after_s)
@@ -53,10 +42,8 @@ class FileResync:
         self._said = ""
         """Digest table of the version that was last reported missing."""
 
-    def next(self, view: ServerView, coordinator: ResyncCoordinator, now: float) -> ToEngine | None:
+    def next(self, view: ServerView, coordinator: BusClient, now: float) -> ToEngine | None:
         """The next command for the engine machine, as if the coordinator had sent it; None while there is none."""
-        if self._root is None:
-            return None
         if self._look is not None:
             return self._looked(self._look, view, now) if self._look.done() else None
         if self._machine.looks(view, coordinator.committed, now):
@@ -82,9 +69,8 @@ class FileResync:
             _log.info("loading_saved_version", version=notes.version, folder=str(found.path))
         return command
 
-    def _search(self, coordinator: ResyncCoordinator) -> SavedVersion | None:
+    def _search(self, coordinator: BusClient) -> SavedVersion | None:
         """The committed version, if the folder has it unchanged."""
-        assert self._root is not None
         try:
             channel = parse(coordinator.status(_STATUS_S)).channels.get(self._channel)
         except WeightbusError as error:

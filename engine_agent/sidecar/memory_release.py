@@ -37,12 +37,8 @@ class MemoryRelease:
     ) -> None:
         """`post` brings an event to the machine; `recorded` reads the record on disk."""
         self._server, self._post, self._recorded = server, post, recorded
-        self._begun = False
-
-    @property
-    def active(self) -> bool:
-        """True while the memory of the weights is released, or about to be: only a new version resumes it."""
-        return self._begun or self._server.weights_released
+        self.begun = False
+        """True while the memory is about to be released."""
 
     def ask(self, view: ServerView, queue: Callable[[Callable[[], None]], None]) -> Readiness:
         """Have `queue` bring the order to the worker thread, and wait for its end. On a thread of the HTTP port."""
@@ -58,7 +54,7 @@ class MemoryRelease:
 
     def carry_out(self, asked: Future[None]) -> None:
         """Release the memory, once the record says that this server holds no version. Runs on the worker thread."""
-        self._begun = True
+        self.begun = True
         try:
             facts = self._server.prepare_release()
             self._write_off(ServerFound(facts.identity, facts.label, facts.model_path, facts.undefined))
@@ -68,7 +64,7 @@ class MemoryRelease:
         else:
             asked.set_result(None)
         finally:
-            self._begun = False
+            self.begun = False
 
     def _write_off(self, found: ServerFound) -> None:
         """Have the record say that the server holds no version. Raises `NothingToGive` where that fails."""

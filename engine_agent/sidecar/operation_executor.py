@@ -76,6 +76,7 @@ from ..machine import (
     Validate,
     VerificationPassed,
     Verify,
+    name_of,
 )
 from .settings import VerificationMode
 
@@ -147,7 +148,7 @@ class OperationExecutor:
         """Carry out `operation` on the process generation `identity` (empty: on any). Never raises."""
         self._number, self._generation = number, identity
         self._server.pin(identity)
-        step, started = operation.name, time.monotonic()
+        step, started = name_of(operation), time.monotonic()
         try:
             with gc_paused():
                 result = self._perform(operation)

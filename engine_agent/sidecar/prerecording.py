@@ -94,9 +94,9 @@ class Prerecorder:
         self._over = True
         self._post(Noticed(threading.Event()))
 
-    def remember(self, copied: Manifest | None) -> None:
+    def remember(self, copied: Manifest) -> None:
         """Keep the manifest of a version for the next life. Without it there are the checkpoint's files."""
-        if copied is None or not self._settings.record_ahead or copied.digest() == self._kept:
+        if not self._settings.record_ahead or copied.digest() == self._kept:
             return
         self._kept = copied.digest()
         try:

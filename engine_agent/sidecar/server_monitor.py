@@ -121,10 +121,3 @@ class ServerMonitor:
         if self._up and (ended or self._misses >= PATIENCE):
             self._up = False
             self._report(ServerGone(str(error)))
-
-    def wait_up(self, deadline_s: float) -> bool:
-        """Wait until the server was found once."""
-        until = time.monotonic() + deadline_s
-        while not self._up and time.monotonic() < until and self.failure is None:
-            self._stopping.wait(0.05)
-        return self._up

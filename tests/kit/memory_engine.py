@@ -125,10 +125,6 @@ class MemoryEngine(LoopbackServer):
 
     # -- identity
 
-    @property
-    def layout(self) -> tuple[str, ...]:
-        return self.facts.version, str(self.facts.tp)
-
     def identify(self, deadline_s: float = CALL_S) -> EngineFacts:
         assert deadline_s > 0
         self._call("identify")
@@ -285,10 +281,8 @@ class MemoryEngine(LoopbackServer):
     # -- memory
 
     @property
-    def memory_released(self) -> bool:
+    def weights_released(self) -> bool:
         return self._released
-
-    weights_released = memory_released
 
     def prepare_release(self, deadline_s: float = CALL_S) -> EngineFacts:
         if self._released:

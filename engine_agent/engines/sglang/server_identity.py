@@ -45,6 +45,11 @@ class ServerFacts(EngineFacts, frozen=True, kw_only=True):
     misset: str = ""
     """Setting in its environment that keeps its workers from reading a trainer's memory; empty where there is none."""
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """The part of the facts that a `Hello` describes once."""
+        return *super().layout, self.dp_attention, self.misset
+
 
 def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object], url: str) -> ServerFacts:
     """Read the answers of /server_info and /model_info. Replicas under attention data parallelism count as one."""
@@ -72,12 +77,6 @@ def facts_of(server_info: Mapping[str, object], model_info: Mapping[str, object]
         misset=_misset(process),
         gpus=_gpus(server_info),
     )
-
-
-def layout_of(facts: ServerFacts) -> tuple[str, ...]:
-    """The part of the facts that a `Hello` describes once."""
-    ranks = (facts.tp, facts.pp, facts.dp, facts.dp_attention)
-    return (facts.version, facts.device, facts.misset, *map(str, ranks))
 
 
 def workers_of(pid: int) -> dict[int, int]:

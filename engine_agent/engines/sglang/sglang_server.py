@@ -31,7 +31,7 @@ from .compatibility import Dialect, dialect_of
 from .group_watchdog import GroupWatchdog
 from .http_client import HttpClient
 from .pickle_payload import LOAD_FORMAT, LOADER, invitation, serialized
-from .server_identity import ServerFacts, facts_of, layout_of, workers_of
+from .server_identity import ServerFacts, facts_of, workers_of
 
 LIVE_ON_CPU: Final = "sglang-sha256-8"
 """Digests that weights_checker reports for CPU tensors: the first 8 bytes of the SHA-256 of each parameter."""
@@ -137,11 +137,6 @@ class SGLangServer:
         return self._dialect
 
     @property
-    def layout(self) -> tuple[str, ...]:
-        """The part of the facts that the coordinator is told once."""
-        return layout_of(self.facts)
-
-    @property
     def tp(self) -> int:
         """Tensor-parallel ranks: how many payloads a call carries."""
         return self.facts.tp
@@ -199,7 +194,7 @@ class SGLangServer:
 
     def prerecording_objection(self, checkpoint: Path) -> str:
         """Why the loader must not be called outside of a round; empty when it may be."""
-        if self.memory_released or self.facts.undefined:
+        if self._memory.released or self.facts.undefined:
             return "the server has released its memory"
         return compatibility.prerecording_objection(self.facts, self.dialect, checkpoint_spec.expected(checkpoint))
 
@@ -285,13 +280,8 @@ class SGLangServer:
     # -- memory
 
     @property
-    def memory_released(self) -> bool:
-        """True while the server has released some memory."""
-        return bool(self._memory.released)
-
-    @property
     def weights_released(self) -> bool:
-        """True while the memory of the weights is among it."""
+        """True while the server has released the memory of the weights."""
         return WEIGHTS in self._memory.released
 
     def prepare_release(self, deadline_s: float = CALL_S) -> ServerFacts:

@@ -53,10 +53,10 @@ def test_only_what_was_committed_is_found(
     monkeypatch.setattr(saved_versions, "parse", lambda _: SimpleNamespace(channels=channels))
     monkeypatch.setattr(saved_versions, "_log", SimpleNamespace(warning=lambda event, **_: said.append(event)))
     settings = EngineAgentSettings(name="e0", channel="c", server="http://127.0.0.1:1", saved_dir=tmp_path)
-    versions = FileResync(settings, cast("Any", None))
+    versions = FileResync(tmp_path, settings, cast("Any", None))
     try:
         for _ in range(2):
-            assert (versions._search(Coordinator()) is not None) == found
+            assert (versions._search(cast("Any", Coordinator())) is not None) == found
     finally:
         versions.close()
     assert said == ([] if found else ["saved_version_not_found"])
@@ -67,11 +67,11 @@ def test_a_folder_that_is_not_there_is_said_at_the_start(tmp_path: Path, monkeyp
     said: list[str] = []
     monkeypatch.setattr(saved_versions, "_log", SimpleNamespace(warning=lambda event, **_: said.append(event)))
     settings = EngineAgentSettings(name="e0", channel="c", saved_dir=tmp_path / "later")
-    FileResync(settings, cast("Any", None)).close()
+    FileResync(tmp_path / "later", settings, cast("Any", None)).close()
     assert said == ["saved_dir_missing"]
     (tmp_path / "later").mkdir()
-    FileResync(settings, cast("Any", None)).close()
+    FileResync(tmp_path / "later", settings, cast("Any", None)).close()
     assert said == ["saved_dir_missing"]
     (tmp_path / "file").touch()
     with pytest.raises(ConfigurationError, match="is a file"):
-        FileResync(msgspec.structs.replace(settings, saved_dir=tmp_path / "file"), cast("Any", None))
+        FileResync(tmp_path / "file", settings, cast("Any", None))

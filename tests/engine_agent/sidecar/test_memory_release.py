@@ -59,7 +59,7 @@ class Sidecar:
         if isinstance(event, Noticed):
             event.event.set()
             return
-        self.seen.append(self.giving.active)
+        self.seen.append(self.giving.begun)
         if self.writes:
             self.done.append("written off")
             self.record = StateRecord(identity=event.identity, health=EngineHealth.PENDING)
@@ -83,19 +83,18 @@ def test_what_cannot_be_written_down_is_not_done(monkeypatch: pytest.MonkeyPatch
     sidecar = Sidecar(writes=False)
     assert isinstance(sidecar.order(), NothingToGive)
     assert sidecar.done == ["given up"]
-    assert not sidecar.giving.active
+    assert not sidecar.giving.begun
 
 
 @pytest.mark.parametrize("refuses", [False, True])
 def test_its_memory_counts_as_lent_from_the_moment_that_it_holds_nothing(refuses: bool) -> None:
     """Nobody sees an engine without a version that seems to want the one it had. One that kept all of it does."""
     sidecar = Sidecar(refuses=refuses)
-    assert not sidecar.giving.active
+    assert not sidecar.giving.begun
     sidecar.order()
     assert sidecar.seen == [True]
-    assert sidecar.giving.active is not refuses
-    sidecar.weights_released = False
-    assert not sidecar.giving.active
+    assert not sidecar.giving.begun
+    assert sidecar.weights_released is not refuses
 
 
 @pytest.mark.parametrize(
