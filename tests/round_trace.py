@@ -172,9 +172,8 @@ def trace(transport: str, root: Path) -> dict[str, list[str]]:
     """Run three rounds; returns what each program called in the last, by program."""
     import model
 
-    from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
-    from weightbus.control.protocol.enums import Role
-    from weightbus.control.protocol.ids import AgentId, Channel
+    from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
+    from weightbus.control.protocol.messages import AgentId, Channel, Role
 
     model.write_checkpoint(root / "checkpoint")
     channels = (Channel(CHANNEL),)

@@ -59,8 +59,8 @@ def test_the_modules_are_found() -> None:
 
 
 def test_only_the_bus_speaks_zeromq() -> None:
-    """Sockets live behind three modules; everything else can be tested without them."""
-    assert set(importers("zmq")) == {"control/bus/router.py", "control/bus/dealer.py", "control/bus/sockets.py"}
+    """Sockets live behind one module; everything else can be tested without them."""
+    assert set(importers("zmq")) == {"control/bus/sockets.py"}
 
 
 def test_only_the_log_knows_structlog() -> None:

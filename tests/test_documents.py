@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 
 import weightbus
-from weightbus.control.cli import entry_point, settings_loader
+from weightbus.control.cli import entry_point, settings
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("control", "dataplane", "trainer_agent", "engine_agent", "deploy", "tests", "requirements")
@@ -273,7 +273,7 @@ def _read_settings(arguments: list[str]) -> None:
     else:
         kind, section = getattr(command, "kind", None), getattr(command, "section", "")
     if kind is not None and whole:
-        settings_loader.settings_from_args(kind, section, args)
+        settings.settings_from_args(kind, section, args)
 
 
 def _check_make(arguments: list[str]) -> None:
@@ -323,4 +323,4 @@ def test_settings_examples_are_read(tmp_path: Path) -> None:
         file.write_text(example.text)
         for section in tomllib.loads(example.text):
             assert section in kinds, f"{example}: no command reads [{section}]"
-            settings_loader.load_settings(kinds[section], section, file=file)
+            settings.load_settings(kinds[section], section, file=file)

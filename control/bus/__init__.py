@@ -1,11 +1,10 @@
-"""ZeroMQ: the coordinator's router, an agent's dealer, session and client, and the in-memory twin."""
+"""ZeroMQ: the sockets of both ends, and an agent's session and client."""
 
 from typing import TYPE_CHECKING
 
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .ack_batching import AckBatcher as AckBatcher
     from .client import BusClient as BusClient, BusSettings as BusSettings, check_keys as check_keys
     from .interface import (
         ConnectionRejected as ConnectionRejected,
@@ -18,8 +17,11 @@ if TYPE_CHECKING:
         refusal_observation as refusal_observation,
         reply_to_rejected as reply_to_rejected,
     )
-    from .router import RouterBus as RouterBus, ServerKeys as ServerKeys, check_bind as check_bind
+    from .session import AckBatcher as AckBatcher
     from .sockets import (
+        RouterBus as RouterBus,
+        ServerKeys as ServerKeys,
+        check_bind as check_bind,
         check_library as check_library,
         libzmq_version as libzmq_version,
         new_keypair as new_keypair,

@@ -49,7 +49,6 @@ from ..protocol import (
     codec,
 )
 from ..security import CurveFiles, agent_key_files
-from .dealer import DealerLink
 from .interface import AgentLink
 from .session import (
     AgentSession,
@@ -71,6 +70,7 @@ from .session import (
     Ticked,
     Transmit,
 )
+from .sockets import DealerLink
 
 PAGES_AHEAD: Final = 4
 """Pages sent without waiting for their replies: those of a digest table of some hundred thousand tensors."""

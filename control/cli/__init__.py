@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .deployment_keys import AgentKeys as AgentKeys, make_deployment_keys as make_deployment_keys
     from .entry_point import main as main
-    from .settings_loader import (
+    from .key_commands import AgentKeys as AgentKeys, make_deployment_keys as make_deployment_keys
+    from .settings import (
         add_settings_flags as add_settings_flags,
         load_settings as load_settings,
         settings_from_args as settings_from_args,

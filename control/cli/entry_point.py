@@ -21,7 +21,7 @@ BUILT_IN: Final[Mapping[str, str]] = {
     "coordinator": "weightbus.control.cli.commands:coordinator",
     "status": "weightbus.control.cli.commands:status",
     "plan": "weightbus.control.cli.plan_command:plan",
-    "forget-channel": "weightbus.control.cli.forget_command:forget_channel",
+    "forget-channel": "weightbus.control.cli.commands:forget_channel",
     "keygen": "weightbus.control.cli.key_commands:keygen",
     "trust": "weightbus.control.cli.key_commands:trust",
     "version": "weightbus.control.cli.commands:version",

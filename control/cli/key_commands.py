@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -26,10 +27,11 @@ from ..security import (
     explain_invalid_entry,
     keys_folder,
     read_allow_list,
+    read_public_key,
+    read_signing_key,
     write_key_pair,
 )
-from .deployment_keys import AgentKeys, allow_list_entry
-from .settings_loader import SettingsCommand
+from .settings import SettingsCommand
 
 
 class KeygenSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,3 +194,31 @@ def _show(agents: Mapping[AgentId, AllowListEntry]) -> None:
 
 keygen = KeygenCommand()
 trust = TrustCommand()
+
+
+class AgentKeys(msgspec.Struct, frozen=True):
+    """One agent whose keys are made, with the role and channels that it is trusted with."""
+
+    name: AgentId
+    role: Role
+    channels: tuple[Channel, ...]
+
+
+def make_deployment_keys(folder: Path, members: Iterable[AgentKeys]) -> None:
+    """Make missing key pairs in `folder` and add `members` to its allow-list. Idempotent."""
+    write_key_pair(folder, COORDINATOR_KEYS, new_keypair, public_of)
+    with edit_allow_list(folder / ALLOW_LIST_FILE) as agents:
+        for member in members:
+            write_key_pair(folder / AGENT_KEYS_FOLDER, member.name, new_keypair, public_of)
+            agents[member.name] = allow_list_entry(folder, member)
+
+
+def allow_list_entry(folder: Path, member: AgentKeys) -> AllowListEntry:
+    """Allow-list entry of `member`, with its keys in `folder`. Raises `PeerKeyError`, `ValidationError`."""
+    fields = {
+        "role": member.role,
+        "channels": member.channels,
+        "key": read_public_key(folder / AGENT_KEYS_FOLDER / f"{member.name}.pub"),
+        "signing_key": read_signing_key(folder / AGENT_KEYS_FOLDER / f"{member.name}.pub"),
+    }
+    return msgspec.convert(fields, AllowListEntry)

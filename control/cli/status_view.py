@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+import urllib.request
+from concurrent.futures import Future, TimeoutError as FutureTimeoutError
 from http.client import HTTPException
 from typing import Final
 
@@ -15,7 +18,47 @@ from ..machine import ChannelView, EngineView, StatusView, parse
 from ..protocol import ConfigurationError, CoordinatorUnreachable, WeightbusError
 from ..security import check_url
 from ..terminal_text import terminal_safe
-from .http_fetch import read_page
+
+MAX_PAGE_BYTES: Final = 64 << 20
+"""Largest page. The status of 4,096 engines is some 2 MB."""
+
+
+def read_page(url: str, timeout_s: float) -> bytes:
+    """Body of the page at `url`. Raises `OSError` (`TimeoutError` at the deadline) or `HTTPException`.
+
+    It is read on a thread of its own, because a name lookup has no timeout. The thread is abandoned at the deadline.
+    """
+    page: Future[bytes] = Future()
+    until = time.monotonic() + timeout_s
+
+    def run() -> None:
+        try:
+            page.set_result(_read_body(url, timeout_s, until))
+        except Exception as problem:  # noqa: BLE001  raised again by `result`
+            page.set_exception(problem)
+
+    threading.Thread(target=run, name="page", daemon=True).start()
+    try:
+        return page.result(timeout_s)
+    except FutureTimeoutError as problem:
+        if page.done():
+            raise
+        raise TimeoutError(f"it was not complete after {timeout_s:g} s") from problem
+
+
+def _read_body(url: str, timeout_s: float, until: float) -> bytes:
+    # The port is on this host or this network: a proxy for the Internet has no business here.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    body = bytearray()
+    with opener.open(url, timeout=timeout_s) as answer:
+        while part := answer.read1():
+            body += part
+            if len(body) > MAX_PAGE_BYTES:
+                raise HTTPException(f"more than {MAX_PAGE_BYTES} bytes came: this is no page of a coordinator")
+            if time.monotonic() > until:
+                raise TimeoutError(f"it was not complete after {timeout_s:g} s")
+    return bytes(body)
+
 
 _ADVICE: Final = "Check that `weightbus coordinator` runs there, and that --url names its HTTP port (--http-port)"
 

@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .election import Deposed as Deposed, Election as Election, LeaderRecord as LeaderRecord, Term as Term
-    from .etcd_client import (
+    from .etcd import (
+        Deposed as Deposed,
+        Election as Election,
         Etcd as Etcd,
         EtcdUnavailable as EtcdUnavailable,
+        LeaderRecord as LeaderRecord,
         StoreLogin as StoreLogin,
+        Term as Term,
         parse_url as parse_url,
         read_login as read_login,
     )

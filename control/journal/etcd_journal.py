@@ -43,8 +43,7 @@ from ..protocol import (
     RoundDone,
     VersionNotNewer,
 )
-from .election import Term
-from .etcd_client import Etcd, EtcdUnavailable, Json, KeyValue, created_at, delete, modified_at, put, read
+from .etcd import Etcd, EtcdUnavailable, Json, KeyValue, Term, created_at, delete, modified_at, put, read
 from .interface import stride
 
 SCHEMA: Final = 1

@@ -10,18 +10,31 @@ from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
     from . import routing as routing, status as status
-    from .channel import Channel as Channel, Publisher as Publisher
-    from .coordinator import Coordinator as Coordinator
-    from .effect_queue import HEARTBEAT_KEY as HEARTBEAT_KEY
+    from .channel import (
+        MAX_HISTORY as MAX_HISTORY,
+        MAX_ROUND_REPLIES as MAX_ROUND_REPLIES,
+        Channel as Channel,
+        PastVersion as PastVersion,
+        Publisher as Publisher,
+        Restored as Restored,
+        RoundReply as RoundReply,
+        history_with as history_with,
+        round_reply_of as round_reply_of,
+    )
+    from .coordinator import HEARTBEAT_KEY as HEARTBEAT_KEY, Coordinator as Coordinator
     from .effects import (
+        ANY_CHANNEL as ANY_CHANNEL,
         Acknowledge as Acknowledge,
         AgentJoined as AgentJoined,
         AgentLeft as AgentLeft,
         AnyEffect as AnyEffect,
+        AnyEvent as AnyEvent,
         AnyObservation as AnyObservation,
         AnyRecord as AnyRecord,
+        Burst as Burst,
         ChannelForgotten as ChannelForgotten,
         Committed as Committed,
+        ConnectionLost as ConnectionLost,
         EngineAhead as EngineAhead,
         EngineFailed as EngineFailed,
         EpochRaised as EpochRaised,
@@ -30,8 +43,13 @@ if TYPE_CHECKING:
         JournalChanged as JournalChanged,
         LeaseEnded as LeaseEnded,
         LeaseGranted as LeaseGranted,
+        MessageReceived as MessageReceived,
         Observe as Observe,
+        Peer as Peer,
         Persist as Persist,
+        Persisted as Persisted,
+        PersistFailed as PersistFailed,
+        Principal as Principal,
         Probe as Probe,
         ReadinessChanged as ReadinessChanged,
         Refusal as Refusal,
@@ -41,36 +59,14 @@ if TYPE_CHECKING:
         SendTo as SendTo,
         SendToAll as SendToAll,
         StateEntered as StateEntered,
-        TransferRetried as TransferRetried,
-    )
-    from .engine_record import EngineRecord as EngineRecord
-    from .events import (
-        ANY_CHANNEL as ANY_CHANNEL,
-        AnyEvent as AnyEvent,
-        Burst as Burst,
-        ConnectionLost as ConnectionLost,
-        MessageReceived as MessageReceived,
-        Peer as Peer,
-        Persisted as Persisted,
-        PersistFailed as PersistFailed,
-        Principal as Principal,
         StopRequested as StopRequested,
         Tick as Tick,
+        TransferRetried as TransferRetried,
         TrustLost as TrustLost,
         Unsent as Unsent,
     )
-    from .limits import WATCHDOG_S as WATCHDOG_S, Limits as Limits, earlier as earlier
+    from .engine_registry import EngineRecord as EngineRecord
     from .membership import Agent as Agent, Membership as Membership
-    from .reply_cache import (
-        MAX_HISTORY as MAX_HISTORY,
-        MAX_ROUND_REPLIES as MAX_ROUND_REPLIES,
-        PastVersion as PastVersion,
-        Restored as Restored,
-        RoundReply as RoundReply,
-        history_with as history_with,
-        round_reply_of as round_reply_of,
-    )
-    from .route import Route as Route, TransferEnds as TransferEnds
     from .routing import (
         IN_PLACE as IN_PLACE,
         PREFERRED as PREFERRED,
@@ -78,7 +74,15 @@ if TYPE_CHECKING:
         choose as choose,
         without_gpu_conflicts as without_gpu_conflicts,
     )
-    from .states import EnginePhase as EnginePhase, RoundState as RoundState
+    from .states import (
+        WATCHDOG_S as WATCHDOG_S,
+        EnginePhase as EnginePhase,
+        Limits as Limits,
+        RoundState as RoundState,
+        Route as Route,
+        TransferEnds as TransferEnds,
+        earlier as earlier,
+    )
     from .status import (
         LENT as LENT,
         ChannelView as ChannelView,

@@ -24,16 +24,19 @@ from ..protocol import (
     Channel as ChannelId,
     EngineHealth,
     EngineMessage,
+    EngineReport,
     Epoch,
     Heartbeat,
     HeldVersion,
     Incarnation,
     InvariantBroken,
     Offered,
+    Outcome,
     PauseMode,
     Publish,
     RefusalCode,
     Release,
+    RequestId,
     RoundDone,
     Send,
     Sent,
@@ -43,29 +46,161 @@ from ..protocol import (
     TrainerInfo,
     Version,
 )
-from .effect_queue import CHANNEL_RECORDS, ChannelEffect, ChannelRecord, SendToAgents, group_by_command
-from .effects import AnyObservation, Committed, EngineAhead, EpochRaised, EpochTaken, RoundClosed, RoundEnded
-from .engine_record import AllowedVersions, EngineRecord, readiness
-from .engine_registry import EngineRegistry
-from .lease import Lease, LeaseHolder, may_acquire, may_use
-from .limits import Limits, earlier
-from .membership import Agent
-from .participants import Participant, wave_order
-from .pending_commands import PendingCommands
-from .reply_cache import (
+from .effects import (
+    AnyObservation,
+    Committed,
+    EngineAhead,
+    EpochRaised,
+    EpochTaken,
+    RoundClosed,
+    RoundEnded,
+)
+from .engine_registry import AllowedVersions, EngineRecord, EngineRegistry, readiness
+from .membership import Agent, LateGrant, Lease, LeaseHolder, may_acquire, may_use
+from .participants import Participant, PendingCommands, SendToAgents, group_by_command, wave_order
+from .round import Round
+from .states import (
+    FINISHED,
     YES,
     Decision,
-    PastVersion,
-    Restored,
-    RoundReplies,
-    already_committed,
-    history_with,
-    never_begun,
-    round_reply_of,
+    EnginePhase,
+    Limits,
+    RoundState,
+    Route,
+    Routing,
+    earlier,
+    key_reused,
+    open_routes,
+    question,
 )
-from .round import Round
-from .route import Route, Routing, open_routes
-from .states import FINISHED, EnginePhase, RoundState
+
+ChannelRecord = EpochTaken | EpochRaised | Committed | RoundClosed
+
+
+ChannelEffect = SendToAgents | LateGrant | ChannelRecord | AnyObservation
+
+
+CHANNEL_RECORDS: Final = (EpochTaken, EpochRaised, Committed, RoundClosed)
+
+
+MAX_ROUND_REPLIES: Final = 32
+"""Replies kept for finished rounds, per channel, in memory and in the journal: a trainer asks about its last round.
+Each may take a megabyte, because it names every engine of the channel."""
+
+MAX_HISTORY: Final = 64
+"""Committed versions that are remembered, so that an operator can see what a channel may go back to."""
+_NOT_CLOSED: Final = "was committed; the coordinator ended before the round did, and how its engines fared was not kept"
+
+
+class RoundReply(msgspec.Struct, frozen=True):
+    """How the round of a `Publish` ended."""
+
+    done: RoundDone
+    question: str = ""
+    """Digest of the `Publish`, see `question()`; empty in records of older releases."""
+    closed: bool = True
+    """False if only the commit is known, because the coordinator ended before the round: `done` names no engines."""
+
+
+class RoundReplies:
+    """How rounds ended, by the key of their `Publish`; the oldest are dropped."""
+
+    def __init__(self, restored: Mapping[RequestId, RoundReply]) -> None:
+        self.last: RoundDone | None = None
+        """Report of the last finished round since the coordinator started."""
+        self._by_request = dict(restored)
+
+    def get(self, request: RequestId) -> RoundReply | None:
+        """How the round of `request` ended; None if unknown."""
+        return self._by_request.get(request)
+
+    def contradicts(self, message: Publish) -> Decision | None:
+        """A refusal if the finished round with this key was another one; None otherwise."""
+        known = self._by_request.get(message.request)
+        if known is None:
+            return None
+        same = (known.done.epoch, known.done.version) == (message.epoch, message.version)
+        if same and known.question in ("", question(message)):
+            return None
+        return key_reused(message, "Publish")
+
+    def remember(self, request: RequestId, round_reply_of: RoundReply) -> None:
+        """Keep how the round of `request` ended."""
+        self.last = round_reply_of.done
+        self._by_request[request] = round_reply_of
+        while len(self._by_request) > MAX_ROUND_REPLIES:
+            self._by_request.pop(next(iter(self._by_request)))
+
+
+def already_committed(message: Publish, epoch: Epoch, holders: Sequence[AgentId]) -> RoundDone:
+    """The report for a version that was committed earlier, at `epoch`, and that `holders` hold now."""
+    return RoundDone(
+        channel=message.channel,
+        epoch=message.epoch,
+        version=message.version,
+        outcome=Outcome.COMMITTED,
+        reason=f"was committed already, at epoch {epoch}",
+        engines=tuple(
+            EngineReport(engine=name, outcome=Outcome.COMMITTED, version=message.version) for name in holders
+        ),
+        seconds={"total": 0.0},
+    )
+
+
+def never_begun(version: Version, message: Abandon) -> RoundDone:
+    """The report for a lease that was abandoned before `Publish`."""
+    return RoundDone(
+        channel=message.channel,
+        epoch=message.epoch,
+        version=version,
+        outcome=Outcome.ABORTED,
+        reason=message.reason,
+        engines=(),
+        seconds={"total": 0.0},
+    )
+
+
+class PastVersion(msgspec.Struct, frozen=True):
+    """An entry of a channel's history: a version that is or was current."""
+
+    version: Version
+    epoch: Epoch
+    rollback: bool = False
+    """True if the channel went back to it, or took it again."""
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True):
+    """A channel as the journal restores it."""
+
+    epoch: Epoch = Epoch(0)
+    committed: HeldVersion | None = None
+    committed_epoch: Epoch = Epoch(0)
+    answers: Mapping[RequestId, RoundReply] = {}
+    history: tuple[PastVersion, ...] = ()
+    """The last `MAX_HISTORY` committed versions, oldest first."""
+
+
+def history_with(history: tuple[PastVersion, ...], commit: Committed | PastVersion) -> tuple[PastVersion, ...]:
+    """`history` with `commit` added, unless it is the last entry already: a record may be written twice."""
+    past = PastVersion(commit.version, commit.epoch, commit.rollback)
+    return history if history[-1:] == (past,) else (*history, past)[-MAX_HISTORY:]
+
+
+def round_reply_of(record: Committed | RoundClosed) -> RoundReply:
+    """The reply to the `Publish` of `record` once that is durable, until a later record replaces it."""
+    if isinstance(record, RoundClosed):
+        return RoundReply(record.done, record.question)
+    done = RoundDone(
+        channel=record.channel,
+        epoch=record.announced,
+        version=record.version,
+        outcome=Outcome.COMMITTED,
+        reason=_NOT_CLOSED,
+        engines=(),
+        seconds={"total": 0.0},
+    )
+    return RoundReply(done, record.question, closed=False)
+
 
 TRACE_LENGTH: Final = 64
 """Events in `Channel.event_trace`, which errors of the machine carry."""

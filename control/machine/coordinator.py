@@ -13,17 +13,22 @@ before any answer or command that depends on it leaves. The path of a record, an
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
-from typing import Final, assert_never
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping
+from typing import Final, NamedTuple, assert_never
 
 import msgspec
 
 from ..protocol import (
     MAX_ANSWER_BYTES,
+    MAX_PAGE_BYTES,
+    MAX_PAGES,
     Abandon,
+    Ack,
     Acquire,
     AgentId,
+    Alive,
     BlobPage,
     Bye,
     Channel as ChannelId,
@@ -34,6 +39,7 @@ from ..protocol import (
     Granted,
     Heartbeat,
     Hello,
+    IllegalMove,
     InvariantBroken,
     Offered,
     Paused,
@@ -41,42 +47,58 @@ from ..protocol import (
     Publish,
     PutBlob,
     RefusalCode,
+    Refused,
     Release,
+    Request,
+    RequestId,
     Role,
     Sent,
     Serving,
     Status,
+    ToAgent,
     ToCoordinator,
     Topology,
     Transferred,
     Verified,
+    Welcome,
 )
 from . import status
-from .authorization import may_say
-from .blob_cache import BlobCache
-from .channel import Channel, TracedMessage
-from .effect_queue import CHANNEL_RECORDS, EffectQueue, JournalWriter, SendToAgents
-from .effects import AnyEffect, ChannelForgotten, Probe, ReadinessChanged, RoundReadiness, StateEntered
-from .events import (
+from .channel import CHANNEL_RECORDS, Channel, Restored, TracedMessage
+from .effects import (
+    Acknowledge,
+    AgentJoined,
+    AgentLeft,
+    AnyEffect,
     AnyEvent,
+    AnyObservation,
+    AnyRecord,
     Burst,
+    ChannelForgotten,
     ConnectionLost,
+    Evict,
+    JournalChanged,
     MessageReceived,
+    Observe,
     Peer,
+    Persist,
     Persisted,
     PersistFailed,
+    Probe,
+    ReadinessChanged,
+    Refusal,
+    RoundReadiness,
+    SendTo,
+    SendToAll,
+    StateEntered,
     StopRequested,
     Tick,
+    Token,
     TrustLost,
     Unsent,
 )
-from .lease import LateGrant
-from .limits import Limits, earlier
-from .membership import Agent, Membership
-from .registration import Registration
-from .reply_cache import YES, Decision, KeyedRequest, Restored
-from .route import Routing
-from .states import RoundState
+from .membership import Agent, LateGrant, Membership, may_join, may_say
+from .participants import SendToAgents
+from .states import YES, Decision, KeyedRequest, Limits, RoundState, Routing, earlier, key_reused, question
 
 
 class _Silent(msgspec.Struct, frozen=True):
@@ -125,9 +147,7 @@ class Coordinator:
         self._effects = EffectQueue(limits.answers)
         self.replies = self._effects.replies
         self._journal_writer = JournalWriter(self._effects, limits.probe_s)
-        self._registration = Registration(
-            boot, limits, routing, self.channels, self.membership, out=self._effects, stride=stride, keyed=keyed
-        )
+        self._routing, self._stride, self._keyed = routing, stride, keyed
 
     # -- entry ------------------------------------------------------------------------------------------------------
 
@@ -200,18 +220,18 @@ class Coordinator:
             case MessageReceived():
                 self._received(work, now)
             case ConnectionLost():
-                self._registration.disconnected(work.peer, now)
+                self._disconnected(work.peer, now)
             case Unsent():
                 self._unsent(work, now)
             case TrustLost():
-                self._flush(self._registration.distrusted(work, now), now)
+                self._flush(self._distrusted(work, now), now)
             case Tick():
                 self._tick(now)
             case StopRequested():
                 self.stopping = True
                 self._queued_work.extend(_ChannelStop(name) for name in self.channels)
             case _Silent():
-                self._flush(self._registration.give_up_on(work.agent, now), now)
+                self._flush(self._give_up_on(work.agent, now), now)
             case _ChannelTick() | _ChannelStop():
                 channel = self.channels[work.channel]
                 channel.tick(now) if isinstance(work, _ChannelTick) else channel.stop(now)
@@ -234,7 +254,7 @@ class Coordinator:
                 self._journal_writer.write(out, channel.name)
             else:
                 if isinstance(out, StateEntered) and out.state is RoundState.OFFERING:
-                    self._registration.missed(channel, now)
+                    self._missed(channel, now)
                 if not isinstance(out, ReadinessChanged | RoundReadiness):
                     channel.event_trace.append(out)
                 self._effects.observe(out)
@@ -292,16 +312,16 @@ class Coordinator:
 
     def _hello(self, message: Hello, event: MessageReceived, now: float) -> None:
         before = self.membership.get(message.agent)
-        verdict = self._registration.may_enter(message, event, before, now)
+        verdict = self._may_enter(message, event, before, now)
         if not verdict.ok:
             self._effects.refuse(event.peer, message.agent, message, verdict)
         elif before and before.incarnation != message.incarnation:
             # Losing the earlier incarnation may move its round on: the welcome shows how things stand afterwards.
             self._queued_work.appendleft(event)
             reason = f"was replaced by {message.incarnation}"
-            self._flush(self._registration.leave(before, reason, now, evict=before.peer != event.peer), now)
+            self._flush(self._leave(before, reason, now, evict=before.peer != event.peer), now)
         else:
-            self._flush(self._registration.welcome(message, event, before, now), now)
+            self._flush(self._welcome(message, event, before, now), now)
 
     def _take_message(self, agent: Agent, message: ToCoordinator, event: MessageReceived, now: float) -> None:
         peer = event.peer
@@ -309,13 +329,13 @@ class Coordinator:
             self.channels[agent.channel].trainer_heard(agent, now)
         match message:
             case Heartbeat():
-                self._flush(self._registration.heartbeat(agent, message, peer, now), now)
+                self._flush(self._heartbeat(agent, message, peer, now), now)
             case Bye():
-                self._flush(self._registration.leave(agent, f"said Bye: {message.reason}", now), now)
+                self._flush(self._leave(agent, f"said Bye: {message.reason}", now), now)
             case GetBlob():
                 self._get_blob(agent, message, peer)
             case Topology():
-                self._registration.located(agent, message)
+                self._located(agent, message)
                 self._effects.answer(peer, agent.name, message, YES)
             case GetStatus():
                 self._get_status(agent, message, peer, now)
@@ -406,3 +426,400 @@ class Coordinator:
                 RefusalCode.READ_ONLY, "the journal cannot be written; is the disk full?", self.limits.probe_s
             )
         return None
+
+    # -- joining ----------------------------------------------------------------------------------------------------
+
+    def _may_enter(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Decision:
+        """Whether an agent may join; `before` is the agent that has its name."""
+        verdict = may_join(message, event.principal, self.membership.on(event.peer), before, keyed=self._keyed)
+        if verdict.ok and message.channel not in self.channels and len(self.channels) >= self.limits.max_channels:
+            found = f"{len(self.channels)} channels are known, max_channels = {self.limits.max_channels}"
+            advice = "raise it, or have one forgotten that is not needed any more: `weightbus forget-channel NAME`"
+            verdict = Decision(RefusalCode.NOT_ALLOWED, f"{found}: {advice}")
+        return self.membership.verdict(message, event.peer, now) if verdict.ok else verdict
+
+    def _welcome(self, message: Hello, event: MessageReceived, before: Agent | None, now: float) -> Channel:
+        """Register an agent; `before` is its own earlier registration, if this incarnation is known."""
+        peer = event.peer
+        if before and before.peer and before.peer != peer:
+            self._effects.evict(before.peer, "came back on another connection")
+        agent = self.membership.join(message, peer, now, event.principal)
+        if message.channel not in self.channels:
+            self.channels[message.channel] = Channel(
+                message.channel, self.limits, self._routing, Restored(), stride=self._stride
+            )
+        channel = self.channels[message.channel]
+        self._effects.send(
+            peer,
+            Welcome(
+                request=message.request,
+                boot=self.boot,
+                epoch=channel.epoch,
+                committed=channel.committed,
+                heartbeat_s=self.limits.heartbeat_s,
+                silence_s=self.limits.silence_s,
+            ),
+        )
+        note = AgentJoined(
+            agent=agent.name,
+            role=agent.role,
+            channel=agent.channel,
+            incarnation=agent.incarnation,
+            returning=before is not None,
+        )
+        self._effects.observe(note)
+        if agent.role is Role.ENGINE:
+            channel.engine_joined(agent, now)
+        elif agent.role is Role.TRAINER:
+            channel.trainer_heard(agent, now)
+            channel.trainer_joined(agent, now)
+        return channel
+
+    # -- alive ------------------------------------------------------------------------------------------------------
+
+    def _heartbeat(self, agent: Agent, message: Heartbeat, peer: Peer, now: float) -> Channel | None:
+        """An agent is alive; the heartbeat of an engine may report a change of its server."""
+        channel = self.channels[agent.channel]
+        if message.seq:
+            allowed = channel.allowed_versions
+            committed = allowed.committed.version if allowed.committed else None
+            self._effects.send(
+                peer, Alive(seq=message.seq, boot=self.boot, committed=committed, max_lag=allowed.max_lag)
+            )
+        moved = agent.role is Role.ENGINE and channel.engine_heard(agent.name, message, now)
+        return channel if moved else None
+
+    def _located(self, agent: Agent, message: Topology) -> None:
+        """An agent reported its topology."""
+        agent.topology = message
+        if agent.role is Role.ENGINE:
+            self.channels[agent.channel].engine_located(agent.name, message)
+
+    # -- leaving ----------------------------------------------------------------------------------------------------
+
+    def _disconnected(self, peer: Peer, now: float) -> None:
+        """A connection is gone. Its agent may reconnect within `reconnect_s`."""
+        agent = self.membership.disconnect(peer, now)
+        channel = self.channels.get(agent.channel) if agent else None
+        if agent and channel and channel.round and channel.round.waits_for(agent.name):
+            self.membership.expect(agent.name, now)
+
+    def _missed(self, channel: Channel, now: float) -> None:
+        """Engines are about to pause for a trainer: if its connection is gone already, it has `reconnect_s` left."""
+        agent = self.membership.get(channel.round.holder) if channel.round else None
+        if agent and agent.peer is None:
+            self.membership.expect(agent.name, now)
+
+    def _distrusted(self, event: TrustLost, now: float) -> Channel | None:
+        """The allow-list has dropped an agent's key: remove the agent."""
+        agent = self.membership.get(event.agent)
+        return self._leave(agent, f"is not trusted any more: {event.reason}", now) if agent else None
+
+    def _give_up_on(self, name: AgentId, now: float) -> Channel | None:
+        """Remove an agent if it was silent for too long."""
+        agent = self.membership.get(name)
+        reason = self.membership.why_lost(agent, now) if agent else ""
+        return self._leave(agent, reason, now) if agent and reason else None
+
+    def _leave(self, agent: Agent, reason: str, now: float, *, evict: bool = True) -> Channel:
+        """Remove an agent for good, with its lease and its part in a round."""
+        self.membership.remove(agent.name)
+        if evict and agent.peer:
+            self._effects.evict(agent.peer, reason)
+        self._effects.observe(AgentLeft(agent=agent.name, role=agent.role, channel=agent.channel, reason=reason))
+        channel = self.channels[agent.channel]
+        if agent.role is Role.ENGINE:
+            channel.engine_lost(agent.name, reason, now)
+        elif agent.role is Role.TRAINER:
+            channel.trainer_lost(agent, reason, now)
+        return channel
+
+
+MAX_GRANTS: Final = 64
+"""Remembered grants. Each describes every engine: a megabyte for a large fleet."""
+
+
+class _Reply(NamedTuple):
+    kind: str
+    question: str
+    """Digest of the request: an offer may be long, and thousands are remembered."""
+    reply: Ack | Granted
+
+
+class ReplyCache:
+    """Replies by agent and request key: a repeated request gets the same reply."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._by_key: OrderedDict[tuple[AgentId, RequestId], _Reply] = OrderedDict()
+        self._grants: deque[tuple[AgentId, RequestId]] = deque()
+
+    def get(self, agent: AgentId, message: KeyedRequest) -> Ack | Granted | Decision | None:
+        """The earlier reply to this request, if remembered; or a refusal if its key was used for another request."""
+        known = self._by_key.get((agent, message.request))
+        if known is None:
+            return None
+        if known.question == question(message):
+            return known.reply
+        return key_reused(message, known.kind)
+
+    def remember(self, agent: AgentId, message: KeyedRequest, reply: Ack | Granted) -> None:
+        """Keep the reply to `message` of `agent`; the oldest replies are dropped."""
+        self._by_key[agent, message.request] = _Reply(message.kind, question(message), reply)
+        if isinstance(reply, Granted):
+            self._grants.append((agent, message.request))
+            if len(self._grants) > MAX_GRANTS:
+                self._by_key.pop(self._grants.popleft(), None)
+        while len(self._by_key) > self._limit:
+            self._by_key.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+
+HEARTBEAT_KEY: Final = RequestId("heartbeat")
+"""`Refused.request` of a refused heartbeat, which has no key: an unknown agent is told to say `Hello`."""
+_KEYLESS: Final = (Heartbeat, Bye)
+_REMEMBERED: Final = (Publish, Release, Offered, Sent, Abandon)
+"""Tuples made once: a union inside of a function would be made anew for every message."""
+
+
+class EffectQueue:
+    """The effects of one event after the other."""
+
+    def __init__(self, answers: int) -> None:
+        """`answers` is the number of remembered replies."""
+        self.replies = ReplyCache(answers)
+        self._effects: list[AnyEffect] = []
+        self._open_acknowledge: list[tuple[Peer, Request]] | None = None
+        """Requests of the last effect, if that is an `Acknowledge`."""
+
+    def __len__(self) -> int:
+        return len(self._effects)
+
+    def take(self) -> tuple[AnyEffect, ...]:
+        """The effects since the last call."""
+        effects, self._effects, self._open_acknowledge = tuple(self._effects), [], None
+        return effects
+
+    def _add(self, effect: AnyEffect) -> None:
+        self._open_acknowledge = None
+        self._effects.append(effect)
+
+    def send(self, peer: Peer, message: ToAgent, blob: bytes | None = None) -> None:
+        """Send to one connection."""
+        self._add(SendTo(peer, message, blob))
+
+    def tell(self, peers: tuple[Peer, ...], message: ToAgent) -> None:
+        """Send the same to any number of connections."""
+        if len(peers) > 1:
+            self._add(SendToAll(peers, message))
+        elif peers:
+            self._add(SendTo(peers[0], message))
+
+    def evict(self, peer: Peer, reason: str) -> None:
+        """Forget the connection."""
+        self._add(Evict(peer=peer, reason=reason))
+
+    def persist(self, persist: Persist) -> None:
+        """Make a record durable."""
+        self._add(persist)
+
+    def observe(self, what: AnyObservation) -> None:
+        """Report an observation to logs and metrics."""
+        self._add(Observe(what))
+
+    def answer(self, peer: Peer, agent: AgentId, message: ToCoordinator, verdict: Decision) -> None:
+        """Reply with an `Ack`, or with a refusal and its reason."""
+        if verdict.code is not None:
+            self.refuse(peer, agent, message, verdict)
+        elif not isinstance(message, _KEYLESS):
+            if isinstance(message, _REMEMBERED):
+                self.replies.remember(agent, message, Ack(request=message.request))
+            self.acknowledge(peer, message)
+
+    def acknowledge(self, peer: Peer, message: Request) -> None:
+        """Acknowledge `message`. Consecutive acknowledgements are one effect."""
+        if self._open_acknowledge is None:
+            self._open_acknowledge = []
+            self._effects.append(Acknowledge(self._open_acknowledge))
+        self._open_acknowledge.append((peer, message))
+
+    def refuse(self, peer: Peer, agent: str, message: ToCoordinator, verdict: Decision) -> None:
+        """Refuse `message`, which changed nothing. Refusals are not remembered."""
+        code = verdict.code or RefusalCode.NOT_ALLOWED
+        request = HEARTBEAT_KEY if isinstance(message, _KEYLESS) else message.request
+        self.send(peer, Refused(request=request, code=code, reason=verdict.reason, retry_after_s=verdict.retry_after_s))
+        self.observe(Refusal(agent=agent, message=message.kind, code=code, reason=verdict.reason))
+
+
+class WriteResult(NamedTuple):
+    """The result of a write."""
+
+    record: AnyRecord
+    channel: ChannelId | None
+    failed: str | None
+    """Why the record is not durable; None if it is."""
+    again: bool
+    """True if a later try may succeed."""
+
+
+class JournalWriter:
+    """Asks the driver to write one record at a time, and tracks whether the journal takes records.
+
+    While `writing` is set, the coordinator handles no further event: a record is durable before any answer or command
+    that depends on it leaves.
+    """
+
+    def __init__(self, out: EffectQueue, probe_s: float) -> None:
+        self.writing: tuple[Persist, ChannelId | None] | None = None
+        self.read_only = False
+        self.retry_at: float | None = None
+        """Time of the next try to write to a journal that refused the last record."""
+        self._out = out
+        self._probe_s = probe_s
+        self._tokens = 0
+
+    def write(self, record: AnyRecord, channel: ChannelId | None) -> None:
+        """Make `record` durable; `channel` waits for it."""
+        if self.writing:
+            raise InvariantBroken(f"{record} was to be written during the write of {self.writing[0].record}")
+        self._tokens += 1
+        persist = Persist(token=Token(self._tokens), record=record)
+        self.writing = (persist, channel)
+        self._out.persist(persist)
+
+    def answered(self, event: Persisted | PersistFailed, now: float) -> WriteResult:
+        """Take the driver's answer. Raises `IllegalMove` on an unknown token."""
+        if self.writing is None or self.writing[0].token != event.token:
+            expected = self.writing[0].token if self.writing else "none"
+            raise IllegalMove("coordinator", f"writing {expected}", f"{type(event).__name__}({event.token})")
+        (persist, channel), self.writing = self.writing, None
+        failed = event.reason if isinstance(event, PersistFailed) else None
+        again = isinstance(event, PersistFailed) and event.again
+        if again is not self.read_only:
+            self.read_only = again
+            self._out.observe(JournalChanged(writable=not again, reason=failed or ""))
+        self.retry_at = now + self._probe_s if self.read_only else None
+        return WriteResult(persist.record, channel, failed, again)
+
+    def tick(self, now: float) -> None:
+        """Probe a journal that refused the last record, if it is time."""
+        if self.retry_at is not None and now >= self.retry_at:
+            self.retry_at = now + self._probe_s
+            self.write(Probe(), None)
+
+
+MAX_BLOBS: Final = 4096
+MAX_UPLOADS: Final = 128
+"""Most unfinished uploads; `MAX_BLOBS` are whole. Bytes alone bound neither, because pages may be empty."""
+
+
+class BlobCache:
+    """A content-addressed store of at most `limit_bytes`, unfinished uploads included."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._whole: dict[str, bytes] = {}
+        self._partial: dict[str, dict[int, bytes]] = {}
+        self._pages: dict[str, int] = {}
+        self._pinned: frozenset[str] = frozenset()
+        self._held_bytes = 0
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._whole
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of blobs and unfinished uploads."""
+        return self._held_bytes
+
+    def put(self, digest: str, page: int, pages: int, data: bytes) -> Decision:
+        """Take one page. The last one to arrive completes the blob, which must hash to `digest`."""
+        if digest in self._whole:
+            self._touch(digest)
+            return YES
+        if refused := self._refusal(digest, page, pages, data):
+            return refused
+        if digest not in self._partial and len(self._partial) >= MAX_UPLOADS:
+            self._forget_partial(next(iter(self._partial)))
+        parts = self._partial.setdefault(digest, {})
+        self._pages[digest] = pages
+        if page not in parts:
+            parts[page] = data
+            self._held_bytes += len(data)
+        if len(parts) < pages:
+            return YES
+        blob = b"".join(parts[index] for index in range(pages))
+        self._forget_partial(digest)
+        found = hashlib.sha256(blob).hexdigest()
+        if found != digest:
+            return Decision(
+                RefusalCode.BAD_BLOB, f"the {pages} pages hash to {found}, sent under {digest}; send all again"
+            )
+        if len(self._whole) >= MAX_BLOBS and (oldest := next(filter(self._is_free, self._whole), None)):
+            self._held_bytes -= len(self._whole.pop(oldest))
+        self._whole[digest] = blob
+        self._held_bytes += len(blob)
+        return YES
+
+    def page(self, digest: str, page: int) -> tuple[bytes, int] | None:
+        """Page `page` of a blob and its number of pages; None if blob or page is missing."""
+        blob = self._whole.get(digest)
+        if blob is None:
+            return None
+        pages = max(1, -(-len(blob) // MAX_PAGE_BYTES))
+        if page >= pages:
+            return None
+        self._touch(digest)
+        return blob[page * MAX_PAGE_BYTES : (page + 1) * MAX_PAGE_BYTES], pages
+
+    def pin(self, digests: Iterable[str]) -> None:
+        """Keep exactly these blobs; any other may be evicted."""
+        self._pinned = frozenset(digests)
+
+    def _refusal(self, digest: str, page: int, pages: int, data: bytes) -> Decision | None:
+        if not 1 <= pages <= MAX_PAGES or page >= pages:
+            return Decision(RefusalCode.BAD_BLOB, f"page {page} of {pages}: pages count from 0, at most {MAX_PAGES}")
+        if len(data) > MAX_PAGE_BYTES:
+            return Decision(
+                RefusalCode.BAD_BLOB, f"page {page} has {len(data)} bytes, at most {MAX_PAGE_BYTES} are allowed"
+            )
+        if self._pages.get(digest, pages) != pages:
+            self._forget_partial(digest)  # a publisher with another page size begins anew
+        if not self._room_for(len(data), digest):
+            reason = f"the store holds {self._held_bytes} of {self._limit_bytes} bytes, all of them in use"
+            return Decision(RefusalCode.NOT_ALLOWED, f"{reason}; raise blob_bytes", 5.0)
+        return None
+
+    def _room_for(self, size: int, digest: str) -> bool:
+        for other in list(filter(self._is_free, self._whole)):
+            if self._held_bytes + size <= self._limit_bytes:
+                return True
+            self._held_bytes -= len(self._whole.pop(other))
+        for other in [name for name in self._partial if name != digest]:
+            if self._held_bytes + size <= self._limit_bytes:
+                return True
+            self._forget_partial(other)
+        return self._held_bytes + size <= self._limit_bytes
+
+    def _is_free(self, digest: str) -> bool:
+        return digest not in self._pinned
+
+    def _forget_partial(self, digest: str) -> None:
+        self._held_bytes -= sum(len(part) for part in self._partial.pop(digest, {}).values())
+        self._pages.pop(digest, None)
+
+    def _touch(self, digest: str) -> None:
+        self._whole[digest] = self._whole.pop(digest)  # moved to the end: the dict is ordered by last use
+
+    def check(self) -> None:
+        """Raise `InvariantBroken` unless the byte count is right and the bounds are kept."""
+        whole = sum(len(blob) for blob in self._whole.values())
+        partial = sum(len(part) for parts in self._partial.values() for part in parts.values())
+        if whole + partial != self._held_bytes:
+            raise InvariantBroken(f"blobs take {whole} + {partial} bytes, counted as {self._held_bytes}")
+        if self._held_bytes > self._limit_bytes:
+            raise InvariantBroken(f"blobs take {self._held_bytes} bytes, at most {self._limit_bytes} are allowed")
+        if len(self._whole) > MAX_BLOBS + len(self._pinned) or len(self._partial) > MAX_UPLOADS:
+            raise InvariantBroken(f"{len(self._whole)} blobs and {len(self._partial)} uploads are kept")

@@ -1,4 +1,4 @@
-"""The agents that are alive: names and incarnations, their connections, and when each was last heard. Pure.
+"""The agents that are alive, what each may do, and which trainer has the lease of a channel, until when. Pure.
 
 A name belongs to one incarnation at a time. A newer incarnation gets it when the connection of the old one is gone, or
 when the old one was silent for `takeover_s`: long enough for several heartbeats of a live agent, short enough for a
@@ -7,30 +7,56 @@ sidecar that was killed and restarted to be back before it counts as lost.
 A server belongs to one engine agent at a time, in all channels: two agents would pause and load it against each other,
 and the ready list would name it twice. Another agent gets the server once the first one has said Bye or is lost, not
 while it may still reconnect: a short disconnect must not hand a server to an agent that was started by mistake.
+
+At most one trainer may publish in a channel, under an epoch that only grows. The lease keeps trainers from wasted work.
+The epoch is what keeps a former holder from changing anything: every receiver compares it, whatever the clock says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
+from typing import Final
 
 import msgspec
 
 from ..protocol import (
+    PROTOCOL,
+    Abandon,
+    Acquire,
     AgentId,
+    Bye,
     Channel,
     EngineInfo,
+    Epoch,
+    Failed,
+    GetBlob,
+    GetStatus,
+    Granted,
+    Heartbeat,
+    HeldVersion,
     Hello,
     Incarnation,
     InvariantBroken,
+    Offered,
+    Paused,
+    Prepared,
+    Publish,
+    PutBlob,
     RefusalCode,
+    Release,
     Role,
+    Sent,
+    Serving,
+    ToCoordinator,
     Topology,
     TrainerInfo,
+    Transferred,
+    Verified,
+    Version,
 )
-from .events import Peer, Principal
-from .limits import Limits, earlier
-from .reply_cache import YES, Decision
+from .effects import EpochTaken, LeaseEnded, LeaseGranted, Peer, Principal
+from .states import BEFORE_COMMIT, YES, Decision, Limits, RoundState, Route, earlier, may_defer_digests
 
 
 class Agent(msgspec.Struct, kw_only=True):
@@ -228,3 +254,291 @@ class Membership:
 def _server(engine: EngineInfo | None) -> str:
     """Key of an agent's server: its URL, normalized; empty for an agent without a server."""
     return engine.url.rstrip("/").lower() if engine else ""
+
+
+_ANY: Final = frozenset(Role)
+_TRAINER: Final = frozenset({Role.TRAINER})
+_ENGINE: Final = frozenset({Role.ENGINE})
+ALLOWED: Final[Mapping[type, frozenset[Role]]] = {
+    Hello: _ANY,
+    Heartbeat: _ANY,
+    Topology: frozenset({Role.TRAINER, Role.ENGINE}),
+    Bye: _ANY,
+    GetBlob: frozenset({Role.TRAINER, Role.ENGINE}),
+    GetStatus: _ANY,
+    Acquire: _TRAINER,
+    Release: _TRAINER,
+    PutBlob: _TRAINER,
+    Publish: _TRAINER,
+    Offered: _TRAINER,
+    Sent: _TRAINER,
+    Abandon: _TRAINER,
+    Prepared: _ENGINE,
+    Paused: _ENGINE,
+    Transferred: _ENGINE,
+    Verified: _ENGINE,
+    Serving: _ENGINE,
+    Failed: _ENGINE,
+}
+"""The roles that may send each message. A message type without a row fails a test."""
+
+
+def may_say(agent: Agent, message: ToCoordinator, principal: Principal | None) -> Decision:
+    """Whether `agent` may send `message`: its role allows it, and the message is about its own channel.
+
+    With keys, `principal` is the owner of the connection's key by the allow-list of now. Its name and role must be
+    those of the agent's `Hello`; the comparison is skipped while the principal is the one of the `Hello`.
+    """
+    channel: Channel = getattr(message, "channel", agent.channel)
+    if principal is agent.principal and agent.role in ALLOWED[type(message)] and channel == agent.channel:
+        return YES
+    if reason := _not_the_agents_key(agent, principal):
+        return Decision(RefusalCode.NOT_ALLOWED, reason)
+    if agent.role not in ALLOWED[type(message)]:
+        return Decision(RefusalCode.NOT_ALLOWED, f"not for the role {agent.role.value}")
+    if channel != agent.channel:
+        return Decision(RefusalCode.NOT_ALLOWED, f"{agent.name} joined channel {agent.channel!r}, not {channel!r}")
+    if principal and not principal.covers(channel):
+        return Decision(RefusalCode.NOT_ALLOWED, f"{agent.name}'s key is not trusted in channel {channel!r}")
+    return YES
+
+
+def _not_the_agents_key(agent: Agent, principal: Principal | None) -> str:
+    if not principal and not agent.principal:
+        return ""
+    if principal is None or principal.name != agent.name:
+        found = f"{principal.name!r}'s" if principal else "not on the allow-list"
+        return f"the connection's key is {found}, not {agent.name!r}'s"
+    if principal.role is not agent.role:
+        return f"{agent.name!r} is trusted as {principal.role.value} now, and joined as {agent.role.value}"
+    return ""
+
+
+def may_join(
+    message: Hello, principal: Principal | None, current: Agent | None, known: Agent | None, *, keyed: bool = False
+) -> Decision:
+    """Whether an agent may join.
+
+    `principal` is the owner of the connection's key, `current` the agent that joined on this connection before, `known`
+    the agent that has the name. With `keyed` every agent needs a trusted key.
+    """
+    if message.protocol != PROTOCOL:
+        older = "agent" if message.protocol < PROTOCOL else "coordinator"
+        reason = f"found protocol {message.protocol}, expected {PROTOCOL}: upgrade the {older}"
+        return Decision(RefusalCode.PROTOCOL_MISMATCH, reason)
+    if keyed and not principal:
+        return Decision(RefusalCode.NOT_ALLOWED, f"{message.agent!r} came without a key that is trusted")
+    return (
+        Decision(RefusalCode.NOT_ALLOWED, reason) if (reason := _objection(message, principal, current, known)) else YES
+    )
+
+
+def _objection(message: Hello, principal: Principal | None, current: Agent | None, known: Agent | None) -> str:
+    if principal and (reason := _not_by_key(message, principal)):
+        return reason
+    if (message.engine is not None) is not (message.role is Role.ENGINE):
+        return "an engine, and no other role, describes an engine in Hello"
+    if (message.trainer is not None) is not (message.role is Role.TRAINER):
+        return "a trainer, and no other role, describes a trainer in Hello"
+    if current and current.name != message.agent:
+        return f"this connection is {current.name!r}'s: one connection, one agent"
+    same = known is not None and known.incarnation == message.incarnation
+    if known and same and (known.role, known.channel) != (message.role, message.channel):
+        return f"{message.agent!r} is {known.role.value} of channel {known.channel!r}"
+    return ""
+
+
+def _not_by_key(message: Hello, principal: Principal) -> str:
+    """Why the key does not cover this agent: a key is valid for one name, in one role, in its channels."""
+    if principal.name != message.agent:
+        return f"the connection's key is {principal.name!r}'s, not {message.agent!r}'s"
+    if principal.role is not message.role:
+        return f"{message.agent!r} is trusted as {principal.role.value}, not as {message.role.value}"
+    if not principal.covers(message.channel):
+        return f"{message.agent!r} is trusted in {', '.join(principal.channels)}, not in {message.channel!r}"
+    return ""
+
+
+class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """The right to publish one version of a channel."""
+
+    holder: AgentId
+    incarnation: Incarnation
+    epoch: Epoch
+    """Present epoch; it rises with every retry or wave. The holder learns it from `Send`."""
+    first_epoch: Epoch
+    """Epoch as granted."""
+    version: Version
+    granted_at: float
+    heard_at: float
+    rollback: bool = False
+    """True if the channel may go back to a lower version under this lease."""
+
+    def expires_at(self, lease_s: float) -> float:
+        """The time at which the lease ends if the holder stays silent."""
+        return self.heard_at + lease_s
+
+
+_ENDING_S: Final = 0.2
+"""Seconds after which to acquire again while a round ends: most engines resume in less."""
+
+
+def may_acquire(
+    lease: Lease | None,
+    agent: AgentId,
+    incarnation: Incarnation,
+    *,
+    round_: RoundState | None,
+    now: float,
+    lease_s: float,
+) -> Decision:
+    """Whether `agent` may acquire the lease. It may replace its own unused lease, but not during a round.
+
+    `round_` is the state of the running round. A trainer whose own round can only end by now is told to wait for that.
+    """
+    in_round = round_ is not None
+    if lease is None and not in_round:
+        return YES
+    if lease is None:
+        return Decision(RefusalCode.LEASE_HELD, "the last round is still coming to its end", 1.0)
+    mine = lease.holder == agent and lease.incarnation == incarnation
+    if mine and not in_round:
+        return YES
+    if mine and round_ not in BEFORE_COMMIT:
+        return Decision(
+            RefusalCode.LEASE_HELD, f"your round at epoch {lease.epoch} is still coming to its end", _ENDING_S
+        )
+    if mine:
+        return Decision(
+            RefusalCode.NOT_ALLOWED, f"your round at epoch {lease.epoch} is running: wait for RoundDone or Abandon it"
+        )
+    remaining = max(0.0, lease.expires_at(lease_s) - now)
+    reason = f"{lease.holder} holds the channel at epoch {lease.epoch} for version {lease.version}"
+    return Decision(RefusalCode.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))
+
+
+def may_use(lease: Lease | None, agent: AgentId, incarnation: Incarnation, epoch: Epoch, highest: Epoch) -> Decision:
+    """Whether `agent` may act under `epoch`, where `highest` is the highest epoch ever taken in the channel."""
+    if epoch > highest:
+        return Decision(RefusalCode.NOT_ALLOWED, f"epoch {epoch} was never granted; the highest is {highest}")
+    if lease is None:
+        return Decision(RefusalCode.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")
+    if lease.holder != agent or lease.incarnation != incarnation:
+        return Decision(
+            RefusalCode.STALE_EPOCH, f"{lease.holder} has been granted epoch {lease.epoch} since; acquire again"
+        )
+    if epoch != lease.epoch:
+        return Decision(RefusalCode.STALE_EPOCH, f"found epoch {epoch}, expected {lease.epoch}; acquire again")
+    return YES
+
+
+class LateGrant(msgspec.Struct, frozen=True):
+    """The answer to an `Acquire`, which had to wait for the journal."""
+
+    agent: AgentId
+    request: Acquire
+    answer: Granted | Decision
+
+
+class LeaseHolder:
+    """The lease of one channel, and the request that waits for its epoch to become durable."""
+
+    def __init__(self, channel: Channel, limits: Limits, event_trace: Sequence[object]) -> None:
+        self.lease: Lease | None = None
+        self._channel = channel
+        self._limits = limits
+        self._event_trace = event_trace
+        self._requested: tuple[Agent, Acquire] | None = None
+
+    def held_by(self, agent: Agent) -> bool:
+        """Whether this incarnation holds the lease."""
+        return self.lease is not None and (self.lease.holder, self.lease.incarnation) == (agent.name, agent.incarnation)
+
+    def request(self, agent: Agent, message: Acquire, epoch: Epoch) -> EpochTaken:
+        """Note the request of `agent`. Returns the record that must be durable before the lease is granted."""
+        self._requested = (agent, message)
+        return EpochTaken(
+            channel=self._channel, epoch=epoch, holder=agent.name, version=message.version, rollback=message.rollback
+        )
+
+    def grant(
+        self,
+        record: EpochTaken,
+        committed: HeldVersion | None,
+        engines: Mapping[AgentId, EngineInfo],
+        routes: Callable[[Agent], Mapping[AgentId, Route]],
+        now: float,
+    ) -> tuple[LeaseEnded | LateGrant | LeaseGranted, ...]:
+        """The epoch is durable: grant the lease to the trainer that requested it.
+
+        `routes` gives the routes of a trainer that has reported its topology.
+        """
+        if self._requested is None:
+            raise InvariantBroken(f"epoch {record.epoch} is durable, but no trainer requested it", self._event_trace)
+        agent, message = self._requested
+        self._requested = None
+        ended = self.end("its holder acquired again")
+        self.lease = Lease(
+            holder=agent.name,
+            incarnation=agent.incarnation,
+            epoch=record.epoch,
+            first_epoch=record.epoch,
+            version=message.version,
+            granted_at=now,
+            heard_at=now,
+            rollback=message.rollback,
+        )
+        told: Mapping[AgentId, Route] = routes(agent) if agent.topology else {}
+        granted = Granted(
+            request=message.request,
+            channel=self._channel,
+            epoch=record.epoch,
+            lease_s=self._limits.lease_s,
+            committed=committed,
+            engines={str(name): info for name, info in engines.items()},
+            routes={str(name): each.transport for name, each in told.items() if each.transport},
+            may_defer_digests=may_defer_digests(told.values()),
+        )
+        note = LeaseGranted(channel=self._channel, holder=agent.name, epoch=record.epoch, version=message.version)
+        return (*ended, LateGrant(agent.name, message, granted), note)
+
+    def refuse(self, reason: str) -> tuple[LateGrant, ...]:
+        """The epoch could not be written: tell the trainer to acquire again later."""
+        requested, self._requested = self._requested, None
+        if requested is None:
+            return ()
+        agent, message = requested
+        return (LateGrant(agent.name, message, Decision(RefusalCode.READ_ONLY, reason, retry_after_s=2.0)),)
+
+    def epoch_raised(self, epoch: Epoch) -> None:
+        """The lease goes on under a higher epoch."""
+        if self.lease:
+            self.lease = msgspec.structs.replace(self.lease, epoch=epoch)
+
+    def heard(self, agent: Agent, now: float) -> None:
+        """A trainer is alive: if it holds the lease, the lease is extended."""
+        if self.lease and self.held_by(agent):
+            self.lease = msgspec.structs.replace(self.lease, heard_at=now)
+
+    def end(self, reason: str) -> tuple[LeaseEnded, ...]:
+        """End the lease, if there is one."""
+        lease, self.lease = self.lease, None
+        if lease is None:
+            return ()
+        return (LeaseEnded(channel=self._channel, holder=lease.holder, epoch=lease.epoch, reason=reason),)
+
+    def next_deadline(self, *, in_round: bool) -> float | None:
+        """The time at which the lease ends unless its holder is heard, or publishes."""
+        if self.lease is None:
+            return None
+        silent = self.lease.expires_at(self._limits.lease_s)
+        return silent if in_round else min(silent, self.lease.granted_at + self._limits.publish_s)
+
+    def overdue(self, now: float, *, in_round: bool) -> str:
+        """Why the lease ends at `now`; empty if it does not."""
+        due = self.next_deadline(in_round=in_round)
+        if self.lease is None or due is None or now < due:
+            return ""
+        if now >= self.lease.expires_at(self._limits.lease_s):
+            return f"silent for {now - self.lease.heard_at:.1f} s"
+        return f"nothing published within {self._limits.publish_s:.0f} s"

@@ -1,7 +1,8 @@
 """The engines of one round: how far each has come, what it is told next, and what its answers change. Pure.
 
-`Participants` decides what concerns one engine alone; round.py decides when all of them go on. A failing engine either
-*breaks*, and may be sent everything again (a retry), or *leaves*: it is told to abort, and resumes if it is clean.
+`Participants` decides what concerns one engine alone; round.py decides when all of them go on. `RoundCommands` builds
+the commands, and `PendingCommands` repeats them until they are acknowledged. A failing engine either *breaks*, and may
+be sent everything again (a retry), or *leaves*: it is told to abort, and resumes if it is clean.
 
 In a rolling round (`Policy.max_paused`) engines are paused in *waves*. For some transports a wave is a collective
 group, formed anew when its members change: `wave_order` keeps engines in their places from version to version.
@@ -9,6 +10,8 @@ group, formed anew when its members change: `wave_order` keeps engines in their 
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, assert_never
@@ -16,7 +19,9 @@ from typing import Final, NamedTuple, assert_never
 import msgspec
 
 from ..protocol import (
+    Abort,
     AgentId,
+    Commit,
     Digest,
     Endpoint,
     EngineHealth,
@@ -26,13 +31,19 @@ from ..protocol import (
     Epoch,
     Failed,
     Outcome,
+    Pause,
     Paused,
+    Prepare,
     Prepared,
     Publish,
+    ReceivingEngine,
     Send,
     Serving,
     Step,
+    ToAgent,
     ToEngine,
+    ToTrainer,
+    Transfer,
     Transferred,
     TransportKind,
     Verified,
@@ -41,11 +52,7 @@ from ..protocol import (
     clip_each,
 )
 from .effects import AnyObservation, EngineFailed
-from .limits import Limits
-from .pending_commands import PendingCommands
-from .round_commands import RoundCommands
-from .route import Route
-from .states import ENGINE_MOVES, FINISHED, GENERATING, EnginePhase, move
+from .states import ENGINE_MOVES, FINISHED, GENERATING, EnginePhase, Limits, Route, move
 
 _DOWN: Final = frozenset({EnginePhase.RESUMING, EnginePhase.LEAVING, EnginePhase.QUARANTINED})
 
@@ -621,3 +628,262 @@ def wave_order(before: Sequence[AgentId], present: Iterable[AgentId]) -> tuple[A
         else:
             order.append(staying.pop())
     return (*order, *new)
+
+
+AgentCommand = ToEngine | ToTrainer
+
+
+class PendingCommand(msgspec.Struct, eq=False):
+    """One command, or two to be carried out in order, that several agents have not acknowledged.
+
+    The agents were told together and are told again together, so thousands share one timer. An agent that has answered
+    or got another command is dropped from `agents` when the timer fires.
+    """
+
+    commands: tuple[AgentCommand, ...]
+    wait_s: float
+    due_at: float
+    agents: list[AgentId]
+    """Agents that may still have to be told; empty once no timer waits for them."""
+    rest: PendingCommand | None = None
+    """Entry of agents that have acknowledged the first of two commands since the last send."""
+
+
+class PendingCommands:
+    """Commands that are sent again until acknowledged. A new command to an agent replaces the last one.
+
+    Timers are in a heap of entries, so neither a command to thousands of agents nor the answer of one of them costs a
+    look at the others.
+    """
+
+    def __init__(self, retry_s: float, retry_max_s: float) -> None:
+        self._retry_s = retry_s
+        self._retry_max_s = retry_max_s
+        self._by_agent: dict[AgentId, PendingCommand] = {}
+        self._timers: list[tuple[float, int, PendingCommand]] = []
+        """Heap of due time, sequence number and entry."""
+        self._new: list[PendingCommand] = []
+        """Entries not sent yet. Most are sent at once and never enter the heap."""
+        self._sequence = itertools.count()
+
+    def assign(self, agent: AgentId, command: AgentCommand, now: float) -> None:
+        """Send `command` to `agent` now, and again until `drop`."""
+        self.assign_all((agent,), (command,), now)
+
+    def assign_all(self, agents: Sequence[AgentId], commands: tuple[AgentCommand, ...], now: float) -> None:
+        """Send one command, or two in order, to all of `agents`."""
+        pending = PendingCommand(commands, self._retry_s, now, list(agents))
+        self._by_agent.update(dict.fromkeys(agents, pending))
+        self._new.append(pending)
+
+    def get(self, agent: AgentId) -> AgentCommand | None:
+        """The first command that `agent` has not acknowledged."""
+        pending = self._by_agent.get(agent)
+        return pending.commands[0] if pending else None
+
+    def all(self) -> list[tuple[AgentId, AgentCommand]]:
+        """Each agent with the first command that it has not acknowledged."""
+        return [(agent, pending.commands[0]) for agent, pending in self._by_agent.items()]
+
+    def acknowledge_first(self, agent: AgentId) -> None:
+        """`agent` has acknowledged the first of two commands: only the second is sent again."""
+        pending = self._by_agent.get(agent)
+        if pending is None or len(pending.commands) < 2:
+            return
+        rest = pending.rest
+        if rest is None or not rest.agents:
+            rest = pending.rest = PendingCommand(pending.commands[1:], pending.wait_s, pending.due_at, [])
+            self._schedule(rest)
+        rest.agents.append(agent)
+        self._by_agent[agent] = rest
+
+    def drop(self, agent: AgentId) -> None:
+        """The command was acknowledged, or its agent is gone."""
+        self._by_agent.pop(agent, None)
+        if not self._by_agent:
+            self._timers.clear()
+            self._new.clear()
+
+    def resend_now(self, agent: AgentId, now: float) -> None:
+        """Send again at once: `agent` is back on a new connection."""
+        if pending := self._by_agent.get(agent):
+            self.assign_all((agent,), pending.commands, now)
+
+    def due(self, now: float) -> list[tuple[tuple[AgentId, ...], AgentCommand]]:
+        """Commands to send now, the longest due first. The wait before the next time doubles."""
+        ready: list[PendingCommand] = []
+        while self._timers and self._timers[0][0] <= now:
+            ready.append(heapq.heappop(self._timers)[2])
+        new, self._new = self._new, []
+        for pending in new:
+            if pending.due_at <= now:
+                ready.append(pending)
+            else:
+                self._schedule(pending)
+        return [told for pending in ready for told in self._take_due(pending, now)]
+
+    def next_deadline(self) -> float | None:
+        """The time at which the next command is due."""
+        for pending in self._new:
+            self._schedule(pending)
+        self._new.clear()
+        of = self._by_agent
+        while self._timers:
+            due_at, _, pending = self._timers[0]
+            agents = pending.agents
+            while agents and of.get(agents[-1]) is not pending:
+                agents.pop()
+            if agents:
+                return due_at
+            heapq.heappop(self._timers)
+        return None
+
+    def __len__(self) -> int:
+        return len(self._by_agent)
+
+    def _take_due(self, pending: PendingCommand, now: float) -> list[tuple[tuple[AgentId, ...], AgentCommand]]:
+        of = self._by_agent
+        pending.agents = [agent for agent in pending.agents if of.get(agent) is pending]
+        if not pending.agents:
+            return []
+        pending.due_at, pending.rest = now + pending.wait_s, None
+        pending.wait_s = min(pending.wait_s * 2, self._retry_max_s)
+        self._schedule(pending)
+        agents = tuple(pending.agents)
+        return [(agents, command) for command in pending.commands]
+
+    def _schedule(self, pending: PendingCommand) -> None:
+        heapq.heappush(self._timers, (pending.due_at, next(self._sequence), pending))
+
+
+class SendToAgents(msgspec.Struct, frozen=True):
+    """Send `message` to the connections of `agents`."""
+
+    agents: tuple[AgentId, ...]
+    message: ToAgent
+
+
+def group_by_command(due: Iterable[tuple[tuple[AgentId, ...], AgentCommand]]) -> list[SendToAgents]:
+    """One effect for each command, in the order of the first agent told.
+
+    Equal commands of a round are one object (participants.py), so they are grouped by identity.
+    """
+    alike: dict[int, tuple[list[AgentId], AgentCommand]] = {}
+    for agents, command in due:
+        alike.setdefault(id(command), ([], command))[0].extend(agents)
+    return [SendToAgents(tuple(agents), command) for agents, command in alike.values()]
+
+
+class RoundCommands:
+    """Builds the commands of one round. Equal commands are one object, which the bus encodes once."""
+
+    def __init__(self, publish: Publish, limits: Limits) -> None:
+        self._publish = publish
+        self._limits = limits
+        self._built: dict[tuple[object, ...], ToEngine] = {}
+
+    def prepare(self, participant: Participant) -> ToEngine:
+        """Compare the manifest with the server."""
+        return self._once(
+            (Prepare, participant.epoch, participant.transport),
+            lambda: Prepare(
+                channel=self._publish.channel,
+                epoch=participant.epoch,
+                version=self._publish.version,
+                manifest=self._publish.manifest,
+                table=self._publish.table,
+                transport=participant.transport or TransportKind.DISK,
+                policy=self._publish.policy,
+                deadline_s=self._limits.prepare_s,
+                publication_signature=self._publish.publication_signature,
+                rollback=self._publish.rollback,
+            ),
+        )
+
+    def pause(self, participant: Participant) -> ToEngine:
+        """Stop generating."""
+        return self._once(
+            (Pause, participant.epoch),
+            lambda: Pause(
+                channel=self._publish.channel,
+                epoch=participant.epoch,
+                mode=self._publish.policy.pause,
+                lease_s=self._limits.lease_s,
+                deadline_s=self._limits.pause_s,
+            ),
+        )
+
+    def send(self, epoch: Epoch, participants: Sequence[Participant]) -> Send:
+        """Open the transports for `participants`. Assigns their ranks in a collective group; the trainer has rank 0."""
+        receivers: list[ReceivingEngine] = []
+        rank = 1
+        for participant in participants:
+            if participant.transport is TransportKind.DISTRIBUTED:
+                participant.rank_offset = rank
+                rank += participant.info.tp
+            transport = participant.transport or TransportKind.DISK
+            told = not self._publish.table or transport is TransportKind.DISTRIBUTED
+            receiver = ReceivingEngine(
+                engine=participant.name,
+                transport=transport,
+                tp=participant.info.tp,
+                url=participant.info.url,
+                shares=participant.shares_gpu and told,
+            )
+            receivers.append(receiver)
+        return Send(
+            channel=self._publish.channel,
+            epoch=epoch,
+            version=self._publish.version,
+            receivers=tuple(receivers),
+            deadline_s=self._publish.policy.transfer_timeout_s,
+        )
+
+    def withdraw(self, epoch: Epoch, out: Mapping[str, str]) -> Withdraw:
+        """Stop waiting for the engines in `out`, each with its reason."""
+        engines = {name: clip_each(reason, len(out)) for name, reason in out.items()}
+        return Withdraw(channel=self._publish.channel, epoch=epoch, engines=engines)
+
+    def transfer(self, participant: Participant, offer: Endpoint) -> ToEngine:
+        """Take the tensors."""
+        return self._once(
+            (Transfer, participant.epoch, offer.transport, participant.rank_offset),
+            lambda: Transfer(
+                channel=self._publish.channel,
+                epoch=participant.epoch,
+                version=self._publish.version,
+                manifest=self._publish.manifest,
+                table=self._publish.table,
+                offer=offer,
+                rank_offset=participant.rank_offset,
+                deadline_s=self._publish.policy.transfer_timeout_s,
+            ),
+        )
+
+    def commit(self, participant: Participant, table: Digest) -> ToEngine:
+        """The version is durable: serve it."""
+        return self._once(
+            (Commit, participant.epoch),
+            lambda: Commit(
+                channel=self._publish.channel,
+                epoch=participant.epoch,
+                version=self._publish.version,
+                table=table,
+                flush=self._publish.policy.flush,
+                deadline_s=self._limits.resume_s,
+            ),
+        )
+
+    def abort(self, participant: Participant, reason: str) -> ToEngine:
+        """Stop what the round began."""
+        channel, deadline_s = self._publish.channel, self._limits.abort_s
+        return self._once(
+            (Abort, participant.epoch, reason),
+            lambda: Abort(channel=channel, epoch=participant.epoch, reason=reason, deadline_s=deadline_s),
+        )
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], ToEngine]) -> ToEngine:
+        known = self._built.get(key)
+        if known is None:
+            known = self._built[key] = make()
+        return known

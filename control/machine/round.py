@@ -32,12 +32,28 @@ from ..protocol import (
     clip,
 )
 from .effects import AnyObservation, Committed, EpochTaken, RoundClosed, StateEntered, TransferRetried
-from .limits import Limits
-from .participants import CAN_STILL_COMMIT, STILL_SERVING, TRANSFER_PENDING, FleetAtStart, Participant, Participants
-from .pending_commands import PendingCommands
-from .reply_cache import question
-from .route import Route
-from .states import BARRIER_PHASES, BEFORE_COMMIT, ROUND_MOVES, SENDING, TIMED_AS, EnginePhase, RoundState, move
+from .participants import (
+    CAN_STILL_COMMIT,
+    STILL_SERVING,
+    TRANSFER_PENDING,
+    FleetAtStart,
+    Participant,
+    Participants,
+    PendingCommands,
+)
+from .states import (
+    BARRIER_PHASES,
+    BEFORE_COMMIT,
+    ROUND_MOVES,
+    SENDING,
+    TIMED_AS,
+    EnginePhase,
+    Limits,
+    RoundState,
+    Route,
+    move,
+    question,
+)
 
 
 class Round:

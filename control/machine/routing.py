@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from ..protocol import AgentId, PeerAccess, ProcessLocation, Topology, TransportKind
-from .route import Objection, Route, TransferEnds
+from .states import Objection, Route, TransferEnds
 
 PREFERRED: Final = (
     TransportKind.DIRECT,

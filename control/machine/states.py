@@ -1,15 +1,34 @@
-"""The states of a round and the phases of an engine in it, with every legal move, as tables.
+"""What the parts of the machine share: states with every legal move, limits, transport routes and decisions.
 
-PROTOCOL.md draws its diagrams from these tables; a test compares.
+PROTOCOL.md draws its diagrams from the tables of moves; a test compares. A route is chosen by a policy (`Routing`) that
+the coordinator is given, and it keeps its promises whatever that returns: an engine with a bad route fails its transfer
+and is excluded. The policy of a real coordinator is routing.py; the simulation has a random one.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
-from typing import Final, TypeVar
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
-from ..protocol import IllegalMove
+import msgspec
+
+from ..protocol import (
+    Abandon,
+    Acquire,
+    AgentId,
+    EngineInfo,
+    IllegalMove,
+    Offered,
+    Publish,
+    RefusalCode,
+    Release,
+    Sent,
+    Topology,
+    TrainerInfo,
+    TransportKind,
+)
 
 
 class RoundState(enum.StrEnum):
@@ -196,3 +215,163 @@ def diagram(table: Mapping[_State, frozenset[_State]]) -> str:
 GENERATING: Final = frozenset(
     {None, EnginePhase.PREPARING, EnginePhase.PREPARED, EnginePhase.SERVING, EnginePhase.LEFT}
 )
+
+
+WATCHDOG_S: Final = 8.0
+"""Silence after which a watchdog takes the place of a sidecar or a source in a `distributed` group.
+
+The watchdogs (engine_agent/engines/sglang/group_watchdog.py, dataplane/transports/distributed/source_watchdog.py) use
+it, and the coordinator's deadlines allow for it.
+"""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The deadlines and bounds of one coordinator."""
+
+    heartbeat_s: float = 1.0
+    """How often agents say that they are alive."""
+    silence_s: float = 10.0
+    """An agent not heard of for so long is lost."""
+    takeover_s: float = 3.0
+    """A name not heard of for so long may be taken by a newer incarnation."""
+    reconnect_s: float = 3.0
+    """An engine whose connection is gone is lost after so long, unless it is back by then."""
+    lease_s: float = 10.0
+    """A trainer silent for so long loses its lease; a paused clean engine that hears nothing for so long resumes."""
+    publish_s: float = 1800.0
+    """A lease under which nothing is published for so long is taken back."""
+    retry_s: float = 1.0
+    """A command without an answer is sent again after so long, then after twice as long, and so on..."""
+    retry_max_s: float = 8.0
+    """... up to this."""
+    grace_s: float = 5.0
+    """Extra wait beyond an agent's own deadline: the agent's own report says more than a timeout."""
+    prepare_s: float = 60.0
+    pause_s: float = 60.0
+    offer_s: float = 60.0
+    verify_s: float = 300.0
+    commit_s: float = 30.0
+    """Longest wait of a commit for a journal that refuses writes."""
+    resume_s: float = 120.0
+    abort_s: float = 60.0
+    straggle_s: float = 10.0
+    """Longest wait for the last engines to resume once others serve the version, while the trainer waits."""
+    probe_s: float = 2.0
+    """Time between tries of a journal that refused a record."""
+    answers: int = 4096
+    """Replies remembered by request key."""
+    blob_bytes: int = 512 * 1024 * 1024
+    """Memory for manifests and digest tables."""
+    forget_s: float = 3600.0
+    """How long a lost engine stays in the status document."""
+    max_channels: int = 64
+    max_agents: int = 2560
+    """2,048 engines and other agents. `Granted` and `RoundDone` name every engine, in one frame."""
+
+
+def earlier(one: float | None, other: float | None) -> float | None:
+    """The earlier of two times."""
+    if one is None or (other is not None and other < one):
+        return other
+    return one
+
+
+class TransferEnds(msgspec.Struct, frozen=True):
+    """A trainer and an engine, with their topology reports."""
+
+    trainer: TrainerInfo
+    engine: EngineInfo
+    from_trainer: Topology | None = None
+    from_engine: Topology | None = None
+    snapshot: bool = False
+    """True if the version was copied and the trainer goes on: its memory has other weights by now."""
+
+    @property
+    def both_await_tables(self) -> bool:
+        """True if both have reported that they can handle deferred digests."""
+        told = self.from_trainer, self.from_engine
+        return all(each is not None and each.supports_deferred_digests for each in told)
+
+
+class Objection(NamedTuple):
+    """Why a transport cannot serve an engine."""
+
+    found: str
+    needed: str = ""
+    """What would change that; empty if nothing would."""
+
+
+class Route(msgspec.Struct, frozen=True):
+    """The transport chosen for an engine, or None, and why."""
+
+    transport: TransportKind | None
+    reason: str
+    shares_gpu: bool = False
+    """True if a worker is known to be on a GPU of the trainer."""
+    supports_deferred_digests: bool = False
+    """`TransferEnds.both_await_tables`."""
+    objections: dict[TransportKind, Objection] = {}
+    """Why each faster transport was not chosen, fastest first."""
+    gpus: tuple[str, ...] = ()
+    """Known GPUs of its workers, if `transport` is a collective group; a GPU is in one group only once."""
+
+
+Routing = Callable[[Mapping[AgentId, TransferEnds]], Mapping[AgentId, Route]]
+"""A policy: returns a route for every engine of a fleet that is served together, given in order of preference."""
+
+
+def may_defer_digests(routes: Iterable[Route]) -> bool:
+    """Whether a live version's digest table may be deferred: every routed engine uses `direct` and can handle it."""
+    routed = [each for each in routes if each.transport]
+    return bool(routed) and all(
+        each.supports_deferred_digests and each.transport is TransportKind.DIRECT for each in routed
+    )
+
+
+def open_routes(routes: Mapping[AgentId, Route]) -> Mapping[AgentId, Route]:
+    """The routes for a version with deferred digests: engines that cannot handle them get none."""
+    return {
+        name: each if each.supports_deferred_digests or not each.transport else _LEFT_OUT
+        for name, each in routes.items()
+    }
+
+
+_LEFT_OUT: Final = Route(
+    None,
+    "the digest table is deferred in this round, which its agent has not said to support: it takes a later version",
+)
+
+
+KeyedRequest = Acquire | Release | Publish | Offered | Sent | Abandon
+"""Requests whose reply is remembered."""
+
+
+_ENCODE: Final = msgspec.msgpack.Encoder()
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """Yes, or a refusal with its code and reason."""
+
+    code: RefusalCode | None
+    """None for yes."""
+    reason: str = ""
+    retry_after_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """True for yes."""
+        return self.code is None
+
+
+YES = Decision(None)
+
+
+def question(message: KeyedRequest) -> str:
+    """Digest of a request in hex: equal for equal messages, even from a sender that knows fewer fields."""
+    return hashlib.blake2b(_ENCODE.encode(message), digest_size=16).hexdigest()
+
+
+def key_reused(message: KeyedRequest, before: str) -> Decision:
+    """The refusal of a request whose key was used for another one."""
+    reason = f"key {message.request} was used for another {before}: every request has a key of its own"
+    return Decision(RefusalCode.NOT_ALLOWED, reason)

@@ -10,7 +10,7 @@ import msgspec
 
 from ..protocol import AgentId, CoordinatorOnStandby, EngineHealth, HeldVersion, Malformed, TransportKind, Version
 from .channel import Channel
-from .engine_record import EngineRecord, readiness
+from .engine_registry import EngineRecord, readiness
 from .membership import Membership
 from .states import RoundState
 

@@ -19,10 +19,8 @@ from typing import Any, Final, Generic, NoReturn, TypeVar, cast, get_args
 
 import msgspec
 
-from .enums import PROTOCOL
 from .errors import Malformed, Oversize, ProtocolError, UnknownMessage, WrongProtocol
-from .message_fields import Message
-from .messages import Ack, Alive, BlobPage, Offered, PutBlob, Sent, Status, ToAgent, ToCoordinator
+from .messages import PROTOCOL, Ack, Alive, BlobPage, Message, Offered, PutBlob, Sent, Status, ToAgent, ToCoordinator
 
 MAGIC: Final = b"WB"
 MAX_FRAME_BYTES: Final = 1 << 20
@@ -32,7 +30,7 @@ MAX_ANSWER_BYTES: Final = 4 << 20
 """The same limit towards agents: `Granted`, `RoundDone` and the status name every engine of a fleet."""
 
 MAX_TEXT_CHARACTERS: Final = 2048
-"""Characters of a `Text` field (ids.py). Longer reasons are cut, so that a long one does not lose the failure."""
+"""Characters of a `Text` field (messages.py). Longer reasons are cut, so that a long one does not lose the failure."""
 
 MAX_REASONS_BYTES: Final = 256 * 1024
 """Bytes of the reasons of all engines together in one message, which may name thousands."""

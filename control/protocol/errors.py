@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from .enums import RefusalCode
+from .messages import RefusalCode
 
 
 class WeightbusError(Exception):

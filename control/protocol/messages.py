@@ -8,7 +8,8 @@ changes. A field with its default is not sent. So an older reader understands ev
 refuses a message with an unknown field as a whole instead of carrying out a part of it. Any other change raises
 `PROTOCOL`.
 
-The structures inside messages are in message_fields.py, the enumerations in enums.py.
+Identifiers are `NewType`s, so that a `Version` is never passed where an `Epoch` is meant; msgspec encodes the value
+below. Bounds are declared once, and hold for every message that carries the field.
 
 The exchange of one round::
 
@@ -39,47 +40,385 @@ Without it no version is verified or committed.
 
 from __future__ import annotations
 
-import msgspec
+import enum
+import re
+from typing import Annotated, Final, NewType, Self
 
-from .enums import (
-    PROTOCOL,
-    EngineHealth,
-    Outcome,
-    PauseMode,
-    RefusalCode,
-    Role,
-    Step,
-    TransportKind,
-)
-from .ids import (
-    AgentName,
-    BlobDigest,
-    ChannelName,
-    Count,
-    Digest,
-    EpochNumber,
-    IncarnationId,
-    JoinedChannel,
-    RequestKey,
-    Seconds,
-    TableDigest,
-    Text,
-    VersionNumber,
-)
-from .message_fields import (
-    Endpoint,
-    EngineInfo,
-    EngineReport,
-    HeldVersion,
-    Message,
-    MissingTransport,
-    NetworkInterface,
-    Policy,
-    ProcessLocation,
-    PublicationSignature,
-    ReceivingEngine,
-    TrainerInfo,
-)
+import msgspec
+from msgspec import Meta
+
+Signature = Annotated[str, Meta(pattern=r"^[0-9a-f]{128}\Z")]
+
+
+PROTOCOL: Final = 3
+"""Protocol number, raised when an older reader would misread a message. Sent in every header and in `Hello`."""
+
+MAX_PAGE_BYTES: Final = 512 * 1024
+"""Largest page of a blob. A manifest of 20,000 tensors takes a handful; a round of an unchanged layout none."""
+
+MAX_PAGES: Final = 4096
+
+
+class Role(enum.StrEnum):
+    """Role of an agent."""
+
+    __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
+
+    TRAINER = "trainer"
+    """Takes leases, publishes versions, sends tensors."""
+    ENGINE = "engine"
+    """Sidecar of one SGLang server: loads versions into it and reports its state."""
+    OBSERVER = "observer"
+    """Reads status, changes nothing."""
+
+
+_TRANSPORT_NAME: Final = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
+
+
+class TransportKind(enum.StrEnum):
+    """Name of a transport: how the tensors of one engine travel in a round.
+
+    The members are the built-in transports. Any other name that matches the pattern is a value too, equal to its
+    string: a trainer and its engines may have a transport that the coordinator does not know.
+    """
+
+    __hash__ = str.__hash__  # that of enums is written in Python, and asked for with every message
+
+    LOCAL = "local"
+    """Same host: POSIX shared memory, or CUDA IPC where the weights are on a GPU."""
+    DIRECT = "direct"
+    """Same host: the engine's workers copy out of the trainer's own memory into their parameters, along a plan."""
+    SENDS = "sends"
+    """Any host: every rank of the trainer sends each worker of the engine its part of the weights: gloo or NCCL."""
+    DISTRIBUTED = "distributed"
+    """One collective group of the source rank and the engine's ranks: gloo or NCCL."""
+    DISK = "disk"
+    """A safetensors checkpoint on a file system that both see."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self | None:
+        """A member for a transport that is not built in. Not cached, so that no peer can fill memory with names."""
+        if not isinstance(value, str) or _TRANSPORT_NAME.fullmatch(value) is None:
+            return None
+        other = str.__new__(cls, value)
+        other._name_ = other._value_ = value
+        return other
+
+
+class PeerAccess(enum.StrEnum):
+    """Access of one GPU to the memory of another, as reported by the driver."""
+
+    NVLINK = "nvlink"
+    """Direct reads over NVLink."""
+    P2P = "p2p"
+    """Direct reads over an unknown link."""
+    NONE = "none"
+    """No direct reads, though both GPUs are visible."""
+
+
+class PauseMode(enum.StrEnum):
+    """Treatment of running requests when an engine pauses (SGLang's own words)."""
+
+    ABORT = "abort"
+    """Requests end at once and return the tokens they have."""
+    RETRACT = "retract"
+    """Requests go back to the queue and are recomputed under the new weights."""
+    IN_PLACE = "in_place"
+    """Requests freeze, keep their KV cache, and go on under the new weights."""
+
+
+class StragglerPolicy(enum.StrEnum):
+    """Treatment of engines that are slower than others in a round (machine/round.py)."""
+
+    WAIT_ALL = "wait-all"
+    """The round waits for every engine, up to the deadline of each step."""
+    QUORUM = "quorum"
+    """Once `Policy.quorum` engines have finished a step, the others have `Policy.slow_s` left."""
+    EVICT_AFTER = "evict-after"
+    """An engine that takes longer than `Policy.slow_s` over a step is left out."""
+
+
+class EngineHealth(enum.StrEnum):
+    """State of the weights in an engine's server, as its agent reports it."""
+
+    CLEAN = "clean"
+    """All weights are of one committed version, or of the server's launch."""
+    PENDING = "pending"
+    """Complete weights of no committed version: verified but not committed, or unknown after a relaunch."""
+    DIRTY = "dirty"
+    """Some weights may be new and some old. Paused, and must not serve before a complete verified load."""
+
+
+class RefusalCode(enum.StrEnum):
+    """Reason for a refusal, with the caller's remedy."""
+
+    STALE_EPOCH = "stale_epoch"
+    """A later epoch was granted in the channel. Acquire again."""
+    LEASE_HELD = "lease_held"
+    """Another trainer holds the channel. Retry after `retry_after_s`."""
+    VERSION_NOT_NEWER = "version_not_newer"
+    """The version is not above the committed one. Publish a higher version."""
+    UNKNOWN_BLOB = "unknown_blob"
+    """Put the blob, then ask again."""
+    BAD_BLOB = "bad_blob"
+    """The pages do not hash to the digest they were sent under."""
+    NOT_ALLOWED = "not_allowed"
+    """The role, or the state of the round, does not allow this message."""
+    UNKNOWN_AGENT = "unknown_agent"
+    """Say `Hello` first; the coordinator does not know this connection."""
+    NAME_TAKEN = "name_taken"
+    """Another live incarnation uses this agent's name."""
+    SERVER_TAKEN = "server_taken"
+    """Another live engine agent serves this URL. One server, one agent: end one of them."""
+    PROTOCOL_MISMATCH = "protocol_mismatch"
+    """The two sides speak different protocol numbers. Upgrade the older one."""
+    READ_ONLY = "read_only"
+    """The journal cannot be written (disk full?). Nothing is granted until it can."""
+    SHUTTING_DOWN = "shutting_down"
+    """The coordinator is stopping. Retry after `retry_after_s`."""
+    NOT_LEADER = "not_leader"
+    """This coordinator stands by. `Refused.leader` is the endpoint of the leader, if known."""
+
+
+class Step(enum.StrEnum):
+    """The step of a round at which an engine failed."""
+
+    PREPARE = "prepare"
+    PAUSE = "pause"
+    TRANSFER = "transfer"
+    VERIFY = "verify"
+    COMMIT = "commit"
+    RESUME = "resume"
+
+
+class Outcome(enum.StrEnum):
+    """Result of a round, for the round and for each engine in it."""
+
+    COMMITTED = "committed"
+    """The version is durable; the engine serves it, verified."""
+    ABORTED = "aborted"
+    """Nothing changed: old weights, old version, serving."""
+    QUARANTINED = "quarantined"
+    """The engine does not serve until it has been loaded completely and verified."""
+    LOST = "lost"
+    """The engine stopped answering; it is out of the ready list."""
+
+
+AgentId = NewType("AgentId", str)
+"""Name of a trainer or engine agent, unique in a deployment and stable across restarts."""
+
+Channel = NewType("Channel", str)
+"""Name of one synchronized model, with its own lease, versions and engines."""
+
+Version = NewType("Version", int)
+"""The trainer's number of a state of the weights. Grows with every commit of a channel, except for a rollback."""
+
+Epoch = NewType("Epoch", int)
+"""Fencing token of a channel. Every grant and every retry takes a new one; receivers refuse a lower one."""
+
+Incarnation = NewType("Incarnation", str)
+"""Process generation of an agent. A message of an earlier one changes nothing."""
+
+RequestId = NewType("RequestId", str)
+"""Idempotency key of a request: the same key always gets the same answer."""
+
+Digest = NewType("Digest", str)
+"""Lower-case hexadecimal SHA-256 of a blob (a manifest, a digest table)."""
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z"
+"""Names of agents and channels: safe in file names, metric labels and log lines."""
+
+MAX_VERSION: Final = 2**53
+"""Integers up to here are exact in every language that reads the JSON documents."""
+
+AgentName = Annotated[AgentId, msgspec.Meta(pattern=NAME_PATTERN)]
+ChannelName = Annotated[Channel, msgspec.Meta(pattern=NAME_PATTERN)]
+JoinedChannel = Annotated[Channel, msgspec.Meta(min_length=1, max_length=64)]
+"""Channel of an engine's answer. Compared with the channel that the agent joined, whose name matched the pattern, so
+that thousands of answers need not pass through the pattern again."""
+VersionNumber = Annotated[Version, msgspec.Meta(ge=0, le=MAX_VERSION)]
+EpochNumber = Annotated[Epoch, msgspec.Meta(ge=0, le=2**53)]
+IncarnationId = Annotated[Incarnation, msgspec.Meta(min_length=1, max_length=64)]
+RequestKey = Annotated[RequestId, msgspec.Meta(min_length=1, max_length=96)]
+BlobDigest = Annotated[Digest, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+TableDigest = Annotated[Digest, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+"""Digest of a version's digest table. Empty while the digests are deferred (PROTOCOL.md)."""
+Text = Annotated[str, msgspec.Meta(max_length=2048)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+ParallelSize = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+"""Parallel size of a server, bounded so that the rank numbers of a group of all engines fit into a message."""
+
+
+class Message(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True, tag_field="type"
+):
+    """Base of every message. Each subclass names its tag, so that renaming a class changes nothing on the wire."""
+
+    @property
+    def kind(self) -> str:
+        """Tag of the message on the wire, used in logs and errors."""
+        return str(self.__struct_config__.tag)
+
+
+class Fragment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Base of structures inside messages."""
+
+
+class HeldVersion(Fragment, frozen=True):
+    """A version that an engine holds, complete and verified."""
+
+    version: VersionNumber
+    manifest: BlobDigest
+    table: BlobDigest
+    """Digest of the version's digest table: engines with the same table hold the same bits."""
+
+
+class EngineInfo(Fragment, frozen=True):
+    """Facts of an engine's server. Fixed for a process generation, except `health`, `held` and `memory_released`."""
+
+    url: Text
+    """URL at which clients reach the server; readers of the ready list send requests there."""
+    server_version: Text
+    tp: ParallelSize
+    pp: ParallelSize
+    dp: ParallelSize
+    device: Text
+    """``cpu`` or ``cuda``."""
+    host: Text
+    """Identity of the host (boot id): equal for agents that can share memory."""
+    transports: tuple[TransportKind, ...]
+    live_digest: Text = ""
+    """Algorithm of the server's digest of its live parameters; empty if the server has none."""
+    health: EngineHealth = EngineHealth.CLEAN
+    held: HeldVersion | None = None
+    memory_released: bool = msgspec.field(default=False, name="lent")
+    """True while the server's weight memory is released (SGLang's ``release_memory_occupation``)."""
+
+
+class TrainerInfo(Fragment, frozen=True):
+    """Facts of a trainer, reported by its rank 0."""
+
+    host: Text
+    device: Text
+    ranks: Count
+    transports: tuple[TransportKind, ...]
+    """Transports in order of preference."""
+
+
+class ProcessLocation(Fragment, frozen=True):
+    """Location of one process with weights: a rank of a trainer, or a worker of a server."""
+
+    rank: Count
+    host: Text
+    device: Text
+    """UUID of the process's GPU; ``cpu`` without one."""
+    reach: dict[str, PeerAccess] | None = None
+    """Access to the other visible GPUs, by UUID. Null: the driver could not be queried."""
+    nccl_gpu_id: Text = msgspec.field(default="", name="seat")
+    """Identity of the GPU within an NCCL group; empty: its UUID."""
+
+
+class NetworkInterface(Fragment, frozen=True):
+    """Network interface of an agent's host."""
+
+    name: Text
+    addresses: tuple[Text, ...]
+    mbps: Count = 0
+    """Speed in megabits a second, as the driver reports it; 0: not known."""
+
+
+class MissingTransport(Fragment, frozen=True):
+    """Reason why an agent does not offer a transport."""
+
+    found: Text
+    needed: Text = ""
+    """Change that would make the transport possible; empty if there is none."""
+
+
+class PublicationSignature(Fragment, frozen=True):
+    """A trainer's signature of a publication (security/trust.py names the signed fields)."""
+
+    signer: AgentName
+    previous: HeldVersion | None
+    """Version committed when the lease was granted: the previous link of the channel's hash chain."""
+    signature: Signature
+    """Ed25519, in hexadecimal."""
+
+
+class Policy(Fragment, frozen=True):
+    """Policy of one round, set by the trainer and carried out by the coordinator."""
+
+    pause: PauseMode = PauseMode.RETRACT
+    flush: bool = True
+    """True: drop the KV and prefix caches before resuming. Must be false with `PauseMode.IN_PLACE`."""
+    min_engines: Count = 0
+    """Least number of verified engines for a commit; 0: one, if any engine joined."""
+    redrives: Count = 1
+    """Retries of the transfer for each engine within the round.
+
+    An attempt over a collective transport that another engine's failure ended before any byte was sent does not count.
+    """
+    transfer_timeout_s: Seconds = 600.0
+    slow: StragglerPolicy = StragglerPolicy.WAIT_ALL
+    quorum: Count = 0
+    """Number of engines for `StragglerPolicy.QUORUM`; 0: one."""
+    slow_s: Seconds = 30.0
+    """Seconds for `StragglerPolicy.QUORUM` and `StragglerPolicy.EVICT_AFTER`."""
+    max_paused: Count = 0
+    """Most engines paused at a time (rolling round: the others follow in waves). 0: all at once.
+
+    An engine that does not serve again counts as paused; when all places are taken by such engines, the round stops.
+    """
+    max_lag: Count = 0
+    """Versions by which a stale engine may be behind the committed one and still be listed as ready."""
+
+
+class ReceivingEngine(Fragment, frozen=True):
+    """One engine of a transfer, and its transport."""
+
+    engine: AgentName
+    transport: TransportKind
+    tp: Count
+    url: Text = ""
+    shares: bool = False
+    """True if a worker is on a GPU of the trainer: a copy would wait there for digests that are still computed, and the
+    worker cannot be in one NCCL group with that rank. Set for deferred digests and for `distributed`."""
+
+
+class Endpoint(Fragment, frozen=True):
+    """Endpoint of one transport in one epoch. Only the data plane reads `address`."""
+
+    transport: TransportKind
+    address: Text
+    """Local, direct: path of a Unix socket. Sends, distributed: ``tcp://host:port``. Disk: path of the folder."""
+    group: Text = ""
+    """Distributed: name of the collective group; unchanged while its members are."""
+    backend: Text = ""
+    """Distributed: ``gloo`` or ``nccl``."""
+    world_size: Count = 0
+    """Distributed: the source rank and all engine ranks."""
+    token: Text = ""
+    """Sends, distributed: a secret of this epoch, by which the two sides know each other. Never logged."""
+    signature: Signature | None = None
+    """Signature of the publication's signer, where keys are used: engines cannot be redirected to another source."""
+
+
+class EngineReport(Fragment, frozen=True):
+    """Result of one engine in a round."""
+
+    engine: AgentName
+    outcome: Outcome
+    transport: TransportKind | None = None
+    version: VersionNumber | None = None
+    bytes: Count = 0
+    buckets: Count = 0
+    seconds: dict[str, Seconds] = {}
+    """Seconds by phase: prepare, pause, transfer, verify, resume; and ``paused``, from pause to resume."""
+    verified_by: Text = ""
+    """``live-digest``: read back from the server's parameters. ``bucket-digest``: checked before the load."""
+    reason: Text = ""
+
 
 # -- any agent -> coordinator ----------------------------------------------------------------------------------------
 
@@ -128,9 +467,9 @@ class Topology(Message, frozen=True, tag="Topology"):
     places: tuple[ProcessLocation, ...] = ()
     """Locations by rank; a trainer's first one is rank 0."""
     nics: tuple[NetworkInterface, ...] = ()
-    lacking: dict[TransportKind, MissingTransport] = {}  # noqa: RUF012  # msgspec gives each its own
+    lacking: dict[TransportKind, MissingTransport] = {}  # msgspec gives each its own
     """Transports that the agent does not offer, with the reason."""
-    takes: dict[TransportKind, Count] = {}  # noqa: RUF012  # msgspec gives each its own
+    takes: dict[TransportKind, Count] = {}  # msgspec gives each its own
     """Bytes of a version that the worker with the most received, by transport used so far (engines only)."""
     supports_deferred_digests: bool = msgspec.field(default=False, name="awaits_tables")
     """True if the agent supports deferred digests."""
@@ -220,7 +559,7 @@ class Offered(Message, frozen=True, tag="Offered"):
     channel: ChannelName
     epoch: EpochNumber
     offers: tuple[Endpoint, ...]
-    failed: dict[str, Text] = {}  # noqa: RUF012  # msgspec gives each its own
+    failed: dict[str, Text] = {}  # msgspec gives each its own
     """Engines whose transport could not be opened, with the reason."""
 
 
@@ -230,7 +569,7 @@ class Sent(Message, frozen=True, tag="Sent"):
     request: RequestKey
     channel: ChannelName
     epoch: EpochNumber
-    failed: dict[str, Text] = {}  # noqa: RUF012  # msgspec gives each its own
+    failed: dict[str, Text] = {}  # msgspec gives each its own
     """Engines that the trainer could not serve, with the reason. All others received every bucket."""
     table: TableDigest = Digest("")
     """Digest table of a version with deferred digests: must have been put, the same in every `Sent` of a round."""
@@ -389,7 +728,7 @@ class Granted(Message, frozen=True, tag="Granted"):
     lease_s: Seconds
     committed: HeldVersion | None
     engines: dict[str, EngineInfo]
-    routes: dict[str, TransportKind] = {}  # noqa: RUF012  # msgspec gives each its own
+    routes: dict[str, TransportKind] = {}  # msgspec gives each its own
     """Transport of each engine for a live version now. Empty for trainers that sent no `Topology`."""
     may_defer_digests: bool = msgspec.field(default=False, name="may_leave_open")
     """True if a live version may have deferred digests: trainer and engines support them, and all engines would take

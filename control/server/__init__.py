@@ -5,8 +5,11 @@ from typing import TYPE_CHECKING
 from weightbus.lazy_face import lazy_face
 
 if TYPE_CHECKING:
-    from .candidate import CoordinatorCandidate as CoordinatorCandidate
-    from .coordinator_process import CoordinatorProcess as CoordinatorProcess, read_keys as read_keys
+    from .coordinator_process import (
+        CoordinatorCandidate as CoordinatorCandidate,
+        CoordinatorProcess as CoordinatorProcess,
+        read_keys as read_keys,
+    )
     from .event_loop import on_signals as on_signals
     from .http_server import HttpPort as HttpPort, Readiness as Readiness
     from .metrics import (

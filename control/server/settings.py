@@ -1,4 +1,4 @@
-"""Settings of the coordinator. cli/settings_loader.py reads them; `Limits` is the machine's part of them."""
+"""Settings of the coordinator. cli/settings.py reads them; `Limits` is the machine's part of them."""
 
 from __future__ import annotations
 

@@ -22,28 +22,36 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import zmq
 
-from weightbus.control.bus.dealer import HEARTBEAT_MS
 from weightbus.control.bus.session import HEARTBEATS_PER_ANSWER
+from weightbus.control.bus.sockets import HEARTBEAT_MS
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import PROTOCOL, EngineHealth, Role, TransportKind
-from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.protocol.message_fields import EngineInfo, HeldVersion, Message
 from weightbus.control.protocol.messages import (
+    PROTOCOL,
     Abort,
+    AgentId,
+    Channel,
     Commit,
+    EngineHealth,
+    EngineInfo,
     Heartbeat,
+    HeldVersion,
     Hello,
+    Incarnation,
+    Message,
     Pause,
     Paused,
     Prepare,
     Prepared,
+    RequestId,
+    Role,
     Serving,
     ToAgent,
     Transfer,
     Transferred,
+    TransportKind,
     Verified,
 )
-from weightbus.control.security.curve_keys import CurveFiles, read_public_key, read_secret_key
+from weightbus.control.security.keys import CurveFiles, read_public_key, read_secret_key
 
 CHANNEL: Final = Channel("bench")
 CURVE_KEYS = tuple[bytes, bytes, bytes]
@@ -181,7 +189,7 @@ class Herd:
             dealer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
             dealer.set(zmq.LINGER, 0)
             dealer.set(zmq.RECONNECT_IVL, 100)
-            if side == "ours":  # as dealer.py sets them for real agents
+            if side == "ours":  # as sockets.py sets them for real agents
                 dealer.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
                 dealer.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_MS)
             dealer.curve_secretkey, dealer.curve_publickey, dealer.curve_serverkey = secret

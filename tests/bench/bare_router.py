@@ -19,9 +19,9 @@ import zmq
 from agents import COMMAND
 from zmq.auth.thread import ThreadAuthenticator
 
-from weightbus.control.bus.ack_batching import HOLD_S
-from weightbus.control.security.allow_list import ALLOW_LIST_FILE, AllowList
-from weightbus.control.security.curve_keys import read_secret_key
+from weightbus.control.bus.session import HOLD_S
+from weightbus.control.security.keys import read_secret_key
+from weightbus.control.security.trust import ALLOW_LIST_FILE, AllowList
 
 
 class _Doorman:

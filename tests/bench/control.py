@@ -37,24 +37,32 @@ from agents import CHANNEL, Agent, name_of
 from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.bus.sockets import libzmq_version
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import Outcome, Role, TransportKind
 from weightbus.control.protocol.errors import RequestRefused
-from weightbus.control.protocol.ids import AgentId, Digest, Epoch, Incarnation, Version
-from weightbus.control.protocol.message_fields import Endpoint, Policy, TrainerInfo
 from weightbus.control.protocol.messages import (
     Ack,
     Acquire,
+    AgentId,
+    Digest,
+    Endpoint,
+    Epoch,
     Granted,
     Hello,
+    Incarnation,
     Offered,
+    Outcome,
+    Policy,
     Prepare,
     Prepared,
     Publish,
+    Role,
     RoundDone,
     Send,
     Sent,
+    TrainerInfo,
+    TransportKind,
+    Version,
 )
-from weightbus.control.security.curve_keys import CurveFiles
+from weightbus.control.security.keys import CurveFiles
 
 HERE = Path(__file__).parent
 TRAINER = "trainer"

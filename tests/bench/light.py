@@ -11,7 +11,7 @@ from typing import Any
 from weightbus.control import protocol as m
 from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.protocol.errors import RequestRefused, WeightbusError
-from weightbus.control.protocol.ids import AgentId, Channel, Epoch, Incarnation, RequestId, Version
+from weightbus.control.protocol.messages import AgentId, Channel, Epoch, Incarnation, RequestId, Version
 
 CHANNEL = Channel("light")
 DEADLINE_S = 30.0

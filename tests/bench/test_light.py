@@ -14,7 +14,7 @@ from light import CHANNEL, Trainer
 
 from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import RequestRefused
-from weightbus.control.protocol.ids import Epoch, RequestId, Version
+from weightbus.control.protocol.messages import Epoch, RequestId, Version
 
 STALE = RequestRefused(m.RefusalCode.STALE_EPOCH, "that round has ended", 0.0)
 

@@ -45,7 +45,7 @@ def _kind(at: int, *names: str) -> Only:
 
 
 _JOURNAL = ("weightbus.control.journal.sqlite_journal:SqliteJournal.write",)
-_SENDS = ("weightbus.control.bus.router:RouterBus.send", "weightbus.control.bus.router:RouterBus.send_to_all")
+_SENDS = ("weightbus.control.bus.sockets:RouterBus.send", "weightbus.control.bus.sockets:RouterBus.send_to_all")
 _WORK = ("weightbus.engine_agent.sidecar.operation_executor:OperationExecutor.perform",)
 _RECORD = ("weightbus.engine_agent.state_file:StateFile.write",)
 _CALL = ("weightbus.engine_agent.engines.sglang.http_client:HttpClient._request",)

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import model
 
-from weightbus.control.protocol.enums import RefusalCode
+from weightbus.control.protocol.messages import RefusalCode
 from weightbus.trainer_agent import TrainerAgent
 from weightbus.trainer_agent.machine.errors import AgentClosed, ConnectFailed, PublishFailed
 from weightbus.trainer_agent.sources.hf_module import FSDPSource

@@ -11,6 +11,7 @@ import pytest
 from weightbus.control.journal.etcd_journal import EtcdJournal
 from weightbus.control.journal.interface import Journal
 from weightbus.control.journal.sqlite_journal import SqliteJournal
+from weightbus.control.machine.channel import MAX_ROUND_REPLIES, Restored, round_reply_of
 from weightbus.control.machine.effects import (
     AnyRecord,
     ChannelForgotten,
@@ -20,11 +21,8 @@ from weightbus.control.machine.effects import (
     Probe,
     RoundClosed,
 )
-from weightbus.control.machine.reply_cache import MAX_ROUND_REPLIES, Restored, round_reply_of
-from weightbus.control.protocol.enums import Outcome
 from weightbus.control.protocol.errors import JournalCorrupt
-from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.messages import RoundDone
+from weightbus.control.protocol.messages import AgentId, Channel, Digest, Epoch, Outcome, RequestId, RoundDone, Version
 
 from .world import replay
 

@@ -17,10 +17,9 @@ from rich.console import Console, RenderableType
 from weightbus.control.cli import commands, entry_point as cli, plan_command, status_view
 from weightbus.control.log import get_log
 from weightbus.control.machine import status
-from weightbus.control.protocol.enums import Role, TransportKind
 from weightbus.control.protocol.errors import WeightbusError
-from weightbus.control.protocol.ids import AgentId
-from weightbus.control.security.allow_list import ALLOW_LIST_FILE, AllowListEntry, edit_allow_list
+from weightbus.control.protocol.messages import AgentId, Role, TransportKind
+from weightbus.control.security.trust import ALLOW_LIST_FILE, AllowListEntry, edit_allow_list
 from weightbus.control.server.metrics import configure_logging
 from weightbus.control.server.transport_plan import ChannelPlan, EnginePlan, FasterTransport, PlanView, TrainerPlan
 from weightbus.control.terminal_text import terminal_safe

@@ -12,70 +12,83 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
+from weightbus.control.machine.channel import Restored, history_with, round_reply_of
 from weightbus.control.machine.coordinator import Coordinator
 from weightbus.control.machine.effects import (
     Acknowledge,
     AnyEffect,
+    AnyEvent,
     AnyObservation,
     AnyRecord,
     ChannelForgotten,
     Committed,
+    ConnectionLost,
     EpochRaised,
     EpochTaken,
     Evict,
+    MessageReceived,
     Observe,
+    Peer,
     Persist,
+    Persisted,
+    PersistFailed,
     ReadinessChanged,
     Refusal,
     RoundClosed,
     RoundReadiness,
     SendTo,
     SendToAll,
-)
-from weightbus.control.machine.events import (
-    AnyEvent,
-    ConnectionLost,
-    MessageReceived,
-    Peer,
-    Persisted,
-    PersistFailed,
     Tick,
     Unsent,
 )
-from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.reply_cache import Restored, history_with, round_reply_of
 from weightbus.control.machine.routing import Router
-from weightbus.control.protocol.enums import EngineHealth, RefusalCode, Role, Step, TransportKind
-from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
-from weightbus.control.protocol.message_fields import Endpoint, EngineInfo, HeldVersion, Message, Policy, TrainerInfo
+from weightbus.control.machine.states import Limits
 from weightbus.control.protocol.messages import (
     Abort,
     Ack,
     Acquire,
+    AgentId,
     Alive,
     Bye,
+    Channel,
     Commit,
+    Digest,
+    Endpoint,
+    EngineHealth,
+    EngineInfo,
+    Epoch,
     Failed,
     Granted,
     Heartbeat,
+    HeldVersion,
     Hello,
+    Incarnation,
+    Message,
     Offered,
     Pause,
     Paused,
+    Policy,
     Prepare,
     Prepared,
     Publish,
     PutBlob,
+    RefusalCode,
     Refused,
+    RequestId,
+    Role,
     RoundDone,
     Send,
     Sent,
     Serving,
+    Step,
     ToCoordinator,
     Topology,
+    TrainerInfo,
     Transfer,
     Transferred,
+    TransportKind,
     Verified,
+    Version,
     Welcome,
     Withdraw,
 )

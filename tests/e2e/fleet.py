@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
-from weightbus.control.protocol.enums import Role
-from weightbus.control.protocol.ids import AgentId, Channel
+from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
+from weightbus.control.protocol.messages import AgentId, Channel, Role
 from weightbus.engine_agent.engines.sglang import cpu_server
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.trainer_agent.demo.child_processes import Program, ProgramEnded, Programs

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.messages import TransportKind
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.engine_agent.engines.sglang import cpu_server

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from weightbus.control.protocol.enums import PauseMode
+from weightbus.control.protocol.messages import PauseMode
 from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.processes.threads import gc_paused
 from weightbus.engine_agent.errors import ServerError

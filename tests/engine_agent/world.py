@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weightbus.control import protocol as m
-from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId, Version
+from weightbus.control.protocol.messages import Channel, Digest, Epoch, RequestId, Version
 from weightbus.engine_agent.machine.engine_machine import EngineMachine
 from weightbus.engine_agent.machine.events import (
     Answer,

@@ -15,22 +15,25 @@ import msgspec
 
 from weightbus.control import protocol as m
 from weightbus.control.machine.coordinator import Coordinator
-from weightbus.control.machine.effects import Acknowledge, Persist, SendTo, SendToAll
-from weightbus.control.machine.events import (
+from weightbus.control.machine.effects import (
+    Acknowledge,
     AnyEvent,
     ConnectionLost,
     MessageReceived,
     Peer,
+    Persist,
     Persisted,
     PersistFailed,
     Principal,
+    SendTo,
+    SendToAll,
     StopRequested,
     Tick,
     TrustLost,
 )
-from weightbus.control.machine.limits import Limits
 from weightbus.control.machine.routing import Router
-from weightbus.control.protocol.ids import AgentId, Channel
+from weightbus.control.machine.states import Limits
+from weightbus.control.protocol.messages import AgentId, Channel
 
 from ..control.protocol.test_codec import TO_COORDINATOR
 

@@ -26,13 +26,11 @@ from prometheus_client import CollectorRegistry
 
 from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.bus.sockets import new_keypair, public_of
-from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
+from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import Role
 from weightbus.control.protocol.errors import ProtocolError
-from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.protocol.messages import Heartbeat, Hello
-from weightbus.control.security.curve_keys import CurveFiles, read_public_key, read_secret_key
+from weightbus.control.protocol.messages import AgentId, Channel, Heartbeat, Hello, Incarnation, RequestId, Role
+from weightbus.control.security.keys import CurveFiles, read_public_key, read_secret_key
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.gpu import engines, int4, nccl, quantized_rounds, stages, stock
-from weightbus.control.machine.route import TransferEnds
 from weightbus.control.machine.routing import PREFERRED, choose
-from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.machine.states import TransferEnds
+from weightbus.control.protocol.messages import TransportKind
 from weightbus.engine_agent.engines.sglang.compatibility import missing
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.sidecar.topology import topology_of

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from weightbus.control.journal.etcd_client import Etcd, EtcdUnavailable, Login
+from weightbus.control.journal.etcd import Etcd, EtcdUnavailable, Login
 
 from .leashed import leashed
 from .ports import free_port

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
-from weightbus.control.protocol.ids import AgentId, Digest, Epoch, RequestId
+from weightbus.control.protocol.messages import AgentId, Digest, Epoch, RequestId
 from weightbus.dataplane.tensors.manifest import blob_digest
 
 _DIRECT = m.TransportKind.DIRECT

@@ -11,7 +11,7 @@ from pathlib import Path
 from weightbus.control import protocol as m
 from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.protocol.errors import RequestRefused, WeightbusError
-from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
+from weightbus.control.protocol.messages import AgentId, Channel, Incarnation, RequestId
 from weightbus.dataplane.errors import DataplaneError, TransferFailed
 from weightbus.dataplane.processes.host_facts import host_identity
 from weightbus.dataplane.tensors.manifest import DigestTable, Manifest

@@ -8,15 +8,17 @@ from typing import Any, Self
 
 from weightbus.control.bus.client import BusClient, BusSettings
 from weightbus.control.bus.session import AgentSession, RequestSubmitted, SessionEvent, Ticked
-from weightbus.control.protocol.enums import MAX_PAGE_BYTES, RefusalCode
 from weightbus.control.protocol.errors import RequestRefused, WeightbusError
-from weightbus.control.protocol.ids import Digest, RequestId
 from weightbus.control.protocol.messages import (
+    MAX_PAGE_BYTES,
     BlobPage,
+    Digest,
     GetBlob,
     Heartbeat,
     Hello,
     PutBlob,
+    RefusalCode,
+    RequestId,
     ToAgent,
     ToCoordinator,
     Topology,

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weightbus.control.machine.effects import AnyEffect, AnyObservation, JournalChanged, RoundEnded, StateEntered
-from weightbus.control.machine.events import AnyEvent, Burst
+from weightbus.control.machine.effects import (
+    AnyEffect,
+    AnyEvent,
+    AnyObservation,
+    Burst,
+    JournalChanged,
+    RoundEnded,
+    StateEntered,
+)
 from weightbus.control.protocol.errors import InvariantBroken, JournalCorrupt
 from weightbus.control.server.event_loop import EventLoop
 

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from weightbus.control.machine.channel import MAX_ROUND_REPLIES, Restored, RoundReply, history_with, round_reply_of
 from weightbus.control.machine.effects import AnyRecord, Committed, EpochRaised, EpochTaken, Probe, RoundClosed
-from weightbus.control.machine.reply_cache import MAX_ROUND_REPLIES, Restored, RoundReply, history_with, round_reply_of
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
-from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId
-from weightbus.control.protocol.message_fields import HeldVersion
+from weightbus.control.protocol.messages import Channel, Digest, Epoch, HeldVersion, RequestId
 from weightbus.engine_agent import state_file
 from weightbus.engine_agent.errors import StateUnreadable
 from weightbus.engine_agent.machine.events import StateRecord

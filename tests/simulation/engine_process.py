@@ -12,23 +12,28 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control.protocol.enums import Role, TransportKind
 from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused, WeightbusError
-from weightbus.control.protocol.ids import AgentId, Digest, Incarnation, RequestId
-from weightbus.control.protocol.message_fields import EngineInfo, HeldVersion
 from weightbus.control.protocol.messages import (
     Abort,
+    AgentId,
     Commit,
+    Digest,
+    EngineInfo,
     EngineMessage,
     Heartbeat,
+    HeldVersion,
     Hello,
+    Incarnation,
     Pause,
     Prepare,
+    RequestId,
+    Role,
     Topology,
     Transfer,
+    TransportKind,
     Welcome,
 )
-from weightbus.control.security.signed_publications import (
+from weightbus.control.security.trust import (
     VerificationFailure,
     verify_digest_table,
     verify_endpoint,

@@ -23,19 +23,20 @@ from weightbus.control.machine.effects import (
     RoundClosed,
     RoundReadiness,
 )
-from weightbus.control.protocol.enums import Outcome, RefusalCode
-from weightbus.control.protocol.ids import AgentId
-from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.control.protocol.messages import (
     Abandon,
     Ack,
     Acquire,
+    AgentId,
     Commit,
     Granted,
+    HeldVersion,
     Offered,
+    Outcome,
     Pause,
     Prepare,
     Publish,
+    RefusalCode,
     Refused,
     Release,
     RoundDone,

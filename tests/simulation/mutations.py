@@ -82,7 +82,7 @@ MUTATIONS: Final = (
             "now, evict=before.peer != event.peer), now)\n",
             (
                 "now, evict=before.peer != event.peer), now)\n"
-                "            self._flush(self._registration.welcome(message, event, None, now), now)\n"
+                "            self._flush(self._welcome(message, event, None, now), now)\n"
             ),
         ),
     ),
@@ -242,18 +242,18 @@ MUTATIONS: Final = (
     _m(
         "believes-a-table-that-follows-unsigned",
         "believed",
-        "control/security/signed_publications.py",
+        "control/security/trust.py",
         "    if not signed_by(entry.signing_key, _statement(filled_in, signed), signature):\n",
         "    if False:\n",
     ),
     _m(
         "leaves-tables-open-for-who-does-not-know-them",
         "understood",
-        "control/machine/route.py",
+        "control/machine/states.py",
         "each.supports_deferred_digests and each.transport is TransportKind.DIRECT for each in routed",
         "each.transport is TransportKind.DIRECT for each in routed",
         (
-            "control/machine/route.py",
+            "control/machine/states.py",
             "each if each.supports_deferred_digests or not each.transport else _LEFT_OUT",
             "each",
         ),
@@ -261,7 +261,7 @@ MUTATIONS: Final = (
     _m(  # found by the simulation in our own code; two keep each other's watch
         "is-refused-for-a-round-that-it-gave-up",
         "begun-anew",
-        "control/machine/lease.py",
+        "control/machine/membership.py",
         "    if mine and round_ not in BEFORE_COMMIT:\n",
         "    if False:\n",
         (
@@ -287,35 +287,35 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-of-other-versions-as-ready",
         "nothing-raises",
-        "control/machine/engine_record.py",
+        "control/machine/engine_registry.py",
         "    if not window.allows(engine.held):",
         "    if False:",
     ),
     _m(
         "lists-engines-that-are-one-version-too-old",
         "ready-is-ready",
-        "control/machine/engine_record.py",
+        "control/machine/engine_registry.py",
         "if each and 0 < held.version - each.version <= max_lag)",
         "if each and 0 < held.version - each.version <= max_lag + 1)",
     ),
     _m(
         "lists-engines-from-before-a-rollback",
         "ready-is-ready",
-        "control/machine/engine_record.py",
+        "control/machine/engine_registry.py",
         "() if rollback or self.committed is None else",
         "() if self.committed is None else",
     ),
     _m(
         "lists-engines-that-never-said-so",
         "ready-is-ready",
-        "control/machine/engine_record.py",
+        "control/machine/engine_registry.py",
         "    if not engine.serving or engine.version_in_doubt:",
         "    if engine.version_in_doubt:",
     ),
     _m(
         "lists-whoever-a-round-has-no-part-for",
         "left-alone",
-        "control/machine/engine_record.py",
+        "control/machine/engine_registry.py",
         "    if not engine.serving or engine.version_in_doubt:",
         "    if (not engine.serving and phase is not _LEFT) or engine.version_in_doubt:",
     ),
@@ -329,7 +329,7 @@ MUTATIONS: Final = (
     _m(
         "lists-engines-in-mid-transfer",
         "ready-is-ready",
-        "control/machine/engine_record.py",
+        "control/machine/engine_registry.py",
         "    if phase not in GENERATING:\n        return",
         "    if False:\n        return",
     ),
@@ -343,7 +343,7 @@ MUTATIONS: Final = (
     _m(
         "lease-outlives-its-holder",
         "every-wait-ends",
-        "control/machine/lease.py",
+        "control/machine/membership.py",
         "        lease, self.lease = self.lease, None\n",
         "        lease, self.lease = self.lease, self.lease\n",
     ),
@@ -352,21 +352,21 @@ MUTATIONS: Final = (
     _m(
         "no-fencing-of-trainers",
         "one-holder",
-        "control/machine/lease.py",
+        "control/machine/membership.py",
         '        return Decision(RefusalCode.STALE_EPOCH, f"epoch {epoch} has ended; acquire again")\n',
         "        return YES\n    return YES\n",
     ),
     _m(
         "grants-a-channel-that-is-held",
         "heard-out",
-        "control/machine/lease.py",
+        "control/machine/membership.py",
         "    return Decision(RefusalCode.LEASE_HELD, reason, max(0.1, min(remaining, 1.0)))",
         "    return YES",
     ),
     _m(
         "commands-said-once",
         "every-wait-ends",
-        "control/machine/pending_commands.py",
+        "control/machine/participants.py",
         "pending.due_at, pending.rest = now + pending.wait_s, None",
         "pending.due_at, pending.rest = now + 1e9, None",
     ),
@@ -610,7 +610,7 @@ MUTATIONS: Final = (
     _set_back(
         "takes-what-an-engine-serves-for-what-it-held",
         "ready-is-ready",
-        "control/machine/engine_record.py",
+        "control/machine/engine_registry.py",
         "        self.version_in_doubt = version != (self.held.version if self.held else None)\n",
         "        self.version_in_doubt = False\n",
     ),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from weightbus.control.bus.interface import Delivery, Rejected
-from weightbus.control.machine.events import MessageReceived, Peer
+from weightbus.control.machine.effects import MessageReceived, Peer
 from weightbus.control.protocol.errors import ProtocolError
 from weightbus.control.protocol.messages import Alive, Heartbeat, ToAgent, ToCoordinator
 

@@ -7,7 +7,7 @@ import random
 import msgspec
 
 from weightbus.control.journal.interface import STRIDE_RANGE
-from weightbus.control.protocol.enums import StragglerPolicy, TransportKind
+from weightbus.control.protocol.messages import StragglerPolicy, TransportKind
 
 from .network import Weather
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from weightbus.control.machine.events import ANY_CHANNEL
-from weightbus.control.protocol.enums import Role
-from weightbus.control.protocol.ids import AgentId
-from weightbus.control.protocol.signatures import signing_key_of
-from weightbus.control.security.allow_list import AllowListEntry
+from weightbus.control.machine.effects import ANY_CHANNEL
+from weightbus.control.protocol.messages import AgentId, Role
+from weightbus.control.security.trust import AllowListEntry, signing_key_of
 
 
 def secret_of(trainer: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from weightbus.control.machine.effects import EpochTaken
-from weightbus.control.protocol.ids import AgentId, Channel, Epoch, Version
+from weightbus.control.protocol.messages import AgentId, Channel, Epoch, Version
 from weightbus.engine_agent import state_file
 
 from .filesystem import Files, SimOs, SimPath

@@ -12,9 +12,8 @@ from random import Random
 import msgspec
 import pytest
 
-from weightbus.control.machine.route import Route, TransferEnds
-from weightbus.control.protocol.enums import TransportKind
-from weightbus.control.protocol.ids import AgentId
+from weightbus.control.machine.states import Route, TransferEnds
+from weightbus.control.protocol.messages import AgentId, TransportKind
 from weightbus.control.server import event_loop as server
 
 from .campaign import Tally, run_chunk

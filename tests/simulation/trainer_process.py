@@ -15,8 +15,8 @@ import msgspec
 
 from weightbus.control import protocol as m
 from weightbus.control.protocol.errors import ClientClosed, CoordinatorUnreachable, RequestRefused
-from weightbus.control.protocol.ids import AgentId, Digest, Epoch, Incarnation, RequestId, Version
-from weightbus.control.security.signed_publications import sign_digest_table, sign_endpoint, sign_publication
+from weightbus.control.protocol.messages import AgentId, Digest, Epoch, Incarnation, RequestId, Version
+from weightbus.control.security.trust import sign_digest_table, sign_endpoint, sign_publication
 from weightbus.trainer_agent.machine import events as ev, publication
 
 from .client import Client

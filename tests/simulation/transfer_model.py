@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.messages import TransportKind
 
 from .process import Process, Thread
 from .server_model import CallFailed

@@ -6,12 +6,16 @@ import random
 
 import msgspec
 
-from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.states import SENDING
-from weightbus.control.protocol.enums import EngineHealth, Outcome, PauseMode, TransportKind
-from weightbus.control.protocol.ids import Channel
-from weightbus.control.protocol.message_fields import Policy
-from weightbus.control.protocol.messages import RoundDone
+from weightbus.control.machine.states import SENDING, Limits
+from weightbus.control.protocol.messages import (
+    Channel,
+    EngineHealth,
+    Outcome,
+    PauseMode,
+    Policy,
+    RoundDone,
+    TransportKind,
+)
 
 from .coordinator_process import CoordinatorProcess
 from .disks import JournalDisk

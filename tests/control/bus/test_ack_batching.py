@@ -6,22 +6,27 @@ from typing import Any
 
 import pytest
 
-from weightbus.control.bus.ack_batching import HOLD_S, PROMPT_S, AckBatcher, acknowledges
-from weightbus.control.machine.events import Peer
-from weightbus.control.protocol.enums import EngineHealth, PauseMode, Step, TransportKind
-from weightbus.control.protocol.message_fields import Endpoint as Bytes, Message, Policy
+from weightbus.control.bus.session import HOLD_S, PROMPT_S, AckBatcher, acknowledges
+from weightbus.control.machine.effects import Peer
 from weightbus.control.protocol.messages import (
     Abort,
     Ack,
     Commit,
+    Endpoint as Bytes,
+    EngineHealth,
     Failed,
+    Message,
     Pause,
     Paused,
+    PauseMode,
+    Policy,
     Prepare,
     Prepared,
     Serving,
+    Step,
     Transfer,
     Transferred,
+    TransportKind,
     Verified,
 )
 

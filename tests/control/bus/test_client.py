@@ -13,14 +13,11 @@ import pytest
 
 from weightbus.control.bus import client as client_module
 from weightbus.control.bus.client import MAX_KNOWN, PAGES_AHEAD, BoundedSet, BusClient, BusSettings
-from weightbus.control.bus.in_memory import MemoryBus
 from weightbus.control.bus.interface import ConnectionRejected
-from weightbus.control.bus.router import RouterBus, ServerKeys
 from weightbus.control.bus.session import SessionTiming
-from weightbus.control.bus.sockets import new_keypair, public_of
-from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
-from weightbus.control.machine.events import MessageReceived, Peer
-from weightbus.control.protocol.enums import MAX_PAGE_BYTES, RefusalCode, Role
+from weightbus.control.bus.sockets import RouterBus, ServerKeys, new_keypair, public_of
+from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
+from weightbus.control.machine.effects import MessageReceived, Peer
 from weightbus.control.protocol.errors import (
     BlobCancelled,
     BlobMismatch,
@@ -29,27 +26,38 @@ from weightbus.control.protocol.errors import (
     Malformed,
     RequestRefused,
 )
-from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
-from weightbus.control.protocol.message_fields import Message
 from weightbus.control.protocol.messages import (
+    MAX_PAGE_BYTES,
     Abort,
     Ack,
     Acquire,
+    AgentId,
     Alive,
     BlobPage,
     Bye,
+    Channel,
+    Digest,
+    Epoch,
     GetBlob,
     GetStatus,
     Heartbeat,
     Hello,
+    Incarnation,
+    Message,
     PutBlob,
+    RefusalCode,
     Refused,
+    RequestId,
+    Role,
     Status,
     ToAgent,
     Topology,
+    Version,
     Welcome,
 )
-from weightbus.control.security.curve_keys import COORDINATOR_KEYS, CurveFiles, write_key_pair
+from weightbus.control.security.keys import COORDINATOR_KEYS, CurveFiles, write_key_pair
+
+from ..memory_bus import MemoryBus
 
 QUICK = SessionTiming(resend_first_s=0.05, resend_max_s=0.1, silence_s=30.0)
 """An agent that is silent for half a second on a busy machine is not gone: only one test waits for a silence."""

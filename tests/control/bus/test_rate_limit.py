@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from weightbus.control.bus.rate_limit import BURST, CUT_OFF_S, MAX_ACCOUNTS, RATE, RateDecision, RateLimiter
+from weightbus.control.bus.sockets import BURST, CUT_OFF_S, MAX_ACCOUNTS, RATE, RateDecision, RateLimiter
 
 
 def test_what_a_fleet_says_is_never_touched() -> None:

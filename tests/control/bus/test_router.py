@@ -11,21 +11,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from weightbus.control.bus import router as bus_module, sockets
-from weightbus.control.bus.dealer import DealerLink
+from weightbus.control.bus import sockets
 from weightbus.control.bus.interface import ConnectionRejected, Delivery, Rejected, Throttled, TrustRevoked
-from weightbus.control.bus.rate_limit import RateLimiter
-from weightbus.control.bus.router import RouterBus, ServerKeys
-from weightbus.control.bus.sockets import new_keypair, public_of
-from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
-from weightbus.control.machine.events import MessageReceived, Peer, Principal
+from weightbus.control.bus.sockets import DealerLink, RateLimiter, RouterBus, ServerKeys, new_keypair, public_of
+from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
+from weightbus.control.machine.effects import MessageReceived, Peer, Principal
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import Role
 from weightbus.control.protocol.errors import ConfigurationError, Malformed, WeightbusError, WrongProtocol
-from weightbus.control.protocol.ids import AgentId, Channel, Digest, RequestId
-from weightbus.control.protocol.messages import Ack, BlobPage, Bye, GetStatus
-from weightbus.control.security.allow_list import ALLOW_LIST_FILE, edit_allow_list
-from weightbus.control.security.curve_keys import COORDINATOR_KEYS, CurveFiles, write_key_pair
+from weightbus.control.protocol.messages import Ack, AgentId, BlobPage, Bye, Channel, Digest, GetStatus, RequestId, Role
+from weightbus.control.security.keys import COORDINATOR_KEYS, CurveFiles, write_key_pair
+from weightbus.control.security.trust import ALLOW_LIST_FILE, edit_allow_list
 
 DEADLINE_S = 30.0
 
@@ -110,7 +105,7 @@ def test_unknown_and_lost_peers_are_told(bus: RouterBus) -> None:
 
 def test_slow_peer_is_queued_then_gone(bus: RouterBus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages for a peer that reads none are queued within bounds, then it counts as gone; no other waits."""
-    monkeypatch.setattr(bus_module, "QUEUE_LIMIT", 3)
+    monkeypatch.setattr(sockets, "QUEUE_LIMIT", 3)
     link = link_to(bus)
     peer = say(bus, link).peer
     monkeypatch.setattr(bus, "_offer", lambda *_: Delivery.QUEUED)
@@ -142,8 +137,8 @@ def test_what_is_not_taken_is_bounded_in_bytes(bus: RouterBus) -> None:
     blob, taken = bytes(512 * 1024), 0
     while bus.send(asked.peer, page, blob) is not Delivery.GONE:
         taken += 1
-        assert taken < 2 * bus_module.UNREAD + bus_module.QUEUE_BYTES // len(blob)
-    assert taken > bus_module.QUEUE_BYTES // len(blob)
+        assert taken < 2 * sockets.UNREAD + sockets.QUEUE_BYTES // len(blob)
+    assert taken > sockets.QUEUE_BYTES // len(blob)
     context.destroy(linger=0)
 
 
@@ -205,7 +200,7 @@ def test_garbage_is_rejected_by_kind(bus: RouterBus) -> None:
 
 def test_a_message_of_thousands_of_frames_is_refused_once(bus: RouterBus, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not kept, dropped in bounded portions with others' turns in between, and what follows is read."""
-    monkeypatch.setattr(bus_module, "MAX_SKIPPED", 100)
+    monkeypatch.setattr(sockets, "MAX_SKIPPED", 100)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     raw = context.socket(zmq.DEALER)
     raw.connect(f"tcp://127.0.0.1:{bus.router_port}")
@@ -374,7 +369,7 @@ def test_broken_list_cuts_everybody(curve_bus: RouterBus, folder: Path) -> None:
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sockets that give a handshake a second."""
-    monkeypatch.setattr(bus_module, "HANDSHAKE_MS", 1000)
+    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 1000)
 
 
 @pytest.mark.usefixtures("hasty")

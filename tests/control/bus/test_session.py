@@ -24,19 +24,24 @@ from weightbus.control.bus.session import (
     Ticked,
     Transmit,
 )
-from weightbus.control.protocol.enums import PauseMode, RefusalCode
 from weightbus.control.protocol.errors import CoordinatorUnreachable, Malformed, RequestRefused, WrongProtocol
-from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId, Version
 from weightbus.control.protocol.messages import (
     Abort,
     Ack,
     Acquire,
     Alive,
+    Channel,
     Commit,
+    Digest,
+    Epoch,
     Pause,
     Paused,
+    PauseMode,
     Prepared,
+    RefusalCode,
     Refused,
+    RequestId,
+    Version,
     Welcome,
 )
 

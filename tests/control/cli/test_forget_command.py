@@ -9,7 +9,7 @@ import pytest
 
 from weightbus.control.cli.entry_point import main
 from weightbus.control.journal.sqlite_journal import SqliteJournal
-from weightbus.control.protocol.ids import Channel
+from weightbus.control.protocol.messages import Channel
 
 from ..journal_contract import closed, commit, taken
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from tests.kit.trickle import trickling
-from weightbus.control.cli import http_fetch as page
+from weightbus.control.cli import status_view as page
 from weightbus.control.cli.entry_point import main
 from weightbus.control.cli.status_view import fetch
 from weightbus.control.protocol.errors import ConfigurationError, CoordinatorUnreachable

@@ -20,13 +20,13 @@ import pytest
 import structlog
 from rich.console import Console
 
-from weightbus.control.cli import commands, entry_point as cli, settings_loader as settings, status_view
-from weightbus.control.cli.deployment_keys import make_deployment_keys
+from weightbus.control.cli import commands, entry_point as cli, settings, status_view
 from weightbus.control.cli.entry_point import BUILT_IN, ENTRY_POINT_GROUP, main
+from weightbus.control.cli.key_commands import make_deployment_keys
 from weightbus.control.machine import status
 from weightbus.control.protocol.errors import WeightbusError
-from weightbus.control.security.allow_list import read_allow_list
-from weightbus.control.security.curve_keys import read_public_key
+from weightbus.control.security.keys import read_public_key
+from weightbus.control.security.trust import read_allow_list
 from weightbus.control.server.metrics import METRICS, MetricSource
 
 ROOT = Path(__file__).parents[3]

@@ -9,8 +9,17 @@ from typing import cast
 
 import pytest
 
-from weightbus.control.journal.election import Deposed, Election, LeaderRecord, Term
-from weightbus.control.journal.etcd_client import Etcd, EtcdUnavailable, Json, KeyValue, TxnResult
+from weightbus.control.journal.etcd import (
+    Deposed,
+    Election,
+    Etcd,
+    EtcdUnavailable,
+    Json,
+    KeyValue,
+    LeaderRecord,
+    Term,
+    TxnResult,
+)
 
 DEADLINE_S = 60.0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.journal.etcd_client import Etcd, EtcdUnavailable, Login, parse_url, read_login
+from weightbus.control.journal.etcd import Etcd, EtcdUnavailable, Login, parse_url, read_login
 from weightbus.control.protocol.errors import ConfigurationError
 
 

@@ -16,12 +16,15 @@ import pytest
 
 from tests.kit.etcd_member import BINARY, MISSING, EtcdMember, quick_etcd_member
 from weightbus.control.cli.entry_point import main
-from weightbus.control.journal.election import Deposed, Election, LeaderRecord, Term
-from weightbus.control.journal.etcd_client import (
+from weightbus.control.journal.etcd import (
+    Deposed,
+    Election,
     Etcd,
     EtcdUnavailable,
     Json,
+    LeaderRecord,
     Login,
+    Term,
     TxnResult,
     delete,
     parse_url,
@@ -30,10 +33,10 @@ from weightbus.control.journal.etcd_client import (
 )
 from weightbus.control.journal.etcd_journal import MOST_OPERATIONS, EtcdJournal
 from weightbus.control.journal.interface import Journal
+from weightbus.control.machine.channel import MAX_ROUND_REPLIES, round_reply_of
 from weightbus.control.machine.effects import ChannelForgotten
-from weightbus.control.machine.reply_cache import MAX_ROUND_REPLIES, round_reply_of
 from weightbus.control.protocol.errors import ConfigurationError, JournalCorrupt, JournalUnwritable, VersionNotNewer
-from weightbus.control.protocol.ids import Channel
+from weightbus.control.protocol.messages import Channel
 
 from ..journal_contract import POLICY, B, JournalContract, closed, commit, taken
 

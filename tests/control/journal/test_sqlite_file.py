@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.journal.sqlite_file import check_location
-from weightbus.control.journal.sqlite_journal import SqliteJournal
+from weightbus.control.journal.sqlite_journal import SqliteJournal, check_location
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError
-from weightbus.control.protocol.ids import Channel
+from weightbus.control.protocol.messages import Channel
 
 from ..journal_contract import taken
 

@@ -21,12 +21,20 @@ import structlog
 
 from weightbus.control.journal.interface import Journal
 from weightbus.control.journal.sqlite_journal import EVENTS, SCHEMA, SqliteJournal
+from weightbus.control.machine.channel import MAX_HISTORY, MAX_ROUND_REPLIES
 from weightbus.control.machine.effects import EpochRaised
-from weightbus.control.machine.reply_cache import MAX_HISTORY, MAX_ROUND_REPLIES
-from weightbus.control.protocol.enums import Outcome
 from weightbus.control.protocol.errors import JournalCorrupt, JournalError, JournalUnwritable
-from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import EngineReport, HeldVersion
+from weightbus.control.protocol.messages import (
+    AgentId,
+    Channel,
+    Digest,
+    EngineReport,
+    Epoch,
+    HeldVersion,
+    Outcome,
+    RequestId,
+    Version,
+)
 
 from ..journal_contract import POLICY, RECORDS, JournalContract, closed, commit, taken
 

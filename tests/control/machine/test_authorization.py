@@ -7,14 +7,26 @@ from typing import get_args
 import msgspec
 import pytest
 
-from weightbus.control.machine.authorization import ALLOWED
 from weightbus.control.machine.coordinator import Coordinator
-from weightbus.control.machine.events import MessageReceived, Peer, Principal, TrustLost
+from weightbus.control.machine.effects import MessageReceived, Peer, Principal, TrustLost
+from weightbus.control.machine.membership import ALLOWED
 from weightbus.control.machine.routing import Router
-from weightbus.control.protocol.enums import RefusalCode, Role
-from weightbus.control.protocol.ids import AgentId, Channel, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Message
-from weightbus.control.protocol.messages import Acquire, Granted, Hello, Prepared, Refused, ToCoordinator
+from weightbus.control.protocol.messages import (
+    Acquire,
+    AgentId,
+    Channel,
+    Epoch,
+    Granted,
+    Hello,
+    Message,
+    Prepared,
+    RefusalCode,
+    Refused,
+    RequestId,
+    Role,
+    ToCoordinator,
+    Version,
+)
 
 from ..protocol.test_codec import TO_COORDINATOR
 from ..world import CHANNEL, World, engine_info, one_by_one, trainer_info

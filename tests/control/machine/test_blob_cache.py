@@ -6,8 +6,8 @@ import hashlib
 
 from hypothesis import given, strategies as st
 
-from weightbus.control.machine.blob_cache import MAX_BLOBS, BlobCache
-from weightbus.control.protocol.enums import MAX_PAGE_BYTES, MAX_PAGES, RefusalCode
+from weightbus.control.machine.coordinator import MAX_BLOBS, BlobCache
+from weightbus.control.protocol.messages import MAX_PAGE_BYTES, MAX_PAGES, RefusalCode
 
 
 def name(blob: bytes) -> str:

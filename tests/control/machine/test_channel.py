@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.control.machine.channel import Channel
-from weightbus.control.machine.effects import AnyEffect, Committed, Persist
-from weightbus.control.machine.events import Persisted, PersistFailed
-from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.reply_cache import Restored
+from weightbus.control.machine.channel import Channel, Restored
+from weightbus.control.machine.effects import AnyEffect, Committed, Persist, Persisted, PersistFailed
 from weightbus.control.machine.routing import Router
+from weightbus.control.machine.states import Limits
 from weightbus.control.protocol.errors import InvariantBroken
-from weightbus.control.protocol.ids import AgentId, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import HeldVersion
+from weightbus.control.protocol.messages import AgentId, Digest, Epoch, HeldVersion, RequestId, Version
 
 from ..world import CHANNEL, World
 

@@ -12,52 +12,58 @@ from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine import states
 from weightbus.control.machine.effects import (
     AnyEffect,
+    Burst,
     Committed,
+    ConnectionLost,
     JournalChanged,
+    MessageReceived,
+    Peer,
     Persist,
+    Persisted,
+    PersistFailed,
     Probe,
     RoundEnded,
     SendTo,
     StateEntered,
-)
-from weightbus.control.machine.events import (
-    Burst,
-    ConnectionLost,
-    MessageReceived,
-    Peer,
-    Persisted,
-    PersistFailed,
     StopRequested,
     Tick,
     Token,
 )
 from weightbus.control.machine.states import ENGINE_MOVES, ROUND_MOVES, EnginePhase, RoundState
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import EngineHealth, Outcome, PauseMode, RefusalCode, Step
 from weightbus.control.protocol.errors import IllegalMove
-from weightbus.control.protocol.ids import Channel, Epoch, Incarnation, Version
-from weightbus.control.protocol.message_fields import Message, Policy
 from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
     Acquire,
     Alive,
     BlobPage,
+    Channel,
     Commit,
+    EngineHealth,
+    Epoch,
     GetBlob,
     Granted,
     Heartbeat,
+    Incarnation,
+    Message,
     Offered,
+    Outcome,
     Pause,
+    PauseMode,
+    Policy,
     Prepare,
     Prepared,
     Publish,
     PutBlob,
+    RefusalCode,
     Refused,
     RoundDone,
     Sent,
     Serving,
+    Step,
     Transfer,
+    Version,
     Welcome,
 )
 
@@ -543,7 +549,7 @@ def test_redrive_that_cannot_be_fenced_does_not_happen() -> None:
 
 
 def states_step() -> object:
-    from weightbus.control.protocol.enums import Step
+    from weightbus.control.protocol.messages import Step
 
     return Step.TRANSFER
 

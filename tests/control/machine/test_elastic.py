@@ -11,22 +11,25 @@ from hypothesis import given, strategies as st
 from structlog.testing import capture_logs
 
 from weightbus.control.machine.effects import Committed, EpochTaken, RoundEnded, TransferRetried
-from weightbus.control.protocol.enums import EngineHealth, Outcome, Step, TransportKind
-from weightbus.control.protocol.message_fields import Message, Policy
 from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
     Commit,
+    EngineHealth,
     Heartbeat,
+    Message,
     Offered,
+    Outcome,
     Pause,
+    Policy,
     Prepare,
     Refused,
     Send,
+    Step,
     Transfer,
+    TransportKind,
 )
-from weightbus.control.server.metrics import Metrics, MetricSource
-from weightbus.control.server.reporter import ObservationReporter
+from weightbus.control.server.metrics import Metrics, MetricSource, ObservationReporter
 
 from ..world import CHANNEL, LIMITS, Engine, Trainer, World, readiness_of
 

@@ -11,9 +11,16 @@ import itertools
 import msgspec
 import pytest
 
-from weightbus.control.machine.reply_cache import MAX_HISTORY, PastVersion, history_with
-from weightbus.control.protocol.enums import Outcome, RefusalCode, StragglerPolicy, TransportKind
-from weightbus.control.protocol.ids import AgentId, Epoch, Version
+from weightbus.control.machine.channel import MAX_HISTORY, PastVersion, history_with
+from weightbus.control.protocol.messages import (
+    AgentId,
+    Epoch,
+    Outcome,
+    RefusalCode,
+    StragglerPolicy,
+    TransportKind,
+    Version,
+)
 
 from ...simulation.network import Weather
 from ...simulation.scenario import EngineSpec, Fault, Scenario

@@ -7,28 +7,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from weightbus.control.machine.effects import Refusal, RoundClosed, RoundEnded
-from weightbus.control.machine.events import Tick
-from weightbus.control.machine.lease import Lease, may_acquire, may_use
-from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.reply_cache import YES
-from weightbus.control.machine.states import RoundState
-from weightbus.control.protocol.enums import Outcome, RefusalCode
-from weightbus.control.protocol.ids import AgentId, Digest, Epoch, Incarnation, Version
-from weightbus.control.protocol.message_fields import Policy
+from weightbus.control.machine.effects import Refusal, RoundClosed, RoundEnded, Tick
+from weightbus.control.machine.membership import Lease, may_acquire, may_use
+from weightbus.control.machine.states import YES, Limits, RoundState
 from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
     Acquire,
+    AgentId,
+    Digest,
+    Epoch,
     Granted,
+    Incarnation,
     Offered,
+    Outcome,
+    Policy,
     Prepare,
     Publish,
+    RefusalCode,
     Refused,
     Release,
     RoundDone,
     Sent,
     Transfer,
+    Version,
 )
 
 from ..world import CHANNEL, World

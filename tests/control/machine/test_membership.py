@@ -5,23 +5,38 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from weightbus.control.machine.effects import AgentLeft, Evict, Refusal
-from weightbus.control.machine.events import ConnectionLost, MessageReceived, Peer, Principal, Tick
+from weightbus.control.machine.effects import (
+    AgentLeft,
+    ConnectionLost,
+    Evict,
+    MessageReceived,
+    Peer,
+    Principal,
+    Refusal,
+    Tick,
+)
 from weightbus.control.machine.membership import Membership
 from weightbus.control.machine.states import RoundState
-from weightbus.control.protocol.enums import PROTOCOL, EngineHealth, RefusalCode, Role, Step
-from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.protocol.message_fields import Message
 from weightbus.control.protocol.messages import (
+    PROTOCOL,
+    AgentId,
     Bye,
+    Channel,
+    EngineHealth,
     GetStatus,
     Heartbeat,
     Hello,
+    Incarnation,
+    Message,
     Offered,
     Publish,
+    RefusalCode,
     Refused,
+    RequestId,
+    Role,
     Sent,
     Status,
+    Step,
     Topology,
     Transfer,
     Welcome,

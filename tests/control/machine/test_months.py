@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.control.machine import blob_cache as blobs, routing
-from weightbus.control.machine.limits import Limits
-from weightbus.control.server.metrics import Metrics, MetricSource
-from weightbus.control.server.reporter import ObservationReporter
+from weightbus.control.machine import coordinator, routing
+from weightbus.control.machine.states import Limits
+from weightbus.control.server.metrics import Metrics, MetricSource, ObservationReporter
 
 from ...kit.sizes import sizes
 from ..world import World
@@ -21,7 +20,7 @@ MOST = 16
 def test_engines_that_came_and_went_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch, *, dies: bool) -> None:
     """Each under a name of its own, as an autoscaler gives it, and every one takes part in a round."""
     monkeypatch.setattr(routing, "_REMEMBERED", MOST)
-    monkeypatch.setattr(blobs, "MAX_BLOBS", MOST)
+    monkeypatch.setattr(coordinator, "MAX_BLOBS", MOST)
     world, metrics = World(LIMITS), Metrics(MetricSource.COORDINATOR)
     reporter = ObservationReporter(metrics)
     world.engine("stays")

@@ -8,9 +8,18 @@ import pytest
 
 from weightbus.control.machine.effects import RoundEnded
 from weightbus.control.machine.routing import PREFERRED
-from weightbus.control.protocol.enums import Outcome, Step, TransportKind
-from weightbus.control.protocol.message_fields import Policy, ProcessLocation
-from weightbus.control.protocol.messages import Granted, Send, Topology, Transfer, Verified
+from weightbus.control.protocol.messages import (
+    Granted,
+    Outcome,
+    Policy,
+    ProcessLocation,
+    Send,
+    Step,
+    Topology,
+    Transfer,
+    TransportKind,
+    Verified,
+)
 
 from ..world import CHANNEL, Agent, Engine, Trainer, World
 

@@ -6,25 +6,33 @@ import msgspec
 import pytest
 
 from weightbus.control.machine.effects import Committed, Persist, RoundClosed
-from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.participants import Participant
-from weightbus.control.machine.round_commands import RoundCommands
-from weightbus.control.machine.states import EnginePhase
+from weightbus.control.machine.participants import Participant, RoundCommands
+from weightbus.control.machine.states import EnginePhase, Limits
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import EngineHealth, Outcome, RefusalCode, Step, StragglerPolicy, TransportKind
-from weightbus.control.protocol.ids import AgentId, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Message, Policy
 from weightbus.control.protocol.messages import (
+    AgentId,
     Commit,
+    Digest,
+    EngineHealth,
+    Epoch,
     Granted,
+    Message,
+    Outcome,
+    Policy,
     Prepare,
     Publish,
+    RefusalCode,
     Refused,
+    RequestId,
     Sent,
+    Step,
+    StragglerPolicy,
     ToCoordinator,
     Topology,
     Transfer,
+    TransportKind,
     Verified,
+    Version,
 )
 
 from ..world import CHANNEL, Engine, Trainer, World, digest, engine_info, table_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, strategies as st
 
 from weightbus.control.machine.participants import wave_order
-from weightbus.control.protocol.ids import AgentId
+from weightbus.control.protocol.messages import AgentId
 
 NAMES = [AgentId(f"e{index}") for index in range(12)]
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from weightbus.control.machine.events import ConnectionLost
+from weightbus.control.machine.effects import ConnectionLost
 from weightbus.control.machine.states import EnginePhase
-from weightbus.control.protocol.enums import EngineHealth, Step
-from weightbus.control.protocol.message_fields import Message, Policy
-from weightbus.control.protocol.messages import Abort, Commit, Pause, Sent, Serving
+from weightbus.control.protocol.messages import Abort, Commit, EngineHealth, Message, Pause, Policy, Sent, Serving, Step
 
 from ..world import CHANNEL, World
 

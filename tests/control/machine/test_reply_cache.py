@@ -5,10 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from weightbus.control.machine.reply_cache import RoundReplies, RoundReply, question
-from weightbus.control.protocol.enums import RefusalCode
-from weightbus.control.protocol.ids import Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.messages import Publish
+from weightbus.control.machine.channel import RoundReplies, RoundReply
+from weightbus.control.machine.states import question
+from weightbus.control.protocol.messages import Digest, Epoch, Publish, RefusalCode, RequestId, Version
 
 from ..journal_contract import POLICY, closed
 

@@ -10,9 +10,17 @@ import pytest
 
 from weightbus.control.machine import channel as module
 from weightbus.control.machine.effects import EngineAhead, EpochRaised, EpochTaken, ReadinessChanged
-from weightbus.control.protocol.enums import EngineHealth, Outcome
-from weightbus.control.protocol.ids import Epoch
-from weightbus.control.protocol.messages import Abort, Granted, Prepare, Publish, Refused, Welcome
+from weightbus.control.protocol.messages import (
+    Abort,
+    EngineHealth,
+    Epoch,
+    Granted,
+    Outcome,
+    Prepare,
+    Publish,
+    Refused,
+    Welcome,
+)
 
 from ..world import CHANNEL, Engine, Trainer, World, engine_info
 

@@ -10,31 +10,34 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from weightbus.control.machine.effects import Committed, EngineFailed, EpochTaken, SendTo
-from weightbus.control.machine.events import ConnectionLost
-from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.states import EnginePhase, RoundState
-from weightbus.control.protocol.enums import EngineHealth, Outcome, Step, TransportKind
-from weightbus.control.protocol.ids import AgentId, Epoch
-from weightbus.control.protocol.message_fields import Message, Policy
+from weightbus.control.machine.effects import Committed, ConnectionLost, EngineFailed, EpochTaken, SendTo
+from weightbus.control.machine.states import EnginePhase, Limits, RoundState
 from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
     Acquire,
+    AgentId,
     Alive,
     Commit,
+    EngineHealth,
+    Epoch,
+    Message,
     Offered,
+    Outcome,
     Pause,
     Paused,
+    Policy,
     Prepare,
     Publish,
     RoundDone,
     Send,
     Sent,
     Serving,
+    Step,
     ToCoordinator,
     Transfer,
     Transferred,
+    TransportKind,
     Verified,
     Withdraw,
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.participants import Participant
-from weightbus.control.machine.round_commands import RoundCommands
-from weightbus.control.machine.states import EnginePhase
-from weightbus.control.protocol.enums import TransportKind
-from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Endpoint
-from weightbus.control.protocol.messages import Publish, Transfer
+from weightbus.control.machine.participants import Participant, RoundCommands
+from weightbus.control.machine.states import EnginePhase, Limits
+from weightbus.control.protocol.messages import (
+    AgentId,
+    Endpoint,
+    Epoch,
+    Publish,
+    RequestId,
+    Transfer,
+    TransportKind,
+    Version,
+)
 
 from ..world import CHANNEL, digest, engine_info
 

@@ -8,18 +8,19 @@ import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from weightbus.control.machine.route import TransferEnds
 from weightbus.control.machine.routing import PREFERRED, choose, objection
-from weightbus.control.protocol.enums import PeerAccess, TransportKind
-from weightbus.control.protocol.ids import RequestId
-from weightbus.control.protocol.message_fields import (
+from weightbus.control.machine.states import TransferEnds
+from weightbus.control.protocol.messages import (
     EngineInfo,
     MissingTransport,
     NetworkInterface,
+    PeerAccess,
     ProcessLocation,
+    RequestId,
+    Topology,
     TrainerInfo,
+    TransportKind,
 )
-from weightbus.control.protocol.messages import Topology
 
 from ..world import engine_info, trainer_info
 

@@ -10,35 +10,36 @@ from typing import Any
 import pytest
 
 from weightbus.control.machine import channel, coordinator, engine_registry as fleet
-from weightbus.control.machine.effects import Acknowledge, SendTo
-from weightbus.control.machine.events import Burst, MessageReceived
-from weightbus.control.machine.limits import Limits
-from weightbus.control.machine.participants import FleetAtStart
-from weightbus.control.machine.pending_commands import PendingCommands
-from weightbus.control.machine.reply_cache import MAX_GRANTS
+from weightbus.control.machine.coordinator import MAX_GRANTS
+from weightbus.control.machine.effects import Acknowledge, Burst, MessageReceived, SendTo
+from weightbus.control.machine.participants import FleetAtStart, PendingCommands, RoundCommands
 from weightbus.control.machine.round import Round
-from weightbus.control.machine.round_commands import RoundCommands
-from weightbus.control.machine.route import Route
+from weightbus.control.machine.states import Limits, Route
 from weightbus.control.machine.status import StatusView
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
-from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import HeldVersion
 from weightbus.control.protocol.messages import (
     Abort,
     Acquire,
+    AgentId,
+    EngineHealth,
+    Epoch,
     Failed,
     GetStatus,
     Granted,
     Heartbeat,
+    HeldVersion,
     Prepare,
     Prepared,
     Publish,
     Refused,
+    RequestId,
     Send,
     Sent,
+    Step,
+    TransportKind,
+    Version,
 )
-from weightbus.control.server.loop_snapshot import LoopSnapshot
+from weightbus.control.server.event_loop import LoopSnapshot
 
 from ..world import CHANNEL, MANIFEST, World, digest, engine_info, table_of
 

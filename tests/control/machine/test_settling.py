@@ -5,28 +5,36 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from weightbus.control.machine.engine_record import EngineRecord
-from weightbus.control.machine.engine_registry import EngineRegistry
-from weightbus.control.machine.events import ConnectionLost, MessageReceived, StopRequested
+from weightbus.control.machine.effects import ConnectionLost, MessageReceived, StopRequested
+from weightbus.control.machine.engine_registry import EngineRecord, EngineRegistry
 from weightbus.control.machine.membership import Agent
-from weightbus.control.machine.pending_commands import PendingCommands
+from weightbus.control.machine.participants import PendingCommands
 from weightbus.control.machine.routing import Router
 from weightbus.control.machine.states import EnginePhase, RoundState
-from weightbus.control.protocol.enums import Outcome, RefusalCode, Step, StragglerPolicy
-from weightbus.control.protocol.ids import Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import HeldVersion, Message, Policy
 from weightbus.control.protocol.messages import (
     Abandon,
     Abort,
+    Channel,
     Commit,
+    Digest,
+    Epoch,
+    HeldVersion,
+    Message,
     Offered,
+    Outcome,
     Pause,
+    Policy,
     Prepare,
     Publish,
+    RefusalCode,
     Refused,
+    RequestId,
     Sent,
     Serving,
+    Step,
+    StragglerPolicy,
     Transfer,
+    Version,
 )
 
 from ..world import CHANNEL, LIMITS, World

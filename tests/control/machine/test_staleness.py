@@ -7,13 +7,19 @@ import pytest
 from hypothesis import given, strategies as st
 
 from weightbus.control.machine.effects import RoundEnded
-from weightbus.control.machine.engine_record import AllowedVersions
-from weightbus.control.protocol.enums import EngineHealth, Outcome, Step
-from weightbus.control.protocol.ids import Digest, Version
-from weightbus.control.protocol.message_fields import HeldVersion, Policy
-from weightbus.control.protocol.messages import Alive, Prepare
-from weightbus.control.server.metrics import Metrics, MetricSource
-from weightbus.control.server.reporter import ObservationReporter
+from weightbus.control.machine.engine_registry import AllowedVersions
+from weightbus.control.protocol.messages import (
+    Alive,
+    Digest,
+    EngineHealth,
+    HeldVersion,
+    Outcome,
+    Policy,
+    Prepare,
+    Step,
+    Version,
+)
+from weightbus.control.server.metrics import Metrics, MetricSource, ObservationReporter
 
 from ..world import Engine, Trainer, World
 

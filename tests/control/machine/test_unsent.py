@@ -8,17 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.bus.in_memory import MemoryBus
 from weightbus.control.bus.interface import Delivery
 from weightbus.control.journal.sqlite_journal import SqliteJournal
-from weightbus.control.machine.effects import AnyObservation, EngineFailed, Refusal
-from weightbus.control.machine.events import Peer
-from weightbus.control.protocol.enums import Outcome
+from weightbus.control.machine.effects import AnyObservation, EngineFailed, Peer, Refusal
 from weightbus.control.protocol.errors import Malformed
-from weightbus.control.protocol.message_fields import Message, Policy
-from weightbus.control.protocol.messages import Abort, Commit, Pause, Prepare, RoundDone, Send, ToAgent, Transfer
+from weightbus.control.protocol.messages import (
+    Abort,
+    Commit,
+    Message,
+    Outcome,
+    Pause,
+    Policy,
+    Prepare,
+    RoundDone,
+    Send,
+    ToAgent,
+    Transfer,
+)
 from weightbus.control.server.event_loop import EventLoop
 
+from ..memory_bus import MemoryBus
 from ..server.test_event_loop import Running, Wire
 from ..world import LIMITS, Agent, Engine, Trainer, World, engine_info, trainer_info
 

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from weightbus.control.machine.effects import AnyEffect, SendTo
-from weightbus.control.machine.events import AnyEvent, ConnectionLost, MessageReceived, Peer
-from weightbus.control.protocol.enums import EngineHealth, Outcome, Step
+from weightbus.control.machine.effects import AnyEffect, AnyEvent, ConnectionLost, MessageReceived, Peer, SendTo
 from weightbus.control.protocol.messages import (
+    EngineHealth,
     Failed,
     Heartbeat,
+    Outcome,
     Paused,
     Prepared,
     Serving,
+    Step,
     Transfer,
     Transferred,
     Verified,

@@ -20,15 +20,7 @@ from weightbus.control import protocol as m
 from weightbus.control.protocol import codec
 from weightbus.control.protocol.codec import MessageCodec
 from weightbus.control.protocol.errors import Malformed, Oversize, ProtocolError, UnknownMessage, WrongProtocol
-from weightbus.control.protocol.ids import (
-    AgentId,
-    Channel,
-    Digest,
-    Epoch,
-    Incarnation,
-    RequestId,
-    Version,
-)
+from weightbus.control.protocol.messages import AgentId, Channel, Digest, Epoch, Incarnation, RequestId, Version
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

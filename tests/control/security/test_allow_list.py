@@ -12,18 +12,17 @@ import structlog
 
 from tests.kit.disk_calls import DiskCalls
 from weightbus.control.bus.sockets import new_keypair
-from weightbus.control.machine.events import Principal
-from weightbus.control.protocol.enums import Role
+from weightbus.control.machine.effects import Principal
 from weightbus.control.protocol.errors import PeerKeyError
-from weightbus.control.protocol.ids import AgentId, Channel
-from weightbus.control.protocol.signatures import signing_key_of
-from weightbus.control.security.allow_list import (
+from weightbus.control.protocol.messages import AgentId, Channel, Role
+from weightbus.control.security.trust import (
     ALLOW_LIST_FILE,
     RELOAD_S,
     AllowList,
     AllowListEntry,
     edit_allow_list,
     read_allow_list,
+    signing_key_of,
 )
 
 HERE = (Channel("policy"),)

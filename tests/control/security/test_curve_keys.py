@@ -8,7 +8,7 @@ import pytest
 
 from weightbus.control.bus.sockets import new_keypair, public_of
 from weightbus.control.protocol.errors import PeerKeyError
-from weightbus.control.security.curve_keys import (
+from weightbus.control.security.keys import (
     CurveFiles,
     KeyPair,
     WrittenKeys,

@@ -9,17 +9,32 @@ import pytest
 from hypothesis import given, strategies as st
 
 from weightbus.control.bus.sockets import new_keypair
-from weightbus.control.protocol.enums import PauseMode, Role, TransportKind
-from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Endpoint, HeldVersion, Policy
-from weightbus.control.protocol.messages import Prepare, Publish, Transfer
-from weightbus.control.protocol.signatures import sign, signed_by, signing_key_of
-from weightbus.control.security.allow_list import AllowListEntry
-from weightbus.control.security.signed_publications import (
+from weightbus.control.protocol.messages import (
+    AgentId,
+    Channel,
+    Digest,
+    Endpoint,
+    Epoch,
+    HeldVersion,
+    PauseMode,
+    Policy,
+    Prepare,
+    Publish,
+    RequestId,
+    Role,
+    Transfer,
+    TransportKind,
+    Version,
+)
+from weightbus.control.security.trust import (
+    AllowListEntry,
     VerificationFailureKind,
+    sign,
     sign_digest_table,
     sign_endpoint,
     sign_publication,
+    signed_by,
+    signing_key_of,
     verify_digest_table,
     verify_endpoint,
     verify_publication,

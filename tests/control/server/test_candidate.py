@@ -12,17 +12,26 @@ from typing import Any, ClassVar, cast
 import pytest
 import structlog
 
-from weightbus.control.bus.dealer import DealerLink
 from weightbus.control.bus.interface import REJECTED_KEY
+from weightbus.control.bus.sockets import DealerLink
 from weightbus.control.cli.entry_point import main
-from weightbus.control.journal.election import Election, LeaderRecord
-from weightbus.control.journal.etcd_client import EtcdUnavailable
-from weightbus.control.protocol.enums import RefusalCode, Role
+from weightbus.control.journal.etcd import Election, EtcdUnavailable, LeaderRecord
 from weightbus.control.protocol.errors import JournalUnwritable
-from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId
-from weightbus.control.protocol.messages import Bye, Heartbeat, Hello, Refused, ToCoordinator
-from weightbus.control.server import candidate as module
-from weightbus.control.server.candidate import CoordinatorCandidate, StandbyPorts, StandbyServer
+from weightbus.control.protocol.messages import (
+    AgentId,
+    Bye,
+    Channel,
+    Heartbeat,
+    Hello,
+    Incarnation,
+    RefusalCode,
+    Refused,
+    RequestId,
+    Role,
+    ToCoordinator,
+)
+from weightbus.control.server import coordinator_process as module
+from weightbus.control.server.coordinator_process import CoordinatorCandidate, StandbyPorts, StandbyServer
 from weightbus.control.server.settings import CoordinatorSettings
 
 DEADLINE_S = 30.0

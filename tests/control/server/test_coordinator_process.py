@@ -16,16 +16,17 @@ import structlog
 
 from weightbus.control import protocol as m
 from weightbus.control.bus.client import BusClient, BusSettings
-from weightbus.control.bus.in_memory import MemoryBus
-from weightbus.control.bus.router import RouterBus
 from weightbus.control.bus.session import SessionTiming
-from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
+from weightbus.control.bus.sockets import RouterBus
+from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
 from weightbus.control.machine.status import StatusView
 from weightbus.control.protocol.errors import ConfigurationError, RequestRefused
-from weightbus.control.protocol.ids import AgentId, Channel, Incarnation, RequestId, Version
-from weightbus.control.security.allow_list import ALLOW_LIST_FILE
+from weightbus.control.protocol.messages import AgentId, Channel, Incarnation, RequestId, Version
+from weightbus.control.security.trust import ALLOW_LIST_FILE
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
+
+from ..memory_bus import MemoryBus
 
 CHANNEL = Channel("policy")
 DEADLINE_S = 60.0
@@ -276,7 +277,7 @@ def test_a_coordinator_with_an_invalid_allow_list_is_not_ready(tmp_path: Path) -
     locked = msgspec.structs.replace(settings(tmp_path), insecure_loopback=False, keys=keys)
     with contextlib.closing(CoordinatorProcess(locked)) as service:
         assert service.readiness().ready
-        assert service.server.machine._registration._keyed, "the machine knows that no agent joins without a key"
+        assert service.server.machine._keyed, "the machine knows that no agent joins without a key"
         trust = keys / ALLOW_LIST_FILE
         good = trust.read_bytes()
         trust.write_text("nonsense")

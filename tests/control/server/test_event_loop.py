@@ -11,12 +11,9 @@ from typing import cast
 import msgspec
 import pytest
 
-from weightbus.control.bus.dealer import DealerLink
-from weightbus.control.bus.in_memory import MemoryBus
 from weightbus.control.bus.interface import AgentLink, Delivery, Incoming, TrustRevoked
-from weightbus.control.bus.router import RouterBus
-from weightbus.control.journal.election import Deposed, Term
-from weightbus.control.journal.etcd_client import Etcd, KeyValue, TxnResult
+from weightbus.control.bus.sockets import DealerLink, RouterBus
+from weightbus.control.journal.etcd import Deposed, Etcd, KeyValue, Term, TxnResult
 from weightbus.control.journal.etcd_journal import EtcdJournal
 from weightbus.control.journal.sqlite_journal import SqliteJournal
 from weightbus.control.machine.effects import (
@@ -25,33 +22,38 @@ from weightbus.control.machine.effects import (
     AnyRecord,
     Committed,
     LeaseEnded,
+    Peer,
     Refusal,
     SendTo,
 )
-from weightbus.control.machine.events import Peer
-from weightbus.control.machine.limits import Limits
-from weightbus.control.protocol.enums import Outcome as Ended, RefusalCode, Role
+from weightbus.control.machine.states import Limits
 from weightbus.control.protocol.errors import JournalUnwritable, VersionNotNewer
-from weightbus.control.protocol.ids import AgentId, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Message
 from weightbus.control.protocol.messages import (
     Ack,
     Acquire,
+    AgentId,
     Alive,
     Commit,
+    Epoch,
     Granted,
     Heartbeat,
     Hello,
+    Message,
+    Outcome as Ended,
+    RefusalCode,
     Refused,
     Release,
+    RequestId,
+    Role,
     RoundDone,
+    Version,
     Welcome,
 )
 from weightbus.control.server import event_loop as module
 from weightbus.control.server.event_loop import BATCH_RATE, BATCH_S, SETTLE_S, EventLoop
-from weightbus.control.server.metrics import Metrics, MetricSource
-from weightbus.control.server.reporter import TimedJournal
+from weightbus.control.server.metrics import Metrics, MetricSource, TimedJournal
 
+from ..memory_bus import MemoryBus
 from ..world import CHANNEL, Agent, Engine, Trainer, World, engine_info, trainer_info
 
 PROTOCOL = Path(module.__file__).parents[1] / "protocol" / "PROTOCOL.md"

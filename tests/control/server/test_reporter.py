@@ -6,12 +6,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from weightbus.control.machine.effects import Refusal
-from weightbus.control.protocol.enums import EngineHealth, RefusalCode, Step
-from weightbus.control.protocol.ids import Digest, Version
-from weightbus.control.protocol.message_fields import HeldVersion
-from weightbus.control.protocol.messages import Prepare
-from weightbus.control.server.metrics import Metrics, MetricSource
-from weightbus.control.server.reporter import REFUSALS_LOGGED, ObservationReporter
+from weightbus.control.protocol.messages import Digest, EngineHealth, HeldVersion, Prepare, RefusalCode, Step, Version
+from weightbus.control.server.metrics import REFUSALS_LOGGED, Metrics, MetricSource, ObservationReporter
 
 from ..world import CHANNEL, World
 

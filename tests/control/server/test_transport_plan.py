@@ -10,13 +10,24 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from weightbus.control.cli import fleet_file, plan_command
+from weightbus.control.cli import plan_command
 from weightbus.control.cli.entry_point import main
 from weightbus.control.machine.routing import PREFERRED
-from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
 from weightbus.control.protocol.errors import Malformed
-from weightbus.control.protocol.message_fields import Message, MissingTransport, ProcessLocation
-from weightbus.control.protocol.messages import Failed, Granted, Prepare, Send, Topology, Transfer
+from weightbus.control.protocol.messages import (
+    EngineHealth,
+    Failed,
+    Granted,
+    Message,
+    MissingTransport,
+    Prepare,
+    ProcessLocation,
+    Send,
+    Step,
+    Topology,
+    Transfer,
+    TransportKind,
+)
 from weightbus.control.server import transport_plan as plan_document
 
 from ..world import CHANNEL, Agent, Engine, World
@@ -277,20 +288,20 @@ PLACE = {"rank": 0, "host": "a", "device": "gpu-0"}
 )
 def test_a_fleet_that_cannot_be_is_not_planned(path: str, value: object, said: str) -> None:
     """Whose it is, what was found and what is expected."""
-    fleet_file.plan_described_fleet(json.dumps(changed("bytes", 5)).encode())
+    plan_command.plan_described_fleet(json.dumps(changed("bytes", 5)).encode())
     with pytest.raises(Malformed) as refusal:
-        fleet_file.plan_described_fleet(json.dumps(changed(path, value)).encode())
+        plan_command.plan_described_fleet(json.dumps(changed(path, value)).encode())
     assert said in str(refusal.value)
 
 
 def test_the_error_names_fields_as_the_file_has_them() -> None:
     """The valid fields that an error lists can be written into the file, also where an attribute has another name."""
     with pytest.raises(Malformed) as refusal:
-        fleet_file.plan_described_fleet(json.dumps(changed("topology/places/0/gpu", "x")).encode())
+        plan_command.plan_described_fleet(json.dumps(changed("topology/places/0/gpu", "x")).encode())
     known = str(refusal.value).split("Known: ", 1)[1]
     places = known.split("places: ", 1)[1].split(", ")
     assert "awaits_tables" in known
-    fleet_file.plan_described_fleet(json.dumps(changed(f"topology/places/0/{places[-1]}", "gpu-0")).encode())
+    plan_command.plan_described_fleet(json.dumps(changed(f"topology/places/0/{places[-1]}", "gpu-0")).encode())
 
 
 def test_an_engine_of_a_file_has_a_name() -> None:
@@ -298,14 +309,14 @@ def test_an_engine_of_a_file_has_a_name() -> None:
     fleet = changed("bytes", 5)
     fleet["engines"][""] = fleet["engines"].pop("e0")
     with pytest.raises(Malformed, match="engine '': its name is none that an agent may have"):
-        fleet_file.plan_described_fleet(json.dumps(fleet).encode())
+        plan_command.plan_described_fleet(json.dumps(fleet).encode())
 
 
 @pytest.mark.parametrize("document", [b"[" * 200_000, b'{"engines":' + b'{"e":' * 200_000])
 def test_a_file_without_an_end_is_refused(document: bytes) -> None:
     """In words."""
     with pytest.raises(Malformed, match="does not describe a trainer and its engines"):
-        fleet_file.plan_described_fleet(document)
+        plan_command.plan_described_fleet(document)
 
 
 def test_a_plan_from_a_file_asks_no_coordinator(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.control.protocol.enums import Outcome, TransportKind
 from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.protocol.messages import Outcome, TransportKind
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.engine_agent.engines import registry

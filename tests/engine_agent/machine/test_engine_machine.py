@@ -5,8 +5,8 @@ from hypothesis import settings as hypothesis_settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weightbus.control import protocol as m
-from weightbus.control.protocol.enums import EngineHealth, Step
 from weightbus.control.protocol.errors import InvariantBroken
+from weightbus.control.protocol.messages import EngineHealth, Step
 from weightbus.engine_agent.machine.engine_machine import HOLD_S
 from weightbus.engine_agent.machine.events import (
     Answer,

@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from weightbus.control import protocol as m
-from weightbus.control.protocol.enums import EngineHealth, Step
+from weightbus.control.protocol.messages import EngineHealth, Step
 from weightbus.engine_agent.machine.events import (
     Commanded,
     Effect,

@@ -14,10 +14,19 @@ import httpx
 import msgspec
 import pytest
 
-from weightbus.control.protocol.enums import EngineHealth, Step, TransportKind
-from weightbus.control.protocol.ids import Digest, Epoch, Version
-from weightbus.control.protocol.message_fields import HeldVersion
-from weightbus.control.protocol.messages import Abort, Pause, Prepare, Transfer
+from weightbus.control.protocol.messages import (
+    Abort,
+    Digest,
+    EngineHealth,
+    Epoch,
+    HeldVersion,
+    Pause,
+    Prepare,
+    Step,
+    Transfer,
+    TransportKind,
+    Version,
+)
 from weightbus.dataplane.transports.disk.saved_version import PUBLICATION, SavedReceiver, leaving
 from weightbus.dataplane.transports.interface import Receipt, TransferSession
 from weightbus.engine_agent.machine.engine_machine import ServerView

@@ -5,10 +5,8 @@ from typing import get_args
 
 import pytest
 
-from weightbus.control.protocol.enums import EngineHealth
 from weightbus.control.protocol.errors import IllegalMove, InvariantBroken
-from weightbus.control.protocol.ids import Digest, Version
-from weightbus.control.protocol.message_fields import HeldVersion
+from weightbus.control.protocol.messages import Digest, EngineHealth, HeldVersion, Version
 from weightbus.engine_agent.machine.weight_state import (
     GENERATES,
     HEALTH,

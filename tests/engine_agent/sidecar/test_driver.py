@@ -26,12 +26,19 @@ import torch
 from structlog.testing import capture_logs
 
 from weightbus.control import protocol as m
-from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
-from weightbus.control.protocol.enums import EngineHealth, Role
+from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
 from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, Version
-from weightbus.control.protocol.message_fields import HeldVersion
-from weightbus.control.security.allow_list import ALLOW_LIST_FILE, edit_allow_list
+from weightbus.control.protocol.messages import (
+    AgentId,
+    Channel,
+    Digest,
+    EngineHealth,
+    Epoch,
+    HeldVersion,
+    Role,
+    Version,
+)
+from weightbus.control.security.trust import ALLOW_LIST_FILE, edit_allow_list
 from weightbus.dataplane.transports.interface import JOIN_S
 from weightbus.engine_agent.engines.sglang.pickle_payload import LOADER
 from weightbus.engine_agent.errors import ServerInUse

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.control.protocol.ids import Version
+from weightbus.control.protocol.messages import Version
 from weightbus.dataplane.tensors.manifest import blob_digest
 from weightbus.dataplane.transports.disk.checkpoint_locks import Notes
 from weightbus.dataplane.transports.disk.saved_version import MANIFEST, PUBLICATION, TABLE, place_of

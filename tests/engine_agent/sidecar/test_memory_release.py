@@ -10,8 +10,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from weightbus.control.protocol.enums import EngineHealth, Step
-from weightbus.control.protocol.ids import Epoch
+from weightbus.control.protocol.messages import EngineHealth, Epoch, Step
 from weightbus.engine_agent.errors import NothingToGive, ServerUnreachable
 from weightbus.engine_agent.machine.engine_machine import ServerView
 from weightbus.engine_agent.machine.events import ServerFound, StateRecord

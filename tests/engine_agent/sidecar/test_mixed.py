@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.messages import TransportKind
 from weightbus.dataplane.transports.direct.receiver import DirectReceiver
 from weightbus.dataplane.transports.interface import Address, Peer, Receipt
 from weightbus.dataplane.transports.sends import messages as sends_wire, sender as sends, worker_receivers as takers

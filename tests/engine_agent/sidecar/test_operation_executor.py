@@ -11,15 +11,32 @@ import msgspec
 import pytest
 import torch
 
-from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
-from weightbus.control.protocol.enums import Role, TransportKind
+from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
 from weightbus.control.protocol.errors import BlobCancelled
-from weightbus.control.protocol.ids import AgentId, Channel, Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Endpoint, Policy, PublicationSignature
-from weightbus.control.protocol.messages import Prepare, Publish, Transfer
-from weightbus.control.security.allow_list import ALLOW_LIST_FILE, AllowList
-from weightbus.control.security.curve_keys import read_secret_key
-from weightbus.control.security.signed_publications import sign_digest_table, sign_endpoint, sign_publication
+from weightbus.control.protocol.messages import (
+    AgentId,
+    Channel,
+    Digest,
+    Endpoint,
+    Epoch,
+    Policy,
+    Prepare,
+    PublicationSignature,
+    Publish,
+    RequestId,
+    Role,
+    Transfer,
+    TransportKind,
+    Version,
+)
+from weightbus.control.security.keys import read_secret_key
+from weightbus.control.security.trust import (
+    ALLOW_LIST_FILE,
+    AllowList,
+    sign_digest_table,
+    sign_endpoint,
+    sign_publication,
+)
 from weightbus.control.server.metrics import Metrics, MetricSource
 from weightbus.dataplane.errors import OutOfSharedMemory, TransferFailed, WorkerDied
 from weightbus.dataplane.tensors.manifest import DigestTable

@@ -9,10 +9,8 @@ from typing import cast
 import pytest
 
 from weightbus.control.bus.client import BusClient
-from weightbus.control.protocol.enums import RefusalCode
 from weightbus.control.protocol.errors import CoordinatorUnreachable, RequestRefused
-from weightbus.control.protocol.ids import Channel, Epoch, RequestId
-from weightbus.control.protocol.messages import Ack, Paused, ToAgent
+from weightbus.control.protocol.messages import Ack, Channel, Epoch, Paused, RefusalCode, RequestId, ToAgent
 from weightbus.engine_agent.sidecar.driver import ReplySender
 
 WAIT_S = 30.0

@@ -6,7 +6,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from weightbus.control.cli.entry_point import main
-from weightbus.control.cli.settings_loader import load_settings
+from weightbus.control.cli.settings import load_settings
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.engine_agent.engines.registry import Keys
 from weightbus.engine_agent.errors import KeyFileUnusable

@@ -11,10 +11,8 @@ import pytest
 
 from tests.engine_agent.world import World
 from tests.kit.disk_calls import DiskCalls
-from weightbus.control.protocol.enums import EngineHealth
 from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.control.protocol.ids import Epoch, Version
-from weightbus.control.protocol.message_fields import HeldVersion
+from weightbus.control.protocol.messages import EngineHealth, Epoch, HeldVersion, Version
 from weightbus.engine_agent import state_file
 from weightbus.engine_agent.errors import StateInUse, StateUnreadable, StateUnwritable
 from weightbus.engine_agent.machine.events import StateRecord

@@ -27,9 +27,8 @@ import httpx
 import pytest
 import torch
 
-from weightbus.control.cli.deployment_keys import AgentKeys, make_deployment_keys
-from weightbus.control.protocol.enums import Outcome, Role
-from weightbus.control.protocol.ids import AgentId, Channel
+from weightbus.control.cli.key_commands import AgentKeys, make_deployment_keys
+from weightbus.control.protocol.messages import AgentId, Channel, Outcome, Role
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.dataplane.tensors.boxes import Box

@@ -12,9 +12,7 @@ import pytest
 from tests.kit.waiting import until
 from weightbus.control.machine.routing import PREFERRED
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import PeerAccess, TransportKind
-from weightbus.control.protocol.ids import RequestId
-from weightbus.control.protocol.message_fields import ProcessLocation
+from weightbus.control.protocol.messages import PeerAccess, ProcessLocation, RequestId, TransportKind
 from weightbus.dataplane.memory.gpu_topology import GpuSurveyFailed, VisibleGpu, gpus_visible_to
 from weightbus.dataplane.processes.host_facts import host_identity, network_interfaces
 from weightbus.engine_agent.engines import local_process

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from weightbus.control.cli.settings_loader import load_settings
+from weightbus.control.cli.settings import load_settings
 from weightbus.control.protocol.errors import ConfigurationError
-from weightbus.control.protocol.ids import MAX_VERSION
+from weightbus.control.protocol.messages import MAX_VERSION
 from weightbus.dataplane.tensors.manifest import Manifest
 from weightbus.trainer_agent.checkpoints import checkpoint_folder as folders
 from weightbus.trainer_agent.checkpoints.checkpoint_folder import CheckpointSource, open_checkpoint, staging_device

@@ -2,7 +2,7 @@
 
 import pytest
 
-from weightbus.control.protocol.ids import MAX_VERSION
+from weightbus.control.protocol.messages import MAX_VERSION
 from weightbus.trainer_agent.checkpoints.watch_machine import (
     Folder,
     FolderChanged,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from weightbus.control.protocol.enums import TransportKind
 from weightbus.control.protocol.errors import ConfigurationError
+from weightbus.control.protocol.messages import TransportKind
 from weightbus.dataplane.digest import tensor_digest as integrity
 from weightbus.dataplane.errors import NotExportable
 from weightbus.dataplane.memory.exporter import RegionExporter

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from weightbus.control.protocol import codec
-from weightbus.control.protocol.enums import PeerAccess, TransportKind
-from weightbus.control.protocol.ids import RequestId
-from weightbus.control.protocol.message_fields import ProcessLocation
+from weightbus.control.protocol.messages import PeerAccess, ProcessLocation, RequestId, TransportKind
 from weightbus.dataplane.memory.device_identity import NCCL_HOSTID
 from weightbus.dataplane.memory.gpu_topology import GpuSurveyFailed, VisibleGpu
 from weightbus.dataplane.processes.host_facts import host_identity

@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from weightbus.control.protocol.enums import Outcome, RefusalCode, TransportKind
 from weightbus.control.protocol.errors import IllegalMove
-from weightbus.control.protocol.ids import AgentId, Digest, Version
-from weightbus.control.protocol.message_fields import HeldVersion, ReceivingEngine
+from weightbus.control.protocol.messages import (
+    AgentId,
+    Digest,
+    HeldVersion,
+    Outcome,
+    ReceivingEngine,
+    RefusalCode,
+    TransportKind,
+    Version,
+)
 from weightbus.trainer_agent.machine import events as ev, publication
 from weightbus.trainer_agent.machine.events import EndReason
 from weightbus.trainer_agent.machine.publication import Publication, PublicationState

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from weightbus.control.protocol.enums import Outcome
-from weightbus.control.protocol.ids import AgentId
-from weightbus.control.protocol.message_fields import EngineReport
+from weightbus.control.protocol.messages import AgentId, EngineReport, Outcome
 from weightbus.trainer_agent.machine.publication import PublishReport
 from weightbus.trainer_agent.publish.bucket_staging import Stopwatch
 

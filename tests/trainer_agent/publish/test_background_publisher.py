@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.messages import TransportKind
 from weightbus.trainer_agent.machine.errors import AgentClosed, PublishHandle, PublishRefused, SourceFailed, Superseded
 from weightbus.trainer_agent.machine.publication import Mode, PublishReport
 from weightbus.trainer_agent.publish.agent import TrainerAgent

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.protocol.enums import Outcome, TransportKind
+from weightbus.control.protocol.messages import Outcome, TransportKind
 from weightbus.trainer_agent.machine.errors import PublishRefused
 from weightbus.trainer_agent.machine.publication import PublishReport
 from weightbus.trainer_agent.publish.agent import TrainerAgent

@@ -6,26 +6,31 @@ from collections.abc import Callable
 
 import pytest
 
-from weightbus.control.machine.events import MessageReceived
-from weightbus.control.protocol.enums import RefusalCode, TransportKind
-from weightbus.control.protocol.ids import Digest, Epoch, RequestId, Version
-from weightbus.control.protocol.message_fields import Endpoint, Message
+from weightbus.control.machine.effects import MessageReceived
 from weightbus.control.protocol.messages import (
     Abandon,
     Ack,
     Acquire,
     Bye,
+    Digest,
+    Endpoint,
+    Epoch,
     Granted,
     Heartbeat,
+    Message,
     Offered,
     Publish,
     PutBlob,
+    RefusalCode,
     Refused,
+    RequestId,
     RoundDone,
     Send,
     Sent,
     ToCoordinator,
     Transfer,
+    TransportKind,
+    Version,
 )
 from weightbus.trainer_agent.machine import events as ev, publication
 from weightbus.trainer_agent.machine.events import EndReason

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.control.protocol.message_fields import EngineInfo
+from weightbus.control.protocol.messages import EngineInfo
 from weightbus.dataplane.digest import sglang_checksum as fmix
 from weightbus.dataplane.tensors.manifest import LiveDigests, Manifest, TensorSpec
 from weightbus.dataplane.transports.broadcast_order import cut

@@ -14,7 +14,7 @@ import pytest
 from tests.kit.waiting import until
 from weightbus.control.machine.states import RoundState
 from weightbus.control.machine.status import ChannelView, EngineView, HeldStatus, RoundView
-from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.messages import TransportKind
 from weightbus.trainer_agent.machine.errors import RoundAborted, TooFarAhead
 from weightbus.trainer_agent.publish.agent import TrainerAgent
 from weightbus.trainer_agent.publish.background_publisher import (

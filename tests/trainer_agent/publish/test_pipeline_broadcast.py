@@ -10,9 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from weightbus.control.protocol.enums import Outcome, TransportKind
-from weightbus.control.protocol.message_fields import ReceivingEngine
-from weightbus.control.protocol.messages import Topology
+from weightbus.control.protocol.messages import Outcome, ReceivingEngine, Topology, TransportKind
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.transports.broadcast_order import Sources
 from weightbus.dataplane.transports.distributed.source_rank import SourceRank

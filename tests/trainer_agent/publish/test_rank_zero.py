@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 from structlog.testing import capture_logs
 
-from weightbus.control.protocol.enums import TransportKind
+from weightbus.control.protocol.messages import TransportKind
 from weightbus.dataplane.transports.sends import nixl_group
 from weightbus.trainer_agent.export.memory_export import MemoryExport
 from weightbus.trainer_agent.publish import rank_zero

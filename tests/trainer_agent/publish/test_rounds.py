@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from weightbus.control.protocol.enums import Outcome, TransportKind
+from weightbus.control.protocol.messages import Outcome, TransportKind
 from weightbus.control.server.coordinator_process import CoordinatorProcess
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.dataplane.errors import TransferFailed

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from weightbus.control.machine.limits import WATCHDOG_S
+from weightbus.control.machine.states import WATCHDOG_S
 from weightbus.dataplane.errors import TransferFailed
 from weightbus.dataplane.memory.staging_buffers import BucketBuffers
 from weightbus.dataplane.processes import process_groups as backends

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from weightbus.control.machine.limits import Limits
+from weightbus.control.machine.states import Limits
 from weightbus.control.server.settings import CoordinatorSettings
 from weightbus.engine_agent.engines.registry import Keys
 from weightbus.engine_agent.engines.sglang import group_watchdog as stand_in

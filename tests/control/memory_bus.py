@@ -11,9 +11,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..machine import MessageReceived, Peer
-from ..protocol import Message, ProtocolError, ToAgent, ToCoordinator, codec
-from .interface import Delivery, Rejected
+from weightbus.control.bus.interface import Delivery, Rejected
+from weightbus.control.machine.effects import MessageReceived, Peer
+from weightbus.control.protocol import codec
+from weightbus.control.protocol.errors import ProtocolError
+from weightbus.control.protocol.messages import Message, ToAgent, ToCoordinator
 
 
 class MemoryBus:

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from msgspec import Meta
 
-from weightbus.control.cli import settings_loader as settings
-from weightbus.control.cli.settings_loader import ResolvedSettings, SettingSource, load_settings
-from weightbus.control.machine.limits import Limits
+from weightbus.control.cli import settings
+from weightbus.control.cli.settings import ResolvedSettings, SettingSource, load_settings
+from weightbus.control.machine.states import Limits
 from weightbus.control.protocol.errors import ConfigurationError
 from weightbus.control.server.settings import CoordinatorSettings
 
